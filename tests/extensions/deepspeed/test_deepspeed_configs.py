@@ -71,26 +71,6 @@ CASES: Final = MappingProxyType(
             ),
             Facts(mixed_precision="fp16", world_size=2),
         ),
-        "state_on_nvme": (
-            DeepSpeedPlugin(
-                zero_stage=3,
-                offload_optimizer_device="nvme",
-                offload_optimizer_nvme_path="/drive",
-            ),
-            Facts(),
-        ),
-        "file_with_state_on_nvme": (
-            DeepSpeedPlugin(
-                hf_ds_config={
-                    "zero_optimization": {
-                        "stage": 3,
-                        "offload_optimizer": {**NVME, "pipeline_read": False},
-                        "sub_group_size": 1e9,
-                    }
-                }
-            ),
-            Facts(mixed_precision="bf16"),
-        ),
         "hub_file": (
             DeepSpeedPlugin(hf_ds_config=HUB),
             Facts(
@@ -192,34 +172,9 @@ def test_the_given_mapping_is_left_as_it_was() -> None:
             "Use device='cpu'",
         ),
         (
-            {"zero_optimization": {"stage": 2, "offload_param": NVME}},
+            {"zero_optimization": {"stage": 3, "offload_optimizer": NVME}},
             Facts(),
-            "needs stage 3, but the stage is 2",
-        ),
-        (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": NVME}},
-            Facts(),
-            "needs stage 3, but the stage is 2",
-        ),
-        (
-            {
-                "zero_optimization": {
-                    "stage": 3,
-                    "offload_optimizer": {"device": "nvme"},
-                }
-            },
-            Facts(),
-            "has no nvme_path",
-        ),
-        (
-            {
-                "zero_optimization": {
-                    "stage": 3,
-                    "offload_optimizer": {**NVME, "pipeline_write": True},
-                }
-            },
-            Facts(),
-            "Remove pipeline_write",
+            "Use device='cpu'",
         ),
         ({"zero_optimization": 3}, Facts(), "Write zero_optimization as a mapping"),
         ({"optimizer": {"type": "AdamW"}}, Facts(), "one of them would be ignored"),

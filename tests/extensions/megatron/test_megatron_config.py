@@ -59,16 +59,7 @@ LLAMA: Final = SimpleNamespace(
     initializer_range=0.02,
     rope_parameters={"rope_type": "default", "rope_theta": 500.0},
 )
-MIXTRAL: Final = SimpleNamespace(
-    **{
-        **vars(LLAMA),
-        "model_type": "mixtral",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": None,
-    }
-)
-MODELS: Final = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL}
+MODELS: Final = {"gpt2": GPT2, "llama": LLAMA}
 # What a setting needs beside it, and the keyword of the engine that it changes. Those without one act elsewhere: in a step, where
 # a batch comes in or a result goes out, or as a question about the model.
 ACTS: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
@@ -107,16 +98,6 @@ ACTS: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "gradient_clipping": ({}, None),
     "seq_length": ({}, None),
     "return_logits": ({}, None),
-    "use_rotary_position_embeddings": ({}, None),
-    "context_parallel_size": ({"context_parallel_size": 2}, "context_parallel_size"),
-    "expert_model_parallel_size": (
-        {"expert_model_parallel_size": 2},
-        "expert_model_parallel_size",
-    ),
-    "expert_tensor_parallel_size": (
-        {"expert_tensor_parallel_size": 2},
-        "expert_tensor_parallel_size",
-    ),
 }
 
 
@@ -141,8 +122,7 @@ def test_every_option_acts_or_is_refused_with_a_reason(info: Any) -> None:
         given, keyword = ACTS[name]
         if keyword is not None:
             without = {key: value for key, value in given.items() if key != name}
-            model = "mixtral" if name.startswith("expert") else "gpt2"
-            assert made(model, **given)[keyword] != made(model, **without)[keyword]
+            assert made(**given)[keyword] != made(**without)[keyword]
         return
     other: Any = {bool: not info.default}.get(type(info.default), 7)
     (complaint,) = absent.refused(
@@ -153,15 +133,12 @@ def test_every_option_acts_or_is_refused_with_a_reason(info: Any) -> None:
 
 
 def test_degrees_are_axes_of_the_mesh() -> None:
-    sizes = plugin(
-        tp_degree=2, pp_degree=3, context_parallel_size=2, expert_model_parallel_size=4
-    )
+    sizes = plugin(tp_degree=2, pp_degree=3)
     config = Config(strategy="megatron", megatron=sizes)  # type: ignore[call-arg]  # its section
-    mesh = mesh_of(config, 24, 24)
+    mesh = mesh_of(config, 12, 12)
     assert [
         mesh.size(axis) for axis in (Axis.PP, Axis.DP_REPLICATE, Axis.CP, Axis.TP)
-    ] == [3, 2, 2, 2]
-    assert mesh.ep == 1  # experts are divided by the engine, among all ranks of a stage
+    ] == [3, 2, 1, 2]
     assert (
         mesh_of(replace(config, strategy="ddp"), 12, 12).size(Axis.DP_REPLICATE) == 12
     )
@@ -189,63 +166,10 @@ def test_options_that_cannot_hold_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "words"),
-    [
-        (
-            "gpt2",
-            {"use_rotary_position_embeddings": True},
-            "use other position embeddings; remove it",
-        ),
-        (
-            "llama",
-            {"expert_model_parallel_size": 2},
-            "which have no experts; remove it",
-        ),
-        (
-            "llama",
-            {"expert_tensor_parallel_size": 2},
-            "which have no experts; remove it",
-        ),
-        ("mixtral", {"expert_model_parallel_size": 3}, "set it to a divisor of 4"),
-        (
-            "mixtral",
-            {"expert_tensor_parallel_size": 5},
-            "inner size 24; set it to a divisor",
-        ),
-        ("mixtral", {"tp_degree": 2}, "set sequence_parallelism=True as well"),
-        (
-            "mixtral",
-            {"use_distributed_optimizer": True},
-            "whose optimizer state has different data parallel ranks; remove it",
-        ),
-    ],
+    ("tp", "pp", "fits"), [(2, 2, True), (4, 1, True), (8, 1, False), (2, 4, False)]
 )
-def test_options_that_a_model_has_no_place_for_are_refused(
-    model: str, given: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        made(model, **given)
-
-
-def test_options_that_say_what_a_model_is_are_taken() -> None:
-    assert made("llama", use_rotary_position_embeddings=True) == made("llama")
-    with pytest.raises(ConfigError, match="which use other position embeddings"):
-        made("gpt2", use_rotary_position_embeddings=True)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "fits"),
-    [((2, 2, 1), True), ((4, 1, 1), True), ((1, 8, 1), False), ((2, 2, 2), False)],
-)
-def test_experts_divide_the_processes(sizes: tuple[int, int, int], fits: bool) -> None:
-    """tp_degree, expert_model_parallel_size and pp_degree over 4 processes."""
-    tp, ep, pp = sizes
-    found = plugin(
-        tp_degree=tp,
-        expert_model_parallel_size=ep,
-        pp_degree=pp,
-        sequence_parallelism=tp > 1,
-    )
+def test_degrees_divide_the_processes(tp: int, pp: int, fits: bool) -> None:
+    found = plugin(tp_degree=tp, pp_degree=pp)
     config = Config(
         strategy="megatron", launch=LaunchConfig(num_processes=4), megatron=found
     )  # type: ignore[call-arg]  # its section
@@ -268,9 +192,6 @@ def test_precisions() -> None:
     ("base", "change", "words"),
     [
         (GPT2, {"model_type": "opt"}, "type 'opt'.*only these architectures"),
-        (MIXTRAL, {"output_router_logits": True}, "disables the load-balancing loss"),
-        (MIXTRAL, {"sliding_window": 4}, "sliding_window=4"),
-        (MIXTRAL, {"num_experts_per_tok": 1}, "num_experts_per_tok=1.*at least 2"),
         (GPT2, {"embd_pdrop": 0.3}, "embd_pdrop=0.3"),
         (
             GPT2,
@@ -302,7 +223,6 @@ def shape_of(name: str, facts: ModelFacts) -> tuple[int, ...]:
     """The shape of a tensor of the Hub layout."""
     hidden, ffn = facts.hidden, facts.ffn
     wide, narrow = facts.heads * facts.head_dim, facts.groups * facts.head_dim
-    number = facts.experts.number if facts.experts else 0
     turned = {
         "c_attn": (hidden, 3 * wide),
         "c_fc": (hidden, ffn),
@@ -311,9 +231,6 @@ def shape_of(name: str, facts: ModelFacts) -> tuple[int, ...]:
     }
     for end, shape in {
         **turned,
-        "experts.gate_up_proj": (number, 2 * ffn, hidden),
-        "experts.down_proj": (number, hidden, ffn),
-        "mlp.gate": (number, hidden),
         "q_proj": (wide, hidden),
         **dict.fromkeys(("k_proj", "v_proj"), (narrow, hidden)),
         "o_proj": (hidden, wide),

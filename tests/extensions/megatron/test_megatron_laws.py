@@ -1,4 +1,4 @@
-"""A Megatron engine trains as the transformers model does in one plain process: tensor, pipeline, context, expert, data parallel.
+"""A Megatron engine trains as the transformers model does in one plain process: tensor, pipeline, data parallel.
 
 What is trained, and how megatron-core runs on the CPU, is in `megatron_training.py`.
 """
@@ -57,11 +57,6 @@ def kit() -> Any:
         ("gpt2", "dp2"),
         ("gpt2", "shared"),
         pytest.param("llama", "dp2", marks=pytest.mark.exhaustive),
-        ("gpt2", "cp2"),
-        ("llama", "cp2"),
-        ("mixtral", "ep2"),
-        pytest.param("mixtral", "etp2", marks=pytest.mark.exhaustive),
-        pytest.param("mixtral", "cp2", marks=pytest.mark.exhaustive),
     ],
 )
 def test_two_ranks_train_as_plain_torch(
@@ -92,74 +87,8 @@ def test_four_ranks_train_as_plain_torch(
     kit().assert_trains_alike(ctx, family, layout, tmp_path)
 
 
-@ranks(4, timeout_s=LONG)
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        ("llama", {"context_parallel_size": 2, "pp_degree": 2}),
-        (
-            "gpt2",
-            {
-                "context_parallel_size": 2,
-                "tp_degree": 2,
-                "sequence_parallelism": True,
-                "recompute_activations": True,
-            },
-        ),
-        ("gpt2", {"context_parallel_size": 2, "use_distributed_optimizer": True}),
-        ("mixtral", {"expert_model_parallel_size": 2}),
-        ("mixtral", {"expert_model_parallel_size": 2, "pp_degree": 2}),
-        ("mixtral", {"expert_model_parallel_size": 2, "context_parallel_size": 2}),
-        (
-            "mixtral",
-            {
-                "expert_model_parallel_size": 2,
-                "tp_degree": 2,
-                "sequence_parallelism": True,
-            },
-        ),
-        (
-            "mixtral",
-            {
-                "expert_model_parallel_size": 2,
-                "expert_tensor_parallel_size": 1,
-                "tp_degree": 2,
-                "sequence_parallelism": True,
-            },
-        ),
-    ],
-    ids=[
-        *("llama-cp2pp2", "gpt2-cp2tp2", "gpt2-cp2dp2"),
-        *(
-            "mixtral-ep2dp2",
-            "mixtral-ep2pp2",
-            "mixtral-ep2cp2",
-            "mixtral-ep2tp2",
-            "mixtral-ep2tp2-whole-experts",
-        ),
-    ],
-)
-def test_other_models_and_axes_train_as_plain_torch(
-    ctx: ProcessContext, tmp_path: Path, family: str, layout: dict[str, Any]
-) -> None:
-    kit().assert_trains_alike(ctx, family, layout, tmp_path)
-
-
 @ranks(2, timeout_s=LONG)
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
-def test_sequences_without_padding_are_divided_too(
-    ctx: ProcessContext, tmp_path: Path, family: str
-) -> None:
-    """Without a mask keys are never whole on one rank."""
-    kit().assert_trains_alike(
-        ctx, family, kit().LAYOUTS["cp2"], tmp_path, by_hand=True, padded=False
-    )
-
-
-@ranks(2, timeout_s=LONG)
-@pytest.mark.parametrize("layout", ["cp2", "tp2"])
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
 def test_a_loss_of_the_loops_own_on_whole_logits(
     ctx: ProcessContext, layout: str
 ) -> None:
@@ -214,7 +143,7 @@ def test_sequence_parallel_and_recompute_change_no_number(
 
 @ranks(2, timeout_s=LONG)
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("family", "layout"), [("llama", "pp2"), ("mixtral", "ep2")])
+@pytest.mark.parametrize(("family", "layout"), [("llama", "pp2")])
 def test_a_model_without_weights_is_initialised_by_the_engine(
     ctx: ProcessContext, family: str, layout: str
 ) -> None:
@@ -268,8 +197,6 @@ def test_bf16_keeps_masters(ctx: ProcessContext) -> None:
         ("gpt2", "dp2", "no"),
         ("gpt2", "shared", "no"),
         ("gpt2", "shared", "bf16"),
-        ("gpt2", "cp2", "bf16"),
-        ("mixtral", "ep2", "bf16"),
     ],
 )
 def test_a_run_goes_on_bit_for_bit(
@@ -316,8 +243,6 @@ def load_some(
         ("gpt2", "tp2", "pp2"),
         ("gpt2", "pp2", "dp2"),
         ("gpt2", "dp2", "tp2"),
-        ("mixtral", "ep2", "etp2"),
-        ("mixtral", "cp2", "ep2"),
     ],
 )
 def test_a_checkpoint_loads_in_another_layout(
@@ -352,7 +277,7 @@ def test_what_an_engine_cannot_do_is_refused(
         net = torch.nn.Linear(2, 2)
         with pytest.raises(
             PrepareError,
-            match="only these architectures can be trained: gpt2, llama, mixtral",
+            match="only these architectures can be trained: gpt2, llama",
         ):
             accelerator.prepare(net, torch.optim.SGD(net.parameters()))
         frozen = kit().language_model("gpt2")
@@ -440,10 +365,10 @@ def test_batches_that_a_layout_cannot_divide_are_refused(ctx: ProcessContext) ->
 
 
 @ranks(2, timeout_s=LONG)
-def test_models_and_sequences_that_do_not_fit_are_refused(ctx: ProcessContext) -> None:
+def test_models_that_do_not_fit_are_refused(ctx: ProcessContext) -> None:
     transformers = pytest.importorskip("transformers")
     with kit().on_cpu():
-        accelerator = kit().engine(kit().LAYOUTS["cp2"])
+        accelerator = kit().engine(kit().LAYOUTS["tp2"])
         other = transformers.LlamaForSequenceClassification(
             kit().language_model("llama").config
         )
@@ -451,14 +376,3 @@ def test_models_and_sequences_that_do_not_fit_are_refused(ctx: ProcessContext) -
             PrepareError, match=r"LlamaForSequenceClassification.*LlamaForCausalLM"
         ):
             accelerator.prepare(other, torch.optim.SGD(other.parameters()))
-        run = kit().Run(accelerator, kit().language_model("llama"), 1)
-        batch = next(iter(run.loader))
-        with pytest.raises(
-            ConfigError, match="cp_size=2 cannot divide into 4 equal chunks"
-        ):
-            run.model(**{name: value[:, :10] for name, value in batch.items()})
-        with pytest.raises(
-            ConfigError,
-            match=r"checkpoint_in_memory=5 is not supported with megatron\.expert_model",
-        ):
-            kit().engine(kit().LAYOUTS["ep2"], checkpoint_in_memory=5)

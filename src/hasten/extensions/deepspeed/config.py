@@ -14,45 +14,6 @@ from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 # Any in this file: DeepSpeed's keys and values.
 
 
-def _check_nvme(
-    config: dict[str, Any], part: str, stage: int, notes: list[str]
-) -> None:
-    """Check offload to NVMe, and put each parameter into a separate sub-group.
-
-    DeepSpeed 0.19 reads gradients into one buffer for all parameters of a sub-group. A read to an address that is not a multiple
-    of the drive's blocks of 512 bytes fails without an error, and the update uses the buffer's previous content.
-    """
-    zero = config["zero_optimization"]
-    name = f"zero_optimization.offload_{part}"
-    if stage != 3:
-        raise ConfigError(
-            f"{name}.device='nvme' needs stage 3, but the stage is {stage}, so nothing would be moved to the drive. Set "
-            "zero_optimization.stage to 3, or use device='cpu'."
-        )
-    section = zero[f"offload_{part}"]
-    if part == "param":
-        raise ConfigError(
-            f"{name}.device='nvme' is not supported: DeepSpeed 0.19 trains with outdated weights of layers that it has read ahead. Use "
-            "device='cpu'; the optimizer's state may be on NVMe."
-        )
-    if not section.get("nvme_path"):
-        raise ConfigError(
-            f"{name}.device='nvme' has no nvme_path, so the optimizer's state would have no place. Add nvme_path, a folder on the drive."
-        )
-    for key in ("pipeline_read", "pipeline_write"):
-        if section.get(key) is True:
-            raise ConfigError(
-                f"{name}.{key}=True is not supported: master weights and moments may not have been written when a checkpoint reads "
-                f"them. Remove {key}."
-            )
-        section.pop(key, None)
-    if zero.get("sub_group_size") != 1:
-        notes.append(
-            "zero_optimization.sub_group_size: 1 (with several parameters in a sub-group DeepSpeed 0.19 loses gradients on NVMe)"
-        )
-        zero["sub_group_size"] = 1
-
-
 AUTO_VALUE: Final = "auto"
 _HALF_PRECISIONS: Final = ("fp16", "bf16")
 _DROPPED: Final = (
@@ -120,15 +81,14 @@ class _Filling:
             options[key] = value
 
 
-def read_config(config: str | Mapping[str, Any] | None) -> dict[str, Any]:
+def read_config(config: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of DeepSpeed's configuration as a dict; a path is read as JSON.
 
     Raises: ConfigError for a file that is missing or does not hold a JSON object.
     """
-    if config is None:
-        return {}
     if isinstance(config, Mapping):
-        return {section: _copy_unshared(options) for section, options in config.items()}
+        # through JSON, which copies a mapping that two sections share into each of them
+        return dict(json.loads(json.dumps({**config})))
     path = Path(config).expanduser()
     try:
         content = json.loads(path.read_text())
@@ -143,17 +103,6 @@ def read_config(config: str | Mapping[str, Any] | None) -> dict[str, Any]:
             "Write DeepSpeed's settings as {...}."
         )
     return content
-
-
-def _copy_unshared(value: Any) -> Any:
-    """Return a deep copy in which a mapping shared by two sections becomes two, so that each is filled separately."""
-    if isinstance(value, Mapping):
-        return {key: _copy_unshared(inner_value) for key, inner_value in value.items()}
-    return (
-        [_copy_unshared(inner_value) for inner_value in value]
-        if isinstance(value, list)
-        else value
-    )
 
 
 def translate(plugin: DeepSpeedPlugin, facts: Facts) -> EngineConfig:
@@ -205,11 +154,18 @@ def building(plugin: DeepSpeedPlugin, mixed_precision: str) -> dict[str, Any]:
 
 
 def _config_of(plugin: DeepSpeedPlugin) -> dict[str, Any]:
-    config = read_config(plugin.hf_ds_config)
-    if plugin.hf_ds_config is None:
-        _from_options(config, plugin)
-        return config
-    return config
+    if plugin.hf_ds_config is not None:
+        return read_config(plugin.hf_ds_config)
+    zero: dict[str, Any] = {"stage": plugin.zero_stage}
+    if plugin.offload_optimizer_device != "none":
+        zero["offload_optimizer"] = {"device": plugin.offload_optimizer_device}
+    if plugin.offload_param_device != "none":
+        zero["offload_param"] = {"device": plugin.offload_param_device}
+    if plugin.zero_stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = (
+            plugin.zero3_save_16bit_model
+        )
+    return {"zero_optimization": zero}
 
 
 def _refuse_autos(config: dict[str, Any]) -> None:
@@ -218,27 +174,6 @@ def _refuse_autos(config: dict[str, Any]) -> None:
             f'deepspeed.hf_ds_config says "auto" for {", ".join(unfilled_keys)}, which hasten cannot fill, '
             "and DeepSpeed would read it as a string. Write the value."
         )
-
-
-def _from_options(config: dict[str, Any], plugin: DeepSpeedPlugin) -> None:
-    zero: dict[str, Any] = {"stage": plugin.zero_stage}
-    for part, device, folder in (
-        (
-            "optimizer",
-            plugin.offload_optimizer_device,
-            plugin.offload_optimizer_nvme_path,
-        ),
-        ("param", plugin.offload_param_device, plugin.offload_param_nvme_path),
-    ):
-        if device != "none":
-            zero[f"offload_{part}"] = {"device": device} | (
-                {} if folder is None else {"nvme_path": folder}
-            )
-    if plugin.zero_stage == 3:
-        zero["stage3_gather_16bit_weights_on_model_save"] = (
-            plugin.zero3_save_16bit_model
-        )
-    config["zero_optimization"] = zero
 
 
 def _fill_zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
@@ -256,7 +191,10 @@ def _fill_zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
     for kind in ("optimizer", "param"):
         device = _offload_device(zero, kind)
         if device == "nvme":
-            _check_nvme(filling.config, kind, int(stage), filling.notes)
+            raise ConfigError(
+                f"zero_optimization.offload_{kind}.device='nvme' is not supported: with files on a drive, DeepSpeed 0.19 loses gradients and "
+                "updates without an error. Use device='cpu'."
+            )
         if device == "cpu" and (stage == 0 or (kind == "param" and stage < 3)):
             needed_stage = "stage 3" if kind == "param" else "stage 1, 2 or 3"
             raise ConfigError(

@@ -20,9 +20,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from hasten import trees
-from hasten.comm.agreement import agree
 from hasten.errors import PrepareError
-from hasten.extensions.deepspeed import nvme as deepspeed_nvme
 from hasten.extensions.deepspeed.config import EngineConfig
 from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 from hasten.optim.engine import Placeholder
@@ -102,16 +100,10 @@ def start(
         warnings.simplefilter("ignore")
         for name, value in _launcher_variables(ctx).items():
             env.put_default(name, value)
-        zero = made.config["zero_optimization"]
-        with agree(ctx.world, "a folder on NVMe"):
-            deepspeed_nvme.load_library(zero)
-            state = deepspeed_nvme.create_engine_folder(zero)
-        with torchs_linear() as own, deepspeed_nvme.removed_on_error(state):
+        with torchs_linear() as own:
             engine, *_ = deepspeed.initialize(
                 model=model, config=made.config, dist_init_required=False, **given
             )
-    if state is not None:
-        deepspeed_nvme.remove_with(engine, state)
     # stage 0 reduces at the window's end, so any backward works
     engine._support_torch_style_backward = True
     return engine, Linear(own) if made.stage == 3 and made.config[

@@ -8,7 +8,7 @@ from hasten.extension import Extension
 
 extension: Final = Extension(
     name="deepspeed",
-    summary="DeepSpeed: ZeRO 0 to 3 with offload to host memory and drives",
+    summary="DeepSpeed: ZeRO 0 to 3 with offload to host memory",
     settings={"deepspeed": "hasten.extensions.deepspeed.settings:DeepSpeedPlugin"},
     strategies={"deepspeed": "hasten.extensions.deepspeed.strategy:STRATEGY"},
     strategy_packages={"deepspeed": "deepspeed"},

@@ -9,17 +9,13 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hasten.checkpoint.base import Slice, local_data
-from hasten.comm.base import Comm
 from hasten.extensions.deepspeed.config import EngineConfig
-from hasten.extensions.deepspeed.nvme import SwappedState
 from hasten.extensions.deepspeed.shards import (
     MASTER,
     EngineNorm,
-    GradientOrder,
     ZeroShard,
     gradients_of,
     rank_weights_of,
@@ -42,7 +38,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
     """
 
     def __init__(
-        self, engine: Any, groups: list[dict[str, Any]], made: EngineConfig, comm: Comm
+        self, engine: Any, groups: list[dict[str, Any]], made: EngineConfig
     ) -> None:  # Any: DeepSpeed is untyped
         # Optimizer.__init__ is not called: the groups are the user's, and their options were checked before.
         self.engine = engine
@@ -57,26 +53,13 @@ class DeepSpeedOptimizer(EngineOptimizer):
         self.schedule: Any = None
         """Scheduler that the loop steps for this engine."""
         self._clipping = made.clipping
-        self._has_logged_clipping = False
         self._gradients_are_clipped = False
         self._gradients_are_final = False
         engine.set_gradient_accumulation_boundary(False)
         if self.stage == 0 and engine.optimizer is not engine.basic_optimizer:
             # DeepSpeed has stepped once with zeros, which would distort bias corrections
             engine.basic_optimizer.state.clear()
-        self._order = (
-            GradientOrder(dict(engine.module.named_parameters()), comm)
-            if self.stage == 2 and comm.size > 1
-            else None
-        )
-        self._norm = EngineNorm.of(engine, self.stage)
-        """DeepSpeed's own norm; None if its step does not compute one that the loop can use."""
-        self._swapped_state = (
-            SwappedState(engine)
-            if getattr(engine.optimizer, "swap_optimizer", False)
-            else None
-        )
-        """Access to master weights and moments on NVMe; None if they are in memory."""
+        self._norm = EngineNorm(engine.optimizer, self.stage) if self.stage else None
         self._count_passes()
 
     def __repr__(self) -> str:
@@ -111,13 +94,9 @@ class DeepSpeedOptimizer(EngineOptimizer):
         if callable(again := getattr(optimizer, "clear_backward_seen_flag", None)):
             again()  # this may be the second backward after a forward
         self.entered, engine._running_engine_backward = False, True
-        if self._order is not None:
-            self._order.begin()
         try:
             yield
             if self.entered:
-                if self._order is not None:
-                    self._order.check()
                 engine._backward_epilogue()
         except BaseException:
             if self.entered and callable(
@@ -135,7 +114,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         self.engine.set_gradient_accumulation_boundary(True)
         if self.stage < 2:
             self.engine.allreduce_gradients()
-        elif self._swapped_state is None:
+        else:
             self.engine.optimizer.finalize_gradient_accumulation_boundary()
         self._gradients_are_final = True
 
@@ -147,13 +126,9 @@ class DeepSpeedOptimizer(EngineOptimizer):
             self.clip(self._clipping)
         self.give_options()
         previous_scale = self.loss_scale
-        if self._swapped_state is not None:
-            self._swapped_state.move_gradients()
         self.engine.step()
         self._opt_called = True  # set for torch's schedulers
         applied = bool(self.engine.was_step_applied())
-        if not applied and self._swapped_state is not None:
-            self._swapped_state.finish_writes()
         if not applied:
             log.warning(
                 "DeepSpeed skipped an update because gradients were inf or nan; the loss scale went from %g to %g",
@@ -192,93 +167,41 @@ class DeepSpeedOptimizer(EngineOptimizer):
             self.param_groups, self.engine.basic_optimizer.param_groups, strict=True
         )
 
-    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the window's gradients to a norm and return the norm before clipping. Ranks: every rank."""
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the window's gradients to a 2-norm and return the norm before clipping. Ranks: every rank."""
         self.finalize()
-        if (
-            self._clipping
-            and not self._gradients_are_clipped
-            and max_norm != self._clipping
-            and not self._has_logged_clipping
-        ):
-            self._has_logged_clipping = True
-            log.info(
-                "the loop clips to %g; gradient_clipping=%g of DeepSpeed is not used",
-                max_norm,
-                self._clipping,
-            )
         self._gradients_are_clipped = True
-        wrapper = self.engine.optimizer
-        if (
-            self._norm is not None
-            and self.num_passes
-            and norm_type == 2.0
-            and max_norm != 0
-        ):
-            wrapper.clip_grad = float(max_norm)
-            return (
-                self._norm.scaled().to(self.engine.device, torch.float32)
-                / self.loss_scale
-            )
-        norm = self.norm(norm_type)
+        device, wrapper = self.engine.device, self.engine.optimizer
+        if not self.num_passes:
+            return torch.zeros((), device=device)
+        gradients = gradients_of(self.engine, self.stage)
+        if self._norm is None:
+            norm = _local_norm(gradients)
+        else:
+            norm = self._norm.scaled().to(device, torch.float32)
+        norm = norm / self.loss_scale
         if max_norm == 0:
             self.multiply_gradients(0.0)
-        elif norm_type != 2.0:  # DeepSpeed's clipping supports the 2-norm only
-            self.multiply_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
         elif hasattr(wrapper, "clip_grad"):
             # applied in float32, together with the unscaling
             wrapper.clip_grad = float(max_norm)
         else:
-            clip.scale_down(gradients_of(self.engine, self.stage), max_norm, norm, None)
+            clip.scale_down(gradients, max_norm, norm, None)
         return norm
-
-    def clamp(self, limit: float) -> None:
-        """Clamp each element of the window's gradients. Ranks: every rank."""
-        self.finalize()
-        self._forget_norm()
-        grads = gradients_of(self.engine, self.stage) if self.num_passes else []
-        bound = limit * self.loss_scale
-        for grad in grads:
-            grad.detach().clamp_(-bound, bound)
-        stored_norms = getattr(
-            self.engine.optimizer, "norm_for_param_grads", {}
-        )  # offload computes norms while it copies
-        for index, parameter_id in enumerate(stored_norms):
-            stored_norms[parameter_id] = (
-                _local_norm(grads, 2.0) if index == 0 else torch.zeros(())
-            )
-
-    def norm(self, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the unscaled gradients over all ranks. Ranks: every rank."""
-        if not self.num_passes:
-            return torch.zeros((), device=self.engine.device)
-        is_max_norm = norm_type == float("inf")
-        local_norm = _local_norm(gradients_of(self.engine, self.stage), norm_type)
-        total_power = local_norm if is_max_norm else local_norm**norm_type
-        if self.stage:
-            total_power = total_power.to(self.engine.device)
-            dist.all_reduce(
-                total_power, dist.ReduceOp.MAX if is_max_norm else dist.ReduceOp.SUM
-            )
-        return (
-            total_power if is_max_norm else total_power ** (1 / norm_type)
-        ) / self.loss_scale
 
     def multiply_gradients(self, factor: float | Tensor) -> None:
         self.finalize()
         self._forget_norm()
+        gradients = gradients_of(self.engine, self.stage) if self.num_passes else ()
         with torch.no_grad():
-            for grad in (
-                gradients_of(self.engine, self.stage) if self.num_passes else ()
-            ):
-                grad.mul_(
-                    factor.to(grad.device) if isinstance(factor, Tensor) else factor
+            for gradient in gradients:
+                gradient.mul_(
+                    factor.to(gradient.device) if isinstance(factor, Tensor) else factor
                 )
-        stored_norms = getattr(
-            self.engine.optimizer, "norm_for_param_grads", {}
-        )  # offload computes norms while it copies
-        for parameter_id, stored_norm in stored_norms.items():
-            stored_norms[parameter_id] = stored_norm * abs(factor)
+        # offload computes norms while it copies gradients to the host
+        copied_norms = getattr(self.engine.optimizer, "norm_for_param_grads", {})
+        for parameter_id, copied_norm in copied_norms.items():
+            copied_norms[parameter_id] = copied_norm * abs(factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated since the engine's last update."""
@@ -330,11 +253,6 @@ class DeepSpeedOptimizer(EngineOptimizer):
         self.engine.set_gradient_accumulation_boundary(False)
 
     # -- state ----------------------------------------------------------------------------------------------------
-    @property
-    def on_nvme(self) -> bool:
-        """True if master weights and moments are on NVMe between steps."""
-        return self._swapped_state is not None
-
     def _shard_of_parameter(self) -> dict[int, ZeroShard]:
         return {
             id(shard.parameter): shard for shard in shards_of(self.engine, self.stage)
@@ -352,43 +270,25 @@ class DeepSpeedOptimizer(EngineOptimizer):
             if id(parameter) in shard_of_parameter
         }
 
-    @contextmanager
-    def _in_memory(
-        self, flat: Tensor, *, written: bool = False, replaced: bool = False
-    ) -> Iterator[bool]:
-        """Context manager in which a tensor of the inner optimizer is in memory; yields whether it leaves memory afterwards."""
-        if self._swapped_state is not None:
-            with self._swapped_state.here(
-                flat, written=written, replaced=replaced
-            ) as is_moved:
-                yield is_moved
-            return
-        if replaced:
-            self.engine.basic_optimizer.state.pop(flat, None)
-        yield False
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state by the index of the parameter: this rank's slices, whole tensors and scalars. Local."""
         inner_state = self.engine.basic_optimizer.state
         state: dict[int, dict[str, Any]] = {}
         for parameter_index, shard in self._shards_by_index().items():
-            with self._in_memory(shard.flat) as leaves:
-                parameter_state = (
-                    {MASTER: shard.stored(shard.flat)} if shard.has_master else {}
+            parameter_state: dict[str, Any] = {}
+            if shard.has_master:
+                parameter_state[MASTER] = shard.stored(shard.flat)
+            for state_key, state_value in inner_state.get(shard.flat, {}).items():
+                laid_out = (
+                    isinstance(state_value, Tensor)
+                    and state_value.shape == shard.flat.shape
+                    and state_value.ndim > 0
                 )
-                for state_key, state_value in inner_state.get(shard.flat, {}).items():
-                    laid_out = (
-                        isinstance(state_value, Tensor)
-                        and state_value.shape == shard.flat.shape
-                        and state_value.ndim > 0
-                    )
-                    parameter_state[state_key] = (
-                        shard.stored(state_value) if laid_out else state_value
-                    )
-                if parameter_state:
-                    state[parameter_index] = (
-                        _copy_state(parameter_state) if leaves else parameter_state
-                    )
+                parameter_state[state_key] = (
+                    shard.stored(state_value) if laid_out else state_value
+                )
+            if parameter_state:
+                state[parameter_index] = parameter_state
         scale = self._loss_scaler()
         return {
             "state": state,
@@ -426,25 +326,25 @@ class DeepSpeedOptimizer(EngineOptimizer):
         for parameter_index, shard in self._shards_by_index().items():
             shards_by_tensor[shard.flat].append((parameter_index, shard))
         for flat, shards in shards_by_tensor.items():
-            with self._in_memory(flat, replaced=True):
-                loaded_state: dict[str, Any] = {}
-                for parameter_index, shard in shards:
-                    saved_state = dict(state_dict["state"].get(parameter_index, {}))
-                    master_weights = saved_state.pop(MASTER, None)
-                    if master_weights is not None and shard.has_master:
-                        shard.part(flat).copy_(local_data(master_weights))
-                    elif not shard.whole:
-                        shard.part(flat).copy_(self._model_weights_of(shard))
-                    for state_key, state_value in saved_state.items():
-                        _store_loaded_value(
-                            loaded_state,
-                            state_key,
-                            state_value,
-                            shard,
-                            group_of_parameter[parameter_index],
-                        )
-                if loaded_state:
-                    inner_state[flat] = loaded_state
+            inner_state.pop(flat, None)
+            loaded_state: dict[str, Any] = {}
+            for parameter_index, shard in shards:
+                saved_state = dict(state_dict["state"].get(parameter_index, {}))
+                master_weights = saved_state.pop(MASTER, None)
+                if master_weights is not None and shard.has_master:
+                    shard.part(flat).copy_(local_data(master_weights))
+                elif not shard.whole:
+                    shard.part(flat).copy_(self._model_weights_of(shard))
+                for state_key, state_value in saved_state.items():
+                    _store_loaded_value(
+                        loaded_state,
+                        state_key,
+                        state_value,
+                        shard,
+                        group_of_parameter[parameter_index],
+                    )
+            if loaded_state:
+                inner_state[flat] = loaded_state
         for param_group, saved_group in zip(
             self.param_groups, state_dict["param_groups"], strict=True
         ):
@@ -467,16 +367,6 @@ class DeepSpeedOptimizer(EngineOptimizer):
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
         self.stale = self.stage == 3
 
-    def take_over(self, carried: Mapping[int, dict[str, Any]]) -> None:
-        """Load the state of an optimizer stepped before prepare(): whole tensors by the index of the parameter."""
-        state = {}
-        for parameter_index, shard in self._shards_by_index().items():
-            state[parameter_index] = {
-                state_key: shard.cut(state_value)
-                for state_key, state_value in carried.get(parameter_index, {}).items()
-            }
-        self.load_state_dict({"state": state, "param_groups": self.param_groups})
-
     def refresh(self) -> None:
         """Copy loaded weights to the parameters that ZeRO-3 holds whole or has not yet released. Ranks: every rank."""
         if not self.stale:
@@ -488,12 +378,6 @@ class DeepSpeedOptimizer(EngineOptimizer):
                 parameter.partition(has_been_updated=False)
         if resident_parameters := list(self.engine.optimizer.persistent_parameters):
             resident_parameters[0].all_gather(resident_parameters)
-
-    def take_weights(self) -> None:
-        """Copy weights that were written into the model to the master weights. Local."""
-        for shard in self._shards_by_index().values():
-            with self._in_memory(shard.flat, written=True):
-                shard.part(shard.flat.detach()).copy_(self._model_weights_of(shard))
 
     def _model_weights_of(self, shard: ZeroShard) -> Tensor:
         """Return the slice of the model's weights that the shard updates."""
@@ -508,17 +392,13 @@ class DeepSpeedOptimizer(EngineOptimizer):
         )
 
 
-def _local_norm(grads: list[Tensor], norm_type: float) -> Tensor:
+def _local_norm(gradients: list[Tensor]) -> Tensor:
     norms = [
-        torch.linalg.vector_norm(grad.detach(), norm_type, dtype=torch.float32)
-        for grad in grads
-        if grad.numel()
+        torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
+        for gradient in gradients
     ]
-    return (
-        torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        if norms
-        else torch.zeros(())
-    )
+    total_norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total_norm
 
 
 def _store_loaded_value(
@@ -541,18 +421,3 @@ def _store_loaded_value(
         tensor_state[state_key] = put_where_used(
             state_key, loaded_value, group, shard.flat.device
         )
-
-
-def _copy_state(state: Any) -> Any:  # Any: a nested state
-    if isinstance(state, Slice):
-        return Slice(state.data.clone(), state.shape, state.offset, state.owned)
-    if isinstance(state, Tensor):
-        return state.detach().clone()
-    return (
-        {
-            state_key: _copy_state(inner_state)
-            for state_key, inner_state in state.items()
-        }
-        if isinstance(state, dict)
-        else state
-    )

@@ -12,7 +12,7 @@ from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 
 
 def check_offload(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """Check that offload fits the ZeRO stage, NVMe has its folder, and DeepSpeed's file is not combined with single options."""
+    """Check that offload fits the ZeRO stage, and DeepSpeed's file is not combined with single options."""
     plugin = config.section(DeepSpeedPlugin)
     stage = at(config, entries, "deepspeed.zero_stage")
     if plugin.hf_ds_config is not None:
@@ -37,25 +37,13 @@ def check_offload(config: Config, entries: Entries) -> Iterator[ConfigError]:
                 )
         return
     for kind, lowest_stage in (("param", 3), ("optimizer", 1)):
-        device, folder = (
-            getattr(plugin, f"offload_{kind}_device"),
-            getattr(plugin, f"offload_{kind}_nvme_path"),
-        )
-        entry = at(config, entries, f"deepspeed.offload_{kind}_device")
-        if device != "none" and plugin.zero_stage < lowest_stage:
+        device_entry = at(config, entries, f"deepspeed.offload_{kind}_device")
+        if device_entry.value != "none" and plugin.zero_stage < lowest_stage:
             yield contradiction(
-                entry,
+                device_entry,
                 stage,
                 f"this offload needs ZeRO stage {lowest_stage}",
                 f"set zero_stage: {lowest_stage}",
-            )
-        if (device == "nvme") != (folder is not None):
-            folder_entry = at(config, entries, f"deepspeed.offload_{kind}_nvme_path")
-            yield contradiction(
-                entry,
-                folder_entry,
-                "NVMe offload needs both device and folder",
-                "set both or neither",
             )
     if plugin.zero3_init_flag and plugin.zero_stage != 3:
         flag_entry = at(config, entries, "deepspeed.zero3_init_flag")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from hasten.config.base import Section, SectionNames, setting, settings
+from hasten.config.base import Absent, Section, SectionNames, setting, settings
 
 Offload = Literal["none", "cpu", "nvme"]
 
@@ -18,6 +18,15 @@ class DeepSpeedPlugin(Section):
         mesh_settings=("cp_size", "sp_size"),
         rules="hasten.extensions.deepspeed.rules:RULES",
         flag_group="DeepSpeed",
+    )
+    absent = tuple(
+        Absent(name, "offload to NVMe", "offload to the CPU", values)
+        for name, values in (
+            ("offload_optimizer_device", ("nvme",)),
+            ("offload_param_device", ("nvme",)),
+            ("offload_optimizer_nvme_path", ()),
+            ("offload_param_nvme_path", ()),
+        )
     )
 
     hf_ds_config: str | Mapping[str, Any] | None = setting(

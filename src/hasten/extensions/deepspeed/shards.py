@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import zip_longest
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from hasten.checkpoint.base import Slice
-from hasten.comm.base import Comm
-from hasten.errors import StepError
 from hasten.optional import need
 
 MASTER: Final = "master"
@@ -51,18 +47,6 @@ class ZeroShard:
             if self.whole
             else Slice(data, (self.total,), (self.offset,), owned=self.size > 0)
         )
-
-    def cut(self, value: Any) -> Any:  # Any: arbitrarily nested state
-        """Return this rank's slice of a whole tensor of the parameter; other values are returned unchanged."""
-        if (
-            self.whole
-            or not isinstance(value, Tensor)
-            or value.ndim == 0
-            or value.numel() != self.total
-        ):
-            return value
-        data = value.detach().reshape(-1).narrow(0, self.offset, self.size)
-        return Slice(data, (self.total,), (self.offset,), owned=self.size > 0)
 
     def room(self, dtype: torch.dtype) -> Tensor | Slice:
         """Allocate memory for a slice."""
@@ -181,8 +165,6 @@ def gradients_of(engine: Any, stage: int) -> list[Tensor]:
             if parameter.grad is not None
         ]
     if stage == 3:
-        if optimizer.swap_optimizer:  # they are moved to the drive at the step
-            return [optimizer.grad_partitions_flat_buffer]
         if optimizer.offload_optimizer:
             return [flat.grad for flat in optimizer.fp32_partitioned_groups_flat]
     elif optimizer.cpu_offload:
@@ -201,103 +183,27 @@ class EngineNorm:
     The step takes the value that clipping has computed, so that the update stays bit for bit that of plain DeepSpeed.
     """
 
-    def __init__(self, optimizer: Any, name: str) -> None:  # Any: DeepSpeed is untyped
-        self._compute: Callable[[], Any] = getattr(optimizer, name)
+    def __init__(self, optimizer: Any, stage: int) -> None:  # Any: DeepSpeed is untyped
+        norm_method = "_get_norm_groups" if stage == 3 else "scaled_global_norm"
+        self._compute: Callable[[], Any] = getattr(optimizer, norm_method)
         self._combine: Callable[[Any], Tensor] = need(
             "deepspeed.runtime.utils"
         ).combine_grad_norm_groups
-        self._value: Any = None
-        setattr(optimizer, name, self._take_value)
+        self._group_norms: Any = None
+        setattr(optimizer, norm_method, self._take)
 
-    @classmethod
-    def of(cls, engine: Any, stage: int) -> EngineNorm | None:
-        """Return the norm of an engine whose step computes it by a method; None for others, and where it is not that of the gradients."""
-        optimizer = engine.optimizer
-        norm_method = "_get_norm_groups" if stage == 3 else "scaled_global_norm"
-        uses_other_norm = getattr(optimizer, "use_muon", False) or getattr(
-            optimizer, "swap_optimizer", False
-        )
-        return (
-            None
-            if uses_other_norm or not stage or not hasattr(optimizer, norm_method)
-            else cls(optimizer, norm_method)
-        )
-
-    def _take_value(self) -> Any:
-        value, self._value = self._value, None
-        return self._compute() if value is None else value
+    def _take(self) -> Any:
+        group_norms, self._group_norms = self._group_norms, None
+        return self._compute() if group_norms is None else group_norms
 
     def scaled(self) -> Tensor:
         """Return the norm of the scaled gradients over all ranks; inf if one is not finite. Ranks: every rank."""
-        if self._value is None:
-            self._value = self._compute()
-        return (
-            self._combine(self._value) if isinstance(self._value, list) else self._value
-        )
+        if self._group_norms is None:
+            self._group_norms = self._compute()
+        if isinstance(self._group_norms, list):
+            return self._combine(self._group_norms)
+        return self._group_norms  # type: ignore[no-any-return]
 
     def forget(self) -> None:
         """Discard the value, because the gradients change."""
-        self._value = None
-
-
-_MODULUS: Final = (1 << 61) - 1
-_FACTOR: Final = 1_000_003
-
-
-class GradientOrder:
-    """Comparison of the order in which the ranks' gradients became ready, after every backward.
-
-    ZeRO 2 packs gradients into buckets as they become ready and adds the buckets of all ranks. If a rank's gradients become
-    ready in another order, or one is missing, gradients of different parameters would be added.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor], comm: Comm) -> None:
-        self._names = list(parameters)
-        self._comm = comm
-        self._ready_order: list[int] = []
-        for index, parameter in enumerate(parameters.values()):
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
-                    partial(self._add_ready, index)
-                )  # type: ignore[no-untyped-call]
-
-    def _add_ready(self, number: int, _: Tensor) -> None:
-        self._ready_order.append(number)
-
-    def begin(self) -> None:
-        """Start recording a backward; the previous one may have failed."""
-        self._ready_order = []
-
-    def check(self) -> None:
-        """Compare the order of the finished backward over ranks. Ranks: every rank.
-
-        Raises: StepError on every rank, with the first parameter that differs.
-        """
-        ready_order, digest = self._ready_order, 0
-        for index in ready_order:
-            digest = (digest * _FACTOR + index + 1) % _MODULUS
-        digest_bounds = self._comm.all_reduce(
-            torch.tensor([digest, -digest]), "max"
-        ).tolist()
-        if digest_bounds[0] == -digest_bounds[1]:
-            return
-        orders: list[list[int]] = self._comm.all_gather_object(ready_order)
-        other_rank = next(
-            rank for rank, order in enumerate(orders) if order != orders[0]
-        )
-        position, first_index, other_index = next(
-            (position, *indices)
-            for position, indices in enumerate(
-                zip_longest(orders[0], orders[other_rank], fillvalue=-1)
-            )
-            if indices[0] != indices[1]
-        )
-        raise StepError(
-            f"ranks passed gradients to ZeRO 2 in different orders: gradient {position + 1} of the backward was {self._name(first_index)} on rank "
-            f"{self._comm.ranks[0]} and {self._name(other_index)} on rank {self._comm.ranks[other_rank]}, so gradients of different parameters "
-            "would be added. Use the same parameters in the same order on every rank, without a forward on only one rank, or use "
-            "zero_stage 1 or 3."
-        )
-
-    def _name(self, number: int) -> str:
-        return "none" if number < 0 else repr(self._names[number])
+        self._group_norms = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -12,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hasten import trees
 from hasten.config.root import Config
@@ -26,10 +28,6 @@ from hasten.extensions.deepspeed.engine import (
     make_whole,
 )
 from hasten.extensions.deepspeed.optimizer import DeepSpeedOptimizer
-from hasten.extensions.deepspeed.own_checkpoints import (
-    add_schedule_to_checkpoints,
-    show_rates,
-)
 from hasten.extensions.deepspeed.placeholders import DummyScheduler
 from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 from hasten.extensions.deepspeed.shards import weight_slice
@@ -154,7 +152,11 @@ class DeepSpeedStrategy:
     ) -> None:
         model: nn.Module = item.value
         user_optimizer: Optimizer = optimizer.value
-        earlier_state = _carried(user_optimizer)
+        if user_optimizer.state:
+            raise PrepareError(
+                f"{type(user_optimizer).__name__} has state of earlier steps, which the engine's partitions would not have. Prepare a "
+                "new optimizer, and load the state with load_state()."
+            )
         engine_config = translate(
             self._plugin, self._facts_of_run(model, user_optimizer, bundle, ctx)
         )
@@ -171,12 +173,10 @@ class DeepSpeedStrategy:
             # DeepSpeed does not move the buffers of a model that was built partitioned
             for buffer in model.buffers():
                 buffer.data = buffer.to(ctx.device)
-        engine_optimizer = DeepSpeedOptimizer(engine, groups, engine_config, ctx.world)
+        engine_optimizer = DeepSpeedOptimizer(engine, groups, engine_config)
         add_schedule_to_checkpoints(engine_optimizer)
         if isinstance(user_optimizer, Placeholder):
             engine_optimizer.take_options()
-        if earlier_state:
-            engine_optimizer.take_over(earlier_state)
         prepared_engine = Engine(engine, engine_optimizer, engine_config, linear)
         if engine_config.stage == 3:
             _show_slices(model.parameters(), True)
@@ -317,16 +317,19 @@ class DeepSpeedStrategy:
     def clip_norm(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float
     ) -> Tensor:
-        return self._optimizer_of(parameters, "clip_grad_norm_").clip(
-            max_norm, norm_type
-        )
+        if norm_type != 2.0:
+            raise StepError(
+                f"clip_grad_norm_(norm_type={norm_type}) is not supported under deepspeed, whose engines clip to the 2-norm; remove "
+                "norm_type."
+            )
+        return self._optimizer_of(parameters).clip(max_norm)
 
     def clip_value(self, parameters: Sequence[Tensor], limit: float) -> None:
-        self._optimizer_of(parameters, "clip_grad_value_").clamp(limit)
+        raise StepError(
+            "clip_grad_value_() is not supported under deepspeed, whose engines hold gradients as flat partitions; use clip_grad_norm_()."
+        )
 
-    def _optimizer_of(
-        self, parameters: Sequence[Tensor], call: str
-    ) -> DeepSpeedOptimizer:
+    def _optimizer_of(self, parameters: Sequence[Tensor]) -> DeepSpeedOptimizer:
         """Return the optimizer of the engine that trains exactly these parameters. Raises: StepError if there is none."""
         clipped_ids = {id(parameter) for parameter in parameters}
         clipped_engines = [
@@ -337,7 +340,7 @@ class DeepSpeedStrategy:
         }
         if len(clipped_engines) != 1 or not trained_ids <= clipped_ids:
             raise StepError(
-                f"{call}() got {len(clipped_ids)} parameters, of {len(clipped_engines)} engines with {len(trained_ids)} parameters in all; an engine stores "
+                f"clip_grad_norm_() got {len(clipped_ids)} parameters, of {len(clipped_engines)} engines with {len(trained_ids)} parameters in all; an engine stores "
                 "the gradients of all its parameters together, so they can only be clipped together. Call it once per model, with "
                 "model.parameters()."
             )
@@ -346,7 +349,7 @@ class DeepSpeedStrategy:
             for parameter in parameters
         ):
             raise StepError(
-                f"{call}() got {num_unowned} trainable parameters that are in no optimizer. An engine has no gradients for them, whereas "
+                f"clip_grad_norm_() got {num_unowned} trainable parameters that are in no optimizer. An engine has no gradients for them, whereas "
                 "plain torch includes them in the norm. Call requires_grad_(False) on them, or give them to the optimizer."
             )
         return clipped_engines[0].optimizer
@@ -397,9 +400,6 @@ class DeepSpeedStrategy:
                 _show_slices(parameters, False)
                 stack.callback(_show_slices, parameters, True)
             yield
-        if one.optimizer.on_nvme:
-            one.optimizer.take_weights()
-            return
         refresh = getattr(one.model.optimizer, "refresh_fp32_params", None)
         if callable(refresh):
             refresh()
@@ -431,23 +431,53 @@ class DeepSpeedStrategy:
         drop_gradients(model)
 
 
+def add_schedule_to_checkpoints(optimizer: DeepSpeedOptimizer) -> None:
+    """Include the loop's options and schedule in the engine's checkpoints, and restore them at a load."""
+    engine = optimizer.engine
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+
+    @functools.wraps(save)
+    def save_with_schedule(*args: Any, **kwargs: Any) -> Any:
+        optimizer.give_options()
+        with _loop_schedule(optimizer):
+            return save(*args, **kwargs)
+
+    @functools.wraps(load)
+    def load_with_schedule(*args: Any, **kwargs: Any) -> Any:
+        optimizer.zero_grad()  # gradients of the previous weights
+        with _loop_schedule(optimizer):
+            load_path = load(*args, **kwargs)
+        optimizer.take_options()
+        schedule = optimizer.schedule
+        if schedule is not None and not isinstance(schedule, LRScheduler):
+            show_rates(schedule, optimizer)
+        return load_path
+
+    engine.save_checkpoint = save_with_schedule
+    engine.load_checkpoint = load_with_schedule
+
+
+def show_rates(scheduler: Any, optimizer: DeepSpeedOptimizer) -> None:
+    """Make `get_last_lr()` of a DeepSpeed scheduler return the rates in use, also before its first step."""
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+@contextmanager
+def _loop_schedule(optimizer: DeepSpeedOptimizer) -> Iterator[None]:
+    """Context manager in which the engine saves and loads the loop's schedule, which it does not step."""
+    engine = optimizer.engine
+    engine_schedule = engine.lr_scheduler
+    engine.lr_scheduler = optimizer.schedule
+    try:
+        yield
+    finally:
+        engine.lr_scheduler = engine_schedule
+
+
 def _show_slices(parameters: Iterable[Any], shown: bool) -> None:
     """Make checkpoints store each ZeRO-3 parameter as this rank's slice, or as the whole tensor while it is gathered."""
     for parameter in parameters:
         parameter.stored_slice = weight_slice if shown else None
-
-
-# Any: arbitrarily nested state
-def _carried(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    """Remove the state from the script's optimizer and return it, by the index of the parameter."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    found = {
-        number: dict(optimizer.state[p])
-        for number, p in enumerate(parameters)
-        if p in optimizer.state
-    }
-    optimizer.state.clear()
-    return found
 
 
 def _held(one: Engine) -> set[int]:

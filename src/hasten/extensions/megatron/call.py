@@ -12,14 +12,12 @@ from torch.nn import functional
 from hasten.errors import StepError
 from hasten.extensions.megatron.families import ModelFacts
 from hasten.extensions.megatron.settings import MegatronLMPlugin
-from hasten.strategies.context.sequence_plan import SequenceLayout
 
 IGNORED: Final = -100
 _SUPPORTED_ARGUMENTS: Final = MappingProxyType[str, tuple[str, ...]](
     {
         "gpt2": ("input_ids", "attention_mask", "position_ids", "labels"),
         "llama": ("input_ids", "attention_mask", "labels"),
-        "mixtral": ("input_ids", "attention_mask", "labels"),
     }
 )
 
@@ -62,7 +60,7 @@ def check_lengths(
             f"a batch has sequences of {length} tokens, and megatron.seq_length={plugin.seq_length}; pad to that length, or remove the "
             "setting."
         )
-    num_parts = plugin.tp_degree * plugin.context_parallel_size
+    num_parts = plugin.tp_degree
     if plugin.sequence_parallelism and length % num_parts:
         raise StepError(
             f"a batch has sequences of {length} tokens, which megatron.sequence_parallelism=True divides into {num_parts} equal parts; pad "
@@ -74,23 +72,14 @@ def check_lengths(
         )
 
 
-def engine_arguments(
-    tensors: CallTensors, layout: SequenceLayout, rank: int
-) -> tuple[Tensor | None, ...]:
-    """Return the arguments of megatron-core's model, for the shard of context-parallel rank `rank`."""
-    tokens, mask = tensors["input_ids"], tensors.get("attention_mask")
+def engine_arguments(tensors: CallTensors) -> tuple[Tensor, ...]:
+    """Return the arguments of megatron-core's model: tokens, positions, and a mask that is True for hidden keys."""
+    tokens = tensors["input_ids"]
     rows, length = tokens.shape
-    positions = tensors.get(
-        "position_ids", torch.arange(length, device=tokens.device).expand(rows, length)
-    )
-    if layout.ranks == 1:
-        return tokens, positions, _hidden_key_mask(tokens, mask)
-    layout.check(length, "a batch")
-    local_positions = torch.tensor(layout.positions(rank, length), device=tokens.device)
-    hidden_keys = (
-        None if mask is None else _hidden_key_mask(tokens, mask)[:, :, local_positions]
-    )
-    return tokens[:, local_positions], positions[:, local_positions], hidden_keys
+    positions = tensors.get("position_ids")
+    if positions is None:
+        positions = torch.arange(length, device=tokens.device).expand(rows, length)
+    return tokens, positions, _hidden_key_mask(tokens, tensors.get("attention_mask"))
 
 
 def _hidden_key_mask(tokens: Tensor, mask: Tensor | None) -> Tensor:

@@ -27,8 +27,6 @@ def translate(
     Raises: ConfigError for settings that contradict the model or each other.
     """
     _check(plugin, facts)
-    _check_kind(plugin, facts)
-    _check_experts(plugin, facts)
     half = {"bf16": "bfloat16"}.get(mixed_precision)
     if half is None and mixed_precision != "no":
         raise ConfigError(
@@ -61,7 +59,6 @@ def translate(
         "attention_backend": plugin.attention_backend or "auto",
         "tensor_model_parallel_size": plugin.tp_degree,
         "pipeline_model_parallel_size": plugin.pp_degree,
-        "context_parallel_size": plugin.context_parallel_size,
         "sequence_parallel": plugin.sequence_parallelism,
         "num_layers_in_last_pipeline_stage": plugin.decoder_last_pipeline_num_layers,
         "recompute_granularity": granularity,
@@ -72,25 +69,7 @@ def translate(
         "pipeline_dtype": half or "float32",
         "autocast_dtype": half or "float32",
     }
-    return EngineArguments(transformer | _experts(plugin, facts), _model(plugin, facts))
-
-
-# Any: numbers, strings and flags
-def _experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:
-    if facts.experts is None:
-        return {}
-    return {
-        "num_moe_experts": facts.experts.number,
-        "moe_router_topk": facts.experts.each,
-        "moe_ffn_hidden_size": facts.ffn,
-        # softmax over the chosen experts, which equals normalising their probabilities
-        "moe_router_pre_softmax": False,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
-        "expert_model_parallel_size": plugin.expert_model_parallel_size,
-        "expert_tensor_parallel_size": plugin.expert_tensor_parallel_size,
-    }
+    return EngineArguments(transformer, _model(plugin, facts))
 
 
 # Any: numbers, strings and flags
@@ -104,7 +83,7 @@ def _model(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:
     match facts.family:
         case "gpt2":
             return keywords | {"position_embedding_type": "learned_absolute"}
-        case "llama" | "mixtral":
+        case "llama":
             return keywords | {
                 "position_embedding_type": "rope",
                 "rotary_base": facts.rope_base,
@@ -161,49 +140,4 @@ def _check(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
     if plugin.recompute_activations and full:
         raise ConfigError(
             "megatron.recompute_activations=True recomputes attention only, and recompute_granularity='full' whole layers; keep one."
-        )
-
-
-def _check_kind(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
-    """Raise for settings that do not apply to this family of models."""
-    if plugin.use_rotary_position_embeddings and not facts.rotary:
-        raise ConfigError(
-            f"megatron.use_rotary_position_embeddings=True is not supported for {facts.family} models, which use other position "
-            "embeddings; remove it."
-        )
-
-
-def _check_experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
-    ranks, inside = (
-        plugin.expert_model_parallel_size,
-        plugin.expert_tensor_parallel_size,
-    )
-    if facts.experts is None:
-        for field, value in (
-            ("expert_model_parallel_size", ranks),
-            ("expert_tensor_parallel_size", inside or 1),
-        ):
-            if value > 1:
-                raise ConfigError(
-                    f"megatron.{field}={value} is not supported for {facts.family} models, which have no experts; remove it."
-                )
-        return
-    if facts.experts.number % ranks:
-        raise ConfigError(
-            f"megatron.expert_model_parallel_size={ranks} does not divide the model's {facts.experts.number} experts, so ranks would hold "
-            f"different numbers of them; set it to a divisor of {facts.experts.number}."
-        )
-    if inside is not None and facts.ffn % inside:
-        raise ConfigError(
-            f"megatron.expert_tensor_parallel_size={inside} does not divide the experts' inner size {facts.ffn}; set it to a divisor."
-        )
-    if plugin.tp_degree > 1 and not plugin.sequence_parallelism:
-        raise ConfigError(
-            f"megatron.tp_degree={plugin.tp_degree} is not supported for models with experts without sequence_parallelism, because "
-            "megatron-core splits their tokens along the sequence; set sequence_parallelism=True as well."
-        )
-    if plugin.use_distributed_optimizer:
-        raise ConfigError(
-            "megatron.use_distributed_optimizer=True is not supported for models with experts, whose optimizer state has different data "
-            "parallel ranks; remove it."
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hasten.errors import ConfigError
-from hasten.extensions.megatron.attention import CoreAttention
 from hasten.extensions.megatron.config import EngineArguments
 from hasten.extensions.megatron.families import ModelFacts
 from hasten.extensions.megatron.package import package, quiet
@@ -57,36 +55,13 @@ class Norm(nn.Module):
 
 
 def decoder_layers(config: Any, number: int) -> Any:
-    """Return the spec of a rank's layers of a decoder-only model, with experts if the configuration has them."""
+    """Return the spec of a rank's layers of a decoder-only model."""
     specs = package("models.gpt.gpt_layer_specs")
-    layer = specs.get_gpt_layer_local_spec(
-        normalization=config.normalization, num_experts=config.num_moe_experts
-    )
+    layer = specs.get_gpt_layer_local_spec(normalization=config.normalization)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-    if config.num_moe_experts is not None:
-        layer.submodules.mlp.submodules.router = _router()
-    if config.context_parallel_size > 1:
-        layer.submodules.self_attention.submodules.core_attention = CoreAttention
     return package("transformer.transformer_block").TransformerBlockSubmodules(
         layer_specs=[layer] * number, layer_norm=Norm
     )
-
-
-@cache  # the class, not an instance: its base class is imported late
-def _router() -> Any:
-    """Return a router class without Transformer Engine, which the router of megatron-core 0.16 always needs."""
-    base: Any = package("transformer.moe.router").TopKRouter
-
-    class Router(base):  # type: ignore[misc]  # megatron-core is untyped
-        """Router that scores experts with a plain linear layer."""
-
-        def gating(self, input: Tensor) -> Tensor:
-            return functional.linear(input, self.weight)
-
-    return Router
-
-
-# Any in this file: megatron-core is untyped.
 
 
 def chunk_of(made: EngineArguments, facts: ModelFacts, config: Any) -> nn.Module:
@@ -142,9 +117,6 @@ _SIZES: Final = MappingProxyType(
     {
         "tp_degree": "tensor_model_parallel_size",
         "pp_degree": "pipeline_model_parallel_size",
-        "context_parallel_size": "context_parallel_size",
-        "expert_model_parallel_size": "expert_model_parallel_size",
-        "expert_tensor_parallel_size": "expert_tensor_parallel_size",
     }
 )
 """Fields of the plugin and the corresponding keywords of megatron-core."""

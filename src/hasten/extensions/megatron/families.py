@@ -9,25 +9,12 @@ from typing import Any, Final, Literal
 
 from hasten.errors import PrepareError
 
-Family = Literal["gpt2", "llama", "mixtral"]
+Family = Literal["gpt2", "llama"]
 CLASSES: Final = MappingProxyType[str, str](
-    {
-        "gpt2": "GPT2LMHeadModel",
-        "llama": "LlamaForCausalLM",
-        "mixtral": "MixtralForCausalLM",
-    }
+    {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
 )
 """Class of transformers that is trained, by `model_type` of the Hub configuration."""
 ACTIVATIONS: Final = ("gelu_new", "gelu_pytorch_tanh", "gelu", "silu", "relu")
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertFacts:
-    """Mixture of experts that replaces the MLP of each layer."""
-
-    number: int
-    each: int
-    """Number of experts per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +44,6 @@ class ModelFacts:
     """The MLP multiplies its activation by a second projection."""
     fixed_token: int | None = None
     """Token whose input embedding gets no gradient."""
-    experts: ExpertFacts | None = None
-
-    @property
-    def rotary(self) -> bool:
-        """True if positions are encoded by rotation of queries and keys, without an embedding table."""
-        return self.family in ("llama", "mixtral")
 
 
 # Any: a configuration of transformers
@@ -142,11 +123,7 @@ def _gpt2(config: Any) -> ModelFacts:
     )
 
 
-def _llama(
-    config: Any,
-    family: Literal["llama", "mixtral"] = "llama",
-    experts: ExpertFacts | None = None,
-) -> ModelFacts:
+def _llama(config: Any) -> ModelFacts:
     rope: Any = (
         getattr(config, "rope_parameters", None)
         or getattr(config, "rope_scaling", None)
@@ -154,10 +131,10 @@ def _llama(
     )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise _variant(family, "rope_type", kind, "'default'")
-    _same(family, config, attention_bias=False, mlp_bias=False)
+        raise _variant("llama", "rope_type", kind, "'default'")
+    _same("llama", config, attention_bias=False, mlp_bias=False)
     return ModelFacts(
-        family=family,
+        family="llama",
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
@@ -176,30 +153,11 @@ def _llama(
         rope_base=rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0),
         gated=True,
         fixed_token=getattr(config, "pad_token_id", None),
-        experts=experts,
-    )
-
-
-def _mixtral(config: Any) -> ModelFacts:
-    _same("mixtral", config, router_jitter_noise=0.0, sliding_window=None)
-    if getattr(config, "output_router_logits", False):
-        raise _variant(
-            "mixtral",
-            "output_router_logits",
-            True,
-            "False, which disables the load-balancing loss",
-        )
-    if config.num_experts_per_tok == 1:
-        raise _variant("mixtral", "num_experts_per_tok", 1, "at least 2")
-    return _llama(
-        config,
-        "mixtral",
-        ExpertFacts(config.num_local_experts, config.num_experts_per_tok),
     )
 
 
 _READERS: Final = MappingProxyType[str, Callable[[Any], ModelFacts]](
-    {"gpt2": _gpt2, "llama": _llama, "mixtral": _mixtral}
+    {"gpt2": _gpt2, "llama": _llama}
 )
 
 

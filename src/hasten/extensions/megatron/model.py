@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hasten.extensions.megatron.attention import gather_sequence, layout_of
 from hasten.extensions.megatron.call import (
     IGNORED,
     CallTensors,
@@ -26,9 +25,7 @@ from hasten.extensions.megatron.settings import MegatronLMPlugin
 from hasten.extensions.megatron.shard_plan import (
     WORD_EMBEDDINGS,
     ShardLocation,
-    expert_of,
     locate_shard,
-    renumber_expert,
     tensor_entries,
 )
 from hasten.extensions.megatron.weights import (
@@ -84,7 +81,6 @@ class MegatronModel(nn.Module):
         self.in_schedule = False
         self._output = need("transformers.modeling_outputs").CausalLMOutputWithPast
         self._plugin, self._calls = plugin, calls
-        self._layout = layout_of(ranks.cp[1])
         self.entries = {entry.name: entry for entry in tensor_entries(facts)}
         self.held = dict(self._parameters_with_global_names())
         """This rank's parameters by their names in the whole model."""
@@ -102,21 +98,9 @@ class MegatronModel(nn.Module):
             if name.startswith("decoder.layers."):
                 stack, layers, layer_index, tensor_name = name.split(".", 3)
                 name = f"{stack}.{layers}.{int(layer_index) + self.built.layer_offset}.{tensor_name}"
-                if (expert_index := expert_of(name)) is not None:
-                    name = renumber_expert(
-                        name, expert_index + self.first_expert(self.ranks.ep[0])
-                    )
             elif name == "output_layer.weight" and self.facts.tied:
                 name = WORD_EMBEDDINGS  # the copy on the last stage
             yield name, parameter
-
-    def first_expert(self, rank: int) -> int:
-        """Return the index of the first expert on expert-parallel rank `rank`."""
-        return (
-            0
-            if self.facts.experts is None
-            else self.facts.experts.number // self.ranks.ep[1] * rank
-        )
 
     # -- for checkpoints and optimizers ---------------------------------------------------------------------------
     def named_parameters(
@@ -138,17 +122,9 @@ class MegatronModel(nn.Module):
             for name, value in state.items()
         }
 
-    def is_expert(self, parameter: Tensor) -> bool:
-        """Return whether a parameter belongs to an expert."""
-        return self.entries[self._names[id(parameter)]].expert is not None
-
-    def tp_of(self, parameter: Tensor) -> tuple[int, int]:
-        """Return this rank's index among the ranks that shard a parameter, and their number."""
-        return self.ranks.expert_tp if self.is_expert(parameter) else self.ranks.tp
-
     def place_of(self, parameter: Tensor, rank: int | None = None) -> ShardLocation:
         """Return the position in the whole tensor of a rank's shard of a parameter; by default of this rank's shard."""
-        own_index, ranks = self.tp_of(parameter)
+        own_index, ranks = self.ranks.tp
         split_kind = self.entries[self._names[id(parameter)]].split
         return locate_shard(
             split_kind,
@@ -161,22 +137,13 @@ class MegatronModel(nn.Module):
     def split(self, parameter: Tensor) -> bool:
         """Return whether a parameter is sharded over tensor-parallel ranks."""
         return (
-            self.tp_of(parameter)[1] > 1
+            self.ranks.tp[1] > 1
             and self.entries[self._names[id(parameter)]].split != "whole"
         )
 
-    def counts(self, parameter: Tensor) -> bool:
-        """Return whether this rank counts for a parameter: it holds a shard, or it is the first rank with a full copy."""
-        return self.split(parameter) or self.tp_of(parameter)[0] == 0
-
     def owns(self, parameter: Tensor) -> bool:
         """Return whether this rank writes its shard of a parameter into checkpoints."""
-        is_first_rank = (
-            self.ranks.first_of_experts
-            if self.is_expert(parameter)
-            else self.ranks.first
-        )
-        return is_first_rank and self.counts(parameter)
+        return self.ranks.first and (self.split(parameter) or self.ranks.tp[0] == 0)
 
     def stored(self, parameter: Tensor) -> Any:  # Any: a slice, as checkpoints store it
         """Return this rank's slice of a parameter, as checkpoints store it."""
@@ -224,9 +191,7 @@ class MegatronModel(nn.Module):
         """Run this rank's layers. Raises: StageOutput on a stage other than the last."""
         labels = tensors.get("labels")
         with hushed():
-            stage_output = self.engine(
-                *engine_arguments(tensors, self._layout, self.ranks.cp[0])
-            )
+            stage_output = self.engine(*engine_arguments(tensors))
             if not self.built.last:
                 raise StageOutput(stage_output)
             stage_output = (
@@ -243,9 +208,7 @@ class MegatronModel(nn.Module):
                 gather = package(
                     "tensor_parallel"
                 ).gather_from_tensor_model_parallel_region
-                returned_logits = gather_sequence(
-                    gather(logits)[..., : self.facts.vocab], self._layout
-                )
+                returned_logits = gather(logits)[..., : self.facts.vocab]
         return self._output(loss=loss, logits=returned_logits)
 
     def _without_padding(self, logits: Tensor) -> Tensor:
@@ -264,14 +227,7 @@ class MegatronModel(nn.Module):
         """Return the mean cross entropy of the tokens to predict, over a vocabulary sharded over ranks."""
         next_tokens = next_tokens_of(labels)
         is_counted = next_tokens != IGNORED
-        local_tokens = next_tokens.clamp(min=0)
-        if self._layout.ranks > 1:
-            local_tokens = local_tokens[
-                :, self._layout.positions(self.ranks.cp[0], local_tokens.shape[1])
-            ]
         token_losses: Tensor = package("tensor_parallel").vocab_parallel_cross_entropy(
-            logits, local_tokens
+            logits, next_tokens.clamp(min=0)
         )
-        return (
-            gather_sequence(token_losses, self._layout) * is_counted
-        ).sum() / is_counted.sum()
+        return (token_losses * is_counted).sum() / is_counted.sum()

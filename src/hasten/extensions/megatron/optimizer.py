@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hasten.checkpoint.base import Slice, local_data
@@ -99,44 +98,6 @@ class ShardPart:
     def _tensor_shard(self) -> tuple[int, int]:
         """Return the index and the number of distinct tensor-parallel shards of the parameter."""
         return self.model.ranks.tp if self.model.split(self.parameter) else (0, 1)
-
-
-def clip_with_experts(parts: Sequence[ShardPart], max_norm: float) -> Tensor:
-    """Clip all gradients to `max_norm` unless it is 0, and return their norm before clipping. Ranks: every rank.
-
-    Experts are on other ranks than the other parameters, so each kind is summed over its ranks.
-    """
-    parallel_state = package("parallel_state")
-    parts_with_gradients = [
-        (part, part.main)
-        for part in parts
-        if part.main is not None and part.main.grad is not None
-    ]
-    total_square = torch.zeros((), device=parts_with_gradients[0][1].device)
-    for is_expert_group, group in (
-        (False, parallel_state.get_model_parallel_group()),
-        (True, parallel_state.get_expert_tensor_model_pipeline_parallel_group()),
-    ):
-        local_square = torch.zeros_like(total_square)
-        for part, main_tensor in parts_with_gradients:
-            # the last stage's copy of tied embeddings
-            is_copied = getattr(part.parameter, "shared", False)
-            if (
-                part.model.is_expert(part.parameter) is is_expert_group
-                and part.model.counts(part.parameter)
-                and not is_copied
-            ):
-                assert main_tensor.grad is not None
-                local_square += main_tensor.grad.float().square().sum()
-        dist.all_reduce(local_square, group=group)
-        total_square += local_square
-    norm = total_square.sqrt()
-    if max_norm > 0:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for _, main_tensor in parts_with_gradients:
-            assert main_tensor.grad is not None
-            main_tensor.grad.mul_(factor)
-    return norm
 
 
 def parts_of(
@@ -264,14 +225,11 @@ class MegatronOptimizer(EngineOptimizer):
         self._prepare_gradients()
         self._gradients_are_clipped = True
         with hushed():
-            if self.model.facts.experts is not None:
-                norm = clip_with_experts(self._shard_parts(), max_norm)
-            else:
-                norm = (
-                    self.inner.get_grad_norm()
-                    if max_norm == 0
-                    else self.inner.clip_grad_norm(max_norm)
-                )
+            norm = (
+                self.inner.get_grad_norm()
+                if max_norm == 0
+                else self.inner.clip_grad_norm(max_norm)
+            )
         if max_norm == 0:
             self.model.engine.scale_gradients(0.0)
         return torch.as_tensor(norm, device=device)
@@ -463,7 +421,7 @@ def _wrap_in_distributed_optimizer(
         model_chunks=[model.engine],
         per_model_buffers={0: model.engine.buffers},
         data_parallel_group=parallel_state.get_data_parallel_group(
-            with_context_parallel=True
+            with_context_parallel=True  # the group of the gradient buffers
         ),
         data_parallel_group_gloo=None,
         data_parallel_group_idx=0,
@@ -506,13 +464,3 @@ def _to_inner_state(
     )
     part.inside(state_tensor).copy_(stored_value.data)
     return state_tensor
-
-
-def _copied(tree: Any) -> Any:  # Any: an optimizer's state dict
-    if isinstance(tree, Slice):
-        return Slice(tree.data.clone(), tree.shape, tree.offset, tree.owned)
-    if isinstance(tree, Tensor):
-        return tree.clone()
-    if isinstance(tree, dict):
-        return {key: _copied(value) for key, value in tree.items()}
-    return [_copied(value) for value in tree] if isinstance(tree, list) else tree

@@ -45,36 +45,19 @@ def package(name: str = "") -> Any:  # Any: megatron-core is untyped here
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process's rank and the group size, as (rank, size), for each parallel dimension."""
+    """This process's ranks."""
 
     tp: tuple[int, int]
-    cp: tuple[int, int]
-    ep: tuple[int, int]
-    expert_tp: tuple[int, int]
-    """Ranks that shard the same experts."""
+    """Rank and number of ranks that shard a tensor."""
     first: bool
     """This rank is the first of the ranks with the same weights."""
-    first_of_experts: bool
-    """This rank is the first of the ranks with the same experts, which have fewer copies."""
 
 
 def own_ranks() -> Ranks:
     """Return the ranks of this process; megatron-core's groups must exist."""
     state = package("parallel_state")
-    return Ranks(
-        tp=(
-            state.get_tensor_model_parallel_rank(),
-            state.get_tensor_model_parallel_world_size(),
-        ),
-        cp=(state.get_context_parallel_rank(), state.get_context_parallel_world_size()),
-        ep=(
-            state.get_expert_model_parallel_rank(),
-            state.get_expert_model_parallel_world_size(),
-        ),
-        expert_tp=(
-            state.get_expert_tensor_parallel_rank(),
-            state.get_expert_tensor_parallel_world_size(),
-        ),
-        first=state.get_data_parallel_rank(with_context_parallel=True) == 0,
-        first_of_experts=state.get_expert_data_parallel_rank() == 0,
+    tp = (
+        state.get_tensor_model_parallel_rank(),
+        state.get_tensor_model_parallel_world_size(),
     )
+    return Ranks(tp, first=state.get_data_parallel_rank() == 0)

@@ -22,10 +22,6 @@ _SUPPORTED: Final = (
     "attention_softmax_in_fp32",
     "seq_length",
     "use_distributed_optimizer",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "use_rotary_position_embeddings",
     "return_logits",
 )
 """Options that have an effect."""
@@ -43,6 +39,24 @@ class MegatronLMPlugin(Section):
         flag_group="Megatron-LM",
     )
     absent = (
+        Absent(
+            "context_parallel_size",
+            "context parallelism with Megatron",
+            "use cp_size with strategy: fsdp",
+        ),
+        *(
+            Absent(
+                name,
+                "expert parallelism with Megatron",
+                "use ep_size with strategy: fsdp",
+            )
+            for name in ("expert_model_parallel_size", "expert_tensor_parallel_size")
+        ),
+        Absent(
+            "use_rotary_position_embeddings",
+            "a choice of position embeddings",
+            "the model's configuration says it already; leave it out",
+        ),
         Absent(
             "num_layers_per_virtual_pipeline_stage",
             "an interleaved schedule of Megatron",
@@ -209,8 +223,4 @@ class MegatronLMPlugin(Section):
     )
 
     def mesh_degrees(self) -> Mapping[str, int]:
-        return {
-            "pp": self.pp_degree,
-            "cp": self.context_parallel_size,
-            "tp": self.tp_degree,
-        }
+        return {"pp": self.pp_degree, "tp": self.tp_degree}

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from hasten.extensions.megatron.families import ModelFacts
 
-Fusion = Literal[
-    "same", "transposed", "qkv", "joint_qkv", "gated", "expert", "gated_expert"
-]
+Fusion = Literal["same", "transposed", "qkv", "joint_qkv", "gated"]
 Split = Literal["whole", "rows", "columns", "gated", "vocab"]
 
 WORD_EMBEDDINGS: Final = "embedding.word_embeddings.weight"
-_EXPERT_INDEX: Final = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +23,9 @@ class TensorEntry:
     hub: tuple[str, ...]
     """Tensors of the Hub layout that it is made from."""
     fusion: Fusion = "same"
-    """Conversion from these tensors: `joint_qkv` is one matrix of queries, keys and values, `expert` one entry of a stack."""
+    """Conversion from these tensors: `joint_qkv` is one matrix of queries, keys and values."""
     split: Split = "whole"
     """Sharded dimension; `gated` stands for two matrices, each sharded by rows."""
-    expert: int | None = None
-    """Index of the expert in the tensor of the Hub layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +38,6 @@ class ShardLocation:
     offset: tuple[int, ...]
     size: tuple[int, ...]
     """Size of the box in the whole tensor; smaller than `view` for rows that pad a vocabulary."""
-
-
-def expert_of(name: str) -> int | None:
-    """Return the index of the expert that an engine's tensor belongs to; None for other tensors."""
-    match = _EXPERT_INDEX.search(name)
-    return None if match is None else int(match[0])
-
-
-def renumber_expert(name: str, expert: int) -> str:
-    """Return the name of the same tensor of another expert."""
-    return _EXPERT_INDEX.sub(str(expert), name)
 
 
 def tensor_entries(facts: ModelFacts) -> tuple[TensorEntry, ...]:
@@ -156,48 +139,20 @@ def _llama_entries(facts: ModelFacts) -> Iterator[TensorEntry]:
             f"{engine_prefix}pre_mlp_layernorm.weight",
             (f"{hub_prefix}post_attention_layernorm.weight",),
         )
-        yield from (
-            _gated_mlp_entries(engine_prefix, hub_prefix)
-            if facts.experts is None
-            else _expert_mlp_entries(engine_prefix, hub_prefix, facts.experts.number)
+        gate_names = tuple(
+            f"{hub_prefix}mlp.{projection}_proj.weight" for projection in ("gate", "up")
+        )
+        yield TensorEntry(
+            f"{engine_prefix}mlp.linear_fc1.weight", gate_names, "gated", "gated"
+        )
+        yield TensorEntry(
+            f"{engine_prefix}mlp.linear_fc2.weight",
+            (f"{hub_prefix}mlp.down_proj.weight",),
+            split="columns",
         )
     yield TensorEntry("decoder.final_layernorm.weight", ("model.norm.weight",))
     if not facts.tied:
         yield TensorEntry("output_layer.weight", ("lm_head.weight",), split="vocab")
-
-
-def _gated_mlp_entries(engine_prefix: str, hub_prefix: str) -> Iterator[TensorEntry]:
-    gate_names = tuple(
-        f"{hub_prefix}mlp.{projection}_proj.weight" for projection in ("gate", "up")
-    )
-    yield TensorEntry(
-        f"{engine_prefix}mlp.linear_fc1.weight", gate_names, "gated", "gated"
-    )
-    yield TensorEntry(
-        f"{engine_prefix}mlp.linear_fc2.weight",
-        (f"{hub_prefix}mlp.down_proj.weight",),
-        split="columns",
-    )
-
-
-def _expert_mlp_entries(
-    engine_prefix: str, hub_prefix: str, num_experts: int
-) -> Iterator[TensorEntry]:
-    yield TensorEntry(
-        f"{engine_prefix}mlp.router.weight", (f"{hub_prefix}mlp.gate.weight",)
-    )
-    for expert in range(num_experts):
-        expert_prefix = f"{engine_prefix}mlp.experts.local_experts.{expert}."
-        fc1, fc2 = (
-            f"{hub_prefix}mlp.experts.gate_up_proj",
-            f"{hub_prefix}mlp.experts.down_proj",
-        )
-        yield TensorEntry(
-            f"{expert_prefix}linear_fc1.weight", (fc1,), "gated_expert", "gated", expert
-        )
-        yield TensorEntry(
-            f"{expert_prefix}linear_fc2.weight", (fc2,), "expert", "columns", expert
-        )
 
 
 def locate_shard(

@@ -24,7 +24,6 @@ from hasten.extensions.megatron.model import Calls, MegatronModel, StageOutput
 from hasten.extensions.megatron.optimizer import MegatronOptimizer
 from hasten.extensions.megatron.package import hushed, own_ranks, package
 from hasten.extensions.megatron.settings import MegatronLMPlugin
-from hasten.extensions.megatron.shard_plan import expert_of, renumber_expert
 from hasten.extensions.megatron.weights import shard_of_whole, to_hub, unpadded_shard
 from hasten.modules.names import StagePart
 from hasten.optim.gradients import drop_gradients
@@ -42,37 +41,12 @@ from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, sou
 from hasten.trees import Tree
 
 
-def whole_weights(
-    model: MegatronModel, name: str, parameter: Tensor
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield a parameter as a whole tensor, and the same tensor of the experts on other ranks. Ranks: every rank of a stage."""
-    parallel_state = package("parallel_state")
-    whole_tensor = _gather_tensor(model, parameter)
-    if not model.is_expert(parameter):
-        yield name, whole_tensor
-        return
-    expert_index = expert_of(name)
-    assert expert_index is not None, f"{name} belongs to an expert"
-    local_index = expert_index - model.first_expert(model.ranks.ep[0])
-    for rank, expert_tensor in enumerate(
-        all_parts(whole_tensor, parallel_state.get_expert_model_parallel_group())
-    ):
-        yield (
-            renumber_expert(name, model.first_expert(rank) + local_index),
-            expert_tensor,
-        )
-
-
-def _gather_tensor(model: MegatronModel, parameter: Tensor) -> Tensor:
+def gather_whole(model: MegatronModel, parameter: Tensor) -> Tensor:
+    """Return the whole tensor of a parameter. Ranks: every rank of a stage."""
     location = model.place_of(parameter)
     if not model.split(parameter):
         return unpadded_shard(parameter.detach(), location)
-    parallel_state = package("parallel_state")
-    group = (
-        parallel_state.get_expert_tensor_parallel_group()
-        if model.is_expert(parameter)
-        else parallel_state.get_tensor_model_parallel_group()
-    )
+    group = package("parallel_state").get_tensor_model_parallel_group()
     whole_tensor = torch.empty(
         location.shape, dtype=parameter.dtype, device=parameter.device
     )
@@ -186,12 +160,6 @@ class MegatronStrategy:
                     "recompute, set megatron.recompute_activations)."
                 )
         plugin = config.section(MegatronLMPlugin)
-        if config.checkpoint_in_memory and plugin.expert_model_parallel_size > 1:
-            raise ConfigError(
-                f"checkpoint_in_memory={config.checkpoint_in_memory} is not supported with megatron.expert_model_parallel_size="
-                f"{plugin.expert_model_parallel_size}, because the experts of a checkpoint come from several machines. Remove "
-                "it, and call save_state() regularly."
-            )
         self._config, self._plugin, self._ctx = config, plugin, ctx
         self._place, self._convert = PlaceOnDevice(), Convert(config.master_weights)
         self.caps = Caps(
@@ -199,7 +167,6 @@ class MegatronStrategy:
             sharded_state=True,
             synchronises=False,
             hides_gradients=True,
-            splits_sequences=True,
         )
         self.model: MegatronModel | None = None
         self.optimizer: MegatronOptimizer | None = None
@@ -267,7 +234,7 @@ class MegatronStrategy:
         if source is not WeightSource.NO_RANK:
             model.fill(dict(module.state_dict()))
         bind_optimizer(user_optimizer, model, group_of_name)
-        self._declare_other_ranks_state(model)
+        self._declare_other_stages(model)
         model.train(module.training)
         self.model, self._user_optimizer = model, user_optimizer
         self.optimizer = MegatronOptimizer(
@@ -275,28 +242,19 @@ class MegatronStrategy:
         )
         item.value, optimizer.value = model, self.optimizer
 
-    def _declare_other_ranks_state(self, model: MegatronModel) -> None:
-        """Declare the state of other ranks to checkpoints: other stages and other experts. Ranks: every rank."""
-        divides_experts = model.ranks.ep[1] > 1
-        if self._pp.size == 1 and not divides_experts:
+    def _declare_other_stages(self, model: MegatronModel) -> None:
+        """Declare the parameters of other pipeline stages to checkpoints. Ranks: every rank."""
+        if self._pp.size == 1:
             return
         names_by_stage: list[list[str]] = self._pp.all_gather_object(list(model.held))
-        copied_names = {
+        earlier_names = {
             name for names in names_by_stage[: self._pp.rank] for name in names
         }
-        if model.ranks.ep[0] > 0:
-            copied_names |= {
-                name
-                for name, parameter in model.held.items()
-                if not model.is_expert(parameter)
-            }
         model.stage_part = StagePart(
             state_keys=tuple(model.entries),
             parameters=frozenset(model.entries),
-            own_keys=frozenset(model.held) - copied_names,
-            copies=frozenset(model.held) & copied_names,
-            axes=frozenset({Axis.PP, *(LOSS if divides_experts else ())}),
-            first=model.ranks.first_of_experts if divides_experts else True,
+            own_keys=frozenset(model.held) - earlier_names,
+            copies=frozenset(model.held) & earlier_names,
         )
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -372,9 +330,7 @@ class MegatronStrategy:
             )
             for index in range(num_micro_batches)
         ]
-        loss_factor = (
-            weigh(torch.ones((), device=self._ctx.device)) / trained_model.ranks.cp[1]
-        )  # the schedule multiplies by the number of context-parallel ranks
+        loss_factor = weigh(torch.ones((), device=self._ctx.device))
         optimizer.passed()
         self._seed_batch()
 
@@ -489,9 +445,10 @@ class MegatronStrategy:
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         if not isinstance(model, MegatronModel):
             return dict(self.unwrap(model).state_dict())
-        whole_tensors: dict[str, Tensor] = {}
-        for name, parameter in model.held.items():
-            whole_tensors |= dict(whole_weights(model, name, parameter))
+        whole_tensors = {
+            name: gather_whole(model, parameter)
+            for name, parameter in model.held.items()
+        }
         if self._pp.size > 1:
             assert isinstance(self._pp, ProcessGroupComm), (
                 "a pipeline has several ranks"

@@ -36,11 +36,6 @@ def fuse(entry: TensorEntry, hub: Mapping[str, Tensor], facts: ModelFacts) -> Te
             )
         case "qkv":
             return _interleave_groups(hub_tensors, facts)
-        case "expert":
-            return hub_tensors[0][entry.expert]
-        case "gated_expert":
-            gate_and_up = hub_tensors[0][entry.expert]
-            return gate_and_up.reshape(2, -1, *gate_and_up.shape[1:])
         case other:
             assert_never(other)
 
@@ -50,18 +45,9 @@ def to_hub(
 ) -> dict[str, Tensor]:
     """Return all tensors of the Hub layout, made from the whole tensors of the engine's model."""
     hub: dict[str, Tensor] = {}
-    expert_tensors: dict[str, list[Tensor]] = {}
     for entry in entries:
-        hub_tensors = unfuse(entry, tensors[entry.name], facts)
-        if entry.expert is None:
-            hub |= hub_tensors
-        else:  # experts are listed in order
-            for name, tensor in hub_tensors.items():
-                expert_tensors.setdefault(name, []).append(tensor)
-    return hub | {
-        name: torch.stack(stacked_experts)
-        for name, stacked_experts in expert_tensors.items()
-    }
+        hub |= unfuse(entry, tensors[entry.name], facts)
+    return hub
 
 
 def unfuse(entry: TensorEntry, tensor: Tensor, facts: ModelFacts) -> dict[str, Tensor]:
@@ -80,10 +66,6 @@ def unfuse(entry: TensorEntry, tensor: Tensor, facts: ModelFacts) -> dict[str, T
             ]
         case "qkv":
             hub_tensors = _separate_groups(tensor, facts, len(entry.hub))
-        case "expert":
-            hub_tensors = [tensor]
-        case "gated_expert":
-            hub_tensors = [tensor.flatten(0, 1)]
         case other:
             assert_never(other)
     return dict(zip(entry.hub, hub_tensors, strict=True))

@@ -7,7 +7,7 @@ from typing import Any, Final, NoReturn
 
 from accelerate._impl.surface.messages import message
 
-MEGATRON_STEPS: Final = "inner steps of the original's Megatron engine; Accelerator(megatron_lm_plugin=...) trains GPT-2, Llama, Mixtral, BERT and T5 models of transformers as they are"
+MEGATRON_STEPS: Final = "inner steps of the original's Megatron engine; Accelerator(megatron_lm_plugin=...) trains GPT-2 and Llama models of transformers as they are"
 MARK: Final = "__left_out__"
 
 
