@@ -12,7 +12,6 @@ from importlib import import_module
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, Literal, NoReturn, Union, get_args, get_origin
 
-from hasten.config.absent import is_absent
 from hasten.config.established import SWITCHES
 from hasten.config.layers import nearest
 from hasten.config.legacy import OLD_NAMES
@@ -334,8 +333,7 @@ def _add(group: Any, info: FieldInfo) -> None:
         if info.default in (None, (), {}, False)
         else f" (default: {_plain(info.default)})"
     )
-    absent = " [not supported in this version]" if is_absent(info.path) else ""
-    help_text = (info.meta.help + default + absent).replace("%", "%%")
+    help_text = (info.meta.help + default).replace("%", "%%")
     value = "TEXT" if info.meta.lines else metavar(info.type)
     _add_action(
         group,

@@ -4,12 +4,11 @@ Remove a row when its feature is added. `tests/arch/test_settings_act.py` checks
 or refused by a row here.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Final
 
 from hasten.config.base import Absent, default_of
-from hasten.config.schema import BY_PATH, FIELDS, SECTIONS
+from hasten.config.schema import BY_PATH, SECTIONS
 from hasten.config.source import Path, SettingEntry, shown
 from hasten.errors import ConfigError
 
@@ -41,85 +40,40 @@ _CORE: Final[tuple[Absent, ...]] = (
         "schedulers step once per update; leave it out",
     ),
 )
-ABSENT: Final[tuple[Absent, ...]] = (
-    *_CORE,
+ABSENT: Final[tuple[tuple[Path, Absent], ...]] = (
+    *((tuple(row.name.split(".")), row) for row in _CORE),
     *(
-        replace(row, name=".".join((*path, row.name)).rstrip("."))
+        ((*path, *row.name.split(".")) if row.name else path, row)
         for path, section in SECTIONS.items()
         for row in section.absent
     ),
 )
-
-_PATHS: Final = frozenset(
-    info.path
-    for row in ABSENT
-    for path in (row.path,)
-    for info in FIELDS
-    if info.path[: len(path)] == path
-)
-"""Settings of which some values are refused."""
-
-
-def is_absent(path: Path) -> bool:
-    """Return whether this version supports no value of this setting but its default."""
-    return any(
-        path[: len(row.path)] == row.path and path[-1] not in row.but and not row.values
-        for row in ABSENT
-    )
-
-
-def refused(entries: Mapping[Path, SettingEntry]) -> list[ConfigError]:
-    """Return errors for settings that this version does not support; only those about strategy and launch, if any.
-
-    Variables of other tools are ignored if they only set options of a strategy that was not chosen.
-    """
-    strategy_and_launch_errors = list(
-        _complaints(
-            {
-                path: entry
-                for path, entry in entries.items()
-                if path[0] in ("strategy", "launch")
-            }
-        )
-    )
-    if strategy_and_launch_errors:
-        return strategy_and_launch_errors
-    hasten_entries = {
-        p: e
-        for p, e in entries.items()
-        if e.source.kind != "environment" or e.source.detail.startswith("HASTEN_")
-    }
-    return list(_complaints(hasten_entries))
+"""The rows, each with the path of its setting or section."""
 
 
 def check(entries: Mapping[Path, SettingEntry]) -> None:
     """Raise unless this version supports every setting.
 
+    Variables of other tools are ignored: they may set options of a strategy that was not chosen.
     Raises: ConfigError for the first unsupported setting.
     """
-    if not _PATHS.isdisjoint(entries) and (complaints := refused(entries)):
-        raise complaints[0]
+    for row_path, row in ABSENT:
+        for path, entry in entries.items():
+            if path[: len(row_path)] != row_path or not refuses(row, entry):
+                continue
+            source = entry.source
+            if source.kind == "environment" and not source.detail.startswith("HASTEN_"):
+                continue
+            raise ConfigError(
+                f"{entry.name}={shown(entry.value)} ({source}) cannot be honoured, because {row.what} is not in this version; {row.instead}."
+            )
 
 
-def _complaints(entries: Mapping[Path, SettingEntry]) -> Iterator[ConfigError]:
-    order = {info.path: number for number, info in enumerate(FIELDS)}
-    for path in sorted(entries, key=order.__getitem__):
-        for row in ABSENT:
-            if refuses(row, path, entries[path].value):
-                setting_text = f"{entries[path].name}={shown(entries[path].value)} ({entries[path].source})"
-                yield ConfigError(
-                    f"{setting_text} cannot be honoured, because {row.what} is not in this version; {row.instead}."
-                )
-                break
-
-
-def refuses(row: Absent, path: Path, value: Any) -> bool:  # Any: a value of the setting
-    """Return whether a row refuses this value of the setting at `path`."""
-    if path[: len(row.path)] != row.path or path[-1] in row.but:
+def refuses(row: Absent, entry: SettingEntry) -> bool:
+    """Return whether a row refuses the value of a setting below its path."""
+    if entry.path[-1] in row.but:
         return False
-    info = BY_PATH[path]
-    return (
-        value in row.values
-        if row.values
-        else bool(value != default_of(info.owner, path[-1]))
-    )
+    if row.values:
+        return entry.value in row.values
+    owner = BY_PATH[entry.path].owner
+    return bool(entry.value != default_of(owner, entry.path[-1]))

@@ -97,11 +97,6 @@ class Absent:
     but: tuple[str, ...] = ()
     """Settings of the section that do have an effect."""
 
-    @property
-    def path(self) -> tuple[str, ...]:
-        """The name split at its dots."""
-        return tuple(self.name.split("."))
-
 
 class Section:
     """Base class of settings: frozen, keyword-only, slotted, and aware of the fields that were passed explicitly.

@@ -1,10 +1,7 @@
 """Settings files: their locations, parsing of YAML and JSON with line numbers, writing, and the settings of a command."""
 
 import json
-import os
 import re
-import stat
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,12 +29,6 @@ _WORDS: Final = MappingProxyType[str, Any](
 )
 _INTEGER: Final = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _HEX: Final = re.compile(r"0x[0-9a-fA-F]{1,16}")
-# libyaml if PyYAML was built with it: 10 times as fast
-_LOADER: Final = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-# a file that exceeds this through its aliases is an attack or an accident
-_MOST_NODES: Final = 20_000
-_MOST_LEVELS: Final = 100
-_MOST_REREAD: Final = 32 * 1024
 _FLOAT: Final = re.compile(
     r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)"
 )
@@ -51,10 +42,12 @@ def parse(text: str, name: str) -> Marked:
     if text.lstrip().startswith("{"):
         text = text.replace("\t", " ")  # JSON may be indented with tabs, YAML may not
     try:
-        _check_shape(text, name)
-        node = yaml.compose(text, Loader=_LOADER)
-    except yaml.YAMLError as first:
-        error = _in_words(text, first)
+        node = yaml.compose(text, Loader=yaml.BaseLoader)
+    except RecursionError as error:
+        raise ConfigFileError(
+            f"{name}: nested too deeply to be settings; write it flat."
+        ) from error
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line_text = f"{name}:{mark.line + 1}" if mark else name
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -63,7 +56,7 @@ def parse(text: str, name: str) -> Marked:
         ) from error
     if node is None:
         return Marked({}, 1)
-    tree = YamlReader(name).convert(node, ())
+    tree = _with_lines(node, name, set())
     if not isinstance(tree.value, Mapping):
         raise ConfigFileError(
             f"{name}:{tree.line}: the file holds {'a list' if isinstance(tree.value, list) else 'one value'}, not settings; "
@@ -72,89 +65,42 @@ def parse(text: str, name: str) -> Marked:
     return tree
 
 
-def _in_words(text: str, error: yaml.YAMLError) -> yaml.YAMLError:
-    """Return the error of PyYAML's Python parser, which names the characters that libyaml does not."""
-    if len(text) <= _MOST_REREAD:
-        try:
-            for _ in yaml.parse(text, Loader=yaml.BaseLoader):
-                pass
-        except yaml.YAMLError as clearer:
-            return clearer
-    return error
-
-
-def _check_shape(text: str, name: str) -> None:
-    """Raise for a text too deep or too large to be settings, before building a tree: libyaml's recursion has no limit."""
-    depth = num_nodes = 0
-    for event in yaml.parse(text, Loader=_LOADER):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        num_nodes += isinstance(event, yaml.NodeEvent)
-        line = event.start_mark.line + 1
-        if depth > _MOST_LEVELS:
-            raise ConfigFileError(
-                f"{name}:{line}: nested too deeply to be settings; write it flat."
-            )
-        if num_nodes > 2 * _MOST_NODES:  # keys and values
-            raise _too_many(name, line)
-
-
-def _too_many(name: str, line: int) -> ConfigFileError:
-    return ConfigFileError(
-        f"{name}:{line}: more than {_MOST_NODES} values; settings are smaller than that."
-    )
-
-
-@dataclass(slots=True)
-class YamlReader:
-    """Converter of the nodes of one file to marked values, with a limit for aliases."""
-
-    name: str
-    num_nodes: int = 0
-
-    def convert(self, node: yaml.Node, above: tuple[int, ...]) -> Marked:
-        """Return a node and everything below it as marked values; `above` holds the ids of its ancestors."""
-        line = node.start_mark.line + 1
-        self.num_nodes += 1
-        if id(node) in above:
-            raise ConfigFileError(
-                f"{self.name}:{line}: an alias refers to itself; write the value out."
-            )
-        if self.num_nodes > _MOST_NODES:
-            raise _too_many(self.name, line)
-        above = (*above, id(node))
-        if isinstance(node, yaml.MappingNode):
-            return Marked(self.mapping(node, above), line)
-        if isinstance(node, yaml.SequenceNode):
-            return Marked([self.convert(item, above) for item in node.value], line)
-        assert isinstance(node, yaml.ScalarNode), f"unexpected YAML node {node!r}"
+def _with_lines(node: yaml.Node, name: str, visited_ids: set[int]) -> Marked:
+    """Return a node and everything below it with line numbers; items of a mapping have those of their keys."""
+    line = _line_of(node)
+    # with aliases a short file can hold a value without end
+    if id(node) in visited_ids:
+        raise ConfigFileError(
+            f"{name}:{line}: settings have no aliases; write the value out."
+        )
+    visited_ids.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        return Marked(
+            [_with_lines(item, name, visited_ids) for item in node.value], line
+        )
+    if isinstance(node, yaml.ScalarNode):
         return Marked(_scalar(node), line)
+    marked_values: dict[str, Marked] = {}
+    for key_node, value_node in node.value:
+        key, key_line = key_node.value, _line_of(key_node)
+        if not isinstance(key, str):
+            raise ConfigFileError(
+                f"{name}:{key_line}: a key must be a word, not a list or mapping."
+            )
+        if key in marked_values:
+            raise ConfigFileError(
+                f"{name}:{key_line}: {key!r} is given twice, first on line {marked_values[key].line}; "
+                "only one of them could count, so remove the other."
+            )
+        marked_values[key] = Marked(
+            _with_lines(value_node, name, visited_ids).value, key_line
+        )
+    return Marked(marked_values, line)
 
-    def mapping(
-        self, node: yaml.MappingNode, above: tuple[int, ...]
-    ) -> dict[str, Marked]:
-        """Return the items of a mapping, each with the line of its key."""
-        marked_values: dict[str, Marked] = {}
-        merged: dict[str, Marked] = {}
-        for key_node, value_node in node.value:
-            key, line = key_node.value, key_node.start_mark.line + 1
-            if not isinstance(key, str):
-                raise ConfigFileError(
-                    f"{self.name}:{line}: a key must be a word, not a list or mapping."
-                )
-            value = self.convert(value_node, above)
-            if key == "<<" and isinstance(value.value, dict):
-                merged |= value.value
-            elif key in marked_values:
-                raise ConfigFileError(
-                    f"{self.name}:{line}: {key!r} is given twice, first on line {marked_values[key].line}; "
-                    "only one of them could count, so remove the other."
-                )
-            else:
-                marked_values[key] = Marked(value.value, line)
-        return merged | marked_values
+
+def _line_of(node: yaml.Node) -> int:
+    mark: Any = node.start_mark  # Any: PyYAML's own or libyaml's
+    return int(mark.line) + 1
 
 
 def _scalar(node: yaml.ScalarNode) -> Any:
@@ -179,8 +125,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
 
 SCHEMA: Final = 1
 """Version of the file format this release writes."""
-MOST_BYTES: Final = 256 * 1024
-"""Largest size of a settings file: 256 KiB."""
+MAX_FILE_BYTES: Final = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,15 +138,11 @@ class SettingsFile:
     notes: tuple[str, ...] = field(default=())
 
 
-def home(env: Mapping[str, str], platform: str = sys.platform) -> Path:
-    """Return the folder of settings: HASTEN_HOME, else `hasten` in the platform's folder for configuration."""
+def home(env: Mapping[str, str]) -> Path:
+    """Return the folder of settings: HASTEN_HOME, else `hasten` in the user's folder for configuration."""
     if home_folder := env.get("HASTEN_HOME"):
         return Path(home_folder).expanduser()
-    user = Path(env.get("HOME") or env.get("USERPROFILE") or "~").expanduser()
-    if platform == "darwin":
-        return user / "Library" / "Application Support" / "hasten"
-    if platform == "win32":
-        return Path(env.get("APPDATA") or user / "AppData" / "Roaming") / "hasten"
+    user = Path(env.get("HOME") or "~").expanduser()
     return Path(env.get("XDG_CONFIG_HOME") or user / ".config") / "hasten"
 
 
@@ -212,7 +153,7 @@ def default_path(env: Mapping[str, str]) -> Path:
 
 def accelerate_paths(env: Mapping[str, str]) -> tuple[Path, ...]:
     """Return the paths of Accelerate's settings file, in its search order."""
-    user = Path(env.get("HOME") or env.get("USERPROFILE") or "~").expanduser()
+    user = Path(env.get("HOME") or "~").expanduser()
     cache = Path(env.get("XDG_CACHE_HOME") or user / ".cache")
     folder = (
         Path(env.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate"
@@ -255,33 +196,17 @@ def read(path: Path | str) -> SettingsFile:
 
 
 def contents(path: Path) -> str:
-    """Return the text of a settings file; raise for a device, a pipe or a file too large for settings before reading it."""
-    # a pipe without a writer would block
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    try:
-        file_status = os.fstat(descriptor)
-        if not stat.S_ISREG(file_status.st_mode):
-            raise ConfigFileError(
-                f"{path} is {_kind(file_status.st_mode)}, not a file, so it holds no settings; give a YAML or JSON file."
-            )
-        with open(descriptor, "rb", closefd=False) as file:
-            data = file.read(MOST_BYTES + 1)
-    finally:
-        os.close(descriptor)
-    if len(data) > MOST_BYTES:
+    """Return the text of a settings file; a device, a pipe or a file too large for settings is refused unread."""
+    size = path.stat().st_size
+    if not path.is_file():
         raise ConfigFileError(
-            f"{path} has {max(file_status.st_size, len(data))} bytes, more than the {MOST_BYTES} that settings may have; give a settings file."
+            f"{path} is no regular file, so it holds no settings; give a YAML or JSON file."
         )
-    return data.decode("utf-8")
-
-
-def _kind(mode: int) -> str:
-    kinds = (
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISFIFO, "a pipe"),
-        (stat.S_ISSOCK, "a socket"),
-    )
-    return next((words for test, words in kinds if test(mode)), "a device")
+    if size > MAX_FILE_BYTES:
+        raise ConfigFileError(
+            f"{path} has {size} bytes, more than the {MAX_FILE_BYTES} that settings may have; give a settings file."
+        )
+    return path.read_text("utf-8")
 
 
 def read_text(text: str, path: Path) -> SettingsFile:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final
 
-from hasten.config.base import Section, fit, given, kind_of
+from hasten.config.base import Section, given, kind_of
 from hasten.config.legacy import OLD_NAMES
 from hasten.config.root import Config
 from hasten.config.schema import (
@@ -171,38 +171,14 @@ def arguments() -> tuple[str, ...]:
     return (*ARGUMENTS, *single, "kwargs_handlers")
 
 
-def unknown_argument(name: str, value: Any) -> UnknownSettingError:
-    """Return the error for an unknown argument of the Accelerator, with the nearest one that accepts this value."""
-    argument_names = arguments()
-    similar_names = get_close_matches(name.lower(), argument_names, n=5, cutoff=0.6)
-    source_text, fitting_names = (
-        str(SettingSource("code", name)),
-        [
-            similar_name
-            for similar_name in similar_names
-            if _takes(ARGUMENTS.get(similar_name, (similar_name,)), value)
-        ],
-    )
-    if not fitting_names:
-        return unknown(source_text, (name,))
-    return UnknownSettingError(
-        f"{source_text}: unknown setting {name!r}, which would have no effect; did you mean {fitting_names[0]!r}?"
-    )
-
-
-def _takes(path: Path, value: Any) -> bool:
-    """Return whether the setting or section at `path` accepts this value."""
-    if cls := section_at(path):
-        return isinstance(value, (cls, Mapping)) or (
-            bool(cls.section_names.word_fields) and isinstance(value, str)
+def unknown_argument(name: str) -> UnknownSettingError:
+    """Return the error for an unknown argument of the Accelerator, with the nearest one."""
+    source = SettingSource("code", name)
+    if similar_name := nearest(name, arguments()):
+        return UnknownSettingError(
+            f"{source}: unknown setting {name!r}, which would have no effect; did you mean {similar_name!r}?"
         )
-    if path not in BY_PATH:  # kwargs_handlers
-        return isinstance(value, (list, tuple))
-    try:
-        fit(BY_PATH[path].owner, path[-1], value, "")
-    except ConfigError:
-        return False
-    return True
+    return unknown(str(source), (name,))
 
 
 def from_tree(tree: Marked, file: str, problems: Problems) -> list[SettingEntry]:
@@ -330,7 +306,7 @@ def from_code(arguments: Mapping[str, Any]) -> list[SettingEntry]:
         if name in MOVED:
             raise _moved(name, value)
         if len(path) == 1 and path[0] not in Config.__dataclass_fields__:
-            raise unknown_argument(name, value)
+            raise unknown_argument(name)
         if name == "log_with":
             trackers = value if isinstance(value, (list, tuple, set)) else [value]
             # instances are not settings

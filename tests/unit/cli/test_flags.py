@@ -10,16 +10,13 @@ import sys
 import pytest
 
 from hasten.cli.flags import (
-    SettingAction,
     SettingsParser,
     UsageError,
     metavar,
     spellings,
 )
 from hasten.cli.main import commands, main
-from hasten.config import absent
 from hasten.config.schema import SETTABLE
-from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import UnknownSettingError
 from hasten.version import __version__
 
@@ -141,28 +138,6 @@ def test_help_lists_every_setting_once_in_groups() -> None:
         assert group in text
     assert max(len(line) for line in text.splitlines()) <= 140
     assert metavar(int | None) == "N"
-
-
-def test_help_marks_what_every_value_is_refused_for() -> None:
-    shown = {
-        action.path: action.help
-        for action in PARSER._actions
-        if isinstance(action, SettingAction)
-    }
-    for info in SETTABLE:
-        other = not info.default if isinstance(info.default, bool) else "another"
-        refused = bool(
-            absent.refused(
-                {
-                    info.path: SettingEntry(
-                        info.path, other, SettingSource("code", info.name)
-                    )
-                }
-            )
-        )
-        assert (
-            "[not supported in this version]" in str(shown[info.path])
-        ) == refused, info.name
 
 
 def test_the_package_runs_as_the_command() -> None:
