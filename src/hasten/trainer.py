@@ -22,12 +22,8 @@ if TYPE_CHECKING:
         PredictionOutput as PredictionOutput,
     )  # type: ignore[import-not-found, unused-ignore]
     from hasten.extensions.trainer.loop import TrainOutput as TrainOutput  # type: ignore[import-not-found, unused-ignore]
-    from hasten.extensions.trainer.metrics import causal_lm_metrics as causal_lm_metrics  # type: ignore[import-not-found, unused-ignore]
     from hasten.extensions.trainer.metrics import (
         classification_metrics as classification_metrics,
-    )  # type: ignore[import-not-found, unused-ignore]
-    from hasten.extensions.trainer.metrics import (
-        token_classification_metrics as token_classification_metrics,
     )  # type: ignore[import-not-found, unused-ignore]
     from hasten.extensions.trainer.schedules import get_scheduler as get_scheduler  # type: ignore[import-not-found, unused-ignore]
     from hasten.extensions.trainer.state import TrainerControl as TrainerControl  # type: ignore[import-not-found, unused-ignore]

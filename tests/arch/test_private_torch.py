@@ -42,7 +42,6 @@ NOT_TORCH: Final = frozenset(
         "_hf_hook",  # transformers and accelerate
         "_attn_implementation",
         "_no_split_modules",
-        "_apply_liger_kernel_to_instance",  # liger-kernel
         "_supports_attention_backend",
         "_starting_state_dict",  # datasets
         "_distributed",

@@ -192,29 +192,6 @@ def test_a_run_stopped_at_every_batch_ends_as_the_whole_one(
 
 
 @ranks(2)
-def test_a_stopped_run_with_length_groups_ends_as_the_whole_one(
-    ctx: ProcessContext, tmp_path: Path
-) -> None:
-    def made(folder: Path, stop: int | None) -> Trainer:
-        args = arguments(folder, group_by_length=True, per_device_train_batch_size=3)
-        collate = DataCollatorWithPadding(pad_token_id=0)
-        callbacks = [] if stop is None else [StopAt(stop)]
-        return Trainer(
-            seeded(Tagger), args, collate, train_dataset=Tagged(), callbacks=callbacks
-        )
-
-    whole = made(tmp_path / "whole", None)
-    whole.train()
-    made(tmp_path / "at", 7).train()
-    second = made(tmp_path / "at", None)
-    second.train(resume_from_checkpoint="auto")
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(fingerprint(second), fingerprint(whole), strict=True)
-    )
-
-
-@ranks(2)
 def test_the_state_is_equal_on_every_rank(ctx: ProcessContext, tmp_path: Path) -> None:
     trainer = Trainer(
         seeded(Scored),

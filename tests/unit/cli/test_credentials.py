@@ -182,8 +182,6 @@ def test_a_dry_run_masks(
 def test_saved_arguments_are_masked(tmp_path: Path) -> None:
     args = TrainingArguments(
         str(tmp_path / "out"),
-        push_to_hub=True,
-        hub_token="hunter2one",
         run_name="https://u:hunter2two@host",
         use_cpu=True,
     )

@@ -31,12 +31,8 @@ if TYPE_CHECKING:
         PredictionOutput as PredictionOutput,
     )
     from hasten.extensions.trainer.loop import TrainOutput as TrainOutput
-    from hasten.extensions.trainer.metrics import causal_lm_metrics as causal_lm_metrics
     from hasten.extensions.trainer.metrics import (
         classification_metrics as classification_metrics,
-    )
-    from hasten.extensions.trainer.metrics import (
-        token_classification_metrics as token_classification_metrics,
     )
     from hasten.extensions.trainer.schedules import get_scheduler as get_scheduler
     from hasten.extensions.trainer.state import TrainerControl as TrainerControl
@@ -55,9 +51,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "EvalPrediction": "hasten.extensions.trainer.evaluation",
         "PredictionOutput": "hasten.extensions.trainer.evaluation",
         "TrainOutput": "hasten.extensions.trainer.loop",
-        "causal_lm_metrics": "hasten.extensions.trainer.metrics",
         "classification_metrics": "hasten.extensions.trainer.metrics",
-        "token_classification_metrics": "hasten.extensions.trainer.metrics",
         "get_scheduler": "hasten.extensions.trainer.schedules",
         "TrainerControl": "hasten.extensions.trainer.state",
         "TrainerState": "hasten.extensions.trainer.state",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 from hasten.errors import (
-    ConfigError,
     ContradictionError,
     SettingValueError,
     UnknownSettingError,
@@ -21,7 +20,6 @@ _CHOICES: Final = MappingProxyType(
         "logging_strategy": ("no", "steps", "epoch"),
         "eval_strategy": ("no", "steps", "epoch"),
         "save_strategy": ("no", "steps", "epoch", "best"),
-        "hub_strategy": ("end", "every_save"),
     }
 )
 _AT_LEAST: Final = MappingProxyType(
@@ -31,41 +29,15 @@ _AT_LEAST: Final = MappingProxyType(
         "per_device_eval_batch_size": 1,
         "gradient_accumulation_steps": 1,
         "learning_rate": 0,
-        "muon_learning_rate": 0,
         "weight_decay": 0,
         "adam_epsilon": 0,
         "max_grad_norm": 0,
         "warmup_steps": 0,
         "warmup_ratio": 0,
-        "label_smoothing_factor": 0,
         "dataloader_num_workers": 0,
-        "eval_delay": 0,
         "seed": 0,
     }
 )
-_REFUSED: Final = MappingProxyType(
-    {
-        "batch_eval_metrics": "compute_metrics receives all predictions at once; remove it",
-        "eval_accumulation_steps": "predictions are moved to the host after every batch; remove it",
-        "evaluation_strategy": "it is called eval_strategy",
-        "fp16_full_eval": "evaluation computes in the precision of training; set fp16=True",
-        "bf16_full_eval": "evaluation computes in the precision of training; set bf16=True",
-        "include_for_metrics": "compute_metrics receives predictions and label_ids; remove it",
-        "jit_mode_eval": "use torch_compile=True",
-        "no_cuda": "it is called use_cpu",
-        "neftune_noise_alpha": "noise on embeddings is not supported in this version; remove it",
-        "optim_target_modules": "pass optimizers=(optimizer, scheduler) to the Trainer instead",
-        "optim_args": "pass optimizers=(optimizer, scheduler) to the Trainer instead",
-        "per_gpu_train_batch_size": "it is called per_device_train_batch_size",
-        "per_gpu_eval_batch_size": "it is called per_device_eval_batch_size",
-        "save_safetensors": "weights are always written as safetensors; remove it",
-        "save_only_model": "checkpoints always contain the full state; use save_strategy='no' and save_model()",
-        "split_batches": "per_device_train_batch_size is the size per process; remove it",
-        "tpu_num_cores": "one process controls all TPU devices of a machine; remove it",
-        "use_mps_device": "Apple devices are detected automatically; remove it",
-    }
-)
-"""Arguments of transformers that have no effect here, and their alternatives."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +54,9 @@ class TrainingArguments:
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 8
     gradient_accumulation_steps: int = 1
-    auto_find_batch_size: bool = False
-    average_tokens_across_devices: bool = True
     # -- optimizer and schedule
     optim: str = "adamw_torch"
     learning_rate: float = 5e-5
-    muon_learning_rate: float = 0.02
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
@@ -97,26 +66,18 @@ class TrainingArguments:
     lr_scheduler_kwargs: Mapping[str, Any] | None = None
     warmup_steps: float = 0
     warmup_ratio: float = 0.0
-    label_smoothing_factor: float = 0.0
-    ema_decay: float | None = None
     # -- precision, memory and distribution
     bf16: bool = False
     fp16: bool = False
     gradient_checkpointing: bool = False
-    gradient_checkpointing_kwargs: Mapping[str, Any] | None = None
     torch_compile: bool = False
     torch_compile_backend: str | None = None
     torch_compile_mode: str | None = None
-    use_liger_kernel: bool = False
-    liger_kernel_config: Mapping[str, bool] | None = None
-    use_chunked_loss: bool = False
     use_cpu: bool = False
     fsdp: bool | str | list[str] = ""
     fsdp_config: Mapping[str, Any] | None = None
     deepspeed: str | Mapping[str, Any] | None = None
     ddp_find_unused_parameters: bool | None = None
-    ddp_bucket_cap_mb: int | None = None
-    ddp_broadcast_buffers: bool | None = None
     # -- randomness and data
     seed: int = 42
     data_seed: int | None = None
@@ -126,10 +87,6 @@ class TrainingArguments:
     dataloader_persistent_workers: bool = False
     dataloader_prefetch_factor: int | None = None
     dataloader_drop_last: bool = False
-    group_by_length: bool = False
-    length_column_name: str = "length"
-    packing: bool = False
-    max_length: int | None = None
     remove_unused_columns: bool = True
     label_names: list[str] | None = None
     # -- when to log, evaluate and save
@@ -142,9 +99,6 @@ class TrainingArguments:
     run_name: str | None = None
     eval_strategy: When = "no"
     eval_steps: float | None = None
-    eval_delay: float = 0
-    eval_on_start: bool = False
-    prediction_loss_only: bool = False
     save_strategy: Literal["no", "steps", "epoch", "best"] = "steps"
     save_steps: float = 500
     save_total_limit: int | None = None
@@ -152,23 +106,12 @@ class TrainingArguments:
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
     resume_from_checkpoint: str | bool | None = None
-    ignore_data_skip: bool = False
-    # -- the Hub
-    push_to_hub: bool = False
-    hub_model_id: str | None = None
-    hub_strategy: Literal["end", "every_save"] = "end"
-    hub_token: str | None = field(default=None, repr=False)
-    hub_private_repo: bool | None = None
 
     # Any: the arguments of __init__
     def __new__(cls, *args: Any, **given: Any) -> TrainingArguments:
         """Check that every name is known, and return an empty object."""
         known = [field.name for field in fields(cls)]
         for name in given:
-            if name in _REFUSED:
-                raise UnknownSettingError(
-                    f"TrainingArguments({name}=…) has no effect in hasten: {_REFUSED[name]}."
-                )
             if name not in known:
                 near = get_close_matches(name, known, n=1, cutoff=0.6)
                 hint = (
@@ -192,13 +135,12 @@ class TrainingArguments:
                 raise SettingValueError(
                     f"{name}={value!r} is below {least}; give a number from {least} up."
                 )
-        for name in ("label_smoothing_factor", "warmup_ratio"):
-            if (value := getattr(self, name)) > 1:
-                raise SettingValueError(
-                    f"{name}={value!r} is above 1, but it is a fraction; give a number from 0 to 1."
-                )
-        for name in ("adam_beta1", "adam_beta2", "ema_decay"):
-            if (value := getattr(self, name)) is not None and not 0 <= value < 1:
+        if self.warmup_ratio > 1:
+            raise SettingValueError(
+                f"warmup_ratio={self.warmup_ratio!r} is above 1, but it is a fraction; give a number from 0 to 1."
+            )
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= (value := getattr(self, name)) < 1:
                 raise SettingValueError(
                     f"{name}={value!r} is outside [0, 1): an average keeps this fraction of itself at every update; give a number such as 0.9."
                 )
@@ -231,42 +173,11 @@ class TrainingArguments:
             )
         if self.load_best_model_at_end or self.save_strategy == "best":
             self._check_best()
-        if self.load_best_model_at_end and self.ema_decay is not None:
-            raise ContradictionError(
-                "load_best_model_at_end=True loads the trained weights of the best checkpoint, but with ema_decay the evaluation "
-                "chose it by the averaged weights; remove one of them, and load the average with load_state()."
-            )
-        if self.ignore_data_skip:
-            raise ConfigError(
-                "ignore_data_skip=True would train on the same samples again after a resume; remove it: resuming at the right batch "
-                "takes no time."
-            )
         if self.deepspeed and self.fsdp:
             raise ContradictionError(
                 "deepspeed and fsdp exclude each other; remove one of them."
             )
-        if self.packing:
-            self._check_packing()
         check_needs(self)
-
-    def _check_packing(self) -> None:
-        if self.max_length is None or self.max_length < 1:
-            raise ContradictionError(
-                f"packing=True fills rows of max_length tokens, but max_length={self.max_length!r}; set it to the number of tokens "
-                "of a row, such as 2048."
-            )
-        if self.per_device_train_batch_size != 1:
-            raise ContradictionError(
-                f"packing=True makes each batch one row of up to max_length={self.max_length} tokens, so "
-                f"per_device_train_batch_size={self.per_device_train_batch_size} would have no effect; set it to 1, and increase max_length "
-                "or gradient_accumulation_steps for more tokens in an update."
-            )
-        for name in ("group_by_length", "auto_find_batch_size", "dataloader_drop_last"):
-            if getattr(self, name):
-                raise ContradictionError(
-                    f"{name}=True would have no effect: packing=True chooses the samples of each batch by their lengths; remove one "
-                    "of them."
-                )
 
     def _check_best(self) -> None:
         what = (
@@ -317,10 +228,8 @@ class TrainingArguments:
         return [name for name in tracker_names if name != "none"]
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON values
-        """Return the settings as JSON values, without the Hub token."""
-        values = asdict(self)
-        values.pop("hub_token")
-        return values
+        """Return the settings as JSON values."""
+        return asdict(self)
 
 
 class _Need(NamedTuple):
@@ -334,7 +243,6 @@ class _Need(NamedTuple):
 _OPTIMIZER: Final = (
     "optim",
     "learning_rate",
-    "muon_learning_rate",
     "weight_decay",
     "adam_beta1",
     "adam_beta2",
@@ -348,28 +256,10 @@ _SCHEDULE: Final = (
 )
 _NEEDS: Final[Sequence[_Need]] = (
     _Need(
-        ("adam_beta1", "adam_beta2"),
-        lambda args: args.optim.startswith("adam") or args.optim == "muon",
-        "only Adam takes it, and optim names another optimizer",
-        "remove it, or set optim='adamw_torch'",
-    ),
-    _Need(
-        ("adam_epsilon",),
+        ("adam_beta1", "adam_beta2", "adam_epsilon"),
         lambda args: args.optim.startswith("adam"),
         "only Adam takes it, and optim names another optimizer",
         "remove it, or set optim='adamw_torch'",
-    ),
-    _Need(
-        ("muon_learning_rate",),
-        lambda args: args.optim == "muon",
-        "it is the learning rate of Muon, and optim names another optimizer",
-        "set optim='muon', or set learning_rate instead",
-    ),
-    _Need(
-        ("max_length",),
-        lambda args: args.packing,
-        "it is the length of a packed row",
-        "set packing=True, or shorten the samples in the dataset",
     ),
     _Need(
         ("warmup_steps", "warmup_ratio"),
@@ -378,28 +268,10 @@ _NEEDS: Final[Sequence[_Need]] = (
         "set lr_scheduler_type='constant_with_warmup'",
     ),
     _Need(
-        ("gradient_checkpointing_kwargs",),
-        lambda args: args.gradient_checkpointing,
-        "it needs gradient_checkpointing=True",
-        "set gradient_checkpointing=True, or remove it",
-    ),
-    _Need(
-        ("liger_kernel_config",),
-        lambda args: args.use_liger_kernel,
-        "it needs use_liger_kernel=True",
-        "set use_liger_kernel=True, or remove it",
-    ),
-    _Need(
-        ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+        ("ddp_find_unused_parameters",),
         lambda args: not args.fsdp and not args.deepspeed,
         "fsdp and deepspeed replace DistributedDataParallel, whose option it is",
         "remove it",
-    ),
-    _Need(
-        ("length_column_name",),
-        lambda args: args.group_by_length or args.packing,
-        "it is only used with group_by_length=True or packing=True",
-        "set group_by_length=True, packing=True, or remove it",
     ),
     _Need(
         ("dataloader_prefetch_factor", "dataloader_persistent_workers"),
@@ -426,7 +298,7 @@ _NEEDS: Final[Sequence[_Need]] = (
         "set eval_strategy='steps', or remove it",
     ),
     _Need(
-        ("eval_delay", "metric_for_best_model"),
+        ("metric_for_best_model",),
         lambda args: args.eval_strategy != "no",
         "eval_strategy='no' evaluates nothing during the training",
         "set eval_strategy='steps' or 'epoch', or remove it",
@@ -453,18 +325,6 @@ _NEEDS: Final[Sequence[_Need]] = (
         "save_strategy='no' writes no checkpoints whose number could be limited",
         "set save_strategy='steps', 'epoch' or 'best', or remove it",
     ),
-    _Need(
-        ("hub_model_id", "hub_token", "hub_strategy", "hub_private_repo"),
-        lambda args: args.push_to_hub,
-        "nothing is uploaded without push_to_hub=True",
-        "set push_to_hub=True, or remove it",
-    ),
-    _Need(
-        ("hub_strategy",),
-        lambda args: args.push_to_hub and args.save_strategy != "no",
-        "uploads after every save need push_to_hub=True and a save_strategy",
-        "set both, or remove it",
-    ),
 )
 
 
@@ -472,7 +332,6 @@ def check_needs(args: TrainingArguments) -> None:
     """Raise for arguments that have no effect in combination with the others. Raises: ContradictionError."""
     for names, acts, why, remedy in _NEEDS:
         if (wrong := _given(args, names)) and not acts(args):
-            wrong = "hub_token=…" if wrong.startswith("hub_token=") else wrong
             raise ContradictionError(f"{wrong} would have no effect: {why}; {remedy}.")
 
 

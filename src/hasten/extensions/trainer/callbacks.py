@@ -199,15 +199,6 @@ class CallbackList:
         self.callbacks.append(callback_object)
         self._find()
 
-    def remove(self, callback: Any) -> None:  # Any: a callback or its class
-        """Remove a callback, or all of a class."""
-        self.callbacks = [
-            member
-            for member in self.callbacks
-            if callback not in (member, type(member))
-        ]
-        self._find()
-
     def _find(self) -> None:
         for event in EVENTS:
             plain = getattr(TrainerCallback, event)

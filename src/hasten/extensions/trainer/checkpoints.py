@@ -1,21 +1,18 @@
-"""Checkpoints of a Trainer: saving, resuming, the best one, and publishing the model."""
+"""Checkpoints of a Trainer: saving, resuming, and the best one."""
 
 from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hasten.accelerator.components import components
 from hasten.checkpoint.store.locate import check_local, join_place, newest, open_store
 from hasten.checkpoint.store.occupied import check_no_checkpoint
 from hasten.comm.agreement import agree, agreeing
 from hasten.config.masking import masked_tree
-from hasten.errors import ConfigError, HastenWarning, HubError
-from hasten.extensions.trainer.arguments import TrainingArguments
+from hasten.errors import ConfigError
 from hasten.extensions.trainer.interface import TrainerInterface
 
 
@@ -31,10 +28,6 @@ def save(trainer: TrainerInterface, metrics: Mapping[str, float]) -> str:
     ):
         state.best_model_checkpoint = checkpoint_path
     trainer.callbacks.call("on_save", checkpoint=checkpoint_path)
-    if trainer.args.push_to_hub and trainer.args.hub_strategy == "every_save":
-        trainer.push_to_hub(
-            f"Training in progress, step {state.global_step}", blocking=False
-        )
     return checkpoint_path
 
 
@@ -106,11 +99,6 @@ def load_best(trainer: TrainerInterface) -> None:
 
 def save_model(trainer: TrainerInterface, folder: str) -> str:
     """Write weights, configuration, tokenizer and arguments to a folder. Ranks: every rank."""
-    with trainer.averaged():
-        return _save_model(trainer, folder)
-
-
-def _save_model(trainer: TrainerInterface, folder: str) -> str:
     accelerator = trainer.accelerator
     model = trainer.model_for_evaluation()
     # Any: models with save_pretrained share no base class here
@@ -132,107 +120,3 @@ def _save_model(trainer: TrainerInterface, folder: str) -> str:
             )
             Path(folder, "training_args.json").write_text(text + "\n", encoding="utf-8")
     return folder
-
-
-def push_to_hub(
-    trainer: TrainerInterface, commit_message: str, blocking: bool, **options: Any
-) -> str | None:  # Any: options of the Hub client
-    """Save the model with a card of the run and upload it; returns the URL of the commit on the main process, None on the others.
-
-    A background upload sends a copy of the model, which is deleted afterwards; a blocking one sends the output folder.
-    Ranks: every rank. Raises: ConfigError without a name for the repository; HubError if a blocking upload fails.
-    """
-    args, publishing = trainer.args, components(trainer.accelerator).publishing
-    target = _repository(trainer)
-    finish_upload(trainer)
-    folder = args.output_dir if blocking else _staging_folder(trainer)
-    save_model(trainer, folder)
-    folder_push: Any = None  # Any: a class of another extension
-    with agreeing(trainer.accelerator.ctx.world, "push_to_hub"):
-        if trainer.accelerator.is_main_process:
-            publishing.write_card(Path(folder), _card(trainer, target.repo_id))
-            folder_push = publishing.folder_push(
-                folder=Path(folder),
-                target=target,
-                message=commit_message,
-                ignore=(
-                    "checkpoints/*",
-                    "run_log/*",
-                    f"{args.run_name or 'trainer'}/*",
-                    ".*",
-                ),
-                temporary=not blocking,
-                options=options,
-            )
-    url: str | None = publishing.push(folder_push, blocking)
-    return url
-
-
-def _repository(trainer: TrainerInterface) -> Any:  # Any: a class of another extension
-    args = trainer.args
-    name = args.hub_model_id or Path(args.output_dir).name
-    if not name:
-        raise ConfigError(
-            f"output_dir={args.output_dir!r} contains no repository name; set hub_model_id."
-        )
-    return components(trainer.accelerator).publishing.repository(
-        name, args.hub_token, args.hub_private_repo
-    )
-
-
-def check_access(trainer: TrainerInterface) -> None:
-    """Create the repository of the uploads, so that a token that is refused is found now. Ranks: every rank. Raises: HubError."""
-    target = _repository(trainer)
-    with agreeing(trainer.accelerator.ctx.world, "push_to_hub"):
-        if trainer.accelerator.is_main_process:
-            components(trainer.accelerator).publishing.check_access(target)
-
-
-def finish_upload(trainer: TrainerInterface) -> None:
-    """Wait for the background upload, and warn if it failed: a later push sends a newer model. Ranks: every rank."""
-    try:
-        components(trainer.accelerator).publishing.wait()
-    except HubError as error:
-        if trainer.accelerator.is_main_process:
-            warnings.warn(
-                f"{error} The next push sends the model of that time.",
-                HastenWarning,
-                stacklevel=2,
-            )
-
-
-def _staging_folder(trainer: TrainerInterface) -> str:
-    """Return a new folder for files that must not change while they are uploaded. Ranks: every rank."""
-    folders = [""]
-    with agreeing(trainer.accelerator.ctx.world, "push_to_hub"):
-        if trainer.accelerator.is_main_process:
-            folders = [str(components(trainer.accelerator).publishing.staging_folder())]
-    return str(trainer.accelerator.broadcast_object_list(folders)[0])
-
-
-# Any: a class of another extension
-def _card(trainer: TrainerInterface, name: str) -> Any:
-    """Return the numbers of the run for the model card: final ones, logged ones, and arguments that are not at their default."""
-    state, args = trainer.state, trainer.args
-    final: dict[str, Any] = {"step": state.global_step, "epoch": state.epoch}
-    if state.total_weight:
-        final["train_loss"] = state.total_loss / state.total_weight
-    for logged in state.log_history:
-        final.update(
-            {key: value for key, value in logged.items() if key.startswith("eval_")}
-        )
-    defaults = TrainingArguments(args.output_dir).to_dict()
-    chosen = {
-        key: value
-        for key, value in args.to_dict().items()
-        if value != defaults[key] and key != "output_dir"
-    }
-    inner = trainer.accelerator.unwrap_model(trainer.model_for_evaluation())
-    return components(trainer.accelerator).publishing.card(
-        name=name,
-        library="transformers" if hasattr(inner, "save_pretrained") else None,
-        metrics=final,
-        history=state.log_history,
-        settings=chosen | {"learning_rate": args.learning_rate, "seed": args.seed},
-        run=components(trainer.accelerator).publishing.facts(),
-    )

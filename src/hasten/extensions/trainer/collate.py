@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Sampler, default_collate
+from torch.utils.data import default_collate
 
-from hasten.data import PackedCollator
-from hasten.errors import ArgumentError, ConfigError, DataError
+from hasten.errors import ArgumentError, DataError
 
 _RENAMED: Final = ("label", "label_ids")
 IGNORED: Final = -100
@@ -174,111 +173,3 @@ class CollateUsed:
                     "set remove_unused_columns=False."
                 )
         return self.collate(samples)
-
-
-def _is_of_transformers(model: nn.Module) -> bool:
-    return hasattr(getattr(model, "config", None), "model_type")
-
-
-def check_packable(model: nn.Module, shifted: bool) -> None:
-    """Raise unless the model can train on packed rows. Raises: ConfigError."""
-    name = type(model).__name__
-    if not shifted:
-        raise ConfigError(
-            f"packing=True joins samples for a model that predicts the next token, but {name} compares each position with "
-            "its own label, and the first label of each sample would be ignored; remove packing, or set loss_type = "
-            "'ForCausalLM' on a model that shifts its labels."
-        )
-    taken = taken_by(model, ())
-    if (
-        not _is_of_transformers(model)
-        and taken is not None
-        and "position_ids" not in taken
-    ):
-        raise ConfigError(
-            f"packing=True joins samples in one row, but forward of {name} takes no position_ids, so the samples would attend to "
-            "each other; add position_ids and use hasten.data.packed_attention_mask(position_ids), or remove packing."
-        )
-
-
-class PackedRows:
-    """Collator that joins samples in one row with the fields that the model takes."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._pack = PackedCollator(transformers=_is_of_transformers(model))
-
-    # Any: samples and batches of any type
-    def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        """Return the row of the samples."""
-        batch = self._pack(samples)
-        batch.pop("num_tokens", None)  # the Trainer counts the labels itself
-        return batch
-
-
-_BATCHES_SORTED: Final = 400
-
-
-class LengthGroupedSampler(Sampler[int]):
-    """Shuffling sampler, as a function of seed and epoch, in which chunks of 400 batches are sorted by length.
-
-    The longest sample is first, so that memory runs out in the first step or not at all.
-    """
-
-    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int = 0) -> None:
-        self._lengths = torch.as_tensor(lengths)
-        quarter = len(lengths) // (
-            4 * batch_size
-        )  # fewer batches in a chunk for few samples, or all epochs would be alike
-        self._stretch = batch_size * max(1, min(quarter, _BATCHES_SORTED))
-        self._seed = seed
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose order is drawn next."""
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
-        order = torch.randperm(len(self), generator=generator)
-        chunks = [
-            chunk[self._lengths[chunk].argsort(descending=True, stable=True)]
-            for chunk in torch.split(order, self._stretch)
-        ]
-        if len(self):
-            longest = max(
-                range(len(chunks)),
-                key=lambda index: int(self._lengths[chunks[index][0]]),
-            )
-            chunks[0][0], chunks[longest][0] = (
-                chunks[longest][0].clone(),
-                chunks[0][0].clone(),
-            )
-        return iter(torch.cat(chunks).tolist())
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the epoch whose order is drawn next."""
-        return {"epoch": self._epoch}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore the epoch of a checkpoint."""
-        self._epoch = int(state["epoch"])
-
-
-# Any: datasets have no common base
-def lengths_of(dataset: Any, column: str, argument: str) -> list[int]:
-    """Return the length of every sample, which this argument needs: from its column, or counted from `input_ids`.
-
-    Raises: DataError if samples have neither.
-    """
-    if column in (getattr(dataset, "column_names", None) or ()):
-        return [int(length) for length in dataset[column]]
-    first = dataset[0]
-    if not isinstance(first, dict) or "input_ids" not in first:
-        raise DataError(
-            f"{argument}=True needs the lengths of samples, but they have neither a column {column!r} nor input_ids; add one of them, set "
-            "length_column_name, or remove the argument."
-        )
-    return [len(dataset[index]["input_ids"]) for index in range(len(dataset))]

@@ -67,7 +67,7 @@ def run_evaluation(
     got = _Collected()
     num_batches = 0
     try:
-        with trainer.averaged(), torch.no_grad():
+        with torch.no_grad():
             for batch in loader:
                 _one_batch(trainer, model, batch, loader, loss_only, got)
                 num_batches += 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -36,8 +34,6 @@ class TrainerInterface(Protocol):
     state: TrainerState
     control: TrainerControl
     accelerator: Accelerator
-    has_replicas: bool
-    """True if replicas of this run may be lost while it continues."""
     # Any: schedulers, loaders and optimizers of any class, before and after prepare()
     optimizer: Any
     lr_scheduler: Any
@@ -55,8 +51,6 @@ class TrainerInterface(Protocol):
     @property
     def preprocess_logits_for_metrics(self) -> Any: ...  # Any: a function, or None
     def event_keywords(self) -> dict[str, Any]: ...  # Any: keywords of the event
-    # Any: of no use to the block
-    def averaged(self) -> AbstractContextManager[Any]: ...
     def model_for_evaluation(self) -> nn.Module: ...
     def training_step(
         self, model: nn.Module, inputs: Any
@@ -65,10 +59,4 @@ class TrainerInterface(Protocol):
         self, model: nn.Module, inputs: Any, return_outputs: bool = False
     ) -> Any: ...
     def evaluate(self) -> dict[str, float]: ...
-    def note_best(self, metrics: Mapping[str, float]) -> bool: ...
     def log(self, logs: dict[str, Any]) -> None: ...
-    def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> str: ...
-    def load_best(self) -> None: ...
-    def push_to_hub(
-        self, commit_message: str = ..., blocking: bool = ...
-    ) -> str | None: ...

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hasten.accelerator.components import components
-from hasten.errors import ConfigError
-from hasten.extensions.trainer.checkpoints import finish_upload
+from hasten.extensions.trainer.checkpoints import load_best, note_best, save
 from hasten.extensions.trainer.evaluation import slowest
 from hasten.extensions.trainer.interface import TrainerInterface
 from hasten.extensions.trainer.step_plan import TrainingPlan
@@ -53,7 +50,6 @@ class TrainingLoop:
             trainer.state.global_step,
             trainer.state.epoch,
         )
-        self._replicas = TrainerReplicas(trainer, self._continue_with_loaded_state)
 
     def run(self, resumed: bool) -> TrainOutput:
         """Train to the end. Ranks: every rank."""
@@ -64,18 +60,13 @@ class TrainingLoop:
         )
         self._count_updates(resumed)
         trainer.callbacks.call("on_train_begin")
-        if state.evaluation_due or (
-            trainer.args.eval_on_start and state.global_step == 0
-        ):
+        if state.evaluation_due:
             state.evaluation_due = False
             self._evaluate()
         while not self._complete() and not control.should_training_stop:
             control.should_epoch_stop = False
             trainer.callbacks.call("on_epoch_begin")
             is_complete = self._train_epoch()
-            self._replicas.receive_state()
-            if is_complete and self._replicas.have_counted_epoch():
-                continue
             if control.should_epoch_stop and not is_complete:
                 trainer.train_loader.set_epoch(trainer.train_loader.epoch + 1)
             self._end_epoch(is_complete or control.should_epoch_stop)
@@ -95,8 +86,6 @@ class TrainingLoop:
     def _complete(self) -> bool:
         """Return whether all updates were made."""
         state, plan = self._trainer.state, self._plan
-        if self._replicas.end_with_epochs:
-            return state.epochs_done >= plan.num_epochs
         return plan.is_complete(
             state.global_step, state.epochs_done, state.batches_in_epoch
         )
@@ -124,11 +113,7 @@ class TrainingLoop:
         )
         trainer.wrapped_model.train()
         for batch in trainer.train_loader:
-            self._replicas.receive_state()
             self._train_on(batch)
-            if self._replicas.receive_state():
-                # the update was skipped, and the state that was received counts it
-                continue
             state.batches_in_epoch += 1
             if not self._begins_window:
                 # requests of callbacks wait for the window's end
@@ -160,12 +145,6 @@ class TrainingLoop:
             trainer.lr_scheduler.step()
             optimizer.zero_grad()
         self._begins_window = accelerator.sync_gradients
-
-    def _continue_with_loaded_state(self) -> None:
-        """Drop the losses that are not in the state, which was replaced, and give callbacks their states in it."""
-        self._losses.clear()
-        self._sums.clear()
-        self._trainer.callbacks.restore_states()
 
     def _add(self, loss: Tensor, weight: Tensor | None) -> None:
         """Store a batch's loss for the next log; losses are summed in groups, since each sum costs time."""
@@ -205,10 +184,7 @@ class TrainingLoop:
             args.logging_first_step and step == 1
         ):
             control.should_log = True
-        if (
-            plan.due(args.eval_strategy, plan.eval_steps, step)
-            and step >= args.eval_delay
-        ):
+        if plan.due(args.eval_strategy, plan.eval_steps, step):
             control.should_evaluate = True
         if plan.due(args.save_strategy, plan.save_steps, step) or (
             last and args.save_strategy == "steps"
@@ -220,7 +196,6 @@ class TrainingLoop:
         if stopping:
             control.stop_reason = "after a signal; a checkpoint was saved"
             trainer.callbacks.call("on_train_end")
-            finish_upload(trainer)
             trainer.accelerator.end_training()
             raise SystemExit(PREEMPTED_EXIT_CODE)
 
@@ -237,18 +212,8 @@ class TrainingLoop:
             state.batches_in_epoch = 0
             self._set_epoch()
         control.should_log |= args.logging_strategy == "epoch"
-        control.should_evaluate |= (
-            args.eval_strategy == "epoch" and state.epoch >= args.eval_delay
-        )
-        ends = (
-            self._replicas.end_with_epochs
-            and self._complete()
-            and args.save_strategy == "steps"
-        )
-        saved = self._plan.due(
-            args.save_strategy, self._plan.save_steps, state.global_step
-        )
-        control.should_save |= args.save_strategy == "epoch" or (ends and not saved)
+        control.should_evaluate |= args.eval_strategy == "epoch"
+        control.should_save |= args.save_strategy == "epoch"
         trainer.callbacks.call("on_epoch_end")
         self._act()
 
@@ -273,14 +238,12 @@ class TrainingLoop:
         if control.should_save or stopping:
             control.should_save = False
             self.add_up()
-            self._trainer.save_checkpoint(metrics)
+            save(self._trainer, metrics)
 
     def _evaluate(self) -> dict[str, float]:
         trainer = self._trainer
         metrics = trainer.evaluate()
-        if trainer.has_replicas:
-            trainer.callbacks.keep_states()  # replicas that are healed receive them
-        if trainer.note_best(metrics) and trainer.args.save_strategy == "best":
+        if note_best(trainer, metrics) and trainer.args.save_strategy == "best":
             trainer.control.should_save = True
         return metrics
 
@@ -337,49 +300,7 @@ class TrainingLoop:
             metrics["train_samples_per_second"] = round(num_samples / seconds, 3)
         metrics |= {"train_loss": mean, "epoch": state.epoch}
         trainer.log(dict(metrics))
-        trainer.load_best()
+        if trainer.args.load_best_model_at_end:
+            load_best(trainer)
         trainer.callbacks.call("on_train_end")
         return TrainOutput(state.global_step, mean, metrics)
-
-
-class TrainerReplicas:
-    """Steps of the loop for replicas that may be lost; they do nothing in other runs."""
-
-    def __init__(
-        self, trainer: TrainerInterface, state_was_replaced: Callable[[], None]
-    ) -> None:
-        """Follow the replicas; `state_was_replaced` is called when this one has received the run's state from another.
-
-        Raises: ConfigError for a number of epochs that replicas cannot end with.
-        """
-        self._trainer = trainer
-        self._state_was_replaced = state_was_replaced
-        self._num_received = 0.0
-        self.end_with_epochs = trainer.has_replicas and trainer.args.max_steps <= 0
-        """True if the training ends with the last epoch, whose number of updates depends on the replicas that are present."""
-        num_epochs = trainer.args.num_train_epochs
-        if self.end_with_epochs and num_epochs % 1:
-            raise ConfigError(
-                f"num_train_epochs={num_epochs} ends inside an epoch, whose updates depend on the replicas that survive; give a whole "
-                "number of epochs, or max_steps."
-            )
-
-    def have_counted_epoch(self) -> bool:
-        """Return True if this replica runs through an epoch that the run has completed and the state already counts."""
-        trainer = self._trainer
-        return trainer.has_replicas and trainer.state.epochs_done >= int(
-            trainer.train_loader.epoch
-        )
-
-    def receive_state(self) -> bool:
-        """Return whether this replica has received the run's state from another since the last call, and continue from there."""
-        if not self._trainer.has_replicas:
-            return False
-        num_received = components(self._trainer.accelerator).clock.parts.read_numbers()[
-            "replica_healed"
-        ]
-        if num_received == self._num_received:
-            return False
-        self._num_received = num_received
-        self._state_was_replaced()
-        return True

@@ -1,14 +1,12 @@
-"""The loss of a batch, from the model's output or smoothed, and the number of labels it averages."""
+"""The loss of a batch, from the model's output, and the number of labels it averages."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hasten.errors import ArgumentError
 from hasten.extensions.trainer.collate import IGNORED
@@ -93,77 +91,3 @@ def num_items(labels: Tensor | None, shifted: bool) -> Tensor | None:
 def shifts_labels(model: nn.Module) -> bool:
     """Return whether the model's loss compares each position with the next label, which `loss_type = "ForCausalLM"` marks."""
     return getattr(model, "loss_type", None) == "ForCausalLM"
-
-
-def needs_labels(model: nn.Module, names: Sequence[str]) -> bool:
-    """Return whether the model cannot be called without labels: as a required argument, or as a decoder's inputs."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return True
-    taken = inspect.signature(model.forward).parameters
-    return any(
-        name in taken and taken[name].default is inspect.Parameter.empty
-        for name in names
-    )
-
-
-def labels_to_smooth(inputs: Any, names: Sequence[str]) -> Tensor:
-    """Return the class labels of a batch. Raises: ArgumentError if it has none that could be smoothed."""
-    labels = labels_in(inputs, names)
-    if labels is None or labels.is_floating_point():
-        kind = (
-            f"a {type(inputs).__qualname__}"
-            if not isinstance(inputs, Mapping)
-            else f"a dict of {', '.join(inputs)}"
-        )
-        label_words = (
-            f"its labels are {labels.dtype}"
-            if labels is not None
-            else "it has no labels under these names"
-        )
-        raise ArgumentError(
-            f"label_smoothing_factor smooths the class labels of a batch ({', '.join(names)}), and the batch is {kind}: {label_words}. "
-            "The loss would not be smoothed. Use samples that are dicts with integer labels, set label_names, or remove "
-            "label_smoothing_factor."
-        )
-    return labels
-
-
-def logits_in(outputs: Any) -> Tensor:
-    """Return the logits in a model's output: `outputs["logits"]`, `outputs.logits`, or the first tensor besides its loss.
-
-    Raises: ArgumentError if there are none.
-    """
-    logits = (
-        outputs.get("logits")
-        if isinstance(outputs, Mapping)
-        else getattr(outputs, "logits", None)
-    )
-    if logits is None and not isinstance(outputs, Mapping):
-        logits = outputs_besides_loss(outputs, loss_or_none(outputs) is not None)
-    logits = logits[0] if isinstance(logits, (tuple, list)) and logits else logits
-    if not isinstance(logits, Tensor) or logits.ndim < 2:
-        raise ArgumentError(
-            f"label_smoothing_factor needs the model's logits, and it returned a {type(outputs).__qualname__} without them, so the "
-            "smoothed loss cannot be computed; return a dict with 'logits' (or a tuple of loss and logits), or remove "
-            "label_smoothing_factor."
-        )
-    return logits
-
-
-def smoothed_loss(
-    logits: Tensor, labels: Tensor, smoothing: float, shifted: bool
-) -> Tensor:
-    """Return the mean cross entropy against labels mixed with the uniform distribution; labels of -100 are ignored."""
-    if shifted:
-        logits, labels = logits[..., :-1, :], labels[..., 1:]
-    if logits.shape[:-1].numel() != labels.numel():
-        raise ArgumentError(
-            f"label_smoothing_factor needs logits of shape (*labels, classes), but labels are {tuple(labels.shape)} and logits "
-            f"{tuple(logits.shape)}; the shapes do not match. Move the classes to the last dimension, or override compute_loss."
-        )
-    return F.cross_entropy(
-        logits.flatten(0, -2),
-        labels.flatten(),
-        ignore_index=IGNORED,
-        label_smoothing=smoothing,
-    )

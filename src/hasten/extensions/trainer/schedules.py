@@ -1,10 +1,9 @@
-"""Optimizers and learning-rate schedules by the names of transformers, and several of them used as one."""
+"""Optimizers and learning-rate schedules by the names of transformers."""
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
@@ -12,9 +11,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
-import hasten
 from hasten.errors import SettingValueError
 from hasten.extensions.trainer.arguments import TrainingArguments
 
@@ -41,35 +39,10 @@ def _cosine(step: int, warmup: int, total: int, num_cycles: float = 0.5) -> floa
     )
 
 
-def _cosine_with_restarts(
-    step: int, warmup: int, total: int, num_cycles: int = 1
-) -> float:
-    done = _done(step, warmup, total)
-    return (
-        0.0
-        if done >= 1.0
-        else 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * done) % 1.0)))
-    )
-
-
 def _cosine_with_min_lr(
     step: int, warmup: int, total: int, min_lr_rate: float, num_cycles: float = 0.5
 ) -> float:
     return min_lr_rate + (1.0 - min_lr_rate) * _cosine(step, warmup, total, num_cycles)
-
-
-def _polynomial(
-    step: int, warmup: int, total: int, power: float = 1.0, end_factor: float = 0.0
-) -> float:
-    left: float = (1.0 - _done(step, warmup, total)) ** power
-    return end_factor + (1.0 - end_factor) * left
-
-
-def _inverse_sqrt(
-    step: int, warmup: int, total: int, timescale: int | None = None
-) -> float:
-    scale = timescale or warmup or 10_000
-    return 1.0 / math.sqrt((step - warmup + scale) / scale)
 
 
 def _warmup_stable_decay(
@@ -88,26 +61,13 @@ SCHEDULES: Final[Mapping[str, Factor]] = MappingProxyType(
     {
         "linear": _linear,
         "cosine": _cosine,
-        "cosine_with_restarts": _cosine_with_restarts,
         "cosine_with_min_lr": _cosine_with_min_lr,
-        "polynomial": _polynomial,
         "constant": _constant,
         "constant_with_warmup": _constant,
-        "inverse_sqrt": _inverse_sqrt,
         "warmup_stable_decay": _warmup_stable_decay,
     }
 )
 """Name -> the factor on the learning rate at a step after the warm-up."""
-
-
-_RELATIVE: Final = MappingProxyType(
-    {
-        "lr_end": " end_factor is relative: give lr_end / learning_rate.",
-        "min_lr": " min_lr_rate is relative: give min_lr / learning_rate.",
-    }
-)
-"""Advice for options of transformers that are learning rates, where the ones here are fractions of it."""
-_EXAMPLES: Final = MappingProxyType({"min_lr_rate": 0.1, "num_decay_steps": 100})
 
 
 def factor_at(
@@ -141,21 +101,12 @@ def get_scheduler(
             "optimizers=(optimizer, scheduler)."
         )
     shape = SCHEDULES[name]
-    takes = dict(list(inspect.signature(shape).parameters.items())[3:])
-    if wrong := sorted(set(options) - set(takes)):
+    try:
+        shape(0, 0, 1, **options)
+    except TypeError as error:
         raise SettingValueError(
-            f"lr_scheduler_kwargs has {', '.join(wrong)}, which the schedule {name!r} does not take; it takes "
-            f"{', '.join(takes) or 'no options'}.{_RELATIVE.get(wrong[0], '')}"
-        )
-    if missing := [
-        key
-        for key, taken in takes.items()
-        if taken.default is taken.empty and key not in options
-    ]:
-        raise SettingValueError(
-            f"lr_scheduler_type={name!r} has no default for {missing[0]}; give it, as in lr_scheduler_kwargs={{{missing[0]!r}: "
-            f"{_EXAMPLES[missing[0]]}}}."
-        )
+            f"lr_scheduler_kwargs={options!r} are not the options of the schedule {name!r}: {error}. Give those options alone."
+        ) from None
     warmup = 0 if name == "constant" else num_warmup_steps
     lr_lambda = partial(
         factor_at,
@@ -174,87 +125,8 @@ def num_warmup_steps(args: TrainingArguments, max_steps: int) -> int:
     return int(args.warmup_steps) or math.ceil(args.warmup_ratio * max_steps)
 
 
-class OptimizerList:
-    """Optimizers of one model that are stepped together; `param_groups` holds the groups of all of them."""
-
-    # Any: before and after prepare()
-    def __init__(self, optimizers: Sequence[Any]) -> None:
-        self.optimizers = list(optimizers)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all optimizers, in their order."""
-        return [
-            group for optimizer in self.optimizers for group in optimizer.param_groups
-        ]
-
-    @property
-    def state(self) -> dict[Any, Any]:
-        """The states of all parameters."""
-        return {
-            key: value
-            for optimizer in self.optimizers
-            for key, value in optimizer.state.items()
-        }
-
-    def step(self) -> None:
-        """Step every optimizer."""
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        """Clear the gradients of every optimizer's parameters."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-
-class SchedulerList:
-    """Schedules of several optimizers that are stepped together."""
-
-    # Any: before and after prepare()
-    def __init__(self, schedulers: Sequence[Any]) -> None:
-        self.schedulers = list(schedulers)
-
-    def step(self) -> None:
-        """Step every schedule."""
-        for scheduler in self.schedulers:
-            scheduler.step()
-
-    def get_last_lr(self) -> list[float]:
-        """Return the learning rates of all parameter groups, in the order of `OptimizerList.param_groups`."""
-        return [
-            rate for scheduler in self.schedulers for rate in scheduler.get_last_lr()
-        ]
-
-
-def members_of(value: Any) -> list[Any]:  # Any: an optimizer, a scheduler, or several
-    """Return the optimizers or schedulers to prepare: those of a list, or the one itself."""
-    match value:
-        case OptimizerList():
-            return value.optimizers
-        case SchedulerList():
-            return value.schedulers
-        case _:
-            return [value]
-
-
-# Any: one optimizer or several
-def make_schedulers(optimizer: Any, make: Callable[[Optimizer], LRScheduler]) -> Any:
-    """Return the schedule of an optimizer, or a `SchedulerList` for an `OptimizerList`."""
-    schedulers = [make(member) for member in members_of(optimizer)]
-    return (
-        SchedulerList(schedulers)
-        if isinstance(optimizer, OptimizerList)
-        else schedulers[0]
-    )
-
-
-def make_optimizer(
-    args: TrainingArguments, model: nn.Module
-) -> Optimizer | OptimizerList:
+def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer:
     """Return the optimizer named by `optim`; biases, norms and other vectors have no weight decay.
-
-    `optim="muon"` returns AdamW and Muon as an `OptimizerList`: AdamW first, so that the first learning rate is `learning_rate`.
 
     Raises: SettingValueError for a name without an optimizer.
     """
@@ -272,28 +144,13 @@ def make_optimizer(
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
     }
-    makers: dict[str, Callable[[], Optimizer | OptimizerList]] = {
+    makers: dict[str, Callable[[], Optimizer]] = {
         "adamw_torch": lambda: torch.optim.AdamW(groups, **adam),  # type: ignore[arg-type]
         "adamw_torch_fused": lambda: torch.optim.AdamW(groups, fused=True, **adam),  # type: ignore[arg-type]
         "sgd": lambda: torch.optim.SGD(groups, lr=args.learning_rate),
-        "adagrad": lambda: torch.optim.Adagrad(groups, lr=args.learning_rate),
-        "rmsprop": lambda: torch.optim.RMSprop(groups, lr=args.learning_rate),
-        "muon": lambda: _muon(args, model),
     }
     if args.optim not in makers:
         raise SettingValueError(
             f"optim={args.optim!r} is unknown; give one of {', '.join(makers)}, or a custom optimizer in optimizers=(optimizer, scheduler)."
         )
     return makers[args.optim]()
-
-
-def _muon(args: TrainingArguments, model: nn.Module) -> OptimizerList:
-    split = hasten.optimizers(
-        model,
-        "muon",
-        lr=args.muon_learning_rate,
-        adamw_lr=args.learning_rate,
-        weight_decay=args.weight_decay,
-        betas=(args.adam_beta1, args.adam_beta2),
-    )
-    return OptimizerList(split[::-1])

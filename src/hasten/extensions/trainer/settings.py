@@ -64,14 +64,13 @@ def accelerator_settings(args: TrainingArguments, model: nn.Module) -> dict[str,
     if args.gradient_checkpointing and not hasattr(
         model, "gradient_checkpointing_enable"
     ):
-        if args.gradient_checkpointing_kwargs:
-            raise ConfigError(
-                f"gradient_checkpointing_kwargs={args.gradient_checkpointing_kwargs!r} would have no effect: {type(model).__name__} has "
-                "no method gradient_checkpointing_enable, and hasten recomputes its blocks instead; remove it."
-            )
         settings["recompute"] = _recompute(model)
-    if handlers := _handlers(args):
-        settings["kwargs_handlers"] = handlers
+    if args.ddp_find_unused_parameters is not None:
+        settings["kwargs_handlers"] = [
+            DistributedDataParallelKwargs(
+                find_unused_parameters=args.ddp_find_unused_parameters
+            )
+        ]
     return settings
 
 
@@ -132,15 +131,3 @@ def _recompute(model: nn.Module) -> tuple[str, ...]:
             "remove it, or launch with recompute set to the classes of its blocks."
         )
     return tuple(sorted(names))
-
-
-def _handlers(args: TrainingArguments) -> list[DistributedDataParallelKwargs]:
-    ddp_settings = {
-        "find_unused_parameters": args.ddp_find_unused_parameters,
-        "bucket_cap_mb": args.ddp_bucket_cap_mb,
-        "broadcast_buffers": args.ddp_broadcast_buffers,
-    }
-    chosen: dict[str, Any] = {
-        name: value for name, value in ddp_settings.items() if value is not None
-    }
-    return [DistributedDataParallelKwargs(**chosen)] if chosen else []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,10 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.accelerator.components import components
 from hasten.accelerator.facade import Accelerator
-from hasten.data import PackedBatchSampler
 from hasten.data.loader import Loader
 from hasten.errors import ArgumentError, ConfigError
-from hasten.extension import load
 from hasten.extensions.trainer import checkpoints
 from hasten.extensions.trainer.arguments import (
     TrainingArguments,
@@ -32,11 +28,7 @@ from hasten.extensions.trainer.collate import (
     LABELS,
     CollateUsed,
     DataCollatorWithPadding,
-    LengthGroupedSampler,
-    PackedRows,
-    check_packable,
     default_data_collator,
-    lengths_of,
     taken_by,
     without_unused,
 )
@@ -48,62 +40,20 @@ from hasten.extensions.trainer.evaluation import (
 from hasten.extensions.trainer.loop import TrainingLoop, TrainOutput
 from hasten.extensions.trainer.loss import (
     labels_in,
-    labels_to_smooth,
-    logits_in,
     loss_in,
-    needs_labels,
     num_items,
     run_model,
     shifts_labels,
-    smoothed_loss,
 )
 from hasten.extensions.trainer.schedules import (
-    OptimizerList,
-    SchedulerList,
     get_scheduler,
     make_optimizer,
-    make_schedulers,
-    members_of,
     num_warmup_steps,
 )
 from hasten.extensions.trainer.settings import accelerator_settings
 from hasten.extensions.trainer.state import TrainerControl, TrainerState
 from hasten.extensions.trainer.step_plan import TrainingPlan, plan_training
-from hasten.optim.batch_size import find_executable_batch_size
-from hasten.optim.ema import EMA
-from hasten.optional import need
 from hasten.runtime.seeding import set_seed
-
-log = logging.getLogger(__name__)
-
-
-def apply_liger(
-    model: nn.Module, options: Mapping[str, Any], device: torch.device
-) -> None:
-    """Replace parts of a transformers model by the kernels of liger-kernel, in place; `options` go to its function.
-
-    Raises: MissingPackageError without the package; ConfigError for a model that it does not know, or a device without Triton.
-    """
-    patches = need(
-        "liger_kernel.transformers.monkey_patch",
-        why="TrainingArguments(use_liger_kernel=True)",
-    )
-    if device.type not in ("cuda", "xpu"):
-        raise ConfigError(
-            f"use_liger_kernel=True replaces layers by Triton kernels, which a {device.type} device cannot run; remove it, or "
-            "train on a GPU. `hasten.use_chunked_loss(model)` saves the memory of the logits on any device."
-        )
-    get_base = getattr(model, "get_base_model", None)  # of a PEFT model
-    base: Any = model if get_base is None else get_base()
-    kind = getattr(getattr(base, "config", None), "model_type", None)
-    if kind not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ConfigError(
-            f"use_liger_kernel=True has no kernels for {type(base).__name__} (model_type={kind!r}), so nothing would be replaced; "
-            "remove it, or use `hasten.use_chunked_loss(model)` for the memory of its logits."
-        )
-    patches._apply_liger_kernel_to_instance(model=base, **options)
-    log.info("liger kernels replace parts of %s (%s)", type(base).__name__, kind)
-
 
 # Any in this file: datasets, batches, outputs and tokenizers of any type.
 
@@ -149,48 +99,32 @@ class Trainer:
         self.data_collator = data_collator or self._default_collator()
         self.label_names: list[str] = list(args.label_names or LABELS)
         self.shifted = shifts_labels(model)
-        if args.packing:
-            check_packable(model, self.shifted)
-        self._needs_labels = needs_labels(model, self.label_names)
         recompute: Any = getattr(model, "gradient_checkpointing_enable", None)
         if args.gradient_checkpointing and recompute is not None:
-            recompute(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
+            recompute({"use_reentrant": False})
         self.accelerator = self._make_accelerator()
-        if args.use_liger_kernel:
-            apply_liger(model, args.liger_kernel_config or {}, self.accelerator.device)
-        if args.use_chunked_loss:
-            load("public_names", "use_chunked_loss")(model)
         self.state = TrainerState(
             is_world_process_zero=self.accelerator.is_main_process,
             is_local_process_zero=self.accelerator.is_local_main_process,
         )
         self.control = TrainerControl()
-        self._given_optimizers = optimizers
         self.optimizer: Any = optimizers[0]
         self.lr_scheduler: Any = optimizers[1]
         self.wrapped_model: Any = None
-        self.ema: EMA | None = None
         self._evaluated_model: nn.Module | None = None
         self.train_loader: Any = None
-        self._batch_size = args.per_device_train_batch_size
         self._tracking = False
         self.accelerator.register_for_checkpointing(self.state)
         own_callbacks: list[Any] = [] if args.disable_tqdm else [ProgressCallback()]
         self.callbacks = CallbackList(self, [*own_callbacks, *(callbacks or ())])
         self.callbacks.call("on_init_end")
 
-    def _make_accelerator(self, **changes: Any) -> Accelerator:
-        accelerator = Accelerator(
-            **{**accelerator_settings(self.args, self.model), **changes}
-        )
-        self.has_replicas = (
-            "replica" in components(accelerator).clock.parts.read_status()
-        )
-        """True if replicas of this run may be lost while it continues."""
-        if self.has_replicas and self.args.load_best_model_at_end:
+    def _make_accelerator(self) -> Accelerator:
+        accelerator = Accelerator(**accelerator_settings(self.args, self.model))
+        if "replica" in components(accelerator).clock.parts.read_status():
             raise ConfigError(
-                "load_best_model_at_end=True is not supported with replicas that may be lost, one of which saves for all; remove it, and load "
-                "the checkpoint of the best metric with load_model() after the run."
+                "the Trainer does not run in replicas that may be lost, each of which would count steps and epochs of its own. Write the "
+                "loop with the Accelerator (docs/survive.md), or launch without --replicas."
             )
         if accelerator.config.checkpoint_in_memory is not None:
             raise ConfigError(
@@ -203,12 +137,6 @@ class Trainer:
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Add a callback, given as an object or as its class."""
         self.callbacks.add(callback)
-
-    def remove_callback(
-        self, callback: TrainerCallback | type[TrainerCallback]
-    ) -> None:
-        """Remove a callback, or all of a class."""
-        self.callbacks.remove(callback)
 
     def event_keywords(self) -> dict[str, Any]:
         """Return the keywords of every event besides the arguments, the state and the control."""
@@ -255,23 +183,9 @@ class Trainer:
         args, dataset = self.args, self.train_dataset
         options: dict[str, Any] = {
             "drop_last": args.dataloader_drop_last,
-            "batch_size": self._batch_size,
+            "batch_size": args.per_device_train_batch_size,
         }
-        seed = args.seed if args.data_seed is None else args.data_seed
-        if isinstance(dataset, IterableDataset):
-            for name in ("group_by_length", "packing"):
-                if getattr(args, name):
-                    raise ConfigError(
-                        f"{name}=True needs a dataset with a length, not a stream; remove it."
-                    )
-        elif args.packing:
-            lengths = lengths_of(dataset, args.length_column_name, "packing")
-            sampler = PackedBatchSampler(lengths, args.max_length or 1, seed=seed)
-            return self._loader(dataset, PackedRows(self.model), batch_sampler=sampler)
-        elif args.group_by_length:
-            lengths = lengths_of(dataset, args.length_column_name, "group_by_length")
-            options["sampler"] = LengthGroupedSampler(lengths, self._batch_size, seed)
-        else:
+        if not isinstance(dataset, IterableDataset):
             options["shuffle"] = True
         return self._loader(dataset, self.data_collator, **options)
 
@@ -299,56 +213,11 @@ class Trainer:
             if resume_from_checkpoint is None
             else resume_from_checkpoint
         )
-        if not self.args.auto_find_batch_size:
-            return self._train(self.args.per_device_train_batch_size, resume)
-        searching = self.accelerator  # the search sets its number of accumulation steps
-        first = {
-            name: tensor.detach().cpu().clone()
-            for name, tensor in self.model.state_dict().items()
-        }
-
-        def attempt(batch_size: int) -> TrainOutput:
-            if batch_size != self.args.per_device_train_batch_size:
-                self._start_over(first, searching.gradient_accumulation_steps)
-            return self._train(batch_size, resume)
-
-        if any(self._given_optimizers):
-            raise ConfigError(
-                "auto_find_batch_size=True restarts with a new optimizer when memory runs out, but an optimizer was passed in "
-                "optimizers, whose state cannot be reset; remove one of them, or override "
-                "create_optimizer_and_scheduler."
-            )
-        search: Callable[[], TrainOutput] = find_executable_batch_size(
-            attempt,
-            starting_batch_size=self.args.per_device_train_batch_size,
-            accelerator=searching,
-            keep_global_batch=True,
-        )
-        return search()
-
-    def _start_over(self, weights: Mapping[str, Tensor], steps: int) -> None:
-        """Reset after an attempt that did not fit into memory; accumulate over `steps` batches from now on."""
-        if self.wrapped_model is not None:
-            self.model = self.accelerator.unwrap_model(self.wrapped_model)
-        self.optimizer, self.lr_scheduler = self._given_optimizers
-        self.wrapped_model = self.train_loader = None
-        self.ema = None
-        self.accelerator.free_memory()
-        self.accelerator = self._make_accelerator(gradient_accumulation_steps=steps)
-        self.accelerator.register_for_checkpointing(self.state)
-        self._tracking = False
-        self.model.load_state_dict(weights)
-        self.state.load_state_dict(TrainerState().state_dict())
-
-    def _train(self, batch_size: int, resume: str | bool | None) -> TrainOutput:
-        self._batch_size = batch_size
         self.control = TrainerControl()
         if self.wrapped_model is None:
             plan = self._prepare()
         else:  # a second call continues the training
             plan = self._plan(self.train_loader)
-        if self.args.push_to_hub:
-            checkpoints.check_access(self)
         if not self._tracking:
             self.accelerator.init_trackers(
                 self.args.run_name or "trainer", config=self.args.to_dict()
@@ -364,12 +233,8 @@ class Trainer:
             components(self.accelerator).tracking.finish(failed=True)
             self._tracking = False
             raise
-        try:
-            if self.args.push_to_hub:
-                self.push_to_hub()
-        finally:
-            self.accelerator.end_training()
-            self._tracking = False
+        self.accelerator.end_training()
+        self._tracking = False
         return output
 
     def _plan(self, loader: Loader) -> TrainingPlan:
@@ -394,17 +259,9 @@ class Trainer:
         plan = self._plan(self.train_loader)
         components(accelerator).right_lengths.add(plan.max_steps)
         self.create_optimizer_and_scheduler(plan.max_steps)
-        several, schedulers = members_of(self.optimizer), members_of(self.lr_scheduler)
-        self.wrapped_model, *made = accelerator.prepare(
-            self.model, *several, *schedulers
+        self.wrapped_model, self.optimizer, self.lr_scheduler = accelerator.prepare(
+            self.model, self.optimizer, self.lr_scheduler
         )
-        several[:], schedulers[:] = made[: len(several)], made[len(several) :]
-        if not isinstance(self.optimizer, OptimizerList):
-            self.optimizer = several[0]
-        if not isinstance(self.lr_scheduler, SchedulerList):
-            self.lr_scheduler = schedulers[0]
-        if args.ema_decay is not None:
-            self.ema = accelerator.ema(self.wrapped_model, args.ema_decay)
         return plan
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
@@ -413,12 +270,12 @@ class Trainer:
             self.optimizer = make_optimizer(self.args, self.model)
         if self.lr_scheduler is None:
             warmup = num_warmup_steps(self.args, num_training_steps)
-            name, options = self.args.lr_scheduler_type, self.args.lr_scheduler_kwargs
-            self.lr_scheduler = make_schedulers(
+            self.lr_scheduler = get_scheduler(
+                self.args.lr_scheduler_type,
                 self.optimizer,
-                lambda one: get_scheduler(
-                    name, one, warmup, num_training_steps, options
-                ),
+                warmup,
+                num_training_steps,
+                self.args.lr_scheduler_kwargs,
             )
 
     def training_step(
@@ -426,11 +283,7 @@ class Trainer:
     ) -> tuple[Tensor, Tensor | None]:
         """Run forward and backward on one batch; returns its loss, and the number of labels it averages."""
         labels = labels_in(inputs, self.label_names)
-        weight = (
-            num_items(labels, self.shifted)
-            if self.args.average_tokens_across_devices
-            else None
-        )
+        weight = num_items(labels, self.shifted)
         loss = self.compute_loss(model, inputs)
         self.accelerator.backward(loss, weight=weight)
         return loss, weight
@@ -439,29 +292,14 @@ class Trainer:
         self, model: nn.Module, inputs: Any, return_outputs: bool = False
     ) -> Any:
         """Return the loss of a batch, a mean over its labels; with `return_outputs` also the model's output. May be overridden."""
-        if smoothing := self.args.label_smoothing_factor:
-            labels = labels_to_smooth(inputs, self.label_names)
-            model_inputs = (
-                inputs
-                if self._needs_labels
-                else {key: x for key, x in inputs.items() if x is not labels}
-            )
-            outputs = run_model(model, model_inputs)
-            loss = smoothed_loss(logits_in(outputs), labels, smoothing, self.shifted)
-        else:
-            outputs = run_model(model, inputs)
-            loss = loss_in(
-                outputs,
-                isinstance(inputs, Mapping)
-                and labels_in(inputs, self.label_names) is None,
-            )
+        outputs = run_model(model, inputs)
+        is_unlabelled = (
+            isinstance(inputs, Mapping) and labels_in(inputs, self.label_names) is None
+        )
+        loss = loss_in(outputs, is_unlabelled)
         return (loss, outputs) if return_outputs else loss
 
     # -- evaluation -----------------------------------------------------------------------------------------------
-    def averaged(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which the model holds the moving average of its weights, if `ema_decay` is set."""
-        return nullcontext() if self.ema is None else self.ema.swapped()
-
     def model_for_evaluation(self) -> nn.Module:
         """Return the prepared model: the trained one, or before a training one prepared for evaluation only."""
         if self.wrapped_model is not None:
@@ -492,7 +330,7 @@ class Trainer:
             for name, named_dataset in dataset.items():
                 metrics |= self.evaluate(named_dataset, f"{metric_key_prefix}_{name}")
             return metrics
-        loss_only = self.compute_metrics is None or self.args.prediction_loss_only
+        loss_only = self.compute_metrics is None
         metrics = run_evaluation(
             self, self._prepared_eval_loader(dataset), metric_key_prefix, loss_only
         ).metrics
@@ -513,10 +351,6 @@ class Trainer:
         self.callbacks.call("on_predict", metrics=output.metrics)
         return output
 
-    def note_best(self, metrics: Mapping[str, float]) -> bool:
-        """Record the metric that ranks models; return whether it is the best so far. Of two equal values the later is better."""
-        return checkpoints.note_best(self, metrics)
-
     def log(self, logs: dict[str, Any]) -> None:
         """Log values to the trackers and add them to the state's history. Ranks: every rank."""
         state = self.state
@@ -527,31 +361,9 @@ class Trainer:
         self.callbacks.call("on_log", logs=logs)
 
     # -- saving ---------------------------------------------------------------------------------------------------
-    def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> str:
-        """Save the whole state for a resume and return its path. Ranks: every rank."""
-        return checkpoints.save(self, metrics or {})
-
-    def load_best(self) -> None:
-        """Load the weights of the best checkpoint, if requested. Ranks: every rank."""
-        if self.args.load_best_model_at_end:
-            checkpoints.load_best(self)
-
     def save_model(self, output_dir: str | None = None) -> str:
         """Write the model, its tokenizer and the arguments to a folder and return its path. Ranks: every rank."""
         return checkpoints.save_model(self, output_dir or self.args.output_dir)
-
-    def push_to_hub(
-        self,
-        commit_message: str = "End of training",
-        blocking: bool = True,
-        **options: Any,
-    ) -> str | None:  # Any: options of the Hub client
-        """Upload the model with a card of the run; returns the URL of the commit on the main process. Ranks: every rank.
-
-        With `blocking=False` a copy of the model is uploaded in the background; if that fails, the next push warns, and the upload at
-        the end of `train()` raises. Raises: HubError.
-        """
-        return checkpoints.push_to_hub(self, commit_message, blocking, **options)
 
     @property
     def device(self) -> torch.device:
