@@ -16,16 +16,13 @@ from hasten.runtime.nodelist import ranks_in_words
 Cause = Literal[
     "updates",
     "settings",
-    "data",
-    "random",
     "gradients",
     "state",
     "initialisation",
     "outside",
     "buffers",
-    "statistics",
 ]
-EVIDENCE: Final = frozenset({"updates", "gradient", "random"})
+EVIDENCE: Final = frozenset({"updates", "gradient"})
 """Kinds that may differ without harm, but help to find the cause of other differences."""
 _MOST_SHOWN: Final = 4
 _CAUSES: Final[Mapping[Cause, tuple[str, str]]] = MappingProxyType(
@@ -38,16 +35,6 @@ _CAUSES: Final[Mapping[Cause, tuple[str, str]]] = MappingProxyType(
             "an option of the optimizer differs, so the same gradients lead to different weights: a scheduler or an assignment to "
             "param_groups ran on some ranks only.",
             "prepare() the scheduler, and set options from values that are equal on all ranks, such as a reduced validation loss.",
-        ),
-        "data": (
-            "the ranks are at different batches: some have read or skipped a batch that others have not.",
-            "read and skip the same batches on every rank; the usual cause is next(iterator) or `continue` under a condition that "
-            "differs between ranks.",
-        ),
-        "random": (
-            "ranks of one tensor-parallel group draw different random numbers, so dropout dropped different elements of "
-            "activations that must be equal.",
-            "call set_seed(seed) with the same seed on every rank, with device_specific=False within a group.",
         ),
         "gradients": (
             "the ranks use different gradients: they were not averaged, because backward ran inside no_sync(), or the loss bypassed the "
@@ -77,12 +64,6 @@ _CAUSES: Final[Mapping[Cause, tuple[str, str]]] = MappingProxyType(
             "compute it from reduced values (accelerator.reduce), or let DDP copy it from rank 0: "
             "DistributedDataParallelKwargs(broadcast_buffers=True).",
         ),
-        "statistics": (
-            "running statistics of a normalisation layer are not synchronised between ranks. The weights agree, but evaluation and the "
-            "checkpoint use the statistics of rank 0.",
-            "use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before prepare(), or under DDP "
-            "DistributedDataParallelKwargs(broadcast_buffers=True).",
-        ),
     }
 )
 
@@ -95,7 +76,6 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     axes: tuple[str, ...]
     value: int
     said: str = ""
-    statistics: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +89,6 @@ class RankDifference:
     groups: tuple[tuple[int, ...], ...]
     """The groups of ranks that hold different values."""
     said: Mapping[int, str]
-    statistics: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +106,6 @@ class Divergence:
     def odd(self) -> tuple[int, ...]:
         """Ranks in the minority."""
         return self.differences[0].odd
-
-    @property
-    def mild(self) -> bool:
-        """True if training is correct nevertheless."""
-        return self.cause == "statistics"
 
     def message(self, then: str) -> str:
         """Return the report as text; `then` describes the consequence."""
@@ -192,7 +166,7 @@ def find(
     ]
     if not harmful_differences:
         return None
-    cause, telling_kind = _find_cause(differences, mesh, agreed_at)
+    cause, telling_kind = _find_cause(differences, agreed_at)
     first_difference = next(
         (
             difference
@@ -245,7 +219,6 @@ def _find_differences(
                 tuple(sorted(odd_ranks)),
                 tuple(differing_groups),
                 texts_by_rank,
-                any_record.statistics,
             )
 
 
@@ -270,48 +243,18 @@ def _minority_ranks(
 
 
 def _find_cause(
-    differences: Sequence[RankDifference], mesh: MeshSpec, agreed_at: int | None
+    differences: Sequence[RankDifference], agreed_at: int | None
 ) -> tuple[Cause, str]:
     """Return the likeliest cause, and the kind of value that shows it."""
     kinds = {difference.kind for difference in differences}
-    tensor_parallel_kinds = {
-        difference.kind
-        for difference in differences
-        if _differs_in_tensor_group(difference, mesh)
-    }
     if "updates" in kinds and kinds & {"parameter", "state"}:
         return "updates", "parameter"
     if "setting" in kinds:
         return "settings", "setting"
-    if "data" in tensor_parallel_kinds:
-        return "data", "data"
-    if "random" in tensor_parallel_kinds and tensor_parallel_kinds & {
-        "gradient",
-        "parameter",
-    }:
-        return "random", "parameter"
     if "gradient" in kinds and kinds & {"parameter", "state"}:
         return "gradients", "parameter"
     if "state" in kinds:
         return "state", "state"
     if "parameter" in kinds:
         return ("initialisation" if agreed_at is None else "outside"), "parameter"
-    if "data" in kinds:
-        return "data", "data"
-    buffer_differences = [
-        difference for difference in differences if difference.kind == "buffer"
-    ]
-    return (
-        "statistics"
-        if all(difference.statistics for difference in buffer_differences)
-        else "buffers"
-    ), "buffer"
-
-
-def _differs_in_tensor_group(difference: RankDifference, mesh: MeshSpec) -> bool:
-    """Return whether ranks of one tensor-parallel group differ."""
-    odd_ranks = set(difference.odd)
-    return any(
-        0 < len(odd_ranks.intersection(group)) < len(group)
-        for group in mesh.groups(Axis.TP)
-    )
+    return "buffers", "buffer"

@@ -12,7 +12,6 @@ import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal
@@ -26,10 +25,8 @@ from hasten.errors import DivergenceError, HastenWarning
 from hasten.extensions.divergence.divergence import EVIDENCE, Divergence, Record, find
 from hasten.extensions.divergence.fingerprint import Fingerprints, FingerprintStore
 from hasten.extensions.divergence.replicas import ComparedTensor, Replicas
-from hasten.optim.clock import StepClock
 from hasten.optim.run_part import RunPart
 from hasten.optim.window import Holder
-from hasten.prepare_args import PreparedObjects
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
 from hasten.runtime.mesh_plan import Axis
@@ -52,8 +49,6 @@ class DivergenceCheckSettings:
 
     every: int = 100
     then: Literal["stop", "report"] = "stop"
-    ignored: Sequence[str] = ()
-    """Patterns of names that are not compared."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -95,6 +90,8 @@ class DivergenceCheck(RunPart):
         self._pending_checks: deque[_Check] = deque()
         self._num_checks = 0
         self._agreed_at: int | None = None
+        self._is_over = False
+        """True once a difference was reported: the ranks stay different, so nothing more is compared."""
 
     def after_update(self, optimizer: Holder, applied: bool) -> None:
         """Advance pending checks after an optimizer update, and start a new one when due. Ranks: every rank.
@@ -102,7 +99,7 @@ class DivergenceCheck(RunPart):
         Raises: DivergenceError on every rank when the check of an earlier update has found a difference.
         """
         step = self._replicas.clock.num_updates
-        if self._replicas.clock.apart:
+        if self._replicas.clock.apart or self._is_over:
             self._pending_checks.clear()
             return
         if self._pending_checks:
@@ -112,7 +109,7 @@ class DivergenceCheck(RunPart):
 
     def end(self) -> None:
         """Run a last check and wait for its result. Ranks: every rank, at the end of training."""
-        if self._replicas.clock.apart or self._num_checks == 0:
+        if self._replicas.clock.apart or self._is_over or self._num_checks == 0:
             return
         self._begin_check(self._replicas.clock.num_updates)
         deadline_s = time.monotonic() + _LAST_CHECK_S
@@ -198,9 +195,7 @@ class DivergenceCheck(RunPart):
     # -- one check --------------------------------------------------------------------------------------------------
     def _begin_check(self, step: int) -> None:
         """Compute the fingerprints, and start their copy to the host."""
-        entries = self._replicas.entries()
-        if self._num_checks == 0 and self._ctx.is_main:
-            self._warn_of_unmatched()
+        entries = list(self._replicas.entries())
         tensors = [tensor for _, tensor in entries if tensor is not None]
         device = self._ctx.device
         # viewing bits as integers would compile a separate program there
@@ -235,7 +230,8 @@ class DivergenceCheck(RunPart):
     def _act_on(self, divergence: Divergence) -> None:
         # checks taken in the meantime would report the same again
         self._pending_checks.clear()
-        if self._settings.then == "stop" and not divergence.mild:
+        self._is_over = True
+        if self._settings.then == "stop":
             message = divergence.message(
                 "every rank stops here; trust.divergence=report would continue"
             )
@@ -246,25 +242,9 @@ class DivergenceCheck(RunPart):
                 divergence.differences[0].name,
                 divergence.odd,
             )
-        self._replicas.forgiven.update(
-            (difference.kind, difference.name) for difference in divergence.differences
-        )
         if self._ctx.is_main:
             text = divergence.message(
-                "training continues, and these values are no longer compared"
-            )
-            warnings.warn(text, HastenWarning, stacklevel=2)
-
-    def _warn_of_unmatched(self) -> None:
-        unmatched_patterns = [
-            pattern
-            for pattern in self._settings.ignored
-            if pattern not in self._replicas.matched
-        ]
-        if unmatched_patterns:
-            text = (
-                f"trust.divergence_ignore={unmatched_patterns[0]!r} matches no parameter or buffer of the prepared models on rank 0, so it has no "
-                "effect. Give canonical names such as 'encoder.*.running_mean'."
+                "training continues, and the ranks are not compared any more"
             )
             warnings.warn(text, HastenWarning, stacklevel=2)
 
@@ -291,24 +271,6 @@ def _make_records(check: _Check) -> list[Record]:
             )
             & _MASK,
             entry.said,
-            entry.statistics,
         )
         for entry in check.entries
     ]
-
-
-def check_of(
-    prepared: PreparedObjects,
-    clock: StepClock,
-    ctx: ProcessContext,
-    store: Store,
-    settings: DivergenceCheckSettings,
-) -> DivergenceCheck:
-    """Return the divergence check of this rank over the prepared objects; ranks that split layers draw equal numbers."""
-    shares_random_numbers = ctx.mesh.size(Axis.TP) > 1
-    return DivergenceCheck(
-        Replicas(prepared, clock, settings.ignored, random=shares_random_numbers),
-        ctx,
-        store,
-        settings,
-    )

@@ -1,17 +1,14 @@
 """Fingerprints of tensors: a 64-bit hash of each tensor's bits, computed on its device without a sync.
 
-The bits are read as integers of at most 32 bits. Each row of 256 of them is multiplied by fixed odd 64-bit numbers and summed modulo
-2**64; the sums are mixed, multiplied by an odd number for their row, and summed again. One changed element always changes the result;
-several changes cancel with a probability of about 2**-32. Floating-point rules do not apply: NaN has bits like any other number,
-and the order of additions does not matter.
+The bits are read as integers of at most 32 bits, multiplied by fixed odd 64-bit numbers and summed modulo 2**64. One changed element always
+changes the result; several changes cancel with a probability of about 2**-32. Floating-point rules do not apply: NaN has bits like any other
+number, and the order of additions does not matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Final
 
@@ -24,205 +21,50 @@ from torch.distributed import Store
 from hasten.extensions.divergence.divergence import Record
 from hasten.runtime.mesh_plan import Axis, MeshSpec
 
-CHUNK: Final = 1 << 18
-"""Elements per piece of a tensor."""
-_CPU_ROWS, _DEVICE_ROWS = 1 << 10, 1 << 13
-"""Rows multiplied at once, in a few kernels for any number of tensors; a smaller number fits a CPU's cache."""
-_WIDTH: Final = 256
+CHUNK: Final = 1 << 20
+"""Elements that are multiplied at once, since the products are 64-bit integers."""
 _INTEGERS: Final = MappingProxyType(
     {8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 )
-_MOST_LAYOUTS: Final = 64
-"""Size of the layout cache; a run has few layouts, and a script that keeps changing them must not fill memory."""
-
-
-Piece = tuple[int, int, Tensor]
-"""Up to CHUNK elements: the index of their tensor, the index of the piece in the tensor, and the elements."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Memory layout of consecutive pieces of given sizes, each padded to whole rows."""
-
-    padding: list[Tensor | None]
-    """Zeros to append to each piece."""
-    multipliers: Tensor
-    """One multiplier per row, by its index in the piece."""
-    ends: Tensor
-    """The last row of each piece."""
 
 
 class Fingerprints:
-    """Computes fingerprints, with a cache of data that depends on sizes only."""
+    """Computes fingerprints, with the same multipliers on every rank."""
 
     def __init__(self) -> None:
-        self._odd: dict[torch.device, Tensor] = {}
-        self._layouts: dict[
-            tuple[torch.device, torch.dtype, tuple[int, ...]], _Layout
-        ] = {}
-        self._places: dict[
-            tuple[torch.device, tuple[tuple[int, int], ...]], tuple[Tensor, Tensor]
-        ] = {}
+        random_bytes = np.random.Generator(np.random.PCG64(0)).bytes(8 * CHUNK)
+        odd_numbers = np.frombuffer(random_bytes, dtype=np.int64) | 1
+        self._multipliers = {torch.device("cpu"): torch.from_numpy(odd_numbers)}
 
     @torch.no_grad()
     def of(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the fingerprint of each tensor, as int64 on `device`. Tensors may be on different devices."""
-        result = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-        pieces_by_kind: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
-        for index, tensor in enumerate(tensors):
-            flat_tensor = _flatten(tensor)
-            if size := flat_tensor.numel():
-                pieces_of_kind = pieces_by_kind.setdefault(
-                    (flat_tensor.device, flat_tensor.dtype), []
-                )
-                if size <= CHUNK:
-                    pieces_of_kind.append((index, 0, flat_tensor))
-                else:
-                    pieces_of_kind += [
-                        (index, piece_number, piece)
-                        for piece_number, piece in enumerate(
-                            torch.split(flat_tensor, CHUNK)
-                        )
-                    ]
-        fingerprints: list[Tensor] = []
-        places: list[tuple[int, int]] = []
-        for pieces in pieces_by_kind.values():
-            for batch in _pack_pieces(pieces):
-                fingerprints.append(
-                    self._batch([elements for _, _, elements in batch]).to(
-                        device, non_blocking=True
-                    )
-                )
-                places += [(index, piece_number) for index, piece_number, _ in batch]
-        if fingerprints:
-            tensor_indices, multipliers = self._place(tuple(places), device)
-            result.index_add_(0, tensor_indices, torch.cat(fingerprints) * multipliers)
-        return result
+        fingerprints = [torch.zeros(0, dtype=torch.int64, device=device)]
+        for tensor in tensors:
+            fingerprint = self._hash(_view_as_integers(tensor))
+            fingerprints.append(fingerprint.to(device, non_blocking=True).reshape(1))
+        return torch.cat(fingerprints)
 
-    def _batch(self, pieces: list[Tensor]) -> Tensor:
-        """Return the fingerprint of each piece."""
-        device = pieces[0].device
-        layout = self._layout(
-            device, pieces[0].dtype, tuple(piece.numel() for piece in pieces)
-        )
-        padded_pieces = [
-            tensor
-            for piece_and_padding in zip(pieces, layout.padding, strict=True)
-            for tensor in piece_and_padding
-            if tensor is not None
-        ]
-        flat = torch.cat(padded_pieces) if len(padded_pieces) > 1 else padded_pieces[0]
-        integers = flat.view(_INTEGERS[flat.element_size()])
-        rows = (integers.view(-1, _WIDTH) * self._multipliers(device)[:_WIDTH]).sum(1)
-        sums = ((rows ^ (rows >> 32)) * layout.multipliers).cumsum(0)[layout.ends]
-        return torch.diff(sums, prepend=sums.new_zeros(1)) if len(pieces) > 1 else sums
-
-    def _layout(
-        self, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]
-    ) -> _Layout:
-        key = device, dtype, sizes
-        if key not in self._layouts:
-            if len(self._layouts) >= _MOST_LAYOUTS:
-                self._layouts.clear()
-            width = _row_elements(dtype)
-            heights = [-(-size // width) for size in sizes]
-            row_numbers = torch.cat([torch.arange(height) for height in heights]).to(
-                device
-            )
-            self._layouts[key] = _Layout(
-                [
-                    torch.zeros(num_padding, dtype=dtype, device=device)
-                    if (num_padding := -size % width)
-                    else None
-                    for size in sizes
-                ],
-                self._multipliers(device)[_WIDTH + row_numbers],
-                torch.tensor(
-                    [last_row_end - 1 for last_row_end in accumulate(heights)],
-                    device=device,
-                ),
-            )
-        return self._layouts[key]
-
-    def _place(
-        self, places: tuple[tuple[int, int], ...], device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Return the index of each piece's tensor, and an odd multiplier for each piece's index."""
-        key = device, places
-        if key not in self._places:
-            if len(self._places) >= _MOST_LAYOUTS:
-                self._places.clear()
-            tensor_indices, piece_numbers = torch.tensor(places, device=device).unbind(
-                1
-            )
-            self._places[key] = (
-                tensor_indices,
-                self._multipliers(device, int(piece_numbers.max()) + 1)[piece_numbers],
-            )
-        return self._places[key]
-
-    def _multipliers(self, device: torch.device, least_count: int = 0) -> Tensor:
-        known_multipliers = self._odd.get(device)
-        if known_multipliers is None or known_multipliers.numel() < least_count:
-            count = max(least_count, _WIDTH + _DEVICE_ROWS)
-            known_multipliers = self._odd[device] = torch.from_numpy(
-                _make_odd_numbers(count)
-            ).to(device)
-        return known_multipliers
+    def _hash(self, integers: Tensor) -> Tensor:
+        device = integers.device
+        if device not in self._multipliers:
+            cpu_multipliers = self._multipliers[torch.device("cpu")]
+            self._multipliers[device] = cpu_multipliers.to(device)
+        multipliers = self._multipliers[device]
+        fingerprint = torch.zeros((), dtype=torch.int64, device=device)
+        for chunk_number, chunk in enumerate(torch.split(integers, CHUNK)):
+            chunk_sum = (chunk * multipliers[: chunk.numel()]).sum()
+            mixed_sum = chunk_sum ^ (chunk_sum >> 32)
+            fingerprint += mixed_sum * multipliers[chunk_number]
+        return fingerprint
 
 
-def _flatten(tensor: Tensor) -> Tensor:
-    """Return the tensor's memory as a flat tensor of a dtype that torch.cat supports."""
-    dtype = tensor.dtype
-    if dtype.is_complex:
+def _view_as_integers(tensor: Tensor) -> Tensor:
+    """Return the tensor's bits as a flat tensor of integers."""
+    if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    if tensor.is_neg():
-        tensor = tensor.resolve_neg()
-    flat = tensor.reshape(-1)
-    # torch.cat does not support 8-bit floats
-    return flat if dtype.itemsize > 1 else flat.view(torch.uint8)
-
-
-def _row_elements(dtype: torch.dtype) -> int:
-    """Return the number of elements in one row of integers."""
-    return _WIDTH // 2 if dtype.itemsize == 8 else _WIDTH
-
-
-def _pack_pieces(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Yield lists of consecutive pieces that fit into one batch."""
-    width, most_rows = (
-        _row_elements(pieces[0][2].dtype),
-        _CPU_ROWS if pieces[0][2].is_cpu else _DEVICE_ROWS,
-    )
-    batch: list[Piece] = []
-    num_used_rows = 0
-    for piece in pieces:
-        num_rows = -(-piece[2].numel() // width)
-        if batch and num_used_rows + num_rows > most_rows:
-            yield batch
-            batch, num_used_rows = [], 0
-        batch.append(piece)
-        num_used_rows += num_rows
-    yield batch
-
-
-def _make_odd_numbers(count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return pseudo-random odd numbers (a counter through splitmix64's finaliser), identical on every rank."""
-    with np.errstate(over="ignore"):
-        mixed_counters = (np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(
-            0x9E3779B97F4A7C15
-        )
-        mixed_counters = (
-            mixed_counters ^ (mixed_counters >> np.uint64(30))
-        ) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed_counters = (
-            mixed_counters ^ (mixed_counters >> np.uint64(27))
-        ) * np.uint64(0x94D049BB133111EB)
-        mixed_counters ^= mixed_counters >> np.uint64(31)
-    odd_numbers: np.ndarray[tuple[int], np.dtype[np.int64]] = (
-        mixed_counters | np.uint64(1)
-    ).view(np.int64)
-    return odd_numbers
+    flat_tensor = tensor.resolve_neg().reshape(-1)
+    return flat_tensor.view(_INTEGERS[flat_tensor.element_size()])
 
 
 _AXES: Final = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP)

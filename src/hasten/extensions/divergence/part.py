@@ -18,11 +18,12 @@ class DivergencePart(RunPart):
         if not run.is_checked("trust.divergence"):
             return
         # a single process needs none of it
-        from hasten.extensions.divergence import divergence_check as checks
+        from hasten.extensions.divergence.divergence_check import (
+            DivergenceCheck,
+            DivergenceCheckSettings,
+        )
+        from hasten.extensions.divergence.replicas import Replicas  # the same
 
-        settings = checks.DivergenceCheckSettings(
-            trust.divergence_every, trust.divergence, trust.divergence_ignore
-        )
-        run.clock.parts.add(
-            checks.check_of(run.prepared, run.clock, ctx, ctx.world.store, settings)
-        )
+        settings = DivergenceCheckSettings(trust.divergence_every, trust.divergence)
+        replicas = Replicas(run.prepared, run.clock, trust.divergence_ignore)
+        run.clock.parts.add(DivergenceCheck(replicas, ctx, ctx.world.store, settings))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, Literal
 
@@ -19,16 +19,14 @@ from hasten.modules.names import (
     named_parameters,
     placements,
 )
-from hasten.modules.surgery import may_draw, own_buffers
+from hasten.modules.surgery import own_buffers
 from hasten.optim.clock import StepClock
 from hasten.optim.engine import EngineOptimizer
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.prepare_args import PreparedObjects
 from hasten.runtime.mesh_plan import BATCH, SHARD, Axis
 
-Kind = Literal[
-    "updates", "data", "setting", "random", "gradient", "state", "parameter", "buffer"
-]
+Kind = Literal["updates", "setting", "gradient", "state", "parameter", "buffer"]
 COMPARED: Final = frozenset({Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP})
 """Axes along which values can be equal; pipeline stages hold different layers."""
 _AXES: Final = frozenset(str(axis) for axis in Axis)
@@ -45,9 +43,6 @@ class ComparedTensor:
     axes: frozenset[Axis]
     said: str = ""
     """The value as text, if it is short."""
-    statistics: bool = False
-    """True for running statistics of a normalisation layer, which torch can maintain separately on each rank."""
-
     layout: str = ""
     """Shape and dtype of a tensor; empty for other values."""
 
@@ -74,24 +69,9 @@ class Replicas:
     clock: StepClock
     ignored: Sequence[str] = ()
     """Patterns of names that are not compared."""
-    forgiven: set[tuple[str, str]] = field(default_factory=set)
-    """Kind and name of differences that were already reported."""
-    matched: set[str] = field(default_factory=set)
-    """Patterns that have matched a name."""
-    random: bool = False
-    """True if ranks share random numbers, in which case generators are compared as well."""
 
-    def entries(self) -> list[EntryWithTensor]:
-        """Return all values that must be equal, in an order that is the same on all ranks."""
-        if not self.forgiven:
-            return list(self._all())
-        return [
-            entry
-            for entry in self._all()
-            if (entry[0].kind, entry[0].name) not in self.forgiven
-        ]
-
-    def _all(self) -> Iterator[EntryWithTensor]:
+    def entries(self) -> Iterator[EntryWithTensor]:
+        """Yield all values that must be equal, in an order that is the same on all ranks."""
         progress_words = (
             f"{self.clock.num_updates} updates, {self.clock.num_passes} backward passes"
         )
@@ -104,31 +84,6 @@ class Replicas:
             ),
             None,
         )
-        for number, cursor in enumerate(self.clock.loaders.active()):
-            position_words = f"epoch {cursor.epoch}, batch {cursor.batch}"
-            yield (
-                ComparedTensor(
-                    "data",
-                    f"position of loader {number}",
-                    COMPARED,
-                    said=position_words,
-                ),
-                None,
-            )
-        if self.random and any(may_draw(model) for model in self.prepared.models):
-            yield from _tensor_entries(
-                "random",
-                "generator of the CPU",
-                frozenset({Axis.TP}),
-                torch.get_rng_state(),
-            )
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
-                yield from _tensor_entries(
-                    "random",
-                    "generator of the GPU",
-                    frozenset({Axis.TP}),
-                    torch.cuda.get_rng_state(),
-                )
         names_and_axes: dict[int, tuple[str, frozenset[Axis]]] = {}
         for position, model in enumerate(self.prepared.models):
             prefix = f"model[{position}]." if position else ""
@@ -157,14 +112,10 @@ class Replicas:
             yield from _tensor_entries("parameter", name, axes, parameter)
             if parameter.grad is not None:
                 yield from _tensor_entries("gradient", name, axes, parameter.grad)
-        for plain_name, buffer, statistics in _unsynchronised_buffers(
-            model, synchronised_modules
-        ):
+        for plain_name, buffer in _unsynchronised_buffers(model, synchronised_modules):
             name = prefix + plain_name
             if plain_name not in ignored_names and not self._ignores(name, plain_name):
-                yield from _tensor_entries(
-                    "buffer", name, axes_of(buffer), buffer, statistics
-                )
+                yield from _tensor_entries("buffer", name, axes_of(buffer), buffer)
 
     def _optimizer(
         self,
@@ -207,7 +158,6 @@ class Replicas:
     def _ignores(self, *names: str) -> bool:
         for pattern in self.ignored:
             if any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                self.matched.add(pattern)
                 return True
         return False
 
@@ -255,7 +205,6 @@ def _tensor_entries(
     name: str,
     axes: frozenset[Axis],
     tensor: Tensor,
-    statistics: bool = False,
 ) -> Iterator[EntryWithTensor]:
     """Yield the entries of a tensor, or of its inner tensors; nothing for a tensor without memory."""
     local: Any = tensor  # Any: subclasses of several packages
@@ -272,7 +221,6 @@ def _tensor_entries(
                 f"{name}.{inner_name}",
                 axes,
                 getattr(local, inner_name),
-                statistics,
             )
         return
     yield (
@@ -280,7 +228,6 @@ def _tensor_entries(
             kind,
             name,
             axes,
-            statistics=statistics,
             layout=_layout_text(tuple(local.shape), local.dtype),
         ),
         local,
@@ -307,20 +254,16 @@ def _unsynchronised_by_ddp(model: nn.Module) -> tuple[frozenset[str], frozenset[
 
 def _unsynchronised_buffers(
     model: nn.Module, synchronised_modules: Iterable[int]
-) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield persistent buffers that are not synchronised; non-persistent buffers are caches."""
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield persistent buffers that ranks must fill alike: neither caches, nor the running statistics of normalisation layers."""
     for outer_name, module in model.named_modules():
         if id(module) in synchronised_modules:
             continue
         for leaf_name, buffer in own_buffers(module, persistent_only=True):
-            name = canonical_name(
-                f"{outer_name}.{leaf_name}" if outer_name else leaf_name, model
-            )
-            yield (
-                name,
-                buffer,
-                leaf_name in _STATISTICS and hasattr(module, "track_running_stats"),
-            )
+            if leaf_name in _STATISTICS and hasattr(module, "track_running_stats"):
+                continue
+            full_name = f"{outer_name}.{leaf_name}" if outer_name else leaf_name
+            yield canonical_name(full_name, model), buffer
 
 
 def _divides_state(optimizer: torch.optim.Optimizer) -> bool:

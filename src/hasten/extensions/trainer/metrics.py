@@ -23,7 +23,7 @@ def classification_metrics(found: EvalPrediction) -> dict[str, float]:
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:
         raise DataError(
             f"predictions of shape {logits.shape} and labels of shape {labels.shape} are not one label per sample; compute "
-            "the metrics of other tasks in a function of your own."
+            "the metrics of other tasks in a custom function."
         )
     answers = logits.argmax(-1)
     classes = (

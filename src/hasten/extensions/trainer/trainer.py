@@ -123,7 +123,7 @@ class Trainer:
         accelerator = Accelerator(**accelerator_settings(self.args, self.model))
         if "replica" in components(accelerator).clock.parts.read_status():
             raise ConfigError(
-                "the Trainer does not run in replicas that may be lost, each of which would count steps and epochs of its own. Write the "
+                "the Trainer does not run in replicas that may be lost, each of which would count steps and epochs separately. Write the "
                 "loop with the Accelerator (docs/survive.md), or launch without --replicas."
             )
         if accelerator.config.checkpoint_in_memory is not None:
