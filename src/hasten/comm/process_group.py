@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -163,10 +163,6 @@ class ProcessGroupComm:
         self._timeout_s = timeout_s
         self._wire: dist.ProcessGroup | None = None
         """Group that exchanges tensors in host memory."""
-        self._gather_single: Callable[[Tensor, Tensor], dist.Work] | None = getattr(
-            group, "all_gather_single", None
-        )
-        """The group's own method, without the checks of torch's function, which take as long as the rest of a small gather; torch<2.13 has none."""
         self._device_types = _device_types(group)
         self._readable = (
             device if device.type in self._device_types else torch.device("cpu")
@@ -190,7 +186,7 @@ class ProcessGroupComm:
                 torch.float32 if kind == "mean" else x.dtype
             )
         self.collectives.note("all_reduce", x)
-        buffer = self._own(x, copy=True)
+        buffer = self._on_backend(x).clone()
         op = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(
             kind, dist.ReduceOp.SUM
         )
@@ -201,33 +197,11 @@ class ProcessGroupComm:
 
     def all_gather(self, x: Tensor) -> Tensor:
         self.collectives.note("all_gather", x)
-        if (
-            x.dtype == torch.uint8
-            and x.ndim == 1
-            and x.is_contiguous()
-            and x.device.type in self._device_types
-        ):
-            # bytes already: the envelope of every collective on trees
-            gathered = x.new_empty(self.size * x.shape[0])
-            self._gather(gathered, x)
-            self.collectives.ended()
-            return (
-                gathered.view(self.size, -1)
-                if x.shape[0]
-                else gathered.reshape(self.size, 0)
-            )
         raw = self._bytes(x)
         out = raw.new_empty(self.size * raw.numel())
-        self._gather(out, raw)
+        _GATHER(out, raw, group=self.group)
         self.collectives.ended()
         return _from_bytes(out, x.dtype, (self.size, *x.shape)).to(x.device)
-
-    def _gather(self, out: Tensor, x: Tensor) -> None:
-        """Write the bytes of every member to `out`; both are contiguous and on a device of the group."""
-        if self._gather_single is None:
-            _GATHER(out, x, group=self.group)
-        else:
-            self._gather_single(out, x).wait()
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         self.collectives.note("broadcast", x)
@@ -325,18 +299,21 @@ class ProcessGroupComm:
             )
         return self.ranks[src]
 
-    def _own(self, x: Tensor, copy: bool = False) -> Tensor:
-        """Return a contiguous tensor on a device that the backend can read; with `copy`, a private copy."""
-        if x.device.type not in self._device_types:
-            return x.detach().to(self._readable).contiguous()
-        y = x.detach().contiguous()
-        return y.clone() if copy and y.data_ptr() == x.data_ptr() else y
+    def _on_backend(self, x: Tensor) -> Tensor:
+        """Return a contiguous tensor on a device that the backend can read."""
+        device = x.device if x.device.type in self._device_types else self._readable
+        return x.detach().to(device).contiguous()
 
     def _bytes(self, x: Tensor) -> Tensor:
         """Return the tensor's raw bytes, which every backend can move for every dtype."""
-        y = self._own(x)
+        y = self._on_backend(x)
         y = torch.view_as_real(y.resolve_conj()) if y.is_complex() else y.resolve_neg()
-        return y.reshape(-1).view(torch.uint8)
+        flat = y.reshape(-1)
+        if flat.stride(0) != 1:  # one element of a column keeps the column's stride
+            flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(
+                flat
+            )
+        return flat.view(torch.uint8)
 
 
 def _from_bytes(raw: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
