@@ -312,7 +312,7 @@ class Accelerator:
             self._preparer.on_call = lambda model: self._context.follow(
                 model, self._strategy.unwrap(model)
             )
-        self._preemption = Preemption(self.ctx.world, self._clock)
+        self._preemption = Preemption(self.ctx.world)
         members: list[RunPart] = [self._preemption]
         number_settings = numbers_settings(self.config, self._strategy, self._precision)
         if number_settings is not None:

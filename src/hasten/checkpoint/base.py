@@ -175,14 +175,6 @@ class Blob:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointInfo:
-    """A committed checkpoint: its name inside the store, and its manifest."""
-
-    name: str
-    manifest: Manifest
-
-
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 

@@ -16,7 +16,13 @@ from hasten.checkpoint.format.formats import (
     TensorFile,
     read_tensors,
 )
-from hasten.checkpoint.format.manifest import FileRecord, Manifest, inside, size_of
+from hasten.checkpoint.format.manifest import (
+    CHUNK_BYTES,
+    FileRecord,
+    Manifest,
+    inside,
+    size_of,
+)
 from hasten.checkpoint.store.disk import default_threads, file_checksum
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.comm.base import Comm
@@ -123,7 +129,7 @@ class Checkpoint:
         # every rank has taken its stamps before any rank starts to verify
         together.share()
         share = files if together.comm.size == 1 else _share_of(files, together.comm)
-        problems = verify_files(self.folder, share, self.manifest.chunk_bytes)
+        problems = verify_files(self.folder, share)
         if problems:
             self.check_current()
             kind = (
@@ -173,7 +179,6 @@ def stamp(path: Path) -> Stamp:
 def verify_files(
     folder: Path,
     files: Sequence[FileRecord],
-    chunk_bytes: int,
     progress: Progress | None = None,
 ) -> list[str]:
     """Return the problems of the files, one line each: missing, wrong size, wrong checksum. Empty means sound."""
@@ -190,11 +195,9 @@ def verify_files(
     def verify(job: tuple[Path, FileRecord, int]) -> bool | OSError:
         path, file, index = job
         try:
-            start = index * chunk_bytes
-            return (
-                file_checksum(path, start, min(start + chunk_bytes, file.size))
-                == file.sums[index]
-            )
+            start = index * CHUNK_BYTES
+            stop = min(start + CHUNK_BYTES, file.size)
+            return file_checksum(path, start, stop) == file.sums[index]
         except OSError as error:
             return error
 
@@ -208,7 +211,7 @@ def verify_files(
             elif not sound:
                 bad.setdefault(file.name, []).append(index)
             if progress is not None:
-                progress(min(chunk_bytes, file.size - index * chunk_bytes))
+                progress(min(CHUNK_BYTES, file.size - index * CHUNK_BYTES))
     return _lines(files, problems, bad) if problems or bad else []
 
 

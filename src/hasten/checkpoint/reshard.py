@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -188,45 +186,14 @@ class _FileRange:
         finish_copies(self.devices)
 
 
-class _OpenFiles:
-    """Descriptors of the files that are read, each opened for its first range and closed after its last."""
-
-    def __init__(self, ranges: Iterable[_FileRange]) -> None:
-        self._lock = threading.Lock()
-        self._left = Counter(id(one.file) for one in ranges)
-        self._opened: dict[int, int | None] = {}
-
-    def take(self, file: MappedFile) -> int | None:
-        """Return a descriptor of the file; None when it is no longer there under its name."""
-        with self._lock:
-            if id(file) not in self._opened:
-                self._opened[id(file)] = file.open()
-            return self._opened[id(file)]
-
-    def finish(self, file: MappedFile) -> None:
-        """Note that a range was read."""
-        with self._lock:
-            self._left[id(file)] -= 1
-            fd = None if self._left[id(file)] else self._opened.pop(id(file), None)
-        if fd is not None:
-            os.close(fd)
-
-    def close(self) -> None:
-        """Close what an error has left open."""
-        for fd in self._opened.values():
-            if fd is not None:
-                os.close(fd)
-
-
 class _DiskReadAhead:
     """Daemon threads that request ranges from the disk in file order, some distance ahead of the threads that read them.
 
     A request blocks while the disk's queue is full, so it would hold up the thread that reads.
     """
 
-    def __init__(self, ranges: Sequence[_FileRange], files: _OpenFiles) -> None:
+    def __init__(self, ranges: Sequence[_FileRange]) -> None:
         self._ranges = iter(ranges)
-        self._files = files
         self._lock = threading.Lock()
         self._distance = threading.Semaphore(_RANGES_AHEAD)
         self._threads: list[threading.Thread] = []
@@ -264,10 +231,10 @@ class _DiskReadAhead:
                 file_range = next(self._ranges, None)
             if file_range is None or self._is_stopped:
                 return
-            fd = self._files.take(file_range.file)
+            fd = file_range.file.open()
             if fd is not None:
-                with suppress(OSError):  # the file was read meanwhile, and closed
-                    read_ahead(fd, file_range.start, file_range.stop)
+                read_ahead(fd, file_range.start, file_range.stop)
+                os.close(fd)
 
 
 def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
@@ -282,10 +249,9 @@ def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
         sources.append(copy.source)
     devices = devices_of([*targets, *sources])
     groups, ranges = _grouped(copies)
-    buffer, files = HostBuffer(bool(devices)), _OpenFiles(ranges)
-    ahead = _DiskReadAhead(ranges, files)
+    buffer, ahead = HostBuffer(bool(devices)), _DiskReadAhead(ranges)
     jobs: list[Callable[[], int]] = [partial(_copy, group, buffer) for group in groups]
-    jobs += [partial(_fill, file_range, buffer, files, ahead) for file_range in ranges]
+    jobs += [partial(_fill, file_range, buffer, ahead) for file_range in ranges]
     try:
         with worker_pool(threads or default_threads(), devices, "hasten-read") as pool:
             for done in pool.map(_guarded, jobs):
@@ -293,7 +259,6 @@ def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
                     raise done
     finally:
         ahead.stop()
-        files.close()
         increment_version(targets)  # as an in-place operation of torch does
 
 
@@ -380,21 +345,9 @@ def _copy_to_host(target: Tensor, source: Tensor, buffer: HostBuffer) -> None:
         copy_bytes(target[low : low + part.numel()], staged)
 
 
-def _fill(
-    wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles, ahead: _DiskReadAhead
-) -> int:
-    try:
-        return _read_range(wanted, buffer, files, ahead)
-    finally:
-        ahead.advance()
-        files.finish(wanted.file)
-
-
-def _read_range(
-    wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles, ahead: _DiskReadAhead
-) -> int:
+def _fill(wanted: _FileRange, buffer: HostBuffer, ahead: _DiskReadAhead) -> int:
     """Read a range and copy it to its tensors; from the mapping, if the file has lost its name."""
-    fd, size = files.take(wanted.file), wanted.stop - wanted.start
+    fd, size = wanted.file.open(), wanted.stop - wanted.start
     if fd is None:
         for at, target, low, high in wanted.targets:
             as_bytes(target)[low:high].copy_(wanted.file.data[at : at + high - low])
@@ -411,6 +364,9 @@ def _read_range(
         raise CheckpointError(
             f"{wanted.file.path}: cannot be read any more ({error}). Check the disk, and load this or another checkpoint."
         ) from error
+    finally:
+        os.close(fd)
+        ahead.advance()
     if count != size:
         raise CorruptCheckpointError(
             f"{wanted.file.path}: {count} of {size} bytes at {wanted.start} could be read, so it was cut off while "

@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from torch import Tensor
@@ -22,7 +20,6 @@ from hasten.checkpoint.base import (
     Draft,
     StateTree,
     local_data,
-    number_of,
 )
 from hasten.checkpoint.format.manifest import ComponentRecord, FileRecord, Manifest
 from hasten.checkpoint.writer import (
@@ -169,9 +166,7 @@ class Save:
                 name, component, self._rank, self.ranks, self._layout
             )
             self._components[name] = ComponentRecord(
-                kind=component.kind,
-                format=component.format,
-                per_rank=component.per_rank,
+                kind=component.kind, per_rank=component.per_rank
             )
             if len(plans) > 1 and component.kind == "model" and self.is_main:
                 self._add_index(plans, component)
@@ -281,68 +276,3 @@ def save_tree(
         save.start(together, name, node=node)
         save.plan(tree, together)
         return save.write(header, together)
-
-
-# -- retention ----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class CommittedCheckpoint:
-    """Name, number and metrics of a committed checkpoint."""
-
-    name: str
-    number: int
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """Retention rules: newest `total_limit`, `keep_best` by a metric, every `keep_every`-th; None = no such rule."""
-
-    total_limit: int | None = None
-    keep_best: int | None = None
-    best_metric: str | None = None
-    best_mode: Literal["min", "max"] = "min"
-    keep_every: int | None = None
-
-
-def expired(checkpoints: Sequence[CommittedCheckpoint], policy: Retention) -> list[str]:
-    """Return the names to delete, oldest first. The newest is never deleted; without `total_limit` none is."""
-    if policy.total_limit is None:
-        return []
-    ordered = sorted(checkpoints, key=lambda item: item.number)
-    keep = {item.name for item in ordered[-max(policy.total_limit, 1) :]}
-    if policy.keep_every:
-        keep |= {item.name for item in ordered if item.number % policy.keep_every == 0}
-    keep |= set(best(ordered, policy))
-    return [item.name for item in ordered if item.name not in keep]
-
-
-def best(checkpoints: Sequence[CommittedCheckpoint], policy: Retention) -> list[str]:
-    """Return the names of the best checkpoints by the metric, best first; of two equal ones the newer is better."""
-    if policy.keep_best is None or policy.best_metric is None:
-        return []
-    sign = 1.0 if policy.best_mode == "min" else -1.0
-    scored = []
-    for item in checkpoints:
-        value = item.metrics.get(policy.best_metric)
-        if value is not None and not math.isnan(value):
-            scored.append((sign * value, -item.number, item.name))
-    return [name for _, _, name in sorted(scored)[: policy.keep_best]]
-
-
-def retire_expired(
-    store: CheckpointStore, policy: Retention, is_own: Callable[[Manifest], bool]
-) -> None:
-    """Delete the complete numbered checkpoints that the policy expires, of those that `is_own` accepts. Ranks: each disk's main."""
-    checkpoints = []
-    for name in store.names():
-        number = number_of(name)
-        if number is None:
-            continue
-        try:
-            manifest = store.check(name)
-        except CheckpointError:  # not deleted: whatever is left of it may be wanted
-            continue
-        if is_own(manifest):
-            checkpoints.append(CommittedCheckpoint(name, number, manifest.metrics))
-    for name in expired(checkpoints, policy):
-        store.delete(name)

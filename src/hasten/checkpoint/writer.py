@@ -69,8 +69,8 @@ def plan_component(
         else ".bin"
     )
     if component.per_rank:
-        # a number after the name of a scheduler or object is its index: scheduler_1 is the second scheduler
-        which = f"rank_{rank}" if kind in ("scheduler", "object") else str(rank)
+        # a number after the name of an object is its index
+        which = f"rank_{rank}" if kind == "object" else str(rank)
         return [
             FilePlan(
                 f"{stem}_{which}{end}", name, rank, tuple(component.tensors), fmt, True

@@ -13,8 +13,6 @@ from typing import Any, Final
 import torch
 
 from hasten.comm.base import Comm
-from hasten.optim.clock import StepClock
-from hasten.optim.loader_progress import LoaderCursor
 from hasten.optim.run_part import RunPart
 
 log = logging.getLogger(__name__)
@@ -26,22 +24,16 @@ _SIGNALS: Final = ("SIGTERM", "SIGUSR1")
 
 
 class Preemption(RunPart):
-    """Listener for SIGTERM and SIGUSR1, installed at the first query; until then signals have their default effect.
+    """Listener for SIGTERM and SIGUSR1, installed at the first query; until then signals have their default effect."""
 
-    During the first window of the first loop they are held, because its query is still to come: a signal takes its default effect when
-    the loop asks for the batch after that window, or ends, without a query.
-    """
-
-    def __init__(self, comm: Comm, clock: StepClock | None = None) -> None:
+    def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._clock = clock
         self.decide: Callable[[], bool] | None = None
         """Returns whether to stop, in place of the ranks' agreement."""
         self._received: int | None = None
         self._agreed = False
         self._previous: dict[int, Any] = {}  # Any: any handler
         self._warned = False
-        self._holds = False
 
     @property
     def listening(self) -> bool:
@@ -53,69 +45,24 @@ class Preemption(RunPart):
 
         Ranks: each independently.
         """
-        if self._previous and not self._holds:
+        if self._previous:
             return
-        self._holds = False
         if threading.current_thread() is not threading.main_thread():
-            self._warn_ignored()
+            if not self._warned:
+                log.warning(
+                    "accelerator.preempted was asked for in the thread %r: Python gives signals to the main thread only, so SIGTERM and "
+                    "SIGUSR1 are not noticed here and keep their default effect; read it once in the main thread first",
+                    threading.current_thread().name,
+                )
+            self._warned = True
             return
         for name in names:
             number = getattr(signal, name, None)
-            if number is not None and number not in self._previous:
+            if number is not None:
                 self._previous[int(number)] = signal.signal(number, self._receive)
-
-    def hold(self) -> None:
-        """Hold signals that have their default effect, until the first query or `release`."""
-        if self._previous or threading.current_thread() is not threading.main_thread():
-            return
-        for name in _SIGNALS:
-            number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-                self._previous[int(number)] = signal.signal(number, self._receive)
-        self._holds = True
-
-    def pass_begins(self, cursor: LoaderCursor) -> None:
-        """Hold signals during the first window of the run."""
-        self.hold()
-
-    def batch(self, cursor: LoaderCursor) -> None:
-        """End the first window, unless it is still open."""
-        if (
-            self._clock is None
-            or self._clock.num_updates > 0
-            or self._clock.num_passes == 0
-        ):
-            self.pass_ends(cursor)
-
-    def pass_ends(self, cursor: LoaderCursor) -> None:
-        """End the first window with its loop."""
-        self.release()
-        if self._clock is not None:
-            self._clock.parts.forget(self, "pass_begins", "batch", "pass_ends")
-
-    def release(self) -> None:
-        """Give signals their default effect again, and to one that was held, unless there was a query."""
-        if not self._holds:
-            return
-        self._holds = False
-        self.close()
-        if self._received is not None and self._received > 0:
-            signal.raise_signal(self._received)
-
-    def _warn_ignored(self) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        log.warning(
-            "accelerator.preempted was asked for in the thread %r: Python gives signals to the main thread only, so SIGTERM and "
-            "SIGUSR1 are not noticed here and keep their default effect; read it once in the main thread first",
-            threading.current_thread().name,
-        )
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        is_repeated, self._received = self._received is not None, number
-        if is_repeated:  # a loop that hangs in its first window can be ended
-            self.release()
+        self._received = number
 
     def set(self) -> None:
         """Request a stop without a signal. Ranks: any."""
@@ -154,10 +101,6 @@ class Preemption(RunPart):
         return True
 
     def end(self) -> None:
-        """Restore the previous handlers."""
-        self.close()
-
-    def close(self) -> None:
         """Restore the previous handlers."""
         previous, self._previous = self._previous, {}
         if threading.current_thread() is threading.main_thread():

@@ -1,4 +1,4 @@
-"""State that differs between ranks: found by comparing digests and saved per rank; equal state is saved once."""
+"""State that differs between ranks: found by comparing digests; registered objects and buffers are then saved per rank."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from hasten.checkpoint.base import Component, Slice, StateTree
-from hasten.checkpoint.reader import Checkpoint
 from hasten.checkpoint.store.disk import as_bytes
 from hasten.comm.agreement import Agreement
-from hasten.errors import CorruptCheckpointError
 from hasten.runtime.logs import get_logger
 from hasten.state.loop_position import LoopPosition
-from hasten.state.run_state import RunObjects, load_packed, named_buffers, packed
+from hasten.state.run_state import RunObjects, named_buffers, packed
 
 log = get_logger(__name__)
 
-_COMPARED: Final = ("scheduler", "object")
-OPTIONS: Final = "own_options"
 _BUFFERS: Final = "own_buffers"
 # words hashed at a time: their products take eight times the memory
 _STRIDE: Final = 1 << 22
@@ -32,114 +28,55 @@ _STRIDE: Final = 1 << 22
 def with_own_state(
     tree: StateTree, parts: RunObjects, together: Agreement, position: LoopPosition
 ) -> StateTree:
-    """Return the tree with state that differs between ranks saved per rank: schedulers, objects, options, buffers.
+    """Return the tree with registered objects and buffers that differ between ranks saved per rank.
 
-    Ranks: every rank. Schedulers and options that differ are logged, because replicas then take different steps.
+    Ranks: every rank. Schedulers and options of optimizers are those of rank 0: a difference is logged, because replicas that take different
+    steps drift apart.
     """
-    states = {
-        name: _digest(c)
-        for name, c in tree.components.items()
-        if c.kind in _COMPARED and not c.sliced
-    }
-    options = packed(
-        [_options(optimizer) for optimizer in parts.objects.optimizers],
-        "options",
-        per_rank=True,
-    )
+    digests: dict[str, str] = {}
+    for name, component in tree.components.items():
+        if component.kind in ("scheduler", "object") and not component.sliced:
+            digests[name] = _digest(component)
+    for index, optimizer in enumerate(parts.objects.optimizers):
+        options = []
+        for group in optimizer.param_groups:
+            options.append({key: group[key] for key in group if key != "params"})
+        digests[f"options of optimizer {index}"] = _digest(packed(options, "options"))
     buffers = dict(named_buffers(parts.plain_models(), position.buffers))
-    sums = {key: fingerprint(buffer) for key, buffer in buffers.items()}
-    everyone: list[tuple[dict[str, str], str, dict[str, str]]] = together.share(
-        (states, _digest(options), sums)
+    buffer_digests = {key: fingerprint(buffer) for key, buffer in buffers.items()}
+    digests_of_ranks: list[tuple[dict[str, str], dict[str, str]]] = together.share(
+        (digests, buffer_digests)
     )
-    first_states, first_options, first_sums = everyone[0]
-    made = dict(tree.components)
-    own = [
-        name
-        for name in states
-        if any(other.get(name) != first_states.get(name) for other, _, _ in everyone)
-    ]
-    for name in own:
-        made[name] = replace(made[name], per_rank=True)
-    if any(other != first_options for _, other, _ in everyone):
-        made[OPTIONS] = options
-    if any(other != first_sums for _, _, other in everyone):
-        held = {
-            key: buffer
-            for key, buffer in buffers.items()
-            if sums[key] != first_sums.get(key)
-        }
-        made[_BUFFERS] = Component(held, None, "buffers", per_rank=True)
-    _tell([name for name in own if made[name].kind == "scheduler"], OPTIONS in made)
-    return StateTree(made)
-
-
-def _tell(schedulers: Sequence[str], options: bool) -> None:
-    if not schedulers and not options:
-        return
-    what = ", ".join(
-        [
-            *schedulers,
-            *(
-                ["the options of the optimizers (learning rate, ...)"]
-                if options
-                else []
-            ),
-        ]
-    )
-    log.warning(
-        "ranks disagree on %s. Replicas that take different steps drift apart; a cause is a scheduler that is stepped with "
-        "a metric of each rank's own (ReduceLROnPlateau): reduce the metric first (accelerator.reduce). Saved as it is, "
-        "for each rank.",
-        what,
-    )
-
-
-# Any: options of the optimizer
-def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-def plan_options(
-    checkpoint: Checkpoint,
-    optimizers: Sequence[torch.optim.Optimizer],
-    rank: int,
-    world_size: int,
-) -> list[list[Mapping[str, Any]]] | None:
-    """Return this rank's options of every group of every optimizer; None if those of rank 0 apply to all.
-
-    Raises: CorruptCheckpointError when they do not match these optimizers.
-    """
-    saved_world = checkpoint.manifest.world_size
-    if saved_world != world_size:
+    _, first_buffer_digests = digests_of_ranks[0]
+    components = dict(tree.components)
+    steps = []
+    for name in _differing_names([state for state, _ in digests_of_ranks]):
+        if name in components and components[name].kind == "object":
+            components[name] = replace(components[name], per_rank=True)
+        else:
+            steps.append(name)
+    if any(state != first_buffer_digests for _, state in digests_of_ranks):
+        own_buffers = {}
+        for key, buffer in buffers.items():
+            if buffer_digests[key] != first_buffer_digests.get(key):
+                own_buffers[key] = buffer
+        components[_BUFFERS] = Component(own_buffers, None, "buffers", per_rank=True)
+    if steps:
         log.warning(
-            "the options of the optimizers differed between the %d processes that saved %s; all %d now take those of rank 0",
-            saved_world,
-            checkpoint.folder,
-            world_size,
+            "ranks disagree on %s. Replicas that take different steps drift apart; a cause is a scheduler that is stepped with "
+            "a metric of each rank's own (ReduceLROnPlateau): reduce the metric first (accelerator.reduce). The state of rank 0 is saved.",
+            ", ".join(steps),
         )
-        return None
-    saved = load_packed(checkpoint, OPTIONS, rank)
-    wanted = [len(optimizer.param_groups) for optimizer in optimizers]
-    lists = isinstance(saved, list) and all(
-        isinstance(groups, list) for groups in saved
-    )
-    if not lists or [len(groups) for groups in saved] != wanted:
-        raise CorruptCheckpointError(
-            f"{checkpoint.folder}: {OPTIONS} does not hold the options of {wanted} parameter groups. Nothing was loaded; "
-            "use another checkpoint."
-        )
-    if not all(
-        isinstance(group, Mapping) and "params" not in group
-        for groups in saved
-        for group in groups
-    ):
-        raise CorruptCheckpointError(
-            f"{checkpoint.folder}: {OPTIONS} holds something else. Nothing was loaded."
-        )
-    return list(saved)
+    return StateTree(components)
+
+
+def _differing_names(digests_of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the names of the states that are not the same on all ranks."""
+    names = []
+    for name, digest in digests_of_ranks[0].items():
+        if any(digests.get(name) != digest for digests in digests_of_ranks):
+            names.append(name)
+    return names
 
 
 def _digest(component: Component) -> str:

@@ -26,7 +26,6 @@ from hasten.optim.engine import EngineOptimizer
 from hasten.optim.optimizer import settle_state
 from hasten.optim.scheduler import steps_reached
 from hasten.runtime.logs import get_logger
-from hasten.state.rank_state import OPTIONS, plan_options
 from hasten.state.run_state import (
     RunObjects,
     Stateful,
@@ -47,7 +46,6 @@ class RestorePlan:
     optimizers: list[OptimizerPlan] = field(default_factory=list)
     # Any: their state
     stateful: list[tuple[Stateful, Any]] = field(default_factory=list)
-    options: list[list[Mapping[str, Any]]] | None = None
     progress: Mapping[str, Any] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     same_world: bool = True
@@ -94,7 +92,6 @@ class RestorePlan:
                 plan.optimizer.refresh()
         for average in self.restarted:
             average.restart()
-        self._restore_options()
         if self.progress:
             self._restore_progress()
         if self.seed_generators is not None:
@@ -113,13 +110,6 @@ class RestorePlan:
             and self.progress["trackers"] is not None
         ):
             parts.trackers.load_state_dict(self.progress["trackers"])
-
-    def _restore_options(self) -> None:
-        for optimizer, groups in zip(
-            self.parts.objects.optimizers, self.options or [], strict=False
-        ):
-            for group, own in zip(optimizer.param_groups, groups, strict=True):
-                group.update(own)
 
     def _restore_progress(self) -> None:
         """Restore counters and buffers of this rank, and begin a window without gradients."""
@@ -174,19 +164,6 @@ class RestorePlan:
                 )
 
 
-def _refuse_unloadable(parts: RunObjects, checkpoint: Checkpoint) -> None:
-    if "gradients" in checkpoint.manifest.components:
-        raise CheckpointError(
-            f"{checkpoint.folder} was saved in the middle of an accumulation window by hasten {checkpoint.manifest.versions.get('hasten')}, together "
-            "with its gradients, which this version does not read. Nothing was loaded. Load an earlier checkpoint, or resume with that version."
-        )
-    if not parts.objects.models and "model" in checkpoint.manifest.components:
-        raise PrepareError(
-            f"load_state() was called before prepare(), so there is no model to load {checkpoint.folder} into. Nothing was loaded. Prepare the model, "
-            "the optimizer and the loaders first."
-        )
-
-
 def plan_restore(
     parts: RunObjects,
     models: Sequence[nn.Module | None],
@@ -201,7 +178,11 @@ def plan_restore(
     `models` are the user's modules; None for a model that a load hook handles.
     """
     saved_world = checkpoint.manifest.world_size
-    _refuse_unloadable(parts, checkpoint)
+    if not parts.objects.models and "model" in checkpoint.manifest.components:
+        raise PrepareError(
+            f"load_state() was called before prepare(), so there is no model to load {checkpoint.folder} into. Nothing was loaded. Prepare the model, "
+            "the optimizer and the loaders first."
+        )
     plan = RestorePlan(
         parts,
         same_world=checkpoint.same_data(world_size, mesh or checkpoint.manifest.mesh),
@@ -242,10 +223,6 @@ def plan_restore(
         return plan
     # a new rank continues from one that existed
     plan.progress = load_packed(checkpoint, "progress", rank % saved_world)
-    if OPTIONS in checkpoint.manifest.components:
-        plan.options = plan_options(
-            checkpoint, parts.objects.optimizers, rank, world_size
-        )
     if plan.same_world:
         if "own_buffers" in checkpoint.manifest.components:
             plan.buffers = load_packed(checkpoint, "own_buffers", rank)
@@ -270,7 +247,6 @@ def _plan_stateful(
 ) -> None:
     parts = plan.parts
     saved_world = checkpoint.manifest.world_size
-    source = rank % saved_world
     wanted: list[tuple[str, Stateful]] = []
     for index, scheduler in enumerate(parts.objects.schedulers):
         wanted.append(
@@ -288,15 +264,25 @@ def _plan_stateful(
     for name, thing in wanted:
         if converted and name not in known:
             continue
-        owner = source
         if (
             saved_world != world_size
             and name in known
             and known[name].per_rank
             and not name.startswith("loader")
         ):
-            owner = _saved_rank(name, thing, checkpoint, source, world_size, strict)
-        state = load_packed(checkpoint, name, owner)
+            if strict:
+                raise CheckpointError(
+                    f"{checkpoint.folder}: the {type(thing).__name__} registered for checkpointing ({name}) had a different state "
+                    f"on each of the {saved_world} processes, which cannot be split over {world_size}. Nothing was loaded. "
+                    f"Resume on {saved_world} processes, make its state equal on every rank before saving, or load with "
+                    f"strict=False: rank r then takes the state of rank r % {saved_world}."
+                )
+            log.warning(
+                "%s: rank r takes the state that rank r %% %d had saved",
+                name,
+                saved_world,
+            )
+        state = load_packed(checkpoint, name, rank % saved_world)
         if not isinstance(state, Mapping) and not name.startswith("custom_checkpoint"):
             raise CorruptCheckpointError(
                 f"{checkpoint.folder}: {name} holds a {type(state).__name__} instead of a state dict. Nothing was "
@@ -312,38 +298,3 @@ def _plan_stateful(
         and not (converted and "scaler" not in known)
     ):
         plan.stateful.append((parts.precision, load_packed(checkpoint, "scaler", None)))
-
-
-def _saved_rank(
-    name: str,
-    thing: object,
-    checkpoint: Checkpoint,
-    source: int,
-    world_size: int,
-    strict: bool,
-) -> int:
-    """Return the old rank whose state this rank loads, when states differed and the world size has changed.
-
-    Raises: CheckpointError for a registered object, when strict: hasten cannot redistribute its state.
-    """
-    saved_world = checkpoint.manifest.world_size
-    if name.startswith("scheduler"):
-        log.warning(
-            "%s differed between the %d processes that saved %s; all %d processes now take that of rank 0",
-            name,
-            saved_world,
-            checkpoint.folder,
-            world_size,
-        )
-        return 0
-    if strict:
-        raise CheckpointError(
-            f"{checkpoint.folder}: the {type(thing).__name__} registered for checkpointing ({name}) had a different state "
-            f"on each of the {saved_world} processes, which cannot be split over {world_size}. Nothing was loaded. "
-            f"Resume on {saved_world} processes, make its state equal on every rank before saving, or load with "
-            f"strict=False: rank r then takes the state of rank r % {saved_world}."
-        )
-    log.warning(
-        "%s: rank r takes the state that rank r %% %d had saved", name, saved_world
-    )
-    return source

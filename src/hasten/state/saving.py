@@ -22,7 +22,8 @@ from hasten.checkpoint.base import Format, StateTree, number_of
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.ownership import MachineOwners, divided, gathered, owned_by_axes
 from hasten.checkpoint.reader import open_checkpoint, read_one_version
-from hasten.checkpoint.save import Retention, Save, retire_expired
+from hasten.checkpoint.retention import retire_expired
+from hasten.checkpoint.save import Save
 from hasten.checkpoint.state_dicts import LoadReport
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import (
@@ -295,7 +296,7 @@ class Saving:
             self.iteration = max(self.iteration, manifest.number + 1)
         if is_numbered and save.is_main and self.project.total_limit is not None:
             try:
-                retire_expired(save.store, self._retention(), self._is_own)
+                retire_expired(save.store, self.project, self._is_own)
             # the checkpoint is safe; the next save deletes again
             except (OSError, CheckpointError) as error:
                 log.warning(
@@ -307,16 +308,6 @@ class Saving:
             tell(header.created_s, max(time.time() - header.created_s, 0.0))
         if self._rank == 0:
             log.info("saved %s (%.1f MB)", place, manifest.num_bytes / 1e6)
-
-    def _retention(self) -> Retention:
-        project = self.project
-        return Retention(
-            total_limit=project.total_limit,
-            keep_best=project.keep_best,
-            best_metric=project.best_metric,
-            best_mode=project.best_mode,
-            keep_every=project.keep_every,
-        )
 
     def _is_own(self, manifest: Manifest) -> bool:
         """Return True for a checkpoint that this run, or one that it continues, has written."""

@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from hasten import Accelerator
+from hasten import Accelerator, ProjectConfiguration
 from hasten.checkpoint.base import Blob, Component, StateTree
 from hasten.checkpoint.format.manifest import FileRecord, Manifest
 from hasten.checkpoint.reader import open_checkpoint
-from hasten.checkpoint.save import Retention, Save, retire_expired, save_tree
+from hasten.checkpoint.retention import retire_expired
+from hasten.checkpoint.save import Save, save_tree
 from hasten.checkpoint.store.local_store import LocalDraft, LocalStore
 from hasten.checkpoint.store.locate import newest
 from hasten.comm.agreement import agreeing
@@ -497,7 +498,7 @@ def save_until_killed(
     if ctx.rank in victims:
         threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     store = LocalStore(folder, threads=2)
-    policy = Retention(total_limit=2)
+    policy = ProjectConfiguration(total_limit=2)
     for _ in range(10_000):
         with agreeing(ctx.world, "saving") as together, Save(store, ctx.world) as save:
             save.start(together, None)

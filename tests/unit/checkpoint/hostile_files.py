@@ -50,7 +50,7 @@ from hasten.state.run_state import Randomness, RunObjects, collect
 NAME = "victim"
 FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
 # may also leave the content as it was
-HARMLESS = ("fuzz", "manifest: chunk huge", "manifest: rank file gone")
+HARMLESS = ("fuzz", "manifest: rank file gone")
 Mutation = tuple[str, Callable[[Path], None]]
 
 
@@ -364,9 +364,6 @@ def manifests() -> Iterator[Mutation]:
         "world size 0": lambda m: m.update(world_size=0),
         "world size text": lambda m: m.update(world_size="two"),
         "ranks outside": lambda m: m.update(ranks=[5]),
-        "chunk 0": lambda m: m.update(chunk_bytes=0),
-        "chunk 1": lambda m: m.update(chunk_bytes=1),
-        "chunk huge": lambda m: m.update(chunk_bytes=huge),
         "size huge": lambda m: m["files"][0].update(size=huge),
         "size negative": lambda m: m["files"][0].update(size=-1),
         "sums short": lambda m: m["files"][0].update(sums=[]),
@@ -379,9 +376,9 @@ def manifests() -> Iterator[Mutation]:
         "file of stranger": lambda m: m["files"][0].update(component="stranger"),
         "file of rank 9": lambda m: m["files"][0].update(rank=9),
         "component without file": lambda m: m["components"].update(
-            ghost={"kind": "model", "format": "torch"}
+            ghost={"kind": "model"}
         ),
-        "component format": lambda m: m["components"]["model"].update(format="pickle"),
+        "component kind": lambda m: m["components"]["model"].update(kind=3),
         "component gone": lambda m: m["components"].pop("model"),
         "rank file gone": lambda m: m["components"]["model"].update(per_rank=True),
         "more ranks": lambda m: m.update(world_size=3, ranks=[0, 1, 2]),

@@ -21,11 +21,13 @@ from pathlib import Path
 
 import torch
 
+from hasten import ProjectConfiguration
 from hasten.checkpoint.base import Component, StateTree, numbered
 from hasten.checkpoint.format.manifest import Manifest, read_manifest
 from hasten.checkpoint.format.packing import pack
 from hasten.checkpoint.reader import open_checkpoint
-from hasten.checkpoint.save import Retention, Save, retire_expired
+from hasten.checkpoint.retention import retire_expired
+from hasten.checkpoint.save import Save
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.drafts import draft_of
 from hasten.checkpoint.store.local_store import LocalStore
@@ -166,7 +168,9 @@ def save(
             (save.draft.folder / extra / "hooked.txt").write_text(str(number))
         save.plan(state(number), together)
         save.write(Manifest(number=number), together)
-    retire_expired(store, Retention(total_limit=limit), lambda manifest: True)
+    retire_expired(
+        store, ProjectConfiguration(total_limit=limit), lambda manifest: True
+    )
 
 
 def check(root: Path, name: str) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hasten.checkpoint.format.manifest import (
+    CHUNK_BYTES,
     FORMAT_VERSION,
     FileRecord,
     Manifest,
@@ -118,21 +119,20 @@ def test_words_that_trade_places_within_a_column_are_seen() -> None:
         assert checksum(traded.tobytes()) != sound
 
 
-@pytest.mark.parametrize("size", [1, 4096, 3 * 1024**2 + 5])
+@pytest.mark.parametrize("size", [1, 4096, 2 * CHUNK_BYTES + 5])
 def test_files_are_verified_by_it(size: int, tmp_path: Path) -> None:
-    chunk_bytes = 1024**2
     data = bytearray(chunk(size))
     path = tmp_path / "file.bin"
     path.write_bytes(data)
     found = [
-        checksum(data[start : start + chunk_bytes])
-        for start in range(0, size, chunk_bytes)
+        checksum(data[start : start + CHUNK_BYTES])
+        for start in range(0, size, CHUNK_BYTES)
     ]
     record = FileRecord(name="file.bin", size=size, sums=tuple(found))
-    assert verify_files(tmp_path, [record], chunk_bytes) == []
+    assert verify_files(tmp_path, [record]) == []
     data[size // 2] ^= 1
     path.write_bytes(data)
-    assert len(verify_files(tmp_path, [record], chunk_bytes)) == 1
+    assert len(verify_files(tmp_path, [record])) == 1
 
 
 def test_other_formats_are_refused() -> None:

@@ -28,7 +28,8 @@ from hasten.checkpoint.base import (
     numbered,
 )
 from hasten.checkpoint.format.manifest import Manifest
-from hasten.checkpoint.save import Retention, retire_expired, save_tree
+from hasten.checkpoint.retention import retire_expired
+from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.drafts import DRAFT, LOCK_NAME, TRASH, folder_lock
 from hasten.checkpoint.store.local_store import LocalStore
@@ -110,7 +111,8 @@ def test_every_save_of_the_same_name_is_whole_and_the_last_commit_stays(
     assert is_complete(store, "best")
 
 
-def test_numbers_are_given_once(store: CheckpointStore) -> None:
+def test_numbers_are_given_once(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "run")
     drafts = [store.begin_numbered(0) for _ in range(3)]
     assert [draft.name for draft in drafts] == [numbered(0), numbered(1), numbered(2)]
     save(store, numbered(7))
@@ -336,7 +338,9 @@ def test_retention_deletes_what_it_is_allowed_to(store: CheckpointStore) -> None
     for number in range(4):
         save(store, numbered(number))
     retire_expired(
-        store, Retention(total_limit=1), lambda manifest: manifest.number != 1
+        store,
+        ProjectConfiguration(total_limit=1),
+        lambda manifest: manifest.number != 1,
     )
     assert store.names() == [numbered(1), numbered(3)]
 
@@ -369,7 +373,7 @@ def test_a_file_that_is_still_open_is_removed_later_without_a_warning(
         save(LocalStore(tmp_path, StillOpen()), numbered(number))
         retire_expired(
             LocalStore(tmp_path, StillOpen()),
-            Retention(total_limit=1),
+            ProjectConfiguration(total_limit=1),
             lambda manifest: True,
         )
     assert not caplog.text

@@ -4,49 +4,47 @@ from __future__ import annotations
 
 import itertools
 
-from hasten.checkpoint.base import next_number, number_of, numbered
-from hasten.checkpoint.save import CommittedCheckpoint, Retention, best, expired
+from hasten import ProjectConfiguration
+from hasten.checkpoint.base import next_number, number_of
+from hasten.checkpoint.retention import best, expired
 
 
-def made(n: int, start: int = 0) -> list[CommittedCheckpoint]:
-    return [
-        CommittedCheckpoint(numbered(i), i, {"loss": float((i * 7) % 5)})
-        for i in range(start, start + n)
-    ]
+def made(n: int) -> dict[int, dict[str, float | None]]:
+    return {i: {"loss": float((i * 7) % 5)} for i in range(n)}
 
 
 def test_laws_over_all_small_policies() -> None:
     limits, bests, everys = (None, 1, 2, 5), (None, 1, 3), (None, 2, 4)
     for n, limit, k, every in itertools.product(range(12), limits, bests, everys):
-        policy = Retention(limit, k, "loss", "min", every)
+        policy = ProjectConfiguration(
+            total_limit=limit, keep_best=k, best_metric="loss", keep_every=every
+        )
         there = made(n)
-        gone = expired(list(reversed(there)), policy)
-        left = [item for item in there if item.name not in gone]
+        gone = expired(dict(reversed(there.items())), policy)
+        left = {number: there[number] for number in there if number not in gone}
         if limit is None:
             assert not gone
             continue
-        assert there[-limit:] == left[-min(limit, n) :] if n else not gone
-        assert set(best(there, policy)) <= {item.name for item in left}
-        assert (
-            all(item.number % every for item in there if item.name in gone)
-            if every
-            else True
-        )
+        assert list(there)[-limit:] == list(left)[-min(limit, n) :] if n else not gone
+        assert set(best(there, policy)) <= left.keys()
+        assert all(number % every for number in gone) if every else True
         assert len(left) <= limit + (k or 0) + (n // every + 1 if every else 0)
         assert not expired(left, policy), "a second look deletes nothing more"
 
 
 def test_best_prefers_the_newer_of_equals_and_skips_nan() -> None:
-    there = [
-        CommittedCheckpoint("a", 0, {"x": 1.0}),
-        CommittedCheckpoint("b", 1, {"x": 1.0}),
-        CommittedCheckpoint("c", 2, {"x": float("nan")}),
-        CommittedCheckpoint("d", 3),
-    ]
-    assert best(there, Retention(1, 1, "x")) == ["b"]
-    assert best(
-        [*there, CommittedCheckpoint("e", 4, {"x": 3.0})], Retention(1, 1, "x", "max")
-    ) == ["e"]
+    there: dict[int, dict[str, float | None]] = {
+        0: {"x": 1.0},
+        1: {"x": 1.0},
+        2: {"x": float("nan")},
+        3: {},
+    }
+    lowest = ProjectConfiguration(total_limit=1, keep_best=1, best_metric="x")
+    assert best(there, lowest) == [1]
+    highest = ProjectConfiguration(
+        total_limit=1, keep_best=1, best_metric="x", best_mode="max"
+    )
+    assert best({**there, 4: {"x": 3.0}}, highest) == [4]
 
 
 def test_numbers_never_come_twice() -> None:

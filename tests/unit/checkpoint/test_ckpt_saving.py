@@ -397,8 +397,8 @@ def test_a_file_exchanged_after_it_was_verified_is_refused(
     }
     sound = reader.verify_files
 
-    def then_exchanged(folder: Path, files: Any, chunk_bytes: int) -> list[str]:
-        problems = sound(folder, files, chunk_bytes)
+    def then_exchanged(folder: Path, files: Any) -> list[str]:
+        problems = sound(folder, files)
         path = folder / "model.safetensors"
         raw = path.read_bytes()[:-4] + b"\0\0\0\0"
         if way == "replaced":

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Final, Literal
+from typing import Any, BinaryIO, Final
 
 import msgspec
 import xxhash
@@ -23,7 +23,7 @@ from hasten.errors import (
 )
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MAX_MANIFEST_BYTES = 256 * 1024**2
 _LAST_SECOND = 253_000_000_000.0
 """Latest accepted time stamp, in seconds since 1970: shortly before the year 10000, the end of `datetime`."""
@@ -67,10 +67,9 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class ComponentRecord(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """One component: its kind, the format of its files, and whether each rank has separate files."""
+    """One component: its kind, and whether each rank has separate files."""
 
     kind: str
-    format: Literal["safetensors", "torch"]
     per_rank: bool = False
 
 
@@ -90,7 +89,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     files: tuple[FileRecord, ...] = ()
     # Any: JSON written by the run (settings, tracker run ids); shown and returned, never interpreted here.
     notes: dict[str, Any] = {}
-    chunk_bytes: int = CHUNK_BYTES
 
     @property
     def num_bytes(self) -> int:
@@ -168,8 +166,8 @@ def _check(manifest: Manifest, where: str) -> None:
 
 
 def _problem(manifest: Manifest) -> str | None:
-    if manifest.world_size < 1 or manifest.chunk_bytes < 1:
-        return f"world_size={manifest.world_size} and chunk_bytes={manifest.chunk_bytes} must be positive"
+    if manifest.world_size < 1:
+        return f"world_size={manifest.world_size} must be positive"
     if not 0 <= manifest.created_s < _LAST_SECOND:
         return f"created_s={manifest.created_s} is no time of this era"
     if (manifest.step or 0) < 0 or (manifest.number or 0) < 0:
@@ -187,7 +185,7 @@ def _problem(manifest: Manifest) -> str | None:
         if folded in names or folded == MANIFEST_NAME:
             return f"file {file.name!r} is listed twice"
         names.add(folded)
-        if file.size < 0 or len(file.sums) != -(-file.size // manifest.chunk_bytes):
+        if file.size < 0 or len(file.sums) != -(-file.size // CHUNK_BYTES):
             return f"file {file.name!r} has size {file.size} but {len(file.sums)} chunk checksums"
         if file.component is not None and file.component not in manifest.components:
             return f"file {file.name!r} belongs to the unknown component {file.component!r}"

@@ -116,9 +116,7 @@ def _verify(store: CheckpointStore, name: str, progress: Progress | None) -> lis
         return [str(error)]
     with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
         manifest = checkpoint.manifest
-        problems = verify_files(
-            checkpoint.folder, manifest.files, manifest.chunk_bytes, progress
-        )
+        problems = verify_files(checkpoint.folder, manifest.files, progress)
         if problems:
             checkpoint.check_current()
             return problems

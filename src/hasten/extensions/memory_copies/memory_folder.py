@@ -149,9 +149,7 @@ class MemoryFolder:
             for name in store.names():
                 try:
                     manifest, folder = store.manifest(name), store.folder(name)
-                    sound = not verify_files(
-                        folder, manifest.files, manifest.chunk_bytes
-                    )
+                    sound = not verify_files(folder, manifest.files)
                 # interrupted by the kill that preceded this restart
                 except (CheckpointError, OSError):
                     continue
@@ -203,7 +201,7 @@ class MemoryFolder:
                 path.touch(mode=0o600)
         yield manifest
         received = [file for file in manifest.files if file not in alike]
-        if problems := verify_files(draft, received, manifest.chunk_bytes):
+        if problems := verify_files(draft, received):
             raise CheckpointError(
                 f"the copy of the state of ranks {list(copy.ranks)} arrived damaged ({'; '.join(problems[:3])}), so it could not be used "
                 "after a failure. Look for a faulty network card or memory on both machines."

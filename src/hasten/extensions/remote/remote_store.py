@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import re
 import secrets
 import shutil
@@ -50,8 +49,6 @@ _VERSION: Final = re.compile(r"v-([0-9a-f]{8})-[0-9a-f]{12}/")
 """Subfolder for the files of one save, with the second of its start."""
 _FOLDER: Final = "folder"
 """Name of the note in a manifest with the subfolder."""
-_STARTED: Final = "started"
-"""File in the subfolder that reserves the checkpoint's number."""
 _ABANDONED_AFTER_S: Final = 24 * 3600.0
 _OBJECTS: Final = frozenset(
     {"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "oci"}
@@ -153,10 +150,7 @@ class RemoteDraft:
                     f"{file.name} is at {self._store.address}/{self.name} with {size or 'none'} of {file.size} bytes, so the "
                     "checkpoint was not committed. Save again; look at the storage service if it happens again."
                 )
-        outdated = {
-            *self._store.listed_files(self.name),
-            f"{self.token}/{_STARTED}",
-        } & sizes.keys()
+        outdated = sizes.keys() & self._store.listed_files(self.name)
         placed = msgspec.structs.replace(
             manifest, notes={**manifest.notes, _FOLDER: self.token}
         )
@@ -212,26 +206,12 @@ class RemoteStore:
             return self._new_draft(name)
 
     def begin_numbered(self, at_least: int) -> RemoteDraft:
-        """Return a new draft with the next free number, which no other process gets.
-
-        A file reserves the number. Of processes that reserve one at the same moment each finds the other's file, and all
-        of them try again; the storage service must list a file as soon as it has been written, as S3, GCS and Azure do.
-        """
+        """Return a new draft with the next free number; of two runs that start at the same moment, the last commit stays."""
         with self._explaining_start(numbered(at_least)):
             for name in set(self._folders()) - set(self.names()):
                 if number_of(name) is not None:
                     self._remove_abandoned(name)
-            while True:
-                draft = self._new_draft(
-                    numbered(next_number(self._folders(), at_least))
-                )
-                marker = f"{draft.token}/{_STARTED}"
-                self.fs.pipe_file(self.join_path(draft.name, marker), b"")
-                if set(self.sizes(draft.name)) == {marker}:
-                    return draft
-                self.remove(draft.name, [marker])
-                # not from the generators that training uses
-                time.sleep(random.SystemRandom().uniform(0.01, 0.1))
+            return self._new_draft(numbered(next_number(self._folders(), at_least)))
 
     def _new_draft(self, name: str) -> RemoteDraft:
         version = f"v-{int(time.time()):08x}-{secrets.token_hex(6)}"

@@ -228,7 +228,7 @@ class Trainer:
         try:
             output = TrainingLoop(self, plan).run(resumed=bool(resume))
         except BaseException:
-            components(self.accelerator).preemption.close()
+            components(self.accelerator).preemption.end()
             components(self.accelerator).saving.close()
             components(self.accelerator).tracking.finish(failed=True)
             self._tracking = False
