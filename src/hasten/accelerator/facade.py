@@ -322,7 +322,6 @@ class Accelerator:
                 self.ctx,
                 self._clock,
                 number_settings,
-                lambda: self._saving.newest(),
             )
             members.append(numbers_watch)
         if self.config.checkpoint_in_memory is not None:

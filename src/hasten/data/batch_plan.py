@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hasten.config.sections.loop import Pad
-from hasten.errors import ConfigError, DataError
+from hasten.errors import ConfigError
 
 Indices = NDArray[np.int64]
 
@@ -334,82 +334,3 @@ def cut(
     rows, longer = divmod(size, num_shards)
     num_rows = rows + (shard < longer)
     return RankShare(shard * rows + min(shard, longer), num_rows, num_rows)
-
-
-@dataclass(frozen=True, slots=True)
-class FoundSample:
-    """A batch of one rank."""
-
-    epoch: int
-    batch: int
-    """Number of the batch in the epoch, counted from 1."""
-    num_batches: int
-    """Number of batches of that rank in the epoch."""
-    samples: tuple[int, ...]
-    """Dataset indices, without padding."""
-    given: bool
-    """True if the batch had been returned when the checkpoint was saved."""
-
-
-def reading_of(plan: LoaderPlan, shuffled: bool) -> dict[str, Any]:  # Any: JSON values
-    """Return the settings that `find` needs to compute the samples of a batch; equal on every rank."""
-    return {
-        "shuffled": shuffled,
-        "shards": plan.num_shards,
-        "global_batch": plan.global_batch,
-        "drop_last": plan.drop_last,
-        "even": plan.even,
-        "pad": plan.pad,
-    }
-
-
-def find(
-    state: Mapping[str, Any], shard: int, batch: int, epoch: int | None = None
-) -> FoundSample:
-    """Return batch number `batch` (from 1) of data-parallel rank `shard` in an epoch, by default the epoch of `state`.
-
-    Raises: DataError when the state lacks the settings, or there is no such batch.
-    """
-    reading = state.get("reading")
-    if reading is None:
-        raise DataError(
-            "the checkpoint does not contain the order of its loader, so the samples of a batch cannot be computed: the loader reads a "
-            "stream, or has a custom sampler. Number the samples in the dataset, and log the numbers with the batch."
-        )
-    shards, size = int(reading["shards"]), int(state["size"])
-    if not 0 <= shard < shards:
-        raise DataError(
-            f"the loader was read by {shards} data-parallel ranks, and rank {shard} is not among 0 to {shards - 1}."
-        )
-    even, drop_last = bool(reading["even"]), bool(reading["drop_last"])
-    plan = LoaderPlan(
-        how="shard",
-        num_shards=shards,
-        shard=shard,
-        global_batch=int(reading["global_batch"]),
-        drop_last=drop_last,
-        even=even,
-        pad=reading.get("pad", "least"),
-    )
-    steps = plan.steps(size)
-    if not 1 <= batch <= steps:
-        raise DataError(
-            f"batch {batch} does not exist: an epoch has batches 1 to {steps} on each rank ({size} samples, {plan.global_batch} a step)."
-        )
-    batch_epoch = int(state["epoch"]) if epoch is None else epoch
-    share = plan.share(size, batch - 1)
-    positions = np.arange(share.first, share.first + share.real, dtype=np.int64)
-    indices = (
-        Shuffle(size, int(state["seed"]), batch_epoch).at(positions)
-        if reading["shuffled"]
-        else positions
-    )
-    end = plan.consumed(size, batch)
-    is_returned = (batch_epoch, end) <= (int(state["epoch"]), int(state["consumed"]))
-    return FoundSample(
-        batch_epoch,
-        batch,
-        steps,
-        tuple(int(index) for index in indices),
-        is_returned,
-    )

@@ -314,15 +314,6 @@ class Loader(DataLoader[Any]):
         iteration = self.parts.iteration
         return iteration.start, iteration.steps
 
-    def number(self, start: Position, steps: int) -> int | None:
-        """Return the number of that batch in its epoch, from 1; None if unknown, as after a resume with other ranks."""
-        total = self.parts.total_batch_size
-        if total is None or self.parts.source.unit != "samples":
-            return None
-        first_sample = self.parts.source.skipped(start, steps - 1).consumed
-        number, remainder = divmod(first_sample, total)
-        return None if remainder else number + 1
-
     def samples(
         self, start: Position | None = None, steps: int = 0
     ) -> list[int] | None:
@@ -436,10 +427,7 @@ class Loader(DataLoader[Any]):
         position = replace(
             position, batches=iteration.start.batches + steps, workers_ran=ran
         )
-        state = encode(position, source.unit, source.size())
-        if (reading := getattr(source, "reading", None)) is not None:
-            state["reading"] = dict(reading)
-        return state
+        return encode(position, source.unit, source.size())
 
     def saved_state(self, has_trained: bool = False) -> dict[str, Any]:
         """Return the state that checkpoints contain; `load_state_dict` takes it too.

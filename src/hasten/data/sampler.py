@@ -21,11 +21,9 @@ from hasten.data.batch_plan import (
     cut,
     plan_batches,
     plan_rows,
-    reading_of,
 )
 from hasten.data.foreign import plainly
 from hasten.data.order import (
-    ComputedOrder,
     DistributedOrder,
     PartOrder,
     SampleOrder,
@@ -130,16 +128,6 @@ class Assignment:
             np.arange(share.first, share.first + real, dtype=np.int64)
         ).tolist()
         return indices
-
-    def reading(self) -> dict[str, Any] | None:
-        """Return the settings that `plan.find` needs besides the position; None when batches cannot be computed."""
-        if (
-            self.form == "batches"
-            or self.split is not None
-            or not isinstance(self.order, ComputedOrder)
-        ):
-            return None
-        return reading_of(self.plan, self.order.shuffled)
 
     def rounds(self, position: Position) -> Iterator[list[IndexBatch | None]]:
         """Yield the batches of all ranks, step by step, for the rank that reads for all; None for ranks without one."""

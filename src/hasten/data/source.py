@@ -136,7 +136,6 @@ class IndexedSource:
         self._shard = shard
         self._process = RandomStates()
         self.assignment = assignment
-        self.reading = assignment.reading()
         self.unit = assignment.unit
         self._loader = loader
         self._rank = rank

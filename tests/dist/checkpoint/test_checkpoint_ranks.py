@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from hasten import Accelerator, ProjectConfiguration
+from hasten import Accelerator
 from hasten.checkpoint.base import Blob, Component, StateTree
 from hasten.checkpoint.format.manifest import FileRecord, Manifest
 from hasten.checkpoint.reader import open_checkpoint

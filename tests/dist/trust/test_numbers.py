@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import math
-import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from hasten import Accelerator
-from hasten.cli.main import main
-from hasten.data import batch_plan as lookup
-from hasten.errors import ConfigError, DataError, HastenWarning, NumbersError
+from hasten.errors import ConfigError, HastenWarning, NumbersError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import seeded
@@ -131,56 +124,6 @@ def test_stop_names_update_rank_samples_and_module(
     assert f"first module whose output is not finite: {expected}" in text
     assert f"dataset indices {', '.join(map(str, batches[at]))}" in text
     assert len(set(ctx.world.all_gather_object(text))) == 1
-
-
-@ranks(1, 2)
-def test_the_command_in_the_message_gives_the_samples(
-    ctx: ProcessContext, tmp_path: Path
-) -> None:
-    accelerator = Accelerator(trust={"numbers": "stop"}, project_dir=str(tmp_path))
-    with pytest.raises(NumbersError) as caught:
-        train(accelerator, 17, first=accelerator.save_state)
-    command = re.search(r"fetch it again: hasten (data show .*)", str(caught.value))
-    assert command is not None
-    for extra, found in (
-        (["--json"], "samples"),
-        (["--dataset", "tests.support.toys:Rows"], "sample "),
-    ):
-        text = io.StringIO()
-        with contextlib.redirect_stdout(text):
-            assert main([*command[1].split(), *extra]) == 0
-        assert found in text.getvalue()
-        if extra == ["--json"]:
-            (owner,) = caught.value.ranks
-            assert json.loads(text.getvalue())["samples"] == caught.value.samples[owner]
-
-
-@ranks(1, 2, 3)
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("drop_last", [True, False])
-def test_every_batch_of_a_state_is_found(
-    ctx: ProcessContext, shuffle: bool, drop_last: bool
-) -> None:
-    """Of all ranks, whichever state is asked, and also when the epoch was entered in the middle."""
-    accelerator = Accelerator(context=ctx)
-    loader = accelerator.prepare(
-        DataLoader(list(range(23)), batch_size=2, shuffle=shuffle, drop_last=drop_last)  # type: ignore[arg-type]  # a list is a dataset
-    )
-    for epoch in range(2):
-        batches = [loader.samples() for _ in loader]
-        everyone = ctx.world.all_gather_object(batches)
-        state = loader.state_dict()
-        for shard, own in enumerate(everyone):
-            found = [
-                lookup.find(state, shard, number + 1, epoch)
-                for number in range(len(own))
-            ]
-            assert [list(one.samples) for one in found] == own
-            assert all(one.num_batches == len(own) and one.given for one in found)
-            with pytest.raises(DataError, match=f"batches 1 to {len(own)}"):
-                lookup.find(state, shard, len(own) + 1, epoch)
-    for number, _ in enumerate(loader, start=1):
-        assert loader.number(*loader.current()) == number
 
 
 @ranks(1, 2)

@@ -52,7 +52,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ["predict", "a:b", "train.py", "-o", "o.jsonl", "--batch-size=x"],
             "'x' is not an integer from 0",
         ),
-        (["data", "show", "empty", "--batch=-1"], "'-1' is not an integer from 0"),
         (["top", "--interval=-1"], "'-1' is not a number of seconds above 0"),
         (["tune", "train.py", "--updates=0"], "'0' is not an integer from 2"),
         (["estimate-memory", "empty", "--batch=ü"], "'ü' is not an integer from 1"),

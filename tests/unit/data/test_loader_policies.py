@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from hasten.comm.local import LocalComm
-from hasten.data.batch_plan import find, plan_rows
+from hasten.data.batch_plan import plan_rows
 from hasten.data.dispatch import BatchReader
 from hasten.data.loader import Loader
 from hasten.data.position import Position
@@ -157,18 +157,6 @@ def test_a_first_batch_that_is_too_short_pads_all_the_same() -> None:
     assert [None if item is None else item[0].tolist() for item in step.items] == [
         [0]
     ] * 4
-
-
-def test_the_samples_of_a_padded_batch_are_found_again() -> None:
-    for rank in range(2):
-        loader = prepared(shuffled(13, 4), rank, 2, pad="full")
-        batches = seen(loader)
-        state = json.loads(json.dumps(loader.state_dict()))
-        for number, batch in enumerate(batches, 1):
-            assert (
-                list(find(state, rank, number, epoch=0).samples)
-                == batch.values[: batch.real]
-            )
 
 
 class Noisy(Dataset[torch.Tensor]):

@@ -11,10 +11,8 @@ extension: Final = Extension(
     summary="list, verify, compare, merge and convert checkpoints",
     commands={
         "ckpt": "hasten.extensions.checkpoint_tools.command:main",
-        "data": "hasten.extensions.checkpoint_tools.data_command:main",
     },
     command_help={
         "ckpt": "list, verify, compare and convert checkpoints",
-        "data": "show the samples of a batch of a saved run",
     },
 )

@@ -67,7 +67,6 @@ class LedgerSource(OuterSource):
         plan = inner.assignment.plan
         self._rows, self._drop_last = plan.global_batch, plan.drop_last
         self._part = partial(part, rank=plan.shard, num_ranks=plan.num_shards)
-        self.reading = None
 
     def steps(self) -> int | None:
         """Return the number of batches of an epoch while all replicas are there."""

@@ -83,14 +83,12 @@ class NumbersWatch(RunPart):
         ctx: ProcessContext,
         clock: StepClock,
         settings: NumbersSettings,
-        newest: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._prepared = prepared
         self._unwrap = unwrap
         self._ctx = ctx
         self._clock = clock
         self._settings = settings
-        self._find_newest = newest
         self._last_calls = LastCalls()
         self._losses: LateLosses[Batches] = LateLosses(
             settings.overwritten, odd_only=settings.spike is None
@@ -315,7 +313,7 @@ class NumbersWatch(RunPart):
         return ""
 
     def _describe_batches(self, update: Update[Batches]) -> BadValue:
-        """Return the batches of this update, with the commands to fetch them again."""
+        """Return the batches of this update."""
         values = update.values
         lines: list[str] = []
         samples: list[int] = []
@@ -342,11 +340,6 @@ class NumbersWatch(RunPart):
                     lines.append(
                         f"{batch_words}, dataset indices {', '.join(map(str, indices[:_MOST_SHOWN]))}{remaining_words}"
                     )
-                    if batch_number := loader.number(start, steps):
-                        batch_flags = f"--rank {self._ctx.rank} --epoch {start.epoch} --batch {batch_number}"
-                        lines.append(
-                            f"  fetch it again: hasten data show {self._find_newest() or 'CHECKPOINT'} {batch_flags}"
-                        )
         return BadValue("", samples, lines)
 
 
