@@ -217,12 +217,6 @@ class Preparer:
             else []
         )
         models = [self._strategy.unwrap(model) for model in self.done.models]
-        lays_out = (
-            topology.world_size > 1 and not self._strategy.caps.owns_precision
-        )  # engines lay out state themselves
-        if lays_out:
-            # imports torch.distributed.tensor: most of a second
-            from hasten.strategies import account
         return StartUp(
             rank=topology.rank,
             world_size=topology.world_size,
@@ -236,10 +230,6 @@ class Preparer:
                 f"{type(inner).__name__}: {self._strategy.name}, {type(model).__name__}"
                 for inner, model in zip(models, self.done.models, strict=True)
             ],
-            modules=[line for model in models for line in account.module_lines(model)]
-            if lays_out and not topology.rank
-            else (),
-            memory=[account.memory_line(model) for model in models] if lays_out else (),
             sampler=[
                 f"{type(loader.batch_sampler).__name__} over {type(loader.sampler).__name__}"
                 for loader in self.done.loaders

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hasten.comm.base import Comm
-from hasten.errors import StepError
 from hasten.modules.names import is_dtensor, placements
 from hasten.optim.gradients import alike, gradients
 
@@ -29,8 +28,6 @@ def clip_norm(
     max_norm: float,
     norm_type: float = 2.0,
     *,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
     across: Comm | None = None,
     counts: Callable[[Tensor], bool] | None = None,
 ) -> Tensor:
@@ -39,71 +36,36 @@ def clip_norm(
     Torch's own function clips gradients that this rank holds whole. `across` are the ranks that hold other parameters of
     the same model (pipeline stages); `counts` is False for a parameter that another of these ranks also holds and counts.
     Ranks: every rank, when a parameter is sharded or `across` is given.
-    Raises: StepError when `error_if_nonfinite` and the norm is not finite.
     """
-    chosen = as_list(parameters)
-    special = error_if_nonfinite or (foreach, across, counts) != (None, None, None)
-    if not special and not any(is_dtensor(parameter.grad) for parameter in chosen):
+    clipped_parameters = as_list(parameters)
+    if across is None and not any(is_dtensor(p.grad) for p in clipped_parameters):
         plain: Tensor = torch.nn.utils.clip_grad_norm_(
-            chosen, max_norm, norm_type=norm_type
+            clipped_parameters, max_norm, norm_type=norm_type
         )
         return plain
+    counted_parameters = clipped_parameters
+    if counts is not None:
+        counted_parameters = [p for p in clipped_parameters if counts(p)]
     with torch.no_grad():
-        return _clip_over_ranks(
-            chosen, max_norm, norm_type, error_if_nonfinite, foreach, across, counts
-        )
-
-
-def _clip_over_ranks(
-    clipped_parameters: list[Tensor],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    foreach: bool | None,
-    across: Comm | None,
-    counts: Callable[[Tensor], bool] | None,
-) -> Tensor:
-    """Clip gradients that are sharded, or have a norm that torch's function does not know."""
-    grads = gradients(clipped_parameters)
-    counted = (
-        grads
-        if counts is None
-        else gradients(
-            [parameter for parameter in clipped_parameters if counts(parameter)]
-        )
-    )
-    total = global_norm(counted, norm_type, foreach=foreach, across=across)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise StepError(
-            f"the gradient norm is {float(total)}; clipping by it would make every gradient "
-            "nan. Find the loss that is not finite, or pass error_if_nonfinite=False."
-        )
-    scale_down(grads, max_norm, total, foreach)
+        total = global_norm(gradients(counted_parameters), norm_type, across)
+        scale_down(gradients(clipped_parameters), max_norm, total)
     return total
 
 
 def global_norm(
-    grads: Sequence[Tensor],
-    norm_type: float = 2.0,
-    *,
-    foreach: bool | None = None,
-    across: Comm | None = None,
+    grads: Sequence[Tensor], norm_type: float = 2.0, across: Comm | None = None
 ) -> Tensor:
     """Return the norm of all gradients as one vector, as a plain tensor that is equal on every rank."""
-    by_place: dict[object, list[Tensor]] = {}
+    grads_by_placement: dict[object, list[Tensor]] = {}
     for grad in grads:
-        by_place.setdefault(_place(grad), []).append(grad)
-    norms = [_norm(same, norm_type, foreach) for same in by_place.values()]
-    device = (
-        norms[0].device
-        if norms
-        else (across.device if across is not None else torch.device("cpu"))
-    )
-    total = (
-        norms[0]
-        if len(norms) == 1
-        else combine([norm.to(device) for norm in norms], norm_type, device)
-    )
+        grads_by_placement.setdefault(_place(grad), []).append(grad)
+    norms = [
+        _norm(alike_grads, norm_type) for alike_grads in grads_by_placement.values()
+    ]
+    device = torch.device("cpu") if across is None else across.device
+    if norms:
+        device = norms[0].device
+    total = combine([norm.to(device) for norm in norms], norm_type, device)
     if across is not None and across.size > 1:
         total = combine(list(across.all_gather(total)), norm_type, device)
     return total
@@ -113,6 +75,8 @@ def combine(norms: Sequence[Tensor], norm_type: float, device: torch.device) -> 
     """Return the norm of concatenated vectors, from their norms."""
     if not norms:
         return torch.zeros((), device=device)
+    if len(norms) == 1:
+        return norms[0]
     total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
     return total
 
@@ -126,11 +90,11 @@ def _place(grad: Tensor) -> object:
     )
 
 
-def _norm(grads: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm of gradients with equal placements, over all ranks they are sharded over."""
     first = grads[0]
     if not is_dtensor(first):
-        plain: Tensor = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
+        plain: Tensor = torch.nn.utils.get_total_norm(grads, norm_type)
         return plain
     if any(placement.is_partial() for placement in first.placements):
         grads = [
@@ -142,7 +106,7 @@ def _norm(grads: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor
     # a rank may hold no row of a small parameter
     mine = [part for part in parts if part.numel()]
     norm = (
-        torch.nn.utils.get_total_norm(mine, norm_type, foreach=foreach)
+        torch.nn.utils.get_total_norm(mine, norm_type)
         if mine
         else parts[0].new_zeros(())
     )
@@ -174,31 +138,18 @@ def _summed(grad: DTensor) -> list[Placement]:
     ]
 
 
-def scale_down(
-    grads: list[Tensor], max_norm: float, total: Tensor, foreach: bool | None
-) -> None:
+def scale_down(grads: list[Tensor], max_norm: float, total: Tensor) -> None:
     """Multiply the gradients by max_norm / total if total is larger, without a device synchronization."""
     if not grads or math.isinf(max_norm):
         return
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for same in alike(grads):
-        by = factor.to(same[0].device)
-        if foreach is False:
-            for grad in same:
-                grad.mul_(by)
-        else:
-            torch._foreach_mul_(same, by)
+    for alike_grads in alike(grads):
+        torch._foreach_mul_(alike_grads, factor.to(alike_grads[0].device))
 
 
 @torch.no_grad()
-def clip_value(
-    parameters: Tensor | Iterable[Tensor], limit: float, foreach: bool | None = None
-) -> None:
+def clip_value(parameters: Tensor | Iterable[Tensor], limit: float) -> None:
     """Clamp every element of the gradients to [-limit, limit]."""
-    for same in alike(gradients(as_list(parameters))):
-        if foreach is False:
-            for grad in same:
-                grad.clamp_(-limit, limit)
-        else:
-            torch._foreach_clamp_min_(same, -limit)
-            torch._foreach_clamp_max_(same, limit)
+    for alike_grads in alike(gradients(as_list(parameters))):
+        torch._foreach_clamp_min_(alike_grads, -limit)
+        torch._foreach_clamp_max_(alike_grads, limit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -173,13 +172,10 @@ def total_of(scheduler: Any) -> int | None:
 
 
 def _of_function(function: Callable[..., Any]) -> int | None:
-    """Return the length in a function of transformers or diffusers: an argument or variable num_training_steps."""
-    if isinstance(function, functools.partial):
-        total = function.keywords.get("num_training_steps")
-    elif inspect.isfunction(function):
-        total = inspect.getclosurevars(function).nonlocals.get("num_training_steps")
-    else:
+    """Return the length in a function of transformers: its argument num_training_steps."""
+    if not isinstance(function, functools.partial):
         return None
+    total = function.keywords.get("num_training_steps")
     return int(total) if isinstance(total, int | float) else None
 
 

@@ -150,8 +150,6 @@ class StartUp:
     backend: str | None = None
     mesh: Sequence[str] = ()
     wrapping: Sequence[str] = ()
-    modules: Sequence[str] = ()
-    memory: Sequence[str] = ()
     sampler: Sequence[str] = ()
     accumulation: int = 1
     precision: str = "no"
@@ -167,8 +165,6 @@ def banner(facts: StartUp) -> str:
     ]
     rows += [("mesh", line) for line in facts.mesh]
     rows += [("wrapping", line) for line in facts.wrapping or ("no model prepared",)]
-    rows += [("modules", line) for line in facts.modules]
-    rows += [("memory", line) for line in facts.memory]
     rows += [("sampler", line) for line in facts.sampler or ("no loader prepared",)]
     step = (
         "every batch"

@@ -26,7 +26,6 @@ from hasten.runtime.bytes_plan import Held, Traffic, Weights, held_bytes
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import banner
 from hasten.runtime.mesh_plan import MeshSpec
-from hasten.strategies.account import module_lines
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
 from tests.support.sent_bytes import (
@@ -326,9 +325,7 @@ def test_stages_send_what_the_formula_says(
 
 
 @ranks(2)
-def test_the_banner_says_what_became_of_each_module_and_the_bytes(
-    ctx: ProcessContext,
-) -> None:
+def test_the_banner_shows_the_mesh(ctx: ProcessContext) -> None:
     plan = {
         "blocks.*.[qkv]": "colwise",
         "blocks.*.o": "rowwise",
@@ -338,25 +335,13 @@ def test_the_banner_says_what_became_of_each_module_and_the_bytes(
     accelerator = Accelerator(
         parallelism_config=ParallelismConfig(tp_size=2, tp_plan=plan)
     )
-    net = accelerator.prepare(text())
+    accelerator.prepare(text())
     shown = banner(accelerator._preparer._facts())
     if ctx.rank == 0:
         table = [line.split()[-3:] for line in shown.splitlines()]
         assert all([str(rank), "0", str(rank)] in table for rank in range(2)), (
             "rank, machine, tp"
         )
-        assert "blocks.*.q: 2 x Linear, Colwise, over tp 2" in shown
-        assert "blocks.*.down: 2 x Linear, Rowwise, over tp 2" in shown
-        assert "embed: 1 x Embedding, replicated on every rank" in shown
-    held = sum(map(size, net.parameters()))
-    whole = sum(p.numel() * 4 for p in text().parameters())
-    assert (
-        f"{bytes_plan.size(held)} of {bytes_plan.size(whole)} of parameters on this rank"
-        in shown
-    )
-    sharded = Accelerator(strategy="fsdp")
-    net = sharded.prepare(text())
-    assert "blocks.*.q: 2 x Linear, over dp_shard 2" in module_lines(net)
 
 
 @ranks(1)

@@ -423,10 +423,6 @@ def test_norms_equal_torch(norm_type: float) -> None:
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
     assert clip_norm([], 1.0).item() == 0.0
-    broken = nn.Parameter(torch.ones(1))
-    broken.grad = torch.tensor([float("nan")])
-    with pytest.raises(StepError, match="the gradient norm is nan"):
-        clip_norm(broken, 1.0, error_if_nonfinite=True)
 
 
 def test_an_optimizer_whose_zero_grad_takes_nothing_is_cleared() -> None:

@@ -186,7 +186,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
             # applied in float32, together with the unscaling
             wrapper.clip_grad = float(max_norm)
         else:
-            clip.scale_down(gradients, max_norm, norm, None)
+            clip.scale_down(gradients, max_norm, norm)
         return norm
 
     def multiply_gradients(self, factor: float | Tensor) -> None:

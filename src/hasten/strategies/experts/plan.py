@@ -30,8 +30,7 @@ def decide(model: nn.Module, plan: str | Sequence[str], ranks: int) -> dict[str,
     )
     if not experts_by_module:
         raise PrepareError(
-            f"no module of {type(model).__name__} has experts that can be split over {ranks} ranks: {_SAID}"
-            f"{_suggest_stacking(model)}. Name such modules with ParallelismConfig(ep_plan=('layers.*.experts',)), or set ep_size=1."
+            f"no module of {type(model).__name__} has experts that can be split over {ranks} ranks: {_SAID}. Name such modules with ParallelismConfig(ep_plan=('layers.*.experts',)), or set ep_size=1."
         )
     for name, number in experts_by_module.items():
         if number % ranks:
@@ -129,15 +128,3 @@ def _check_ties(model: nn.Module, experts_by_module: dict[str, int]) -> None:
                 f"{first!r} and {name!r} are one tied tensor, and tied experts are not supported in this version. Untie the weights, or "
                 "set ep_size=1."
             )
-
-
-def _suggest_stacking(model: nn.Module) -> str:
-    """Return a hint about a ModuleList named experts, for the error message; empty if there is none."""
-    lists = [
-        n
-        for n, m in model.named_modules()
-        if isinstance(m, nn.ModuleList) and n.rpartition(".")[2] == "experts"
-    ]
-    return (
-        f"; {lists[0]!r} is a list of modules, which cannot be split" if lists else ""
-    )
