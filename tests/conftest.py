@@ -21,7 +21,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from hasten.testing.plugin import POOL
-from hasten.testing.processors import Limit, processor_time, stolen_since
+from tests.support.processors import Limit, processor_time, stolen_since
 
 # Two threads per process on two cores make distributed tests three times slower; torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

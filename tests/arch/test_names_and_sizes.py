@@ -51,7 +51,6 @@ SMALL: Final = MappingProxyType(
         "strategies/tensor/alone.py": "one transform, chosen by name",
         "strategies/whole.py": "shared by FSDP and tensor parallelism",
         "testing/plugin.py": "the entry point of the pytest plugin",
-        "testing/processors.py": "shared by the pool and by the test suite",
         "extensions/planning/plan/traffic.py": "formulas, compared with counted bytes by a test",
         "extensions/trainer/state.py": "two public classes without torch",
         "extensions/trainer/step_plan.py": "arithmetic without torch",

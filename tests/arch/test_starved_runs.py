@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 
 from hasten.testing import processors
-from hasten.testing.processors import Limit
+from tests.support.processors import Limit
 
 CONFTEST: Final = Path(__file__).parents[1] / "conftest.py"
 TESTS: Final = '''"""Tests that fail once, twice or always."""

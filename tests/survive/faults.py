@@ -226,7 +226,7 @@ class FaultyRun:
         command += [
             "--survive_lighthouse",
             address,
-            "--survive_heal_timeout_s",
+            "--survive_hang_timeout_s",
             "60",
             *flags,
         ]

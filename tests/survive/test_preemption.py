@@ -68,7 +68,7 @@ def test_a_replica_that_is_being_started_does_not_change_the_exit_code(
     os.kill(found["1"], signal.SIGKILL)
     until = time.monotonic() + 60.0
     while (
-        "it is started again" not in (tmp_path / "out.txt").read_text()
+        "the replica is started again" not in (tmp_path / "out.txt").read_text()
         and time.monotonic() < until
     ):
         time.sleep(0.01)
@@ -90,7 +90,7 @@ def test_a_signal_to_one_replica_lets_it_leave_while_the_others_continue(
     run = start(tmp_path, 3, options)
     found = wait_for(run, tmp_path, 3)
     os.kill(found["1"], signal.SIGTERM)
-    while "it is started again" not in (
+    while "the replica is started again" not in (
         tmp_path / "out.txt"
     ).read_text() or "1" not in recent(tmp_path):
         assert run.poll() is None
@@ -98,7 +98,10 @@ def test_a_signal_to_one_replica_lets_it_leave_while_the_others_continue(
     options["epochs"] = close(tmp_path)
     text = finish(run, tmp_path, LIMIT_S)
     updates: list[dict[str, Any]] = check_run(tmp_path, options)
-    assert "replica 1 ended with exit code 85; it is started again, 2 continue" in text
+    assert (
+        "rank 0 of replica 1 ended with exit code 85; the replica is started again, 2 continue"
+        in text
+    )
     ((step, place),) = left(tmp_path)
     assert place == ""  # it did not lead
     assert any(

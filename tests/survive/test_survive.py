@@ -62,7 +62,7 @@ def test_a_killed_replica_costs_neither_an_update_nor_a_sample(tmp_path: Path) -
     updates = check_run(tmp_path, options)
     assert "without 1; 4 samples are given out again" in text
     assert (
-        "replica 1 ended with killed by SIGKILL; it is started again, 2 continue"
+        "rank 0 of replica 1 ended with killed by SIGKILL; the replica is started again, 2 continue"
         in text
     )
     numbers = [len(update["contributors"]) for update in updates]
@@ -224,7 +224,7 @@ def test_a_replica_that_wakes_after_the_end_does_not_continue_the_run(
         options,
         "--survive_timeout_s",
         "2",
-        "--survive_heal_timeout_s",
+        "--survive_hang_timeout_s",
         "40",
     )
     found = wait_for(run, tmp_path, 3)

@@ -40,7 +40,6 @@ from hasten.testing.job import (
     pack,
 )
 from hasten.testing.processes import Worker, Zygote
-from hasten.testing.processors import Limit
 
 R = TypeVar("R")
 
@@ -313,15 +312,15 @@ class _Watch:
 
     def _collect(self, timeout_s: float, patience_s: float) -> None:
         """Receive reports until all have arrived, the time is up, or `patience_s` after the first failure has passed."""
-        limits = [Limit(timeout_s)]
-        while self._pending and (left := min(limit.left() for limit in limits)) > 0:
-            ready = wait([worker.pipe for worker in self._pending.values()], left)
+        deadline = time.monotonic() + timeout_s
+        while self._pending and (left_s := deadline - time.monotonic()) > 0:
+            ready = wait([worker.pipe for worker in self._pending.values()], left_s)
             for rank, worker in list(self._pending.items()):
                 if worker.pipe in ready:
                     del self._pending[rank]
                     self._done[rank] = self._outcome(rank, worker)
                     if self._done[rank].status != "returned":
-                        limits.append(Limit(patience_s, most_s=patience_s))
+                        deadline = min(deadline, time.monotonic() + patience_s)
 
     def _outcome(self, rank: int, worker: Worker) -> RankOutcome:
         try:
@@ -362,8 +361,6 @@ class _Watch:
             self._read("stack", rank) for rank in stopped
         ):
             time.sleep(0.005)
-        for rank, worker in stopped.items():
-            self._add_stacks_of_forks(rank, worker)
         stacks = {rank: _own_frames(self._read("stack", rank)) for rank in stopped}
         for worker in stopped.values():
             worker.kill_children()
@@ -376,17 +373,6 @@ class _Watch:
                 "died" if died else status,
                 details=stacks[rank] or "(no stack: busy in C)",
             )
-
-    def _add_stacks_of_forks(self, rank: int, worker: Worker) -> None:
-        """Append the stacks of a rank's forked processes, such as a loader's workers, to those of the rank."""
-        path = self._call.folder / f"stack-{rank}"
-        for pid in worker.forks(STACK_SIGNAL):
-            with path.open("a") as file:
-                file.write(f"\nStacks of process {pid}, forked by rank {rank}:\n")
-            size, deadline = path.stat().st_size, time.monotonic() + STACK_S
-            replace(worker, pid=pid).signal(STACK_SIGNAL)
-            while time.monotonic() < deadline and path.stat().st_size == size:
-                time.sleep(0.005)
 
     def _read(self, what: str, rank: int) -> str:
         path = self._call.folder / f"{what}-{rank}"

@@ -34,35 +34,17 @@ class Worker:
         self.signal(signal.SIGKILL)
 
     def kill_children(self) -> None:
-        """Kill the process's child processes, which would outlive it."""
-        for pid in self._children():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """Kill the process's child processes, which would outlive it, where /proc names them."""
+        for task in Path(f"/proc/{self.pid}/task").glob("*/children"):
+            with suppress(OSError):  # the thread ended in the meantime
+                for pid in task.read_text().split():
+                    with suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
 
     def signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
-
-    def forks(self, handling: int) -> list[int]:
-        """Return the process ids of this worker's child processes that have a handler for a signal."""
-        return [pid for pid in self._children() if _handles(pid, handling)]
-
-    def _children(self) -> list[int]:
-        """Return the process ids of this worker's child processes; empty where /proc is missing."""
-        found = []
-        for task in Path(f"/proc/{self.pid}/task").glob("*/children"):
-            with suppress(OSError):  # the thread ended in the meantime
-                found += [int(pid) for pid in task.read_text().split()]
-        return found
-
-
-def _handles(pid: int, number: int) -> bool:
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
 
 
 class Zygote:

@@ -155,15 +155,11 @@ def test_hang_is_stopped_after_the_timeout_with_all_stacks(
     assert "in meet" in text
 
 
-def test_stacks_of_forked_processes_are_shown_with_their_rank_and_the_processes_end(
-    rank_pool: Pool, tmp_path: Path
-) -> None:
+def test_forked_processes_of_stopped_ranks_end(rank_pool: Pool, tmp_path: Path) -> None:
     text = str(
         failure(rank_pool, partial(fork_and_wait, folder=tmp_path), timeout_s=1.0)
     )
     assert "rank 0 hung, rank 1 hung" in text
-    assert text.count("in wait_in_a_fork") == 2
-    assert text.count(", forked by rank 0:") == 1
     pids = [pid for rank in "01" for pid in (tmp_path / rank).read_text().split()]
     deadline = time.monotonic() + 10
     while (

@@ -12,7 +12,7 @@ from hasten.extensions.survive.folder import STOPPING
 
 
 def several(names: str) -> dict[str, Duties]:
-    return {name: Duties(name, None) for name in names}
+    return {name: Duties(name, Path("absent")) for name in names}
 
 
 def leaders(made: dict[str, Duties]) -> list[str]:
@@ -55,7 +55,7 @@ def test_a_replica_that_is_healed_at_the_end_of_an_epoch_does_not_lead_there() -
 
 
 def test_the_last_replica_leads_even_if_it_was_just_healed() -> None:
-    one = Duties("2", None)
+    one = Duties("2", Path("absent"))
     one.healed()
     one.met("2", [])
     assert one.leads
@@ -77,7 +77,7 @@ def asks_and_leaves(one: Duties) -> tuple[bool, bool]:
 def test_a_signal_to_the_whole_run_is_agreed_on_in_an_update(
     tmp_path: Path, healed: bool
 ) -> None:
-    one = Duties("1", str(tmp_path))
+    one = Duties("1", tmp_path)
     one.updated("01")
     assert asks_and_leaves(one) == (False, False)
     (tmp_path / STOPPING).touch()
@@ -95,24 +95,23 @@ def test_a_signal_to_the_whole_run_is_agreed_on_in_an_update(
 def test_a_replica_learns_the_signal_of_the_others_in_the_update(
     tmp_path: Path,
 ) -> None:
-    one = Duties("1", str(tmp_path))
+    one = Duties("1", tmp_path)
     one.updated("01", stops=True)
     assert one.leaves
 
 
 def test_a_signal_to_one_replica_lets_it_leave(tmp_path: Path) -> None:
-    for folder in (None, str(tmp_path)):
-        one = Duties("1", folder)
-        one.updated("01")
-        one.received = lambda: 15
-        assert asks_and_leaves(one) == (False, True)
+    one = Duties("1", tmp_path)
+    one.updated("01")
+    one.received = lambda: 15
+    assert asks_and_leaves(one) == (False, True)
 
 
 def test_a_replica_that_receives_the_signal_before_its_launcher_waits_for_the_others(
     tmp_path: Path,
 ) -> None:
     """Schedulers signal all processes at once; the launcher tells a moment later that the whole run was told to stop."""
-    one = Duties("1", str(tmp_path))
+    one = Duties("1", tmp_path)
     one.updated("01")
     one.received = lambda: 15
     launcher = threading.Timer(0.2, (tmp_path / STOPPING).touch)

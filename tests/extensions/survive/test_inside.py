@@ -29,7 +29,7 @@ SETTINGS = SurviveSettings(
 
 @ranks(2, 3)
 def test_the_ranks_follow_the_first_and_vote(ctx: ProcessContext) -> None:
-    inside = Inside(ctx.world, "127.0.0.1", SETTINGS, b"token")
+    inside = Inside(ctx.world, "127.0.0.1", SETTINGS)
     for number in range(20):
         if inside.first:
             time.sleep(0.5 if number == 3 else 0.0)
@@ -46,7 +46,7 @@ def test_the_ranks_follow_the_first_and_vote(ctx: ProcessContext) -> None:
 
 @ranks(2)
 def test_a_rank_that_is_silent_is_noticed_by_the_first(ctx: ProcessContext) -> None:
-    inside = Inside(ctx.world, "127.0.0.1", SETTINGS, b"token")
+    inside = Inside(ctx.world, "127.0.0.1", SETTINGS)
     time.sleep(0.2)
     if inside.first:
         assert inside.alive()
@@ -84,7 +84,7 @@ def trained(
 
 def values(state: RunState) -> bytes:
     """Return everything that a state holds on this rank."""
-    return healing.pack(state.collected(), check=True)
+    return healing.pack(state.collected())
 
 
 @ranks(2, mesh={"dp_shard": 2})
@@ -128,9 +128,10 @@ def test_gradients_of_shards_are_sent_from_local_memory(ctx: ProcessContext) -> 
         parameter.grad = torch.full_like(parameter, float(ctx.rank + 1))
         gradients.append(parameter.grad)
     bucket = Bucket(parameters, rank=0, size=2, tag=1)
-    bucket.filled()
-    bucket.rows[1] = 4.0 * bucket.rows[0]
-    bucket.write([0.5, 0.5], [True] * len(parameters))
+    sent, _ = bucket.filled()
+    assert set(torch.cat(sent).tolist()) - {0.0} == {ctx.rank + 1.0}
+    bucket.sent.mul_(2.5)
+    bucket.write([True] * len(parameters))
     for gradient in gradients:
         assert torch.equal(
             gradient.to_local(),

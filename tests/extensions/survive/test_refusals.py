@@ -15,7 +15,9 @@ from hasten.extensions.survive.settings import SurviveSettings
 from hasten.launch import job
 from hasten.optional import available
 
-SURVIVE = SurviveSettings(lighthouse="127.0.0.1:1", replica="0", replicas=2)
+SURVIVE = SurviveSettings(
+    lighthouse="127.0.0.1:1", replica="0", replicas=2, folder="absent"
+)
 
 
 @pytest.fixture
@@ -81,9 +83,9 @@ def test_settings_that_cannot_be_combined(given: dict[str, Any], words: str) -> 
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_replica_needs_a_name() -> None:
+def test_replicas_are_started_by_the_launcher() -> None:
     config = resolve(code={"survive": {"lighthouse": "127.0.0.1:1"}}, env={}).config
-    with pytest.raises(ConfigError, match="Give each replica a name"):
+    with pytest.raises(ConfigError, match="start the script with `hasten launch"):
         part.check(config)
 
 

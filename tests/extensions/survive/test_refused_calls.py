@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def source_of(loader: DataLoader[Any], **settings: Any) -> LedgerSource:
     """Return the source that `prepare` makes of a loader for replicas."""
     # Any: hasten's loader
     prepared: Any = Accelerator(cpu=True, **settings).prepare(loader)
-    return LedgerSource(prepared.parts.source, Holder(), StepClock(), 2)
+    return LedgerSource(prepared.parts.source, cast(Any, Holder()), StepClock(), 2)
 
 
 def test_a_stream_is_refused() -> None:

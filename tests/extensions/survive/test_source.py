@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -60,7 +60,9 @@ def read(lost_after: int | None) -> tuple[list[list[int]], Counter[int]]:
     dataset = Counting()
     loader: Any = DataLoader(dataset, batch_size=4, shuffle=False)
     prepared: Any = Accelerator(cpu=True).prepare(loader)  # Any: hasten's loader
-    source = LedgerSource(prepared.parts.source, Pair(lost_after), StepClock(), 2)
+    source = LedgerSource(
+        prepared.parts.source, cast(Any, Pair(lost_after)), StepClock(), 2
+    )
     return [
         item[0].tolist() for item in source.open(Position(epoch=0, seed=0))
     ], dataset.reads

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Final
 
@@ -52,34 +53,6 @@ class Quorum:
         return cls(values["key"], tuple(Member(*one) for one in values["members"]))
 
 
-class Answer:
-    """A quorum that was asked for; `result` waits for it."""
-
-    def __init__(self, report: Callable[[float], None]) -> None:
-        """`report` is called with the seconds of a long wait, again and again while it lasts."""
-        self._report = report
-        self._there = threading.Event()
-        self._found: Quorum | Exception | None = None
-
-    def set(self, found: Quorum | Exception) -> None:
-        """Deliver the quorum, or the error that ended the request."""
-        self._found = found
-        self._there.set()
-
-    def result(self) -> Quorum:
-        """Return the quorum when it has formed. Raises: CommError when the lighthouse cannot be reached."""
-        began, due = time.monotonic(), _FIRST_S
-        # slices, so that signals of the process are handled
-        while not self._there.wait(1.0):
-            if (waited := time.monotonic() - began) >= due:
-                self._report(waited)
-                due = waited + _SLICE_S
-        if isinstance(self._found, Exception):
-            raise self._found
-        assert self._found is not None, "an answer was delivered"
-        return self._found
-
-
 class Coordinator:
     """Client of the lighthouse: sends heartbeats in one thread, and asks for quorums in another."""
 
@@ -98,7 +71,7 @@ class Coordinator:
         self._connect_s = timedelta(seconds=settings.timeout_s)
         self._client = self._connected(torchft)
         self._torchft = torchft
-        self._requests: queue.SimpleQueue[tuple[Member, Answer] | None] = (
+        self._requests: queue.SimpleQueue[tuple[Member, Future[Quorum]] | None] = (
             queue.SimpleQueue()
         )
         self._closed = threading.Event()
@@ -125,12 +98,28 @@ class Coordinator:
                 "`hasten launch --replicas`, or check survive.lighthouse."
             ) from error
 
-    def ask(self) -> Answer:
+    def ask(self) -> Future[Quorum]:
         """Ask for the members of the next update; the answer comes when all live replicas have asked."""
-        answer = Answer(self._report_wait)
+        answer: Future[Quorum] = Future()
         self._asked_at = time.monotonic()
         self._requests.put((self._card(), answer))
         return answer
+
+    def wait(self, answer: Future[Quorum]) -> Quorum:
+        """Return the quorum when it has formed; reports a long wait. Raises: CommError when the lighthouse cannot be reached."""
+        began, report_due_s = time.monotonic(), _FIRST_S
+        while True:
+            try:
+                # slices, so that signals of the process are handled
+                return answer.result(1.0)
+            except TimeoutError:
+                waited_s = time.monotonic() - began
+            if waited_s >= report_due_s:
+                report_due_s = waited_s + _SLICE_S
+                log.warning(
+                    "survive: replica %s waits for the others since %.0f s: fewer than min_replicas=%d are there, or one is slow",
+                    *(self._settings.replica, waited_s, self._settings.min_replicas),
+                )
 
     def close(self) -> None:
         """Leave the run: stop the heartbeats, so that the others do not wait for this replica."""
@@ -164,16 +153,10 @@ class Coordinator:
         while (request := self._requests.get()) is not None:
             card, answer = request
             try:
-                answer.set(self._quorum(card))
+                answer.set_result(self._quorum(card))
             # delivered to the waiting thread, which raises it
             except Exception as error:
-                answer.set(error)
-
-    def _report_wait(self, waited_s: float) -> None:
-        log.warning(
-            "survive: replica %s waits for the others since %.0f s: fewer than min_replicas=%d are there, or one is slow",
-            *(self._settings.replica, waited_s, self._settings.min_replicas),
-        )
+                answer.set_exception(error)
 
     def _quorum(self, card: Member) -> Quorum:
         failures = 0

@@ -54,7 +54,6 @@ class Crew:
     _since: float = 0.0
     _waiting: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Replicas to be started: the number of their errors, and the earliest time."""
-    _broken_at: float = -_QUICK_S
     _restarts: int = 0
     _finished: float | None = None
     _is_held: bool = False
@@ -158,36 +157,19 @@ class Crew:
         self, number: int, worker: ReplicaProcesses, rank: int, code: int
     ) -> None:
         self._last = worker.failure(rank, code)
-        blamed = (
-            code > 0
-            and code != PREEMPTED
-            and time.monotonic() - self._broken_at > _QUICK_S
-        )
-        quick = (
-            worker.quick + 1
-            if blamed and time.monotonic() - worker.began < _QUICK_S
-            else 0
-        )
+        is_programs_error = code > 0 and code != PREEMPTED
+        is_quick = time.monotonic() - worker.began < _QUICK_S
+        quick = worker.quick + 1 if is_programs_error and is_quick else 0
         if error := self._last.traceback.rstrip():
             say(f"the error of replica {number}:\n{error}")
-        which = (
-            f"replica {number}"
-            if len(worker.processes) == 1
-            else f"rank {rank} of replica {number}"
-        )
-        if (
-            quick >= _QUICK_FAILURES
-            or self._restarts >= self.config.section(SurviveSettings).max_restarts
-        ):
+        cause = f"rank {rank} of replica {number} ended with {end_words(code)}"
+        if quick >= _QUICK_FAILURES:
             say(
-                f"{which} ended with {end_words(code)} and is not started again; {len(self.workers)} are left"
+                f"{cause}; the replica is not started again, {len(self.workers)} are left"
             )
             return
         self._restarts += 1
-        again = "it is" if len(worker.processes) == 1 else "the replica is"
-        say(
-            f"{which} ended with {end_words(code)}; {again} started again, {len(self.workers)} continue"
-        )
+        say(f"{cause}; the replica is started again, {len(self.workers)} continue")
         due = 0.0
         # the signal may have been for the whole run, and this launcher learns it a moment later
         if code == PREEMPTED:
@@ -198,8 +180,6 @@ class Crew:
     # -- other machines --------------------------------------------------------------------------------------------
     def _tell(self) -> None:
         """Tell the other machines what the replicas of this one have noted in the folder, and note what the others have told."""
-        if self.network.broken_s:
-            self._broken_at = time.monotonic()
         run = self._run = self.network.exchange(self._notes(), self.stopped_by)
         agreed = self.folder / AGREED
         if run.agreed and run.agreed != _agreement(self.folder):
@@ -251,7 +231,7 @@ class Crew:
         """End replicas that are still there long after the run was finished, or after a signal."""
         now, survive = time.monotonic(), self.config.section(SurviveSettings)
         late = (
-            self._finished is not None and now - self._finished > survive.heal_timeout_s
+            self._finished is not None and now - self._finished > survive.hang_timeout_s
         )
         grace_s = (
             self.config.launch.stop_grace_s if self.stopped_by in SAVING else _GRACE_S

@@ -24,9 +24,9 @@ class Duties:
     has to catch up with the run first, and what it saves or logs meanwhile belongs to epochs that the run has completed.
     """
 
-    def __init__(self, name: str, folder: str | None) -> None:
+    def __init__(self, name: str, folder: Path) -> None:
         self._name = name
-        self._stopping = None if folder is None else Path(folder) / STOPPING
+        self._stopping = folder / STOPPING
         self._leader: str | None = FIRST
         self._stops = self._alone = False
         self.behind = False
@@ -59,11 +59,7 @@ class Duties:
     @property
     def asks_to_stop(self) -> bool:
         """True if the whole run was told to stop; the replicas agree on it in their next update."""
-        return (
-            self.received() is not None
-            and self._stopping is not None
-            and self._stopping.exists()
-        )
+        return self.received() is not None and self._stopping.exists()
 
     @property
     def leaves(self) -> bool:
@@ -74,7 +70,7 @@ class Duties:
 
     def _was_meant_alone(self) -> bool:
         """Return True if the launcher does not say, within a moment after the signal, that the whole run was told to stop."""
-        if self._stopping is None or self._alone:
+        if self._alone:
             return True
         until = time.monotonic() + _ALONE_S
         while not self._stopping.exists() and time.monotonic() < until:

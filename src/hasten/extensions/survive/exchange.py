@@ -15,8 +15,6 @@ from hasten.modules.names import local_tensor
 
 _BUCKET: Final = 256 * 1024
 """Elements that are sent together: the first are on their way while the next are copied."""
-_SMALL: Final = 16 * 1024
-"""Elements up to which all replicas send everything to all: fewer messages, more bytes."""
 _HEADER: Final = 0
 """Tag of the messages with weights and facts; those of gradients have higher ones."""
 
@@ -29,8 +27,6 @@ class Received(NamedTuple):
     """The gradients of all replicas, which have arrived and are not written to the parameters."""
 
     buckets: Sequence[Bucket]
-    factors: list[float]
-    """Factor of each replica's gradients in the mean."""
     wanted: list[bool]
     """Parameters of which some replica has a gradient, in the order of the buckets."""
     asks: int
@@ -40,7 +36,7 @@ class Received(NamedTuple):
         """Set the gradients to their mean; it cannot fail."""
         wanted = iter(self.wanted)
         for bucket in self.buckets:
-            bucket.write(self.factors, [next(wanted) for _ in bucket.parameters])
+            bucket.write([next(wanted) for _ in bucket.parameters])
 
 
 class ReplicaGroup:
@@ -116,7 +112,7 @@ class ReplicaGroup:
             any(several)
             for several in zip(*(one[3 + len(facts) :] for one in headers), strict=True)
         ]
-        return Received(buckets, factors, wanted, int(max(one[2] for one in headers)))
+        return Received(buckets, wanted, int(max(one[2] for one in headers)))
 
     def _headers(self, own: Sequence[float]) -> list[list[float]]:
         """Return these numbers of all replicas, in the order of their names."""
@@ -132,15 +128,14 @@ class ReplicaGroup:
         works: Sequence[Sequence[dist.Work]],
         factors: list[float],
     ) -> None:
-        """Wait for all gradients, or for their sums in buckets of which each replica sums a slice."""
+        """Wait for the gradients of this replica's slices, sum them, and exchange the sums."""
         sums: list[dist.Work] = []
         for bucket, messages in zip(buckets, works, strict=True):
             self._wait(messages)
-            if not bucket.whole:
-                total = weighted_sum(list(bucket.rows), factors, bucket.sent[self.rank])
-                sums += self._exchanged(
-                    bucket.tag + 1, [total] * self.size, list(bucket.sent)
-                )
+            total = weighted_sum(list(bucket.rows), factors, bucket.sent[self.rank])
+            sums += self._exchanged(
+                bucket.tag + 1, [total] * self.size, list(bucket.sent)
+            )
         self._wait(sums)
 
     def _compare(self, facts: list[list[float]]) -> None:
@@ -181,7 +176,7 @@ class ReplicaGroup:
 
 
 class Bucket:
-    """Memory of the gradients of some parameters: those of this replica, and those that the others send."""
+    """Memory of the gradients of some parameters, in one slice for each replica, which sums it."""
 
     def __init__(
         self, parameters: Sequence[Tensor], rank: int, size: int, tag: int
@@ -195,17 +190,11 @@ class Bucket:
         self._number = sum(self._sizes)
         self._rank = rank
         wide = torch.promote_types(parameters[0].dtype, torch.float32)
-        self.whole = size == 2 or self._number <= _SMALL
-        """True if every replica sends all of its gradients to all; else each sums one slice and sends the sum."""
-        if self.whole:
-            self.rows = torch.zeros(size, self._number, dtype=wide)
-            self.sent = self.rows[rank : rank + 1]
-        else:
-            self.sent = torch.zeros(size, -(-self._number // size), dtype=wide)
-            self.rows = torch.zeros_like(self.sent)
-        self._own = self._parts(self.sent.view(-1))
-        received = list(self.rows) if self.whole else [self.sent.view(-1)]
-        self._received = list(zip(*map(self._parts, received), strict=True))
+        self.sent = torch.zeros(size, -(-self._number // size), dtype=wide)
+        """The slices of this replica's gradients; after the exchange, those of the mean."""
+        self.rows = torch.zeros_like(self.sent)
+        """This replica's slice, of the gradients of each replica."""
+        self._views = self._parts(self.sent.view(-1))
 
     @torch.no_grad()
     def filled(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -213,33 +202,24 @@ class Bucket:
 
         Returns: what is sent to each replica, and where its own is received.
         """
-        for part, parameter in zip(self._own, self.parameters, strict=True):
+        for part, parameter in zip(self._views, self.parameters, strict=True):
             if parameter.grad is None:
                 part.zero_()
             else:
                 part.copy_(_dense(parameter.grad))
-        if self.whole:
-            return [self.rows[self._rank]] * len(self.rows), list(self.rows)
         self.rows[self._rank].copy_(self.sent[self._rank])
         return list(self.sent), list(self.rows)
 
     @torch.no_grad()
-    def write(self, factors: list[float], wanted: Sequence[bool]) -> None:
-        """Set the gradients to the weighted sum of the received ones, where some replica has one."""
-        for parameter, parts, has_one in zip(
-            self.parameters, self._received, wanted, strict=True
+    def write(self, wanted: Sequence[bool]) -> None:
+        """Set the gradients to their mean, where some replica has one."""
+        for parameter, mean, has_one in zip(
+            self.parameters, self._views, wanted, strict=True
         ):
-            if not has_one:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            grad = local_tensor(parameter.grad)
-            if not self.whole:
-                grad.copy_(parts[0])
-            elif grad.dtype == parts[0].dtype and grad.device == parts[0].device:
-                weighted_sum(parts, factors, grad)
-            else:
-                grad.copy_(weighted_sum(parts, factors, parts[0]))
+            if has_one:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                local_tensor(parameter.grad).copy_(mean)
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
         """Return the views of a vector that belong to the parameters."""

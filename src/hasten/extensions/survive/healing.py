@@ -110,14 +110,12 @@ def send(
             raise ConnectionError("the receiver has closed the connection")
 
 
-def pack(state: State, check: bool) -> bytes:
-    """Return the state as bytes. Raises: HastenError for values that are neither tensors nor plain, with `check`."""
+def pack(state: State) -> bytes:
+    """Return the state as bytes. Raises: HastenError for values that are neither tensors nor plain."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     content = buffer.getvalue()
     try:
-        if not check:
-            return content
         torch.load(io.BytesIO(content), map_location="meta", weights_only=True)
     # torch raises pickle's errors: all mean that the receiver could not read it
     except Exception as error:

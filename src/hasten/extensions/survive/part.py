@@ -29,10 +29,10 @@ def check(config: Config) -> None:
     """
     check_installed("torchft", VERSIONS, WHY)
     settings = config.section(SurviveSettings)
-    if settings.replica is None or settings.replicas < 1:
+    if None in (settings.lighthouse, settings.replica, settings.folder):
         raise ConfigError(
-            f"survive.lighthouse={settings.lighthouse} was given with replica={settings.replica} and replicas={settings.replicas}, so the others could "
-            "not tell this replica from themselves. Give each replica a name and the number of all, or use `hasten launch --replicas`."
+            f"survive.replicas={settings.replicas} was set without the launcher, which names the replicas and the lighthouse, so this process would train "
+            f"alone; start the script with `hasten launch --replicas {settings.replicas}`, or remove the setting."
         )
     for found, why, instead in _refused(config):
         raise ConfigError(f"survive cannot be combined with {found}: {why}. {instead}")
@@ -124,28 +124,16 @@ class Survive(RunPart):
     def built(self, run: Any) -> None:
         """Make this replica known to the lighthouse. Ranks: every rank. Raises: ConfigError for settings and worlds without support."""
         accelerator, config = run.accelerator, run.accelerator.config
-        if config.section(SurviveSettings).lighthouse is None:
-            raise ConfigError(
-                f"survive.replicas={config.section(SurviveSettings).replicas} without a lighthouse, so this process would train alone; start the script with "
-                f"`hasten launch --replicas {config.section(SurviveSettings).replicas}`, or remove the setting."
-            )
+        settings = config.section(SurviveSettings)
         check(config)
-        refuse_worlds(accelerator.ctx, config.section(SurviveSettings))
+        refuse_worlds(accelerator.ctx, settings)
         variables = env.snapshot()
         token = secret.given_token(variables) or secret.user_secret(variables)
         state = RunState(run.prepared, run.strategy.unwrap)
         self.replica = replica = Replica(
-            config.section(SurviveSettings),
-            run.prepared,
-            state,
-            run.clock,
-            accelerator.ctx,
-            token,
+            settings, run.prepared, state, run.clock, accelerator.ctx, token
         )
-        self._clock, self._num_replicas = (
-            run.clock,
-            config.section(SurviveSettings).replicas,
-        )
+        self._clock, self._num_replicas = run.clock, settings.replicas
         if run.run_log is not None:
             replica.note = run.run_log.event
         accelerator.process.leads = lambda: replica.leads

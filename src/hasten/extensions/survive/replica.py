@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,6 @@ from hasten.data.batch_plan import derive_seed
 from hasten.errors import CommError, HastenError, StepError
 from hasten.extensions.survive import healing
 from hasten.extensions.survive.coordination import (
-    Answer,
     Coordinator,
     Quorum,
     local_address,
@@ -43,8 +43,6 @@ log = logging.getLogger(__name__)
 
 _SLICE_S: Final = 0.2
 """Seconds between two attempts to join a run whose replicas cannot be reached."""
-_LONG_WAIT_S: Final = 5.0
-"""Seconds of waiting for the members of an update after which the run's report shows it."""
 _STANDING_S: Final = 0.5
 """Seconds for which updates are made by the same members without asking the lighthouse, so that a returning replica waits no longer."""
 
@@ -68,6 +66,7 @@ class Replica:
         """Make this replica known to the lighthouse. Ranks: every rank of the replica."""
         assert settings.lighthouse is not None, "checked before"
         assert settings.replica is not None, "checked before"
+        assert settings.folder is not None, "checked before"
         self.name = settings.replica
         self.ledger = Ledger(0, 1)
         self.report = SurvivalReport()
@@ -77,22 +76,21 @@ class Replica:
         self._clock = clock
         self._token = token
         self._fresh = True
-        self.duties = Duties(self.name, settings.folder)
+        self._folder = Path(settings.folder)
+        self.duties = Duties(self.name, self._folder)
         host = local_address(settings.lighthouse)
         self._port = HealingPort(host, token)
-        self._inside = inside = Inside(ctx.world, host, settings, token)
+        self._inside = inside = Inside(ctx.world, host, settings)
         self._addresses = joined(ctx.world.all_gather_object(self._port.address))
         self._coordinator = (
             Coordinator(settings, self._card, inside.alive) if inside.first else None
         )
-        self._asked: Answer | None = None
+        self._asked: Future[Quorum] | None = None
         self._standing: tuple[Quorum, Roles] | None = None
         """Members of the previous update that make the next one without asking the lighthouse; None to ask."""
         self._asks = 1
         """Request of this replica for the next exchange: 0 for none, 1 to ask for the members, 2 to end the run as well."""
         self._met_at = self._updated_at = time.monotonic()
-        self._patience_s = settings.heartbeat_timeout_s
-        """Seconds for which the first attempt of an update waits for a message, before the lighthouse is asked which replicas are left."""
         self._group: ReplicaGroup | None = None
         self._grouped = False
         self.contributors: tuple[str, ...] = ()
@@ -101,7 +99,6 @@ class Replica:
         self._key = ""
         self._done: tuple[int, int] | None = None
         self._skips = False
-        self._checked = False
         self._agreed_at: int | None = None
         self.note: Callable[..., None] = lambda kind, **details: None
         """Called with each event of the run's report, and its details."""
@@ -202,7 +199,8 @@ class Replica:
                 "others. Iterate over the loader that was prepared first, and call step() inside that loop."
             )
         began, retries = time.monotonic(), 0
-        before: tuple[str, ...] = ()
+        # the first attempt is short, so that the lighthouse is soon asked which replicas are left
+        timeout_s = self._settings.heartbeat_timeout_s
         while True:
             quorum, roles = self._met(standing=True)
             if not roles.is_active(self.name):
@@ -213,27 +211,14 @@ class Replica:
                     True,
                 )
                 return True
-            # nobody was lost: the others were only slow
-            if retries == 1 and before == roles.contributors:
-                self._patience_s = min(2 * self._patience_s, self._settings.timeout_s)
             try:
-                self._update(
-                    holder,
-                    quorum,
-                    roles,
-                    self._settings.timeout_s if retries else self._patience_s,
-                )
+                self._update(holder, quorum, roles, timeout_s)
                 break
             except LostReplicaError as error:
-                retries, before = retries + 1, roles.contributors
-                # the others may only be slow
-                level = logging.INFO if retries == 1 else logging.WARNING
-                log.log(
-                    level,
+                retries, timeout_s = retries + 1, self._settings.timeout_s
+                log.info(
                     "survive: update %d of replica %s is repeated: %s",
-                    self.ledger.step,
-                    self.name,
-                    error,
+                    *(self.ledger.step, self.name, error),
                 )
                 self._ungroup()
         self.report.num_retries += retries
@@ -288,17 +273,11 @@ class Replica:
         began, told = time.monotonic(), False
         while True:
             asked, self._asked = self._asked or coordinator.ask(), None
-            self.report.waiting_since = since = self._met_at = time.monotonic()
+            self.report.waiting_since = self._met_at = time.monotonic()
             try:
-                quorum = asked.result()
+                quorum = coordinator.wait(asked)
             finally:
                 self.report.waiting_since = None
-            if (waited := time.monotonic() - since) > _LONG_WAIT_S:
-                self.note(
-                    "waited for replicas",
-                    seconds=round(waited, 1),
-                    words=f"{len(quorum.members)} present",
-                )
             roles = quorum.roles
             self._refuse_to_continue_a_finished_run(roles)
             starts = self._fresh and roles.active[0].fresh
@@ -325,8 +304,8 @@ class Replica:
 
     def _note_agreed(self) -> None:
         self._agreed_at = self.ledger.step
-        if self._settings.folder is not None and self.leads and self._inside.first:
-            path = Path(self._settings.folder) / AGREED
+        if self.leads and self._inside.first:
+            path = self._folder / AGREED
             draft = path.with_suffix(f".{self.name}")
             draft.write_text(self._history())
             draft.replace(path)
@@ -336,14 +315,10 @@ class Replica:
 
     def _refuse_to_continue_a_finished_run(self, roles: Roles) -> None:
         """Raise CommError if this replica was away while the others have finished the run."""
-        folder = self._settings.folder
-        if (
-            folder is None
-            or len(roles.names) >= self._settings.replicas
-            or not (Path(folder) / FINISHED).exists()
-        ):
+        is_complete = len(roles.names) >= self._settings.replicas
+        if is_complete or not (self._folder / FINISHED).exists():
             return
-        agreed = Path(folder) / AGREED
+        agreed = self._folder / AGREED
         if agreed.exists() and agreed.read_text() == self._history():
             return
         raise CommError(
@@ -473,18 +448,17 @@ class Replica:
 
     def _held_by_others(self, roles: Roles, waited_s: float) -> list[str]:
         """Return the live replicas that have joined the run and cannot be reached: a second run must not start beside theirs."""
-        if self._settings.folder is None or waited_s > self._settings.hang_timeout_s:
+        if waited_s > self._settings.hang_timeout_s:
             return []
         found = [
-            path.name.removeprefix(JOINED)
-            for path in Path(self._settings.folder).glob(f"{JOINED}*")
+            path.name.removeprefix(JOINED) for path in self._folder.glob(f"{JOINED}*")
         ]
         return sorted(set(found) - set(roles.names))
 
     def _mark_as_joined(self) -> None:
         """Tell later processes of this machine that this one holds the run's state; the launcher undoes it when the process ends."""
-        if self._settings.folder is not None and self._inside.first:
-            (Path(self._settings.folder) / f"{JOINED}{self.name}").touch()
+        if self._inside.first:
+            (self._folder / f"{JOINED}{self.name}").touch()
 
     def _send_state(self) -> None:
         """Send this replica's state to those that have to be healed by it; called between two updates."""
@@ -496,8 +470,7 @@ class Replica:
             "clock": self._clock.num_updates,
             **self.state.collected(),
         }
-        content = healing.pack(state, check=not self._checked)
-        self._checked = True
+        content = healing.pack(state)
         for one in waiting:
             try:
                 address = of_rank(one.heal, self._inside.rank)
@@ -517,7 +490,7 @@ class Replica:
         try:
             address = of_rank(source.heal, self._inside.rank)
             state = self._port.receive(
-                address, self._key, settings.heal_timeout_s, settings.timeout_s
+                address, self._key, settings.hang_timeout_s, settings.timeout_s
             )
         except NotHealedError as error:
             log.warning(

@@ -5,10 +5,7 @@ from hasten.config.base import Section, SectionNames, setting, settings
 
 @settings
 class SurviveSettings(Section):
-    """Replicas of which some may be lost while the run continues; coordinated by torchft's lighthouse.
-
-    `hasten launch --replicas N` sets everything. Without that launcher, give `lighthouse`, `replica` and `replicas` on each replica.
-    """
+    """Replicas of which some may be lost while the run continues; coordinated by torchft's lighthouse. Set by `hasten launch --replicas N`."""
 
     section_names = SectionNames(
         argument="survive", flag_group="replicas that may be lost"
@@ -31,7 +28,7 @@ class SurviveSettings(Section):
     )
     replica: str | None = setting(
         None,
-        "name of this replica, unlike those of the others (default: by the launcher)",
+        "name of this replica (by the launcher)",
     )
     timeout_s: float = setting(
         10.0,
@@ -45,16 +42,8 @@ class SurviveSettings(Section):
     )
     hang_timeout_s: float = setting(
         600.0,
-        "seconds without an update, also by an evaluation, after which a replica counts as lost",
+        "seconds without an update, also by an evaluation, after which a replica counts as lost, also for one that waits to be healed by it",
         minimum=1,
-    )
-    heal_timeout_s: float = setting(
-        300.0,
-        "seconds that a returning replica waits for the end of another's update",
-        minimum=1,
-    )
-    max_restarts: int = setting(
-        1000, "restarts of lost replicas by the launcher, over the whole run", minimum=0
     )
     folder: str | None = setting(
         None, "folder in which the launcher notes the end of the run", path=True

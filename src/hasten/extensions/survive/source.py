@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain, starmap
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,27 +16,9 @@ from hasten.data.position import Position
 from hasten.data.sampler import IndexBatch
 from hasten.data.source import BatchSource, IndexedSource, Item, OuterSource
 from hasten.errors import ConfigError
-from hasten.extensions.survive.ledger_plan import Ledger, Range, part, positions
+from hasten.extensions.survive.ledger_plan import Range, part, positions
+from hasten.extensions.survive.replica import Replica
 from hasten.optim.clock import StepClock
-
-
-class LedgerHolder(Protocol):
-    """A replica, for the source of its loader."""
-
-    name: str
-    ledger: Ledger
-
-    def opened(self, size: int, rows: int, drop_last: bool, seed: int) -> None:
-        """Create the ledger for a loader of these settings."""
-        ...
-
-    def enter(self, epoch: int) -> None:
-        """Join the run if this replica has not, and start the epoch if it is new."""
-        ...
-
-    def round(self, epoch: int) -> list[Range] | None:
-        """Return the positions of this replica's next batch, on all of its ranks; None at the end of the epoch."""
-        ...
 
 
 class LedgerSource(OuterSource):
@@ -49,7 +31,7 @@ class LedgerSource(OuterSource):
     def __init__(
         self,
         inner: BatchSource,
-        replica: LedgerHolder,
+        replica: Replica,
         clock: StepClock,
         num_replicas: int,
     ) -> None:
@@ -128,7 +110,7 @@ class _ReadAhead:
     def __init__(
         self,
         inner: IndexedSource,
-        replica: LedgerHolder,
+        replica: Replica,
         at: Position,
         seek: Callable[[Indices], Indices],
         part_of: Callable[[list[Range]], list[Range]],

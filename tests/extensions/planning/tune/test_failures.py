@@ -25,5 +25,5 @@ def test_a_process_without_a_traceback() -> None:
             "Traceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: CUDA out of memory.",
             1,
         )
-        == "OutOfMemoryError: CUDA out of memory."
+        == "torch.OutOfMemoryError: CUDA out of memory."
     )

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from hasten.accelerator.components import Components
 from hasten.extensions.planning.plan.targets import run_script
-from hasten.extensions.planning.tune.tuning import WAYS, TrialOutcome, happened
+from hasten.extensions.planning.tune.tuning import TrialOutcome, happened, settings_of
 from hasten.optim.run_part import Objects, RunPart, in_every_run
 from hasten.optim.window import Holder
 
@@ -56,20 +56,8 @@ class ScriptTrial(RunPart):
     # Any: arguments of an Accelerator
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the script's arguments of its Accelerator, overridden by this trial's values."""
-        values, own = self.spec.values, dict(given)
-        own |= {"log_with": None, "project_dir": None}
-        if "mixed_precision" in values:
-            own["mixed_precision"] = values["mixed_precision"]
-        if values.get("step_graph"):
-            own["performance"] = {"mode": "auto", "compile": False}
-        if values.get("compile") in WAYS:
-            own |= {
-                f"dynamo.{name}": value
-                for name, value in WAYS[values["compile"]].items()
-            }
-        if "prefetch" in values:
-            own["dataloader.prefetch"] = values["prefetch"]
-        return own
+        without_output = {"log_with": None, "project_dir": None}
+        return {**given, **without_output, **settings_of(self.spec.values)}
 
     def _changed(self, value: Any) -> Any:  # Any: an object that the script prepares
         """Return one of the script's objects, modified for this trial."""

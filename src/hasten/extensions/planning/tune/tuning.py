@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final
 
+from hasten.config.resolve import resolve
 from hasten.config.root import Config
-from hasten.config.sections.loop import PerformanceSettings, TorchDynamoPlugin
 from hasten.errors import ConfigError
 
 SAME: Final = 1e-3
@@ -260,22 +260,24 @@ def chosen(applicable: Sequence[Knob], only: Sequence[str]) -> list[Knob]:
     return [knob_by_name[name] for name in only] or list(applicable)
 
 
-def config_of(values: Values) -> Config:
-    """Return the settings for a choice of values, as far as there are settings for them."""
-    config = Config()
+def settings_of(values: Values) -> dict[str, Any]:
+    """Return the arguments of an Accelerator for a choice of values, as far as there are settings for them."""
+    settings = {}
     if "mixed_precision" in values:
-        config = config.replace(mixed_precision=values["mixed_precision"])
+        settings["mixed_precision"] = values["mixed_precision"]
     if "prefetch" in values:
-        config = config.replace(
-            dataloader=config.dataloader.replace(prefetch=values["prefetch"])
-        )
+        settings["dataloader.prefetch"] = values["prefetch"]
     if values.get("step_graph"):
-        config = config.replace(
-            performance=PerformanceSettings(mode="auto", compile=False)
-        )
-    if values.get("compile") in WAYS:
-        config = config.replace(dynamo=TorchDynamoPlugin(**WAYS[values["compile"]]))
-    return config
+        settings["performance"] = {"mode": "auto", "compile": False}
+    if "compile" in values:
+        for name, value in WAYS[values["compile"]].items():
+            settings[f"dynamo.{name}"] = value
+    return settings
+
+
+def config_of(values: Values) -> Config:
+    """Return the settings for a choice of values."""
+    return resolve(code=settings_of(values), env={}).config
 
 
 def advice(values: Values, tried: Sequence[Knob]) -> list[str]:
