@@ -263,10 +263,7 @@ def join_world(config: Config, context: ProcessContext | None) -> ProcessContext
         # only a run that sets it needs it
         from hasten.runtime.affinity import set_affinity
 
-        plan = set_affinity(
-            topology.local_rank, topology.local_world_size, pci_address(device)
-        )
-        log.info("cpu affinity: %s", plan.reason)
+        log.info("cpu affinity: %s", set_affinity(pci_address(device)))
     return bootstrap.start(
         topology,
         device,

@@ -9,7 +9,6 @@ import functools
 import gc
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -39,19 +38,6 @@ from hasten.runtime.nodelist import ranks_in_words
 from hasten.runtime.topology import Topology
 
 log = get_logger(__name__)
-_LEAST: Final = (5, 5)
-
-
-def warn_of_old_kernel() -> None:
-    """Log a warning, on the main process, if this machine has a Linux kernel before 5.5."""
-    version = os.uname().release if sys.platform == "linux" else ""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found and (int(found[1]), int(found[2])) < _LEAST:
-        log.warning(
-            "Detected kernel version %s, which is below the recommended minimum of 5.5.0; this can cause the process to "
-            "hang. It is recommended to upgrade the kernel to the minimum version or higher.",
-            version,
-        )
 
 
 _SIZES_AGREE: Final = "the world sizes agree"
@@ -198,7 +184,6 @@ def start(
     settings = settings or GroupSettings()
     use_device(device)
     if not dist.is_initialized() and topology.world_size > 1:
-        warn_of_old_kernel()
         _init(topology, device, settings)
     if dist.is_initialized() and dist.get_world_size() > 1:
         _freeze_garbage_of_forks()
@@ -254,7 +239,7 @@ def _actual(topology: Topology) -> Topology:
 
 
 def _init(topology: Topology, device: torch.device, settings: GroupSettings) -> None:
-    url = settings.init_method or _url(topology)
+    url = settings.init_method or topology.meeting_point()
     within, start = timedelta(seconds=settings.init_timeout_s), time.monotonic()
     try:
         found, rank, size = _meet(url, topology, within)
@@ -359,20 +344,6 @@ def _meet(
 def _served_by_launcher() -> bool:
     """Return whether the store belongs to a process that outlives the ranks."""
     return "TORCHELASTIC_USE_AGENT_STORE" in env.snapshot()
-
-
-def _url(topology: Topology) -> str:
-    if topology.rendezvous is None:
-        raise TopologyError(
-            f"rank {topology.rank} of {topology.world_size} does not know where to meet the others: neither "
-            "MASTER_ADDR and MASTER_PORT nor a cluster's variables are set. Start the script with `hasten launch`, "
-            "or set MASTER_ADDR and MASTER_PORT on every rank."
-        )
-    return (
-        topology.rendezvous
-        if "://" in topology.rendezvous
-        else f"tcp://{topology.rendezvous}"
-    )
 
 
 def _backend(device: torch.device) -> str:

@@ -17,6 +17,7 @@ import torch
 
 from hasten.launch.network import free_port, reachable
 from hasten.runtime.affinity import set_affinity
+from hasten.runtime.devices import pci_address
 from hasten.runtime.topology import Topology
 
 _log = logging.getLogger("accelerate.utils.environment")
@@ -194,9 +195,8 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 def override_numa_affinity(
     local_process_index: int, verbose: bool | None = None
 ) -> None:
-    set_affinity(
-        local_process_index, get_cpu_distributed_information().local_world_size, None
-    )
+    if torch.cuda.is_available():
+        set_affinity(pci_address(torch.device("cuda", local_process_index)))
 
 
 def is_port_in_use(port: int | None = None) -> bool:
