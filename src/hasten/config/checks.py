@@ -11,7 +11,7 @@ from hasten.config.layers import Problems, nearest
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, SECTIONS
 from hasten.config.sections.loop import DynamoBackend
-from hasten.config.source import DEFAULT, Path, SettingEntry, shown
+from hasten.config.source import DEFAULT, Path, SettingEntry, dotted, shown
 from hasten.errors import ConfigError, ContradictionError, SettingValueError
 from hasten.extension import offers
 
@@ -207,85 +207,68 @@ def at(config: Config, entries: Entries, name: str) -> SettingEntry:
     return entries.get(path) or SettingEntry(path, value, DEFAULT)
 
 
+def clash(
+    config: Config, entries: Entries, first: str, second: str, why: str, remedy: str
+) -> ContradictionError:
+    """Return the error for two contradictory settings, given by their dotted names."""
+    return contradiction(
+        at(config, entries, first), at(config, entries, second), why, remedy
+    )
+
+
 def precision(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that fp8 recipes are given with mixed_precision fp8, and for the chosen backend."""
-    recipe = next(
-        (
-            entry
-            for path, entry in entries.items()
-            if path[0] == "fp8" and entry.source.kind != "environment"
-        ),
-        None,
-    )
+    recipes = [
+        entry
+        for path, entry in entries.items()
+        if path[0] == "fp8" and entry.source.kind != "environment"
+    ]
     precision_entry = at(config, entries, "mixed_precision")
     if (
-        recipe
+        recipes
         and config.mixed_precision != "fp8"
-        and recipe.source.level >= precision_entry.source.level
+        and recipes[0].source.level >= precision_entry.source.level
     ):
-        yield contradiction(
-            precision_entry,
-            recipe,
-            "an fp8 recipe has an effect under fp8 only",
-            "set mixed_precision: fp8",
-        )
-    te, ao = (
-        {
-            path: entry
-            for path, entry in entries.items()
-            if path[:2] == ("fp8", backend_name)
-        }
-        for backend_name in ("te", "ao")
-    )
-    for backend, backend_entries in (("ao", te), ("te", ao)):
-        if config.fp8.backend == backend and backend_entries:
-            recipe_entry = next(iter(backend_entries.values()))
-            why = f"{recipe_entry.name} belongs to the other implementation"
-            yield contradiction(
-                at(config, entries, "fp8.backend"), recipe_entry, why, "keep one"
-            )
+        why = "an fp8 recipe has an effect under fp8 only"
+        remedy = "set mixed_precision: fp8"
+        yield contradiction(precision_entry, recipes[0], why, remedy)
+    for backend, other_backend in (("ao", "te"), ("te", "ao")):
+        others = [path for path in entries if path[:2] == ("fp8", other_backend)]
+        if config.fp8.backend == backend and others:
+            name = dotted(others[0])
+            why = f"{name} belongs to the other implementation"
+            yield clash(config, entries, "fp8.backend", name, why, "keep one")
 
 
 def processes(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that the numbers of machines, processes and devices fit each other."""
     launch = config.launch
-    processes_ = at(config, entries, "launch.num_processes")
-    machines = at(config, entries, "launch.num_machines")
+    count, machines = "launch.num_processes", "launch.num_machines"
     if launch.num_processes and launch.num_processes < launch.num_machines:
-        yield contradiction(
-            processes_, machines, "every machine needs a process", "raise num_processes"
-        )
+        why = "every machine needs a process"
+        yield clash(config, entries, count, machines, why, "raise num_processes")
     if (
         launch.machine_rank is not None
         and launch.machine_rank >= launch.num_machines
         and not launch.nnodes
     ):
-        rank = at(config, entries, "launch.machine_rank")
+        why = "machines are numbered from 0"
         remedy = f"give a machine_rank from 0 to {launch.num_machines - 1}"
-        yield contradiction(rank, machines, "machines are numbered from 0", remedy)
+        yield clash(config, entries, "launch.machine_rank", machines, why, remedy)
     if (
         launch.nnodes
         and launch.num_machines > 1
         and launch.nnodes != str(launch.num_machines)
     ):
-        nnodes = at(config, entries, "launch.nnodes")
-        yield contradiction(
-            nnodes, machines, "both say how many machines there are", "keep one"
-        )
+        why = "both say how many machines there are"
+        yield clash(config, entries, "launch.nnodes", machines, why, "keep one")
     if launch.num_processes and launch.num_processes > 1 and config.strategy == "none":
-        strategy = at(config, entries, "strategy")
-        yield contradiction(
-            strategy,
-            processes_,
-            "strategy none trains in one process",
-            "set strategy: ddp",
-        )
+        why = "strategy none trains in one process"
+        yield clash(config, entries, "strategy", count, why, "set strategy: ddp")
     if launch.module and launch.no_python:
-        module, program = (
-            at(config, entries, "launch.module"),
-            at(config, entries, "launch.no_python"),
-        )
-        yield contradiction(module, program, "a module is run by Python", "keep one")
+        why = "a module is run by Python"
+        names = "launch.module", "launch.no_python"
+        yield clash(config, entries, *names, why, "keep one")
 
 
 def devices(config: Config, entries: Entries) -> Iterator[ConfigError]:
@@ -304,10 +287,9 @@ def devices(config: Config, entries: Entries) -> Iterator[ConfigError]:
         and launch.num_processes > len(ids)
     ):
         count = at(config, entries, "launch.num_processes")
+        why = "each process needs a device of its own"
         remedy = f"set num_processes: {len(ids)} or name more devices"
-        yield contradiction(
-            count, named, "each process needs a device of its own", remedy
-        )
+        yield contradiction(count, named, why, remedy)
     if len(set(ids)) != len(ids):
         yield SettingValueError(
             f"{named.place}: a device is named twice; name each device once."
@@ -336,186 +318,125 @@ def nnodes_range(config: Config, entries: Entries) -> Iterator[ConfigError]:
 
 def mesh(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that the sizes of the mesh divide the number of processes."""
-    names = (
-        "dp_replicate_size",
-        "dp_shard_size",
-        "tp_size",
-        "cp_size",
-        "sp_size",
-        "pp_size",
-    )
-    sizes = {name: getattr(config.parallelism, name) for name in names}
-    filled = [name for name, size in sizes.items() if size == -1]
+    axes = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
+    sizes = {
+        f"{axis}_size": getattr(config.parallelism, f"{axis}_size") for axis in axes
+    }
+    filled = [f"parallelism.{name}" for name, size in sizes.items() if size == -1]
     if len(filled) > 1:
-        first, second = (
-            at(config, entries, f"parallelism.{name}") for name in filled[:2]
-        )
-        yield contradiction(
-            first,
-            second,
-            "only one axis can take what is left",
-            "give one of them a number",
-        )
+        why = "only one axis can take what is left"
+        first, second, *_ = filled
+        yield clash(config, entries, first, second, why, "give one of them a number")
         return
-    total, fixed = (
-        config.launch.num_processes,
-        {n: s for n, s in sizes.items() if s and s > 1},
-    )
-    if total and fixed and not config.launch.nnodes:
-        product = prod(fixed.values())
-        count = at(config, entries, "launch.num_processes")
-        blamed = at(
-            config, entries, f"parallelism.{max(fixed, key=lambda name: fixed[name])}"
-        )
+    num_processes = config.launch.num_processes
+    fixed = {name: size for name, size in sizes.items() if size and size > 1}
+    if not num_processes or not fixed or config.launch.nnodes:
+        return
+    product = prod(fixed.values())
+    open_sizes = (sizes["dp_replicate_size"], sizes["dp_shard_size"])
+    has_open_axis = bool(filled) or None in open_sizes
+    if num_processes % product or (not has_open_axis and num_processes != product):
         shape = " × ".join(f"{name} {size}" for name, size in fixed.items())
-        open_axis = (
-            bool(filled)
-            or sizes["dp_replicate_size"] is None
-            or sizes["dp_shard_size"] is None
+        largest = max(fixed, key=lambda name: fixed[name])
+        yield clash(
+            config,
+            entries,
+            f"parallelism.{largest}",
+            "launch.num_processes",
+            f"{shape} = {product} does not fit {num_processes} processes",
+            f"use {'a multiple of ' if has_open_axis else ''}{product} processes",
         )
-        if total % product or (not open_axis and total != product):
-            remedy = (
-                f"use a multiple of {product} processes"
-                if open_axis
-                else f"use {product} processes"
-            )
-            yield contradiction(
-                blamed,
-                count,
-                f"{shape} = {product} does not fit {total} processes",
-                remedy,
-            )
 
 
 def strategy_and_mesh(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that the strategy supports the mesh axes."""
-    strategy = at(config, entries, "strategy")
     sizes = config.parallelism
+    shard, cp, sp = (
+        f"parallelism.{name}" for name in ("dp_shard_size", "cp_size", "sp_size")
+    )
     if config.strategy == "ddp" and (sizes.dp_shard_size or 1) > 1:
-        shard = at(config, entries, "parallelism.dp_shard_size")
-        yield contradiction(
-            strategy, shard, "ddp keeps whole copies", "set strategy: fsdp"
-        )
+        why, remedy = "ddp keeps whole copies", "set strategy: fsdp"
+        yield clash(config, entries, "strategy", shard, why, remedy)
     if sizes.cp_size > 1 and sizes.sp_size > 1:
-        cp, sp = (
-            at(config, entries, "parallelism.cp_size"),
-            at(config, entries, "parallelism.sp_size"),
-        )
-        yield contradiction(cp, sp, "both split the sequence", "keep one")
+        yield clash(config, entries, cp, sp, "both split the sequence", "keep one")
     engine_axes = _mesh_settings(config.strategy)
     if sizes.sp_size > 1 and config.strategy != "auto" and "sp_size" not in engine_axes:
-        sp = at(config, entries, "parallelism.sp_size")
-        yield contradiction(
-            strategy,
-            sp,
-            "sequence parallelism of this kind is DeepSpeed's",
-            "set strategy: deepspeed",
-        )
+        why = "sequence parallelism of this kind is DeepSpeed's"
+        yield clash(config, entries, "strategy", sp, why, "set strategy: deepspeed")
     if config.strategy in offers("strategies"):
         for name in ("tp_size", "pp_size", "ep_size", "cp_size"):
             if getattr(sizes, name) != 1 and name not in engine_axes:
-                axis = at(config, entries, f"parallelism.{name}")
                 why = f"{config.strategy} lays out its own processes"
-                yield contradiction(
-                    strategy,
-                    axis,
-                    why,
-                    "use the strategy's own options, or strategy: fsdp",
-                )
+                remedy = "use the strategy's own options, or strategy: fsdp"
+                axis = f"parallelism.{name}"
+                yield clash(config, entries, "strategy", axis, why, remedy)
 
 
 def _mesh_settings(strategy: str) -> tuple[str, ...]:
     """Return the degrees of `parallelism` that an engine supports."""
-    names = [
-        section.section_names
-        for section in SECTIONS.values()
-        if section.section_names.strategy == strategy
-    ]
-    return names[0].mesh_settings if names else ()
+    for section in SECTIONS.values():
+        if section.section_names.strategy == strategy:
+            return section.section_names.mesh_settings
+    return ()
 
 
 def fsdp(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that wrap policies have the option they need and no other."""
-    policy = at(config, entries, "fsdp.auto_wrap_policy")
-    if config.fsdp.transformer_cls_names_to_wrap and config.fsdp.auto_wrap_policy in (
+    policy, size = "fsdp.auto_wrap_policy", "fsdp.min_num_params"
+    policy_name = config.fsdp.auto_wrap_policy
+    if config.fsdp.transformer_cls_names_to_wrap and policy_name in (
         "size_based_wrap",
         "no_wrap",
     ):
-        names = at(config, entries, "fsdp.transformer_cls_names_to_wrap")
-        yield contradiction(
-            policy,
-            names,
-            "class names need the transformer policy",
-            "set transformer_based_wrap",
-        )
-    size = at(config, entries, "fsdp.min_num_params")
+        names = "fsdp.transformer_cls_names_to_wrap"
+        why = "class names need the transformer policy"
+        yield clash(config, entries, policy, names, why, "set transformer_based_wrap")
     # Accelerate's files contain a size beside any policy; Accelerate never read it there.
-    stray = config.fsdp.min_num_params and config.fsdp.auto_wrap_policy in (
-        "transformer_based_wrap",
-        "no_wrap",
-    )
-    if stray and size.source.kind != "environment" and not size.said:
-        yield contradiction(
-            policy,
-            size,
-            "a size needs the size policy",
-            "set size_based_wrap or remove the size",
+    size_entry = at(config, entries, size)
+    if (
+        config.fsdp.min_num_params
+        and policy_name in ("transformer_based_wrap", "no_wrap")
+        and size_entry.source.kind != "environment"
+        and not size_entry.said
+    ):
+        remedy = "set size_based_wrap or remove the size"
+        yield clash(
+            config, entries, policy, size, "a size needs the size policy", remedy
         )
+    recompute = "fsdp.activation_checkpointing"
     if (
         config.fsdp.activation_checkpointing_offload
         and not config.fsdp.activation_checkpointing
     ):
-        offload = at(config, entries, "fsdp.activation_checkpointing_offload")
-        recompute = at(config, entries, "fsdp.activation_checkpointing")
-        yield contradiction(
-            offload,
-            recompute,
-            "nothing is recomputed",
-            "set activation_checkpointing: true",
+        remedy = "set activation_checkpointing: true"
+        offload = f"{recompute}_offload"
+        yield clash(
+            config, entries, offload, recompute, "nothing is recomputed", remedy
         )
 
 
 def compiling(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that options of compilation are given with compilation, and either a mode or options."""
     backend = at(config, entries, "dynamo.backend")
+    regional = "use_regional_compilation"
     if config.dynamo.backend == "no":
-        for name in (
-            "fullgraph",
-            "use_regional_compilation",
-            "compile_loss",
-            "options",
-        ):
+        for name in ("fullgraph", regional, "compile_loss", "options"):
             entry = at(config, entries, f"dynamo.{name}")
             if entry.value and entry.source.kind != "environment":
-                yield contradiction(
-                    entry,
-                    backend,
-                    "nothing is compiled",
-                    "set dynamo.backend: inductor",
-                )
+                remedy = "set dynamo.backend: inductor"
+                yield contradiction(entry, backend, "nothing is compiled", remedy)
     elif config.dynamo.options is not None and config.dynamo.mode != "default":
-        mode, options = (
-            at(config, entries, "dynamo.mode"),
-            at(config, entries, "dynamo.options"),
-        )
-        yield contradiction(
-            mode, options, "torch.compile takes a mode or options", "keep one"
-        )
+        why = "torch.compile takes a mode or options"
+        names = "dynamo.mode", "dynamo.options"
+        yield clash(config, entries, *names, why, "keep one")
     if (
         config.dynamo.compile_loss
         and config.dynamo.backend != "no"
         and not config.dynamo.use_regional_compilation
     ):
-        loss, regional = (
-            at(config, entries, "dynamo.compile_loss"),
-            at(config, entries, "dynamo.use_regional_compilation"),
-        )
-        yield contradiction(
-            loss,
-            regional,
-            "the whole model is one graph with its loss",
-            "set use_regional_compilation",
-        )
+        why = "the whole model is one graph with its loss"
+        names = "dynamo.compile_loss", f"dynamo.{regional}"
+        yield clash(config, entries, *names, why, f"set {regional}")
     backend_names = get_args(DynamoBackend)
     if (
         isinstance(backend.value, str)
@@ -530,43 +451,26 @@ def compiling(config: Config, entries: Entries) -> Iterator[ConfigError]:
 def checkpoints(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that a metric is given to rank the best checkpoints."""
     if config.project.keep_best and not config.project.best_metric:
-        best, metric = (
-            at(config, entries, "project.keep_best"),
-            at(config, entries, "project.best_metric"),
-        )
-        yield contradiction(
-            best, metric, "the best ones are ranked by a metric", "name best_metric"
-        )
+        why = "the best ones are ranked by a metric"
+        names = "project.keep_best", "project.best_metric"
+        yield clash(config, entries, *names, why, "name best_metric")
 
 
 def loaders(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that one process does not read for all where each has its own part of the data."""
     if config.dataloader.already_sharded and config.dataloader.dispatch_batches:
-        sharded, dispatch = (
-            at(config, entries, f"dataloader.{name}")
-            for name in ("already_sharded", "dispatch_batches")
-        )
-        yield contradiction(
-            sharded,
-            dispatch,
-            "the reading process has its part of the data only",
-            "remove one",
-        )
+        why = "the reading process has its part of the data only"
+        names = "dataloader.already_sharded", "dataloader.dispatch_batches"
+        yield clash(config, entries, *names, why, "remove one")
 
 
 def hooks(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that a communication wrapper is given with a hook that does not cast already."""
-    if config.ddp.comm_wrapper != "no" and config.ddp.comm_hook not in (
-        "power_sgd",
-        "batched_power_sgd",
-    ):
-        wrapper, hook = (
-            at(config, entries, "ddp.comm_wrapper"),
-            at(config, entries, "ddp.comm_hook"),
-        )
-        yield contradiction(
-            wrapper, hook, "a wrapper casts around PowerSGD", "set comm_hook: power_sgd"
-        )
+    casting_hooks = ("power_sgd", "batched_power_sgd")
+    if config.ddp.comm_wrapper != "no" and config.ddp.comm_hook not in casting_hooks:
+        why = "a wrapper casts around PowerSGD"
+        names = "ddp.comm_wrapper", "ddp.comm_hook"
+        yield clash(config, entries, *names, why, "set comm_hook: power_sgd")
 
 
 RULES: Final = MappingProxyType[str, tuple[Rule, ...]](
