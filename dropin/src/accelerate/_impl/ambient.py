@@ -57,27 +57,31 @@ class EstablishedProcess(Process):
     )
 
     def _only(  # type: ignore[override]  # of this process
-        self, here: Callable[[], bool], function: Callable[..., Any]
+        self, is_selected: Callable[[], bool], function: Callable[..., Any]
     ) -> Callable[..., Any]:
         # quirk: ONE_PROCESS_IS_ALL
-        return function if self.num_processes == 1 else Process._only(here, function)
+        return (
+            function
+            if self.num_processes == 1
+            else Process._only(is_selected, function)
+        )
 
     @contextmanager
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False
     ) -> Iterator[Any]:
         """This process's share of a list, tuple, dict of those, tensor or dataset; a lone process has all of it as it is."""
-        here, count = self.process_index, self.num_processes
+        rank, count = self.process_index, self.num_processes
         if (
             count > 1
             and isinstance(inputs, dict)
-            and len({len(one) for one in inputs.values()}) > 1
+            and len({len(sequence) for sequence in inputs.values()}) > 1
         ):
             raise ValueError("All values in the dictionary must have the same length")
         yield (
             inputs
             if count == 1 or isinstance(inputs, str)
-            else share(inputs, here, count, apply_padding)
+            else share(inputs, rank, count, apply_padding)
         )
 
 
@@ -103,9 +107,9 @@ class Ambient:
 AMBIENT: Ambient = Ambient()  # quirk: SINGLETONS
 
 
-def stands_in(wanted: str | None) -> bool:
+def stands_in(device_name: str | None) -> bool:
     """Return True if no accelerator is available, but torch accepts `wanted`: tests replace `set_device` of a device they lack."""
-    device = torch.device(wanted or "cpu")
+    device = torch.device(device_name or "cpu")
     if device.type == "cpu" or torch.accelerator.is_available():
         return False
     try:
@@ -121,12 +125,18 @@ def start(cpu: bool = False, settings: GroupSettings | None = None) -> ProcessCo
         variables = env.snapshot()
         topology = Topology.from_env(variables)
         wants_cpu = cpu or env.flag(variables, "ACCELERATE_USE_CPU")
-        wanted = env.assigned_device(variables)
+        assigned_device = env.assigned_device(variables)
         device = choose_device(
-            topology.local_rank, wants_cpu, None if stands_in(wanted) else wanted
+            topology.local_rank,
+            wants_cpu,
+            None if stands_in(assigned_device) else assigned_device,
         )
-        given = settings or GroupSettings()
-        adopt(bootstrap.start(topology, device, settings=replace(given, codec=PICKLE)))
+        group_settings = settings or GroupSettings()
+        adopt(
+            bootstrap.start(
+                topology, device, settings=replace(group_settings, codec=PICKLE)
+            )
+        )
     assert AMBIENT.context is not None, "the context was just adopted"
     return AMBIENT.context
 
@@ -160,6 +170,10 @@ def forget_process() -> None:
 
 def forget_loader(loader: object) -> None:
     """Take a loader off those being iterated, the innermost where it is there twice."""
-    places = [index for index, one in enumerate(AMBIENT.loaders) if one is loader]
-    if places:
-        del AMBIENT.loaders[places[-1]]
+    positions = [
+        index
+        for index, active_loader in enumerate(AMBIENT.loaders)
+        if active_loader is loader
+    ]
+    if positions:
+        del AMBIENT.loaders[positions[-1]]

@@ -84,7 +84,7 @@ class Composed(hasten.Accelerator):
         """Return the processes that have samples of their own; those of one sequence do, too, where they take turns (`sp_size`)."""
         return self.ctx.groups(*BATCH) if self._sequences is None else self.ctx.world
 
-    def share_loader(self, data_loader: Any, *args: Any, **how: Any) -> Any:
+    def share_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
         raise NotImplementedError
 
     def _accumulate_over(self, steps: int) -> None:

@@ -51,24 +51,29 @@ class Arguments:
 
 def sort_arguments(given: dict[str, Any]) -> Arguments:
     """Return the arguments of Accelerator(), checked. Raises: ValueError as callers match it."""
-    found = Arguments()
-    settings = found.settings
+    sorted_arguments = Arguments()
+    settings = sorted_arguments.settings
     if given["torch_tp_plugin"] is not None:
         warnings.warn(message("tp_plugin_deprecated"), FutureWarning, stacklevel=3)
     _precision(settings, given["mixed_precision"], given["cpu"])
-    _handlers(found, given["kwargs_handlers"])
-    _project(found, given["project_dir"], given["project_config"])
+    _handlers(sorted_arguments, given["kwargs_handlers"])
+    _project(sorted_arguments, given["project_dir"], given["project_config"])
     _accumulation(
-        found,
+        sorted_arguments,
         given["gradient_accumulation_steps"],
         given["gradient_accumulation_plugin"],
     )
     if given["dataloader_config"] is not None:
-        found.data = given["dataloader_config"]
+        sorted_arguments.data = given["dataloader_config"]
     if given["split_batches"] is not UNSET:
-        found.data.split_batches = bool(given["split_batches"])
+        sorted_arguments.data.split_batches = bool(given["split_batches"])
     explicit = given["gradient_accumulation_plugin"] is not None
-    _engine(found, given["deepspeed_plugin"], given["deepspeed_plugins"], explicit)
+    _engine(
+        sorted_arguments,
+        given["deepspeed_plugin"],
+        given["deepspeed_plugins"],
+        explicit,
+    )
     if (megatron := given["megatron_lm_plugin"]) is not None:
         if not hasattr(megatron, "to_hasten"):
             raise TypeError("`megatron_lm_plugin` must be a MegatronLMPlugin object.")
@@ -76,16 +81,16 @@ def sort_arguments(given: dict[str, Any]) -> Arguments:
             "megatron",
             megatron.to_hasten(),
         )
-    _sharding(found, given["fsdp_plugin"])
-    _compiling(found, given["dynamo_plugin"], given["dynamo_backend"])
+    _sharding(sorted_arguments, given["fsdp_plugin"])
+    _compiling(sorted_arguments, given["dynamo_plugin"], given["dynamo_backend"])
     if given["parallelism_config"] is not None:
         settings["parallelism_config"] = given["parallelism_config"].to_hasten()
     settings["device_placement"] = bool(given["device_placement"])
-    _master_weights(found, given["parallelism_config"])
-    return found
+    _master_weights(sorted_arguments, given["parallelism_config"])
+    return sorted_arguments
 
 
-def _master_weights(found: Arguments, parallelism: Any) -> None:
+def _master_weights(sorted_arguments: Arguments, parallelism: Any) -> None:
     """float32 masters where the model is sharded, the model's own weights elsewhere: as scripts expect them here."""
     asked = environment().get("ACCELERATE_USE_FSDP", "false").lower() in (
         "true",
@@ -93,10 +98,12 @@ def _master_weights(found: Arguments, parallelism: Any) -> None:
         "yes",
     )
     sharded = (
-        found.fsdp is not None or asked or getattr(parallelism, "dp_shard_size", 1) != 1
+        sorted_arguments.fsdp is not None
+        or asked
+        or getattr(parallelism, "dp_shard_size", 1) != 1
     )
     if not sharded:
-        found.settings["master_weights"] = "keep"
+        sorted_arguments.settings["master_weights"] = "keep"
 
 
 def _precision(settings: dict[str, Any], mixed_precision: Any, cpu: bool) -> None:
@@ -114,90 +121,100 @@ def _precision(settings: dict[str, Any], mixed_precision: Any, cpu: bool) -> Non
         settings["cpu"] = True
 
 
-def _handlers(found: Arguments, handlers: Any) -> None:
+def _handlers(sorted_arguments: Arguments, handlers: Any) -> None:
     made = []
     for handler in handlers or ():
         assert isinstance(handler, kinds.KwargsHandler), message(
             "unsupported_handler", handler
         )
         name = HANDLERS[type(handler)]
-        if name in found.handlers:
+        if name in sorted_arguments.handlers:
             raise ValueError(
                 f"You can only pass one {type(handler)} in `kwargs_handlers`."
             )
-        found.handlers[name] = handler
+        sorted_arguments.handlers[name] = handler
         made.append(handler.to_hasten())
     if made:
-        found.settings["kwargs_handlers"] = made
+        sorted_arguments.settings["kwargs_handlers"] = made
 
 
 def _project(
-    found: Arguments, project_dir: Any, config: ProjectConfiguration | None
+    sorted_arguments: Arguments, project_dir: Any, config: ProjectConfiguration | None
 ) -> None:
-    project = found.project = (
+    project = sorted_arguments.project = (
         config if config is not None else ProjectConfiguration(project_dir=project_dir)
     )
     if project_dir is not None and project.project_dir is None:
         project.set_directories(str(project_dir))
     # else the folder is the script's alone
     run_log = parse_flag_from_env("HASTEN_PROJECT_RUN_LOG")
-    found.settings["project_config"] = project.over(
+    sorted_arguments.settings["project_config"] = project.over(
         partial(hasten.ProjectConfiguration, run_log=run_log)
     )
 
 
 def _accumulation(
-    found: Arguments, steps: int, plugin: kinds.GradientAccumulationPlugin | None
+    sorted_arguments: Arguments,
+    steps: int,
+    plugin: kinds.GradientAccumulationPlugin | None,
 ) -> None:
     if plugin is not None and steps != 1:
         raise ValueError(message("steps_and_plugin"))
     given = int(environment().get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", str(steps)))
-    found.accumulation = (
+    sorted_arguments.accumulation = (
         kinds.GradientAccumulationPlugin(num_steps=given) if plugin is None else plugin
     )
     if (
-        found.accumulation.num_steps is not None
-        or found.accumulation != kinds.GradientAccumulationPlugin()
+        sorted_arguments.accumulation.num_steps is not None
+        or sorted_arguments.accumulation != kinds.GradientAccumulationPlugin()
     ):
-        found.settings["gradient_accumulation_plugin"] = found.accumulation.to_hasten()
+        sorted_arguments.settings["gradient_accumulation_plugin"] = (
+            sorted_arguments.accumulation.to_hasten()
+        )
 
 
-def _sharding(found: Arguments, plugin: FullyShardedDataParallelPlugin | None) -> None:
+def _sharding(
+    sorted_arguments: Arguments, plugin: FullyShardedDataParallelPlugin | None
+) -> None:
     plugin = AMBIENT.whole.get("fsdp_plugin") if plugin is None else plugin
     if plugin is not None:
         if not isinstance(plugin, FullyShardedDataParallelPlugin):
             raise TypeError(
                 "`fsdp_plugin` must be a FullyShardedDataParallelPlugin object."
             )
-        found.fsdp = plugin
-        found.settings["fsdp_plugin"] = plugin.to_hasten()
+        sorted_arguments.fsdp = plugin
+        sorted_arguments.settings["fsdp_plugin"] = plugin.to_hasten()
 
 
-def _engine(found: Arguments, plugin: Any, plugins: Any, explicit: bool) -> None:
+def _engine(
+    sorted_arguments: Arguments, plugin: Any, plugins: Any, explicit: bool
+) -> None:
     earlier = (
         AMBIENT.whole.get("deepspeed_plugins") if plugins is plugin is None else plugins
     )
-    found.deepspeed = chosen_plugins(plugin, earlier)
-    active = active_plugin(found.deepspeed)
+    sorted_arguments.deepspeed = chosen_plugins(plugin, earlier)
+    active = active_plugin(sorted_arguments.deepspeed)
     if active is None:
         return
-    found.settings["strategy"] = "deepspeed"
+    sorted_arguments.settings["strategy"] = "deepspeed"
     # else the settings of the launch hold until the first prepare()
     if plugin is not None or plugins is not None:
-        found.settings["deepspeed_plugin"] = active.to_hasten()
+        sorted_arguments.settings["deepspeed_plugin"] = active.to_hasten()
     steps = active.accumulation
     if steps is None or explicit:  # libraries that accumulate themselves give a plugin
         return
-    if found.accumulation.num_steps not in (1, steps):
+    if sorted_arguments.accumulation.num_steps not in (1, steps):
         raise ValueError(
-            message("steps_contradict", found.accumulation.num_steps, steps)
+            message("steps_contradict", sorted_arguments.accumulation.num_steps, steps)
         )
-    found.accumulation = kinds.GradientAccumulationPlugin(num_steps=steps)
-    found.settings["gradient_accumulation_plugin"] = found.accumulation.to_hasten()
+    sorted_arguments.accumulation = kinds.GradientAccumulationPlugin(num_steps=steps)
+    sorted_arguments.settings["gradient_accumulation_plugin"] = (
+        sorted_arguments.accumulation.to_hasten()
+    )
 
 
 def _compiling(
-    found: Arguments, plugin: kinds.TorchDynamoPlugin | None, backend: Any
+    sorted_arguments: Arguments, plugin: kinds.TorchDynamoPlugin | None, backend: Any
 ) -> None:
     if plugin is not None and backend is not None:
         raise ValueError(
@@ -205,8 +222,8 @@ def _compiling(
         )
     if backend is not None:
         plugin = kinds.TorchDynamoPlugin(backend=backend)
-    found.dynamo = (
+    sorted_arguments.dynamo = (
         plugin or AMBIENT.whole.get("dynamo_plugin") or kinds.TorchDynamoPlugin()
     )
-    if str(found.dynamo.backend).lower() != "no":
-        found.settings["dynamo_plugin"] = found.dynamo.to_hasten()
+    if str(sorted_arguments.dynamo.backend).lower() != "no":
+        sorted_arguments.settings["dynamo_plugin"] = sorted_arguments.dynamo.to_hasten()

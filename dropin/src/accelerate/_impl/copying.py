@@ -20,13 +20,13 @@ class Copyable:
             for name in self.belongs_to_run
             if name in self.__dict__
         }
-        made = memo[id(self)] = type(self).__new__(type(self))
-        made.__dict__.update(
+        deep_copy = memo[id(self)] = type(self).__new__(type(self))
+        deep_copy.__dict__.update(
             {name: deepcopy(value, memo) for name, value in self.__getstate__().items()}
         )
-        made.__dict__.update(shared)
-        made.rejoin()
-        return made
+        deep_copy.__dict__.update(shared)
+        deep_copy.rejoin()
+        return deep_copy
 
     def __getstate__(self) -> dict[str, Any]:
         return {

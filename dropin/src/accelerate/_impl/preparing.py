@@ -62,32 +62,46 @@ class EstablishedPreparer(Preparer):
     ) -> Any:
         """Return the objects prepared, in call order; what is none of the known kinds comes back as it is."""
         self._accelerator.follow_plugins()
-        places = list(placement) if placement is not None else [None] * len(objects)
-        if len(places) != len(objects):
+        placements = list(placement) if placement is not None else [None] * len(objects)
+        if len(placements) != len(objects):
             raise ValueError(message("placement_of_each", len(objects)))
         self._engine_schedules = any(
             isinstance(value, DummyScheduler) for value in objects
         )
-        known = [index for index, value in enumerate(objects) if not _stranger(value)]
-        alone = [
-            index for index in known if self._follows_no_model(objects[index], objects)
+        known_indices = [
+            index for index, value in enumerate(objects) if not _stranger(value)
         ]
-        known = [index for index in known if index not in alone]
-        placed = [
-            bool(self._accelerator.device_placement if place is None else place)
-            for place in places
+        independent_indices = [
+            index
+            for index in known_indices
+            if self._follows_no_model(objects[index], objects)
+        ]
+        known_indices = [
+            index for index in known_indices if index not in independent_indices
+        ]
+        puts_on_device = [
+            bool(
+                self._accelerator.device_placement
+                if placement_of_object is None
+                else placement_of_object
+            )
+            for placement_of_object in placements
         ]
         result = list(objects)
-        for index in alone:  # before schedulers, which look for their optimizers
+        for (
+            index
+        ) in independent_indices:  # before schedulers, which look for their optimizers
             result[index] = self._optimizer(objects[index])
         prepared = super().prepare(
-            tuple(objects[i] for i in known), [placed[i] for i in known], train
+            tuple(objects[i] for i in known_indices),
+            [puts_on_device[i] for i in known_indices],
+            train,
         )
-        for index, value in zip(known, prepared, strict=True):
+        for index, value in zip(known_indices, prepared, strict=True):
             result[index] = value
-        for index in (*known, *alone):
+        for index in (*known_indices, *independent_indices):
             if isinstance(result[index], PreparedOptimizer):
-                result[index].device_placement = placed[index]
+                result[index].device_placement = puts_on_device[index]
             setattr(result[index], PREPARED, True)
             show_original_forward(result[index])
         return tuple(result)
@@ -113,13 +127,13 @@ class EstablishedPreparer(Preparer):
             )
         for index, optimizer in optimizers.items():
             result[index] = self._optimizer(optimizer)
-        others = [
+        other_indices = [
             index
             for index in range(len(objects))
             if index not in models and index not in optimizers
         ]
-        prepared = self.prepare(tuple(objects[index] for index in others))
-        for index, value in zip(others, prepared, strict=True):
+        prepared = self.prepare(tuple(objects[index] for index in other_indices))
+        for index, value in zip(other_indices, prepared, strict=True):
             result[index] = value
         return tuple(result)
 
@@ -135,7 +149,7 @@ class EstablishedPreparer(Preparer):
         }
         sharded = shard(model)
         setattr(sharded, PREPARED, True)
-        if not any(sharded is known for known in self.done.models):
+        if not any(sharded is prepared_model for prepared_model in self.done.models):
             self.done.models.append(sharded)
         parameters = {
             plain_name(name): parameter
@@ -162,15 +176,17 @@ class EstablishedPreparer(Preparer):
         ):
             return False
         models = [
-            one
-            for one in (*objects, *self.done.models)
-            if isinstance(one, torch.nn.Module)
+            candidate
+            for candidate in (*objects, *self.done.models)
+            if isinstance(candidate, torch.nn.Module)
         ]
-        held = {id(parameter) for model in models for parameter in model.parameters()}
+        model_parameter_ids = {
+            id(parameter) for model in models for parameter in model.parameters()
+        }
         return any(
-            id(one) not in held
+            id(candidate) not in model_parameter_ids
             for group in value.param_groups
-            for one in group["params"]
+            for candidate in group["params"]
         )
 
     def _optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
@@ -191,7 +207,9 @@ class EstablishedPreparer(Preparer):
     def _scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         inner = getattr(scheduler, "optimizer", None)
         owners = [
-            known for known in self.done.optimizers if inner in (known, known.optimizer)
+            prepared_optimizer
+            for prepared_optimizer in self.done.optimizers
+            if inner in (prepared_optimizer, prepared_optimizer.optimizer)
         ]
         kind = (
             DeepSpeedSchedulerWrapper
@@ -215,30 +233,36 @@ class EstablishedPreparer(Preparer):
     def loader(
         self,
         loader: Any,
-        place: bool,
+        puts_on_device: bool,
         seed: int,
         slice_fn: Any = None,
         already_sharded: bool | None = None,
     ) -> Any:
         if isinstance(loader, PreparedLoader):
-            if not any(loader is known for known in self.done.loaders):
+            if not any(
+                loader is prepared_loader for prepared_loader in self.done.loaders
+            ):
                 self.done.loaders.append(loader)
             return loader
         config = self._accelerator.dataloader_config
         readers = self._accelerator.readers()
-        alone = readers.size == self._accelerator.ctx.world.size
+        is_plain_data_parallel = readers.size == self._accelerator.ctx.world.size
         prepared = self._accelerator.share_loader(
             loader,
             self._accelerator.device,
-            num_processes=self._accelerator.num_processes if alone else readers.size,
-            process_index=self._accelerator.process_index if alone else readers.rank,
-            put_on_device=place,
+            num_processes=self._accelerator.num_processes
+            if is_plain_data_parallel
+            else readers.size,
+            process_index=self._accelerator.process_index
+            if is_plain_data_parallel
+            else readers.rank,
+            put_on_device=puts_on_device,
             rng_types=list(self._accelerator.rng_types),
             slice_fn_for_dispatch=slice_fn,
             torch_device_mesh=self._accelerator.torch_device_mesh,
             **{
-                one.name: getattr(config, one.name)
-                for one in fields(DataLoaderConfiguration)
+                config_field.name: getattr(config, config_field.name)
+                for config_field in fields(DataLoaderConfiguration)
             },
         )
         prepared.clock = self._clock
@@ -249,21 +273,21 @@ class EstablishedPreparer(Preparer):
 
 def check_quantized(model: Any, device: torch.device) -> None:
     """Raise a ValueError for a quantized model whose weights are offloaded, or on another device than this run's."""
-    places = list(getattr(model, "hf_device_map", {}).values())
+    module_devices = list(getattr(model, "hf_device_map", {}).values())
     if not (
         getattr(model, "is_loaded_in_8bit", False)
         or getattr(model, "is_loaded_in_4bit", False)
     ):
         return
     trains_on_cpu = is_bitsandbytes_multi_backend_available()
-    if "disk" in places or (
-        "cpu" in places and (is_xpu_available() or not trains_on_cpu)
+    if "disk" in module_devices or (
+        "cpu" in module_devices and (is_xpu_available() or not trains_on_cpu)
     ):
         raise ValueError(message("quantized_and_offloaded"))
     elsewhere = (
-        len(places) == 1
-        and isinstance(places[0], int)
-        and places[0] != (device.index or 0)
+        len(module_devices) == 1
+        and isinstance(module_devices[0], int)
+        and module_devices[0] != (device.index or 0)
     )
     if elsewhere and not trains_on_cpu:
         raise ValueError(message("quantized_elsewhere"))

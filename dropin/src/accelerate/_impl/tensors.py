@@ -69,20 +69,20 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "test_type": test_type,
         "error_on_other_type": error_on_other_type,
         **kwargs,
     }
     if isinstance(data, tuple | list):
         return honor_type(
-            data, (recursively_apply(func, item, *args, **given) for item in data)
+            data, (recursively_apply(func, item, *args, **options) for item in data)
         )
     if isinstance(data, Mapping):
         kind: Any = type(data)
         return kind(
             {
-                key: recursively_apply(func, value, *args, **given)
+                key: recursively_apply(func, value, *args, **options)
                 for key, value in data.items()
             }
         )
@@ -146,8 +146,8 @@ def listify(data: Any) -> Any:
 
 
 def find_device(data: Any) -> torch.device | None:
-    found = trees.tensors(data)
-    return found[0].device if found else None
+    tensors_in_data = trees.tensors(data)
+    return tensors_in_data[0].device if tensors_in_data else None
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
@@ -158,13 +158,16 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         return honor_type(
             first,
             (
-                concatenate([one[place] for one in data], dim)
-                for place in range(len(first))
+                concatenate([sequence[key_or_index] for sequence in data], dim)
+                for key_or_index in range(len(first))
             ),
         )
     if isinstance(first, Mapping):
         return type(first)(
-            {key: concatenate([one[key] for one in data], dim) for key in first}
+            {
+                key: concatenate([sequence[key] for sequence in data], dim)
+                for key in first
+            }
         )  # type: ignore[call-arg]
     if not isinstance(first, Tensor):
         raise TypeError(f"Can only concatenate tensors but got {type(first)}")
@@ -210,13 +213,13 @@ def pad_input_tensors(
 ) -> Any:
     """Tensors lengthened with zeros so that processes get equal parts."""
 
-    def pad(one: Tensor) -> Tensor:
+    def pad(unpadded: Tensor) -> Tensor:
         missing = -batch_size % num_processes
         if missing == 0:
-            return one
-        shape = list(one.shape)
+            return unpadded
+        shape = list(unpadded.shape)
         shape[dim] = missing
-        return torch.cat([one, one.new_zeros(shape)], dim=dim)
+        return torch.cat([unpadded, unpadded.new_zeros(shape)], dim=dim)
 
     pad.__name__ = "_pad_input_tensors"  # in messages
     return recursively_apply(pad, tensor, error_on_other_type=True)
@@ -292,8 +295,8 @@ def gather_object(object: Any) -> Any:
     world = _world()
     if world.size == 1:
         return object
-    parts = world.all_gather_object(object)  # quirk: GATHER_OBJECT_JOINS
-    return [item for part in parts for item in part]
+    objects_of_ranks = world.all_gather_object(object)  # quirk: GATHER_OBJECT_JOINS
+    return [item for rank_objects in objects_of_ranks for item in rank_objects]
 
 
 @verify_operation
@@ -306,10 +309,10 @@ def _gpu_broadcast(data: Any, src: int = 0) -> Any:
     tensor = _checked("_gpu_broadcast_one", data)
     sent = ops.broadcast(tensor, _world(), src)
     with torch.no_grad():
-        for mine, theirs in zip(
+        for local_tensor, received_tensor in zip(
             trees.tensors(tensor), trees.tensors(sent), strict=True
         ):
-            mine.copy_(theirs)
+            local_tensor.copy_(received_tensor)
     return tensor
 
 
@@ -336,15 +339,19 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     reduced = ops.reduce(copied, world, reduction)  # type: ignore[arg-type]  # checked there
     share = 1 / world.size if reduction == "mean" else 1
     return trees.zip_tensors(
-        lambda one, mine: _with_gradient(one, mine, share), reduced, copied
+        lambda reduced_tensor, local_tensor: _with_gradient(
+            reduced_tensor, local_tensor, share
+        ),
+        reduced,
+        copied,
     )
 
 
-def _with_gradient(reduced: Tensor, mine: Tensor, share: float) -> Tensor:
+def _with_gradient(reduced: Tensor, local_tensor: Tensor, share: float) -> Tensor:
     """Return the reduced tensor, through which this process's own part of it gets a gradient."""
-    if not mine.requires_grad:
+    if not local_tensor.requires_grad:
         return reduced
-    result = mine * share
+    result = local_tensor * share
     with torch.no_grad():
         return result.copy_(reduced)
 
@@ -355,11 +362,11 @@ def pad_across_processes(
 ) -> Any:
     """Tensors padded to the largest size any process has along `dim`. Ranks: every rank."""
     tensor = _checked("_pad_across_processes", tensor)
-    if any(one.is_nested for one in trees.tensors(tensor)):
+    if any(leaf.is_nested for leaf in trees.tensors(tensor)):
         warnings.warn(message("nested_not_padded"), CannotPadNestedTensorWarning)
         return tensor
     world = _world()
-    if world.size == 1 or all(dim >= one.dim() for one in trees.tensors(tensor)):
+    if world.size == 1 or all(dim >= leaf.dim() for leaf in trees.tensors(tensor)):
         return tensor
     return ops.pad_across(tensor, world, dim, pad_index, pad_first)
 

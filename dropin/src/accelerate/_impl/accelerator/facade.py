@@ -99,34 +99,36 @@ class Accelerator(SavingFace):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
-        given = {
+        arguments = {
             name: value
             for name, value in locals().items()
             if name not in ("self", "__class__")
         }
-        self._given, sorted_ = given, sort_arguments(given)
+        self._given, sorted_ = arguments, sort_arguments(arguments)
         hasten.Accelerator.__init__(self, **sorted_.settings)
-        self._show(sorted_, given)
+        self._show(sorted_, arguments)
         self._preparer = EstablishedPreparer(self)
         self._sharding = FollowedPlugin(self, sorted_.fsdp)
         self._engine = FollowedSections(self, sorted_.deepspeed)
-        self._publish(sorted_, given)
+        self._publish(sorted_, arguments)
         if parallelism_config is not None:
             parallelism_config._validate_accelerator(self)
 
-    def _show(self, sorted_: Arguments, given: dict[str, Any]) -> None:
+    def _show(self, sorted_: Arguments, arguments: dict[str, Any]) -> None:
         """Keep what was given where scripts look for it."""
         self.device_placement, self.dataloader_config = (
-            given["device_placement"],
+            arguments["device_placement"],
             sorted_.data,
         )
         self.project_configuration = sorted_.project
         self.step_scheduler_with_optimizer, self.step = (
-            given["step_scheduler_with_optimizer"],
+            arguments["step_scheduler_with_optimizer"],
             0,
         )
         self.rng_types = (
-            given["rng_types"] if given["rng_types"] is not None else ["generator"]
+            arguments["rng_types"]
+            if arguments["rng_types"] is not None
+            else ["generator"]
         )
         vars(self).update(
             {name: sorted_.handlers.get(name) for name in HANDLERS.values()}
@@ -135,16 +137,16 @@ class Accelerator(SavingFace):
         self._precision.takes_half_weights = True
         self.delayed_fp8_autocast, self.trackers = False, []
         if named(self.config.trust).isdisjoint(("numbers", "numbers_spike")):
-            for part in self._clock.parts.members:  # quirk: NAN_IS_SILENT
-                if isinstance(part, NumbersWatch):
-                    self._clock.parts.remove(part)
+            for run_part in self._clock.parts.members:  # quirk: NAN_IS_SILENT
+                if isinstance(run_part, NumbersWatch):
+                    self._clock.parts.remove(run_part)
 
     def __copy__(self) -> Self:
         """Another Accelerator over the same run: process groups, clocks and what was prepared exist once."""
-        made = type(self).__new__(type(self))
+        accelerator_copy = type(self).__new__(type(self))
         # to which the preparer belongs
-        made.__dict__.update(self.__dict__, copied_from=self)
-        return made
+        accelerator_copy.__dict__.update(self.__dict__, copied_from=self)
+        return accelerator_copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return this Accelerator itself, and say so."""
@@ -153,11 +155,11 @@ class Accelerator(SavingFace):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return an Accelerator with the same arguments and prepared loaders over the processes that read the pickle."""
-        given = {
+        arguments = {
             name: value for name, value in self._given.items() if value is not UNSET
         }
         return (
-            partial(type(self), **given),
+            partial(type(self), **arguments),
             (),
             {"loaders": list(self._prepared.loaders)},
         )
@@ -165,7 +167,7 @@ class Accelerator(SavingFace):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._prepared.loaders.extend(state["loaders"])
 
-    def _publish(self, sorted_: Arguments, given: dict[str, Any]) -> None:
+    def _publish(self, sorted_: Arguments, arguments: dict[str, Any]) -> None:
         """Make this Accelerator what the process-wide views show."""
         ambient.adopt(self.ctx)
         self.process, AMBIENT.clock = ambient.process(), self._clock
@@ -174,13 +176,13 @@ class Accelerator(SavingFace):
         # a save stores what there is at that moment, as the original's does
         self._clock.read_position = None
         fill_partial(self.config.cpu, strategy=self._strategy.name)
-        sizes = given["parallelism_config"] or ParallelismConfig.launched(
+        sizes = arguments["parallelism_config"] or ParallelismConfig.launched(
             self.config.parallelism, self.ctx.mesh
         )
         handler = sizes.sp_handler if sizes is not None and sizes.sp_enabled else None
         self._sequences = handler and sequences.SplitSequences(self, handler)
         plugins = {
-            "torch_tp_plugin": given["torch_tp_plugin"],
+            "torch_tp_plugin": arguments["torch_tp_plugin"],
             "parallelism_config": sizes,
         }
         plugins |= {
@@ -194,17 +196,19 @@ class Accelerator(SavingFace):
         )
         self.gradient_state.plugin_kwargs.setdefault("num_steps", self._clock.every)
         check_os_kernel()
-        self.log_with = filter_trackers(given["log_with"], self.logging_dir)
-        if given["log_with"] is not None and not self.log_with:
-            warnings.warn(message("no_trackers", given["log_with"]), stacklevel=3)
+        self.log_with = filter_trackers(arguments["log_with"], self.logging_dir)
+        if arguments["log_with"] is not None and not self.log_with:
+            warnings.warn(message("no_trackers", arguments["log_with"]), stacklevel=3)
 
     # -- preparing ------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Models, optimizers, schedulers and loaders ready for this run, in the order given; the rest as it is."""
-        spread = any(
-            self.verify_device_map(one) for one in args if isinstance(one, nn.Module)
+        is_spread = any(
+            self.verify_device_map(model)
+            for model in args
+            if isinstance(model, nn.Module)
         )
-        if spread and self.distributed_type != DistributedType.NO:
+        if is_spread and self.distributed_type != DistributedType.NO:
             raise ValueError(message("map_on_several"))
         if device_placement is not None and len(device_placement) != len(args):
             raise ValueError(message("placement_of_each", len(args)))
@@ -250,7 +254,7 @@ class Accelerator(SavingFace):
 
     def _prepare_each(self, *args: Any, engine: bool = False) -> tuple[Any, ...]:
         """Prepare together what no subclass and no patch has a method of its own for, and the others by these methods."""
-        places = dict(zip(map(id, args), self._placement, strict=False))
+        placements = dict(zip(map(id, args), self._placement, strict=False))
         own_steps = [self._has_own_step(value, engine) for value in args]
         optimizers = [
             value for value in args if isinstance(value, torch.optim.Optimizer)
@@ -260,7 +264,7 @@ class Accelerator(SavingFace):
             prepare = partial(
                 self._prepare_one,
                 first_pass=True,
-                device_placement=places.get(id(value)),
+                device_placement=placements.get(id(value)),
             )
             if own_steps[index] and self.is_fsdp2 and isinstance(value, nn.Module):
                 prepared[index] = self._preparer.with_renewed_optimizers(
@@ -268,18 +272,18 @@ class Accelerator(SavingFace):
                 )
             elif own_steps[index]:
                 prepared[index] = prepare(value)
-        joint = [index for index, is_own in enumerate(own_steps) if not is_own]
-        joint_places = [places.get(id(args[index])) for index in joint]
-        together = self._preparer.prepare(
-            tuple(args[index] for index in joint), joint_places
+        joint_indices = [index for index, is_own in enumerate(own_steps) if not is_own]
+        joint_placements = [placements.get(id(args[index])) for index in joint_indices]
+        jointly_prepared = self._preparer.prepare(
+            tuple(args[index] for index in joint_indices), joint_placements
         )
-        for index, value in zip(joint, together, strict=True):
+        for index, value in zip(joint_indices, jointly_prepared, strict=True):
             prepared[index] = value
         return tuple(
-            self._prepare_one(value, device_placement=places.get(id(given)))
+            self._prepare_one(value, device_placement=placements.get(id(argument)))
             if is_own
             else value
-            for value, given, is_own in zip(prepared, args, own_steps, strict=True)
+            for value, argument, is_own in zip(prepared, args, own_steps, strict=True)
         )
 
     def _has_own_step(self, value: Any, engine: bool) -> bool:
@@ -333,12 +337,16 @@ class Accelerator(SavingFace):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Any = None,
     ) -> Any:
-        place = self.device_placement if device_placement is None else device_placement
-        return self._preparer.loader(data_loader, place, 0, slice_fn_for_dispatch)
+        puts_on_device = (
+            self.device_placement if device_placement is None else device_placement
+        )
+        return self._preparer.loader(
+            data_loader, puts_on_device, 0, slice_fn_for_dispatch
+        )
 
-    def share_loader(self, data_loader: Any, *args: Any, **how: Any) -> Any:
+    def share_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
         # the name of this module, which clients replace
-        return prepare_data_loader(data_loader, *args, **how)
+        return prepare_data_loader(data_loader, *args, **options)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         return skip_first_batches(dataloader, num_batches=num_batches)
@@ -347,35 +355,38 @@ class Accelerator(SavingFace):
     def accumulate(self, *models: Any) -> Accumulation:  # type: ignore[override] # the original names no loader
         """Return one micro-step over these models; models that were not prepared take part without a window of their own."""
         self._check_others_have_batches()
-        known = [
+        prepared_models = [
             model
             for model in models
-            if any(model is one for one in self._prepared.models)
+            if any(model is prepared_model for prepared_model in self._prepared.models)
         ]
-        each = self.config.gradient_accumulation.sync_each_batch
+        sync_each_batch = self.config.gradient_accumulation.sync_each_batch
         if self.step != self._counted:  # the script has set it
             self._clock.begin_at(self.step % self._clock.every)
-        ends = (
+        ends_window = (
             self._clock.sync_with_dataloader and self.gradient_state.end_of_dataloader
         )
-        self.step = self._counted = 0 if ends else self.step + 1
+        self.step = self._counted = 0 if ends_window else self.step + 1
         return Accumulation(
-            self._clock, self._strategy, tuple(known or self._prepared.models), each
+            self._clock,
+            self._strategy,
+            tuple(prepared_models or self._prepared.models),
+            sync_each_batch,
         )
 
     def _do_sync(self) -> None:
         """Count a micro-step outside of accumulate() and synchronise gradients where a window or loader ends."""
-        ends: bool = (
+        ends_window: bool = (
             self._clock.sync_with_dataloader and self.gradient_state.end_of_dataloader
         )
-        self.step = 0 if ends else self.step + 1
+        self.step = 0 if ends_window else self.step + 1
         self.gradient_state._set_sync_gradients(
-            ends or self.step % self._clock.every == 0
+            ends_window or self.step % self._clock.every == 0
         )
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """Return a block in which backward leaves this model's gradients unsynchronised."""
-        if any(model is one for one in self._prepared.models):
+        if any(model is prepared_model for prepared_model in self._prepared.models):
             return self._strategy.no_sync(model)
         return (
             model.no_sync()
@@ -390,13 +401,15 @@ class Accelerator(SavingFace):
         if not isinstance(model, DistributedDataParallel):
             yield
             return
-        before = model.require_backward_grad_sync, model.require_forward_param_sync
+        sync_flags = model.require_backward_grad_sync, model.require_forward_param_sync
         model.require_backward_grad_sync = model.require_forward_param_sync = True
         model.reducer.prepare_for_backward([])
         try:
             yield
         finally:
-            model.require_backward_grad_sync, model.require_forward_param_sync = before
+            model.require_backward_grad_sync, model.require_forward_param_sync = (
+                sync_flags
+            )
 
     def backward(self, loss: Any, **kwargs: Any) -> None:  # type: ignore[override]  # weight is a keyword, if given
         self._check_others_have_batches()
@@ -431,18 +444,18 @@ class Accelerator(SavingFace):
             raise ValueError(
                 "A learning rate must be passed in order to call backward pass with LOMO optimizers."
             )
-        if not (known := self._fused_backwards()):
+        if not (fused_backwards := self._fused_backwards()):
             raise ValueError(message("lomo_without_backward"))
-        for fused in known:
-            fused(loss, learning_rate)
+        for fused_backward in fused_backwards:
+            fused_backward(loss, learning_rate)
 
     def _fused_backwards(self) -> list[Any]:
         return list(
             filter(
                 None,
                 (
-                    getattr(one.optimizer, "fused_backward", None)
-                    for one in self._prepared.optimizers
+                    getattr(optimizer.optimizer, "fused_backward", None)
+                    for optimizer in self._prepared.optimizers
                 ),
             )
         )
@@ -456,17 +469,17 @@ class Accelerator(SavingFace):
         self,
         autocast_handler: AutocastKwargs | None = None,  # type: ignore[override]  # this package's class
     ) -> AbstractContextManager[Any]:
-        chosen = autocast_handler or self.autocast_handler
-        return super().autocast(None if chosen is None else chosen.to_hasten())
+        handler = autocast_handler or self.autocast_handler
+        return super().autocast(None if handler is None else handler.to_hasten())
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
         """Clip gradients to a global norm where the window ends; inside it, only tell the norm."""
-        chosen = clip.as_list(parameters)
-        norm = super().clip_grad_norm_(chosen, max_norm, float(norm_type))
+        parameter_list = clip.as_list(parameters)
+        norm = super().clip_grad_norm_(parameter_list, max_norm, float(norm_type))
         return (
-            self._clip_grad_norm_dtensor_aware(chosen, float("inf"), norm_type)
+            self._clip_grad_norm_dtensor_aware(parameter_list, float("inf"), norm_type)
             if norm is None
             else norm
         )
@@ -489,12 +502,14 @@ class Accelerator(SavingFace):
         if self.num_processes == 1:
             return nullcontext()
         if not all(
-            isinstance(one, nn.Module | torch.optim.Optimizer) for one in joinables
+            isinstance(joinable, nn.Module | torch.optim.Optimizer)
+            for joinable in joinables
         ):
             warnings.warn(message("nothing_to_join"), stacklevel=2)
             return nullcontext()
         if even_batches is not None and any(
-            isinstance(one.dataset, IterableDataset) for one in self._dataloaders
+            isinstance(joinable.dataset, IterableDataset)
+            for joinable in self._dataloaders
         ):
             warnings.warn(message("streams_stay_even"), stacklevel=2)
         return super().join_uneven_inputs(joinables, even_batches)
@@ -526,24 +541,26 @@ class Accelerator(SavingFace):
         self, input_data: Any, use_gather_object: bool = False
     ) -> Any:
         """Return the results of every process for the current batch; the last batch is cut to the samples that are left."""
-        left = self._samples_left()  # quirk: LAST_BATCH_IS_CUT
+        samples_left = self._samples_left()  # quirk: LAST_BATCH_IS_CUT
         if use_gather_object or not all(
-            isinstance(one, torch.Tensor) for one in trees.leaves(input_data)
+            isinstance(leaf, torch.Tensor) for leaf in trees.leaves(input_data)
         ):
             gathered = gather_object(input_data)
             try:
-                return gathered[:left]
+                return gathered[:samples_left]
             except Exception:  # an object that cannot be sliced stays as it is
                 return gathered
-        alone = self.num_processes == 1
+        is_single_process = self.num_processes == 1
         gathered = (
             self.gather(input_data)
-            if alone
+            if is_single_process
             else ops.gather_ragged(input_data, self.readers())
         )
         return (
-            trees.map_tensors(lambda one: one[:left] if one.ndim else one, gathered)
-            if left
+            trees.map_tensors(
+                lambda leaf: leaf[:samples_left] if leaf.ndim else leaf, gathered
+            )
+            if samples_left
             else gathered
         )
 
@@ -602,20 +619,22 @@ class Accelerator(SavingFace):
         keep_torch_compile: bool = True,
     ) -> Any:
         """Return the user's own module inside a prepared one."""
-        if any(model is one for one in self._prepared.models):
+        if any(model is prepared_model for prepared_model in self._prepared.models):
             model = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Return every parameter and buffer of a model, whole. Ranks: every rank."""
         if any(map(modeling.has_offloaded_params, model.modules())):
-            there = not any(one.is_meta for one in model.parameters())
+            is_materialized = not any(
+                weight_or_model.is_meta for weight_or_model in model.parameters()
+            )
             return (
                 model.state_dict()
-                if there
+                if is_materialized
                 else modeling.get_state_dict_offloaded_model(model)
             )
-        if any(model is one for one in self._prepared.models):
+        if any(model is weight_or_model for weight_or_model in self._prepared.models):
             return OrderedDict(super().get_state_dict(model))
         return (self.unwrap_model(model) if unwrap else model).state_dict()
 
@@ -642,11 +661,11 @@ class Accelerator(SavingFace):
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:  # type: ignore[override]  # this package's class
         """A block under torch.profiler; with `output_trace_dir`, its trace is left there under PROFILE_PATTERN_NAME."""
-        chosen = profile_handler or self.profile_handler or ProfileKwargs()
-        with chosen.build() as running:
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        with handler.build() as running:
             yield running
-        if chosen.output_trace_dir is not None:
-            folder = Path(chosen.output_trace_dir)
+        if handler.output_trace_dir is not None:
+            folder = Path(handler.output_trace_dir)
             folder.mkdir(parents=True, exist_ok=True)
             running.export_chrome_trace(
                 str(folder / PROFILE_PATTERN_NAME.format(suffix=self.process_index))
@@ -683,7 +702,8 @@ class Accelerator(SavingFace):
 
     def verify_device_map(self, model: nn.Module) -> bool:
         return any(
-            len(getattr(part, "hf_device_map", {})) > 1 for part in model.modules()
+            len(getattr(submodule, "hf_device_map", {})) > 1
+            for submodule in model.modules()
         )
 
 

@@ -71,19 +71,23 @@ def save_accelerator_state(
             save_on_each_node,
             safe_serialization,
         )
-    rest = [
-        (_numbered(constants.OPTIMIZER_NAME, index), one)
-        for index, one in enumerate(optimizers)
+    numbered_objects = [
+        (_numbered(constants.OPTIMIZER_NAME, index), stateful)
+        for index, stateful in enumerate(optimizers)
     ]
-    rest += [
-        (_numbered(constants.SCHEDULER_NAME, index), one)
-        for index, one in enumerate(schedulers)
+    numbered_objects += [
+        (_numbered(constants.SCHEDULER_NAME, index), stateful)
+        for index, stateful in enumerate(schedulers)
     ]
-    for name, thing in [
-        *rest,
+    for name, stateful_object in [
+        *numbered_objects,
         *([] if scaler is None else [(constants.SCALER_NAME, scaler)]),
     ]:
-        save(thing.state_dict(), folder / name, save_on_each_node=save_on_each_node)
+        save(
+            stateful_object.state_dict(),
+            folder / name,
+            save_on_each_node=save_on_each_node,
+        )
     write_for_original(folder, dataloaders, process_index, step, save_on_each_node)
     return folder
 
@@ -107,14 +111,14 @@ def write_for_original(
 
 def _stateful(dataloaders: list[Any]) -> list[tuple[str, Any]]:
     """Return the loaders whose positions are saved, each with the name of its file."""
-    numbered = (
-        (_numbered("dl_state_dict", index), one)
-        for index, one in enumerate(dataloaders)
+    numbered_loaders = (
+        (_numbered("dl_state_dict", index), loader)
+        for index, loader in enumerate(dataloaders)
     )
     return [
-        (name, one)
-        for name, one in numbered
-        if getattr(one, "use_stateful_dataloader", False)
+        (name, loader)
+        for name, loader in numbered_loaders
+        if getattr(loader, "use_stateful_dataloader", False)
     ]
 
 
@@ -134,12 +138,12 @@ def load_accelerator_state(
     folder = Path(input_dir)
     for index, model in enumerate(models):
         model.load_state_dict(_read_weights(folder, index), **load_model_func_kwargs)
-    for stem, things in (
+    for stem, stateful_objects in (
         (constants.OPTIMIZER_NAME, optimizers),
         (constants.SCHEDULER_NAME, schedulers),
     ):
-        for index, thing in enumerate(things):
-            thing.load_state_dict(load(folder / _numbered(stem, index)))
+        for index, stateful_object in enumerate(stateful_objects):
+            stateful_object.load_state_dict(load(folder / _numbered(stem, index)))
     if scaler is not None and (folder / constants.SCALER_NAME).exists():
         scaler.load_state_dict(load(folder / constants.SCALER_NAME))
     return _load_rest(
@@ -220,8 +224,8 @@ def _read_random_states(file: Path) -> dict[str, Any]:
 def _restore_random_states(states: Mapping[str, Any]) -> None:
     """Restore the generators whose states the original stored."""
     if "random_state" in states:
-        version, words, rest = states["random_state"]
-        random.setstate((version, tuple(words), rest))
+        version, words, gauss_next = states["random_state"]
+        random.setstate((version, tuple(words), gauss_next))
     if "numpy_random_seed" in states:
         np.random.set_state(states["numpy_random_seed"])
     if "torch_manual_seed" in states:

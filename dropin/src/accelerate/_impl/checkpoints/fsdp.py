@@ -66,11 +66,13 @@ def get_parameters_from_modules(
         modules = [
             module for name, module in model.named_modules() if pattern.fullmatch(name)
         ]
-    chosen: Iterable[nn.Module] = modules
-    found = {parameter for module in chosen for parameter in module.parameters()}
-    for parameter in found:
+    selected_modules: Iterable[nn.Module] = modules
+    parameters = {
+        parameter for module in selected_modules for parameter in module.parameters()
+    }
+    for parameter in parameters:
         parameter.data = parameter.data.to(device)
-    return found
+    return parameters
 
 
 def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: Any) -> Any:
@@ -82,16 +84,16 @@ def fsdp2_switch_optimizer_parameters(
     optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Any]
 ) -> None:
     """Let the optimizer update other parameters, found by the address of those it has. Raises: KeyError for one without another."""
-    known = [
+    new_parameters = [
         [
-            mapping.get(_address(one), mapping.get(one.data_ptr))
-            for one in group["params"]
+            mapping.get(_address(parameter), mapping.get(parameter.data_ptr))
+            for parameter in group["params"]
         ]
         for group in optimizer.param_groups
     ]
-    if any(one is None for group in known for one in group):
+    if any(parameter is None for group in new_parameters for parameter in group):
         raise KeyError(message("parameter_without_another"))
-    for group, parameters in zip(optimizer.param_groups, known, strict=True):
+    for group, parameters in zip(optimizer.param_groups, new_parameters, strict=True):
         group["params"] = parameters
 
 
@@ -103,15 +105,17 @@ def _address(parameter: Any) -> Any:
 def fsdp2_prepare_auto_wrap_policy(
     fsdp2_plugin: Any, model: nn.Module
 ) -> Callable[[nn.Module], bool] | None:
-    seen: Any = SimpleNamespace(
+    plugin_copy: Any = SimpleNamespace(
         **{name: getattr(fsdp2_plugin, name, None) for name in _POLICY}
     )
-    FullyShardedDataParallelPlugin.set_auto_wrap_policy(seen, model)
-    bound = getattr(seen.auto_wrap_policy, "keywords", {})
-    if kinds := bound.get("transformer_layer_cls"):
+    FullyShardedDataParallelPlugin.set_auto_wrap_policy(plugin_copy, model)
+    policy_keywords = getattr(plugin_copy.auto_wrap_policy, "keywords", {})
+    if kinds := policy_keywords.get("transformer_layer_cls"):
         return lambda module: isinstance(module, tuple(kinds))
-    if least := bound.get("min_num_params"):
-        return lambda module: sum(one.numel() for one in module.parameters()) > least
+    if min_num_params := policy_keywords.get("min_num_params"):
+        return lambda module: (
+            sum(parameter.numel() for parameter in module.parameters()) > min_num_params
+        )
     return None
 
 
@@ -120,19 +124,21 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
     plugin = accelerator.state.fsdp_plugin
-    chosen = fsdp2_prepare_auto_wrap_policy(plugin, model) or (lambda module: False)
+    wraps_module = fsdp2_prepare_auto_wrap_policy(plugin, model) or (
+        lambda module: False
+    )
     for name, module in get_module_children_bottom_up(model, return_fqns=True)[:-1]:
-        if chosen(module):
-            made = checkpoint_wrapper.checkpoint_wrapper(module)
-            made = (
-                checkpoint_wrapper.offload_wrapper(made)
+        if wraps_module(module):
+            wrapped_module = checkpoint_wrapper.checkpoint_wrapper(module)
+            wrapped_module = (
+                checkpoint_wrapper.offload_wrapper(wrapped_module)
                 if plugin.activation_checkpointing_offload
-                else made
+                else wrapped_module
             )
             setattr(
                 model.get_submodule(name.rpartition(".")[0]),
                 name.rpartition(".")[2],
-                made,
+                wrapped_module,
             )
     return model
 
@@ -199,12 +205,12 @@ def _set_model_state_dict(
 
 def _prepare_sd_options(fsdp_plugin: Any) -> Any:
     """Return torch's options of state dictionaries: whole ones are gathered on rank 0, and sent from there."""
-    whole = fsdp_plugin.whole_checkpoints
-    several = dist.is_initialized() and dist.get_world_size() > 1
+    is_full = fsdp_plugin.whole_checkpoints
+    has_peers = dist.is_initialized() and dist.get_world_size() > 1
     return dcp.StateDictOptions(
-        full_state_dict=whole,
-        cpu_offload=whole and several,
-        broadcast_from_rank0=whole and several,
+        full_state_dict=is_full,
+        cpu_offload=is_full and has_peers,
+        broadcast_from_rank0=is_full and has_peers,
     )
 
 
@@ -222,14 +228,16 @@ class _Files:
         cls, kind: Literal["model", "optimizer"], folder: Any, index: int, rank: int
     ) -> Self:
         """Return the places below a folder; the folder of shards itself is known by its name."""
-        place, stem = (
+        base_folder, stem = (
             Path(folder),
             {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}[kind],
         )
-        is_shards = place.name.startswith(stem) and place.is_dir()
-        shards = place if is_shards else place / f"{stem}_{index}"
-        whole = place / (f"{stem}_{index}.bin" if index else f"{stem}.bin")
-        return cls(kind, shards, whole, place / f"{stem}_{index}_rank{rank}.bin")
+        is_shards = base_folder.name.startswith(stem) and base_folder.is_dir()
+        shards = base_folder if is_shards else base_folder / f"{stem}_{index}"
+        whole_file = base_folder / (f"{stem}_{index}.bin" if index else f"{stem}.bin")
+        return cls(
+            kind, shards, whole_file, base_folder / f"{stem}_{index}_rank{rank}.bin"
+        )
 
     @property
     def exists(self) -> bool:
@@ -400,24 +408,27 @@ def _load_whole_optimizer(
     """Fill an optimizer from a file by the names or the numbers of parameters. Ranks: every rank."""
     content = formats.read_tensors(file)
     pieces = {key: [piece] for key, piece in content.pieces.items()}
-    found = reader.FoundComponent(
+    stored_component = reader.FoundComponent(
         file.name, "optimizer", pieces, dict(content.aliases), content.data
     )
     with agreeing(world, f"checking {file} against the optimizer"):
         plan = state_dicts.plan_optimizer(
-            optimizer, state_dicts.parameter_names([module]), found
+            optimizer, state_dicts.parameter_names([module]), stored_component
         )
     reshard.run_copies(plan.copies)
     plan.finish()
 
 
 def load_original_parts(
-    accelerator: Any, folder: Path, wanted: Sequence[nn.Module]
+    accelerator: Any, folder: Path, wanted_models: Sequence[nn.Module]
 ) -> None:
     """Fill sharded models, the `wanted` ones, and optimizers from a folder of the original package. Ranks: every rank."""
     plugin, done = accelerator.state.fsdp_plugin, components(accelerator).prepared
     for index, model in enumerate(done.models):
-        if not any(accelerator.unwrap_model(model) is one for one in wanted):
+        if not any(
+            accelerator.unwrap_model(model) is wanted_model
+            for wanted_model in wanted_models
+        ):
             continue
         if _Files.of("model", folder, index, 0).exists:
             load_fsdp_model(plugin, accelerator, model, folder, index)
@@ -427,13 +438,17 @@ def load_original_parts(
                 accelerator.unwrap_model(model), numbered if index else folder
             )
     for index, optimizer in enumerate(done.optimizers):
-        held = {
+        parameter_ids = {
             id(parameter)
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
         owner = next(
-            (m for m in done.models if any(id(p) in held for p in m.parameters())),
+            (
+                m
+                for m in done.models
+                if any(id(p) in parameter_ids for p in m.parameters())
+            ),
             done.models[0],
         )
         load_fsdp_optimizer(plugin, accelerator, optimizer, owner, folder, index)

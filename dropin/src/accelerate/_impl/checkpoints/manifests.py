@@ -20,11 +20,11 @@ def rewritten(folder: Path) -> bool:
         saved = (folder / MANIFEST_NAME).stat().st_mtime_ns
     except OSError:
         return False
-    known = listed(folder)
-    hidden = [name for name in known if name.startswith(".")]
+    listed_files = listed(folder)
+    hidden = [name for name in listed_files if name.startswith(".")]
     if hidden and not any((folder / name).exists() for name in hidden):
         return True
-    files = [file for name, file in known.items() if (folder / name).is_file()]
+    files = [file for name, file in listed_files.items() if (folder / name).is_file()]
     newer = [file for file in files if (folder / file.name).stat().st_mtime_ns > saved]
     return any(not _is_same(folder / file.name, file) for file in newer)
 

@@ -38,14 +38,15 @@ def _shards_in(source: str) -> Path:
     if not folder.is_dir():
         raise ValueError(message("no_folder_to_merge", source))
     inner = folder / f"{FSDP_MODEL_NAME}_0"
-    places = [
-        one
-        for one in (folder, inner)
-        if torch_folder.is_torch_folder(one) or (one / "manifest.json").is_file()
+    shard_folders = [
+        candidate
+        for candidate in (folder, inner)
+        if torch_folder.is_torch_folder(candidate)
+        or (candidate / "manifest.json").is_file()
     ]
-    if not places:
+    if not shard_folders:
         raise ValueError(message("no_shards", source, inner.name))
-    return places[0]
+    return shard_folders[0]
 
 
 def merge_command(args: Any) -> None:

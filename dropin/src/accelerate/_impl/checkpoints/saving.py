@@ -36,10 +36,10 @@ def _errors_of_hooks_as_raised() -> Iterator[None]:
     try:
         yield
     except HookError as error:
-        found: BaseException | None = error
-        while isinstance(found, HookError):
-            found = found.__cause__
-        raise found or error from None
+        hook_cause: BaseException | None = error
+        while isinstance(hook_cause, HookError):
+            hook_cause = hook_cause.__cause__
+        raise hook_cause or error from None
 
 
 class SavingFace(Composed):
@@ -69,14 +69,14 @@ class SavingFace(Composed):
         if automatic and output_dir.exists():
             raise ValueError(message("checkpoint_exists", output_dir, number))
         limit = self.project_configuration.total_limit if automatic else None
-        there = (
+        num_checkpoints = (
             len(list(output_dir.parent.glob("checkpoint_*")))
             if limit is not None
             else 0
         )
-        if limit is not None and there + 1 > limit:
+        if limit is not None and num_checkpoints + 1 > limit:
             logger.warning(
-                f"Deleting {there + 1 - limit} checkpoints to make room for new checkpoint."
+                f"Deleting {num_checkpoints + 1 - limit} checkpoints to make room for new checkpoint."
             )
         logger.info(f"Saving current state to {output_dir}")
         if safe_serialization:
@@ -84,28 +84,30 @@ class SavingFace(Composed):
                 tell_shared(self.unwrap_model(model).state_dict())
         self._saving.extra_files = self._write_for_original
         # it may have changed
-        self._saving.whole = whole = getattr(
+        self._saving.whole = saves_whole = getattr(
             self._sharding.plugin, "whole_checkpoints", False
         )
         layout = writer.FileLayout(hidden=_HIDDEN)
         self._saving.layout = (
-            replace(layout, torch_model=FSDP_MODEL_NAME) if whole else layout
+            replace(layout, torch_model=FSDP_MODEL_NAME) if saves_whole else layout
         )
         self._saving.keeps_exports = False
-        given = (
+        folders_of_ranks = (
             [None]
             if automatic
             else self.ctx.world.all_gather_object(os.fspath(output_dir))
         )
         with _errors_of_hooks_as_raised():
-            place = super().save_state(given[0], safe_serialization and not whole)
-        if len(set(given)) > 1:  # quirk: FOLDER_OF_EACH_PROCESS
-            if os.fspath(output_dir) != given[0]:
-                shutil.copytree(place, output_dir, dirs_exist_ok=True)
+            checkpoint_folder = super().save_state(
+                folders_of_ranks[0], safe_serialization and not saves_whole
+            )
+        if len(set(folders_of_ranks)) > 1:  # quirk: FOLDER_OF_EACH_PROCESS
+            if os.fspath(output_dir) != folders_of_ranks[0]:
+                shutil.copytree(checkpoint_folder, output_dir, dirs_exist_ok=True)
             self.wait_for_everyone()
         self.project_configuration.iteration = self._saving.iteration
         return (
-            output_dir.with_name(Path(place).name)
+            output_dir.with_name(Path(checkpoint_folder).name)
             if automatic
             else Path(output_dir).expanduser()
         )
@@ -115,8 +117,8 @@ class SavingFace(Composed):
         by_hand.write_for_original(
             folder, self._prepared.loaders, self.process_index, self.step, each_node
         )
-        for index, thing in enumerate(self._saving.registered):
-            by_hand.save_custom_state(thing, str(folder), index, each_node)
+        for index, custom_object in enumerate(self._saving.registered):
+            by_hand.save_custom_state(custom_object, str(folder), index, each_node)
 
     def save_model(
         self, model: Any, save_directory: Any, *args: Any, **kwargs: Any
@@ -127,18 +129,23 @@ class SavingFace(Composed):
                 f"Provided path ({save_directory}) should be a directory, not a file"
             )
             return
-        away = any(map(modeling.has_offloaded_params, model.modules()))
-        if any(one.is_meta for one in model.parameters()) and not away:
+        is_offloaded = any(map(modeling.has_offloaded_params, model.modules()))
+        if (
+            any(parameter.is_meta for parameter in model.parameters())
+            and not is_offloaded
+        ):
             raise RuntimeError(
                 "You can't save the model since some parameters are on the meta device."
             )
         state = (
             modeling.get_state_dict_offloaded_model(model)
-            if away
+            if is_offloaded
             else self.get_state_dict(model)
         )
         if self._writes and (args[1:2] or (kwargs.get("safe_serialization", True),))[0]:
-            tell_shared(state if away else self.unwrap_model(model).state_dict())
+            tell_shared(
+                state if is_offloaded else self.unwrap_model(model).state_dict()
+            )
         with (
             manifests.manifest_aside(Path(save_directory))
             if self._writes
@@ -173,12 +180,12 @@ class SavingFace(Composed):
             next(Path(self.project_dir or "", "checkpoints").iterdir(), None)
         folder = input_dir or Path(self._saving.newest() or "")
         logger.info(f"Loading states from {folder}")
-        found, registered = (
+        num_stored, registered = (
             len(list(folder.glob("custom_checkpoint_*.pkl"))),
             len(self._saving.registered),
         )
-        if found != registered:
-            raise RuntimeError(message("other_objects", folder, found, registered))
+        if num_stored != registered:
+            raise RuntimeError(message("other_objects", folder, num_stored, registered))
         with _errors_of_hooks_as_raised():
             try:
                 super().load_state(
@@ -186,11 +193,13 @@ class SavingFace(Composed):
                 )
             # torch casts to another dtype, and has its own words for another model
             except CheckpointError as error:
-                other = (
+                is_other_model = (
                     isinstance(error, OtherModelError)
                     and not self._strategy.caps.sharded_state
                 )
-                if input_dir is None or not (other or manifests.rewritten(input_dir)):
+                if input_dir is None or not (
+                    is_other_model or manifests.rewritten(input_dir)
+                ):
                     raise
                 self._load_original(str(input_dir), load_model_func_kwargs)
                 return
@@ -205,18 +214,20 @@ class SavingFace(Composed):
         done, sharded = self._prepared, self._strategy.caps.sharded_state
         if sharded:
             fsdp.load_original_parts(self, Path(folder), models)
-        own: tuple[Any, Any] = ([], []) if sharded else (models, done.optimizers)
-        rest: tuple[Any, ...] = (
+        models_and_optimizers: tuple[Any, Any] = (
+            ([], []) if sharded else (models, done.optimizers)
+        )
+        remaining_arguments: tuple[Any, ...] = (
             done.schedulers,
             done.loaders,
             self.process_index,
             self._precision.scaler,
         )
-        self.step = by_hand.load_accelerator_state(folder, *own, *rest, **kwargs).get(
-            "step", 0
-        )
-        for index, thing in enumerate(self._saving.registered):
-            by_hand.load_custom_state(thing, folder, index)
+        self.step = by_hand.load_accelerator_state(
+            folder, *models_and_optimizers, *remaining_arguments, **kwargs
+        ).get("step", 0)
+        for index, custom_object in enumerate(self._saving.registered):
+            by_hand.load_custom_state(custom_object, folder, index)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object to a file on the main process, also where a checkpoint lies. Ranks: any."""
@@ -224,26 +235,26 @@ class SavingFace(Composed):
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         needed = ("state_dict", "load_state_dict")
-        wrong = [
-            at
-            for at, one in enumerate(objects)
-            if not all(hasattr(one, name) for name in needed)
+        bad_indices = [
+            index
+            for index, candidate in enumerate(objects)
+            if not all(hasattr(candidate, name) for name in needed)
         ]
-        if wrong:
+        if bad_indices:
             lines = "".join(
-                f"\n\t- Item at index {at}, `{type(objects[at]).__name__}`"
-                for at in wrong
+                f"\n\t- Item at index {index}, `{type(objects[index]).__name__}`"
+                for index in bad_indices
             )
             raise ValueError(message("objects_without_state", lines))
         super().register_for_checkpointing(*objects)
 
 
-def _given_folder(given: Any, automatic: bool) -> Path | None:
+def _given_folder(input_dir: Any, automatic: bool) -> Path | None:
     """Return the folder that was given, None for the newest. Raises: ValueError where there is nothing to load from."""
-    if given is None and not automatic:
+    if input_dir is None and not automatic:
         raise ValueError(
             "No input_dir provided and automatic checkpoint naming is disabled."
         )
-    if given is not None and not Path(given).expanduser().is_dir():
-        raise ValueError(f"Tried to find {given} but folder does not exist")
-    return None if given is None else Path(given).expanduser()
+    if input_dir is not None and not Path(input_dir).expanduser().is_dir():
+        raise ValueError(f"Tried to find {input_dir} but folder does not exist")
+    return None if input_dir is None else Path(input_dir).expanduser()

@@ -28,9 +28,12 @@ def chosen_file(args: Any) -> list[str]:
 
 def env_command(args: Any) -> dict[str, Any]:
     """Run `accelerate env`: print a report to copy into an issue, and return it."""
-    report, there = _report(), args.config_file or Path(default_config_file).is_file()
+    report, has_config = (
+        _report(),
+        args.config_file or Path(default_config_file).is_file(),
+    )
     saved: dict[str, Any] = (
-        load_config_from_file(args.config_file).to_dict() if there else {}
+        load_config_from_file(args.config_file).to_dict() if has_config else {}
     )
     lines = [f"- {name}: {value}" for name, value in report.items()]
     shown = [f"\t- {name}: {value}" for name, value in saved.items()] or ["\tNot found"]
@@ -43,7 +46,7 @@ def env_command(args: Any) -> dict[str, Any]:
 def _report() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3
     device = torch.accelerator.current_accelerator(check_available=True)
-    found = {
+    report = {
         "`Accelerate` version": f"{__version__}+{__implementation__}",
         "Platform": platform.platform(),
         "`accelerate` bash location": shutil.which("accelerate") or "Not found",
@@ -54,8 +57,8 @@ def _report() -> dict[str, Any]:
         "System RAM": f"{memory:.2f} GB",
     }
     if torch.cuda.is_available():
-        found["GPU type"] = torch.cuda.get_device_name()
-    return found
+        report["GPU type"] = torch.cuda.get_device_name()
+    return report
 
 
 def test_command(args: Any) -> int:

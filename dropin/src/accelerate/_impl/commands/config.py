@@ -35,9 +35,9 @@ config_command_parser = parser_of("config", config_command)
 
 def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser = config_command_parser(subparsers)
-    more = parser.add_subparsers(title="subcommands", dest="subcommand")
-    default_command_parser(more, [])
-    update_command_parser(more, [])
+    subcommand_parsers = parser.add_subparsers(title="subcommands", dest="subcommand")
+    default_command_parser(subcommand_parsers, [])
+    update_command_parser(subcommand_parsers, [])
     return parser
 
 

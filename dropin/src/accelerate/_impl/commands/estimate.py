@@ -29,14 +29,14 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
         return model_info(repo, token=token)
     except OSError as error:  # the Hub's errors, and those of the way to it
         kinds = need("huggingface_hub.errors")
-        found = not isinstance(error, kinds.RepositoryNotFoundError) or isinstance(
+        is_gated = not isinstance(error, kinds.RepositoryNotFoundError) or isinstance(
             error, kinds.GatedRepoError
         )
-        return "gated" if found else "repo"
+        return "gated" if is_gated else "repo"
 
 
-def model_info(repo: str, **how: Any) -> Any:
-    return need("huggingface_hub").model_info(repo, **how)
+def model_info(repo: str, **options: Any) -> Any:
+    return need("huggingface_hub").model_info(repo, **options)
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
@@ -98,19 +98,21 @@ def _checked(name: str, library: str | None) -> str:
     return library
 
 
-def _of_transformers(name: str, known: Any, **how: Any) -> Any:
-    if known is None:
+def _of_transformers(name: str, config_metadata: Any, **options: Any) -> Any:
+    if config_metadata is None:
         raise RuntimeError(
             f"Tried to load `{name}` with `transformers` but it does not have any metadata."
         )
     kinds = [
-        kind for kind in known.get("auto_map") or () if kind.startswith("AutoModel")
+        kind
+        for kind in config_metadata.get("auto_map") or ()
+        if kind.startswith("AutoModel")
     ]
-    config = need("transformers").AutoConfig.from_pretrained(name, **how)
+    config = need("transformers").AutoConfig.from_pretrained(name, **options)
     with init_empty_weights():
         kind = getattr(need("transformers"), [*kinds, "AutoModel"][0])
         return kind.from_config(
-            config, dtype=torch.float32, trust_remote_code=how["trust_remote_code"]
+            config, dtype=torch.float32, trust_remote_code=options["trust_remote_code"]
         )
 
 
@@ -132,12 +134,12 @@ def estimate_training_usage(
 
 def gather_data(args: Any) -> list[list[Any]]:
     """Return the rows of the table in bytes: dtype, largest layer, whole model, training."""
-    how = {
+    load_options = {
         "library_name": args.library_name,
         "trust_remote_code": args.trust_remote_code,
     }
     try:
-        model = create_empty_model(args.model_name, **how)
+        model = create_empty_model(args.model_name, **load_options)
     except (RuntimeError, OSError) as error:
         if (library := check_has_model(error)) == "unknown":
             raise
@@ -146,8 +148,8 @@ def gather_data(args: Any) -> list[list[Any]]:
         ) from error
     total, (largest, _) = calculate_maximum_sizes(model)
     sizes = {
-        dtype: [size / part if part > 1 else size for size in (largest, total)]
-        for dtype, part in _PARTS.items()
+        dtype: [size / divisor if divisor > 1 else size for size in (largest, total)]
+        for dtype, divisor in _PARTS.items()
     }
     return [
         [dtype, *sizes[dtype], estimate_training_usage(total, dtype)]
@@ -187,11 +189,12 @@ def estimate_command(args: Any) -> int | None:
         trusted = ["--trust_remote_code"] if args.trust_remote_code else []
         return hasten(["estimate-memory", name, "--dtypes", *args.dtypes, *trusted])
     sizes = [
-        (dtype, *rest, max(uses.values())) for dtype, *rest, uses in gather_data(args)
+        (dtype, *row_sizes, max(uses.values()))
+        for dtype, *row_sizes, uses in gather_data(args)
     ]
     rows = [
-        [dtype, *("N/A" if size < 0 else convert_bytes(size) for size in rest)]
-        for dtype, *rest in sizes
+        [dtype, *("N/A" if size < 0 else convert_bytes(size) for size in row_sizes)]
+        for dtype, *row_sizes in sizes
     ]
     headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
     print(create_ascii_table(headers, rows, f"Memory Usage for loading `{name}`"))  # noqa: T201  the answer

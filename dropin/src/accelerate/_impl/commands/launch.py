@@ -128,27 +128,30 @@ def _without_zero_processes(words: Sequence[str]) -> list[str]:
 def _on_the_cpu(words: Sequence[str]) -> list[SettingEntry]:
     """Apply the original's defaults without an accelerator: no choice of devices, one process if nothing asks for several."""
     config = settings_for(words)
-    launch, asked = config.launch, config.launch.num_processes or 1
-    several = launch.multi_gpu or (config.strategy, config.parallelism) != _ALONE
+    launch, num_processes = config.launch, config.launch.num_processes or 1
+    wants_several = launch.multi_gpu or (config.strategy, config.parallelism) != _ALONE
     elsewhere = launch.num_machines > 1 or launch.launcher not in ("auto", "single")
     if (config.cpu and launch.multi_gpu) or not (config.cpu or look().device == "cpu"):
         return []
-    given = (
+    overrides = (
         {"multi_gpu": False, "gpu_ids": "all"}
         if launch.multi_gpu or launch.gpu_ids != "all"
         else {}
     )
-    if given:
+    if overrides:
         sys.stderr.write(message("no_accelerator"))
-    if asked > 1 and not several and not elsewhere:
-        sys.stderr.write(message("one_process", asked))
-        given["num_processes"] = 1
-    return [set_here(("launch", name), value) for name, value in given.items()]
+    if num_processes > 1 and not wants_several and not elsewhere:
+        sys.stderr.write(message("one_process", num_processes))
+        overrides["num_processes"] = 1
+    return [set_here(("launch", name), value) for name, value in overrides.items()]
 
 
 def _launch(words: Sequence[str], settings: Sequence[SettingEntry]) -> int:
-    told = environment().get("ACCELERATE_LOG_LEVEL", "").upper() in ("INFO", "DEBUG")
-    quiet = [] if told else [set_here(("launch", "quiet"), True)]
+    is_verbose = environment().get("ACCELERATE_LOG_LEVEL", "").upper() in (
+        "INFO",
+        "DEBUG",
+    )
+    quiet = [] if is_verbose else [set_here(("launch", "quiet"), True)]
     try:
         return launch_cmd.main(
             words, program="accelerate", settings=[*settings, *quiet]
@@ -182,7 +185,7 @@ def simple_launcher(args: argparse.Namespace) -> None:
     _failed(process.returncode, command, args)
 
 
-def _launcher(about: str, *switches: str) -> Callable[[argparse.Namespace], None]:
+def _launcher(description: str, *switches: str) -> Callable[[argparse.Namespace], None]:
     """Return the function that starts the script of a parsed command line with these switches on."""
 
     def launch(args: argparse.Namespace) -> None:
@@ -191,7 +194,7 @@ def _launcher(about: str, *switches: str) -> Callable[[argparse.Namespace], None
         command = [args.training_script, *args.training_script_args]
         _failed(run(getattr(args, "words", None) or words_of(args)), command, args)
 
-    launch.__doc__ = about
+    launch.__doc__ = description
     return launch
 
 

@@ -42,47 +42,59 @@ _TYPES: Final[dict[str, Any]] = {
 }
 
 
-def _default(how: dict[str, Any]) -> Any:
-    value = how.get("default")
+def _default(flag_options: dict[str, Any]) -> Any:
+    value = flag_options.get("default")
     return tuple(value) if isinstance(value, list) else value
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     for title, flags in _GROUPS.items():
         group: Any = parser if title == "options" else parser.add_argument_group(title)
-        for name, how in flags.items():
-            names = dict.fromkeys((f"--{name}", how.get("short", f"--{name}")))
+        for name, flag_options in flags.items():
+            names = dict.fromkeys((f"--{name}", flag_options.get("short", f"--{name}")))
             options = {
-                key: value for key, value in how.items() if key in ("action", "choices")
+                key: value
+                for key, value in flag_options.items()
+                if key in ("action", "choices")
             }
-            if kind := _TYPES.get(how.get("type", "")):
+            if kind := _TYPES.get(flag_options.get("type", "")):
                 options["type"] = kind
             group.add_argument(
-                *names, dest=how.get("dest", name), default=_default(how), **options
+                *names,
+                dest=flag_options.get("dest", name),
+                default=_default(flag_options),
+                **options,
             )
 
 
 def words_of(args: argparse.Namespace) -> list[str]:
     """Return the command line for hasten that a parsed namespace stands for."""
     words: list[str] = []
-    for name, how in [flag for flags in _GROUPS.values() for flag in flags.items()]:
-        value = getattr(args, how.get("dest", name), None)
-        given = name in getattr(args, "nondefault", ()) or value != _default(how)
+    for name, flag_options in [
+        flag for flags in _GROUPS.values() for flag in flags.items()
+    ]:
+        value = getattr(args, flag_options.get("dest", name), None)
+        is_given = name in getattr(args, "nondefault", ()) or value != _default(
+            flag_options
+        )
         if (
-            given
+            is_given
             and value is not None
             and value is not False
             and (name, value) != ("num_processes", 0)
         ):
             spelled = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            each = (
+            spelled_values = (
                 spelled
                 if isinstance(spelled, list)
                 else []
-                if how.get("action") == "store_false"
+                if flag_options.get("action") == "store_false"
                 else [spelled]
             )
-            words += [f"--{name}={'true' if one is True else one}" for one in each]
+            words += [
+                f"--{name}={'true' if spelled_value is True else spelled_value}"
+                for spelled_value in spelled_values
+            ]
     return [*words, args.training_script, *args.training_script_args]
 
 
@@ -99,10 +111,10 @@ def _validate_launch_command(
         raise ValueError(_SAYS["only_fsdp"])
     if args.multi_gpu and args.num_processes is not None and args.num_processes < 2:
         raise ValueError("You need to use at least 2 processes to use `--multi_gpu`.")
-    there = args.config_file is not None or (
+    has_config = args.config_file is not None or (
         Path(default_config_file).is_file() and not args.cpu
     )
-    saved = load_config_from_file(args.config_file) if there else None
+    saved = load_config_from_file(args.config_file) if has_config else None
     from_file = (
         args.mixed_precision is None
         and saved is not None
@@ -111,10 +123,10 @@ def _validate_launch_command(
     if saved is not None:
         _take(args, vars(saved))
     args.use_cpu = args.cpu if saved is None else saved.use_cpu
-    said = _fill(args)
-    if said and saved is None:
+    filled_defaults = _fill(args)
+    if filled_defaults and saved is None:
         logging.getLogger("accelerate.commands.launch").warning(
-            _SAYS["defaults_used"].format("\n".join(said))
+            _SAYS["defaults_used"].format("\n".join(filled_defaults))
         )
     return args, saved, from_file
 
@@ -122,12 +134,12 @@ def _validate_launch_command(
 def _take(args: argparse.Namespace, values: dict[str, Any]) -> None:
     """Write what the file says where the command line says nothing. Raises: ValueError for one device of several."""
     _choose(args, values)
-    known = {
-        name: one
-        for name, one in values.items()
-        if one is not None and name != "use_cpu" and hasattr(args, name)
+    set_values = {
+        name: file_value
+        for name, file_value in values.items()
+        if file_value is not None and name != "use_cpu" and hasattr(args, name)
     }
-    found = known | {
+    file_values = set_values | {
         name: values.get(name) for name in _TPU if getattr(args, name, None) is None
     }
     for group, inner in values.items():
@@ -137,12 +149,18 @@ def _take(args: argparse.Namespace, values: dict[str, Any]) -> None:
             else ""
         )
         if isinstance(inner, dict):
-            found |= {
-                f"{prefix}{name.removeprefix(prefix)}": one
-                for name, one in inner.items()
+            file_values |= {
+                f"{prefix}{name.removeprefix(prefix)}": file_value
+                for name, file_value in inner.items()
             }
-    given = getattr(args, "nondefault", ())
-    vars(args).update({name: one for name, one in found.items() if name not in given})
+    command_line_names = getattr(args, "nondefault", ())
+    vars(args).update(
+        {
+            name: file_value
+            for name, file_value in file_values.items()
+            if name not in command_line_names
+        }
+    )
     if args.num_processes == -1:
         raise ValueError(
             "You need to manually pass in `--num_processes` using this config yaml."

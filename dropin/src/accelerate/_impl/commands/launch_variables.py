@@ -49,26 +49,26 @@ def variables_for(words: Sequence[str]) -> Mapping[str, str]:
 
 def sequence_options_apart(words: Sequence[str]) -> list[SettingEntry]:
     """Settings that take the options of split sequences (`sp_*`) out of hasten's hands: workers find them in variables."""
-    given, none = (
+    sequence_options, default_options = (
         asdict(settings_for(words).parallelism.sp_handler),
         asdict(DeepSpeedSequenceParallelConfig()),
     )
     return [
         set_here((*_OPTIONS, name), value)
-        for name, value in none.items()
-        if given[name] != value
+        for name, value in default_options.items()
+        if sequence_options[name] != value
     ]
 
 
 def settings_for(words: Sequence[str]) -> Config:
-    given = make_parser("accelerate").parse_args(words)
+    parsed = make_parser("accelerate").parse_args(words)
     env = {name: value for name, value in environment().items() if name != VARIABLE}
-    return effective(env, given.config_file, given.settings).config
+    return effective(env, parsed.config_file, parsed.settings).config
 
 
 def spelled(config: Config) -> dict[str, str]:
     """Settings of a launch as the established variables spell them; most that are at their defaults are left out."""
-    found = _said(
+    variables = _said(
         config,
         "mixed_precision",
         "cpu",
@@ -78,22 +78,22 @@ def spelled(config: Config) -> dict[str, str]:
         "fp8",
     )
     if config.strategy in ("fsdp", "deepspeed"):
-        found |= {
+        variables |= {
             f"ACCELERATE_USE_{config.strategy.upper()}": "true",
             **_said(config, config.strategy),
         }
     if config.strategy == "fsdp":
-        found |= {
+        variables |= {
             "FSDP_VERSION": "2",
-            "FSDP_OFFLOAD_PARAMS": found.get("FSDP_CPU_OFFLOAD", "false"),
+            "FSDP_OFFLOAD_PARAMS": variables.get("FSDP_CPU_OFFLOAD", "false"),
         }
     if config.parallelism.sp_size > 1:
-        found |= {
+        variables |= {
             name: word
             for name, word in _said(config, "parallelism").items()
             if name.startswith(_SEQUENCES)
         }
-    return {name: word for name, word in found.items() if word}
+    return {name: word for name, word in variables.items() if word}
 
 
 def _said(config: Config, *sections: str) -> dict[str, str]:
@@ -104,13 +104,15 @@ def _said(config: Config, *sections: str) -> dict[str, str]:
         if path[0] in sections and path in BY_PATH
     }
     values = {name: attrgetter(".".join(path))(config) for name, path in paths.items()}
-    told = {
+    changed_values = {
         name: value
         for name, value in values.items()
         if value != BY_PATH[paths[name]].default
     }
     always = {name: value for name, value in values.items() if name.startswith(_ALWAYS)}
-    return {name: _word(name, value) for name, value in {**told, **always}.items()}
+    return {
+        name: _word(name, value) for name, value in {**changed_values, **always}.items()
+    }
 
 
 def _word(name: str, value: Any) -> str:

@@ -84,35 +84,37 @@ def notebook_launcher(
     log_line_prefix_template: str | None = None,
 ) -> Any:
     """Run `function(*args)` in new processes, or here when one process is enough; what the first rank returns."""
-    given = {
+    launch_arguments = {
         name: value
         for name, value in locals().items()
         if name not in _NOT_OF_THE_LAUNCH
     }
-    given["mixed_precision"] = precision = str(mixed_precision).lower()
-    _check(given)
+    launch_arguments["mixed_precision"] = precision = str(mixed_precision).lower()
+    _check(launch_arguments)
     devices = (
         torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     )
-    given["num_processes"] = wanted = (
+    launch_arguments["num_processes"] = process_count = (
         max(devices, 1) if num_processes is None else num_processes
     )
-    if wanted <= 1 and num_nodes == 1:
-        _announce(wanted, devices)
+    if process_count <= 1 and num_nodes == 1:
+        _announce(process_count, devices)
         with patch_environment(
             **({"ACCELERATE_MIXED_PRECISION": precision} if precision != "no" else {})
         ):
             return function(*args)
-    return _in_processes(function, args, given, devices)
+    return _in_processes(function, args, launch_arguments, devices)
 
 
-def _check(given: dict[str, Any]) -> None:
-    if given["mixed_precision"] not in ("no", "fp16", "bf16", "fp8"):
-        raise ValueError(message("unknown_precision", given["mixed_precision"]))
-    if given["node_rank"] >= given["num_nodes"]:
+def _check(launch_arguments: dict[str, Any]) -> None:
+    if launch_arguments["mixed_precision"] not in ("no", "fp16", "bf16", "fp8"):
+        raise ValueError(
+            message("unknown_precision", launch_arguments["mixed_precision"])
+        )
+    if launch_arguments["node_rank"] >= launch_arguments["num_nodes"]:
         raise ValueError("The node_rank must be less than the number of nodes.")
     shell = sys.modules.get("IPython")
-    if given["num_processes"] is None and (
+    if launch_arguments["num_processes"] is None and (
         shell is None or "google.colab" not in str(shell.get_ipython())
     ):
         raise ValueError(message("num_processes_missing"))
@@ -121,18 +123,22 @@ def _check(given: dict[str, Any]) -> None:
 def _in_processes(
     function: Callable[..., Any],
     args: Sequence[Any],
-    given: dict[str, Any],
+    launch_arguments: dict[str, Any],
     devices: int,
 ) -> Any:
     """Start processes; what stands for nothing in the established arguments is left to hasten."""
     if AMBIENT.whole:
         raise ValueError(message("accelerator_before_launch"))
-    _announce(given["num_processes"], devices)
-    here = ("use_port", "master_addr") if given["num_nodes"] == 1 else ()
-    nothing = {"rdzv_backend": "static", "rdzv_endpoint": "", "rdzv_id": "none"}
+    _announce(launch_arguments["num_processes"], devices)
+    local_names = (
+        ("use_port", "master_addr") if launch_arguments["num_nodes"] == 1 else ()
+    )
+    neutral_values = {"rdzv_backend": "static", "rdzv_endpoint": "", "rdzv_id": "none"}
     options: dict[str, Any] = {
-        name: None if name in here or nothing.get(name) == value else value
-        for name, value in given.items()
+        name: None
+        if name in local_names or neutral_values.get(name) == value
+        else value
+        for name, value in launch_arguments.items()
     }
     cpu = devices == 0 or environment().get("ACCELERATE_USE_CPU", "").lower() in (
         "1",
@@ -170,7 +176,7 @@ def _announce(processes: int, devices: int) -> None:
         if devices
         else "CPU"
     )
-    one = {
+    single_devices = {
         "MPS": is_mps_available,
         "one GPU": torch.cuda.is_available,
         "one XPU": torch.xpu.is_available,
@@ -178,15 +184,18 @@ def _announce(processes: int, devices: int) -> None:
     where = (
         f"{processes} {kind}s"
         if processes > 1
-        else next((name for name, there in one.items() if there()), "CPU")
+        else next(
+            (name for name, is_available in single_devices.items() if is_available()),
+            "CPU",
+        )
     )
     print(f"Launching training on {where}.")  # noqa: T201  as the original says it
 
 
 def _failed_child(error: LaunchError, name: str) -> ChildFailedError:
     """Return the error as torch's launcher raises it, with the child's message."""
-    found = re.search(r"rank (\d+).*? \(pid (\d+)\)", str(error))
-    rank, pid = (int(found[1]), int(found[2])) if found else (0, 0)
+    rank_match = re.search(r"rank (\d+).*? \(pid (\d+)\)", str(error))
+    rank, pid = (int(rank_match[1]), int(rank_match[2])) if rank_match else (0, 0)
     with NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(
             {

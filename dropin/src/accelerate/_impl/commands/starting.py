@@ -46,8 +46,10 @@ class PrepareForLaunch:
 
     def __call__(self, index: int, *args: Any) -> None:
         if self.distributed_type.value.startswith("MULTI_"):
-            before = get_int_from_env(["NPROC"], 1) * get_int_from_env(["NODE_RANK"], 0)
-            os.environ.update(LOCAL_RANK=str(index), RANK=str(before + index))
+            first_rank = get_int_from_env(["NPROC"], 1) * get_int_from_env(
+                ["NODE_RANK"], 0
+            )
+            os.environ.update(LOCAL_RANK=str(index), RANK=str(first_rank + index))
         os.environ["FORK_LAUNCHED"] = "1"
         self.launcher(*args)
 
@@ -59,46 +61,51 @@ def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
 
 
 def _asked(args: argparse.Namespace, name: str, otherwise: Any = None) -> Any:
-    found = getattr(args, name, None)
-    return otherwise if found is None else found
+    argument = getattr(args, name, None)
+    return otherwise if argument is None else argument
 
 
 def _shown(args: argparse.Namespace, group: str) -> dict[str, str]:
-    found = {}
-    for variable, (name, *how) in (
-        (one, words.split()) for one, words in _VARIABLES[group].items()
+    variables = {}
+    for variable, (name, *conversions) in (
+        (variable_name, words.split())
+        for variable_name, words in _VARIABLES[group].items()
     ):
         value = getattr(args, name, None)
-        if value is not None or "given" not in how:
-            found[variable] = str(value).lower() if "lower" in how else str(value)
-    return found
+        if value is not None or "given" not in conversions:
+            variables[variable] = (
+                str(value).lower() if "lower" in conversions else str(value)
+            )
+    return variables
 
 
 def _settings(args: argparse.Namespace) -> dict[str, str]:
     """Return the variables that every kind of launch sets. Raises: ValueError for an unknown precision."""
-    precision, found = str(_asked(args, "mixed_precision", "no")).lower(), {}
+    precision, variables = str(_asked(args, "mixed_precision", "no")).lower(), {}
     if precision not in PrecisionType.list():
         raise ValueError(
             f"Unknown mixed_precision mode: {precision}. Choose between {PrecisionType.list()}."
         )
-    found["ACCELERATE_MIXED_PRECISION"] = precision
+    variables["ACCELERATE_MIXED_PRECISION"] = precision
     if _asked(args, "debug"):
-        found["ACCELERATE_DEBUG_MODE"] = "true"
+        variables["ACCELERATE_DEBUG_MODE"] = "true"
     if _asked(args, "gpu_ids", "all") != "all":
-        found["CUDA_VISIBLE_DEVICES"] = args.gpu_ids
+        variables["CUDA_VISIBLE_DEVICES"] = args.gpu_ids
     if _asked(args, "enable_cpu_affinity"):
-        found["ACCELERATE_CPU_AFFINITY"] = "1"
-    return setup_fp8_env(args, found) if precision == "fp8" else found
+        variables["ACCELERATE_CPU_AFFINITY"] = "1"
+    return setup_fp8_env(args, variables) if precision == "fp8" else variables
 
 
 def _compiling(args: argparse.Namespace) -> dict[str, str]:
     """Return the variables of compilation and threads. Raises: ValueError for an unknown backend."""
-    backend, known = (
+    backend, backend_names = (
         str(_asked(args, "dynamo_backend", "no")).upper(),
-        [one.value for one in DynamoBackend],
+        [member.value for member in DynamoBackend],
     )
-    if backend not in known:
-        raise ValueError(f"Unknown dynamo backend: {backend}. Choose between {known}.")
+    if backend not in backend_names:
+        raise ValueError(
+            f"Unknown dynamo backend: {backend}. Choose between {backend_names}."
+        )
     threads = str(_asked(args, "num_cpu_threads_per_process", 1))
     return {
         "ACCELERATE_DYNAMO_BACKEND": backend,
@@ -182,10 +189,10 @@ def _get_mpirun_args() -> tuple[str, str, str, str, str]:
     program = next((name for name in ("mpirun", "mpiexec") if which(name)), None)
     if program is None:
         raise OSError(_SAYS["no_mpi"])
-    ours = b"Open MPI" in subprocess.check_output([program, "--version"])
+    is_open_mpi = b"Open MPI" in subprocess.check_output([program, "--version"])
     return (
         (program, "--hostfile", "-n", "--npernode", "--bind-to")
-        if ours
+        if is_open_mpi
         else (program, "-f", "-n", "-ppn", "")
     )
 
@@ -281,19 +288,19 @@ def _deepspeed_words(args: argparse.Namespace) -> list[str]:
     words += (
         one_host if launcher == "nossh" else ["--no_local_rank", "--launcher", launcher]
     )
-    left_out, taken = (
+    excluded_hosts, included_hosts = (
         _asked(args, "deepspeed_exclusion_filter"),
         _asked(args, "deepspeed_inclusion_filter"),
     )
-    each = str(_asked(args, "num_processes", 1) // args.num_machines)
-    chosen = (
-        ["--exclude", left_out]
-        if left_out
-        else ["--include", taken]
-        if taken
-        else ["--num_gpus", each]
+    processes_per_machine = str(_asked(args, "num_processes", 1) // args.num_machines)
+    device_words = (
+        ["--exclude", excluded_hosts]
+        if excluded_hosts
+        else ["--include", included_hosts]
+        if included_hosts
+        else ["--num_gpus", processes_per_machine]
     )
-    words += [str(one) for one in chosen]
+    words += [str(word) for word in device_words]
     for flag, name in (
         ("--master_addr", "main_process_ip"),
         ("--master_port", "main_process_port"),
@@ -327,23 +334,28 @@ def prepare_tpu(
 def setup_fp8_env(
     args: argparse.Namespace, current_env: dict[str, str]
 ) -> dict[str, str]:
-    given = {
+    fp8_arguments = {
         name: value
         for name, value in vars(args).items()
         if name.startswith("fp8_") and value is not None
     }
-    parts = given.pop("fp8_override_linear_precision", ())
-    if isinstance(parts, str):
-        parts = tuple(str_to_bool(one.strip()) for one in parts.split(","))
-    given |= dict(
+    override_flags = fp8_arguments.pop("fp8_override_linear_precision", ())
+    if isinstance(override_flags, str):
+        override_flags = tuple(
+            str_to_bool(flag.strip()) for flag in override_flags.split(",")
+        )
+    fp8_arguments |= dict(
         zip(
             (f"fp8_override_{name}" for name in ("fprop", "dgrad", "wgrad")),
-            parts,
+            override_flags,
             strict=False,
         )
     )
     current_env.update(
-        {f"ACCELERATE_{name.upper()}": str(value) for name, value in given.items()}
+        {
+            f"ACCELERATE_{name.upper()}": str(value)
+            for name, value in fp8_arguments.items()
+        }
     )
     return current_env
 
@@ -369,9 +381,10 @@ def prepare_sagemager_args_inputs(
         raise ValueError(
             f'Your training script should be a python script and not "{args.training_script}"'
         )
-    given = _VARIABLES["estimator"].items()
+    estimator_arguments = _VARIABLES["estimator"].items()
     words: dict[str, Any] = {
-        name: getattr(sagemaker_config, attribute) for name, attribute in given
+        name: getattr(sagemaker_config, attribute)
+        for name, attribute in estimator_arguments
     }
     words |= {
         "entry_point": script.name,
@@ -428,25 +441,25 @@ def _table(file: str | None) -> dict[str, str] | None:
 
 def _convert_nargs_to_dict(nargs: list[str]) -> dict[str, Any]:
     """Pairs of `--name value`. Raises: ValueError for a flag without a value, which SageMaker cannot pass on."""
-    found: dict[str, Any] = {}
-    for at, word in enumerate(nargs):
+    parameters: dict[str, Any] = {}
+    for index, word in enumerate(nargs):
         if not word.startswith("-"):
             continue
-        if at + 1 == len(nargs) or nargs[at + 1].startswith("-"):
+        if index + 1 == len(nargs) or nargs[index + 1].startswith("-"):
             raise ValueError(_SAYS["no_value"])
-        found[word.lstrip("-").replace("-", "_")] = _value(nargs[at + 1])
-    return found
+        parameters[word.lstrip("-").replace("-", "_")] = _value(nargs[index + 1])
+    return parameters
 
 
 def _filter_args(
     args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Any = ()
 ) -> Any:
     """Return the arguments that another parser knows, with its defaults for `default_args` where there are none."""
-    known, _ = parser.parse_known_args(list(default_args))
+    filtered_args, _ = parser.parse_known_args(list(default_args))
     for name in vars(args):
-        if hasattr(known, name):
-            setattr(known, name, getattr(args, name))
-    return known
+        if hasattr(filtered_args, name):
+            setattr(filtered_args, name, getattr(args, name))
+    return filtered_args
 
 
 def _value(word: str) -> Any:

@@ -39,18 +39,18 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
 
     Raises: ConfigError for a strategy without an equivalent.
     """
-    given = config.get("fsdp_config") or {}
-    if given.get("fsdp_version") == 2:
+    fsdp_config = config.get("fsdp_config") or {}
+    if fsdp_config.get("fsdp_version") == 2:
         _LOG.warning(message("already_fsdp2"))
         _LOG.warning(message("change_fsdp_version"))
-    elif given:
-        config["fsdp_config"] = {**_renamed(given), "fsdp_version": 2}
+    elif fsdp_config:
+        config["fsdp_config"] = {**_renamed(fsdp_config), "fsdp_version": 2}
     return config
 
 
-def _renamed(given: dict[str, Any]) -> dict[str, Any]:
+def _renamed(fsdp1_config: dict[str, Any]) -> dict[str, Any]:
     fsdp: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in fsdp1_config.items():
         if name in _GONE:
             _LOG.warning(f"Argument {name} {_GONE[name]}, skipping this key...")
         elif name == "fsdp_sharding_strategy":
@@ -69,12 +69,12 @@ def _reshard(value: Any) -> Any:
         raise ConfigError(
             f"fsdp_sharding_strategy {value} has no equivalent in FSDP2; use DDP (MULTI_GPU) for it."
         )
-    found, _ = fsdp_from_fsdp1({"sharding_strategy": value})
-    if found.hybrid_shard:
+    translated, _ = fsdp_from_fsdp1({"sharding_strategy": value})
+    if translated.hybrid_shard:
         _LOG.warning(
             f"replicas of {value} are left out: set dp_replicate_size and dp_shard_size in parallelism_config"
         )
-    return found.reshard_after_forward
+    return translated.reshard_after_forward
 
 
 def _validate_to_fsdp2_args(args: Any) -> None:

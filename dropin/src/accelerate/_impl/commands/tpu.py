@@ -28,8 +28,8 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
 
 
 def gcloud_words(args: argparse.Namespace) -> list[str]:
-    there = args.config_file or Path(default_config_file).is_file()
-    saved = load_config_from_file(args.config_file) if there else None
+    has_config = args.config_file or Path(default_config_file).is_file()
+    saved = load_config_from_file(args.config_file) if has_config else None
     commands = _commands(args, saved)
     name, zone = (
         args.tpu_name or getattr(saved, "tpu_name", None),
@@ -39,9 +39,11 @@ def gcloud_words(args: argparse.Namespace) -> list[str]:
         raise ValueError(
             "no TPU is named, so there is no machine to run commands on. Give --tpu_name."
         )
-    wanted = {"latest": "accelerate -U", "dev": _SOURCES}.get(args.accelerate_version)
+    requirement = {"latest": "accelerate -U", "dev": _SOURCES}.get(
+        args.accelerate_version
+    )
     install = (
-        [f"pip install {wanted or f'accelerate=={args.accelerate_version}'}"]
+        [f"pip install {requirement or f'accelerate=={args.accelerate_version}'}"]
         if args.install_accelerate
         else []
     )
@@ -54,20 +56,20 @@ def gcloud_words(args: argparse.Namespace) -> list[str]:
 
 # Any: a settings file of either kind, or none
 def _commands(args: argparse.Namespace, saved: Any) -> list[str]:
-    given = [word for words in args.command or () for word in words]
+    given_words = [word for words in args.command or () for word in words]
     file = args.command_file or (
-        None if given else getattr(saved, "command_file", None)
+        None if given_words else getattr(saved, "command_file", None)
     )
-    found = (
+    command_lines = (
         Path(file).read_text().splitlines()
         if file
-        else given or list(getattr(saved, "commands", None) or ())
+        else given_words or list(getattr(saved, "commands", None) or ())
     )
-    if not found:
+    if not command_lines:
         raise ValueError(
             "You must specify either a command file or a command to run on the pod."
         )
-    return found
+    return command_lines
 
 
 tpu_command = tpu_command_launcher

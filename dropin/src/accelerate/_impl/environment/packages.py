@@ -39,8 +39,8 @@ def is_numpy_available(min_version: str = "1.25.0") -> bool:
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    found = _is_package_available("bitsandbytes")
-    return found and (
+    is_installed = _is_package_available("bitsandbytes")
+    return is_installed and (
         min_version is None or compare_versions("bitsandbytes", ">=", min_version)
     )
 
@@ -91,7 +91,8 @@ _FOUND: dict[str, Callable[[], bool]] = {
 def _probe(package: str, *names: str) -> Callable[[], bool]:
     """Return a function that says whether a package is installed, from a distribution of its own name or of one of these."""
     return lambda: any(
-        _is_package_available(package, one) for one in names or (package,)
+        _is_package_available(package, distribution)
+        for distribution in names or (package,)
     )
 
 
@@ -111,8 +112,8 @@ def __getattr__(name: str) -> Callable[..., bool]:
 
 def _there(name: str) -> bool:
     """Return the answer of `is_NAME_available`, which tests replace."""
-    found: Callable[[], bool] = globals()[f"is_{name}_available"]
-    return found()
+    probe: Callable[[], bool] = globals()[f"is_{name}_available"]
+    return probe()
 
 
 @lru_cache
@@ -123,10 +124,10 @@ def is_torch_xla_available(
         raise AssertionError("The check_is_tpu and check_is_gpu cannot both be true.")
     if not (USE_TORCH_XLA and available("torch_xla")):
         return False
-    wanted = ("TPU",) if check_is_tpu else ("CUDA", "GPU")
+    device_kinds = ("TPU",) if check_is_tpu else ("CUDA", "GPU")
     return (
         not (check_is_tpu or check_is_gpu)
-        or import_module("torch_xla.runtime").device_type() in wanted
+        or import_module("torch_xla.runtime").device_type() in device_kinds
     )
 
 

@@ -50,41 +50,47 @@ class CustomArgumentParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         defaults = {
-            one.dest: one.default for one in self._actions if isinstance(one, _STORING)
+            option.dest: option.default
+            for option in self._actions
+            if isinstance(option, _STORING)
         }
-        found, rest = super().parse_known_args(
+        parsed, unparsed_words = super().parse_known_args(
             args, argparse.Namespace(**dict.fromkeys(defaults, self))
         )
-        values = vars(found)
-        given = {
+        values = vars(parsed)
+        given_names = {
             name
             for name in defaults
             if values[name] is not self and values[name] is not None
         }
-        made = namespace if namespace is not None else argparse.Namespace()
-        vars(made).update(
+        target_namespace = namespace if namespace is not None else argparse.Namespace()
+        vars(target_namespace).update(
             {
                 name: defaults[name] if value is self else value
                 for name, value in values.items()
             }
         )
-        made.nondefault = given
-        return made, rest
+        target_namespace.nondefault = given_names
+        return target_namespace, unparsed_words
 
 
 def parser_of(
     name: str, command: Callable[[Any], object]
 ) -> Callable[..., argparse.ArgumentParser]:
     """Return the function that makes the parser of `accelerate NAME`, alone or as a subcommand; what it parses is for `command`."""
-    about = _TABLE[name].get("about")
+    description = _TABLE[name].get("about")
 
     def command_parser(
         subparsers: Any = None, parents: Sequence[Any] = ()
     ) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = (
-            subparsers.add_parser(name, description=about, help=about, parents=parents)
+            subparsers.add_parser(
+                name, description=description, help=description, parents=parents
+            )
             if subparsers is not None
-            else CustomArgumentParser(f"Accelerate {name} command", description=about)
+            else CustomArgumentParser(
+                f"Accelerate {name} command", description=description
+            )
         )
         for flag, options in _TABLE[name]["flags"].items():
             parser.add_argument(flag, **options)

@@ -35,8 +35,8 @@ def str_to_bool(value: Any, to_bool: bool = False) -> int | bool:
     word = str(value).lower()
     if word not in _TRUE | _FALSE:
         raise ValueError(f"invalid truth value {word}")
-    said = word in _TRUE
-    return said if to_bool else int(said)
+    is_true = word in _TRUE
+    return is_true if to_bool else int(is_true)
 
 
 def get_int_from_env(env_keys: Any, default: int) -> int:
@@ -59,21 +59,23 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 @contextmanager
 def _restored(concerned: Callable[[str], bool]) -> Iterator[None]:
     """A block after which the variables concerned are as before."""
-    before = {name: value for name, value in os.environ.items() if concerned(name)}
+    saved_variables = {
+        name: value for name, value in os.environ.items() if concerned(name)
+    }
     try:
         yield
     finally:
         for name in filter(concerned, list(os.environ)):
             del os.environ[name]
-        os.environ.update(before)
+        os.environ.update(saved_variables)
 
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
     """A block with these variables, in capitals; afterwards they are as before."""
-    given = {key.upper(): str(value) for key, value in kwargs.items()}
-    with _restored(given.__contains__):
-        os.environ.update(given)
+    new_variables = {key.upper(): str(value) for key, value in kwargs.items()}
+    with _restored(new_variables.__contains__):
+        os.environ.update(new_variables)
         yield
 
 
@@ -88,17 +90,17 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """Return a function, or the test methods of a class, after which variables named ACCELERATE_* are as before."""
     if not isinstance(func_or_cls, type):
         return _purged(func_or_cls)
-    whole: Any = func_or_cls
-    _purge_tests(whole, whole)
-    whole.__init_subclass__ = classmethod(
-        lambda cls, **options: _purge_tests(whole, cls, **options)
+    test_class: Any = func_or_cls
+    _purge_tests(test_class, test_class)
+    test_class.__init_subclass__ = classmethod(
+        lambda cls, **options: _purge_tests(test_class, cls, **options)
     )
-    return whole
+    return test_class
 
 
-def _purge_tests(whole: Any, cls: Any, **options: Any) -> None:
-    if cls is not whole:
-        super(whole, cls).__init_subclass__(**options)
+def _purge_tests(test_class: Any, cls: Any, **options: Any) -> None:
+    if cls is not test_class:
+        super(test_class, cls).__init_subclass__(**options)
     for name, value in list(vars(cls).items()):
         if callable(value) and name.startswith("test"):
             setattr(cls, name, _purged(value))
@@ -153,7 +155,7 @@ def check_cuda_p2p_ib_support() -> bool:
     with suppress(OSError, subprocess.SubprocessError, ValueError, RuntimeError):
         names, count = get_gpu_info()
         if count > 1 and any("RTX 40" in name for name in names):
-            return tuple(int(part) for part in get_driver_version().split(".")) >= (
+            return tuple(int(number) for number in get_driver_version().split(".")) >= (
                 550,
                 40,
                 7,
@@ -180,9 +182,12 @@ CPUInformation: Any = make_dataclass(
 
 def get_cpu_distributed_information() -> Any:
     """Return the place of this process among those of its job, from the variables of any launcher."""
-    here = Topology.from_env(os.environ)
+    topology = Topology.from_env(os.environ)
     return CPUInformation(
-        here.rank, here.world_size, here.local_rank, here.local_world_size
+        topology.rank,
+        topology.world_size,
+        topology.local_rank,
+        topology.local_world_size,
     )
 
 
@@ -208,6 +213,6 @@ def count_devices() -> int:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    kind = "cuda" if found is None else found.type
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = "cuda" if accelerator is None else accelerator.type
     return kind, "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"

@@ -36,10 +36,10 @@ def install_xla(upgrade: bool = False) -> None:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if "google.colab" not in str(shell):
         raise RuntimeError("`install_xla` utility works only on google colab.")
-    release = ".".join(str(part) for part in torch_version.release[:2])
-    wanted = (
+    release = ".".join(str(number) for number in torch_version.release[:2])
+    requirements = (
         ["-U", "torch", "torch_xla[tpu]"]
         if upgrade
         else [f"torch_xla[tpu]~={release}.0"]
     )
-    subprocess.run([sys.executable, "-m", "pip", "install", *wanted], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", *requirements], check=True)

@@ -66,9 +66,9 @@ class DataLoaderStateMixin:
         # a length or a size that nobody knows
         with suppress(AttributeError, TypeError):
             if not this._drop_last:
-                known = hasattr(self, "total_dataset_length")
+                has_total_length = hasattr(self, "total_dataset_length")
                 self.remainder = (
-                    this.total_dataset_length if known else len(this.dataset)
+                    this.total_dataset_length if has_total_length else len(this.dataset)
                 ) % this.total_batch_size
         this.gradient_state._add_dataloader(self)
 
@@ -98,8 +98,8 @@ def stateful(kind: Any) -> Any:
 
 
 def _blank(kind: Any) -> Any:
-    made = stateful(kind)
-    return made.__new__(made)
+    loader_class = stateful(kind)
+    return loader_class.__new__(loader_class)
 
 
 class DataLoaderAdapter(DataLoader[Any]):
@@ -113,10 +113,10 @@ class DataLoaderAdapter(DataLoader[Any]):
         kind: Any = cls
         if use_stateful_dataloader and not is_torchdata_stateful_dataloader_available():
             raise ImportError(message("no_torchdata"))
-        made: Self = super().__new__(
+        adapter: Self = super().__new__(
             stateful(kind) if use_stateful_dataloader else kind
         )
-        return made
+        return adapter
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader":  # on instances only
@@ -156,23 +156,25 @@ class DataLoaderAdapter(DataLoader[Any]):
 class SnapshotSource(TorchSource):
     """Source with torchdata's state after each batch, in a list: the last batch's becomes the state after the stream's end."""
 
-    def open(self, at: Position) -> Iterator[Item]:
+    def open(self, position: Position) -> Iterator[Item]:
         """Yield the batches from `at` on; those behind a position of hasten's have none."""
-        if at.consumed:
-            yield from super().open(at)
+        if position.consumed:
+            yield from super().open(position)
             return
         state: list[Any] = [None]
-        for batch, padding, last, _ in super().open(at):
+        for batch, padding, last, _ in super().open(position):
             state = [copy.deepcopy(torchdata_kind(self.engine).state_dict(self.engine))]
             yield batch, padding, last, state
         state[0] = copy.deepcopy(torchdata_kind(self.engine).state_dict(self.engine))
 
 
 def torchdata_kind(loader: Any) -> Any:
-    kinds = (
-        one for one in type(loader).__mro__ if one.__module__.startswith("torchdata")
+    torchdata_bases = (
+        base_class
+        for base_class in type(loader).__mro__
+        if base_class.__module__.startswith("torchdata")
     )
-    return next(kinds, DataLoader)
+    return next(torchdata_bases, DataLoader)
 
 
 class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
@@ -232,17 +234,20 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
 
     def followers(self) -> tuple[Any, ...]:
         return tuple(
-            one
-            for one in (get_sampler(self), self.batch_sampler)
-            if not isinstance(one, BatchSamplerShard)
+            sampler
+            for sampler in (get_sampler(self), self.batch_sampler)
+            if not isinstance(sampler, BatchSamplerShard)
         )
 
     get_sampler = get_sampler
 
     def set_sampler(self, sampler: Any) -> None:
-        part: Any = self.batch_sampler
-        while part is not None:
-            part.sampler, part = sampler, getattr(part, "batch_sampler", None)
+        batch_sampler: Any = self.batch_sampler
+        while batch_sampler is not None:
+            batch_sampler.sampler, batch_sampler = (
+                sampler,
+                getattr(batch_sampler, "batch_sampler", None),
+            )
 
     def source(self) -> BatchSource:
         kind = SnapshotSource if self.use_stateful_dataloader else TorchSource
@@ -309,13 +314,13 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
 
     @property
     def total_dataset_length(self) -> int | None:  # type: ignore[override]  # streams may have none
-        whole: Any = (
+        full_dataset: Any = (
             self.dataset.dataset
             if isinstance(self.dataset, IterableDatasetShard)
             else self.dataset
         )
         try:
-            return len(whole)
+            return len(full_dataset)
         except TypeError:
             return None
 
@@ -407,16 +412,18 @@ class DataLoaderShard(PreparedLoader):
     def even(self, even_batches: bool) -> Iterator[None]:
         """A block in which every process takes as many batches as the others, or only those that are there."""
         targets: tuple[Any, ...] = (self, self.batch_sampler)
-        before = [
-            (one, one.even_batches) for one in targets if hasattr(one, "even_batches")
+        previous_values = [
+            (target, target.even_batches)
+            for target in targets
+            if hasattr(target, "even_batches")
         ]
-        for one, _ in before:
-            one.even_batches = even_batches
+        for target, _ in previous_values:
+            target.even_batches = even_batches
         try:
             yield
         finally:
-            for one, value in before:
-                one.even_batches = value
+            for target, value in previous_values:
+                target.even_batches = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,18 +442,21 @@ class Dealt(BatchReader):
     def _parts(self, group: list[Item], first: Any) -> list[tuple[Any, Padding | None]]:
         sizes = {find_batch_size(item[0]) for item in group}
         if self.joins or self.split or len(group) < self.num_shards or len(sizes) > 1:
-            return [(part, None) for part, _ in self._sliced(group, first)]
+            return [
+                (slice_of_batch, None)
+                for slice_of_batch, _ in self._sliced(group, first)
+            ]
         return [(item[0], None) for item in group]
 
 
 def _seats(readers: int) -> DataRanks:
-    here, every = ambient.start(), range(ambient.start().world.size)
+    process, all_ranks = ambient.start(), range(ambient.start().world.size)
     shards = tuple(
-        every
-        if readers == len(every)
-        else (here.mesh.index(rank, *BATCH) for rank in every)
+        all_ranks
+        if readers == len(all_ranks)
+        else (process.mesh.index(rank, *BATCH) for rank in all_ranks)
     )
-    return DataRanks(shards[here.rank], readers, shards)
+    return DataRanks(shards[process.rank], readers, shards)
 
 
 _SHARED = (
@@ -477,8 +487,8 @@ class DataLoaderDispatcher(PreparedLoader):
     ) -> None:
         shared = {name: value for name, value in locals().items() if name in _SHARED}
         super().__init__(dataset, **shared, **kwargs)
-        here = ambient.start()
-        self.num_processes, self.process_index = here.world.size, here.world.rank
+        process = ambient.start()
+        self.num_processes, self.process_index = process.world.size, process.world.rank
         self.split_batches, self.slice_fn = split_batches, slice_fn or slice_tensors
         self.torch_device_mesh = torch_device_mesh
 

@@ -18,10 +18,14 @@ from hasten.data.skipping import SkippedBatches
 
 
 def check_split(
-    what: str, batch_size: int | None, num_processes: int, least: int = 1
+    subject: str, batch_size: int | None, num_processes: int, min_batch_size: int = 1
 ) -> None:
-    if batch_size is not None and batch_size > least and batch_size % num_processes:
-        raise ValueError(message("cannot_split", what, batch_size, num_processes))
+    if (
+        batch_size is not None
+        and batch_size > min_batch_size
+        and batch_size % num_processes
+    ):
+        raise ValueError(message("cannot_split", subject, batch_size, num_processes))
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -57,13 +61,13 @@ class AsDrawn:
     def size(self) -> int | None:
         return len(self.units) if isinstance(self.units, Sized) else None
 
-    def begin(self, at: Position) -> Position:
-        return at
+    def begin(self, position: Position) -> Position:
+        return position
 
-    def seek(self, at: Position) -> None:
+    def seek(self, position: Position) -> None:
         """There is no way but to draw."""
 
-    def draw(self, at: Position) -> Iterator[Any]:
+    def draw(self, position: Position) -> Iterator[Any]:
         return iter(self.units)
 
 
@@ -90,7 +94,10 @@ class BatchSamplerShard(BatchSampler):
                     )
                 )
             check_split(
-                "`BatchSamplerShard`", self.batch_size, self.num_processes, least=0
+                "`BatchSamplerShard`",
+                self.batch_size,
+                self.num_processes,
+                min_batch_size=0,
             )
 
     total_length = shown(
@@ -163,14 +170,17 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield from index_batch[0]
 
 
-def _seat(part: BatchSamplerShard | IterableDatasetShard) -> dict[str, Any]:
+def _seat(sharded_sampler: BatchSamplerShard | IterableDatasetShard) -> dict[str, Any]:
     """Return the process of a part and the way batches are shared, by its attributes as they are now."""
-    place = {"num_shards": part.num_processes, "shard": part.process_index}
+    shard_arguments = {
+        "num_shards": sharded_sampler.num_processes,
+        "shard": sharded_sampler.process_index,
+    }
     return {
-        **place,
-        "split": part.split_batches,
+        **shard_arguments,
+        "split": sharded_sampler.split_batches,
         "dispatch": False,
-        "drop_last": bool(part.drop_last),
+        "drop_last": bool(sharded_sampler.drop_last),
     }
 
 
@@ -184,10 +194,10 @@ def get_sampler(dataloader: Any) -> Any:
     """Return the sampler that decides a loader's order, below any number of batch samplers."""
     if dataloader.batch_sampler is None:
         return dataloader.sampler
-    found = dataloader.batch_sampler
-    while isinstance(found, (BatchSamplerShard, SkipBatchSampler)):
-        found = found.batch_sampler
-    return getattr(found, "sampler", None)
+    batch_sampler = dataloader.batch_sampler
+    while isinstance(batch_sampler, (BatchSamplerShard, SkipBatchSampler)):
+        batch_sampler = batch_sampler.batch_sampler
+    return getattr(batch_sampler, "sampler", None)
 
 
 def innermost(sampler: Any) -> Any:

@@ -45,38 +45,44 @@ class SequenceSplitter:
             raise DataError(
                 f"sp_size needs batches that are dicts of tensors, but the loader returned a {type(batch).__name__}. Return a dict with input_ids and labels from collate_fn."
             )
-        found = dict(batch)
+        tensors_by_key = dict(batch)
         name = next(
-            (name for name in _TOKENS if isinstance(found.get(name), Tensor)), None
+            (name for name in _TOKENS if isinstance(tensors_by_key.get(name), Tensor)),
+            None,
         )
         if name is None:
             raise DataError(
-                f"a batch with {', '.join(map(str, found))} has no input_ids, so its sequences are unknown. Return input_ids from collate_fn."
+                f"a batch with {', '.join(map(str, tensors_by_key))} has no input_ids, so its sequences are unknown. Return input_ids from collate_fn."
             )
-        length = self._checked_length(found[name], name)
-        if found.get("position_ids") is None:
-            found["position_ids"] = torch.arange(length).expand(
-                found[name].shape[0], -1
+        length = self._checked_length(tensors_by_key[name], name)
+        if tensors_by_key.get("position_ids") is None:
+            tensors_by_key["position_ids"] = torch.arange(length).expand(
+                tensors_by_key[name].shape[0], -1
             )
-        if inspect_buffers([(found["position_ids"], 1)])()[0].restarts_positions:
+        if inspect_buffers([(tensors_by_key["position_ids"], 1)])()[
+            0
+        ].restarts_positions:
             raise StepError(
                 "position_ids restart, so several sequences are packed into one and would attend to each other (sp_size > 1). Unpack them."
             )
-        _check_padding(found.pop("attention_mask", None))
-        if isinstance(labels := found.get("labels"), Tensor):
-            found["shift_labels"] = torch.nn.functional.pad(
+        _check_padding(tensors_by_key.pop("attention_mask", None))
+        if isinstance(labels := tensors_by_key.get("labels"), Tensor):
+            tensors_by_key["shift_labels"] = torch.nn.functional.pad(
                 labels, (0, 1), value=IGNORED
             )[:, 1:]
         cut = {
             key: self._chunks(key, value, length)
-            for key, value in found.items()
+            for key, value in tensors_by_key.items()
             if isinstance(value, Tensor)
         }
         # a model computes its loss only if it gets labels, and then reads shift_labels
         if "shift_labels" in cut:
             cut["labels"] = cut["shift_labels"]
         return [
-            {key: cut[key][n] if key in cut else found[key] for key in {**found, **cut}}
+            {
+                key: cut[key][n] if key in cut else tensors_by_key[key]
+                for key in {**tensors_by_key, **cut}
+            }
             for n in range(self.comm.size)
         ]
 
@@ -97,7 +103,7 @@ class SequenceSplitter:
             raise DataError(
                 f"{key} of shape {tuple(value.shape)} has no dimension 1 of {length} tokens, so it is unclear how to split it. Remove it from the batch, or add that dimension."
             )
-        return [part.contiguous() for part in value.chunk(self.comm.size, 1)]
+        return [chunk.contiguous() for chunk in value.chunk(self.comm.size, 1)]
 
 
 def _check_padding(mask: Any) -> None:
@@ -124,15 +130,17 @@ class SequenceShardSource(OuterSource):
         steps = self._inner.steps()
         return None if steps is None else steps * self._cut.comm.size
 
-    def first(self, at: Position) -> Any:
-        batch = self._inner.first(at)
+    def first(self, position: Position) -> Any:
+        batch = self._inner.first(position)
         return None if batch is None else self._cut.parts(batch)[self._cut.comm.rank]
 
-    def open(self, at: Position) -> Iterator[Item]:
+    def open(self, position: Position) -> Iterator[Item]:
         """Return the shards from `at` on. Ranks: the group."""
-        rounds, given = divmod(at.consumed, self._cut.comm.size)
-        items = self._inner.open(self._inner.skipped(replace(at, consumed=0), rounds))
-        return islice(self._parts(items), given, None)
+        rounds, num_returned = divmod(position.consumed, self._cut.comm.size)
+        items = self._inner.open(
+            self._inner.skipped(replace(position, consumed=0), rounds)
+        )
+        return islice(self._parts(items), num_returned, None)
 
     def reached(self, start: Position, steps: int, source_state: Any) -> Position:
         return replace(start, consumed=start.consumed + steps)
@@ -147,9 +155,12 @@ class SequenceShardSource(OuterSource):
         """Yield rounds of shards; members without batches left still get shards of the other members' last batches."""
         cut, comm = self._cut, self._cut.comm
         while True:
-            mine, error = self._next(items, cut.parts)
+            own_shards, error = self._next(items, cut.parts)
             gathered = comm.all_gather_object(
-                (mine, None if error is None else f"{type(error).__name__}: {error}")
+                (
+                    own_shards,
+                    None if error is None else f"{type(error).__name__}: {error}",
+                )
             )
             if error is not None:
                 raise error
@@ -164,21 +175,23 @@ class SequenceShardSource(OuterSource):
                 raise DataError(
                     f"another process of the same sequences failed to read its next batch: {failed}. Every process of the group stops here; fix that error first."
                 )
-            given = [parts[comm.rank] for parts, _ in gathered if parts is not None]
-            if not given:
+            round_shards = [
+                shards[comm.rank] for shards, _ in gathered if shards is not None
+            ]
+            if not round_shards:
                 return
-            for part in given:
-                cut.lengths.add(part["position_ids"].shape[1])
-                yield part, None, False, None
+            for shard in round_shards:
+                cut.lengths.add(shard["position_ids"].shape[1])
+                yield shard, None, False, None
 
     @staticmethod
     def _next(
-        items: Iterator[Item], parts: Callable[[Any], list[dict[str, Any]]]
+        items: Iterator[Item], split_batch: Callable[[Any], list[dict[str, Any]]]
     ) -> tuple[list[dict[str, Any]] | None, Exception | None]:
         """Return the shards of this process's next batch (None at the end), or the error raised instead."""
         try:
             item = next(items, None)
-            return None if item is None else parts(item[0]), None
+            return None if item is None else split_batch(item[0]), None
         # any error of the user's dataset must reach the processes that wait
         except Exception as error:
             return None, error

@@ -44,9 +44,11 @@ _KEPT: Final = "num_workers collate_fn pin_memory timeout worker_init_fn multipr
 
 
 def _place(mesh: Any, size: int | None, index: int | None) -> tuple[int, int]:
-    here = PartialState()
+    process_state = PartialState()
     readers, reader = (
-        (here.num_processes, here.process_index) if mesh is None else _readers_of(mesh)
+        (process_state.num_processes, process_state.process_index)
+        if mesh is None
+        else _readers_of(mesh)
     )
     return readers if size is None else size, reader if index is None else index
 
@@ -60,7 +62,8 @@ def _readers_of(mesh: Any) -> tuple[int, int]:
         [mesh.get_local_rank(dim) for dim in dims],
     )
     return math.prod(sizes), sum(
-        position * math.prod(sizes[at + 1 :]) for at, position in enumerate(positions)
+        position * math.prod(sizes[index + 1 :])
+        for index, position in enumerate(positions)
     )
 
 
@@ -89,14 +92,14 @@ def prepare_data_loader(
     if dispatch_batches and not put_on_device:
         raise ValueError("Using `dispatch_batches=True` requires `put_on_device=True`.")
     size, index = _place(torch_device_mesh, num_processes, process_index)
-    how = (
+    share_options = (
         split_batches,
         even_batches,
         bool(dispatch_batches),
         use_stateful_dataloader,
         use_seedable_sampler,
     )
-    share = Share(dataloader, size, index, *how)
+    share = Share(dataloader, size, index, *share_options)
     share.compare_with_other_ranks()
     order = share.order(data_seed)
     return share.loader(
@@ -110,14 +113,17 @@ def prepare_data_loader(
 
 @like(own.skip_first_batches)
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Any:
-    made: Any = own.skip_first_batches(dataloader, num_batches)
+    skipping_loader: Any = own.skip_first_batches(dataloader, num_batches)
     # hasten's classes, under the names of the original's
-    if type(made) is own.SkippingLoader:
-        made, state = SkipDataLoader.__new__(SkipDataLoader), vars(made)
-        made.__dict__.update(state)
-    elif type(made.batch_sampler) is own.SkippedBatches:
-        made.batch_sampler.__class__ = SkipBatchSampler
-    return made
+    if type(skipping_loader) is own.SkippingLoader:
+        skipping_loader, state = (
+            SkipDataLoader.__new__(SkipDataLoader),
+            vars(skipping_loader),
+        )
+        skipping_loader.__dict__.update(state)
+    elif type(skipping_loader.batch_sampler) is own.SkippedBatches:
+        skipping_loader.batch_sampler.__class__ = SkipBatchSampler
+    return skipping_loader
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,16 +196,20 @@ class Share:
         # quirk: SHUFFLE_FOLLOWS_TORCH
         drawn: Any = self.plain.dataset if self.stream else innermost(sampler)
         # None: one that draws from torch's generator
-        found = getattr(drawn, "generator", False)
+        generator = getattr(drawn, "generator", False)
         needed = isinstance(drawn, RandomSampler) or not (self.seedable or self.stream)
         if (
-            found is None
+            generator is None
             and needed
             and (max(self.size, ambient.start().world.size) > 1 or self.stateful)
         ):
-            found = drawn.generator = torch.Generator(device=torch.get_default_device())
-            found.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-        return found if isinstance(found, torch.Generator) else None
+            generator = drawn.generator = torch.Generator(
+                device=torch.get_default_device()
+            )
+            generator.manual_seed(
+                int(torch.empty((), dtype=torch.int64).random_().item())
+            )
+        return generator if isinstance(generator, torch.Generator) else None
 
     def loader(
         self,
@@ -213,14 +223,16 @@ class Share:
         generator = None if self.dispatch else self._shared_generator(order[0])
         dataset, batches = self._cut(order[1])
         kwargs = {**self._options(order[0], batches), "_non_blocking": non_blocking}
-        alone = self.size == ambient.start().world.size == 1
+        is_single_process = self.size == ambient.start().world.size == 1
         equalised = (
-            None if alone or isinstance(order[0], SeedableRandomSampler) else generator
+            None
+            if is_single_process or isinstance(order[0], SeedableRandomSampler)
+            else generator
         )
         if self.dispatch:
             # seeds of workers come from torch's own then, on every process alike
             kwargs.pop("generator", None)
-            made: PreparedLoader = DataLoaderDispatcher(
+            prepared: PreparedLoader = DataLoaderDispatcher(
                 dataset, slice_fn=slice_fn, **kwargs
             )
         else:
@@ -229,25 +241,25 @@ class Share:
                 for kind in rng_types
                 if equalised is not None or str(kind) != "generator"
             ]
-            made = DataLoaderShard(
+            prepared = DataLoaderShard(
                 dataset, rng_types=types, synchronized_generator=equalised, **kwargs
             )
-            made.order_generator = generator
+            prepared.order_generator = generator
             if (
                 self.size > 1
                 and getattr(innermost(order[0]), "generator", False) is None
             ):
-                made.drawn_from_torch = innermost(order[0])
-        made.device = device
-        made.num_processes, made.process_index, made.split_batches = (
+                prepared.drawn_from_torch = innermost(order[0])
+        prepared.device = device
+        prepared.num_processes, prepared.process_index, prepared.split_batches = (
             self.size,
             self.index,
             self.split,
         )
-        made.even_batches = (
+        prepared.even_batches = (
             self.even or self.dispatch or isinstance(dataset, IterableDatasetShard)
         )
-        return made
+        return prepared
 
     def _cut(self, batches: Any) -> tuple[Any, Any]:
         dataset: Any = self.plain.dataset
@@ -255,9 +267,9 @@ class Share:
             return dataset, batches
         if not self.stream:
             # items without batches are shared as batches
-            whole = self.plain.sampler if batches is None else batches
+            source_sampler = self.plain.sampler if batches is None else batches
             return dataset, BatchSamplerShard(
-                whole, self.size, self.index, self.split, self.even
+                source_sampler, self.size, self.index, self.split, self.even
             )
         sharded = is_datasets_available() and getattr(
             sys.modules.get("datasets"), "IterableDataset", None
@@ -275,16 +287,16 @@ class Share:
         ), batches
 
     def _options(self, sampler: Any, batches: Any) -> dict[str, Any]:
-        kept = {
+        loader_options = {
             name: getattr(self.plain, name)
             for name in _KEPT.split()
             if hasattr(self.plain, name)
         }
-        if not kept.get("num_workers"):
-            kept.pop("prefetch_factor", None)
-        kept |= self._batching(sampler, batches)
+        if not loader_options.get("num_workers"):
+            loader_options.pop("prefetch_factor", None)
+        loader_options |= self._batching(sampler, batches)
         return {
-            **kept,
+            **loader_options,
             "_drop_last": bool(self.plain.drop_last),
             "use_stateful_dataloader": self.stateful,
         }
@@ -301,8 +313,10 @@ class Share:
             }
         if self.plain.batch_sampler is not None:
             return {"batch_sampler": batches}
-        alone = sampler if sampler is not None else self.plain.sampler
+        plain_sampler = sampler if sampler is not None else self.plain.sampler
         return {
-            "sampler": batches if isinstance(batches, BatchSamplerShard) else alone,
+            "sampler": batches
+            if isinstance(batches, BatchSamplerShard)
+            else plain_sampler,
             "batch_size": None,
         }

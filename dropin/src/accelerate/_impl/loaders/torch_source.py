@@ -52,35 +52,35 @@ class TorchSource:
         except TypeError:
             return None
 
-    def begin(self, at: Position) -> Position:
-        for one in self._followers:
-            forward_epoch(one, at.epoch)
-        if self._generator is not None and at.generator is not None:
-            self._generator.set_state(at.generator["order"])
+    def begin(self, position: Position) -> Position:
+        for follower in self._followers:
+            forward_epoch(follower, position.epoch)
+        if self._generator is not None and position.generator is not None:
+            self._generator.set_state(position.generator["order"])
         # same draw as the main process's iterator: the generators agree
         if not self._reads:
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-        return self.remember(at)
+        return self.remember(position)
 
-    def remember(self, at: Position) -> Position:
-        if self._generator is None or at.generator is not None:
-            return at
-        return replace(at, generator={"order": self._generator.get_state()})
+    def remember(self, position: Position) -> Position:
+        if self._generator is None or position.generator is not None:
+            return position
+        return replace(position, generator={"order": self._generator.get_state()})
 
-    def first(self, at: Position) -> Any:
+    def first(self, position: Position) -> Any:
         """Return the epoch's first batch; the next `open` continues after it."""
         self._begun = self._iterated()
         return next(self._begun, None)
 
-    def open(self, at: Position) -> Iterator[Item]:
+    def open(self, position: Position) -> Iterator[Item]:
         """Yield the batches from `at` on; earlier ones are not read if they are selected by index."""
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            batches: Iterator[Any] = islice(begun, at.consumed - 1, None)
-        elif at.consumed:
+        begun_batches, self._begun = self._begun, None
+        if begun_batches is not None:
+            batches: Iterator[Any] = islice(begun_batches, position.consumed - 1, None)
+        elif position.consumed:
             plain = DataLoader.__new__(DataLoader)
             plain.__dict__.update(self._loader.__dict__, _iterator=None)
-            batches = iter(skip_first_batches(plain, at.consumed))
+            batches = iter(skip_first_batches(plain, position.consumed))
         else:
             batches = self._iterated()
         return ((batch, None, False, None) for batch in batches)

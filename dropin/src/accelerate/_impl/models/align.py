@@ -66,15 +66,17 @@ class AlignDevicesHook(ModelHook):
         self.tied_pointers_to_remove: set[tuple[int, torch.device]] = set()
 
     def __repr__(self) -> str:
-        shown = (
+        shown_settings = (
             "offload",
             "io_same_device",
             "offload_buffers",
             "place_submodules",
             "skip_keys",
         )
-        rest = ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
-        return f"AlignDevicesHook(execution_device={self.execution_device}, {rest})"
+        settings_text = ", ".join(
+            f"{name}={getattr(self, name)!r}" for name in shown_settings
+        )
+        return f"AlignDevicesHook(execution_device={self.execution_device}, {settings_text})"
 
     def _device(self) -> torch.device | None:
         return (
@@ -91,33 +93,34 @@ class AlignDevicesHook(ModelHook):
     def _weights(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the tensors that are offloaded; buffers that no state dict holds stay in place."""
         deep = self.place_submodules
-        found: dict[str, Tensor] = dict(
+        offloaded_tensors: dict[str, Tensor] = dict(
             module.named_parameters(recurse=deep, remove_duplicate=False)
         )
         if self.offload_buffers:
-            found.update(
+            offloaded_tensors.update(
                 named_tensors(module, True) if deep else own_buffers(module, True)
             )
-        return found
+        return offloaded_tensors
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         device = self._device()
         if not self.offload:
             if device is not None:
-                for found in list(
+                for named_tensor in list(
                     tensors_in(module, "", buffers=True, recurse=self.place_submodules)
                 ):
-                    if found.tensor.device != device:
+                    if named_tensor.tensor.device != device:
                         set_tensor(
-                            module, found.name, device, tied=self.tied_params_map
+                            module, named_tensor.name, device, tied=self.tied_params_map
                         )
             return module
         weights = self._weights(module)
-        everything = list(
+        module_tensors = list(
             tensors_in(module, "", buffers=True, recurse=self.place_submodules)
         )
         self.original_devices = {
-            found.name: found.tensor.device for found in everything
+            named_tensor.name: named_tensor.tensor.device
+            for named_tensor in module_tensors
         }
         if self.weights_map is None:
             self.weights_map = {
@@ -127,25 +130,32 @@ class AlignDevicesHook(ModelHook):
             if not weight.is_meta and weight.data_ptr() in (self.tied_params_map or ()):
                 self.tied_params_names.add(name)
             set_tensor(module, name, torch.device("meta"))
-        for found in everything:
-            if device is not None and found.name not in weights:
-                set_tensor(module, found.name, device)
+        for named_tensor in module_tensors:
+            if device is not None and named_tensor.name not in weights:
+                set_tensor(module, named_tensor.name, device)
         return module
 
     def bring(self, module: nn.Module, device: torch.device | None = None) -> None:
         """Move the offloaded weights to the device."""
         assert self.weights_map is not None, "the hook was attached"
-        target = device or self._device() or torch.device("cpu")
-        for name, now in self._weights(module).items():
+        target_device = device or self._device() or torch.device("cpu")
+        for name, current_weight in self._weights(module).items():
             value = self.weights_map[name]
             if (
                 self.tied_params_map is not None
-                and target
-                not in self.tied_params_map.get(value.data_ptr(), {target: value})
+                and target_device
+                not in self.tied_params_map.get(
+                    value.data_ptr(), {target_device: value}
+                )
             ):
-                self.tied_pointers_to_remove.add((value.data_ptr(), target))
+                self.tied_pointers_to_remove.add((value.data_ptr(), target_device))
             set_tensor(
-                module, name, target, value, _own_dtype(now), tied=self.tied_params_map
+                module,
+                name,
+                target_device,
+                value,
+                _own_dtype(current_weight),
+                tied=self.tied_params_map,
             )
 
     def take_away(self, module: nn.Module) -> None:
@@ -197,15 +207,19 @@ class AlignDevicesHook(ModelHook):
         if self.offload and self.weights_map is not None:
             weights = self._weights(module)
             for name, device in self.original_devices.items():
-                now = attrgetter(name)(module)
+                current_tensor = attrgetter(name)(module)
                 value = (
                     self.weights_map.get(name)
-                    if name in weights or now.is_meta
+                    if name in weights or current_tensor.is_meta
                     else None
                 )
                 if device.type != "meta" or value is not None:
-                    there = device if device.type != "meta" else torch.device("cpu")
-                    set_tensor(module, name, there, value, _own_dtype(now))
+                    original_device = (
+                        device if device.type != "meta" else torch.device("cpu")
+                    )
+                    set_tensor(
+                        module, name, original_device, value, _own_dtype(current_tensor)
+                    )
         return module
 
 
@@ -214,7 +228,11 @@ def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
     hook = hook_of(module)
     hooks = hook.hooks if isinstance(hook, SequentialHook) else [hook]
     return next(
-        (one for one in hooks if isinstance(one, AlignDevicesHook) and one.offload),
+        (
+            module_hook
+            for module_hook in hooks
+            if isinstance(module_hook, AlignDevicesHook) and module_hook.offload
+        ),
         None,
     )
 
@@ -251,8 +269,10 @@ def attach_align_device_hook(
 
     Submodules of `preload_module_classes` get a single hook for all weights they contain.
     """
-    whole = offload and type(module).__name__ in (preload_module_classes or ())
-    if whole or any(True for _ in tensors_in(module, "", buffers=True, recurse=False)):
+    is_one_unit = offload and type(module).__name__ in (preload_module_classes or ())
+    if is_one_unit or any(
+        True for _ in tensors_in(module, "", buffers=True, recurse=False)
+    ):
         weights = None
         if weights_map is not None:
             weights = PrefixedDataset(
@@ -264,13 +284,13 @@ def attach_align_device_hook(
             False,
             weights,
             offload_buffers,
-            whole,
+            is_one_unit,
             skip_keys,
             tied_params_map,
         )
         add_hook_to_module(module, hook, append=True)
     options = (skip_keys, preload_module_classes, tied_params_map)
-    for name, child in () if whole else module.named_children():
+    for name, child in () if is_one_unit else module.named_children():
         path = f"{module_name}.{name}" if module_name else name
         attach_align_device_hook(
             child,
@@ -367,34 +387,46 @@ def _attach_by_map(
         if isinstance(execution_device, Mapping)
         else dict.fromkeys(offload, execution_device)  # type: ignore[arg-type]
     )
-    away = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-    for name, part in list(module.named_modules()):
-        if name not in devices or name not in away:
+    offloaded_modules = (
+        offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    )
+    for name, submodule in list(module.named_modules()):
+        if name not in devices or name not in offloaded_modules:
             continue
         device = devices[name]
-        if away[name]:
-            full = ".".join(word for word in (module_name, name) if word)
+        if offloaded_modules[name]:
+            full_name = ".".join(word for word in (module_name, name) if word)
             attach_align_device_hook(
-                part, device, True, weights_map, offload_buffers, full, *options
+                submodule,
+                device,
+                True,
+                weights_map,
+                offload_buffers,
+                full_name,
+                *options,
             )
-        if hook_of(part) is None or not away[name]:
+        if hook_of(submodule) is None or not offloaded_modules[name]:
             hook = AlignDevicesHook(
                 device,
                 io_same_device=name == "",
-                offload_buffers=offload_buffers and not away[name],
-                place_submodules=not away[name],
+                offload_buffers=offload_buffers and not offloaded_modules[name],
+                place_submodules=not offloaded_modules[name],
                 skip_keys=skip_keys,
                 tied_params_map=tied_params_map,
             )
             add_hook_to_module(
-                part, hook, append=not isinstance(hook_of(part), AlignDevicesHook)
+                submodule,
+                hook,
+                append=not isinstance(hook_of(submodule), AlignDevicesHook),
             )
         if device is not None:
-            whole = preload_module_classes if away[name] else None
-            attach_execution_device_hook(
-                part, device, skip_keys, whole, tied_params_map
+            preloaded_classes = (
+                preload_module_classes if offloaded_modules[name] else None
             )
-    if "" not in devices or "" not in away:
+            attach_execution_device_hook(
+                submodule, device, skip_keys, preloaded_classes, tied_params_map
+            )
+    if "" not in devices or "" not in offloaded_modules:
         hook = AlignDevicesHook(
             devices.get(""),
             io_same_device=True,

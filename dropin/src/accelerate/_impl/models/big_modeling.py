@@ -55,14 +55,18 @@ def _with_buffers(
     @like(create)
     @contextmanager
     def run(*args: Any, **kwargs: Any) -> Iterator[None]:
-        given = signature(create).bind(*args, **kwargs).arguments
-        buffers = given.pop("include_buffers", None)
-        whole = (
+        bound_arguments = signature(create).bind(*args, **kwargs).arguments
+        buffers = bound_arguments.pop("include_buffers", None)
+        includes_buffers = (
             parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS")
             if buffers is None
             else buffers
         )
-        with torch.device(given.get("device", "meta")) if whole else create(**given):
+        with (
+            torch.device(bound_arguments.get("device", "meta"))
+            if includes_buffers
+            else create(**bound_arguments)
+        ):
             yield
 
     return run
@@ -86,16 +90,16 @@ def _offloading(function: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
     @like(function)
     def run(*args: Any, **kwargs: Any) -> nn.Module:
-        given = signature(function).bind(*args, **kwargs).arguments
-        device = given["execution_device"] = _fresh(
-            given["model"], given.get("execution_device")
+        bound_arguments = signature(function).bind(*args, **kwargs).arguments
+        device = bound_arguments["execution_device"] = _fresh(
+            bound_arguments["model"], bound_arguments.get("execution_device")
         )
-        model: nn.Module = getattr(_way(device), function.__name__)(**given)
+        model: nn.Module = getattr(_way(device), function.__name__)(**bound_arguments)
         if is_dispatched(model):
             show_plan(
                 [
                     (model, {"io_same_device": True}),
-                    *hooked.hooks_of_offloading(model, device, given),
+                    *hooked.hooks_of_offloading(model, device, bound_arguments),
                 ]
             )
         mirror(model)
@@ -113,7 +117,7 @@ cpu_offload, disk_offload = (
 def _fresh(model: nn.Module, device: Any) -> Any:
     """Take off an earlier offloading; return the device to compute on."""
     if is_dispatched(model) or any(
-        has_offloaded_params(part) for part in model.modules()
+        has_offloaded_params(submodule) for submodule in model.modules()
     ):
         remove_hook_from_submodules(model)
     return next(model.parameters()).device if device is None else device
@@ -137,52 +141,71 @@ def dispatch_model(
         device_map,
     )
     if "_hf_hook" in model.__dict__:
-        away = [
-            place
-            for place in dict.fromkeys(map(str, device_map.values()))
-            if place in OFFLOAD
+        offload_targets = [
+            offload_target
+            for offload_target in dict.fromkeys(map(str, device_map.values()))
+            if offload_target in OFFLOAD
         ]
-        if away:
-            logger.warning(message("offloaded_to", " and ".join(away)))
+        if offload_targets:
+            logger.warning(message("offloaded_to", " and ".join(offload_targets)))
         model.__dict__.update(to=_Move(model, "to"), cuda=_Move(model, "cuda"))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # an attribute that libraries look at
     return model
 
 
 def _dispatch(
-    given: dict[str, Any], model: nn.Module, device_map: Mapping[str, Any]
+    bound_arguments: dict[str, Any], model: nn.Module, device_map: Mapping[str, Any]
 ) -> None:
-    homeless = [
+    unplaced_names = [
         name
         for name, _ in named_tensors(model)
         if owner_in(dict(device_map), name) is None
     ]
     # whoever skips the check means them to stay
-    places = {**device_map, **dict.fromkeys(homeless, "cpu")}
-    main, index = given.get("main_device"), given.get("offload_index")
-    first = next(
-        (place for place in places.values() if str(place) not in OFFLOAD), "cpu"
+    module_devices = {**device_map, **dict.fromkeys(unplaced_names, "cpu")}
+    main_device, index = (
+        bound_arguments.get("main_device"),
+        bound_arguments.get("offload_index"),
     )
-    main = _fresh(model, first if main is None else main)
-    away = [name for name, place in device_map.items() if str(place) == "disk"]
-    if away and given.get("offload_dir") is None and index is None:
-        raise ValueError(message("offload_needs_dir", ", ".join(away)))
-    devices = {*map(str, places.values())}
-    is_spread = bool(away or given.get("force_hooks") or len(devices) > 1)
-    streams = _way(main) is dispatch or not devices <= {*OFFLOAD, *_STILL}
+    first_device = next(
+        (
+            module_device
+            for module_device in module_devices.values()
+            if str(module_device) not in OFFLOAD
+        ),
+        "cpu",
+    )
+    main_device = _fresh(model, first_device if main_device is None else main_device)
+    disk_modules = [
+        name
+        for name, module_device in device_map.items()
+        if str(module_device) == "disk"
+    ]
+    if disk_modules and bound_arguments.get("offload_dir") is None and index is None:
+        raise ValueError(message("offload_needs_dir", ", ".join(disk_modules)))
+    devices = {*map(str, module_devices.values())}
+    is_spread = bool(
+        disk_modules or bound_arguments.get("force_hooks") or len(devices) > 1
+    )
+    streams = _way(main_device) is dispatch or not devices <= {*OFFLOAD, *_STILL}
     if index is not None or (streams and (is_spread or devices <= {*OFFLOAD})):
-        dispatch.dispatch_model(**{**given, "device_map": places})
+        dispatch.dispatch_model(**{**bound_arguments, "device_map": module_devices})
         if is_dispatched(model):
-            show_plan(hooked.hooks_of_map(model, device_map, main, given))
+            show_plan(
+                hooked.hooks_of_map(model, device_map, main_device, bound_arguments)
+            )
     elif is_spread:
-        passed = signature(hooked.dispatch_model).parameters.keys() & given.keys()
+        passed_names = (
+            signature(hooked.dispatch_model).parameters.keys() & bound_arguments.keys()
+        )
         mirror(
             hooked.dispatch_model(
-                **{name: given[name] for name in passed} | {"main_device": main}
+                **{name: bound_arguments[name] for name in passed_names}
+                | {"main_device": main_device}
             )
         )
     else:
-        model.to(next(iter(places.values())))
+        model.to(next(iter(module_devices.values())))
 
 
 class _Move(Immovable):
@@ -190,15 +213,16 @@ class _Move(Immovable):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "_hf_hook" in self.model.__dict__:
-            given = (*args[:1], kwargs.get("device"), kwargs.get("tensor"))
+            targets = (*args[:1], kwargs.get("device"), kwargs.get("tensor"))
             if self.name != "to" or any(
-                isinstance(one, str | int | torch.device | Tensor) for one in given
+                isinstance(tensor_or_target, str | int | torch.device | Tensor)
+                for tensor_or_target in targets
             ):
                 logger.warning(
                     "You shouldn't move a model that is dispatched using accelerate hooks."
                 )
             if streamers_of(self.model) or any(
-                one.is_meta for one in self.model.parameters()
+                tensor_or_target.is_meta for tensor_or_target in self.model.parameters()
             ):
                 raise RuntimeError(
                     "You can't move a model that has some modules offloaded to cpu or disk."
@@ -223,39 +247,46 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    places = _worked_out(
+    module_devices = _worked_out(
         model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers
     )
-    where: dict[str, Any] = {"device_map": places, "offload_buffers": offload_buffers}
-    filling = {
-        **where,
+    placement_options: dict[str, Any] = {
+        "device_map": module_devices,
+        "offload_buffers": offload_buffers,
+    }
+    load_options = {
+        **placement_options,
         "offload_folder": offload_folder,
         "dtype": dtype,
         "strict": strict,
     }
-    options = {
-        **where,
+    dispatch_options = {
+        **placement_options,
         "offload_dir": offload_folder,
         "preload_module_classes": preload_module_classes,
     }
-    if places is None or all(
-        str(place) in (*OFFLOAD, *_STILL) for place in places.values()
+    if module_devices is None or all(
+        str(module_device) in (*OFFLOAD, *_STILL)
+        for module_device in module_devices.values()
     ):
-        filling.update(
+        load_options.update(
             full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0
         )
         load_checkpoint_in_model(
-            model, checkpoint, offload_state_dict=bool(offload_state_dict), **filling
+            model,
+            checkpoint,
+            offload_state_dict=bool(offload_state_dict),
+            **load_options,
         )
     else:
-        options["offload_index"] = (
-            dict(fill_model(model, checkpoint, **filling).offload_index) or None
+        dispatch_options["offload_index"] = (
+            dict(fill_model(model, checkpoint, **load_options).offload_index) or None
         )
     return (
         model
-        if places is None
+        if module_devices is None
         else dispatch_model(
-            model, skip_keys=skip_keys, force_hooks=force_hooks, **options
+            model, skip_keys=skip_keys, force_hooks=force_hooks, **dispatch_options
         )
     )
 

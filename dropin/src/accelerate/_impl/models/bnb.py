@@ -79,13 +79,15 @@ def _fill(model: nn.Module, weights_location: str | os.PathLike[str] | None) -> 
 
 def _cast(model: nn.Module, config: BnbQuantizationConfig) -> None:
     for name, parameter in model.named_parameters():
-        wanted = (
+        target_dtype = (
             torch.float32
-            if any(one in name for one in config.keep_in_fp32_modules or ())
+            if any(
+                module_name in name for module_name in config.keep_in_fp32_modules or ()
+            )
             else config.torch_dtype
         )
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(wanted)
+            parameter.data = parameter.data.to(target_dtype)
 
 
 def _settings(config: BnbQuantizationConfig) -> BnbSettings:
@@ -108,25 +110,28 @@ def replace_with_bnb_layers(
     current_key_name: list[str] | None = None,
 ) -> nn.Module:
     """Return the model with its linear layers exchanged for bitsandbytes', except those inside the modules named."""
-    kept = modules_to_not_convert or ()
-    names = {
+    excluded_names = modules_to_not_convert or ()
+    full_names = {
         name: ".".join([*(current_key_name or ()), name])
         for name in linear_names(model)
         if name
     }
-    free = {
-        name: whole
-        for name, whole in names.items()
-        if name.rpartition(".")[2] not in kept
+    candidate_names = {
+        name: full_name
+        for name, full_name in full_names.items()
+        if name.rpartition(".")[2] not in excluded_names
     }
-    chosen = [
+    names_to_replace = [
         name
-        for name, whole in free.items()
-        if not any(one == whole or f"{one}." in whole for one in kept)
+        for name, full_name in candidate_names.items()
+        if not any(
+            excluded_name == full_name or f"{excluded_name}." in full_name
+            for excluded_name in excluded_names
+        )
     ]
-    if not chosen:
+    if not names_to_replace:
         logger.warning(message("no_linear_layers"))
-    return replace_linears(model, chosen, _settings(bnb_quantization_config))
+    return replace_linears(model, names_to_replace, _settings(bnb_quantization_config))
 
 
 def get_parameter_device(parameter: nn.Module) -> torch.device:
@@ -160,10 +165,10 @@ def quantize_and_offload_8bit(
     if scales is None:
         layer = nn.Linear(param.shape[1], param.shape[0], bias=False, dtype=new_dtype)
         layer.weight.data = param.to(ambient.device(), new_dtype)
-        made: Any = replace_linears(
+        quantized_layer: Any = replace_linears(
             nn.Sequential(layer), ["0"], BnbSettings(kind="llm_int8")
         )[0]  # type: ignore[index]  # one layer
-        weight, scales = made.weight.data, made.weight.SCB
+        weight, scales = quantized_layer.weight.data, quantized_layer.weight.SCB
     offload_weight(weight.cpu(), param_name, offload_folder, index=offload_index)
     offload_weight(
         scales.cpu(),
@@ -178,23 +183,25 @@ def quantize_and_offload_8bit(
 
 def _one_device(device_map: Any) -> torch.device:
     """Return the device all weights go to. Raises: ValueError when parts are to be elsewhere, or for an unknown way."""
-    here = ambient.device()
+    process_device = ambient.device()
     if device_map is None or device_map in WAYS:
-        return here
+        return process_device
     if isinstance(device_map, str):
         raise ValueError(message("unknown_device_map"))
-    places = (
+    target_devices = (
         dict.fromkeys(device_map.values())
         if isinstance(device_map, dict)
         else {device_map: None}
     )
-    if len(places) > 1 or "disk" in places:
-        raise ValueError(message("quantized_on_several", ", ".join(map(str, places))))
-    place = next(iter(places))
+    if len(target_devices) > 1 or "disk" in target_devices:
+        raise ValueError(
+            message("quantized_on_several", ", ".join(map(str, target_devices)))
+        )
+    target_device = next(iter(target_devices))
     return (
-        torch.device(here.type, place)
-        if isinstance(place, int)
-        else torch.device(place)
+        torch.device(process_device.type, target_device)
+        if isinstance(target_device, int)
+        else torch.device(target_device)
     )
 
 
@@ -213,4 +220,4 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 
 def has_4bit_bnb_layers(model: object) -> bool:
     modules = model.modules() if hasattr(model, "modules") else ()
-    return any(type(part).__name__ == "Linear4bit" for part in modules)
+    return any(type(module).__name__ == "Linear4bit" for module in modules)

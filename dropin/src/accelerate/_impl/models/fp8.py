@@ -38,7 +38,7 @@ def filter_first_and_last_linear_layers(module: Any, fqn: str) -> bool:
 
 @torchao_required
 def has_ao_layers(model: nn.Module) -> bool:
-    return any(type(part).__name__ == "Float8Linear" for part in model.modules())
+    return any(type(module).__name__ == "Float8Linear" for module in model.modules())
 
 
 @torchao_required
@@ -47,12 +47,14 @@ def convert_model_to_fp8_ao(
     config: Any = None,
     module_filter_func: Callable[..., bool] | None = None,
 ) -> None:
-    ends = [name for name in find_first_last_linear_layers(model) if name]
-    chosen = module_filter_func or (
-        lambda part, name: filter_linear_layers(part, name, ends)
+    first_and_last_names = [
+        name for name in find_first_last_linear_layers(model) if name
+    ]
+    filter_module = module_filter_func or (
+        lambda module, name: filter_linear_layers(module, name, first_and_last_names)
     )
     need("torchao.float8").convert_to_float8_training(
-        model, module_filter_fn=chosen, config=config
+        model, module_filter_fn=filter_module, config=config
     )
 
 
@@ -118,6 +120,6 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
 def has_transformer_engine_layers(model: nn.Module) -> bool:
     check_installed("transformer_engine", why="layers that compute in fp8")
     return any(
-        type(part).__module__.startswith("transformer_engine")
-        for part in model.modules()
+        type(module).__module__.startswith("transformer_engine")
+        for module in model.modules()
     )

@@ -66,16 +66,18 @@ def write_missing(
 
     Those in `spare`, which nobody reads from the folder, are written beside others only.
     """
-    known = OffloadedWeightsLoader(save_folder=save_dir)
-    filled = {name: one for name, one in state_dict.items() if not one.is_meta}
-    same = [
+    stored_weights = OffloadedWeightsLoader(save_folder=save_dir)
+    filled = {name: tensor for name, tensor in state_dict.items() if not tensor.is_meta}
+    unchanged_names = [
         name
-        for name, one in filled.items()
-        if name in known and torch.equal(known[name], one.cpu())
+        for name, tensor in filled.items()
+        if name in stored_weights and torch.equal(stored_weights[name], tensor.cpu())
     ]
-    missing = {name: one for name, one in filled.items() if name not in same}
-    if not len(known) or not missing.keys() <= set(spare):
-        offload_state_dict(save_dir, missing)
+    missing_weights = {
+        name: tensor for name, tensor in filled.items() if name not in unchanged_names
+    }
+    if not len(stored_weights) or not missing_weights.keys() <= set(spare):
+        offload_state_dict(save_dir, missing_weights)
 
 
 def _offload(
@@ -83,11 +85,11 @@ def _offload(
     device: Place,
     weights: Mapping[str, Tensor],
     buffers: bool,
-    whole: Collection[str] | None,
+    preloaded_classes: Collection[str] | None,
 ) -> nn.Module:
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
-        model, device, True, weights, buffers, preload_module_classes=whole
+        model, device, True, weights, buffers, preload_module_classes=preloaded_classes
     )
     return model
 
@@ -106,37 +108,40 @@ def dispatch_model(
 
     Weights on "disk" are in files of `offload_dir`; those on "cpu" are in a state dict if the main device is another one.
     """
-    resting = {"disk"} if str(main_device) == "cpu" else set(OFFLOAD)
-    away = {name: str(place) in resting for name, place in device_map.items()}
+    offload_targets = {"disk"} if str(main_device) == "cpu" else set(OFFLOAD)
+    offloaded_modules = {
+        name: str(module_device) in offload_targets
+        for name, module_device in device_map.items()
+    }
     state = model.state_dict()
     owners = {
         name: str(device_map.get(owner_in(device_map, name) or "")) for name in state
     }
-    on_disk = {name: one for name, one in state.items() if owners[name] == "disk"}
+    on_disk = {name: tensor for name, tensor in state.items() if owners[name] == "disk"}
     if on_disk:
         write_missing(
             on_disk, offload_dir, () if offload_buffers else dict(model.named_buffers())
         )
     if state_dict is None:
         state_dict = {
-            name: one
-            for name, one in state.items()
-            if owners[name] in resting - {"disk"}
+            name: tensor
+            for name, tensor in state.items()
+            if owners[name] in offload_targets - {"disk"}
         }
     weights = (
         OffloadedWeightsLoader(state_dict, offload_dir, None if on_disk else {})
-        if any(away.values())
+        if any(offloaded_modules.values())
         else None
     )
     devices = {
-        name: main_device if str(place) in OFFLOAD else place
-        for name, place in device_map.items()
+        name: main_device if str(module_device) in OFFLOAD else module_device
+        for name, module_device in device_map.items()
     }
     groups = [list(names) for names in tied_groups(model)]
     ties: TiedMap = {model.get_parameter(names[0]).data_ptr(): {} for names in groups}
     options = (offload_buffers, "", skip_keys, preload_module_classes, ties)
     attach_align_device_hook_on_blocks(
-        model, {"": main_device, **devices}, away, weights, *options
+        model, {"": main_device, **devices}, offloaded_modules, weights, *options
     )
     retie_parameters(model, groups)
     return model
@@ -155,13 +160,13 @@ def hooks_of_offloading(
 
     `options` are the keyword arguments of the function that offloads.
     """
-    buffers, whole = _chosen(options)
-    together = type(module).__name__ in whole
-    if together or _has_tensors(module, recurse=False):
+    buffers, preloaded_classes = _chosen(options)
+    is_one_unit = type(module).__name__ in preloaded_classes
+    if is_one_unit or _has_tensors(module, recurse=False):
         flags = {
             "offload": True,
             "offload_buffers": buffers,
-            "place_submodules": together,
+            "place_submodules": is_one_unit,
         }
         yield (
             module,
@@ -171,7 +176,7 @@ def hooks_of_offloading(
                 **flags,
             },
         )
-    for child in () if together else module.children():
+    for child in () if is_one_unit else module.children():
         yield from hooks_of_offloading(child, device, options)
 
 
@@ -181,23 +186,25 @@ def hooks_of_map(
     main: Any,
     options: Mapping[str, Any],
 ) -> Iterator[Planned]:
-    buffers, whole = _chosen(options)
-    away = ("disk",) if str(main) == "cpu" else OFFLOAD
-    for name, part in model.named_modules():
+    buffers, preloaded_classes = _chosen(options)
+    streamed_targets = ("disk",) if str(main) == "cpu" else OFFLOAD
+    for name, submodule in model.named_modules():
         if name not in device_map:
             continue
-        place = device_map[name]
-        streams = str(place) in away
-        device = main if streams else place
+        module_device = device_map[name]
+        streams = str(module_device) in streamed_targets
+        device = main if streams else module_device
         if streams:
-            yield from hooks_of_offloading(part, device, options)
+            yield from hooks_of_offloading(submodule, device, options)
         flags = {
             "offload_buffers": buffers and not streams,
             "place_submodules": not streams,
         }
         common = {"execution_device": device, "skip_keys": options.get("skip_keys")}
-        yield part, {**common, "io_same_device": not name, **flags}
-        yield from _hooks_of_computing(part, common, whole if streams else ())
+        yield submodule, {**common, "io_same_device": not name, **flags}
+        yield from _hooks_of_computing(
+            submodule, common, preloaded_classes if streams else ()
+        )
     yield (
         model,
         {
@@ -209,13 +216,15 @@ def hooks_of_map(
 
 
 def _hooks_of_computing(
-    module: nn.Module, common: dict[str, Any], whole: Collection[str]
+    module: nn.Module, common: dict[str, Any], preloaded_classes: Collection[str]
 ) -> Iterator[Planned]:
     """Yield a hook for every module with weights below, which moves its inputs to the device."""
     if _has_tensors(module, recurse=True):
         yield module, common
-    for child in () if type(module).__name__ in whole else module.children():
-        yield from _hooks_of_computing(child, common, whole)
+    for child in (
+        () if type(module).__name__ in preloaded_classes else module.children()
+    ):
+        yield from _hooks_of_computing(child, common, preloaded_classes)
 
 
 def _chosen(options: Mapping[str, Any]) -> tuple[bool, Collection[str]]:

@@ -40,20 +40,24 @@ class StreamedHook(AlignDevicesHook):
 
 def mirror(model: nn.Module) -> None:
     for module in model.modules():
-        if (found := hook_of(module)) is not None:
-            show(module, found)
+        if (module_hook := hook_of(module)) is not None:
+            show(module, module_hook)
 
 
 def show_plan(planned: Iterable[Planned]) -> None:
     """Show hooks on modules whose weights hasten streams, or computes with on several devices."""
-    for part, options in planned:
-        if options.get("offload") and "_hf_hook" not in part.__dict__:
-            own = dict(part.named_parameters(recurse=options["place_submodules"]))
-            streamed = StreamedHook(**options, weights_map=own)
-            streamed.original_devices = {name: torch.device("cpu") for name in own}
-            show(part, streamed)
-        elif "_hf_hook" not in part.__dict__:
-            show(part, AlignDevicesHook(**options))
+    for module, options in planned:
+        if options.get("offload") and "_hf_hook" not in module.__dict__:
+            streamed_weights = dict(
+                module.named_parameters(recurse=options["place_submodules"])
+            )
+            streamed_hook = StreamedHook(**options, weights_map=streamed_weights)
+            streamed_hook.original_devices = {
+                name: torch.device("cpu") for name in streamed_weights
+            }
+            show(module, streamed_hook)
+        elif "_hf_hook" not in module.__dict__:
+            show(module, AlignDevicesHook(**options))
 
 
 def show(module: nn.Module, hook: ModelHook) -> nn.Module:
@@ -80,9 +84,9 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     if recurse or forwarding.find(module, StreamedForward.tag) is not None:
         detach(module)
     module = hooks.remove_hook_from_module(module, recurse)
-    for part in module.modules() if recurse else [module]:
+    for submodule in module.modules() if recurse else [module]:
         for name in ("_hf_hook", "_old_forward"):
-            part.__dict__.pop(name, None)
+            submodule.__dict__.pop(name, None)
     return module
 
 

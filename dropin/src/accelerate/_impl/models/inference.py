@@ -31,16 +31,16 @@ def build_pipeline(
     num_chunks: int | None,
 ) -> ScheduleGPipe:
     """Return a schedule of torch's over the stages of a model traced with example inputs, one stage on each process."""
-    here = ambient.start()
-    starts = dict.fromkeys(split_points, SplitPoint.BEGINNING)
+    process = ambient.start()
+    split_spec = dict.fromkeys(split_points, SplitPoint.BEGINNING)
     traced = pipeline(
         model,
         mb_args=tuple(args or ()),
         mb_kwargs=dict(kwargs or {}),
-        split_spec=starts,
+        split_spec=split_spec,
     )
-    stage = traced.build_stage(here.rank, device=here.device)
-    return ScheduleGPipe(stage, num_chunks or here.world.size)
+    stage = traced.build_stage(process.rank, device=process.device)
+    return ScheduleGPipe(stage, num_chunks or process.world.size)
 
 
 def pippy_forward(
@@ -124,13 +124,13 @@ def generate_device_map(
         return infer_auto_device_map(
             model, None, no_split_module_classes, clean_result=False
         )
-    parts = atoms(tree(model, no_split_module_classes))
-    whole = sum(part.num_bytes for part in parts)
+    model_atoms = atoms(tree(model, no_split_module_classes))
+    model_bytes = sum(atom.num_bytes for atom in model_atoms)
     limits = [
-        parse_size(max_memory[rank]) if max_memory else whole
+        parse_size(max_memory[rank]) if max_memory else model_bytes
         for rank in range(num_processes)
     ]
     devices = [
-        Device(rank, limit) for rank, limit in enumerate(balanced(parts, limits))
+        Device(rank, limit) for rank, limit in enumerate(balanced(model_atoms, limits))
     ]
-    return clean_device_map(dict(place(parts, devices).places))
+    return clean_device_map(dict(place(model_atoms, devices).places))

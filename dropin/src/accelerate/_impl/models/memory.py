@@ -23,18 +23,22 @@ from hasten.optim.batch_size import next_size, should_reduce_batch_size
 def clear_device_cache(garbage_collection: bool = False) -> None:
     if garbage_collection:
         gc.collect()
-    there = (
+    availability = (
         is_cuda_available(),
         is_mps_available(),
         is_npu_available(),
         is_xpu_available(),
     )
-    found = [
+    device_modules = [
         getattr(torch, kind)
-        for kind, one in zip(("cuda", "mps", "npu", "xpu"), there, strict=True)
-        if one
+        for kind, is_available in zip(
+            ("cuda", "mps", "npu", "xpu"), availability, strict=True
+        )
+        if is_available
     ]
-    for module in found or [torch.accelerator] * torch.accelerator.is_available():
+    for module in (
+        device_modules or [torch.accelerator] * torch.accelerator.is_available()
+    ):
         module.empty_cache()
 
 
@@ -65,11 +69,13 @@ def _searching(
         nonlocal size  # the next call goes on from here
         clear_device_cache(garbage_collection=True)
         if len(names) < len(args) + 1:
-            given = ", ".join(
+            argument_text = ", ".join(
                 f"{name}={value}"
                 for name, value in zip(names[1:], args[1:], strict=False)
             )
-            raise TypeError(message("batch_size_given", function.__name__, given))
+            raise TypeError(
+                message("batch_size_given", function.__name__, argument_text)
+            )
         while size > 0:
             try:
                 return function(size, *args, **kwargs)

@@ -66,11 +66,16 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 def get_non_persistent_buffers(
     module: nn.Module, recurse: bool = False, fqns: bool = False
 ) -> set[str]:
-    parts = module.named_modules() if recurse else [("", module)]
-    found = (
-        (name, one) for name, part in parts for one in part._non_persistent_buffers_set
+    named_modules = module.named_modules() if recurse else [("", module)]
+    buffer_names = (
+        (name, buffer_name)
+        for name, submodule in named_modules
+        for buffer_name in submodule._non_persistent_buffers_set
     )
-    return {f"{name}.{one}" if fqns and name else one for name, one in found}
+    return {
+        f"{name}.{buffer_name}" if fqns and name else buffer_name
+        for name, buffer_name in buffer_names
+    }
 
 
 def named_module_tensors(
@@ -104,17 +109,17 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    now = _checked(module, tensor_name, device, value)
-    still = value is None and now.device == device_of(device)
-    if still or (
+    current_tensor = _checked(module, tensor_name, device, value)
+    stays_in_place = value is None and current_tensor.device == device_of(device)
+    if stays_in_place or (
         value is not None
         and dtype is not None
         and not value.is_floating_point()
         and not value.is_complex()
     ):
         dtype = None
-    elif dtype is None and type(now) in (Tensor, nn.Parameter):
-        dtype = now.dtype
+    elif dtype is None and type(current_tensor) in (Tensor, nn.Parameter):
+        dtype = current_tensor.dtype
     tensors.set_module_tensor_to_device(
         module, tensor_name, device, value, dtype, tied_params_map, non_blocking
     )
@@ -124,25 +129,31 @@ def set_module_tensor_to_device(
 
 def _checked(module: nn.Module, name: str, device: Any, value: Tensor | None) -> Tensor:
     """Return the tensor of that name. Raises: ValueError for a wrong name or shape, or without a value to put in its place."""
-    *path, last = name.split(".")
+    *path, tensor_name = name.split(".")
     owner = reduce(getattr, path, module)
-    if last not in owner._parameters and last not in owner._buffers:
-        raise ValueError(f"{owner} does not have a parameter or a buffer named {last}.")
-    now = cast(
-        "Tensor",
-        owner._parameters[last] if last in owner._parameters else owner._buffers[last],
-    )
-    if now.device.type == "meta" and value is None and str(device) != "meta":
+    if tensor_name not in owner._parameters and tensor_name not in owner._buffers:
         raise ValueError(
-            f"{last} is on the meta device, we need a `value` to put in on {device}."
+            f"{owner} does not have a parameter or a buffer named {tensor_name}."
+        )
+    current_tensor = cast(
+        "Tensor",
+        owner._parameters[tensor_name]
+        if tensor_name in owner._parameters
+        else owner._buffers[tensor_name],
+    )
+    if current_tensor.device.type == "meta" and value is None and str(device) != "meta":
+        raise ValueError(
+            f"{tensor_name} is on the meta device, we need a `value` to put in on {device}."
         )
     if (
         value is not None
-        and now.shape != value.shape
-        and type(now) in (Tensor, nn.Parameter)
+        and current_tensor.shape != value.shape
+        and type(current_tensor) in (Tensor, nn.Parameter)
     ):
-        raise ValueError(message("shape_of_tensor", value.shape, last, now.shape))
-    return now
+        raise ValueError(
+            message("shape_of_tensor", value.shape, tensor_name, current_tensor.shape)
+        )
+    return current_tensor
 
 
 def load_checkpoint_in_model(
@@ -167,12 +178,12 @@ def load_checkpoint_in_model(
             model, Path(checkpoint), strict, full_state_dict, broadcast_from_rank0
         )
         return
-    how = {
+    load_options = {
         "offload_buffers": offload_buffers,
         "keep_in_fp32_modules": keep_in_fp32_modules,
     }
     loaded = fill_model(
-        model, checkpoint, device_map, offload_folder, dtype, strict, **how
+        model, checkpoint, device_map, offload_folder, dtype, strict, **load_options
     )
     _write_for_the_disk(
         model, loaded, device_map or {}, offload_folder or "", offload_buffers
@@ -182,7 +193,7 @@ def load_checkpoint_in_model(
 def _write_for_the_disk(
     model: nn.Module,
     loaded: Loaded,
-    places: Mapping[str, Any],
+    device_map: Mapping[str, Any],
     folder: Any,
     buffers: bool,
 ) -> None:
@@ -195,7 +206,7 @@ def _write_for_the_disk(
     ):
         if (
             not tensor.is_meta
-            and str(places.get(maps.owner_in(places, name) or "")) == "disk"
+            and str(device_map.get(maps.owner_in(device_map, name) or "")) == "disk"
         ):
             offload_weight(tensor.detach(), name, folder, index)
             tensors.set_module_tensor_to_device(model, name, "meta")
@@ -224,34 +235,38 @@ def fill_model(
     offload_folder: Any,
     dtype: Any,
     strict: bool,
-    **how: Any,
+    **load_options: Any,
 ) -> Loaded:
     """Fill a model; weights for the disk stay in the checkpoint's files where these can be mapped."""
-    places = device_map or {}
-    if offload_folder is None and "disk" in map(str, places.values()):
+    module_devices = device_map or {}
+    if offload_folder is None and "disk" in map(str, module_devices.values()):
         raise ValueError(message("offload_needs_folder"))
-    homeless = [
+    unplaced_names = [
         name
         for name in model.state_dict()
-        if device_map and maps.owner_in(places, name) is None
+        if device_map and maps.owner_in(module_devices, name) is None
     ]
-    if homeless:
-        raise ValueError(f"{homeless[0]} doesn't have any device set.")
+    if unplaced_names:
+        raise ValueError(f"{unplaced_names[0]} doesn't have any device set.")
     ties = ties_of(model)
     if device_map:
         check_tied_parameters_on_same_device(ties, device_map)
-    located, options = (
+    checkpoint_path, options = (
         _located(Path(checkpoint)),
         (device_map, offload_folder, dtype if device_map else None),
     )
     try:
-        for file in weight_files(located):
+        for file in weight_files(checkpoint_path):
             _check_format(file)
-        loaded = load.load_checkpoint_in_model(model, located, *options, **how)
+        loaded = load.load_checkpoint_in_model(
+            model, checkpoint_path, *options, **load_options
+        )
     except CheckpointError as error:
         with suppress(CheckpointError):
             _refuse_shapes(
-                model, map(load_state_dict, weight_files(located)), device_map is None
+                model,
+                map(load_state_dict, weight_files(checkpoint_path)),
+                device_map is None,
             )
         raise (RuntimeError if device_map is None else ValueError)(
             str(error)
@@ -263,11 +278,11 @@ def fill_model(
 
 
 def _refuse_shapes(
-    model: nn.Module, states: Iterable[dict[str, Tensor]], whole: bool
+    model: nn.Module, states: Iterable[dict[str, Tensor]], loads_state_dict: bool
 ) -> None:
     """Raise torch's error, or for single weights the first one's, if shapes in the files are not the model's."""
     for state in states:
-        if whole:
+        if loads_state_dict:
             model.load_state_dict(state, strict=False)
         for name in state.keys() & model.state_dict().keys():
             _checked(model, name, "meta", state[name])
@@ -281,16 +296,16 @@ def _located(checkpoint: Path) -> Path:
         (checkpoint / name).is_file() for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME)
     ):
         return checkpoint
-    found = sorted(checkpoint.glob("*.index.json"))
-    if not found:
+    index_files = sorted(checkpoint.glob("*.index.json"))
+    if not index_files:
         raise ValueError(
             message("no_weights_in_folder", checkpoint, WEIGHTS_NAME, SAFE_WEIGHTS_NAME)
         )
-    if len(found) > 1:
+    if len(index_files) > 1:
         raise ValueError(
             f"{checkpoint} containing more than one `.index.json` file, delete the irrelevant ones."
         )
-    return found[0]
+    return index_files[0]
 
 
 def _tell_unexpected(
@@ -324,8 +339,10 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
             with align_module_device(model.get_submodule(owner), torch.device("cpu")):
                 state[name] = getattr(model.get_submodule(owner), last).detach().clone()
     return {
-        name: one.to("cpu") if isinstance(one, Tensor) else one
-        for name, one in state.items()
+        name: tensor_or_state.to("cpu")
+        if isinstance(tensor_or_state, Tensor)
+        else tensor_or_state
+        for name, tensor_or_state in state.items()
     }
 
 
@@ -349,13 +366,15 @@ def load_state_dict(checkpoint_file: Any, device_map: Any = None) -> dict[str, T
     state = read_model(checkpoint_file)
     if device_map is None:
         return state
-    places = {
+    weight_devices = {
         name: device_map.get(maps.owner_in(device_map, name) or "", "cpu")
         for name in state
     }
     return {
-        name: one.to(device_of("cpu" if places[name] == "disk" else places[name]))
-        for name, one in state.items()
+        name: weight.to(
+            device_of("cpu" if weight_devices[name] == "disk" else weight_devices[name])
+        )
+        for name, weight in state.items()
     }
 
 
@@ -379,9 +398,9 @@ def extract_submodules_state_dict(
     state_dict: Mapping[str, Tensor], submodule_names: list[str]
 ) -> dict[str, Tensor]:
     return {
-        key: one
+        key: tensor
         for name in submodule_names
-        for key, one in state_dict.items()
+        for key, tensor in state_dict.items()
         if f"{key}.".startswith(f"{name}.")
     }
 

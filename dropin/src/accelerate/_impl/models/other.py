@@ -45,35 +45,37 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    return any(is_compiled_module(part) for part in module.modules())
+    return any(is_compiled_module(submodule) for submodule in module.modules())
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
     return (
-        isinstance(module, nn.ModuleList) and len({type(part) for part in module}) == 1
+        isinstance(module, nn.ModuleList)
+        and len({type(block) for block in module}) == 1
     )
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    return any(is_repeated_blocks(part) for part in module.modules())
+    return any(is_repeated_blocks(submodule) for submodule in module.modules())
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """Return a copy over the same parameters in which repeated blocks, and what lies beside them, are compiled one by one."""
     if not has_repeated_blocks(module):
-        whole: Any = torch.compile(module, **compile_kwargs)
-        return cast("nn.Module", whole)
-    made = copy(module)
-    one: Callable[..., Any] = (
+        compiled_module: Any = torch.compile(module, **compile_kwargs)
+        return cast("nn.Module", compiled_module)
+    compiled_copy = copy(module)
+    compile_child: Callable[..., Any] = (
         torch.compile if is_repeated_blocks(module) else compile_regions
     )
-    parts = {
-        name: one(part, **compile_kwargs) for name, part in module.named_children()
+    compiled_children = {
+        name: compile_child(child, **compile_kwargs)
+        for name, child in module.named_children()
     }
-    for part in parts.values():
-        part.__dict__.pop("_orig_mod", None)  # the outermost module shows the original
-    made.__dict__.update(_modules=parts, _orig_mod=module)
-    return made
+    for child in compiled_children.values():
+        child.__dict__.pop("_orig_mod", None)  # the outermost module shows the original
+    compiled_copy.__dict__.update(_modules=compiled_children, _orig_mod=module)
+    return compiled_copy
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
@@ -81,11 +83,11 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
     if not has_repeated_blocks(module):
         module.compile(**compile_kwargs)
         return
-    compile_part = (
+    compile_child = (
         nn.Module.compile if is_repeated_blocks(module) else compile_regions_deepspeed
     )
-    for part in module.children():
-        compile_part(part, **compile_kwargs)
+    for child in module.children():
+        compile_child(child, **compile_kwargs)
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
@@ -128,23 +130,24 @@ def show_original_forward(model: Any) -> None:
     inner = _inside(getattr(model, "_orig_mod", model))
     if (
         isinstance(inner, nn.Module)
-        and (now := forwarding.find(inner, AutocastForward.tag)) is not None
+        and (autocast_forward := forwarding.find(inner, AutocastForward.tag))
+        is not None
     ):
-        inner.__dict__["_original_forward"] = now.inner
+        inner.__dict__["_original_forward"] = autocast_forward.inner
 
 
 def _restore_forward(model: Any) -> None:
     forwarding.restore(model, AutocastForward.tag)
-    if (before := model.__dict__.pop("_original_forward", None)) is not None:
-        model.forward = before
+    if (original_forward := model.__dict__.pop("_original_forward", None)) is not None:
+        model.forward = original_forward
 
 
 def _inside(model: Any, everywhere: bool = False) -> Any:
     while isinstance(model, (DistributedDataParallel, DataParallel)):
         model = model.module
-    for part in list(model.modules()) if everywhere else ():
-        part.__dict__["_modules"].update(
-            {name: _inside(one) for name, one in part.named_children()}
+    for submodule in list(model.modules()) if everywhere else ():
+        submodule.__dict__["_modules"].update(
+            {name: _inside(child) for name, child in submodule.named_children()}
         )
     return model
 
@@ -166,16 +169,20 @@ def tell_shared(tensors: Mapping[str, torch.Tensor]) -> Collection[str]:
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors, each stored once: names that share memory are reduced to the first of them."""
     tensors = {
-        name: one.contiguous()
-        for name, one in state_dict.items()
-        if isinstance(one, torch.Tensor)
+        name: tensor_or_object.contiguous()
+        for name, tensor_or_object in state_dict.items()
+        if isinstance(tensor_or_object, torch.Tensor)
     }
     repeated = tell_shared(
-        {name: one for name, one in state_dict.items() if name in tensors}
+        {
+            name: tensor_or_object
+            for name, tensor_or_object in state_dict.items()
+            if name in tensors
+        }
     )
     return {
-        name: tensors.get(name, one)
-        for name, one in state_dict.items()
+        name: tensors.get(name, tensor_or_object)
+        for name, tensor_or_object in state_dict.items()
         if name not in repeated
     }
 
@@ -183,8 +190,12 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
 def save(
     obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
 ) -> None:
-    here = PartialState()
-    if here.is_local_main_process if save_on_each_node else here.is_main_process:
+    process_state = PartialState()
+    if (
+        process_state.is_local_main_process
+        if save_on_each_node
+        else process_state.is_main_process
+    ):
         if isinstance(f, str | Path):
             with manifests.manifest_aside(Path(f).parent):
                 saved = (
@@ -249,13 +260,13 @@ def _behind_children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Mod
 def check_os_kernel() -> None:
     """Warn, on the main process, of a Linux kernel before 5.5."""
     machine = platform.uname()
-    found = (
+    kernel_version = (
         re.match(r"(\d+)\.(\d+)(\.\d+)?", machine.release)
         if machine.system == "Linux"
         else None
     )
-    if found and (int(found[1]), int(found[2])) < (5, 5):
-        logger.warning(message("old_kernel", found[0]), main_process_only=True)
+    if kernel_version and (int(kernel_version[1]), int(kernel_version[2])) < (5, 5):
+        logger.warning(message("old_kernel", kernel_version[0]), main_process_only=True)
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:

@@ -45,12 +45,15 @@ def convert_file_size_to_int(size: float | str) -> Any:
     """Return the bytes that a size such as "5GB", "5GiB" or "5Gb" (bits) stands for; numbers stay as they are."""
     if isinstance(size, int | float) and size >= 0:
         return size
-    found = re.fullmatch(
+    size_match = re.fullmatch(
         r"\s*(\d+\.?\d*(?:e\d+)?)\s*([kmg]i?b)", str(size), re.IGNORECASE
     )
-    if found is None:
+    if size_match is None:
         raise ValueError(message("no_size", size))
-    number, unit = int(float(found[1]) * _SUFFIXES[found[2].upper()]), found[2]
+    number, unit = (
+        int(float(size_match[1]) * _SUFFIXES[size_match[2].upper()]),
+        size_match[2],
+    )
     return number // 8 if len(unit) == 2 and unit.endswith("b") else number
 
 
@@ -64,10 +67,10 @@ def _get_proper_dtype(dtype: Any) -> Any:
 def dtype_byte_size(dtype: Any) -> float:
     if dtype in _SPECIAL:
         return _SPECIAL[dtype]
-    found = re.search(r"[^\d](\d+)(_\w+)?$", str(dtype))
-    if found is None:
+    bits_match = re.search(r"[^\d](\d+)(_\w+)?$", str(dtype))
+    if bits_match is None:
         raise ValueError(f"`dtype` is not a valid dtype: {dtype}.")
-    return int(found.groups()[0]) // 8
+    return int(bits_match.groups()[0]) // 8
 
 
 def compute_module_sizes(
@@ -77,29 +80,29 @@ def compute_module_sizes(
     buffers_only: bool = False,
 ) -> dict[str, int]:
     sizes: dict[str, Any] = defaultdict(int)
-    found = (
+    named_tensors = (
         model.named_buffers()
         if buffers_only
         else [*model.named_parameters(), *model.named_buffers()]
     )
-    for name, tensor in found:
-        parts, num_bytes = (
+    for name, tensor in named_tensors:
+        path, num_bytes = (
             name.split("."),
             tensor.numel() * _width(name, tensor, maps.as_dtype(dtype), special_dtypes),
         )
-        for length in range(len(parts) + 1):
-            sizes[".".join(parts[:length])] += num_bytes
+        for length in range(len(path) + 1):
+            sizes[".".join(path[:length])] += num_bytes
     return sizes
 
 
-def _width(name: str, tensor: Tensor, chosen: Any, special: Any) -> float:
+def _width(name: str, tensor: Tensor, target_dtype: Any, special: Any) -> float:
     """Return the bytes of one element in the dtype it will have."""
     if special is not None and name in special:
         return dtype_byte_size(maps.as_dtype(special[name]))
     width = dtype_byte_size(tensor.dtype)
     return (
-        min(dtype_byte_size(chosen), width)
-        if chosen is not None and tensor.is_floating_point()
+        min(dtype_byte_size(target_dtype), width)
+        if target_dtype is not None and tensor.is_floating_point()
         else width
     )
 
@@ -116,7 +119,8 @@ def get_module_leaves(module_sizes: dict[str, int]) -> list[str]:
     return [
         name
         for name in module_sizes
-        if not any(other.startswith(f"{name}.") for other in module_sizes) and name
+        if not any(inner_name.startswith(f"{name}.") for inner_name in module_sizes)
+        and name
     ]
 
 
@@ -125,33 +129,35 @@ def get_max_layer_size(
 ) -> tuple[int, list[str]]:
     layers = [
         name
-        for name, part in modules
-        for name in _layers(name, part, no_split_module_classes or ())
+        for name, module in modules
+        for name in _layers(name, module, no_split_module_classes or ())
     ]
     largest = max((module_sizes.get(name, 0) for name in layers), default=0)
     return largest, [name for name in layers if module_sizes.get(name, 0) == largest]
 
 
-def _layers(name: str, part: Any, whole: Collection[str]) -> Iterator[str]:
-    children = _children(part)
-    if not children or type(part).__name__ in whole:
+def _layers(name: str, module: Any, unsplit_classes: Collection[str]) -> Iterator[str]:
+    children = _children(module)
+    if not children or type(module).__name__ in unsplit_classes:
         yield name
-    for child, inner in children if type(part).__name__ not in whole else ():
-        yield from _layers(f"{name}.{child}", inner, whole)
+    for child, inner in (
+        children if type(module).__name__ not in unsplit_classes else ()
+    ):
+        yield from _layers(f"{name}.{child}", inner, unsplit_classes)
 
 
-def _children(part: Any) -> list[_Part]:
-    return list(part.named_children()) if isinstance(part, nn.Module) else []
+def _children(module: Any) -> list[_Part]:
+    return list(module.named_children()) if isinstance(module, nn.Module) else []
 
 
-def _inside(name: str, part: Any, whole: Collection[str]) -> list[_Part]:
+def _inside(name: str, module: Any, unsplit_classes: Collection[str]) -> list[_Part]:
     """Return the parameters and submodules of a module that can be split, under their full names."""
-    children = _children(part)
-    if not children or type(part).__name__ in whole:
+    children = _children(module)
+    if not children or type(module).__name__ in unsplit_classes:
         return []
     return [
-        (f"{name}.{one}", child)
-        for one, child in [*part.named_parameters(recurse=False), *children]
+        (f"{name}.{child_name}", child)
+        for child_name, child in [*module.named_parameters(recurse=False), *children]
     ]
 
 
@@ -162,24 +168,39 @@ def get_module_size_with_ties(
     modules_to_treat: Any,
 ) -> tuple[int, list[str], list[nn.Module]]:
     """Return the bytes of a module with those that share its parameters, and these modules; those placed already are left out."""
-    found: list[_Part] = []
-    for tied in tied_params:
+    tied_modules: list[_Part] = []
+    for tied_name in tied_params:
         owner = next(
-            (part for part in modules_to_treat if f"{tied}.".startswith(f"{part[0]}.")),
+            (
+                named_module
+                for named_module in modules_to_treat
+                if f"{tied_name}.".startswith(f"{named_module[0]}.")
+            ),
             None,
         )
         if owner is not None:
-            found.append(owner)
-            module_size += module_sizes[owner[0]] - module_sizes[tied]
-    return module_size, [name for name, _ in found], [part for _, part in found]
+            tied_modules.append(owner)
+            module_size += module_sizes[owner[0]] - module_sizes[tied_name]
+    return (
+        module_size,
+        [name for name, _ in tied_modules],
+        [named_module for _, named_module in tied_modules],
+    )
 
 
 def _tied_outside(name: str, groups: Sequence[Sequence[str]]) -> list[str]:
-    mine = f"{name}."
+    prefix = f"{name}."
     crossing = [
-        group for group in groups if len({mine in f"{one}." for one in group}) == 2
+        group
+        for group in groups
+        if len({prefix in f"{tied_name}." for tied_name in group}) == 2
     ]
-    return [one for group in crossing for one in group if mine not in f"{one}."]
+    return [
+        tied_name
+        for group in crossing
+        for tied_name in group
+        if prefix not in f"{tied_name}."
+    ]
 
 
 def fallback_allocate(
@@ -193,31 +214,39 @@ def fallback_allocate(
 
     A module that is too large is looked into, unless its class is not to be split.
     """
-    limit, whole, ties = (
+    limit, unsplit_classes, ties = (
         convert_file_size_to_int(size_limit),
         no_split_module_classes or [],
         tied_parameters or [],
     )
-    for at, (name, part) in enumerate(modules):
+    for index, (name, module) in enumerate(modules):
         if (
             get_module_size_with_ties(
                 _tied_outside(name, ties), module_sizes[name], module_sizes, modules
             )[0]
             <= limit
         ):
-            return name, part, [*modules[:at], *modules[at + 1 :]]
-        found, chosen, rest = fallback_allocate(
-            _inside(name, part, whole), module_sizes, limit, whole, ties
+            return name, module, [*modules[:index], *modules[index + 1 :]]
+        fitting_name, fitting_module, remaining_modules = fallback_allocate(
+            _inside(name, module, unsplit_classes),
+            module_sizes,
+            limit,
+            unsplit_classes,
+            ties,
         )
-        if found is not None:
-            return found, chosen, [*modules[:at], *rest, *modules[at + 1 :]]
+        if fitting_name is not None:
+            return (
+                fitting_name,
+                fitting_module,
+                [*modules[:index], *remaining_modules, *modules[index + 1 :]],
+            )
     return None, None, list(modules)
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
     sizes = compute_module_sizes(model)
-    whole = getattr(model, "_no_split_modules", None) or []
-    return sizes[""], get_max_layer_size(_whole_model(model), sizes, whole)
+    unsplit_classes = getattr(model, "_no_split_modules", None) or []
+    return sizes[""], get_max_layer_size(_whole_model(model), sizes, unsplit_classes)
 
 
 def _whole_model(model: nn.Module) -> list[_Part]:
@@ -236,23 +265,25 @@ def clean_device_map(
     device_map: dict[str, Any], module_name: str = ""
 ) -> dict[str, Any]:
     short = maps.clean_device_map(dict(device_map), module_name)
-    kept = {name: place for name, place in device_map.items() if name in short}
+    unchanged_entries = {
+        name: device for name, device in device_map.items() if name in short
+    }
     device_map.clear()
-    device_map.update({**kept, **short})
+    device_map.update({**unchanged_entries, **short})
     return device_map
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     """Raise unless every tensor of the state dict has a device; warn about names that are no modules."""
-    known = {name for name, _ in model.named_modules()}
-    if strangers := [name for name in device_map if name not in known]:
+    module_names = {name for name, _ in model.named_modules()}
+    if unknown_names := [name for name in device_map if name not in module_names]:
         warnings.warn(
-            f"The following device_map keys do not match any submodules in the model: {strangers}"
+            f"The following device_map keys do not match any submodules in the model: {unknown_names}"
         )
-    if homeless := [
+    if unplaced_names := [
         name for name in model.state_dict() if maps.owner_in(device_map, name) is None
     ]:
-        names = ", ".join(homeless)
+        names = ", ".join(unplaced_names)
         raise ValueError(
             f"The device_map provided does not give any device for the following parameters: {names}"
         )
@@ -289,9 +320,9 @@ def check_tied_parameters_on_same_device(
         owners = {name: maps.owner_in(device_map, name) for name in group}
         if None in owners.values():
             raise ValueError("The `device_map` does not contain the module .")
-        places = {name: device_map[owner or ""] for name, owner in owners.items()}
-        if len(set(places.values())) > 1:
-            logger.warning(message("ties_apart", places))
+        tied_devices = {name: device_map[owner or ""] for name, owner in owners.items()}
+        if len(set(tied_devices.values())) > 1:
+            logger.warning(message("ties_apart", tied_devices))
 
 
 def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, Any]:
@@ -300,19 +331,19 @@ def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, Any]:
         return dict[Any, Any](maps.free_memory(unified=is_mps_available()))
     max_memory.update(
         {
-            key: convert_file_size_to_int(one)
-            for key, one in max_memory.items()
-            if isinstance(one, str)
+            key: convert_file_size_to_int(size)
+            for key, size in max_memory.items()
+            if isinstance(size, str)
         }
     )
     numbers = sorted(key for key in max_memory if isinstance(key, int))
-    there = list(range(torch.accelerator.device_count()))
-    for number in (number for number in numbers if number not in there):
+    present_devices = list(range(torch.accelerator.device_count()))
+    for number in (number for number in numbers if number not in present_devices):
         logger.warning(
-            f"Device {number} is not available, available devices are {there}"
+            f"Device {number} is not available, available devices are {present_devices}"
         )
-    if strangers := [key for key in max_memory if key not in (*numbers, *_NAMED)]:
-        raise ValueError(message("unknown_devices", strangers[0]))
+    if unknown_devices := [key for key in max_memory if key not in (*numbers, *_NAMED)]:
+        raise ValueError(message("unknown_devices", unknown_devices[0]))
     return {key: max_memory[key] for key in (*numbers, *_NAMED) if key in max_memory}
 
 
@@ -323,11 +354,15 @@ class _Packing:
         self,
         model: nn.Module,
         limits: Mapping[Any, Any],
-        whole: Any,
+        unsplit_classes: Any,
         sizes: Mapping[str, int],
     ) -> None:
         self.limits, self.sizes = limits, sizes
-        self.whole = [whole] if isinstance(whole, str) else whole or []
+        self.whole = (
+            [unsplit_classes]
+            if isinstance(unsplit_classes, str)
+            else unsplit_classes or []
+        )
         self.devices = [*limits, *([] if "disk" in limits else ["disk"])]
         self.gpus = [device for device in self.devices if device not in _OFFLOAD]
         self.reserving = ["mps"] if "mps" in self.gpus else [*self.gpus[:1], "cpu"]
@@ -343,7 +378,7 @@ class _Packing:
 
     def run(self) -> None:
         while self.waiting:
-            name, part = self.waiting.pop(0)
+            name, module = self.waiting.pop(0)
             self._say(f"\nTreating module {name}.")
             tied = _tied_outside(name, self.ties)
             if tied:
@@ -352,34 +387,34 @@ class _Packing:
                 ]
                 self._say(f"  Found the relevant tied param groups {groups}")
                 self._say(f"  So those parameters need to be taken into account {tied}")
-            together, names, parts = get_module_size_with_ties(
+            joint_size, names, tied_modules = get_module_size_with_ties(
                 tied, self.sizes[name], self.sizes, self.waiting
             )
-            owners = list(zip(names, parts, strict=True))
+            owners = list(zip(names, tied_modules, strict=True))
             device, self.reserve = self.devices[self.at], self._reserve(name)
-            room = (
+            free_bytes = (
                 None
                 if device == "disk"
                 else self.limits[device] - self.used[device] - self.reserve
             )
-            if room is None or together <= room:
-                self._put([(name, part), *owners], together, room)
+            if free_bytes is None or joint_size <= free_bytes:
+                self._put([(name, module), *owners], joint_size, free_bytes)
                 continue
-            small = self.sizes[name] <= room
-            what = f"{name} and {names}" if small else name
+            fits_alone = self.sizes[name] <= free_bytes
+            subject = f"{name} and {names}" if fits_alone else name
             size = (
-                f"needed size {together}"
-                if small
+                f"needed size {joint_size}"
+                if fits_alone
                 else f"module size {self.sizes[name]}"
             )
             self._say(
-                f"Not enough space on {device} to put {what} (space available {room}, {size})."
+                f"Not enough space on {device} to put {subject} (space available {free_bytes}, {size})."
             )
             candidates = [
-                *(owners if small else ()),
-                *([] if self.sizes[name] < room else [(name, part)]),
+                *(owners if fits_alone else ()),
+                *([] if self.sizes[name] < free_bytes else [(name, module)]),
             ]
-            self._split((name, part), candidates, together, room)
+            self._split((name, module), candidates, joint_size, free_bytes)
 
     def _say(self, text: str) -> None:
         if self.verbose:
@@ -388,59 +423,77 @@ class _Packing:
     def _reserve(self, name: str) -> Any:
         """Return the bytes kept free on the current device for the largest layer that comes after the named module."""
         self.largest = [
-            one for one in self.largest if not f"{one}.".startswith(f"{name}.")
+            layer_name
+            for layer_name in self.largest
+            if not f"{layer_name}.".startswith(f"{name}.")
         ]
         if not self.largest:
             self._measure()
         return self.layer if self.devices[self.at] in self.reserving else 0
 
     def _measure(self) -> None:
-        modules = [part for part in self.waiting if isinstance(part[1], nn.Module)]
+        modules = [
+            named_module
+            for named_module in self.waiting
+            if isinstance(named_module[1], nn.Module)
+        ]
         self.layer, self.largest = get_max_layer_size(modules, self.sizes, self.whole)
 
-    def _put(self, parts: Sequence[_Part], size: Any, room: Any) -> None:
+    def _put(self, named_modules: Sequence[_Part], size: Any, free_bytes: Any) -> None:
         device = self.devices[self.at]
         names, available = (
-            [name for name, _ in parts],
-            "" if room is None else f" (available={room})",
+            [name for name, _ in named_modules],
+            "" if free_bytes is None else f" (available={free_bytes})",
         )
-        what = (
+        subject = (
             f"{names[0]} and {names[1:]}" if names[1:] else f"{names[0]} (size={size})"
         )
-        self._say(f"Putting {what}{available} on {device}.")
+        self._say(f"Putting {subject}{available} on {device}.")
         self.used[device] += size
-        if device in _OFFLOAD and isinstance(parts[0][1], nn.Module):
+        if device in _OFFLOAD and isinstance(named_modules[0][1], nn.Module):
             self.offloaded.append(names[0])
         self.places.update(dict.fromkeys(names, device))
-        self.waiting = [part for part in self.waiting if part[0] not in names]
+        self.waiting = [
+            named_module
+            for named_module in self.waiting
+            if named_module[0] not in names
+        ]
 
     def _split(
-        self, first: _Part, candidates: Sequence[_Part], together: Any, room: Any
+        self,
+        first: _Part,
+        candidates: Sequence[_Part],
+        joint_size: Any,
+        free_bytes: Any,
     ) -> None:
         """Replace one of the modules by what is in it; if none can be split, go to the next device."""
         queue = [first, *self.waiting]
-        for name, part in candidates:
-            if inside := _inside(name, part, self.whole):
+        for name, module in candidates:
+            if inside := _inside(name, module, self.whole):
                 self._say(f"Splitting {name}.")
-                at = next(number for number, one in enumerate(queue) if one[0] == name)
-                self.waiting = [*queue[:at], *inside, *queue[at + 1 :]]
+                index = next(
+                    number
+                    for number, named_module in enumerate(queue)
+                    if named_module[0] == name
+                )
+                self.waiting = [*queue[:index], *inside, *queue[index + 1 :]]
                 self._measure()
                 return
-        whole = (
+        subject = (
             "This module cannot"
             if first in candidates
             else "None of the tied module can"
         )
-        self._say(f"{whole} be split, going to the next device.")
-        self._advance(queue, together, room)
+        self._say(f"{subject} be split, going to the next device.")
+        self._advance(queue, joint_size, free_bytes)
 
-    def _advance(self, queue: list[_Part], together: Any, room: Any) -> None:
+    def _advance(self, queue: list[_Part], joint_size: Any, free_bytes: Any) -> None:
         """Go to the next device, unless a later module is to be tried on this one, which is empty."""
         device, self.waiting = self.devices[self.at], queue
-        self.least[device] = together + self.reserve
-        self.left[device] = room
+        self.least[device] = joint_size + self.reserve
+        self.left[device] = free_bytes
         limit = self.limits[device] - max(
-            together, get_max_layer_size(queue, self.sizes, self.whole)[0]
+            joint_size, get_max_layer_size(queue, self.sizes, self.whole)[0]
         )
         if (
             self.fallback
@@ -448,11 +501,11 @@ class _Packing:
             and not self.used[device]
             and limit >= 0
         ):
-            name, part, rest = fallback_allocate(
+            name, module, remaining_modules = fallback_allocate(
                 queue[1:], self.sizes, limit, self.whole, self.ties
             )
             if name is not None:
-                self.waiting = [(name, part), queue[0], *rest]
+                self.waiting = [(name, module), queue[0], *remaining_modules]
                 self._measure()
                 return
         self.at += 1
@@ -470,9 +523,11 @@ class _Packing:
     def check_buffers(self, model: nn.Module, dtype: Any, special_dtypes: Any) -> None:
         """Warn if the buffers of offloaded modules, which stay on a GPU, do not fit the memory left there."""
         sizes = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
-        kept = sum(sizes.get(name, 0) for name in self.offloaded)
-        if self.gpus and kept > max(0, *(self.left[device] for device in self.gpus)):
-            warnings.warn(message("buffers_too_large", kept))
+        resident_bytes = sum(sizes.get(name, 0) for name in self.offloaded)
+        if self.gpus and resident_bytes > max(
+            0, *(self.left[device] for device in self.gpus)
+        ):
+            warnings.warn(message("buffers_too_large", resident_bytes))
 
 
 def infer_auto_device_map(
@@ -509,46 +564,53 @@ def get_balanced_memory(
     """Return limits that spread the model evenly over the devices; `low_zero` leaves the first one to other work."""
     limits = get_max_memory(max_memory)
     gpus = [device for device in limits if device not in _OFFLOAD]
-    full = [at for at, device in enumerate(gpus) if limits[device] > 0]
-    if len(full) > 1:
+    usable_indices = [index for index, device in enumerate(gpus) if limits[device] > 0]
+    if len(usable_indices) > 1:
         sizes = compute_module_sizes(model, dtype, special_dtypes)
         _spread(
             limits,
             gpus,
-            full,
+            usable_indices,
             sizes[""],
             _slack(model, sizes, no_split_module_classes),
             low_zero,
         )
-    elif full and max_memory is None and gpus[full[0]] != "mps":
-        logger.info(message("tenth_stays_free", gpus[full[0]]))
-        limits[gpus[full[0]]] *= 0.9
+    elif usable_indices and max_memory is None and gpus[usable_indices[0]] != "mps":
+        logger.info(message("tenth_stays_free", gpus[usable_indices[0]]))
+        limits[gpus[usable_indices[0]]] *= 0.9
     return limits
 
 
 def _spread(
     limits: Any,
     gpus: Sequence[Any],
-    full: Sequence[int],
-    whole: int,
+    usable_indices: Sequence[int],
+    model_bytes: int,
     slack: int,
-    low: bool,
+    leaves_first_free: bool,
 ) -> None:
     """Limit all devices but the last to a share; with `low`, the first to what the others leave."""
-    share = whole // (len(full) - low) + slack
+    share = model_bytes // (len(usable_indices) - leaves_first_free) + slack
     limits.update(
-        {device: min(share, limits[device]) for device in gpus[low : full[-1]]}
+        {
+            device: min(share, limits[device])
+            for device in gpus[leaves_first_free : usable_indices[-1]]
+        }
     )
-    if low:
+    if leaves_first_free:
         limits[gpus[0]] = min(
             limits[gpus[0]],
-            max(0, whole - sum(limits[device] for device in gpus[1 : len(full)])),
+            max(
+                0,
+                model_bytes
+                - sum(limits[device] for device in gpus[1 : len(usable_indices)]),
+            ),
         )
 
 
 def _slack(model: nn.Module, sizes: Mapping[str, int], no_split: Any) -> int:
     """Return the bytes a device gets beyond its share, so that a module on the border fits: a quarter more than a usual one."""
-    kept = {
+    class_sizes = {
         type(attrgetter(name)(model)).__name__: sizes[name]
         for name in reversed(list(sizes))
         if name
@@ -558,5 +620,7 @@ def _slack(model: nn.Module, sizes: Mapping[str, int], no_split: Any) -> int:
         {name: size for name, size in sizes.items() if name not in tensors}
     )
     mean = int(sum(sizes[name] for name in layers) / max(len(layers), 1))
-    whole = [no_split] if isinstance(no_split, str) else no_split or []
-    return int(1.25 * max([mean, *(kept.get(name, 0) for name in whole)]))
+    unsplit_classes = [no_split] if isinstance(no_split, str) else no_split or []
+    return int(
+        1.25 * max([mean, *(class_sizes.get(name, 0) for name in unsplit_classes)])
+    )

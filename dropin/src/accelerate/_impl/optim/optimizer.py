@@ -25,7 +25,9 @@ class _WithScaler(FullPrecision):
 
     def step(self, optimizer: torch.optim.Optimizer) -> StepResult:
         updates: list[Any] = []
-        with optimizer.register_step_post_hook(lambda *told: updates.append(told)):
+        with optimizer.register_step_post_hook(
+            lambda *hook_arguments: updates.append(hook_arguments)
+        ):
             self.scaler.step(optimizer)
         self.scaler.update()
         return StepResult(applied=bool(updates))

@@ -28,7 +28,12 @@ class AcceleratedScheduler(PreparedScheduler):
             optimizers if isinstance(optimizers, list | tuple) else [optimizers]
         )
         owner = next(
-            (one for one in self.optimizers if isinstance(one, PreparedOptimizer)), None
+            (
+                optimizer
+                for optimizer in self.optimizers
+                if isinstance(optimizer, PreparedOptimizer)
+            ),
+            None,
         )
         super().__init__(scheduler, owner, step_with_optimizer)
         self.split_batches = split_batches

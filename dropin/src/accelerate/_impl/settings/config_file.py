@@ -39,18 +39,18 @@ def load_config_from_file(config_file: str | None) -> "BaseConfig":
     return config_from(values, str(path))
 
 
-def config_from(values: dict[str, Any], place: str) -> "BaseConfig":
+def config_from(values: dict[str, Any], source: str) -> "BaseConfig":
     """Return the settings of a mapping. Raises: ValueError for unknown keys."""
     cloud = values.get("compute_environment") == "AMAZON_SAGEMAKER"
     kind: type[BaseConfig] = SageMakerConfig if cloud else ClusterConfig
-    known, values = (
-        {one.name for one in fields(kind)},
+    field_names, values = (
+        {config_field.name for config_field in fields(kind)},
         BaseConfig.process_config(dict(values)),
     )
     if cloud:
         values.pop("num_processes", None)
-    if unknown := sorted(set(values) - known):
-        raise ValueError(message("unknown_keys", place, unknown))
+    if unknown := sorted(set(values) - field_names):
+        raise ValueError(message("unknown_keys", source, unknown))
     return kind(**values)
 
 
@@ -70,12 +70,18 @@ class BaseConfig:
             self.distributed_type = kind(
                 "XLA" if self.distributed_type == "TPU" else self.distributed_type
             )
-        for one in fields(self):
-            if one.name.endswith("_config") and getattr(self, one.name) is None:
-                setattr(self, one.name, {})
+        for config_field in fields(self):
+            if (
+                config_field.name.endswith("_config")
+                and getattr(self, config_field.name) is None
+            ):
+                setattr(self, config_field.name, {})
 
     def to_dict(self) -> dict[str, Any]:
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values = {
+            config_field.name: getattr(self, config_field.name)
+            for config_field in fields(self)
+        }
         plain = {
             name: value.value if isinstance(value, Enum) else value
             for name, value in values.items()
@@ -101,13 +107,17 @@ class BaseConfig:
                 {} if backend == "NO" else {"dynamo_backend": backend}
             )
         precision = "fp16" if config_dict.pop("fp16", False) else None
-        known = {
+        required_values = {
             "compute_environment": ComputeEnvironment.LOCAL_MACHINE,
             "mixed_precision": precision,
             **_SWITCHES,
         }
         config_dict.update(
-            {name: value for name, value in known.items() if name not in config_dict}
+            {
+                name: value
+                for name, value in required_values.items()
+                if name not in config_dict
+            }
         )
         return config_dict
 
@@ -128,18 +138,19 @@ class BaseConfig:
         Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()))
 
 
-def _made(name: str, about: str) -> Any:
+def _made(name: str, description: str) -> Any:
     """Return a class of settings with the fields of the table: names that need a value, and defaults."""
     table = json.loads(Path(__file__).with_suffix(".json").read_text())[name]
     rows: Any = [
-        (one, Any, field(default=default)) for one, default in table["has"].items()
+        (field_name, Any, field(default=default))
+        for field_name, default in table["has"].items()
     ]
-    rows = [*((one, Any) for one in table["needed"]), *rows]
+    rows = [*((field_name, Any) for field_name in table["needed"]), *rows]
     return make_dataclass(
         name,
         rows,
         bases=(BaseConfig,),
-        namespace={"__module__": __name__, "__doc__": about},
+        namespace={"__module__": __name__, "__doc__": description},
     )
 
 

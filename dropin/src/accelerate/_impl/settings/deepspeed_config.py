@@ -24,12 +24,12 @@ class HfDeepSpeedConfig:
 
     def set_stage_and_offload(self) -> None:
         self._stage = self.get_value("zero_optimization.stage", -1)
-        places = [
-            self.get_value(f"zero_optimization.offload_{part}.device")
-            for part in ("optimizer", "param")
+        devices = [
+            self.get_value(f"zero_optimization.offload_{section}.device")
+            for section in ("optimizer", "param")
         ]
         self._offload = self._stage in (2, 3) and any(
-            place in _OFFLOAD_DEVICES for place in places
+            device in _OFFLOAD_DEVICES for device in devices
         )
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
@@ -74,14 +74,14 @@ class HfDeepSpeedConfig:
         return self._offload
 
 
-def _read(given: Any) -> dict[str, Any]:
-    if isinstance(given, dict) or os.path.exists(given):  # noqa: PTH110 - pathlib raises for long text
-        config: dict[str, Any] = reading.read_config(given)
+def _read(source: Any) -> dict[str, Any]:
+    if isinstance(source, dict) or os.path.exists(source):  # noqa: PTH110 - pathlib raises for long text
+        config: dict[str, Any] = reading.read_config(source)
         return config
     try:
-        found: dict[str, Any] = json.loads(
-            base64.urlsafe_b64decode(given).decode("utf-8")
+        decoded: dict[str, Any] = json.loads(
+            base64.urlsafe_b64decode(source).decode("utf-8")
         )
     except ValueError as error:
-        raise ValueError(message("no_deepspeed_config", given)) from error
-    return found
+        raise ValueError(message("no_deepspeed_config", source)) from error
+    return decoded

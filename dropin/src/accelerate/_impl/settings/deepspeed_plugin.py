@@ -69,10 +69,10 @@ class DeepSpeedPlugin:
     def _settle_building(self, variables: Any) -> None:
         """Decide whether models are built partitioned, and prepare DeepSpeed for it."""
         if self.zero3_init_flag is None:
-            said = variables.get(
+            init_flag = variables.get(
                 "ACCELERATE_DEEPSPEED_ZERO3_INIT", str(self.hf_ds_config.is_zero3())
             )
-            self.zero3_init_flag = bool(str_to_bool(said))
+            self.zero3_init_flag = bool(str_to_bool(init_flag))
         if self.zero3_init_flag and not self.hf_ds_config.is_zero3():
             warnings.warn(message("zero3_init_only_there"), stacklevel=4)
             self.zero3_init_flag = False
@@ -80,8 +80,8 @@ class DeepSpeedPlugin:
 
     def _take_config(self, variables: Any) -> None:
         if self.hf_ds_config is None:
-            said = variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-            self.hf_ds_config = said if said not in ("", "none") else None
+            config_file = variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+            self.hf_ds_config = config_file if config_file not in ("", "none") else None
         self._settle()
         if self.hf_ds_config is None:
             self.hf_ds_config = HfDeepSpeedConfig(self._single_options())
@@ -92,7 +92,7 @@ class DeepSpeedPlugin:
         self.deepspeed_config = self.hf_ds_config.config
         self.deepspeed_config["steps_per_print"] = float("inf")
 
-    def _take_options(self, asked: list[str]) -> None:
+    def _take_options(self, requested_fields: list[str]) -> None:
         """Read options in the configuration; those it leaves to the run are as given."""
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
@@ -101,7 +101,7 @@ class DeepSpeedPlugin:
                 "Please specify the ZeRO optimization config in the DeepSpeed config."
             )
         names = [*_OPTIONS, "mixed_precision"]
-        if any(name in asked for name in names):
+        if any(name in requested_fields for name in names):
             names[5], names[6] = names[6], names[5]  # as the original names them
             raise ValueError(message("deepspeed_fields_ignored", names))
         for name, (key, _) in _OPTIONS.items():
@@ -118,7 +118,11 @@ class DeepSpeedPlugin:
                 else "ACCELERATE_DEEPSPEED_"
             )
             read = (
-                (lambda said: said if said == AUTO else float(said))
+                (
+                    lambda variable_text: (
+                        variable_text if variable_text == AUTO else float(variable_text)
+                    )
+                )
                 if name == "gradient_clipping"
                 else None
             )
@@ -137,15 +141,15 @@ class DeepSpeedPlugin:
         }
         for name, (key, _) in _OPTIONS.items():
             *path, last = key.split(".")
-            reduce(lambda node, part: node.setdefault(part, {}), path, config)[last] = (
-                getattr(self, name)
-            )
-        for place in (
+            reduce(lambda node, key_part: node.setdefault(key_part, {}), path, config)[
+                last
+            ] = getattr(self, name)
+        for offload_section in (
             config[_ZERO]["offload_optimizer"],
             config[_ZERO]["offload_param"],
         ):
-            if place["device"] != "nvme":
-                place["nvme_path"] = None
+            if offload_section["device"] != "nvme":
+                offload_section["nvme_path"] = None
         return config
 
     # -- what a run takes from it ---------------------------------------------------------------------------------
@@ -168,10 +172,10 @@ class DeepSpeedPlugin:
         config["gradient_accumulation_steps"] = AUTO
         if config.get("train_micro_batch_size_per_gpu", AUTO) != AUTO:
             config["train_batch_size"] = AUTO
-        for part in ("offload_optimizer", "offload_param"):
-            section = config.get(_ZERO, {}).get(part)
+        for section_name in ("offload_optimizer", "offload_param"):
+            section = config.get(_ZERO, {}).get(section_name)
             if section is not None and section.get("device", "none") == "none":
-                del config[_ZERO][part]
+                del config[_ZERO][section_name]
         return config
 
     @property
@@ -221,20 +225,22 @@ class DeepSpeedPlugin:
         **kwargs: Any,
     ) -> None:
         """Fill every "auto" for which there is a keyword. Raises: ValueError for values that contradict one."""
-        found: list[str] = [] if mismatches is None else mismatches
+        contradictions: list[str] = [] if mismatches is None else mismatches
         for key, value in (self.deepspeed_config if config is None else config).items():
             if isinstance(value, dict):
                 self.deepspeed_config_process(
-                    f"{prefix}{key}.", found, value, must_match, **kwargs
+                    f"{prefix}{key}.", contradictions, value, must_match, **kwargs
                 )
             else:
-                self.fill_match(prefix + key, found, must_match=must_match, **kwargs)
-        if found and not prefix:
+                self.fill_match(
+                    prefix + key, contradictions, must_match=must_match, **kwargs
+                )
+        if contradictions and not prefix:
             raise ValueError(
                 "\n".join(
                     [
                         message("deepspeed_mismatch"),
-                        *found,
+                        *contradictions,
                         message("deepspeed_mismatch_remedy"),
                     ]
                 )
@@ -242,21 +248,28 @@ class DeepSpeedPlugin:
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Let the configuration say the run's precision. Raises: ValueError where it says another."""
-        config, chosen = (
+        config, precision = (
             self.deepspeed_config,
             "bf16" if mixed_precision == "fp8" else mixed_precision,
         )
-        for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
-            if chosen == name and self.get_value(f"{other}.enabled") is True:
+        for name, other_precision in (("fp16", "bf16"), ("bf16", "fp16")):
+            if (
+                precision == name
+                and self.get_value(f"{other_precision}.enabled") is True
+            ):
                 raise ValueError(
-                    message("precision_contradicts_deepspeed", mixed_precision, other)
+                    message(
+                        "precision_contradicts_deepspeed",
+                        mixed_precision,
+                        other_precision,
+                    )
                 )
             wide = {
-                "enabled": chosen == name,
-                **({"auto_cast": True} if chosen == name == "fp16" else {}),
+                "enabled": precision == name,
+                **({"auto_cast": True} if precision == name == "fp16" else {}),
             }
             if config.setdefault(name, wide).get("enabled") == AUTO:
-                config[name]["enabled"] = chosen == name
+                config[name]["enabled"] = precision == name
 
     def set_deepspeed_weakref(self) -> None:
         """Let transformers build models partitioned while this plugin lives, where `zero3_init_flag` says so."""
@@ -272,15 +285,17 @@ class DeepSpeedPlugin:
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
         """A block in which transformers builds models partitioned, or whole."""
-        before, self.zero3_init_flag = self.zero3_init_flag, enable
+        previous_flag, self.zero3_init_flag = self.zero3_init_flag, enable
         if enable:
             self._join(ambient.start())
-        told = engine.RegisteredConfig(self._building() if enable else None)
+        registered_config = engine.RegisteredConfig(
+            self._building() if enable else None
+        )
         try:
             yield
         finally:
-            told.forget()
-            self.zero3_init_flag = before
+            registered_config.forget()
+            self.zero3_init_flag = previous_flag
 
     def _building(self) -> dict[str, Any]:
         halves = [
@@ -300,11 +315,15 @@ class DeepSpeedPlugin:
 
     def set_moe_leaf_modules(self, model: Any) -> None:
         """Mark the classes of `transformer_moe_cls_names`, whose parameters are gathered together, as prepare() does itself."""
-        self.transformer_moe_cls_names = said = (
+        self.transformer_moe_cls_names = class_names = (
             self.transformer_moe_cls_names or environment().get(_MOE)
         )
-        kinds = {type(part).__name__: type(part) for part in model.modules()}
-        names = [name.strip() for name in (said or "").split(",") if name.strip()]
+        kinds = {
+            type(submodule).__name__: type(submodule) for submodule in model.modules()
+        }
+        names = [
+            name.strip() for name in (class_names or "").split(",") if name.strip()
+        ]
         if missing := [name for name in names if name not in kinds]:
             raise Exception(message("moe_class_missing", missing[0]))
         if names:
@@ -334,13 +353,13 @@ Plugins = DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None
 
 def active_plugin(plugins: Plugins) -> DeepSpeedPlugin | None:
     return (
-        next(one for one in plugins.values() if one.selected)
+        next(plugin for plugin in plugins.values() if plugin.selected)
         if isinstance(plugins, dict)
         else plugins
     )
 
 
-def _typed(said: str, default: Any) -> Any:
+def _typed(variable_text: str, default: Any) -> Any:
     if isinstance(default, bool):
-        return said.lower() == "true"
-    return int(said) if said.isdigit() else said
+        return variable_text.lower() == "true"
+    return int(variable_text) if variable_text.isdigit() else variable_text

@@ -105,21 +105,34 @@ class FullyShardedDataParallelPlugin:
 
     def _settle_sharding(self) -> None:
         """Take what happens to weights after a forward, under the name of either version."""
-        by_name, now = self.sharding_strategy is not None, self.reshard_after_forward
-        wanted, names = "`bool`", {"HYBRID_SHARD_ZERO2": fsdp.ShardingStrategy(5)}
+        by_name, reshards = (
+            self.sharding_strategy is not None,
+            self.reshard_after_forward,
+        )
+        expected_type, names = (
+            "`bool`",
+            {"HYBRID_SHARD_ZERO2": fsdp.ShardingStrategy(5)},
+        )
         if self.fsdp_version == 1:
             fill(self, "FSDP_", sharding_strategy=(str, "FULL_SHARD"))
             self.sharding_strategy = _of(
                 fsdp.ShardingStrategy, self.sharding_strategy, **names
             )
-            now = _of(fsdp.ShardingStrategy, now, **names)
-            wanted = "`str` or an instance of `torch.distributed.fsdp.fully_sharded_data_parallel.ShardingStrategy`"
-        elif now is None and not by_name:
-            now = environment().get("FSDP_RESHARD_AFTER_FORWARD") or "true"
-        self.reshard_after_forward = now = yes(now) if isinstance(now, str) else now
-        if isinstance(now, bool) == (self.fsdp_version == 1):
+            reshards = _of(fsdp.ShardingStrategy, reshards, **names)
+            expected_type = "`str` or an instance of `torch.distributed.fsdp.fully_sharded_data_parallel.ShardingStrategy`"
+        elif reshards is None and not by_name:
+            reshards = environment().get("FSDP_RESHARD_AFTER_FORWARD") or "true"
+        self.reshard_after_forward = reshards = (
+            yes(reshards) if isinstance(reshards, str) else reshards
+        )
+        if isinstance(reshards, bool) == (self.fsdp_version == 1):
             raise ValueError(
-                message("fsdp_reshard_after_forward", now, self.fsdp_version, wanted)
+                message(
+                    "fsdp_reshard_after_forward",
+                    reshards,
+                    self.fsdp_version,
+                    expected_type,
+                )
             )
         if by_name:
             log.warning(message("fsdp_sharding_strategy_deprecated"))
@@ -199,37 +212,38 @@ class FullyShardedDataParallelPlugin:
     def of(cls, settings: hasten.FullyShardedDataParallelPlugin) -> Self:
         """Return the plugin that shows settings which came from flags, the environment or a file."""
         shown = "reshard_after_forward cpu_offload ignored_modules state_dict_type transformer_cls_names_to_wrap min_num_params"
-        known = {
+        plugin_fields = {
             name: getattr(settings, name) for name in (*shown.split(), *_SWITCHES[:2])
         }
-        known["auto_wrap_policy"] = (
+        plugin_fields["auto_wrap_policy"] = (
             None if settings.auto_wrap_policy == "auto" else settings.auto_wrap_policy
         )
-        names = known["transformer_cls_names_to_wrap"]
-        made = cls(
+        names = plugin_fields["transformer_cls_names_to_wrap"]
+        plugin = cls(
             fsdp_version=2,
-            **{**known, "transformer_cls_names_to_wrap": names and list(names)},
+            **{**plugin_fields, "transformer_cls_names_to_wrap": names and list(names)},
         )
-        made.cpu_ram_efficient_loading, made.param_init_fn = (
+        plugin.cpu_ram_efficient_loading, plugin.param_init_fn = (
             settings.cpu_ram_efficient_loading,
             settings.param_init_fn,
         )
         if settings.hybrid_shard:
-            made.sharding_strategy = (
+            plugin.sharding_strategy = (
                 "HYBRID_SHARD"
                 if settings.reshard_after_forward
                 else "HYBRID_SHARD_ZERO2"
             )
-        return made
+        return plugin
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        chosen = (
+        type_name = (
             state_dict_type
             or self.state_dict_type
             or environment().get("FSDP_STATE_DICT_TYPE")
         )
         self.state_dict_type = _of(
-            fsdp.StateDictType, chosen or FSDP2_STATE_DICT_TYPE[self.fsdp_version == 1]
+            fsdp.StateDictType,
+            type_name or FSDP2_STATE_DICT_TYPE[self.fsdp_version == 1],
         )
         if self.state_dict_type is fsdp.StateDictType.LOCAL_STATE_DICT:
             if self.fsdp_version == 2:
@@ -240,14 +254,14 @@ class FullyShardedDataParallelPlugin:
             if self.whole_checkpoints
             else ("Sharded", {})
         )
-        for name, part in (
+        for name, config_kind in (
             ("state_dict_config", ""),
             ("optim_state_dict_config", "Optim"),
         ):
-            made = getattr(fsdp, f"{kind}{part}StateDictConfig")(
+            config_object = getattr(fsdp, f"{kind}{config_kind}StateDictConfig")(
                 offload_to_cpu=True, **rank0
             )
-            setattr(self, name, getattr(self, name) or made)
+            setattr(self, name, getattr(self, name) or config_object)
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
         """Bind the policy to the model's classes. Raises: ValueError for a class that the model has not."""
@@ -309,10 +323,10 @@ class FullyShardedDataParallelPlugin:
 
     def set_cpu_offload(self) -> None:
         """Turn a yes or no into torch's policy."""
-        if isinstance(wanted := self.cpu_offload, bool):
-            new = fsdp.CPUOffloadPolicy() if wanted else fsdp.OffloadPolicy()
+        if isinstance(offloads := self.cpu_offload, bool):
+            new = fsdp.CPUOffloadPolicy() if offloads else fsdp.OffloadPolicy()
             self.cpu_offload = (
-                fsdp.CPUOffload(offload_params=wanted)
+                fsdp.CPUOffload(offload_params=offloads)
                 if self.fsdp_version == 1
                 else new
             )
@@ -392,20 +406,20 @@ class FullyShardedDataParallelPlugin:
         }
         if old["reshard_after_forward"] is not None and self.fsdp_version == 1:
             del old["sharding_strategy"]  # a default
-        found, said = hasten.fsdp_from_fsdp1(
+        translated, log_sentences = hasten.fsdp_from_fsdp1(
             {name: value for name, value in old.items() if value is not None}
         )
-        for sentence in said if say else ():
+        for sentence in log_sentences if say else ():
             log.info(sentence)
         names = ("reshard_after_forward", "hybrid_shard", "forward_prefetch_depth")
-        return {name: getattr(found, name) for name in names}
+        return {name: getattr(translated, name) for name in names}
 
 
-def _of(kind: Any, given: Any, **names: Any) -> Any:
+def _of(kind: Any, member_or_word: Any, **names: Any) -> Any:
     """Return the member of a torch enum that a word or a number in a word stands for; other values as they are."""
-    if not isinstance(given, str):
-        return given
-    word = given.upper()
+    if not isinstance(member_or_word, str):
+        return member_or_word
+    word = member_or_word.upper()
     return (
         kind(int(word))
         if word.isdigit()
@@ -416,9 +430,11 @@ def _of(kind: Any, given: Any, **names: Any) -> Any:
 
 
 def _checked(policy: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    known = list(_DTYPES.values())
-    if policy.keys() != set(names) or any(one not in known for one in policy.values()):
-        raise ValueError(message("fsdp_precision_policy", policy, names, known))
+    known_dtypes = list(_DTYPES.values())
+    if policy.keys() != set(names) or any(
+        dtype not in known_dtypes for dtype in policy.values()
+    ):
+        raise ValueError(message("fsdp_precision_policy", policy, names, known_dtypes))
     return policy
 
 
@@ -448,7 +464,12 @@ def _emptied(module: torch.nn.Module) -> torch.nn.Module:
 
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type | None:
     return next(
-        (type(part) for part in module.modules() if type(part).__name__ == name), None
+        (
+            type(submodule)
+            for submodule in module.modules()
+            if type(submodule).__name__ == name
+        ),
+        None,
     )
 
 
@@ -483,8 +504,8 @@ class _Chosen:
     def __call__(self, module: nn.Module) -> bool:
         return bool(self.function(module))
 
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self.function is other.function
+    def __eq__(self, compared: object) -> bool:
+        return type(compared) is type(self) and self.function is compared.function
 
     __hash__ = None  # type: ignore[assignment]  # compared, never hashed
 

@@ -108,9 +108,9 @@ class TorchContextParallelConfig:
 
     def __post_init__(self) -> None:
         fill(self, "PARALLELISM_CONFIG_", cp_comm_strategy=(str, "allgather"))
-        if (given := self.cp_comm_strategy) not in ("allgather", "alltoall"):
+        if (comm_strategy := self.cp_comm_strategy) not in ("allgather", "alltoall"):
             raise ValueError(
-                f"Invalid cp_comm_strategy: {given}. Must be one of 'allgather' or 'alltoall'."
+                f"Invalid cp_comm_strategy: {comm_strategy}. Must be one of 'allgather' or 'alltoall'."
             )
 
 

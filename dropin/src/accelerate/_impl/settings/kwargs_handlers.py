@@ -155,35 +155,39 @@ class ProfileKwargs(KwargsHandler):
         }
 
     def _get_profiler_activity(self, activity: str) -> ProfilerActivity:
-        there = [
-            one
-            for one in ("xpu", "mtia", "hpu")
-            if hasattr(torch, one) and getattr(torch, one).is_available()
+        available_backends = [
+            backend
+            for backend in ("xpu", "mtia", "hpu")
+            if hasattr(torch, backend) and getattr(torch, backend).is_available()
         ]
-        known = ["cpu", *there, "cuda"]
-        if activity not in known:
+        known_activities = ["cpu", *available_backends, "cuda"]
+        if activity not in known_activities:
             raise ValueError(
-                f"Invalid profiler activity: {activity}. Must be one of {known}."
+                f"Invalid profiler activity: {activity}. Must be one of {known_activities}."
             )
-        found: ProfilerActivity = getattr(ProfilerActivity, activity.upper())
-        return found
+        profiler_activity: ProfilerActivity = getattr(
+            ProfilerActivity, activity.upper()
+        )
+        return profiler_activity
 
     def build(self) -> profile:
         """torch's profiler with these options; `Accelerator.profile` also writes the traces."""
-        rest = {
-            name: one
-            for name, one in vars(self).items()
+        profile_options = {
+            name: option
+            for name, option in vars(self).items()
             if name.startswith(("on", "record", "profile", "with"))
         }
-        wanted = (
+        activities = (
             None
             if self.activities is None
-            else [self._get_profiler_activity(one) for one in self.activities]
+            else [self._get_profiler_activity(option) for option in self.activities]
         )
-        when = (
+        profile_schedule = (
             None if self.schedule_option is None else schedule(**self.schedule_option)
         )
-        return profile(activities=wanted, schedule=when, **rest)
+        return profile(
+            activities=activities, schedule=profile_schedule, **profile_options
+        )
 
 
 @dataclass
@@ -243,8 +247,10 @@ class TERecipeKwargs(KwargsHandler):
             )
         fill(self, "ACCELERATE_", fp8_format=(str, "HYBRID"))
         fill(self, "ACCELERATE_FP8_", **_TE)
-        if self.fp8_format not in (known := ("HYBRID", "E4M3", "E5M2")):
-            raise ValueError(f"`fp8_format` must be one of {' or '.join(known)}.")
+        if self.fp8_format not in (known_formats := ("HYBRID", "E4M3", "E5M2")):
+            raise ValueError(
+                f"`fp8_format` must be one of {' or '.join(known_formats)}."
+            )
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError("`amax_compute_algo` must be one of max or most_recent")
 
@@ -275,7 +281,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         super().__post_init__()
 
     def to_hasten(self) -> Any:
-        names = [one.name for one in fields(TERecipeKwargs)]
+        names = [recipe_field.name for recipe_field in fields(TERecipeKwargs)]
         return TERecipeKwargs(
             **{name: getattr(self, name) for name in names}
         ).to_hasten()

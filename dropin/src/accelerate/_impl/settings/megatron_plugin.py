@@ -37,11 +37,11 @@ class _Options:
 
     def to_hasten(self) -> hasten.MegatronLMPlugin:
         """Return the options that say something else than hasten does by itself."""
-        given = {name: getattr(self, name) for name in _DEFAULTS}
+        option_values = {name: getattr(self, name) for name in _DEFAULTS}
         return hasten.MegatronLMPlugin(
             **{
                 name: value
-                for name, value in given.items()
+                for name, value in option_values.items()
                 if value is not None and value != _DEFAULTS[name]
             }
         )

@@ -62,15 +62,25 @@ class ParallelismConfig:
 
     def _handler(self, axis: str, kind: type[Any]) -> Any:
         """Return the options of an axis. Raises: ValueError for those of another one."""
-        given, backend = (
+        axis_handler, backend = (
             getattr(self, f"{axis}_handler"),
             getattr(self, f"{axis}_backend", None),
         )
-        if given is not None and backend is not None and not isinstance(given, kind):
+        if (
+            axis_handler is not None
+            and backend is not None
+            and not isinstance(axis_handler, kind)
+        ):
             raise ValueError(
-                message("handler_of_another_backend", axis, backend, kind, type(given))
+                message(
+                    "handler_of_another_backend",
+                    axis,
+                    backend,
+                    kind,
+                    type(axis_handler),
+                )
             )
-        return kind() if given is None else given
+        return kind() if axis_handler is None else axis_handler
 
     @classmethod
     def launched(cls, sizes: hasten.ParallelismConfig, mesh: MeshSpec) -> Self | None:

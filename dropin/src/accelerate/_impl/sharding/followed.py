@@ -24,14 +24,14 @@ class FollowedPlugin:
     """The FSDP plugin an Accelerator shows, and the settings that were last taken from it."""
 
     def __init__(
-        self, accelerator: Composed, given: FullyShardedDataParallelPlugin | None
+        self, accelerator: Composed, fsdp_plugin: FullyShardedDataParallelPlugin | None
     ) -> None:
         # which owns this object
         self._accelerator: Composed = weakref.proxy(accelerator)
-        self.plugin = given
+        self.plugin = fsdp_plugin
         caps = components(accelerator).strategy.caps
         # engines shard without FSDP
-        if given is None and caps.sharded_state and not caps.owns_precision:
+        if fsdp_plugin is None and caps.sharded_state and not caps.owns_precision:
             self.plugin = FullyShardedDataParallelPlugin.of(accelerator.config.fsdp)
         if self.plugin is not None:
             self.plugin.fsdp_version = 2  # which the model is sharded by: libraries ask
@@ -44,13 +44,17 @@ class FollowedPlugin:
         """
         if self.plugin is None:
             return
-        now = self.plugin.to_hasten(say=False)
+        current_settings = self.plugin.to_hasten(say=False)
         # that may change freely
-        names = [name for name in now.__dataclass_fields__ if name != "state_dict_type"]
+        names = [
+            name
+            for name in current_settings.__dataclass_fields__
+            if name != "state_dict_type"
+        ]
         changed = {
-            name: getattr(now, name)
+            name: getattr(current_settings, name)
             for name in names
-            if getattr(self._taken, name) != getattr(now, name)
+            if getattr(self._taken, name) != getattr(current_settings, name)
         }
         if "hybrid_shard" in changed:
             raise ValueError(message("strategy_too_late"))
@@ -58,7 +62,7 @@ class FollowedPlugin:
             self._accelerator._reconfigure(
                 fsdp=replace(self._accelerator.config.fsdp, **changed)
             )
-            self._taken = now
+            self._taken = current_settings
 
 
 class FollowedSections:
@@ -85,34 +89,34 @@ class FollowedSections:
 
         Raises: ValueError when a model has been prepared already.
         """
-        for name, now in self._now().items():
-            if now != self._taken[name]:
-                self._accelerator._reconfigure(**{name: now})
-                self._taken[name] = now
+        for name, current_value in self._now().items():
+            if current_value != self._taken[name]:
+                self._accelerator._reconfigure(**{name: current_value})
+                self._taken[name] = current_value
 
 
-def chosen_plugins(given: Any, several: Any) -> Plugins:  # Any: what the script gave
+def chosen_plugins(plugin: Any, several: Any) -> Plugins:  # Any: what the script gave
     """Return the given plugin, or the one that `accelerate launch --use_deepspeed` stands for; the first is selected.
 
     Raises: TypeError for another class.
     """
-    if given is not None and several is not None:
+    if plugin is not None and several is not None:
         raise ValueError(
             "You cannot pass in both `deepspeed_plugins` and `deepspeed_plugin`."
         )
-    found = given if given is not None else several
-    if found is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        found = DeepSpeedPlugin()
+    plugin_or_plugins = plugin if plugin is not None else several
+    if plugin_or_plugins is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        plugin_or_plugins = DeepSpeedPlugin()
     plugins = (
-        list(found.values())
-        if isinstance(found, dict)
+        list(plugin_or_plugins.values())
+        if isinstance(plugin_or_plugins, dict)
         else []
-        if found is None
-        else [found]
+        if plugin_or_plugins is None
+        else [plugin_or_plugins]
     )
-    if not all(isinstance(one, DeepSpeedPlugin) for one in plugins):
+    if not all(isinstance(candidate, DeepSpeedPlugin) for candidate in plugins):
         raise TypeError("`deepspeed_plugin` must be a DeepSpeedPlugin object.")
-    if plugins and not any(one.selected for one in plugins):
+    if plugins and not any(candidate.selected for candidate in plugins):
         plugins[0].select(_from_accelerator_state=True)
-    made: Plugins = found
-    return made
+    checked_plugins: Plugins = plugin_or_plugins
+    return checked_plugins

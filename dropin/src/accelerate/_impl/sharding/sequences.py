@@ -70,7 +70,7 @@ class SpannedAttention:
             reading_parts,
         )
 
-    def attach(self, model: nn.Module, wanted: str | None) -> None:
+    def attach(self, model: nn.Module, attention_kind: str | None) -> None:
         """Make the model attend to whole sequences. Raises: PrepareError unless it uses transformers' attention functions."""
         inner: Any = model
         big_modeling._refuse_recurrent_layers_under_sequence_parallelism(model)
@@ -78,7 +78,7 @@ class SpannedAttention:
             raise PrepareError(
                 message("attention_not_replaceable", type(model).__name__, self._ranks)
             )
-        if (kind := wanted or inner.config._attn_implementation) not in (
+        if (kind := attention_kind or inner.config._attn_implementation) not in (
             "sdpa",
             SPANNING_ATTENTION,
         ):
@@ -106,17 +106,17 @@ class SpannedAttention:
     ) -> tuple[Tensor, None]:
         # evaluation reads whole sequences
         if not module.training and not self._reading_parts():
-            whole = need(
+            whole_attention = need(
                 "transformers.integrations.sdpa_attention"
             ).sdpa_attention_forward
-            given = {
+            attention_options = {
                 "dropout": dropout,
                 "scaling": scaling,
                 "is_causal": is_causal,
                 **kwargs,
             }
-            out: tuple[Tensor, None] = whole(
-                module, query, key, value, attention_mask, **given
+            out: tuple[Tensor, None] = whole_attention(
+                module, query, key, value, attention_mask, **attention_options
             )
             return out
         self._check(query.shape[-2], kwargs.get("sliding_window"))
@@ -166,12 +166,16 @@ class SplitSequences:
         )
         self._attention = SpannedAttention(comm, self._cut.lengths, _reading_parts)
 
-    def attach(self, given: tuple[Any, ...]) -> list[nn.Module]:
+    def attach(self, arguments: tuple[Any, ...]) -> list[nn.Module]:
         """Return the models among what prepare() is given, which attend over parts from now on."""
-        known = {id(one) for one in components(self._accelerator).prepared.models}
-        models = [one for one in given if isinstance(one, nn.Module)]
+        prepared_ids = {
+            id(candidate) for candidate in components(self._accelerator).prepared.models
+        }
+        models = [
+            candidate for candidate in arguments if isinstance(candidate, nn.Module)
+        ]
         for model in models:
-            if id(model) not in known:
+            if id(model) not in prepared_ids:
                 self._attention.attach(model, self._handler.sp_attn_implementation)
         return models
 
@@ -179,9 +183,9 @@ class SplitSequences:
         """Let loaders that were prepared with a model hand out parts."""
         if components(self._accelerator).strategy.name == "deepspeed":
             _name_sequence_group(self._comm.group, self._accelerator.ctx.world.size)
-        for one in prepared:
-            if isinstance(one, PreparedLoader):
-                self.split(one)
+        for prepared_object in prepared:
+            if isinstance(prepared_object, PreparedLoader):
+                self.split(prepared_object)
 
     def split(self, loader: Any) -> Any:
         if not isinstance(loader, PreparedLoader):

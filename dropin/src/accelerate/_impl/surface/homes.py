@@ -98,20 +98,22 @@ class Face(ModuleType):
     def _rooms(self, name: str) -> list[dict[str, Any]]:
         """Return the names of the rooms behind this face, and of no other face, where `name` means the same as here."""
         shown = vars(self)
-        inside = [vars(one) for one in shown.values() if isinstance(one, type)]
-        called = [
-            one
+        inside = [vars(member) for member in shown.values() if isinstance(member, type)]
+        functions = [
+            member
             for names in (shown, *inside)
-            for one in names.values()
-            if isinstance(one, FunctionType)
+            for member in names.values()
+            if isinstance(member, FunctionType)
         ]
-        homeless = {one.__globals__["__name__"] for one in called} - HOMES.keys()
-        behind = homeless | {
+        unlisted_rooms = {
+            member.__globals__["__name__"] for member in functions
+        } - HOMES.keys()
+        room_names = unlisted_rooms | {
             room for room, face in HOMES.items() if face == self.__name__
         }
         rooms = [
             vars(sys.modules[room])
-            for room in behind & sys.modules.keys()
+            for room in room_names & sys.modules.keys()
             if room.startswith("accelerate._impl")
         ]
         return [names for names in rooms if names.get(name) is shown[name]]
@@ -124,10 +126,10 @@ class Rooms(SourceFileLoader):
     def find_spec(
         cls, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        ours = name in HOMES or (
+        is_ours = name in HOMES or (
             name.startswith("accelerate.") and not name.startswith("accelerate._impl")
         )
-        spec = PathFinder.find_spec(name, path) if ours else None
+        spec = PathFinder.find_spec(name, path) if is_ours else None
         # else in an archive
         if (
             spec is not None
@@ -168,13 +170,13 @@ def _names_looked_up(file: str) -> frozenset[str]:
 
 def _settle(room: ModuleType, face: str) -> None:
     """Make `face` the home of the room's public classes and functions: messages name it, pickles find them there."""
-    for name, one in vars(room).items():
+    for name, member in vars(room).items():
         if (
             name.startswith("_")
-            or not isinstance(one, type | FunctionType)
-            or one.__module__ != room.__name__
+            or not isinstance(member, type | FunctionType)
+            or member.__module__ != room.__name__
         ):
             continue
-        if "<" in one.__qualname__:  # made inside of another function, from a table
-            one.__name__ = one.__qualname__ = name
-        one.__module__ = face
+        if "<" in member.__qualname__:  # made inside of another function, from a table
+            member.__name__ = member.__qualname__ = name
+        member.__module__ = face

@@ -33,15 +33,21 @@ class Deferred:
 def lazy(face: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a face: names by module; `whole` modules are searched in order, the fastest to load first."""
     homes = {home: names.split() for home, names in _FACES[face].items()}
-    whole = homes.pop("whole", [])
-    modules = frozenset([*homes.pop("modules"), *whole])
+    searched_modules = homes.pop("whole", [])
+    modules = frozenset([*homes.pop("modules"), *searched_modules])
     table = {name: module for module, names in homes.items() for name in names}
-    unread = [f"{face}.{name}" for name in whole]
+    unread = [f"{face}.{name}" for name in searched_modules]
 
     def read_until(name: str) -> None:
         while unread and name not in table:
             module = unread.pop(0)
-            table.update({one: module for one in _defined(module) if one not in table})
+            table.update(
+                {
+                    name_in_module: module
+                    for name_in_module in _defined(module)
+                    if name_in_module not in table
+                }
+            )
 
     def names() -> list[str]:
         read_until("")
@@ -51,7 +57,9 @@ def lazy(face: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
         if name in modules:
             return import_module(f"{face}.{name}")
         if name == "__all__":
-            return [one for one in names() if one in table]
+            return [
+                name_in_module for name_in_module in names() if name_in_module in table
+            ]
         if not name.startswith("_"):
             read_until(name)
         if name not in table:
@@ -67,14 +75,15 @@ def lazy(face: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
 
 def _defined(module: str) -> list[str]:
     """Return the names a face's modules and rooms define: not what a module shows of another face or of hasten."""
-    found = {
-        name: one
-        for name, one in vars(import_module(module)).items()
-        if not isinstance(one, ModuleType)
+    members = {
+        name: member
+        for name, member in vars(import_module(module)).items()
+        if not isinstance(member, ModuleType)
     }
     rooms = (module.rpartition(".")[0], "accelerate._impl")
     homes = {
-        name: str(getattr(one, "__module__", module)) for name, one in found.items()
+        name: str(getattr(member, "__module__", module))
+        for name, member in members.items()
     }
     return [
         name
@@ -86,34 +95,34 @@ def _defined(module: str) -> list[str]:
 @cache
 def imported_names() -> dict[str, dict[str, str]]:
     """Return the module of each name, by face; a line is a face, a home and the names it has there, `-` and NAME=MODULE for modules."""
-    found: dict[str, dict[str, str]] = {}
+    names_by_face: dict[str, dict[str, str]] = {}
     for line in Path(__file__).with_name("elsewhere.txt").read_text().splitlines():
         face, home, *names = line.split()
-        for name, _, module in (one.partition("=") for one in names):
-            found.setdefault(face, {})[name] = (
+        for name, _, module in (word.partition("=") for word in names):
+            names_by_face.setdefault(face, {})[name] = (
                 module if home == "-" else f"{home}:{name}"
             )
-    return found
+    return names_by_face
 
 
 def complete(face: ModuleType) -> None:
     """Let a face show what the table has for it; a face that loads names by itself asks its own way first."""
     shown = vars(face)
     shown["__getattr__"] = _looked_up(face, shown.get("__getattr__"))
-    own: Callable[[], list[str]] = shown.get("__dir__", lambda: list(shown))
+    previous_dir: Callable[[], list[str]] = shown.get("__dir__", lambda: list(shown))
     shown["__dir__"] = lambda: sorted(
-        {*own(), *imported_names().get(face.__name__, ())}
+        {*previous_dir(), *imported_names().get(face.__name__, ())}
     )
 
 
 def _looked_up(
-    face: ModuleType, own: Callable[[str], Any] | None
+    face: ModuleType, previous_getattr: Callable[[str], Any] | None
 ) -> Callable[[str], Any]:
 
     def get(name: str) -> Any:  # Any: whatever the name stands for
         try:
-            if own is not None:
-                return own(name)
+            if previous_getattr is not None:
+                return previous_getattr(name)
         except AttributeError:
             if name.startswith("__"):
                 raise

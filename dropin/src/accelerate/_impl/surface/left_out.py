@@ -46,8 +46,10 @@ def klass(name: str, *bases: type, why: str = MEGATRON_STEPS) -> Any:
 
 def refuse_other_package() -> None:
     """Raise when another distribution named `accelerate` shares this one's folder: modules of both would be mixed."""
-    for one in metadata.distributions(name="accelerate"):
-        if "hasten" not in (one.requires or ()):
+    for distribution in metadata.distributions(name="accelerate"):
+        if "hasten" not in (distribution.requires or ()):
             raise ImportError(
-                message("other_package", one.version, one.locate_file(""))
+                message(
+                    "other_package", distribution.version, distribution.locate_file("")
+                )
             )

@@ -66,24 +66,24 @@ _LINES = [
 _REASONS = {rule.split()[0]: reason for rule, _, reason in _LINES}
 
 
-def _needs(wanted: Callable[[], bool] | str, what: str) -> Callable[[Any], Any]:
+def _needs(probe: Callable[[], bool] | str, requirement: str) -> Callable[[Any], Any]:
     def decorate(test_case: Any) -> Any:
-        there = globals()[wanted] if isinstance(wanted, str) else wanted
+        is_available = globals()[probe] if isinstance(probe, str) else probe
         return unittest.skipUnless(
-            there(), _REASONS.get(what) or f"test requires {what}"
+            is_available(), _REASONS.get(requirement) or f"test requires {requirement}"
         )(test_case)
 
-    decorate.__doc__ = f"A test that needs {what}."
+    decorate.__doc__ = f"A test that needs {requirement}."
     return decorate
 
 
 def _have(number: str, kinds: list[str]) -> bool:
-    found = (
+    has_device = (
         torch_device in kinds
         if not kinds[0].startswith("-")
         else f"-{torch_device}" not in kinds
     )
-    return found and number in ("any", "one" if device_count == 1 else "several")
+    return has_device and number in ("any", "one" if device_count == 1 else "several")
 
 
 skip = _needs(lambda: False, "skip")
@@ -159,7 +159,7 @@ class MockingTestCase(unittest.TestCase):
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
     """Return whether every process has the same tensor. Ranks: every rank."""
     everyone = gather(tensor[None].clone().to(PartialState().device)).cpu()
-    return all(torch.equal(one, tensor.cpu()) for one in everyone)
+    return all(torch.equal(rank_tensor, tensor.cpu()) for rank_tensor in everyone)
 
 
 class SubprocessCallException(Exception):
@@ -185,7 +185,7 @@ _RunOutput: Any = make_dataclass("_RunOutput", ["returncode", "stdout", "stderr"
 
 
 def _lines(output: bytes) -> list[str]:
-    return [one.decode(errors="replace").rstrip() for one in io.BytesIO(output)]
+    return [line.decode(errors="replace").rstrip() for line in io.BytesIO(output)]
 
 
 def execute_subprocess_async(
@@ -204,8 +204,12 @@ def execute_subprocess_async(
     )
     result = _RunOutput(done.returncode, _lines(done.stdout), _lines(done.stderr))
     if not quiet:
-        sys.stdout.writelines(f"stdout: {one}\n" for one in result.stdout)
-        sys.stderr.writelines(f"stderr: {one}\n" for one in result.stderr)
+        sys.stdout.writelines(
+            f"stdout: {output_line}\n" for output_line in result.stdout
+        )
+        sys.stderr.writelines(
+            f"stderr: {output_line}\n" for output_line in result.stderr
+        )
     if result.returncode > 0:
         raise RuntimeError(
             message("command_failed", line, result.returncode, "\n".join(result.stderr))

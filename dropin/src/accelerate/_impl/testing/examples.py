@@ -14,11 +14,11 @@ def get_function_contents_by_name(lines: list[str], name: str) -> list[str] | No
         raise ValueError(
             f"Incorrect function name passed: {name}, choose either 'main' or 'training_function'"
         )
-    ends = "def main" if name == "training_function" else "if __name__"
+    end_marker = "def main" if name == "training_function" else "if __name__"
     inside = list(dropwhile(lambda line: f"def {name}" not in line, lines))
     return (
-        list(takewhile(lambda line: ends not in line, inside))
-        if any(ends in line for line in inside)
+        list(takewhile(lambda line: end_marker not in line, inside))
+        if any(end_marker in line for line in inside)
         else None
     )
 
@@ -37,27 +37,27 @@ def compare_against_test(
 ) -> list[str]:
     """Return what a feature's example adds to `nlp_example.py` and the complete example, or the second file's function, lacks."""
     name = "main" if parser_only else "training_function"
-    plain, known = _cleaned(_PLAIN, name), {*_cleaned(base_filename, name)}
+    plain, known_lines = _cleaned(_PLAIN, name), {*_cleaned(base_filename, name)}
     if secondary_filename is not None:
-        known |= {*Path(_PLAIN).read_text().splitlines(keepends=True)}.difference(
+        known_lines |= {*Path(_PLAIN).read_text().splitlines(keepends=True)}.difference(
             _cleaned(secondary_filename, name)
         )
     return [
         line
         for line in _added(_cleaned(feature_filename, name), plain)
-        if line not in known
+        if line not in known_lines
     ]
 
 
 def _added(lines: list[str], plain: list[str]) -> list[str]:
     """Return the lines that are not plain: neither the last one nor what stands below a test for mocked loaders."""
-    found, following = [], iter(lines)
+    added_lines, following = [], iter(lines)
     for line in islice(following, max(len(lines) - 1, 0)):
         if line not in plain and "TESTING_MOCKED_DATALOADERS" in line:
             next(following)
         elif line not in plain:
-            found.append(line)
-    return found
+            added_lines.append(line)
+    return added_lines
 
 
 def _cleaned(file: str, name: str) -> list[str]:

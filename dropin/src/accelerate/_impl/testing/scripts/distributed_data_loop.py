@@ -77,12 +77,12 @@ def verify_dataloader_batch_sizes(
     process_1_expected_batch_sizes: list[int],
 ) -> None:
     loader = create_dataloader(accelerator, dataset_size, batch_size)
-    found = [len(batch[0]) for batch in loader]
+    batch_sizes = [len(batch[0]) for batch in loader]
     expected = (process_0_expected_batch_sizes, process_1_expected_batch_sizes)[
         accelerator.process_index
     ]
-    assert found == expected, (
-        f"process {accelerator.process_index} has batches of {found}, not {expected}"
+    assert batch_sizes == expected, (
+        f"process {accelerator.process_index} has batches of {batch_sizes}, not {expected}"
     )
 
 
@@ -105,12 +105,12 @@ def test_can_join_uneven_inputs() -> None:
         accelerator.prepare(nn.Linear(1, 1)),
         create_dataloader(accelerator, 3, 1),
     )
-    seen = 0
+    num_batches = 0
     with accelerator.join_uneven_inputs([model]):
         for batch in loader:
             model(batch[0].float()[:, None]).sum().backward()
-            seen += 1
-    assert seen == (2, 1)[accelerator.process_index], seen
+            num_batches += 1
+    assert num_batches == (2, 1)[accelerator.process_index], num_batches
 
 
 def test_join_can_override_even_batches() -> None:
@@ -120,8 +120,8 @@ def test_join_can_override_even_batches() -> None:
         [create_dataloader(accelerator, 3, 1) for _ in range(2)],
     )
     with accelerator.join_uneven_inputs([model], even_batches=False):
-        assert not any(one.batch_sampler.even_batches for one in loaders)
-    assert all(one.batch_sampler.even_batches for one in loaders)
+        assert not any(loader.batch_sampler.even_batches for loader in loaders)
+    assert all(loader.batch_sampler.even_batches for loader in loaders)
 
 
 def test_join_can_override_for_mixed_type_dataloaders() -> None:
@@ -140,28 +140,29 @@ def test_join_raises_warning_for_iterable_when_overriding_even_batches() -> None
     accelerator = create_accelerator()
     model = accelerator.prepare(nn.Linear(1, 1))
     create_dataloader(accelerator, 3, 1, iterable=True)
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         with accelerator.join_uneven_inputs([model], even_batches=False):
             pass
     assert any(
-        "only supported for map-style datasets" in str(one.message) for one in found
-    ), found
+        "only supported for map-style datasets" in str(caught_warning.message)
+        for caught_warning in caught_warnings
+    ), caught_warnings
 
 
 def test_pickle_accelerator() -> None:
     accelerator = create_accelerator()
     create_dataloader(accelerator, 32, 4)
-    again = pickle.loads(pickle.dumps(accelerator))
-    assert again.state.__dict__ == accelerator.state.__dict__
+    unpickled = pickle.loads(pickle.dumps(accelerator))
+    assert unpickled.state.__dict__ == accelerator.state.__dict__
 
 
 def test_data_loader(data_loader: Any, accelerator: Any) -> None:
     """Check that every row is read and that augmentations differ between processes."""
-    seen: list[int] = []
+    row_numbers: list[int] = []
     for batch in data_loader:
-        seen += accelerator.gather_for_metrics(batch["index"]).tolist()
-    assert sorted(seen) == list(range(NUM_ELEMENTS)), seen
+        row_numbers += accelerator.gather_for_metrics(batch["index"]).tolist()
+    assert sorted(row_numbers) == list(range(NUM_ELEMENTS)), row_numbers
 
 
 def _resumed(accelerator: Any, iterable: bool, folder: str | None = None) -> None:

@@ -58,10 +58,11 @@ def check_weights(
     operation: str, state_1: dict[str, Tensor], state_2: dict[str, Tensor]
 ) -> None:
     """Raise unless two state dictionaries are the `same`, or `diff`erent, as `operation` says."""
-    same = all(
-        torch.allclose(one.cpu(), state_2[name].cpu()) for name, one in state_1.items()
+    are_equal = all(
+        torch.allclose(weight.cpu(), state_2[name].cpu())
+        for name, weight in state_1.items()
     )
-    assert same == (operation == "same"), f"weights should be {operation}"
+    assert are_equal == (operation == "same"), f"weights should be {operation}"
 
 
 def check_safetensors_weights(path: str, model: Any) -> None:
@@ -87,13 +88,13 @@ def _by_command(folder: str, path: str, safe_serialization: bool) -> None:
 
 
 def _test(
-    about: str, merge: Callable[..., None], safe: bool
+    description: str, merge: Callable[..., None], safe: bool
 ) -> Callable[[Any, str], None]:
     def check(model: Any, path: str) -> None:
         merge(str(Path(path, "pytorch_model_fsdp_0")), path, safe_serialization=safe)
         (check_safetensors_weights if safe else check_pytorch_weights)(path, model)
 
-    check.__doc__ = about
+    check.__doc__ = description
     return check
 
 

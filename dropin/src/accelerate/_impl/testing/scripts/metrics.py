@@ -44,11 +44,11 @@ def generate_predictions(
     model: Any, dataloader: Any, accelerator: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
-        found = [
+        gathered_batches = [
             accelerator.gather_for_metrics((model(batch["x"]), batch["y"]))
             for batch in dataloader
         ]
-    outputs, targets = zip(*found, strict=True)
+    outputs, targets = zip(*gathered_batches, strict=True)
     return torch.cat(outputs), torch.cat(targets)
 
 
@@ -77,9 +77,11 @@ def test_gather_for_metrics_with_iterable_dataset() -> None:
             DummyIterableDataset([torch.tensor(n) for n in range(30)]), batch_size=10
         )
     )
-    found = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
+    gathered_samples = torch.cat(
+        [accelerator.gather_for_metrics(batch) for batch in loader]
+    )
     logger.removeHandler(handler)
-    assert found.tolist() == list(range(30)), found
+    assert gathered_samples.tolist() == list(range(30)), gathered_samples
     assert not handler.logs, handler.logs
 
 
@@ -87,17 +89,17 @@ def test_gather_for_metrics_with_non_tensor_objects_iterable_dataset() -> None:
     accelerator = Accelerator(
         dataloader_config=DataLoaderConfiguration(dispatch_batches=False)
     )
-    words = [str(one) for one in range(30)]
+    words = [str(word) for word in range(30)]
     plain: DataLoader[Any] = DataLoader(
         DummyIterableDataset(words), batch_size=10, collate_fn=list
     )
     loader = accelerator.prepare(plain)
-    found = [
-        one
+    gathered_words = [
+        word
         for batch in loader
-        for one in accelerator.gather_for_metrics(batch, use_gather_object=True)
+        for word in accelerator.gather_for_metrics(batch, use_gather_object=True)
     ]
-    assert sorted(found, key=int) == words, found
+    assert sorted(gathered_words, key=int) == words, gathered_words
 
 
 def test_gather_for_metrics_drop_last() -> None:

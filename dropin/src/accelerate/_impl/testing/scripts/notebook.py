@@ -39,19 +39,19 @@ def bipolar_sleep_function(sleep_sec: int) -> None:
 
 def assert_clean_cuda_fork_function() -> None:
     """Raise where CUDA was initialised before the process began."""
-    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's own
-    assert not begun, "CUDA was initialised by the parent"
+    is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's own
+    assert not is_initialized, "CUDA was initialised by the parent"
 
 
 def _check(
-    about: str, function: Callable[[], None], **options: Any
+    description: str, function: Callable[[], None], **options: Any
 ) -> Callable[[], None]:
     def run() -> None:
         accelerate.notebook_launcher(
             function, (), num_processes=NUM_PROCESSES, **options
         )
 
-    run.__doc__ = about
+    run.__doc__ = description
     return run
 
 

@@ -25,13 +25,13 @@ def _all(state: Any) -> torch.Tensor:
     return torch.arange(1.0, state.num_processes**2 + 1, device=state.device)
 
 
-def _equal(found: Any, expected: Any) -> None:
-    same = (
-        torch.equal(found, expected)
-        if isinstance(found, torch.Tensor)
-        else found == expected
+def _equal(actual: Any, expected: Any) -> None:
+    is_equal = (
+        torch.equal(actual, expected)
+        if isinstance(actual, torch.Tensor)
+        else actual == expected
     )
-    assert same, f"the processes got {found} instead of {expected}"
+    assert is_equal, f"the processes got {actual} instead of {expected}"
 
 
 def test_gather(state: Any) -> None:
@@ -59,13 +59,15 @@ def test_broadcast(state: Any) -> None:
 
 def test_pad_across_processes(state: Any) -> None:
     """Check that shorter tensors are filled with zeros up to the longest one's length."""
-    own = torch.arange(
+    local_tensor = torch.arange(
         state.num_processes + (state.process_index == 0), device=state.device
     )
-    padded = tensors.pad_across_processes(own)
+    padded = tensors.pad_across_processes(local_tensor)
     _equal(padded.shape, torch.Size([state.num_processes + 1]))
-    _equal(padded[: len(own)], own)
-    assert not padded[len(own) :].any(), f"padded with {padded[len(own) :]}"
+    _equal(padded[: len(local_tensor)], local_tensor)
+    assert not padded[len(local_tensor) :].any(), (
+        f"padded with {padded[len(local_tensor) :]}"
+    )
 
 
 def test_reduce_sum(state: Any) -> None:
@@ -83,15 +85,15 @@ def test_reduce_mean(state: Any) -> None:
 
 
 def test_reduce_max(state: Any) -> None:
-    found = tensors.gather(create_tensor(state)).max()
-    _equal(found, torch.tensor(float(state.num_processes**2), device=state.device))
+    largest = tensors.gather(create_tensor(state)).max()
+    _equal(largest, torch.tensor(float(state.num_processes**2), device=state.device))
 
 
 def test_op_checker(state: Any) -> None:
     """Check that unequal shapes are named before they can hang, where ACCELERATE_DEBUG_MODE asks for that."""
     if state.num_processes == 1:
         return
-    before, state.debug = state.debug, True
+    saved_debug, state.debug = state.debug, True
     try:
         with patch_environment(ACCELERATE_DEBUG_MODE="1"):
             uneven = torch.zeros(2 + state.process_index, device=state.device)
@@ -102,7 +104,7 @@ def test_op_checker(state: Any) -> None:
                 ):
                     operation({"tensor": uneven})
     finally:
-        state.debug = before
+        state.debug = saved_debug
 
 
 def test_copy_tensor_to_devices(state: Any) -> None:

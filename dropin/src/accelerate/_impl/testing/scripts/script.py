@@ -45,11 +45,11 @@ def generate_baseline_dataloader(
     )
 
 
-def _print(about: str, index: str, what: str) -> Callable[..., None]:
+def _print(description: str, index: str, subject: str) -> Callable[..., None]:
     def say(state: Any, process_idx: int = 0) -> None:
-        print(f"Printing from {what.format(process_idx)} {getattr(state, index)}")  # noqa: T201  captured by the check
+        print(f"Printing from {subject.format(process_idx)} {getattr(state, index)}")  # noqa: T201  captured by the check
 
-    say.__doc__ = about
+    say.__doc__ = description
     return say
 
 
@@ -92,9 +92,11 @@ def process_execution_check() -> None:
         )
         for index in range(accelerator.num_processes)
     ]
-    for function, args, here in cases:
-        said = capture_call_output(function, *args).strip()
-        assert bool(said) == here, f"process {accelerator.process_index} said {said!r}"
+    for function, args, runs_here in cases:
+        printed_text = capture_call_output(function, *args).strip()
+        assert bool(printed_text) == runs_here, (
+            f"process {accelerator.process_index} said {printed_text!r}"
+        )
         accelerator.wait_for_everyone()
     with accelerator.main_process_first():
         order = accelerator.process_index
@@ -133,23 +135,27 @@ def _loaders_checked(dispatch_batches: bool) -> None:
         for split_batches in (False, True):
             size = 8 * (state.num_processes if split_batches else 1)
             plain = DataLoader(range(length), batch_size=size, shuffle=shuffle)  # type: ignore[arg-type, var-annotated]
-            how: Any = {
+            loader_options: Any = {
                 "put_on_device": True,
                 "split_batches": split_batches,
                 "dispatch_batches": dispatch_batches,
             }
-            found = _rows(
+            loaded_rows = _rows(
                 prepare_data_loader(
-                    plain, state.device, state.num_processes, state.process_index, **how
+                    plain,
+                    state.device,
+                    state.num_processes,
+                    state.process_index,
+                    **loader_options,
                 )
             )
-            assert torch.equal(found.sort().values, torch.arange(length)), (
-                f"rows {found.tolist()} of {length}"
+            assert torch.equal(loaded_rows.sort().values, torch.arange(length)), (
+                f"rows {loaded_rows.tolist()} of {length}"
             )
-            assert shuffle or torch.equal(found, torch.arange(length)), (
-                f"rows out of order: {found.tolist()}"
+            assert shuffle or torch.equal(loaded_rows, torch.arange(length)), (
+                f"rows out of order: {loaded_rows.tolist()}"
             )
-            assert not shuffle or not torch.equal(found, torch.arange(length)), (
+            assert not shuffle or not torch.equal(loaded_rows, torch.arange(length)), (
                 "rows were not shuffled"
             )
         kind = "central dataloader" if dispatch_batches else "dataloader"
@@ -193,7 +199,7 @@ def _shuffled(**options: Any) -> Callable[[], list[Any]]:
 def check_seedable_sampler() -> None:
     """Check that a seed gives the same order again, and each epoch another one."""
     set_seed(42)
-    first, second = (one := _shuffled())(), one()
+    first, second = (read_rows := _shuffled())(), read_rows()
     set_seed(42)
     assert _shuffled()() == first != second
 
