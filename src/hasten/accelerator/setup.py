@@ -319,8 +319,7 @@ def open_trackers(
     folder = config.project.logging_dir or config.project.project_dir
     requested_trackers = log_with if log_with is not None else config.tracking.log_with
     trackers: list[Tracker] = []
-    rank = ctx.topology.rank
-    is_main = rank == 0 and _writes_run(config)
+    is_main = ctx.topology.rank == 0 and _writes_run(config)
     if requested_trackers != ():
         with agree(ctx.world, "loading the trackers"):
             # only a run with trackers needs it
@@ -334,9 +333,7 @@ def open_trackers(
     return TrackerManager(
         trackers,
         is_main=is_main,
-        rank=rank,
         directory=Path(folder) if folder else None,
-        share=ctx.world.broadcast_object,
         fetch=fetch_scalars,
     )
 

@@ -32,24 +32,18 @@ class Run:
     """One training run, as passed to a tracker at its start."""
 
     project: str
-    run_id: str  # created by hasten, the same on every rank and after a resume
+    run_id: str  # created by hasten, the same after a resume
     directory: Path  # folder for trackers that write files
     # Any: JSON values, possibly nested; as passed by the user
     config: Mapping[str, Any] = field(default_factory=dict)
     # this tracker's entry of `init_kwargs`
     options: Options = field(default_factory=dict)
-    rank: int = 0
     resume: Resume | None = None
 
     @property
     def shown_config(self) -> dict[str, Any]:
         """The config with credentials masked, for files and pages."""
         return {name: masked_value(name, value) for name, value in self.config.items()}
-
-    @property
-    def label(self) -> str:
-        """The run id, made unique per process for trackers that run on every rank."""
-        return self.run_id if self.rank == 0 else f"{self.run_id}-rank{self.rank}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +97,7 @@ class TableEntry:
 class Tracker(ABC):
     """Base class of trackers; a subclass needs a `name` and `log`, the rest is optional.
 
-    Ranks: an instance is used on the main process alone, or on every rank if `every_rank` is true.
+    Ranks: main only.
     `start` and `finish` run on the main thread; `log*`, `rewind` and `flush` on one writer thread, in order.
     An exception of a method becomes one warning: a tracker cannot stop training.
     """
@@ -113,7 +107,6 @@ class Tracker(ABC):
     """Importable name of the package that the tracker needs; empty for none."""
     package_versions: str = ""
     """Versions of the package that the tracker works with, such as ">=0.7"."""
-    every_rank: bool = False
 
     @property
     def native(self) -> Any:  # Any: the object of a foreign package
@@ -122,7 +115,7 @@ class Tracker(ABC):
 
     def start(self, run: Run) -> str:
         """Open the run, or reopen `run.resume`; return the id for a later resume."""
-        return run.resume.run_id if run.resume else run.label
+        return run.resume.run_id if run.resume else run.run_id
 
     @abstractmethod
     def log(self, entry: Entry) -> None:

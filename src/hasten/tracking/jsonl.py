@@ -24,8 +24,7 @@ class JsonlTracker(Tracker):
 
     name = "jsonl"
 
-    def __init__(self, *, every_rank: bool = False) -> None:
-        self.every_rank = every_rank
+    def __init__(self) -> None:
         self._file: IO[bytes] | None = None
         self._folder = Path()
 
@@ -38,8 +37,7 @@ class JsonlTracker(Tracker):
         """Open the run's file for appending; on a resume, mark the step from which it continues."""
         self._folder = run.directory / run.project / run.run_id
         self._folder.mkdir(parents=True, exist_ok=True)
-        name = "metrics.jsonl" if run.rank == 0 else f"metrics.rank{run.rank}.jsonl"
-        path = self._folder / name
+        path = self._folder / "metrics.jsonl"
         torn = (
             path.exists()
             and not path.read_bytes().endswith(b"\n")
@@ -48,10 +46,9 @@ class JsonlTracker(Tracker):
         self._file = path.open("ab")
         if torn:  # the last run died in the middle of a line
             self._file.write(b"\n")
-        if run.rank == 0:
-            (self._folder / "config.json").write_text(
-                json.dumps(run.shown_config, indent=2) + "\n", encoding="utf-8"
-            )
+        (self._folder / "config.json").write_text(
+            json.dumps(run.shown_config, indent=2) + "\n", encoding="utf-8"
+        )
         if run.resume:
             self.rewind(run.resume.step)
         self._file.flush()

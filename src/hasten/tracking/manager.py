@@ -58,7 +58,7 @@ class _Draft:
 class TrackerManager:
     """Dispatcher of values to the trackers of one process: deferred, in order, off the training thread, never raising.
 
-    Ranks: exists on every rank; away from the main process, only trackers with `every_rank` are active.
+    Ranks: exists on every rank; only the main process has active trackers.
     A tracker starts on first use, so that a checkpoint loaded before the first `log` continues its old run.
     """
 
@@ -67,31 +67,19 @@ class TrackerManager:
         trackers: Sequence[Tracker],
         *,
         is_main: bool = True,
-        rank: int = 0,
         directory: Path | None = None,
-        share: Callable[[str], str] = lambda run_id: run_id,
         fetch: Fetch = fetch_one_by_one,
         flush_every_s: float = 2.0,
         max_pending: int = 1024,
     ) -> None:
-        """Manage `trackers`; `share` broadcasts the main process's string (collective), `fetch` reads many scalar tensors at once."""
-        self.names: tuple[str, ...] = ()
+        """Manage `trackers`; `fetch` reads many scalar tensors at once."""
+        self.names = tuple(tracker.name for tracker in trackers)
         self._notices: deque[str] = deque()
-        self._tracker_writers: list[TrackerWriter] = []
-        self._shares_id = False
-        for tracker in trackers:
-            self.names += (tracker.name,)
-            self._shares_id |= tracker.every_rank
-            if is_main or tracker.every_rank:
-                self._tracker_writers.append(
-                    TrackerWriter(tracker, self._notices.append)
-                )
-        self._rank, self._directory, self._share, self._fetch = (
-            rank,
-            directory,
-            share,
-            fetch,
-        )
+        self._tracker_writers = [
+            TrackerWriter(tracker, self._notices.append)
+            for tracker in (trackers if is_main else ())
+        ]
+        self._directory, self._fetch = directory, fetch
         self._flush_every_s, self._max_pending = flush_every_s, max_pending
         self._writer = Writer(self._send_older, flush_every_s / 2)
         self._pending: deque[_Draft] = deque()
@@ -141,7 +129,6 @@ class TrackerManager:
             )
         self.finish()
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-        run_id = self._share(run_id) if self._shares_id else run_id
         directory = self._directory or Path("runs")
         if self._directory is None and self._tracker_writers:
             log.info("trackers write to ./runs because no project_dir was given")
@@ -150,7 +137,6 @@ class TrackerManager:
             run_id=run_id,
             directory=directory,
             config=plain_config(config),
-            rank=self._rank,
         )
         self._init_kwargs = init_kwargs or {}
         self._step = int(self._resume["step"]) if self._resume else -1
@@ -161,7 +147,7 @@ class TrackerManager:
         self._started = True
         old = self._resume or {}
         run = replace(self._run, run_id=old.get("run_id", self._run.run_id))
-        ids: Mapping[str, str] = old.get("runs", {}).get(str(self._rank), {})
+        ids: Mapping[str, str] = old.get("runs", {})
         for writer in self._tracker_writers:
             name = writer.tracker.name
             resume = (
@@ -434,7 +420,7 @@ class TrackerManager:
             "project": self._run.project,
             "run_id": self._run.run_id,
             "step": self._step,
-            "runs": {str(self._rank): ids},
+            "runs": ids,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

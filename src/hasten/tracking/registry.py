@@ -38,7 +38,7 @@ def build(
 ) -> list[Tracker]:
     """Create the trackers of `log_with`: a name, "all" (those whose packages are installed), an instance, or a list of these.
 
-    The packages of trackers that are active on this process (`is_main`, or `every_rank`) are imported here. With `missing="warn"` a
+    The packages are imported on the main process. With `missing="warn"` a
     named tracker whose package is not installed or cannot be imported is omitted with a warning, as with "all".
     Raises: TrackerError for an unknown or repeated name; MissingPackageError for a named one whose package is missing or broken.
     """
@@ -53,9 +53,7 @@ def build(
     trackers: list[Tracker] = []
     for item in items:
         if isinstance(item, Tracker):
-            trackers += (
-                [item] if _is_usable(item, missing, is_main or item.every_rank) else []
-            )
+            trackers += [item] if _is_usable(item, missing, is_main) else []
             continue
         name = str(item.value if isinstance(item, Enum) else item).lower()
         names, lenient = (installed(), "warn") if name == "all" else ([name], missing)

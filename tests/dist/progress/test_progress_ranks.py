@@ -20,8 +20,6 @@ from hasten.progress.build import progress, straggler_watch
 from hasten.progress.straggler import BackwardTimer
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.tracking.base import Entry, Run, Tracker
-from hasten.tracking.manager import TrackerManager
 
 
 @ranks(2, 4)
@@ -95,37 +93,6 @@ def test_a_loop_on_the_main_process_alone_does_not_hang(ctx: ProcessContext) -> 
         assert seen == [0, 1, 2, 3, 4]
         assert watch is not None
         assert watch.found is None, "a rank that has no loop is not a slow one"
-
-
-class Runs(Tracker):
-    """Keeps the run it was started with."""
-
-    name, every_rank = "runs", True
-
-    def start(self, run: Run) -> str:
-        self.run = run
-        return run.label
-
-    def log(self, entry: Entry) -> None:
-        """Keep nothing."""
-
-
-@ranks(2)
-def test_trackers_on_every_rank_share_the_run(ctx: ProcessContext) -> None:
-    tracker = Runs()
-    manager = TrackerManager(
-        [tracker],
-        is_main=ctx.world.rank == 0,
-        rank=ctx.world.rank,
-        share=ctx.world.broadcast_object,
-    )
-    manager.init("project")
-    manager.log({"loss": 1.0})
-    ids = ctx.world.all_gather_object(tracker.run.run_id)
-    labels = ctx.world.all_gather_object(tracker.run.label)
-    manager.finish()
-    assert ids[0] == ids[1]
-    assert labels == [ids[0], f"{ids[0]}-rank1"]
 
 
 @pytest.mark.parametrize("pad", ["least", "full"])

@@ -74,7 +74,6 @@ def read_tensorboard(folder: Path, run_id: str) -> Curve:
     events = reader.EventAccumulator(str(folder / "project" / run_id))
     events.Reload()
     assert len(events.Images("picture/0")) >= 1
-    assert "answers/text_summary" in events.Tags()["tensors"]
     return [(event.step, event.value) for event in events.Scalars("train/loss")]
 
 
@@ -91,8 +90,6 @@ def read_mlflow(folder: Path, run_id: str) -> Curve:
     assert run.info.status == "FINISHED"
     assert run.data.params == {"lr": "0.1", "model/depth": "2"}
     assert run.data.tags["note"] == "hello"
-    assert [item.path for item in client.list_artifacts(run_id, "answers")]
-    assert len(client.list_artifacts(run_id, "images/picture")) == 4
     return [
         (metric.step, metric.value)
         for metric in client.get_metric_history(run_id, "train/loss")
@@ -235,7 +232,7 @@ def main() -> None:
     second = (
         first if name in ONCE else train(name, folder, first, range(3, 8), failed=False)
     )
-    ids = [state["runs"]["0"][name] for state in (first, second)]
+    ids = [state["runs"][name] for state in (first, second)]
     curve = globals()[f"read_{name}"](folder, ids[-1])
     sys.stdout.write(
         "\n" + json.dumps({"curve": curve, "ids": ids, "step": second["step"]}) + "\n"

@@ -41,8 +41,6 @@ def test_a_package_that_cannot_be_imported_is_an_error() -> None:
         assert "Reinstall it: pip uninstall wandb" in str(caught.value)
         assert "missing_tracker: warn" in str(caught.value)
     assert build("wandb", is_main=False), "other ranks do not import it"
-    with pytest.raises(MissingPackageError):
-        build(WandbTracker(every_rank=True), is_main=False)
 
 
 @pytest.mark.usefixtures("broken")

@@ -27,7 +27,7 @@ extension = Extension(name="paper", summary="lines on paper", trackers=places)
 
 
 def test_names_instances_and_lists_are_accepted() -> None:
-    tracker = JsonlTracker(every_rank=True)
+    tracker = JsonlTracker()
     assert build(None) == []
     assert build(tracker) == [tracker]
     assert [one.name for one in build("jsonl")] == ["jsonl"]

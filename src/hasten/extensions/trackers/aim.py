@@ -15,9 +15,8 @@ class AimTracker(Tracker):
     name = "aim"
     package = "aim"
 
-    def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         """Pass `options` to aim.Run, for example `repo="aim://host:53800"`."""
-        self.every_rank = every_rank
         self._options = options
         self._run: Any = None  # Any: aim is an optional package
         self._aim: Any = None
@@ -41,7 +40,7 @@ class AimTracker(Tracker):
             **run.options,
         }
         self._run = self._aim.Run(**options)
-        self._run.name = run.label
+        self._run.name = run.run_id
         if run.config:
             self._run["config"] = run.shown_config
         return str(self._run.hash)

@@ -14,11 +14,8 @@ class ClearmlTracker(Tracker):
     name = "clearml"
     package = "clearml"
 
-    def __init__(
-        self, *, every_rank: bool = False, offline: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, *, offline: bool = False, **options: Any) -> None:
         """Pass `options` to clearml.Task.init."""
-        self.every_rank = every_rank
         self._options = {"offline": offline, **options}
         self._offline = offline
         self._task: Any = None  # Any: clearml is an optional package
@@ -33,7 +30,7 @@ class ClearmlTracker(Tracker):
         task = need("clearml", why='log_with="clearml"').Task
         options = {
             "project_name": run.project,
-            "task_name": run.label,
+            "task_name": run.run_id,
             "reuse_last_task_id": False,
             "continue_last_task": run.resume.run_id if run.resume else False,
             "auto_connect_frameworks": False,

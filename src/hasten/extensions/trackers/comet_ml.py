@@ -9,7 +9,7 @@ from typing import Any
 
 from hasten.optional import need
 from hasten.runtime import env as environment
-from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
+from hasten.tracking.base import Entry, Run, Tracker
 from hasten.tracking.values import flatten
 
 
@@ -19,9 +19,8 @@ class CometTracker(Tracker):
     name = "comet_ml"
     package = "comet_ml"
 
-    def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         """Pass `options` to comet_ml.start, unknown ones to comet_ml.ExperimentConfig."""
-        self.every_rank = every_rank
         self._options = options
         self._experiment: Any = None  # Any: comet_ml is an optional package
 
@@ -47,7 +46,7 @@ class CometTracker(Tracker):
         key = (
             run.resume.run_id
             if run.resume
-            else hashlib.blake2b(run.label.encode(), digest_size=16).hexdigest()
+            else hashlib.blake2b(run.run_id.encode(), digest_size=16).hexdigest()
         )
         named = {"experiment_key": key, "mode": "get_or_create"}
         self._experiment = comet.start(**{"project": run.project, **named, **given})
@@ -60,23 +59,6 @@ class CometTracker(Tracker):
         self._experiment.log_metrics(entry.numbers, step=entry.step, **entry.options)
         if entry.texts:
             self._experiment.log_others(entry.texts)
-
-    def log_images(self, entry: ImageEntry) -> None:
-        """Log every image under its name."""
-        for name, images in entry.images.items():
-            for index, image in enumerate(images):
-                title = name if len(images) == 1 else f"{name}_{index}"
-                flat = image.squeeze(2) if image.shape[2] == 1 else image
-                self._experiment.log_image(
-                    flat, name=title, step=entry.step, **entry.options
-                )
-
-    def log_table(self, entry: TableEntry) -> None:
-        """Log the table as a CSV asset."""
-        rows = [list(row) for row in entry.rows]
-        self._experiment.log_table(
-            f"{entry.name}.csv", rows, headers=list(entry.columns), **entry.options
-        )
 
     def finish(self, failed: bool) -> None:
         """End the experiment; offline, this writes the archive."""

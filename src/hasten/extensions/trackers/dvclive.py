@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hasten.optional import need
-from hasten.tracking.base import Entry, ImageEntry, Run, Tracker
+from hasten.tracking.base import Entry, Run, Tracker
 
 
 class DvcliveTracker(Tracker):
@@ -14,9 +14,8 @@ class DvcliveTracker(Tracker):
     name = "dvclive"
     package = "dvclive"
 
-    def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         """Pass `options` to dvclive.Live; a DVC experiment is saved only with `save_dvc_exp=True`."""
-        self.every_rank = every_rank
         self._options = options
         self._live: Any = None  # Any: dvclive is an optional package
 
@@ -28,7 +27,7 @@ class DvcliveTracker(Tracker):
     def start(self, run: Run) -> str:
         """Open the folder, or continue in that of the checkpoint."""
         dvclive = need("dvclive", why='log_with="dvclive"')
-        folder = run.directory / run.project / run.label / "dvclive"
+        folder = run.directory / run.project / run.run_id / "dvclive"
         options = {
             "dir": str(folder),
             "resume": run.resume is not None,
@@ -40,21 +39,13 @@ class DvcliveTracker(Tracker):
         self._live = dvclive.Live(**options)
         if run.config and not run.resume:
             self._live.log_params(run.shown_config)
-        return run.label
+        return run.run_id
 
     def log(self, entry: Entry) -> None:
         """Log every value at its step."""
         self._live.step = entry.step
         for name, value in entry.values.items():
             self._live.log_metric(name, value, **entry.options)
-
-    def log_images(self, entry: ImageEntry) -> None:
-        """Save the images of this step."""
-        self._live.step = entry.step
-        for name, images in entry.images.items():
-            for index, image in enumerate(images):
-                flat = image.squeeze(2) if image.shape[2] == 1 else image
-                self._live.log_image(f"{name}_{index}.png", flat)
 
     def flush(self) -> None:
         """Write the summary file."""

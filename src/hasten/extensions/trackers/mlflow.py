@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hasten.optional import check_installed, need
-from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
+from hasten.tracking.base import Entry, Run, Tracker
 from hasten.tracking.values import flatten
 
 _BATCH = 100  # largest number of parameters in one call of MLflow
@@ -21,12 +21,10 @@ class MlflowTracker(Tracker):
     def __init__(
         self,
         *,
-        every_rank: bool = False,
         tracking_uri: str | None = None,
         **options: Any,
     ) -> None:
         """Create a tracker with the options `run_name` and `tags`; the default store is MLflow's setting or a local folder."""
-        self.every_rank = every_rank
         self._uri = tracking_uri
         self._options = options
         self._mlflow: Any = None  # Any: mlflow is an optional package
@@ -71,7 +69,7 @@ class MlflowTracker(Tracker):
     def _create(self, run: Run, options: dict[str, Any]) -> None:
         experiment = self._experiment(run.project)
         created = self.client.create_run(
-            experiment, **{"run_name": run.label, **options}
+            experiment, **{"run_name": run.run_id, **options}
         )
         self.run_id = created.info.run_id
         self.log_params(dict(flatten(run.shown_config)))
@@ -103,25 +101,6 @@ class MlflowTracker(Tracker):
         ]
         tags = [entities.RunTag(name, value) for name, value in entry.texts.items()]
         self.client.log_batch(self.run_id, metrics=metrics, tags=tags, **entry.options)
-
-    def log_images(self, entry: ImageEntry) -> None:
-        """Log the images as PNG artifacts `images/<name>/<step>_<n>.png`."""
-        for name, images in entry.images.items():
-            for index, image in enumerate(images):
-                path = f"images/{name}/{entry.step:08d}_{index}.png"
-                self.client.log_image(
-                    self.run_id, image, artifact_file=path, **entry.options
-                )
-
-    def log_table(self, entry: TableEntry) -> None:
-        """Log the table as a JSON artifact in MLflow's table format."""
-        content = {
-            "columns": list(entry.columns),
-            "data": [list(row) for row in entry.rows],
-        }
-        self.client.log_dict(
-            self.run_id, content, f"{entry.name}/{entry.step:08d}.json"
-        )
 
     def finish(self, failed: bool) -> None:
         """Set the final status."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from hasten.optional import need
 from hasten.runtime import env as environment
-from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
+from hasten.tracking.base import Entry, ImageEntry, Run, Tracker
 
 
 class SwanlabTracker(Tracker):
@@ -18,9 +18,8 @@ class SwanlabTracker(Tracker):
     package = "swanlab"
     package_versions = ">=0.7"
 
-    def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         """Pass `options` to swanlab.init, for example `mode="local"`."""
-        self.every_rank = every_rank
         self._options = options
         self._run: Any = None  # Any: swanlab is an optional package
         self._swanlab: Any = None
@@ -40,10 +39,10 @@ class SwanlabTracker(Tracker):
         found = (
             run.resume.run_id
             if run.resume
-            else hashlib.blake2b(run.label.encode(), digest_size=10).hexdigest()
+            else hashlib.blake2b(run.run_id.encode(), digest_size=10).hexdigest()
         )
         named = {
-            "name": run.label,
+            "name": run.run_id,
             "id": found,
             "resume": "allow",
             "log_dir": str(folder),
@@ -75,12 +74,6 @@ class SwanlabTracker(Tracker):
             for name, images in entry.images.items()
         }
         self._run.log(media, step=entry.step, **entry.options)
-
-    def log_table(self, entry: TableEntry) -> None:
-        """Log a table chart."""
-        table = self._swanlab.echarts.Table()
-        table.add(list(entry.columns), [list(row) for row in entry.rows])
-        self._run.log({entry.name: table}, step=entry.step, **entry.options)
 
     def finish(self, failed: bool) -> None:
         """Finish the run; a failed training is marked as crashed."""

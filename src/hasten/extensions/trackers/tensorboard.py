@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.optional import need
-from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
+from hasten.tracking.base import Entry, ImageEntry, Run, Tracker
 from hasten.tracking.values import flatten
 
 
@@ -17,9 +17,8 @@ class TensorboardTracker(Tracker):
     name = "tensorboard"
     package = "tensorboard"
 
-    def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         """Pass `options` to SummaryWriter."""
-        self.every_rank = every_rank
         self._options = options
         self._folder = Path()
         self._writer: Any = None  # Any: torch is not imported by this module's types
@@ -33,11 +32,11 @@ class TensorboardTracker(Tracker):
         """Open a writer; on a resume, hide values that an earlier process logged after the checkpoint."""
         need("tensorboard", why='log_with="tensorboard"')
         self._options = {**self._options, **run.options}
-        self._folder = run.directory / run.project / run.label
+        self._folder = run.directory / run.project / run.run_id
         self._open(purge_step=run.resume.step + 1 if run.resume else None)
         if run.config and not run.resume:
             self._write_config(run)
-        return run.label
+        return run.run_id
 
     def log(self, entry: Entry) -> None:
         """Add one scalar or text per value."""
@@ -57,14 +56,6 @@ class TensorboardTracker(Tracker):
                 self._writer.add_image(
                     tag, image, entry.step, walltime=entry.time_s, **options
                 )
-
-    def log_table(self, entry: TableEntry) -> None:
-        """Add the table as formatted text."""
-        lines = [list(entry.columns), ["---"] * len(entry.columns), *entry.rows]
-        text = "\n".join(
-            "| " + " | ".join(str(cell) for cell in line) + " |" for line in lines
-        )
-        self._writer.add_text(entry.name, text, entry.step, walltime=entry.time_s)
 
     def rewind(self, step: int) -> None:
         """Open another event file that hides the steps after `step`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hasten.optional import need
-from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
+from hasten.tracking.base import Entry, ImageEntry, Run, Tracker
 
 
 class TrackioTracker(Tracker):
@@ -14,9 +14,8 @@ class TrackioTracker(Tracker):
     name = "trackio"
     package = "trackio"
 
-    def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         """Pass `options` to trackio.init, for example `space_id=...`."""
-        self.every_rank = every_rank
         self._options = options
         self._run: Any = None  # Any: trackio is an optional package
         self._trackio: Any = None
@@ -29,7 +28,7 @@ class TrackioTracker(Tracker):
     def start(self, run: Run) -> str:
         """Start the run, or continue that of the checkpoint."""
         self._trackio = need("trackio", why='log_with="trackio"')
-        name = run.resume.run_id if run.resume else run.label
+        name = run.resume.run_id if run.resume else run.run_id
         named = {
             "name": name,
             "resume": "must" if run.resume else "never",
@@ -59,18 +58,6 @@ class TrackioTracker(Tracker):
             for index, image in enumerate(images)
         }
         self._run.log(media, step=entry.step, **entry.options)
-
-    def log_table(self, entry: TableEntry) -> None:
-        """Log a Trackio table."""
-        pandas = need("pandas", why="tables in trackio")
-        frame = pandas.DataFrame(
-            [list(row) for row in entry.rows], columns=list(entry.columns)
-        )
-        self._run.log(
-            {entry.name: self._trackio.Table(dataframe=frame)},
-            step=entry.step,
-            **entry.options,
-        )
 
     def finish(self, failed: bool) -> None:
         """Finish the run; the package sends pending records."""

@@ -16,9 +16,8 @@ class WandbTracker(Tracker):
     name = "wandb"
     package = "wandb"
 
-    def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         """Pass `options` to wandb.init, for example `mode="offline"` or `entity=...`."""
-        self.every_rank = every_rank
         self._options = options
         self._run: Any = None  # Any: wandb is an optional package
         self._wandb: Any = None
@@ -38,7 +37,7 @@ class WandbTracker(Tracker):
             "dir": folder,
             "id": run.resume.run_id
             if run.resume
-            else env.get("WANDB_RUN_ID") or run.label,
+            else env.get("WANDB_RUN_ID") or run.run_id,
             "resume": "allow",
             "reinit": "create_new",
         }
@@ -47,7 +46,6 @@ class WandbTracker(Tracker):
             "project": run.project,
             "config": run.shown_config,
             **named,
-            **({"group": run.run_id} if self.every_rank else {}),
             **self._options,
             **run.options,
         }
