@@ -50,7 +50,7 @@ ORDERS: Final = {
     "subset": "`SubsetRandomSampler`",
     "own numpy": "a sampler that owns a numpy generator",
     "own python": "a sampler that owns a `random.Random`",
-    "module generator": "a sampler that draws from a generator of its module",
+    "own torch": "a sampler that owns a torch generator",
     "counts epochs": "a sampler that counts its epochs",
     "shuffles in place": "a sampler that shuffles its own list in place",
     "batch sampler": "a batch sampler that draws from `np.random`",
@@ -84,7 +84,6 @@ PARTS: Final = {
 RECOGNISED: Final = ("hub shard", "hub split")
 OWN_BATCHES: Final = ("batch sampler", "own batch sampler")
 PATIENCE_S: Final = 300.0
-MODULE_RNG: Final = np.random.default_rng(5)
 
 
 @dataclass(frozen=True)
@@ -237,6 +236,7 @@ class Drawn(Sampler[int]):
         kinds: dict[str, Any] = {
             "own numpy": np.random.default_rng(3),
             "own python": random.Random(3),
+            "own torch": torch.Generator().manual_seed(3),
         }
         self.rng: Any = kinds.get(kind)
 
@@ -246,8 +246,8 @@ class Drawn(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         if self.kind == "own numpy":
             return iter(self.rng.permutation(self.size).tolist())
-        if self.kind == "module generator":
-            return iter(MODULE_RNG.permutation(self.size).tolist())
+        if self.kind == "own torch":
+            return iter(torch.randperm(self.size, generator=self.rng).tolist())
         if self.kind == "counts epochs":
             self.epoch += 1
             return iter(random.Random(self.epoch).sample(range(self.size), self.size))
@@ -366,13 +366,16 @@ class PartStream(Stream):
 
 
 class PartSampler(Sampler[int]):
-    """Shuffles, and yields this rank's indices; without a length."""
+    """Shuffles, and yields this rank's indices."""
 
     def __init__(self, size: int, place: tuple[int, int]) -> None:
         self.size, self.place = size, place
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(self.size).tolist()[self.place[0] :: self.place[1]])
+
+    def __len__(self) -> int:
+        return len(range(self.place[0], self.size, self.place[1]))
 
 
 class PartBatches(Batches):
@@ -390,6 +393,14 @@ class PartBatches(Batches):
         while order:
             yield order[:rows]
             order, rows = order[rows:], rows % 5 + 1
+
+    def __len__(self) -> int:
+        left = len(range(self.place[0], self.size, self.place[1]))
+        number = 0
+        while left > 0:
+            left -= number % 5 + 1
+            number += 1
+        return number
 
 
 def part_loader(
@@ -514,7 +525,7 @@ def user_loader(case: Case, place: tuple[int, int] = (0, 1)) -> DataLoader[Any]:
     if case.data in (
         "own numpy",
         "own python",
-        "module generator",
+        "own torch",
         "counts epochs",
         "shuffles in place",
     ):
@@ -544,7 +555,6 @@ def run(
     """Two epochs, or their part before or after the stop, as one rank sees them; or why it was refused."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(100 + ctx.rank if not resume else 999)
-    MODULE_RNG.bit_generator.state = np.random.default_rng(5).bit_generator.state
     config = DataLoaderConfiguration(
         split_batches=case.mode == "split",
         dispatch_batches=case.mode == "dispatch",

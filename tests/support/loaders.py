@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +79,6 @@ def prepared(
     mesh: MeshSpec | None = None,
     ctx: ProcessContext | None = None,
     seed: int = 7,
-    slice_fn: Callable[..., Any] | None = None,
     **settings: Any,
 ) -> Loader:
     """Return the loader prepared for one rank with the given fields of DataLoaderConfiguration."""
@@ -95,7 +93,6 @@ def prepared(
         clock=clock,
         device=device,
         seed=seed,
-        slice_fn=slice_fn,
     )
 
 

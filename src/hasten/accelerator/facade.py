@@ -491,7 +491,6 @@ class Accelerator:
         self,
         data_loader: Any,
         device_placement: bool | None = None,
-        slice_fn_for_dispatch: Any = None,
         already_sharded: bool | None = None,
     ) -> Loader:
         """Prepare a loader; it reads this process's share and puts the batches on the device.
@@ -507,7 +506,7 @@ class Accelerator:
         for replace in self._clock.parts.preparing:
             (loader,) = replace((loader,))
         prepared: Loader = self._preparer.prepare_loader(
-            loader, device_placement, slice_fn_for_dispatch, already_sharded
+            loader, device_placement, already_sharded
         )
         return prepared
 

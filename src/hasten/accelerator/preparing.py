@@ -312,17 +312,16 @@ class Preparer:
         self,
         loader: Any,
         placement: bool | None = None,
-        slice_fn: Any = None,
         already_sharded: bool | None = None,
     ) -> Any:
-        """Prepare one loader, with an optional user function for slicing batches."""
+        """Prepare one loader."""
         if self.done.holds(loader):
             return loader
         place = self._config.device_placement if placement is None else placement
         prepared = (
             None
             if loader is None
-            else self.loader(loader, place, self._seed(), slice_fn, already_sharded)
+            else self.loader(loader, place, self._seed(), already_sharded)
         )
         return self._replaced((prepared,))[0]
 
@@ -363,7 +362,6 @@ class Preparer:
         loader: Any,
         place: bool,
         seed: int,
-        slice_fn: Any = None,
         already_sharded: bool | None = None,
     ) -> Any:
         """Prepare a loader."""
@@ -378,7 +376,6 @@ class Preparer:
             clock=self._clock,
             device=self._ctx.device if place else None,
             seed=seed,
-            slice_fn=slice_fn,
             rng_types=self._rng_types,
             transfer=self._strategy.caps.transfer,
             already_sharded=already_sharded,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -14,21 +14,13 @@ from hasten import trees
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.batch_plan import ALONE, DataRanks, plan_rows
-from hasten.data.dispatch import (
-    BatchReader,
-    DispatchReader,
-    DispatchSource,
-    IndexedReader,
-    SliceFn,
-    StreamReader,
-)
+from hasten.data.dispatch import DispatchSource, IndexedReader, StreamReader
 from hasten.data.foreign import ForeignSplit, is_hub_stream, plainly
 from hasten.data.loader import Loader, LoaderIteration, LoaderParts, MakeMove, Move
 from hasten.data.position import Position
 from hasten.data.prefetch import LookAhead, Prefetch
 from hasten.data.rank_check import LoaderAgreement, agree_on_loader
 from hasten.data.sampler import (
-    Assignment,
     PlannedSampler,
     assignment_of,
     refuse_full_padding,
@@ -59,7 +51,6 @@ def prepare_loader(
     clock: StepClock,
     device: torch.device | None,
     seed: int,
-    slice_fn: SliceFn | None = None,
     rng_types: Collection[str] = (),
     transfer: MakeMove | None = None,
     already_sharded: bool | None = None,
@@ -78,43 +69,38 @@ def prepare_loader(
         log.info(
             "use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict"
         )
+    if already_sharded is None:
+        already_sharded = config.already_sharded
     data_ranks = ALONE if ctx.mesh == _ONE_RANK else _data_ranks(ctx)
-    is_declared_sharded = (
-        config.already_sharded if already_sharded is None else already_sharded
-    )
-    agreed = _agreed(
-        loader,
-        ctx,
-        config,
-        data_ranks,
-        _seed(loader, config, seed),
-        is_declared_sharded,
-    )
-    make = (
-        _stream_parts if isinstance(loader.dataset, IterableDataset) else _indexed_parts
-    )
+    agreed = _agreed(loader, ctx, config, data_ranks, seed, already_sharded)
+    is_sharded = agreed.sharded and data_ranks.num_shards > 1
     pinned = _pins(loader, device, config)
-    reading = engine_of(loader, pin_memory=True) if pinned else loader
-    source, total, shown = make(
-        _Request(
-            reading,
-            ctx,
-            config,
-            data_ranks,
-            slice_fn,
-            _depth(device, config, transfer),
-            device,
-            transfer,
-            agreed,
-        )
-    )
-    if pinned:
-        shown["pin_memory"] = True
+    engine = engine_of(loader, pin_memory=True) if pinned else loader
     iteration = LoaderIteration(Position(seed=agreed.seed))
-    if isinstance(shown.get("batch_sampler"), Assignment):
-        shown["batch_sampler"] = PlannedSampler(
-            shown["batch_sampler"], loader.sampler, iteration
-        )
+    shown: dict[str, Any] = {"pin_memory": True} if pinned else {}
+    source: BatchSource
+    if isinstance(loader.dataset, IterableDataset):
+        cutting = _cutting(engine, config, data_ranks)
+        source = _stream_source(engine, ctx, config, data_ranks, cutting, is_sharded)
+        batch_size, total = cutting.rows, cutting.step
+    else:
+        assignment = assignment_of(engine, ctx, config, data_ranks, is_sharded)
+        batch_size, total = assignment.plan.rows, None
+        if assignment.form == "rows":
+            total = assignment.plan.global_batch * assignment.stride
+        if assignment.form != "items":
+            planned = PlannedSampler(assignment, loader.sampler, iteration)
+            shown["batch_sampler"] = planned
+        depth = _depth(device, config, transfer)
+        ahead = _ahead(depth, device, transfer)
+        shard = data_ranks.shard if is_sharded else None
+        source = IndexedSource(engine, assignment, ctx.rank, ahead=ahead, shard=shard)
+        if config.dispatch_batches:
+            num_shards = data_ranks.num_shards
+            read = IndexedSource(engine, assignment, ctx.rank, num_shards, "always")
+            source = DispatchSource(read, IndexedReader(), ctx.world, data_ranks)
+    if loader.batch_size is not None:
+        shown["batch_size"] = batch_size
     loader_parts = LoaderParts(
         source=source,
         clock=clock,
@@ -122,10 +108,7 @@ def prepare_loader(
         move=_move(device, config, transfer),
         shard=data_ranks.shard,
         total_batch_size=total,
-        equalise=_equaliser(rng_types, loader, ctx)
-        if rng_types and ctx.world.size > 1
-        else None,
-        draws_as_torch=config.order == "torch",
+        equalise=_equaliser(rng_types, loader, ctx) if ctx.world.size > 1 else None,
     )
     if getattr(loader.batch_sampler, "drop_last", loader.drop_last):
         _warn_if_empty(source, data_ranks.num_shards, total)
@@ -144,65 +127,64 @@ def _agreed(
     config: DataLoaderConfiguration,
     data_ranks: DataRanks,
     seed: int,
-    is_declared_sharded: bool | None,
+    already_sharded: bool | None,
 ) -> LoaderAgreement:
     """Return the facts that the ranks agree on, after refusing incompatible settings."""
-    if ctx.world.size == 1:
-        agreed = LoaderAgreement(seed, sharded=False)
-    else:
-        reads_samples = not (
-            config.dispatch_batches and isinstance(loader.dataset, IterableDataset)
-        )
+    if config.data_seed is not None:
+        seed = config.data_seed
+    elif isinstance(loader.generator, torch.Generator):
+        seed = loader.generator.initial_seed()
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    agreed = LoaderAgreement(seed, sharded=False)
+    if ctx.world.size > 1:
+        facts = {
+            "batch_size": loader.batch_size,
+            "drop_last": loader.drop_last,
+            "the kind of sampler": type(loader.sampler).__name__,
+            "dispatch_batches": config.dispatch_batches,
+            "split_batches": config.split_batches,
+            "even_batches": config.even_batches,
+            "pad": config.pad,
+        }
+        reads_samples = not (config.dispatch_batches and is_stream)
         agreed = agree_on_loader(
-            loader,
-            _facts(loader, config),
-            is_declared_sharded,
-            seed,
-            ctx.world,
-            reads_samples,
+            loader, facts, already_sharded, seed, ctx.world, reads_samples
         )
-    if agreed.sharded or is_declared_sharded:
-        batched = loader.batch_size is not None or plainly(
-            loader.batch_sampler, BatchSampler
+    is_sharded = agreed.sharded or bool(already_sharded)
+    if is_sharded and config.dispatch_batches:
+        raise ConfigError(
+            "dispatch_batches=True with data that is already sharded: the reading rank would only see its part, and the rest would "
+            "never be read. Remove one of the two."
         )
-        _refuse_settings(bool(config.dispatch_batches), config.split_batches, batched)
+    has_batch_size = plainly(loader.batch_sampler, BatchSampler)
+    if is_sharded and config.split_batches and not has_batch_size:
+        raise ConfigError(
+            "split_batches=True with data that is already sharded and a custom batch sampler: no rank has rows of another rank's "
+            "batches. Set split_batches=False, or give the loader a batch_size."
+        )
+    if config.split_batches and loader.batch_sampler is None:
+        raise ConfigError(
+            "split_batches=True with batch_size=None: the dataset's items are whole batches, and reading each on every rank to keep "
+            "a part would waste the rest. Set split_batches=False, or give the loader a batch_size."
+        )
     if agreed.split is not None:
-        _check_split(
-            agreed.split,
-            data_ranks.shard,
-            data_ranks.num_shards,
-            ctx.world.size,
-            ctx.rank,
-        )
+        _check_split(agreed.split, data_ranks, ctx)
     return agreed
 
 
 def _check_split(
-    split: ForeignSplit, shard: int, num_shards: int, world_size: int, rank: int
+    split: ForeignSplit, data_ranks: DataRanks, ctx: ProcessContext
 ) -> None:
     """Raise unless a dataset splits itself as the mesh does."""
-    by_rank = (
-        (world_size, rank) if split.num_ranks is None else (split.num_ranks, split.rank)
-    )
+    num_shards, shard = data_ranks.num_shards, data_ranks.shard
+    by_rank = (split.num_ranks, split.rank)
+    if split.num_ranks is None:
+        by_rank = (ctx.world.size, ctx.rank)
     if by_rank != (num_shards, shard):
         raise DataError(
             f"the dataset is split by {split.by} into {by_rank[0]} parts, of which this is part {by_rank[1]}, and this process "
             f"reads as {shard} of {num_shards} data-parallel ones; samples would be lost or read twice. Split it into "
             f"{num_shards} parts by the data-parallel index, or remove the split: prepare() shards the loader."
-        )
-
-
-def _refuse_settings(dispatch: bool, split: bool, batched: bool) -> None:
-    """Raise ConfigError for settings that are incompatible with a loader that is sharded already."""
-    if dispatch:
-        raise ConfigError(
-            "dispatch_batches=True with data that is already sharded: the reading rank would only see its part, and the rest would "
-            "never be read. Remove one of the two."
-        )
-    if split and not batched:
-        raise ConfigError(
-            "split_batches=True with data that is already sharded and a custom batch sampler: no rank has rows of another rank's "
-            "batches. Set split_batches=False, or give the loader a batch_size."
         )
 
 
@@ -236,176 +218,59 @@ def _equaliser(
     kinds: Collection[str], loader: DataLoader[Any], ctx: ProcessContext
 ) -> Callable[[], None] | None:
     """Return a function that synchronizes these generators; a loader without a generator shuffles equally anyway."""
-    types = [
-        kind
-        for kind in sorted(kinds)
-        if kind != "generator" or loader.generator is not None
-    ]
-    return (
-        partial(synchronize_rng_states, types, ctx.world, loader.generator)
-        if types
-        else None
-    )
+    types = set(kinds)
+    if loader.generator is None:
+        types.discard("generator")
+    if not types:
+        return None
+    return partial(synchronize_rng_states, sorted(types), ctx.world, loader.generator)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """Inputs for building a source."""
-
-    loader: DataLoader[Any]
-    ctx: ProcessContext
-    config: DataLoaderConfiguration
-    data_ranks: DataRanks
-    slice_fn: SliceFn | None
-    depth: int
-    """Number of batches read ahead of the one in use."""
-    device: torch.device | None = None
-    transfer: MakeMove | None = None
-    agreed: LoaderAgreement | None = None
-
-    @property
-    def sharded(self) -> bool:
-        """True if the loader holds this rank's shard of the data already."""
-        return (
-            self.agreed is not None
-            and self.agreed.sharded
-            and self.data_ranks.num_shards > 1
-        )
-
-
-Made = tuple[BatchSource, int | None, dict[str, Any]]
-"""The source, the number of samples in a global step if fixed, and attributes that replace the user's."""
-
-
-def _indexed_parts(request: _Request) -> Made:
-    loader, ctx, config, data_ranks = (
-        request.loader,
-        request.ctx,
-        request.config,
-        request.data_ranks,
-    )
-    assignment = assignment_of(loader, ctx, config, data_ranks, request.sharded)
-    fixed = assignment.form == "rows"
-    shown: dict[str, Any] = (
-        {} if assignment.form == "items" else {"batch_sampler": assignment}
-    )
-    if loader.batch_size is not None:
-        shown["batch_size"] = assignment.plan.rows
-    total = assignment.plan.global_batch * assignment.stride if fixed else None
-    if not config.dispatch_batches:
-        if (
-            assignment.form == "items"
-            and config.split_batches
-            and data_ranks.num_shards > 1
-        ):
-            raise ConfigError(
-                "split_batches=True with batch_size=None: the dataset's items are whole batches, and reading each on "
-                "every rank to keep a part would waste the rest. Set dispatch_batches=True too, or split_batches=False."
-            )
-        shard = data_ranks.shard if request.sharded else None
-        return (
-            IndexedSource(
-                loader,
-                assignment,
-                ctx.topology.rank,
-                ahead=_ahead(request.depth, request.device, request.transfer),
-                shard=shard,
-            ),
-            total,
-            shown,
-        )
-    if request.slice_fn is None and not (
-        assignment.form == "items" and config.split_batches
-    ):
-        inner = IndexedSource(
-            loader, assignment, ctx.topology.rank, data_ranks.num_shards, ahead="always"
-        )
-        return _dispatched(inner, IndexedReader(), ctx, data_ranks), total, shown
-    inner = IndexedSource(
-        loader, assignment_of(loader, ctx, config, ALONE), ctx.rank, ahead="always"
-    )
-    reader = _batch_reader(request)
-    return _dispatched(inner, reader, ctx, data_ranks), total, shown
-
-
-def _stream_parts(request: _Request) -> Made:
-    loader, ctx, config, data_ranks = (
-        request.loader,
-        request.ctx,
-        request.config,
-        request.data_ranks,
-    )
-    cutting, total = _cutting(request)
-    shown: dict[str, Any] = (
-        {} if loader.batch_size is None else {"batch_size": cutting.rows}
-    )
+def _stream_source(
+    loader: DataLoader[Any],
+    ctx: ProcessContext,
+    config: DataLoaderConfiguration,
+    data_ranks: DataRanks,
+    cutting: Cutting,
+    is_sharded: bool,
+) -> BatchSource:
     if config.dispatch_batches:
-        reader: DispatchReader = StreamReader()
-        # the first rank reads whole batches
-        if not cutting.batched or request.slice_fn is not None:
-            rows = loader.batch_size or 1
-            cutting, reader = (
-                replace(cutting, num_shards=1, shard=0, rows=rows, step=None),
-                _batch_reader(request),
-            )
-        else:
-            cutting = replace(cutting, every=True)
+        cutting = replace(cutting, every=True)
         inner = StreamSource(loader, cutting, loader.dataset, LocalComm(), ctx.rank)
-        return _dispatched(inner, reader, ctx, data_ranks), total, shown
+        return DispatchSource(inner, StreamReader(), ctx.world, data_ranks)
     sharing: Sharing = "given"
     dataset: Any = loader.dataset  # Any: the user's dataset
-    if not request.sharded:
+    if not is_sharded:
         sharing, dataset = _share_stream(loader.dataset, data_ranks)
-    # every rank reads each batch and selects its rows
-    if config.split_batches and not cutting.batched:
-        cutting = replace(
-            cutting,
-            num_shards=1,
-            shard=0,
-            split=(data_ranks.num_shards, data_ranks.shard),
-        )
-        dataset = loader.dataset
-    else:
-        cutting = replace(cutting, sharing=sharing)
-    return (
-        StreamSource(loader, cutting, dataset, ctx.groups(*BATCH), ctx.rank),
-        total,
-        shown,
-    )
+    cutting, group = replace(cutting, sharing=sharing), ctx.groups(*BATCH)
+    return StreamSource(loader, cutting, dataset, group, ctx.rank)
 
 
-def _cutting(request: _Request) -> tuple[Cutting, int | None]:
-    """Return the cutting of this rank's blocks of a stream, and the number of samples in a global step if fixed."""
-    loader, config, data_ranks = request.loader, request.config, request.data_ranks
+def _cutting(
+    loader: DataLoader[Any], config: DataLoaderConfiguration, data_ranks: DataRanks
+) -> Cutting:
+    """Return the cutting of this rank's blocks of a stream."""
+    num_shards, shard = data_ranks.num_shards, data_ranks.shard
     drop_last, even = bool(loader.drop_last), config.even_batches
     if loader.batch_size is None:
         refuse_full_padding(
             config, "batch_size=None: the stream's elements are whole batches"
         )
-        return Cutting(
-            data_ranks.num_shards, data_ranks.shard, 1, False, drop_last, even
-        ), None
+        return Cutting(num_shards, shard, 1, False, drop_last, even)
     plan = plan_rows(
         batch_size=loader.batch_size,
-        num_shards=data_ranks.num_shards,
-        shard=data_ranks.shard,
+        num_shards=num_shards,
+        shard=shard,
         split=config.split_batches,
         dispatch=bool(config.dispatch_batches),
         drop_last=drop_last,
         even=even,
         pad=config.pad,
     )
-    total = plan.global_batch
+    step = plan.global_batch
     return Cutting(
-        data_ranks.num_shards,
-        data_ranks.shard,
-        plan.rows,
-        True,
-        drop_last,
-        even,
-        pad=config.pad,
-        step=total,
-    ), total
+        num_shards, shard, plan.rows, True, drop_last, even, pad=config.pad, step=step
+    )
 
 
 # Any: the user's dataset
@@ -429,51 +294,6 @@ def _share_stream(dataset: Any, data_ranks: DataRanks) -> tuple[Sharing, Any]:
     return (
         "asked" if callable(getattr(dataset, "shard", None)) else "strided"
     ), dataset
-
-
-def _dispatched(
-    inner: BatchSource,
-    reader: DispatchReader,
-    ctx: ProcessContext,
-    data_ranks: DataRanks,
-) -> BatchSource:
-    return DispatchSource(inner, reader, ctx.world, data_ranks)
-
-
-def _batch_reader(request: _Request) -> BatchReader:
-    loader, config = request.loader, request.config
-    drop_last = bool(
-        loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)
-    )
-    return BatchReader(
-        request.data_ranks.num_shards,
-        config.split_batches,
-        config.even_batches,
-        drop_last,
-        request.slice_fn,
-    )
-
-
-def _facts(loader: DataLoader[Any], config: DataLoaderConfiguration) -> dict[str, Any]:
-    """Return the settings that must be equal on all ranks, by their public names."""
-    return {
-        "batch_size": loader.batch_size,
-        "drop_last": loader.drop_last,
-        "the kind of sampler": type(loader.sampler).__name__,
-        "dispatch_batches": config.dispatch_batches,
-        "split_batches": config.split_batches,
-        "even_batches": config.even_batches,
-        "pad": config.pad,
-        "order": config.order,
-    }
-
-
-def _seed(loader: DataLoader[Any], config: DataLoaderConfiguration, seed: int) -> int:
-    if config.data_seed is not None:
-        return config.data_seed
-    if isinstance(loader.generator, torch.Generator):
-        return loader.generator.initial_seed()
-    return seed
 
 
 # -- copies to the device -------------------------------------------------------------------------------------------------

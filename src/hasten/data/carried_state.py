@@ -7,11 +7,12 @@ process would draw the first epoch's order again. Nothing here is pickled: gener
 from __future__ import annotations
 
 import base64
-import functools
+import math
 import random
-import types
 from collections import deque
 from collections.abc import Iterator, Mapping
+from itertools import chain
+from types import FunctionType, ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from hasten import trees
 from hasten.checkpoint.format.packing import pack, unpack
 from hasten.errors import CheckpointError, DataError
 
@@ -33,7 +35,16 @@ _GENERATORS: Final = (
     np.random.RandomState,
     np.random.BitGenerator,
 )
-_FOREIGN: Final = (type, types.ModuleType, nn.Module, Tensor, np.ndarray, str, bytes)
+_FOREIGN: Final = (
+    type,
+    FunctionType,
+    ModuleType,
+    nn.Module,
+    Tensor,
+    np.ndarray,
+    str,
+    bytes,
+)
 
 
 class CarriedState:
@@ -103,7 +114,7 @@ class CarriedState:
         attributes: dict[str, tuple[Any, str, Any]] = {}
         if self._attributes:
             for path, value, owner, name in _walk(self._owner):
-                if owner is not None and _values(value) <= _MOST_VALUES:
+                if owner is not None and _num_values(value) <= _MOST_VALUES:
                     packed = encode_value(value)
                     if packed is not None:
                         attributes[path] = (owner, name, packed)
@@ -154,45 +165,11 @@ def _held(holder: Any) -> Iterator[tuple[str, Any, Any]]:
         yield from ((str(index), value, None) for index, value in enumerate(holder))
     elif isinstance(holder, dict):
         yield from ((str(key), value, None) for key, value in holder.items())
-    elif isinstance(holder, types.FunctionType):
-        yield from _held_by_function(holder)
-    elif isinstance(holder, types.MethodType):
-        yield "self", holder.__self__, None
-    elif isinstance(holder, functools.partial):
-        yield from (
-            ("func", holder.func, None),
-            ("args", holder.args, None),
-            ("keywords", holder.keywords, None),
-        )
     else:
         slots = [name for kind in type(holder).__mro__ for name in _slots(kind)]
         for name in (*getattr(holder, "__dict__", {}), *slots):
             if hasattr(holder, name):
                 yield name, getattr(holder, name), holder
-        for kind in type(holder).__mro__:
-            for name, value in vars(kind).items():
-                if isinstance(value, types.FunctionType) and kind.__module__.split(".")[
-                    0
-                ] not in ("torch", "builtins"):
-                    yield from (
-                        (f"{name}()/{inner}", inner_value, None)
-                        for inner, inner_value, _ in _held_by_function(value)
-                    )
-
-
-def _held_by_function(function: types.FunctionType) -> Iterator[tuple[str, Any, None]]:
-    """Yield the closure variables of a function, and generators it uses from its module."""
-    for name, cell in zip(
-        function.__code__.co_freevars, function.__closure__ or (), strict=True
-    ):
-        try:
-            yield name, cell.cell_contents, None
-        except ValueError:  # not assigned yet
-            continue
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if isinstance(value, _GENERATORS):
-            yield name, value, None
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -213,8 +190,6 @@ def _may_hold(value: Any) -> bool:
         isinstance(value, Dataset) or _is_data(value)
     ):
         return False
-    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-        return True
     return hasattr(value, "__dict__") or any(
         _slots(kind) for kind in type(value).__mro__
     )
@@ -225,50 +200,28 @@ def _is_data(value: Any) -> bool:
     return hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
 
 
-def _values(value: Any) -> int:
-    """Return the number of numbers and strings in a value; above the limit for values that are not plain."""
-    none = _MOST_VALUES + 1
-    if value is None or isinstance(
-        value, bool | int | float | complex | str | bytes | np.generic
-    ):
+def _num_values(value: Any) -> int:
+    """Return the number of values in a container, counted up to the limit."""
+    if isinstance(value, np.ndarray | Tensor):
+        return math.prod(value.shape)
+    if not isinstance(value, list | tuple | set | frozenset | deque | dict):
         return 1
-    if isinstance(value, np.ndarray):
-        return value.size if value.dtype.kind in "biufc" else none
-    if isinstance(value, Tensor):
-        plain = (
-            type(value) is Tensor
-            and value.layout == torch.strided
-            and value.device.type == "cpu"
-        )
-        return (
-            value.numel()
-            if plain and not value.requires_grad and value.dtype != torch.bfloat16
-            else none
-        )
-    if isinstance(value, list | tuple | set | frozenset | deque | dict):
-        if len(value) > _MOST_VALUES:
-            return none
-        items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-        total = 1
-        for item in items:
-            total += _values(item)
-            if total > _MOST_VALUES:
-                return none
-        return total
-    return none
+    total = len(value)
+    for item in chain(value, value.values() if isinstance(value, dict) else ()):
+        if total > _MOST_VALUES:
+            break
+        total += _num_values(item)
+    return total
 
 
 def encode_value(value: Any) -> dict[str, Any] | None:
     """Return a plain value as JSON; None for other values."""
     try:
         data, tensors = pack(value)
-    except CheckpointError:  # a container of a custom class: not storable
+        arrays = {key: _array(np.asarray(tensor)) for key, tensor in tensors.items()}
+    # of a custom class, or a tensor that numpy does not have
+    except (CheckpointError, TypeError, RuntimeError):
         return None
-    arrays = {
-        key: _array(tensor.numpy())
-        for key, tensor in tensors.items()
-        if isinstance(tensor, Tensor)
-    }
     return {"data": data, "tensors": arrays}
 
 
@@ -303,59 +256,45 @@ def _assign(owner: Any, name: str, value: Any) -> None:
 
 # -- generators ---------------------------------------------------------------------------------------------------
 def _read(generator: Any) -> Any:
-    """Return a generator's state as JSON values."""
+    """Return a generator's state as JSON values; None for that of the operating system, which has no state."""
     if isinstance(generator, torch.Generator):
-        return {"torch": _array(generator.get_state().numpy())}
+        return encode_value(generator.get_state())
+    if isinstance(generator, random.SystemRandom):
+        return None
     if isinstance(generator, random.Random):
-        try:
-            version, words, gauss = generator.getstate()
-        except NotImplementedError:  # the operating system's generator has no state
-            return {"none": type(generator).__name__}
-        return {"python": [version, _array(np.array(words, dtype=np.uint32)), gauss]}
+        return encode_value(generator.getstate())
     if isinstance(generator, np.random.RandomState):
-        return {"numpy": _numbers(generator.get_state(legacy=False))}
-    return {"numpy": _numbers(getattr(generator, "bit_generator", generator).state)}
+        return encode_value(generator.get_state(legacy=False))
+    state: Any = getattr(generator, "bit_generator", generator).state
+    # its numbers have up to 128 bits, which JSON readers do not preserve
+    return encode_value(
+        trees.map_leaves(lambda x: hex(x) if type(x) is int else x, state)
+    )
 
 
 def _write(generator: Any, saved: Any, path: str) -> None:
+    if saved is None:
+        return
+    state = decode_value(saved)
     try:
         if isinstance(generator, torch.Generator):
-            generator.set_state(torch.from_numpy(_unarray(saved["torch"])))
+            generator.set_state(state)
         elif isinstance(generator, random.Random):
-            if "none" not in saved:
-                version, words, gauss = saved["python"]
-                generator.setstate((version, tuple(_unarray(words).tolist()), gauss))
+            generator.setstate(state)
         elif isinstance(generator, np.random.RandomState):
-            generator.set_state(_from_numbers(saved["numpy"]))
+            generator.set_state(state)
         else:
             bits: Any = getattr(generator, "bit_generator", generator)
-            bits.state = _from_numbers(saved["numpy"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            bits.state = trees.map_leaves(_number, state)
+    except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
         raise DataError(
             f"the saved state of the generator {path} does not fit a {type(generator).__name__} ({error}), so the order "
             f"would be another one. Use the same kind of generator as the saved run, or start a new epoch."
         ) from error
 
 
-def _numbers(state: Any) -> Any:
-    """Return a state of numpy as JSON values; numbers wider than 53 bits become text, which JSON readers preserve."""
-    if isinstance(state, Mapping):
-        return {key: _numbers(value) for key, value in state.items()}
-    if isinstance(state, np.ndarray):
-        return {"array": _array(state)}
-    if isinstance(state, int) and not isinstance(state, bool):
-        return {"int": hex(state)}
-    return state.item() if isinstance(state, np.generic) else state
-
-
-def _from_numbers(saved: Any) -> Any:
-    if not isinstance(saved, Mapping):
-        return saved
-    if set(saved) == {"int"}:
-        return int(saved["int"], 16)
-    if set(saved) == {"array"}:
-        return _unarray(saved["array"])
-    return {key: _from_numbers(value) for key, value in saved.items()}
+def _number(x: Any) -> Any:
+    return int(x, 16) if isinstance(x, str) and x.startswith("0x") else x
 
 
 def _array(array: Any) -> list[Any]:

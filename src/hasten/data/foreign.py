@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sized
 from typing import Any, Final, NamedTuple, TypeGuard, TypeVar
 
 from torch import Tensor
@@ -97,56 +96,9 @@ def has_plain_state(stream: Any) -> bool:
     return True
 
 
-COUNTED: Final = "counted"
-"""State of a stream whose package makes the real one in the training process, from the number of samples read."""
-
-
-def has_counted_state(stream: Any) -> bool:
-    """Return True for a stream of litdata or mosaicml-streaming, whose `state_dict` asks for the number of samples read."""
-    return _is_litdata(stream) or _is_a(stream, _MOSAIC_STREAM)
-
-
-def _is_litdata(stream: Any) -> bool:
-    """Return True for a single stream of litdata whose state can be discarded, as a new epoch needs."""
-    return _is_a(stream, _LITDATA[0]) and hasattr(stream, "reset_state_dict")
-
-
 def shares_epochs(stream: Any) -> bool:
     """Return True for a stream of mosaicml-streaming: all readers of a machine must start its iterators together."""
     return _is_a(stream, _MOSAIC_STREAM)
-
-
-def counted_states(
-    stream: Any, positions: Sequence[int], epoch: int, num_ranks: int
-) -> list[Any] | None:
-    """Return the package's state for each worker at these positions; None if the package has no state for them.
-
-    litdata counts the samples of one rank, and its workers continue where their counts say. mosaicml-streaming counts those of
-    all ranks, and deals the rest to ranks and workers anew: in the same way if all workers have read as much, in whole batches,
-    and no rank gets repeated samples.
-    Ranks: in the training process, where both packages make their states.
-    """
-    num_workers = len(positions)
-    if _is_litdata(stream):
-        rank_state = dict(
-            stream.state_dict(sum(positions), num_workers, stream.batch_size)
-        )
-        rank_state["current_epoch"] = epoch
-        return [
-            {**rank_state, "num_samples_yielded": position * num_workers}
-            for position in positions
-        ]
-    num_parts = math.lcm(num_ranks, stream.num_canonical_nodes or 1)
-    if (
-        len(set(positions)) > 1
-        or positions[0] % (stream.batch_size or 1)
-        or stream.epoch_size % num_parts
-    ):
-        return None
-    state = dict(stream.state_dict(sum(positions) * num_ranks, True))
-    return [
-        {**state, "epoch": epoch, "sample_in_epoch": sum(positions) * num_ranks}
-    ] * num_workers
 
 
 def state_loses_samples(stream: Any, in_worker: bool = False) -> bool:
@@ -170,32 +122,16 @@ def has_fixed_shard_order(stream: Any) -> bool:
 def begin_anew(stream: Any, epoch: int) -> None:
     """Make a stream of another package start the epoch from the beginning.
 
-    A stream of `datasets` or litdata discards a state loaded earlier. That of mosaicml-streaming counts its epochs in memory that
-    the processes of a machine share, one for each iterator, also of iterators that were abandoned; a state of sample 0 in epoch
-    0 replaces a loaded one, which would count for all later iterators of its epoch.
+    A stream of `datasets` discards a state loaded earlier. That of mosaicml-streaming counts its epochs in memory that the
+    processes of a machine share, one for each iterator, also of iterators that were abandoned.
     """
     if (
         is_hub_stream(stream)
         and getattr(stream, "_starting_state_dict", None) is not None
     ):
         stream._starting_state_dict = None
-    elif _is_litdata(stream):
-        stream.reset_state_dict()
-        stream.set_epoch(epoch)
-    elif _is_a(stream, _MOSAIC_STREAM):
-        if getattr(stream, "hasten_resumed", False):
-            stream.load_state_dict(
-                {**stream.state_dict(0, True), "epoch": 0, "sample_in_epoch": 0}
-            )
+    elif shares_epochs(stream):
         # its iterator waits for all readers of the machine before it reads and increases it
-        stream.next_epoch = epoch
-
-
-def continue_from(stream: Any, state: Any, epoch: int) -> None:
-    """Load a state into a stream, so that its next iterator continues there."""
-    stream.load_state_dict(state)
-    if _is_a(stream, _MOSAIC_STREAM):
-        stream.hasten_resumed = True
         stream.next_epoch = epoch
 
 

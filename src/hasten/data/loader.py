@@ -106,8 +106,6 @@ class LoaderParts:
     skip: int = 0
     equalise: Callable[[], None] | None = None
     """Synchronizes random generators over all ranks at the start of an epoch."""
-    draws_as_torch: bool = False
-    """True if the process's generator is drawn from as a plain DataLoader does."""
 
 
 class Loader(DataLoader[Any]):
@@ -196,11 +194,7 @@ class Loader(DataLoader[Any]):
         if parts.equalise is not None and position.consumed == 0:
             parts.equalise()
         self._set_seeds(position)
-        position = parts.source.begin(
-            position
-            if position.workers_ran is None
-            else replace(position, workers_ran=None)
-        )
+        position = parts.source.begin(position)
         parts.iteration.enter(position)
         items = parts.source.open(position)
         cursor = parts.cursor
@@ -265,49 +259,11 @@ class Loader(DataLoader[Any]):
     def _set_seeds(self, position: Position) -> None:
         parts = self.parts
         engine = parts.source.engine
-        if position.generator is None or (
-            self.generator is None and not position.consumed
-        ):  # else it is the state after this draw
-            self._draw_workers_seed()
         if engine is not self:
             engine.generator = torch.Generator().manual_seed(
                 derive_seed(position.seed, position.epoch, parts.shard, 1)
             )
         forward_epoch(self.dataset, position.epoch)
-
-    def _draw_workers_seed(self) -> None:
-        """Draw from the user's generator what a DataLoader draws before the order: a seed per iteration.
-
-        The seed itself is not used. Persistent workers start once, so a resumed run, which starts them again, must not
-        draw again: the saved position has the generator's state after this draw, or a flag that workers ran already.
-        """
-        generator = self.generator
-        if self.parts.source.engine is self:  # torch draws it
-            return
-        draws = self.parts.draws_as_torch or isinstance(generator, torch.Generator)
-        if draws and not self._has_workers():
-            torch.empty((), dtype=torch.int64).random_(generator=generator)
-
-    def _has_workers(self) -> bool:
-        """Return True if persistent workers run, or ran when the loaded position was saved."""
-        ran = self.parts.iteration.start.workers_ran
-        return (
-            self.parts.source.engine.__dict__["_iterator"] is not None
-            if ran is None
-            else ran
-        )
-
-    def _remembered(self, position: Position) -> Position:
-        """Return `position`, before the first batch, with the state that the next iteration would start from."""
-        generator = self.generator
-        if position.generator is not None or not isinstance(generator, torch.Generator):
-            return self.parts.source.remember(position)
-        state = generator.get_state()
-        self._draw_workers_seed()
-        try:
-            return self.parts.source.remember(position)
-        finally:
-            generator.set_state(state)
 
     def current(self) -> tuple[Position, int]:
         """Return the start of the pass, and the number of batches since then: the latest is the one in use."""
@@ -418,15 +374,8 @@ class Loader(DataLoader[Any]):
         if steps:
             position = source.reached(position, steps, iteration.source_state)
         elif iteration.fresh or not iteration.steps:
-            position = self._remembered(position)
-        ran = (
-            self._has_workers()
-            if self.persistent_workers and not position.consumed
-            else None
-        )
-        position = replace(
-            position, batches=iteration.start.batches + steps, workers_ran=ran
-        )
+            position = source.remember(position)
+        position = replace(position, batches=iteration.start.batches + steps)
         return encode(position, source.unit, source.size())
 
     def saved_state(self, has_trained: bool = False) -> dict[str, Any]:

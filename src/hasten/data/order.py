@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing
 from dataclasses import replace
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
-import torch
 from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 from hasten.comm.base import Comm
@@ -26,28 +22,15 @@ from hasten.data.batch_plan import Indices, Shuffle, derive_seed
 from hasten.data.carried_state import SamplerState
 from hasten.data.foreign import length_of, plainly
 from hasten.data.position import Part, Position, Witness
-from hasten.data.random_states import (
-    OwnRng,
-    RandomStates,
-    States,
-    decode_states,
-    encode_states,
-)
+from hasten.data.random_states import OwnRng, RandomStates
 from hasten.errors import ConfigError, DataError, PeerFailedError
 
 # Any in this file: samplers and units are objects of the user.
 _CHUNK: Final = 1024
-_FAILED: Final = -1
-_SEEDED_ALIKE: Final = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
 
 
 class SampleOrder(Protocol):
     """Protocol of the order of a loader's units: dataset indices, or lists of them from a batch sampler."""
-
-    @property
-    def as_torch(self) -> bool:
-        """True if units are drawn as torch draws them: from the process's random states, when they are needed."""
-        ...
 
     def size(self) -> int | None:
         """Return the number of units of an epoch, if it is known before drawing them."""
@@ -68,8 +51,6 @@ class SampleOrder(Protocol):
 
 class ComputedOrder:
     """The order of the dataset, or a permutation that is a function of (seed, epoch); with random access."""
-
-    as_torch = False
 
     def __init__(self, source: Sized, shuffled: bool) -> None:
         self._source = source
@@ -94,36 +75,8 @@ class ComputedOrder:
             yield from index_at(np.arange(first, min(first + 4096, size))).tolist()
 
 
-class SeededOrder:
-    """One of torch's random samplers without a generator: each rank draws equally from one seeded by (seed, epoch)."""
-
-    as_torch = False
-
-    # Any: three classes of torch that share only `generator`
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-
-    def size(self) -> int:
-        return len(self._sampler)
-
-    def begin(self, position: Position) -> Position:
-        return position
-
-    def seek(self, position: Position) -> None:
-        return None
-
-    def draw(self, position: Position) -> Iterator[int]:
-        sampler = copy.copy(self._sampler)
-        sampler.generator = torch.Generator().manual_seed(
-            derive_seed(position.seed, position.epoch)
-        )
-        return iter(sampler)
-
-
 class DistributedOrder:
     """The user's DistributedSampler: it has already split the samples, so its order is for this rank only."""
-
-    as_torch = False
 
     def __init__(self, sampler: DistributedSampler[Any]) -> None:
         self.sampler = sampler
@@ -157,19 +110,10 @@ class SharedOrder:
     does not disturb those of training. The state that the sampler carries between epochs (a generator, a count, a list
     that it shuffles) is stored with the position: its `state_dict()` if it has one, else the attributes found. The
     position also holds a checksum of the order, so that a sampler whose state was not found is refused.
-
-    With `as_torch` the first rank draws from the process's random states, as a plain DataLoader does. The states at the
-    start of an epoch are stored with the position, and the consumed units are drawn from them again on resume.
     """
 
-    def __init__(
-        self,
-        sampler: Iterable[Any],  # Any: units are of any type
-        comm: Comm,
-        as_torch: bool = False,
-    ) -> None:
-        self.as_torch = as_torch
-        self._again: States | None = None
+    # Any: units are of any type
+    def __init__(self, sampler: Iterable[Any], comm: Comm) -> None:
         self._sampler: Any = sampler
         self._comm = comm
         self._process = RandomStates()
@@ -180,16 +124,8 @@ class SharedOrder:
         return length_of(self._sampler)
 
     def begin(self, position: Position) -> Position:
-        self._again = None
         if position.generator is None:
-            states = (
-                {"process": encode_states(self._process.read())}
-                if self.as_torch
-                else {}
-            )
-            return replace(position, generator=self._state.capture() | states)
-        if self.as_torch and position.consumed and "process" in position.generator:
-            self._again = decode_states(position.generator["process"])
+            return replace(position, generator=self._state.capture())
         self._state.restore(position.generator)
         return position
 
@@ -203,60 +139,33 @@ class SharedOrder:
     def draw(self, position: Position) -> Iterator[Any]:  # Any: units are of any type
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(position.epoch)
-        with closing(
-            OwnRng(derive_seed(position.seed, position.epoch), self._process)
-        ) as rng:
-            rng.place(self._again)
-            yield from self._drawn(position, rng)
+        seed = derive_seed(position.seed, position.epoch)
+        with closing(OwnRng(seed, self._process)) as rng:
+            chunks = self._chunks(rng)
+            self._first_units = next(chunks)
+            self._check(position, self._first_units)
+            yield from self._first_units
+            for chunk in chunks:
+                yield from chunk
 
-    # Any: units are of any type
-    def _drawn(self, position: Position, rng: OwnRng) -> Iterator[Any]:
+    def _chunks(self, rng: OwnRng) -> Iterator[list[Any]]:
+        """Yield the units in lists, of which the last one is shorter. Ranks: every rank."""
         units: Iterator[Any] | None = None
-        self._first_units = []
-        drawn = 0
-        while True:
-            is_seeded = not self.as_torch or (
-                self._again is not None and drawn < position.consumed
-            )
-            # as torch draws: each unit when it is needed
-            if not is_seeded and self._comm.size == 1:
-                yield from self._noted(iter(self._sampler) if units is None else units)
-                return
-            most = (
-                min(_CHUNK, position.consumed - drawn)
-                if is_seeded and self.as_torch
-                else _CHUNK
-            )
+        is_full = True
+        while is_full:
             chunk: list[Any] = []
             error: Exception | None = None
             if self._comm.rank == 0:
                 try:
-                    with self._apart(rng) if is_seeded else nullcontext():
+                    with self._process.kept(), rng.entered():
                         units = iter(self._sampler) if units is None else units
-                        chunk = list(islice(units, most))
+                        chunk = list(islice(units, _CHUNK))
                 # errors of the user's sampler must reach the waiting ranks
                 except Exception as raised:
                     error = raised
             chunk = self._share(chunk, error)
-            if drawn == 0:
-                self._check(position, chunk)
-            drawn += len(chunk)
-            yield from self._noted(chunk)
-            if len(chunk) < most:
-                return
-
-    def _noted(self, units: Iterable[Any]) -> Iterator[Any]:
-        """Yield the units, recording the first ones of an epoch for its witness."""
-        for unit in units:
-            if len(self._first_units) < _CHUNK:
-                self._first_units.append(unit)
-            yield unit
-
-    @contextmanager
-    def _apart(self, rng: OwnRng) -> Iterator[None]:
-        """Context manager that draws from these states and preserves those of training."""
-        with self._process.kept(), rng.entered():
-            yield
+            is_full = len(chunk) == _CHUNK
+            yield chunk
 
     def _check(self, position: Position, chunk: list[Any]) -> None:
         """Raise DataError when the saved run's order started with other units."""
@@ -310,8 +219,8 @@ Fit = Literal["longest", "shortest", "own"]
 class PartOrder:
     """The units of this rank's shard, and padding if the shard of another rank is longer.
 
-    If units are computed, prepare() has exchanged the sizes of all shards. If they are drawn from a sampler, ranks
-    exchange their counts after every 1024 units, because a sampler may yield more or fewer than its length says.
+    Ranks compare the sizes of their shards when the loader is prepared; those of samplers, which may change, at the
+    start of every epoch.
     """
 
     def __init__(
@@ -324,18 +233,32 @@ class PartOrder:
         self._num_drawn: int | None = None
         """Number of units of the shard, once all of them are drawn."""
 
-    @property
-    def as_torch(self) -> bool:
-        return self.inner.as_torch
-
     def fitted(self, fit: Fit) -> PartOrder:
         """Return the same order with another end."""
         return PartOrder(self.inner, self._comm, self._sizes, fit)
 
     def size(self) -> int | None:
+        return self.inner.size() if self._fit == "own" else self._common_size()
+
+    def _common_size(self) -> int:
+        """Return the number of units that every rank yields. Raises: DataError if a shard is empty or has no length."""
         sizes = [size for size in self._sizes if size is not None]
-        if self._fit == "own" or len(sizes) < len(self._sizes):
-            return self.inner.size() if self._fit == "own" else None
+        if len(sizes) < len(self._sizes):
+            raise DataError(
+                "the sampler of data that is already sharded has no length, so the ranks cannot end an epoch together. Implement "
+                "__len__, or set even_batches=False."
+            )
+        ranks = [
+            self._comm.ranks[member]
+            for member in range(len(sizes))
+            if not sizes[member]
+        ]
+        if self._fit == "longest" and 0 < len(ranks) < len(sizes):
+            raise DataError(
+                f"the part of rank(s) {', '.join(map(str, ranks))} of {len(sizes)} has no samples, so these ranks could not take part in a "
+                "step. Give every rank a part with samples; with drop_last=True the epoch ends with the shortest part, with "
+                "even_batches=False each rank ends separately."
+            )
         return max(sizes) if self._fit == "longest" else min(sizes)
 
     def part(self, num_parts: int) -> Part:
@@ -371,69 +294,24 @@ class PartOrder:
         if self._fit == "own":
             yield from units
             return
-        first_units: list[Any] = []
-        num_yielded = 0
-        while True:
-            chunk, counts = self._exchanged(units)
-            first_units = first_units or chunk
-            self._refuse_empty(counts, num_yielded)
-            most = max(counts) if self._fit == "longest" else min(counts)
-            if len(chunk) < _CHUNK and self._num_drawn is None:
-                self._num_drawn = num_yielded + len(chunk)
-            yield from chunk[:most]
-            for unit_index in range(num_yielded + len(chunk), num_yielded + most):
-                yield first_units[
-                    (unit_index - (self._num_drawn or 0)) % len(first_units)
-                ]
-            num_yielded += most
-            if most < _CHUNK:
-                return
-
-    def _exchanged(self, units: Iterator[Any]) -> tuple[list[Any], list[int]]:
-        """Return the next units of this rank, and the number of units on each rank.
-
-        Raises: the sampler's error; PeerFailedError on the other ranks.
-        """
-        error: Exception | None = None
-        chunk: list[Any] = []
-        try:
-            chunk = list(islice(units, _CHUNK))
-        # errors of the user's sampler must reach the waiting ranks
-        except Exception as raised:
-            error = raised
-        own_count = torch.tensor(
-            [_FAILED if error is not None else len(chunk)], dtype=torch.int64
-        )
-        counts: list[int] = self._comm.all_gather(own_count).flatten().tolist()
-        if error is not None:
-            raise error
-        failed = [
-            self._comm.ranks[member]
-            for member, count in enumerate(counts)
-            if count == _FAILED
-        ]
-        if failed:
-            raise PeerFailedError(
-                f"the sampler raised on rank(s) {', '.join(map(str, failed))}, so this rank would wait for them at the end of "
-                f"the epoch. See the traceback of that rank."
+        self._sizes = self._comm.all_gather_object(self.inner.size())
+        yield from islice(self._repeated(units), self._common_size())
+        if self._fit == "longest" and next(units, None) is not None:
+            raise DataError(
+                "a sampler of data that is already sharded yields more indices than its length, so samples would be lost. Correct "
+                "__len__, or set even_batches=False."
             )
-        return chunk, counts
 
-    def _refuse_empty(self, counts: list[int], num_yielded: int) -> None:
-        empty = [
-            self._comm.ranks[member] for member, count in enumerate(counts) if not count
-        ]
-        if self._fit == "longest" and not num_yielded and 0 < len(empty) < len(counts):
-            raise empty_part(empty, len(counts))
-
-
-def empty_part(ranks: list[int], num_ranks: int) -> DataError:
-    """Return the error for ranks that have no sample to take a step with."""
-    return DataError(
-        f"the part of rank(s) {', '.join(map(str, ranks))} of {num_ranks} has no samples, so these ranks could not take part in a step. "
-        "Give every rank a part with samples; with drop_last=True the epoch ends with the shortest part, with even_batches=False each "
-        "rank ends separately."
-    )
+    def _repeated(self, units: Iterator[Any]) -> Iterator[Any]:
+        """Yield the units, and then those at the start again and again."""
+        first_units: list[Any] = []
+        num_units = 0
+        for num_units, unit in enumerate(units, 1):
+            if num_units <= _CHUNK:
+                first_units.append(unit)
+            yield unit
+        self._num_drawn = num_units
+        yield from cycle(first_units)
 
 
 def fit_of(even: bool, drop_last: bool) -> Fit:
@@ -446,15 +324,12 @@ def order_of(
     *,
     seekable: bool,
     comm: Comm,
-    as_torch: bool = False,
 ) -> SampleOrder:
     """Return the order for a user's sampler or batch sampler."""
     if isinstance(sampler, DistributedSampler):
         return DistributedOrder(sampler)
     if plainly(sampler, SequentialSampler):
         return ComputedOrder(sampler, shuffled=False)
-    if as_torch:
-        return SharedOrder(sampler, comm, as_torch=True)
     if (
         plainly(sampler, RandomSampler)
         and seekable
@@ -462,11 +337,6 @@ def order_of(
         and sampler._num_samples is None
     ):
         return ComputedOrder(sampler, shuffled=True)
-    if (
-        any(plainly(sampler, kind) for kind in _SEEDED_ALIKE)
-        and sampler.generator is None
-    ):
-        return SeededOrder(sampler)
     return SharedOrder(sampler, comm)
 
 

@@ -42,8 +42,6 @@ class Position:
     """The shard that the count refers to, if every rank has separate map-style data."""
     batches: Count = 0
     """Number of this rank's batches of the epoch before this position, if they were counted: for streams, and by skipping."""
-    workers_ran: bool | None = None
-    """True if persistent workers ran when the position was saved, False if not, None if they do not matter."""
 
     def begin(self, epoch: int) -> Position:
         """Return the start of `epoch`."""

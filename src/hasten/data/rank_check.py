@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from itertools import count, islice, repeat
+from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any, Final
 
 import numpy as np
@@ -21,8 +20,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from hasten import trees
 from hasten.comm.base import Comm
-from hasten.data.batch_plan import derive_seed
 from hasten.data.carried_state import CarriedState, SamplerState
 from hasten.data.foreign import (
     ForeignSplit,
@@ -41,12 +40,9 @@ log = get_logger(__name__)
 
 # Any in this file: datasets, samples and samplers of the user.
 _LENGTH: Final = "the dataset's length"
-_NUM_TURNS: Final = 3
 _NUM_SAMPLES: Final = 4
-_NUM_FIRST_UNITS: Final = 64
-_MAX_UNITS: Final = 1_000_000
+_NUM_UNITS: Final = 64
 _MAX_LEAVES: Final = 200
-_MAX_ITEMS: Final = 64
 _NUM_VALUES: Final = 16
 
 Leaf = list[Any]
@@ -158,81 +154,50 @@ def _draw_alike(stream: Any, comm: Comm) -> None:
 def _compare_samplers(loader: DataLoader[Any], comm: Comm) -> None:
     """Raise on every rank when the ranks' samplers yield different indices from equal random states.
 
-    The order of the indices may differ, since all ranks use the first rank's. Samplers that yield other indices when
-    they are drawn from again are not compared, nor are those of which nothing can be drawn twice.
+    Samplers that yield other indices when they are drawn from again are not compared, nor are those of which nothing
+    can be drawn twice: all ranks use the first rank's indices.
     """
     batches = loader.batch_sampler
-    sampler: Any = (
-        batches
-        if batches is not None and not plainly(batches, BatchSampler)
-        else loader.sampler
-    )
+    has_own_batches = batches is not None and not plainly(batches, BatchSampler)
+    sampler: Any = batches if has_own_batches else loader.sampler
     kinds = (SequentialSampler, RandomSampler, DistributedSampler)
     if any(plainly(sampler, kind) for kind in kinds) or hasattr(sampler, "__next__"):
         return
-    generators = comm.broadcast_object(
-        CarriedState(sampler, attributes=False).capture()
-    )
-    first_units = comm.all_gather_object(
-        _draw_units(sampler, generators, _NUM_FIRST_UNITS)
-    )
-    if None in first_units or all(units == first_units[0] for units in first_units):
+    state = SamplerState(sampler)
+    saved_state = state.capture()
+    try:
+        first_units, units_again = _draw_units(sampler), _draw_units(sampler)
+    # the user's sampler: the training loop raises its error when it draws
+    except Exception:
+        first_units = units_again = None
+    finally:
+        state.restore(saved_state)
+    is_comparable = first_units is not None and first_units == units_again
+    units_of_ranks = comm.all_gather_object(first_units if is_comparable else None)
+    if None in units_of_ranks:
         return
-    checksum, repeated = (
-        _checksum_of_units(_draw_units(sampler, generators, _MAX_UNITS))
-        for _ in range(2)
-    )
-    checksums = comm.all_gather_object(checksum if checksum == repeated else None)
-    if None not in checksums and len(set(checksums)) > 1:
+    if any(units != units_of_ranks[0] for units in units_of_ranks):
         raise _different_data(
             f"{type(sampler).__name__} yields different indices on every rank",
             comm.size,
         )
 
 
-def _draw_units(
-    sampler: Any, generators: Mapping[str, Any] | None, num_units: int
-) -> list[Any] | None:
-    """Return the first units from these states of the sampler's generators; None if they cannot be drawn or compared."""
-    state = SamplerState(sampler)
-    saved_state = state.capture()
-    try:
-        with RandomStates().kept():
-            seed_everything(0)
-            CarriedState(sampler, attributes=False).restore(generators)
-            return [plain_unit(unit) for unit in islice(iter(sampler), num_units)]
-    # the user's sampler: the training loop raises its error when it draws
-    except Exception:
-        return None
-    finally:
-        state.restore(saved_state)
-
-
-def _checksum_of_units(units: list[Any] | None) -> int | None:
-    """Return a checksum of the set of indices."""
-    if units is None:
-        return None
-    indices = {
-        repr(index)
-        for unit in units
-        for index in (unit if isinstance(unit, list) else [unit])
-    }
-    return zlib.crc32(" ".join(sorted(indices)).encode())
+def _draw_units(sampler: Any) -> list[Any] | None:
+    with RandomStates().kept():
+        seed_everything(0)
+        return [plain_unit(unit) for unit in islice(iter(sampler), _NUM_UNITS)]
 
 
 # -- first samples -----------------------------------------------------------------------------------------------------
 def _compare_first_samples(loader: DataLoader[Any], comm: Comm) -> None:
     """Raise on every rank when the ranks' first samples come from different data."""
-    turns = _read_first_samples(loader, 1)
-    checksum = (
-        None
-        if turns is None
-        else zlib.crc32(repr([sorted(sample.items()) for sample in turns[0]]).encode())
-    )
+    samples = _read_first_samples(loader, 1)
+    checksum = None if samples is None else zlib.crc32(repr(samples).encode())
     checksums = comm.all_gather_object(checksum)
     if None in checksums or len(set(checksums)) == 1:
         return
-    if samples_differ(comm.all_gather_object(_read_first_samples(loader, _NUM_TURNS))):
+    if samples_differ(comm.all_gather_object(_read_first_samples(loader, 2))):
         raise _different_data(
             f"the first samples of {type(loader.dataset).__name__} differ between ranks",
             comm.size,
@@ -248,18 +213,18 @@ def _read_first_samples(
     is_stream = isinstance(dataset, IterableDataset)
     if not is_stream and not size:
         return None
-    first: Any = (
+    first_samples: Any = (
         FirstElements(dataset, num_turns)
         if is_stream
         else FirstItems(dataset, size, num_turns)
     )
     engine = engine_of(
         loader,
-        dataset=first,
+        dataset=first_samples,
         batch_size=None,
         batch_sampler=None,
         drop_last=False,
-        sampler=count() if is_stream else range(len(first)),
+        sampler=count() if is_stream else range(len(first_samples)),
         collate_fn=leaves_of_turn,
         num_workers=min(loader.num_workers, 1),
         persistent_workers=False,
@@ -283,14 +248,13 @@ def _read_first_samples(
 
 
 class FirstItems(Forwarding):
-    """Items from all parts of a map-style dataset, `num_turns` times: twice from equal random states, then from different ones."""
+    """Items from all parts of a map-style dataset, `num_turns` times from equal random states."""
 
     def __init__(self, dataset: Any, size: int, num_turns: int) -> None:
         self.hasten_dataset = dataset
         num_items = min(size, _NUM_SAMPLES)
-        self.hasten_indices = [
-            number * (size - 1) // max(num_items - 1, 1) for number in range(num_items)
-        ]
+        step = (size - 1) / max(num_items - 1, 1)
+        self.hasten_indices = [int(number * step) for number in range(num_items)]
         self.hasten_num_turns = num_turns
 
     def __len__(self) -> int:
@@ -299,7 +263,7 @@ class FirstItems(Forwarding):
     def __getitem__(self, index: int) -> Any:
         turn, number = divmod(index, len(self.hasten_indices))
         if not number:
-            _seed_turn(turn)
+            seed_everything(0)
         return turn, self.hasten_dataset[self.hasten_indices[number]]
 
 
@@ -314,16 +278,9 @@ class FirstElements(Forwarding, IterableDataset[Any]):
         if iter(self.hasten_dataset) is iter(self.hasten_dataset):
             return
         for turn in range(self.hasten_num_turns):
-            _seed_turn(turn)
-            yield from (
-                (turn, element)
-                for element in islice(iter(self.hasten_dataset), _NUM_SAMPLES)
-            )
-
-
-def _seed_turn(turn: int) -> None:
-    """Seed one reading, equally on every rank; the first two readings have equal seeds."""
-    seed_everything(derive_seed(turn == 2))
+            seed_everything(0)
+            for element in islice(iter(self.hasten_dataset), _NUM_SAMPLES):
+                yield turn, element
 
 
 def leaves_of_turn(turn_and_sample: tuple[int, Any]) -> tuple[int, Sample]:
@@ -333,29 +290,12 @@ def leaves_of_turn(turn_and_sample: tuple[int, Any]) -> tuple[int, Sample]:
 
 
 def leaves_of(sample: Any) -> Sample:
-    """Return the values of a sample by path; objects of unknown classes are left out."""
+    """Return the first values of a sample by path; objects of unknown classes are left out."""
     leaves: Sample = {}
-    waiting = [("", sample)]
-    while waiting and len(leaves) < _MAX_LEAVES:
-        path, value = waiting.pop(0)
-        if isinstance(value, Mapping):
-            waiting += [
-                (f"{path}.{key}", item)
-                for key, item in islice(value.items(), _MAX_ITEMS)
-            ]
-        elif isinstance(value, list | tuple):
-            leaves[f"{path}.len"] = [str(len(value))]
-            waiting += [
-                (f"{path}.{number}", item)
-                for number, item in enumerate(value[:_MAX_ITEMS])
-            ]
-        elif is_dataclass(value) and not isinstance(value, type):
-            waiting += [
-                (f"{path}.{field.name}", getattr(value, field.name))
-                for field in fields(value)
-            ]
-        elif (leaf := _leaf(value)) is not None:
-            leaves[path] = leaf
+    for path, value in islice(trees.paths(sample), _MAX_LEAVES):
+        leaf = _leaf(value)
+        if leaf is not None:
+            leaves[repr(path)] = leaf
     return leaves
 
 
@@ -364,80 +304,59 @@ def _leaf(value: Any) -> Leaf | None:
         return [f"{type(value).__name__} {zlib.crc32(repr(value).encode())}"]
     if isinstance(value, float):
         return ["float", value]
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
-        # torch cannot index these
-        is_wide = value.dtype.kind == "u" and value.dtype.itemsize > 1
-        value = torch.as_tensor(
-            np.ascontiguousarray(value, dtype=np.int64 if is_wide else None)
-        )
-    if (
-        not isinstance(value, Tensor)
-        or value.layout != torch.strided
-        or value.device.type == "meta"
-    ):
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_meta:
+            return None
+        numbers = value.detach().cpu()
+        value = (numbers.double() if value.is_floating_point() else numbers).numpy()
+    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in "biuf":
         return None
-    numbers = value.detach().reshape(-1).cpu()
-    value_positions = (
-        torch.linspace(
-            0, max(numbers.numel() - 1, 0), min(_NUM_VALUES, numbers.numel())
-        )
-        .round()
-        .long()
-    )
-    values = numbers[value_positions].tolist()
+    flat = np.ravel(value)
+    last = max(flat.size - 1, 0)
+    positions = np.linspace(0, last, min(_NUM_VALUES, flat.size)).astype(np.int64)
+    values = flat[positions].tolist()
     # images are subject to rounding
-    if value.is_floating_point() or value.dtype == torch.uint8:
-        mean = float(numbers.double().mean()) if values else 0.0
-        return [f"real {tuple(value.shape)}", mean, *values]
-    return [f"exact {tuple(value.shape)} {zlib.crc32(repr(values).encode())}"]
+    if value.dtype.kind == "f" or value.dtype == np.uint8:
+        mean = float(flat.mean(dtype=np.float64)) if values else 0.0
+        return [f"real {value.shape}", mean, *values]
+    return [f"exact {value.shape} {zlib.crc32(repr(values).encode())}"]
 
 
-def samples_differ(reads: Sequence[Sequence[list[Sample]] | None]) -> bool:
-    """Return True if the first samples of ranks come from different data; each rank has read its samples three times.
+def samples_differ(turns_of_ranks: Sequence[Sequence[list[Sample]] | None]) -> bool:
+    """Return True if the first samples of ranks come from different data; each rank has read them twice.
 
-    Values that one rank does not reproduce from equal random states are ignored. A value that is equal on all ranks,
-    also under other random states, and differs between samples identifies the sample: then the rest is augmentation.
+    Values that a rank does not read twice are ignored. A text or whole number that is equal on all ranks and differs
+    between samples identifies the sample: then the rest is augmentation.
     """
-    turns = [read for read in reads if read is not None]
-    if len(turns) < len(reads):
+    all_turns = [turns for turns in turns_of_ranks if turns is not None]
+    num_samples = min(len(samples) for turns in all_turns for samples in turns)
+    if len(all_turns) < len(turns_of_ranks) or not num_samples:
         return False
-    num_samples = min(len(samples) for turn in turns for samples in turn)
-    if not num_samples:
+    own_samples = all_turns[0][0][:num_samples]
+    num_steady = num_equal = 0
+    for path in {path for sample in own_samples for path in sample}:
+        readings = [
+            [sample.get(path) for sample in samples[:num_samples]]
+            for turns in all_turns
+            for samples in turns
+        ]
+        is_steady = all(map(_alike, readings[::2], readings[1::2]))
+        is_equal = all(_alike(readings[0], reading) for reading in readings)
+        num_steady += is_steady
+        num_equal += is_equal
+        exact_values = {leaf[0] for leaf in readings[0] if leaf and len(leaf) == 1}
+        if is_equal and len(exact_values) == num_samples:
+            return False
+    return num_equal < num_steady
+
+
+def _alike(leaves: list[Leaf | None], other_leaves: list[Leaf | None]) -> bool:
+    return all(map(_is_close, leaves, other_leaves))
+
+
+def _is_close(leaf: Leaf | None, other_leaf: Leaf | None) -> bool:
+    if not leaf or not other_leaf or leaf[0] != other_leaf[0]:
         return False
-    first, again, reseeded = (
-        [turn[number][:num_samples] for turn in turns] for number in range(3)
-    )
-    paths = {path for samples in first for sample in samples for path in sample}
-    steady = [path for path in paths if all(map(_is_equal, first, again, repeat(path)))]
-    equal = [
-        path
-        for path in steady
-        if all(_is_equal(samples, first[0], path) for samples in first[1:])
-    ]
-    fixed = [
-        path for path in equal if all(map(_is_equal, first, reseeded, repeat(path)))
-    ]
-    is_identified = any(
-        len({tuple(sample[path]) for sample in first[0]}) == num_samples
-        for path in fixed
-    )
-    return len(equal) < len(steady) and not is_identified
-
-
-def _is_equal(samples: list[Sample], others: list[Sample], path: str) -> bool:
-    return all(
-        path in sample
-        and path in other_sample
-        and _alike(sample[path], other_sample[path])
-        for sample, other_sample in zip(samples, others, strict=True)
-    )
-
-
-def _alike(leaf: Leaf, other_leaf: Leaf) -> bool:
-    if leaf[0] != other_leaf[0] or len(leaf) != len(other_leaf):
-        return False
-    return all(
-        math.isclose(number, second, rel_tol=2e-2, abs_tol=1e-6)
-        or (math.isnan(number) and math.isnan(second))
-        for number, second in zip(leaf[1:], other_leaf[1:], strict=True)
+    return bool(
+        np.allclose(leaf[1:], other_leaf[1:], rtol=2e-2, atol=1e-6, equal_nan=True)
     )

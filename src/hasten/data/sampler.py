@@ -28,7 +28,6 @@ from hasten.data.order import (
     PartOrder,
     SampleOrder,
     check_distributed,
-    empty_part,
     fit_of,
     order_of,
 )
@@ -220,19 +219,13 @@ class Assignment:
     ) -> Iterator[list[IndexBatch | None]]:
         """Yield batches cut from units that can only be drawn sequentially."""
         plan = self.plan
-        size = self.order.size() if self.order.as_torch else None
         first_units = list(islice(units, plan.max_padding))
         units = chain(first_units, units)
         deque(islice(units, start), maxlen=0)
         block = list(islice(units, plan.global_batch))
-        done = passed = start
+        done = start
         while block:
-            passed += plan.global_batch
-            # torch draws a batch's indices when it is read: a step that certainly exists is not drawn early
-            ahead = ends and (size is None or passed >= size)
-            ahead = ahead or (
-                self.fill is not None and self._is_short(block, self.fill)
-            )
+            ahead = ends or (self.fill is not None and self._is_short(block, self.fill))
             following = self._following(units, block) if ahead else None
             yield [
                 self._index_batch(block, following, first_units, shard, done)
@@ -381,8 +374,7 @@ def assignment_of(
         sampler = batches.sampler
     # the rank that reads for all, and a rank with a separate shard, draw independently
     comm = LocalComm() if dispatch or sharded else ctx.world
-    seekable, as_torch = config.use_seedable_sampler, config.order == "torch"
-    order = order_of(sampler, seekable=seekable, comm=comm, as_torch=as_torch)
+    order = order_of(sampler, seekable=config.use_seedable_sampler, comm=comm)
     stride = 1
     if isinstance(order, DistributedOrder):
         check_distributed(
@@ -390,10 +382,13 @@ def assignment_of(
         )
         stride, data_ranks, split = data_ranks.num_shards, ALONE, False
     elif sharded:
-        stride, order = (
-            data_ranks.num_shards,
-            _part(order, ctx, config.even_batches, _drops_last(batches)),
+        group, fit = (
+            ctx.groups(*BATCH),
+            fit_of(config.even_batches, _drops_last(batches)),
         )
+        sizes = group.all_gather_object(order.size())
+        stride, order = data_ranks.num_shards, PartOrder(order, group, sizes, fit)
+        order.size()  # raises on every rank if the parts do not fit together
     if not plainly(batches, BatchSampler):
         return _whole_batches(
             order, batches, config, ALONE if sharded else data_ranks, split, stride
@@ -470,22 +465,6 @@ def _whole_batches(
 
 def _drops_last(batches: Any) -> bool:  # Any: the user's batch sampler
     return bool(getattr(batches, "drop_last", False))
-
-
-def _part(
-    order: SampleOrder, ctx: ProcessContext, even: bool, drop_last: bool
-) -> PartOrder:
-    """Return the order of this rank's shard, with the sizes of all shards.
-
-    Raises: DataError on every rank when a shard is empty while others are not.
-    """
-    group = ctx.groups(*BATCH)
-    sizes: list[int | None] = group.all_gather_object(order.size())
-    fit = fit_of(even, drop_last)
-    empty = [group.ranks[member] for member, size in enumerate(sizes) if size == 0]
-    if fit == "longest" and 0 < len(empty) < len(sizes):
-        raise empty_part(empty, len(sizes))
-    return PartOrder(order, group, sizes, fit)
 
 
 def refuse_full_padding(config: DataLoaderConfiguration, what: str) -> None:

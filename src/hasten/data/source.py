@@ -10,7 +10,6 @@ from functools import partial
 from itertools import count
 from typing import Any, Final, Literal, NoReturn, Protocol
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -65,10 +64,6 @@ class BatchSource(Protocol):
         """Return `position`, the start of an epoch, with the state that the user's sampler or stream carries over."""
         ...
 
-    def first(self, position: Position) -> Any:
-        """Return the first batch of the epoch of `position`; None when it has none. Call before `open`."""
-        ...
-
     def open(self, position: Position) -> Iterator[Item]:
         """Yield the batches from `position` to the end of its epoch."""
         ...
@@ -112,9 +107,6 @@ class OuterSource:
 
     def remember(self, position: Position) -> Position:
         return self._inner.remember(position)
-
-    def first(self, position: Position) -> Any:
-        return self._inner.first(position)
 
     def change(self, name: str, value: Any) -> None:
         self._inner.change(name, value)
@@ -161,17 +153,6 @@ class IndexedSource:
 
     def remember(self, position: Position) -> Position:
         return self.begin(position) if position.generator is None else position
-
-    def first(self, position: Position) -> Any:
-        twin = self.copied()
-        twin.engine.generator = own_generator(position)
-        with self._process.kept():
-            seed_everything(derive_seed(position.seed, position.epoch, 6))
-            items = twin.open(replace(position, consumed=0, witness=None))
-            item = next(items, None)
-        items.close()  # ends its workers
-        self.begin(position)  # the sampler has been drawn from
-        return None if item is None else item[0]
 
     def open(self, position: Position) -> Generator[Item]:
         return self.read(self.assignment.index_batches(position), position)
@@ -329,11 +310,6 @@ def engine_of(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
 def own_copy(leaf: Any) -> Any:
     """Return a clone of a tensor, so that users may change it in place; other leaves are returned unchanged."""
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-def own_generator(position: Position) -> torch.Generator:
-    """Return the generator for the worker seeds of a DataLoader that reads separately."""
-    return torch.Generator().manual_seed(derive_seed(position.seed, position.epoch, 5))
 
 
 class Forwarding:

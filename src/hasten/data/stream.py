@@ -13,16 +13,10 @@ from torch.utils.data import DataLoader
 from hasten import trees
 from hasten.comm.base import Comm
 from hasten.data.batch_plan import Padding, derive_seed
-from hasten.data.foreign import (
-    COUNTED,
-    counted_states,
-    has_fixed_shard_order,
-    length_of,
-    shares_epochs,
-)
+from hasten.data.foreign import has_fixed_shard_order, length_of, shares_epochs
 from hasten.data.position import Position, Unit
 from hasten.data.random_states import RandomStates, decode_states, encode_states
-from hasten.data.source import Item, engine_of, own_copy, own_generator
+from hasten.data.source import Item, engine_of, own_copy
 from hasten.data.stream_shard import (
     BlockCollate,
     Cutting,
@@ -102,9 +96,11 @@ class StreamSource:
             else self._encode(position, StreamState(workers, 0))
         )
 
-    def first(self, position: Position) -> Any:
+    def _first(self, position: Position) -> Any:
+        """Return the first batch of the epoch of `position`; None when it has none. Call before `open`."""
         twin = self.copied()
-        twin.engine.generator = own_generator(position)
+        seed = derive_seed(position.seed, position.epoch, 5)
+        twin.engine.generator = torch.Generator().manual_seed(seed)
         start = twin._decode(position)
         beginning = StreamState(
             tuple(WorkerState(origin=worker.origin) for worker in start.workers), 0
@@ -126,7 +122,7 @@ class StreamSource:
         agrees = self._comm.size > 1 and cutting.even and self.size() is None
         # Ranks with separate shards may run out before others, and then repeat the epoch's first batch.
         pads = agrees and cutting.sharing != "strided" and not cutting.drop_last
-        first = self.first(position) if pads and start.position else None
+        first = self._first(position) if pads and start.position else None
         # persistent workers of an earlier epoch do not see the new start
         if position.stream is not None:
             self.engine.__dict__["_iterator"] = None
@@ -164,8 +160,8 @@ class StreamSource:
             "positions": [worker.position for worker in workers],
             "turn": state.turn,
         }
-        if (states := self._states(position, workers)) is not None:
-            stream["states"] = states
+        if any(worker.state is not None for worker in workers):
+            stream["states"] = [worker.state for worker in workers]
         if any(worker.rng is not None for worker in workers):
             stream["rngs"] = [
                 None if worker.rng is None else encode_states(worker.rng)
@@ -176,23 +172,6 @@ class StreamSource:
         if self._cutting.sharing != "strided":
             stream["shards"] = self._cutting.num_shards
         return replace(position, consumed=state.position, stream=stream)
-
-    def _states(
-        self, position: Position, workers: tuple[WorkerState, ...]
-    ) -> list[Any] | None:
-        """Return the states of the workers' streams; None if they are read again up to their positions."""
-        states = [worker.state for worker in workers]
-        if COUNTED not in states:
-            return states if any(state is not None for state in states) else None
-        if any(
-            state is None and worker.position
-            for state, worker in zip(states, workers, strict=True)
-        ):
-            return None
-        positions = [worker.position for worker in workers]
-        return counted_states(
-            self._loader.dataset, positions, position.epoch, self._cutting.num_shards
-        )
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         rounds, num_extra = divmod(num_batches, self._num_workers)

@@ -13,19 +13,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hasten import trees
 from hasten.config.sections.loop import Pad
-from hasten.data.batch_plan import LoaderPlan, Padding, cut, derive_seed
+from hasten.data.batch_plan import LoaderPlan, Padding, derive_seed
 from hasten.data.carried_state import CarriedState
 from hasten.data.foreign import (
-    COUNTED,
     begin_anew,
-    continue_from,
-    has_counted_state,
     has_plain_state,
     is_hub_stream,
     own_epoch,
-    shares_epochs,
     state_loses_samples,
 )
 from hasten.data.random_states import OwnRng, RandomStates, States, seed_everything
@@ -99,8 +94,6 @@ class Cutting:
     drop_last: bool
     even: bool
     sharing: Sharing = "strided"
-    split: tuple[int, int] | None = None
-    """(number of shares, share) when each element is a batch whose rows are split over the ranks."""
     pad: Pad = "least"
     step: int | None = None
     """Number of elements that all ranks take in one round; None for `rows` on each."""
@@ -222,11 +215,6 @@ class _Cutter:
             else 0
         )
         in_worker = get_worker_info() is not None
-        self._shares_epochs = shares_epochs(stream)
-        # Workers do not come to the end together, where they would start an iterator for the epoch's first elements.
-        self._counted = has_counted_state(stream) and not (
-            self._shares_epochs and in_worker and self._num_first
-        )
         self._trusted = has_plain_state(stream) and not state_loses_samples(
             stream, in_worker
         )
@@ -258,20 +246,14 @@ class _Cutter:
         if start.state is not None:
             self._rng.place(start.rng)
         plan, position = self._plan, start.position
-        resumed_by_state = start.state is not None and self._shares_epochs
         while True:
             with self._rng.entered():
                 num_wanted = self._num_first - len(first_elements)
                 round_ = _round(elements, plan, self._shards, num_wanted)
-            if resumed_by_state:
-                first_elements.clear()
-            else:
-                first_elements += round_.first[: max(num_wanted, 0)]
+            first_elements += round_.first[: max(num_wanted, 0)]
             full = round_.taken == plan.global_batch
             if not round_.taken or (not full and plan.drop_last):
                 break
-            if resumed_by_state and not full and self._num_first:
-                self._read_first(first_elements)
             # After its end, a stream's state may mean the next epoch's start, so the stream is read up to the position.
             state = self._state() if full else None
             position += round_.taken
@@ -319,10 +301,6 @@ class _Cutter:
     def _seek(self, start: WorkerState) -> tuple[list[Any], Iterator[Any]]:
         """Return the epoch's first elements, if padding may need them, and the stream from the position on."""
         stream = self._stream
-        # first elements are read at the end, if at all
-        if start.state is not None and self._shares_epochs:
-            continue_from(stream, start.state, self._seeds[1])
-            return [], chain(iter(stream))
         # chain stays exhausted: litdata streams restart on the next call
         elements: Iterator[Any] = chain(iter(stream))
         if not start.position:
@@ -331,19 +309,11 @@ class _Cutter:
         if start.state is None:
             _skip(elements, start.position - len(first_elements))
             return first_elements, elements
-        continue_from(stream, start.state, self._seeds[1])
+        stream.load_state_dict(start.state)
         return first_elements, chain(iter(stream))
-
-    def _read_first(self, first_elements: list[Any]) -> None:
-        """Add the epoch's first elements to the list, for the padding of a last round after a resume without them."""
-        with self._rng.entered():
-            begin_anew(self._stream, self._seeds[1])
-            first_elements[:] = islice(iter(self._stream), self._num_first)
 
     def _state(self) -> Any:
         """Return the stream's `state_dict()`, if resuming from here needs nothing else; else None."""
-        if self._counted:
-            return COUNTED if self._rng.state() is None else None
         if not self._trusted:
             return None
         if self._watched is None:
@@ -380,45 +350,9 @@ class BlockCollate:
         seed_everything(rank_samples.seed)
         batch = self.collate_fn(rank_samples.samples)
         rows = len(rank_samples.samples) if self.cutting.batched else None
-        padding = (
-            None if rank_samples.real is None else Padding(rank_samples.real, rows)
-        )
-        if self.cutting.split is not None:
-            batch, padding = split_batch(
-                batch, *self.cutting.split, even=self.cutting.even
-            )
-        return batch, padding
-
-
-def split_batch(
-    batch: Any, num_shards: int, shard: int, even: bool, padding: Padding | None = None
-) -> tuple[Any, Padding | None]:
-    """Return one rank's rows of a batch that may be padded, and its padding (None for none)."""
-    size = trees.batch_size(batch)
-    if size is None:
-        return batch, padding
-    share = cut(size, num_shards, shard, even)
-    if share.first + share.rows <= size:
-        real = (
-            share.rows
-            if padding is None
-            else min(max(padding.real - share.first, 0), share.rows)
-        )
-        rows = trees.slice_rows(
-            batch, slice(share.first, share.first + share.rows), size
-        )
-        return rows, None if real == share.rows else Padding(real, share.rows)
-    row_indices = torch.arange(share.first, share.first + share.rows) % size
-    wrapped = trees.map_tensors(
-        lambda x: x[row_indices.to(x.device)] if x.ndim and x.shape[0] == size else x,
-        batch,
-    )
-    real = (
-        share.real
-        if padding is None
-        else min(max(padding.real - share.first, 0), share.real)
-    )
-    return wrapped, Padding(real, share.rows)
+        if rank_samples.real is None:
+            return batch, None
+        return batch, Padding(rank_samples.real, rows)
 
 
 class _Round(NamedTuple):

@@ -109,6 +109,9 @@ class RankSampler(Sampler[int]):
         )
         return iter(order[dist.get_rank() :: dist.get_world_size()])
 
+    def __len__(self) -> int:
+        return len(range(dist.get_rank(), self.size, dist.get_world_size()))
+
 
 class RankBatches(Sampler[list[int]]):
     """Yields its rank's batches, of two sizes."""
@@ -123,6 +126,9 @@ class RankBatches(Sampler[list[int]]):
             count = next(rows)
             yield mine[:count]
             mine = mine[count:]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def mine(ctx: ProcessContext, size: int = SIZE) -> range:
@@ -418,8 +424,6 @@ class Shifted(IterableDataset[int]):
 
 
 class OneByOne(Sampler[int]):
-    """Says a wrong length, as estimates are."""
-
     def __init__(self, size: int) -> None:
         self.size = size
 
@@ -427,10 +431,20 @@ class OneByOne(Sampler[int]):
         return iter(range(self.size))
 
     def __len__(self) -> int:
-        return 3
+        return self.size
 
 
-class Breaking(Dataset[int]):
+class WithoutLength(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+class Underestimated(OneByOne):
+    def __len__(self) -> int:
+        return self.size - 1
+
+
+class Counted(Dataset[int]):
     def __len__(self) -> int:
         return 6
 
@@ -449,17 +463,6 @@ class BreakingStream(IterableDataset[int]):
             yield number
 
 
-class BreakingSampler(Sampler[int]):
-    def __init__(self, breaks: bool) -> None:
-        self.breaks = breaks
-
-    def __iter__(self) -> Iterator[int]:
-        yield 0
-        if self.breaks:
-            raise ValueError("no more indices")
-        yield 1
-
-
 @ranks(2)
 def test_a_rank_that_fails_or_has_nothing_leaves_no_other_waiting(
     ctx: ProcessContext,
@@ -472,16 +475,29 @@ def test_a_rank_that_fails_or_has_nothing_leaves_no_other_waiting(
         )
         with pytest.raises(ValueError if ctx.rank else PeerFailedError):
             list(loader)
-    sampled = prepared(
-        items(Breaking(), sampler=BreakingSampler(ctx.rank == 1)),
-        ctx=ctx,
-        already_sharded=True,
-    )
-    with pytest.raises(ValueError if ctx.rank else PeerFailedError):
-        list(sampled)
     for empty in (items(list(range(3 * ctx.rank))), items(Shifted(0, 3 * ctx.rank))):
         with pytest.raises(DataError, match=r"rank\(s\) 0"):
             list(prepared(empty, ctx=ctx, already_sharded=True))
+
+
+@ranks(2)
+def test_samplers_of_parts_have_a_correct_length(ctx: ProcessContext) -> None:
+    with pytest.raises(DataError, match=r"has no length.*Implement __len__"):
+        prepared(
+            items(Counted(), sampler=WithoutLength()), ctx=ctx, already_sharded=True
+        )
+    alone = prepared(
+        items(Counted(), sampler=WithoutLength()),
+        ctx=ctx,
+        already_sharded=True,
+        even_batches=False,
+    )
+    assert real(rows_of(alone)) == list(range(6))
+    loader = prepared(
+        items(Counted(), sampler=Underestimated(6)), ctx=ctx, already_sharded=True
+    )
+    with pytest.raises(DataError, match="more indices than its length"):
+        rows_of(loader)
 
 
 @ranks(2)
@@ -602,16 +618,6 @@ class SizedAugmented(AugmentedStream):
         return self.size
 
 
-class Unordered(Sampler[int]):
-    """The same indices in an order that every process has of its own, as sets of texts do."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        self.order = random.Random(rank).sample(range(size), size)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order)
-
-
 class Unseeded(Sampler[int]):
     def __init__(self, size: int, own: bool) -> None:
         self.size, self.rng = size, np.random.default_rng() if own else None
@@ -655,11 +661,7 @@ def test_healthy_loaders_are_not_taken_for_parts(ctx: ProcessContext) -> None:
         )
         assert len(seen(loader)) == 3
     whole: Any = list(range(24))
-    for make in (
-        partial(Unordered, 24, ctx.rank),
-        partial(Unseeded, 24, True),
-        partial(Unseeded, 24, False),
-    ):
+    for make in (partial(Unseeded, 24, True), partial(Unseeded, 24, False)):
         for wrapped in (False, True):
             sampler: Any = make()
             options = (

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hasten.comm.base import Comm
-from hasten.data.dispatch import BatchWire
+from hasten.data.dispatch import _scatter
 from hasten.data.loader import Loader
 from hasten.errors import CommError, PeerFailedError
 from hasten.runtime.context import ProcessContext
@@ -42,8 +42,8 @@ def shares_of(
 
 
 @ranks(2, 3)
-def test_the_wire_carries_any_tree_and_grows_when_needed(ctx: ProcessContext) -> None:
-    wire = BatchWire(ctx.world)
+def test_any_tree_of_any_size_is_scattered(ctx: ProcessContext) -> None:
+    codec = ctx.world.codec
     for size in (3, 10, 100_000, 5):
         parts: list[dict[str, Any]] = [
             {
@@ -60,10 +60,9 @@ def test_the_wire_carries_any_tree_and_grows_when_needed(ctx: ProcessContext) ->
             }
             for rank in range(ctx.world.size)
         ]
-        if ctx.rank == 0:
-            wire.send(wire.pack(parts), range(ctx.world.size))
-            continue
-        got, mine = wire.receive(), parts[ctx.rank]
+        messages = list(map(codec.encode, parts)) if ctx.rank == 0 else None
+        got = codec.decode(_scatter(ctx.world, messages))
+        mine = parts[ctx.rank]
         for key in ("a", "c", "empty", "complex", "view"):
             assert torch.equal(got[key], mine[key])
             assert got[key].dtype == mine[key].dtype
@@ -249,30 +248,6 @@ def test_dispatched_map_data_resumes_with_workers(ctx: ProcessContext) -> None:
     assert sorted(global_order(shares_of(ctx, first))) == list(range(15))
 
 
-@ranks(2)
-def test_the_users_slicing_is_used(ctx: ProcessContext) -> None:
-    def slice_fn(
-        batch: Any, rows: slice, process_index: int, num_processes: int
-    ) -> Any:
-        return {"x": batch["x"][rows], "for": (process_index, num_processes)}
-
-    def collate(samples: list[int]) -> dict[str, Tensor]:
-        return {"x": torch.tensor(samples)}
-
-    for split, kind in itertools.product((False, True), ("map", "stream")):
-        data: Any = range(10) if kind == "map" else CountingStream(10)
-        user = DataLoader(data, batch_size=4 if split else 2, collate_fn=collate)
-        settings: dict[str, Any] = {"dispatch_batches": True, "split_batches": split}
-        loader = prepared(user, ctx=ctx, slice_fn=slice_fn, **settings)
-        mine = []
-        for batch in loader:
-            assert batch["for"] == (ctx.rank, 2)
-            mine.append(batch["x"].tolist()[: loader.cursor.num_real])
-        both = ctx.world.all_gather_object(mine)
-        steps = [a + b for a, b in zip(*both, strict=True)]
-        assert steps == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
 @ranks(4, mesh={"dp_replicate": 2, "tp": 2})
 def test_tensor_parallel_peers_receive_the_same_part(ctx: ProcessContext) -> None:
     loader = prepared(
@@ -302,13 +277,14 @@ class Counting:
 
 
 @ranks(2, 4)
-def test_a_step_is_one_scatter_of_one_ranks_part(ctx: ProcessContext) -> None:
+def test_a_step_scatters_one_ranks_part_only(ctx: ProcessContext) -> None:
     counting: Any = Counting(ctx.world)
     rows = torch.zeros(64, 16_384)
     own = ProcessContext(ctx.topology, ctx.mesh, ctx.device, counting, ctx.groups)
     loader = prepared(DataLoader(rows, batch_size=4), ctx=own, dispatch_batches=True)  # type: ignore[arg-type]
     steps = len([None for _ in loader])
-    # the first one says how much room is needed
-    assert len(counting.scattered) == steps + 1
+    # the sizes of its messages go before those of a step
+    assert len(counting.scattered) == 2 * steps
+    assert counting.scattered[::2] == [2] * steps
     part = 4 * 16_384 * 4
-    assert all(part < size < part + 16_384 for size in counting.scattered[1:])
+    assert all(part < size < part + 16_384 for size in counting.scattered[1::2])

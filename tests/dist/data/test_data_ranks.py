@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from hasten.data.loader import Loader
@@ -258,24 +257,3 @@ def test_a_worker_that_dies_is_reported_with_rank_and_indices(
     notes = " ".join(caught.value.__notes__)
     assert f"rank {ctx.rank}, epoch 0, batch 0" in notes
     assert f"indices of that batch: [{2 * ctx.rank}, {2 * ctx.rank + 1}]" in notes
-
-
-@ranks(2, 4)
-def test_torchs_order_is_that_of_one_plain_loader(ctx: ProcessContext) -> None:
-    """The global order is what the first rank alone would draw, and every rank gets whole batches of it."""
-    user: DataLoader[Any] = DataLoader(range(23), batch_size=3, shuffle=True)  # type: ignore[arg-type]
-    torch.manual_seed(5)
-    epochs = [[row for batch in user for row in batch.tolist()] for _ in range(2)]
-    torch.manual_seed(5 + ctx.rank)
-    loader = prepared(user, ctx=ctx, order="torch", pad="full")
-    for epoch in epochs:
-        shares = shares_of(ctx, loader)
-        assert global_order(shares) == epoch
-        assert {len(batch.values) for share in shares for batch in share} == {3}
-    batches = iter(loader)
-    next(batches)
-    state = json.loads(json.dumps(loader.state_dict()))
-    rest = [batch.tolist() for batch in batches]
-    again = prepared(user, ctx=ctx, order="torch", pad="full", seed=99)
-    again.load_state_dict(state)
-    assert [batch.tolist() for batch in again] == rest

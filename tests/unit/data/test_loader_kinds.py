@@ -282,8 +282,11 @@ def test_items_without_automatic_batching(num_workers: int) -> None:
     check_even(shares)
     assert sorted(global_order(shares)) == list(range(21))
     assert shares[1][-1].real == 0
-    with pytest.raises(ConfigError, match="dispatch_batches=True"):
-        shares_of(build, 2, split_batches=True)
+    for dispatch in (False, True):
+        with pytest.raises(
+            ConfigError, match="split_batches=True with batch_size=None"
+        ):
+            prepared(build(), split_batches=True, dispatch_batches=dispatch)
 
 
 def test_an_endless_sampler_without_length() -> None:
@@ -473,12 +476,8 @@ def test_streams_of_batches_and_split_streams() -> None:
     check_even(shares)
     assert global_order(shares) == list(range(20))
     assert shares[1][-1].real == 0
-    split = shares_of(
-        lambda: DataLoader(Batches(), batch_size=None), 2, split_batches=True
-    )
-    check_even(split)
-    assert global_order(split) == list(range(20))
-    assert len(split[0]) == 5
+    with pytest.raises(ConfigError, match="split_batches=True with batch_size=None"):
+        prepared(DataLoader(Batches(), batch_size=None), split_batches=True)
     rows = shares_of(
         lambda: DataLoader(CountingStream(22), batch_size=4), 2, split_batches=True
     )

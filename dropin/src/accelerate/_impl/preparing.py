@@ -235,8 +235,8 @@ class EstablishedPreparer(Preparer):
         loader: Any,
         puts_on_device: bool,
         seed: int,
-        slice_fn: Any = None,
         already_sharded: bool | None = None,
+        slice_fn: Any = None,
     ) -> Any:
         if isinstance(loader, PreparedLoader):
             if not any(

@@ -49,7 +49,6 @@ class ProjectConfiguration(Section):
 
 
 Pad = Literal["least", "full"]
-OrderOf = Literal["seed", "torch"]
 
 
 @settings
@@ -80,10 +79,6 @@ class DataLoaderConfiguration(Section):
     pad: Pad = setting(
         "least",
         "how even_batches fills the last step of an epoch: least: up to equal shares; full: up to whole batches",
-    )
-    order: OrderOf = setting(
-        "seed",
-        "what shuffling draws from: seed: (seed, epoch); torch: the generator a plain DataLoader draws from",
     )
     use_seedable_sampler: bool = setting(
         True,

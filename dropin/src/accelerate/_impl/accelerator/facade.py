@@ -331,7 +331,7 @@ class Accelerator(SavingFace):
             else self._preparer._scheduler(scheduler)
         )
 
-    def prepare_data_loader(  # type: ignore[override] # the original's arguments
+    def prepare_data_loader(
         self,
         data_loader: Any,
         device_placement: bool | None = None,
@@ -341,7 +341,7 @@ class Accelerator(SavingFace):
             self.device_placement if device_placement is None else device_placement
         )
         return self._preparer.loader(
-            data_loader, puts_on_device, 0, slice_fn_for_dispatch
+            data_loader, puts_on_device, 0, slice_fn=slice_fn_for_dispatch
         )
 
     def share_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:

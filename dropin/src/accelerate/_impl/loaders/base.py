@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,6 +16,7 @@ from accelerate._impl.copying import Copyable
 from accelerate._impl.environment.packages import (
     is_torchdata_stateful_dataloader_available,
 )
+from accelerate._impl.loaders.dealt import Dealt
 from accelerate._impl.loaders.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -33,8 +34,8 @@ from accelerate._impl.tensors import (
 )
 from accelerate._impl.views.random import synchronize_rng_states
 from accelerate._impl.views.state import GradientState
-from hasten.data.batch_plan import DataRanks, Padding
-from hasten.data.dispatch import BatchReader, DispatchSource
+from hasten.data.batch_plan import DataRanks
+from hasten.data.dispatch import DispatchSource
 from hasten.data.loader import Loader, LoaderIteration, LoaderParts, Move
 from hasten.data.position import Position
 from hasten.data.skipping import SkippingLoader
@@ -424,29 +425,6 @@ class DataLoaderShard(PreparedLoader):
         finally:
             for target, value in previous_values:
                 target.even_batches = value
-
-
-@dataclass(frozen=True, slots=True)
-class Dealt(BatchReader):
-    """The main process's batches, one for each process; those of a step that differ in size are joined and cut again."""
-
-    joins: bool = False
-    """Whether those of every step are."""
-
-    def _groups(self, items: Iterator[Item]) -> Iterator[list[Item]]:
-        """Return the batches of each step, marked with the samples that they hold together."""
-        for group in BatchReader._groups(self, items):
-            total = sum(find_batch_size(item[0]) or 0 for item in group)
-            yield [(batch, None, last, total) for batch, _, last, _ in group]
-
-    def _parts(self, group: list[Item], first: Any) -> list[tuple[Any, Padding | None]]:
-        sizes = {find_batch_size(item[0]) for item in group}
-        if self.joins or self.split or len(group) < self.num_shards or len(sizes) > 1:
-            return [
-                (slice_of_batch, None)
-                for slice_of_batch, _ in self._sliced(group, first)
-            ]
-        return [(item[0], None) for item in group]
 
 
 def _seats(readers: int) -> DataRanks:

@@ -56,7 +56,6 @@ class AsDrawn:
     """The samples of a sampler or a stream, drawn by every process for itself."""
 
     units: Any
-    as_torch: bool = True
 
     def size(self) -> int | None:
         return len(self.units) if isinstance(self.units, Sized) else None

@@ -130,10 +130,6 @@ class SequenceShardSource(OuterSource):
         steps = self._inner.steps()
         return None if steps is None else steps * self._cut.comm.size
 
-    def first(self, position: Position) -> Any:
-        batch = self._inner.first(position)
-        return None if batch is None else self._cut.parts(batch)[self._cut.comm.rank]
-
     def open(self, position: Position) -> Iterator[Item]:
         """Return the shards from `at` on. Ranks: the group."""
         rounds, num_returned = divmod(position.consumed, self._cut.comm.size)
