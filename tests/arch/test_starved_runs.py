@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from hasten.testing import processors
+from tests.support import processors
 from tests.support.processors import Limit
 
 CONFTEST: Final = Path(__file__).parents[1] / "conftest.py"

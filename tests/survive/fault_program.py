@@ -89,7 +89,7 @@ class Program:
 
     def enter(self, phase: str) -> None:
         """Publish the phase."""
-        self.phase.enter(phase, self.replica.leads)
+        self.phase.enter(phase, self.replica.duties.leads)
 
     def work(self) -> None:
         """Take some milliseconds."""

@@ -75,9 +75,7 @@ class Crew:
                 self._hurry()
                 time.sleep(_POLL_S)
         finally:
-            kill_groups(
-                [group for worker in self.workers.values() for group in worker.groups]
-            )
+            self._kill()
         return self._result()
 
     def _goes_on(self) -> bool:
@@ -237,9 +235,11 @@ class Crew:
             self.config.launch.stop_grace_s if self.stopped_by in SAVING else _GRACE_S
         )
         if late or (self.stopped_by is not None and now - self._since > grace_s):
-            kill_groups(
-                [group for worker in self.workers.values() for group in worker.groups]
-            )
+            self._kill()
+
+    def _kill(self) -> None:
+        for worker in self.workers.values():
+            kill_groups(worker.groups)
 
     def _result(self) -> int:
         if self._run.code is not None:
@@ -266,13 +266,8 @@ class Crew:
         A replica that the signal ends is one that had no handler yet: it was being started, and the others save without it.
         """
         name = signal.Signals(number).name
-        if failed := [code for code in self._codes if code not in (PREEMPTED, -number)]:
-            if (
-                self._last is not None
-                and self._last.code in failed
-                and self._last.code > 0
-            ):
-                say(render_failure([self._last], python=sys.executable))
+        failed = [code for code in self._codes if code not in (PREEMPTED, -number)]
+        if failed:
             return failed[0] if failed[0] > 0 else 128 + number
         if PREEMPTED in self._codes:
             say(
@@ -289,13 +284,7 @@ class Crew:
             if self.stopped_by in SAVING and number in SAVING:
                 return  # a repeated signal must not interrupt a save
             if self.stopped_by is not None:
-                kill_groups(
-                    [
-                        group
-                        for worker in self.workers.values()
-                        for group in worker.groups
-                    ]
-                )
+                self._kill()
                 return
             self.stopped_by, self._since = number, time.monotonic()
 

@@ -6,11 +6,12 @@ Every replica holds the same ledger and changes it by the same rules, so no mess
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 Range = tuple[int, int]
 """Positions of the epoch's order from the first number up to the second, which is excluded."""
@@ -138,23 +139,13 @@ class Ledger:
 
     def encoded(self) -> dict[str, Any]:
         """Return the ledger as JSON values."""
-        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        values: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
         return values
 
     @classmethod
     def decoded(cls, values: Mapping[str, Any]) -> Ledger:
         """Return the ledger that `encoded` has described."""
-        made = cls(**values)
-        made.members = tuple(made.members)
-        made.returned = _pairs(made.returned)
-        made.rounds = [
-            {name: _pairs(ranges) for name, ranges in one.items()}
-            for one in made.rounds
-        ]
-        made.unused = {
-            int(epoch): _pairs(ranges) for epoch, ranges in made.unused.items()
-        }
-        return made
+        return msgspec.convert(values, cls, str_keys=True)
 
 
 def _ahead(ledger: Ledger, name: str) -> Iterator[tuple[list[Range], bool]]:
@@ -163,10 +154,6 @@ def _ahead(ledger: Ledger, name: str) -> Iterator[tuple[list[Range], bool]]:
         ranges = ledger.deal().get(name, [])
         ledger.rounds.clear()
         yield ranges, ledger.exhausted
-
-
-def _pairs(ranges: Iterable[Sequence[int]]) -> list[Range]:
-    return [(start, end) for start, end in ranges]
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:

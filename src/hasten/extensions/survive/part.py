@@ -136,7 +136,7 @@ class Survive(RunPart):
         self._clock, self._num_replicas = run.clock, settings.replicas
         if run.run_log is not None:
             replica.note = run.run_log.event
-        accelerator.process.leads = lambda: replica.leads
+        accelerator.process.leads = lambda: replica.duties.leads
         preemption, saving = run.preemption, run.saving
         replica.duties.received = lambda: preemption.received
         preemption.decide = lambda: replica.leaves
@@ -155,7 +155,7 @@ class Survive(RunPart):
 
     def before_save(self) -> str | None:
         """Let the first of the present replicas save: all hold the same state."""
-        return None if self.replica.leads else ""
+        return None if self.replica.duties.leads else ""
 
     # Any: numbers, strings and tensors
     def log(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -115,11 +115,6 @@ class Replica:
         )
 
     @property
-    def leads(self) -> bool:
-        """True on exactly one of the replicas that made the latest update: the one that prints, saves and logs."""
-        return self.duties.leads
-
-    @property
     def leaves(self) -> bool:
         """True if this replica has to leave the run after a signal. Ranks: every rank of the replica."""
         return not self._inside.vote(not self.duties.leaves)
@@ -304,7 +299,7 @@ class Replica:
 
     def _note_agreed(self) -> None:
         self._agreed_at = self.ledger.step
-        if self.leads and self._inside.first:
+        if self.duties.leads and self._inside.first:
             path = self._folder / AGREED
             draft = path.with_suffix(f".{self.name}")
             draft.write_text(self._history())
