@@ -234,7 +234,7 @@ def resolve_settings(given: Mapping[str, Any]) -> Resolved:
     for part in parts_of_every_run():
         given = part.settings(given)
     variables = env.snapshot()
-    handed = env.config(variables)
+    handed = variables.get(env.CONFIG)
     resolved = resolve(
         code=given, env=variables, handed=() if handed is None else unpack(handed)
     )

@@ -347,7 +347,7 @@ def _find_devices(env: Mapping[str, str]) -> tuple[DeviceKind, int, str]:
         return "tpu", count, "TPU"
     if count := len(list(Path("/dev").glob("davinci[0-9]*"))):
         return "npu", count, "Ascend NPU"
-    if shutil.which("xpu-smi") and (count := _xpu_count()):
+    if count := _xpu_count():
         return "xpu", count, "Intel GPU"
     if sys.platform == "darwin" and os.uname().machine == "arm64":
         return "mps", 1, "Apple GPU"
@@ -356,32 +356,9 @@ def _find_devices(env: Mapping[str, str]) -> tuple[DeviceKind, int, str]:
 
 def _nvidia_names() -> list[str]:
     """Return one name per NVIDIA device (or MIG slice), as reported by the driver; empty without a working driver."""
-    if (
-        not Path("/proc/driver/nvidia/version").exists()
-        and not Path("/dev/nvidiactl").exists()
-        and not _is_wsl()
-    ):
-        return []
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return [
-            _nvidia_model(folder)
-            for folder in sorted(Path("/proc/driver/nvidia/gpus").glob("*"))
-        ]
-    listing = _output([tool, "-L"])
+    listing = _output(["nvidia-smi", "-L"]) if shutil.which("nvidia-smi") else ""
     slices = re.findall(r"^\s+(MIG [^\s:]+)", listing, re.MULTILINE)
     return slices or re.findall(r"^GPU \d+: (.+?) \(UUID", listing, re.MULTILINE)
-
-
-def _is_wsl() -> bool:
-    return Path("/dev/dxg").exists()
-
-
-def _nvidia_model(folder: Path) -> str:
-    model_match = re.search(
-        r"^Model:\s*(.+)$", (folder / "information").read_text(), re.MULTILINE
-    )
-    return model_match[1] if model_match else "NVIDIA GPU"
 
 
 def _rocm_count() -> int:
@@ -391,9 +368,10 @@ def _rocm_count() -> int:
 
 
 def _xpu_count() -> int:
-    return len(
-        re.findall(r"Device ID|\|\s*\d+\s*\|", _output(["xpu-smi", "discovery"]))
-    )
+    if not shutil.which("xpu-smi"):
+        return 0
+    listing = _output(["xpu-smi", "discovery"])
+    return len(re.findall(r"Device ID|\|\s*\d+\s*\|", listing))
 
 
 def _visible(env: Mapping[str, str], present: int) -> int:

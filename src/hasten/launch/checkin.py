@@ -8,7 +8,7 @@ import importlib.util
 import json
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from importlib import metadata
@@ -76,19 +76,15 @@ def gather_reports(
     """
     if store.add(f"claim/{index}", 1) > 1:
         rival_report = Report.decode(store.get(f"report/{index}"))
-        _fail(
-            store,
-            f"{_place(report)} and {_place(rival_report)} both claim to be machine {index} of {count}",
+        message = (
+            f"{report.host} ({report.address}) and {rival_report.host} ({rival_report.address}) both claim to be machine {index} of "
+            f"{count}; each must be different. Correct --machine_rank (or the cluster's variables) on one of them."
         )
+        store.set("broken", message)
+        raise LaunchError(message)
     store.set(f"report/{index}", report.encode())
     _wait_for_all(store, count, timeout_s=timeout_s, waiting=waiting)
     return [Report.decode(store.get(f"report/{i}")) for i in range(count)]
-
-
-def _fail(store: Store, words: str) -> None:
-    message = f"{words}; each must be different. Correct --machine_rank (or the cluster's variables) on one of them."
-    store.set("broken", message)
-    raise LaunchError(message)
 
 
 def _wait_for_all(
@@ -198,29 +194,19 @@ def check_agreement(
 def rank_table(reports: Sequence[Report]) -> str:
     """Return an aligned table of the machines and the ranks on each."""
     rows = [("machine", "ranks", "host", "address", "device")]
-    for index, (report, first) in enumerate(
-        zip(reports, _first_ranks(reports), strict=True)
-    ):
-        last = first + report.num_processes - 1
-        ranks = str(first) if last == first else f"{first}-{last}"
+    first_rank = 0
+    for index, report in enumerate(reports):
+        last_rank = first_rank + report.num_processes - 1
+        ranks = (
+            f"{first_rank}-{last_rank}" if last_rank > first_rank else str(first_rank)
+        )
         rows.append((str(index), ranks, report.host, report.address, report.device))
+        first_rank = last_rank + 1
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
-
-
-def _first_ranks(reports: Iterable[Report]) -> list[int]:
-    first, starts = 0, []
-    for report in reports:
-        starts.append(first)
-        first += report.num_processes
-    return starts
-
-
-def _place(report: Report) -> str:
-    return f"{report.host} ({report.address})"
 
 
 _PACKAGES: Final = (

@@ -187,7 +187,7 @@ def start(
         _init(topology, device, settings)
     if dist.is_initialized() and dist.get_world_size() > 1:
         _freeze_garbage_of_forks()
-        return _joined(_actual(topology), device, mesh_of, settings)
+        return _joined(topology, device, mesh_of, settings)
     mesh = mesh_of(1)
     world = LocalComm(device)
     # along any axes it is alone
@@ -211,6 +211,12 @@ def _joined(
     assert group is not None, (
         "torch.distributed is initialised, so it has a world group"
     )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (topology.rank, topology.world_size) != (rank, size):
+        # other code has started the group
+        topology = Topology(
+            rank=rank, world_size=size, local_rank=rank, local_world_size=size
+        )
     # the only access to the store of a group that was started by other code
     notes = _get_default_store()
     collectives = CollectiveRecord()
@@ -230,14 +236,6 @@ def _joined(
     return ProcessContext(topology, mesh, device, world, groups, collectives)
 
 
-def _actual(topology: Topology) -> Topology:
-    """Return the topology of the running process group, which takes precedence if other code started it."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if (topology.rank, topology.world_size) == (rank, size):
-        return topology
-    return Topology(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
-
-
 def _init(topology: Topology, device: torch.device, settings: GroupSettings) -> None:
     url = settings.init_method or topology.meeting_point()
     within, start = timedelta(seconds=settings.init_timeout_s), time.monotonic()
@@ -248,7 +246,7 @@ def _init(topology: Topology, device: torch.device, settings: GroupSettings) -> 
         RankRegistration(notes, rank, size, within, ended, url).wait()
     except (RuntimeError, ValueError, OSError) as error:
         raise CommError(
-            _why_not_met(url, topology, settings, time.monotonic() - start, error)
+            _why_not_met(url, topology, time.monotonic() - start, error)
         ) from error
     found.set_timeout(within)
     dist.init_process_group(
@@ -286,7 +284,6 @@ def _leave(rank: int, size: int, serves: bool, pid: int) -> None:
 def _why_not_met(
     url: str,
     topology: Topology,
-    settings: GroupSettings,
     elapsed_s: float,
     error: BaseException,
 ) -> str:
@@ -299,13 +296,8 @@ def _why_not_met(
             f"{who} cannot serve the meeting at {url}: another program uses this port, often a run that is still alive. Without it "
             f"the ranks do not find each other; end that program, or choose another MASTER_PORT (--main_process_port) on every rank."
         )
-    if elapsed_s < 0.9 * settings.init_timeout_s:
-        return (
-            f"{who} failed to meet the others at {url} after {elapsed_s:.0f} s ({reason}). Without all ranks there is no group to "
-            f"train in; check that the address is right and can be reached, and that no other program uses the port."
-        )
     return (
-        f"{who} did not meet the others at {url} within {settings.init_timeout_s:g} s ({reason}). Without all ranks there is no "
+        f"{who} did not meet the others at {url} within {elapsed_s:.0f} s ({reason}). Without all ranks there is no "
         f"group to train in; check that every rank is started, that the address can be reached and that the port is free."
     )
 

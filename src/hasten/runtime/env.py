@@ -30,11 +30,6 @@ def snapshot() -> Mapping[str, str]:
     return MappingProxyType(dict(os.environ))
 
 
-def config(env: Mapping[str, str]) -> str | None:
-    """Return the configuration passed by the launcher (HASTEN_CONFIG), undecoded."""
-    return env.get(CONFIG) or None
-
-
 def debug(env: Mapping[str, str]) -> bool:
     """Return whether debug mode is on: HASTEN_DEBUG, else ACCELERATE_DEBUG_MODE."""
     return flag(env, DEBUG if DEBUG in env else DEBUG_ALIAS)

@@ -275,7 +275,10 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
             shard, replicate = local_world_size, -1
         else:
             shard = -1 if replicate != -1 else 1
-    degrees = _engine_degrees(config)
+    degrees: Mapping[str, int] = {}
+    for section in config.sections():
+        if section.section_names.strategy == config.strategy:
+            degrees = section.mesh_degrees()
     return MeshSpec.build(
         world_size,
         pp=degrees.get("pp", sizes.pp_size),
@@ -286,14 +289,6 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
         tp=degrees.get("tp", sizes.tp_size),
         ep=sizes.ep_size,
     )
-
-
-def _engine_degrees(config: Config) -> Mapping[str, int]:
-    """Return the sizes of axes that the settings of the run's engine determine."""
-    for section in config.sections():
-        if section.section_names.strategy == config.strategy:
-            return section.mesh_degrees()
-    return {}
 
 
 def check_mesh(config: Config, local_world_size: int, mesh: MeshSpec) -> None:

@@ -81,14 +81,15 @@ class Topology:
     """Explanation of an interpretation of the environment that may be unexpected."""
 
     def __post_init__(self) -> None:
-        _check_range("rank", self.rank, "world_size", self.world_size, self.source)
-        _check_range(
-            "local_rank",
-            self.local_rank,
-            "local_world_size",
-            self.local_world_size,
-            self.source,
-        )
+        for name, rank, size_name, size in (
+            ("rank", self.rank, "world_size", self.world_size),
+            ("local_rank", self.local_rank, "local_world_size", self.local_world_size),
+        ):
+            if size < 1 or not 0 <= rank < size:
+                raise TopologyError(
+                    f"{name}={rank} with {size_name}={size} is impossible (read from {self.source} variables): ranks count from 0 to "
+                    f"{size_name}-1. Make the variables agree, or unset those that another launcher left behind."
+                )
         if self.local_world_size > self.world_size:
             raise TopologyError(
                 f"local_world_size={self.local_world_size} exceeds world_size={self.world_size} (read from "
@@ -440,16 +441,6 @@ def _address(env: Mapping[str, str], host: str | None, port: int) -> str | None:
     if host is None:
         return None
     return f"tcp://{f'[{host}]' if ':' in host else host}:{master_port or port}"
-
-
-def _check_range(
-    name: str, value: int, size_name: str, size: int, source: Source
-) -> None:
-    if size < 1 or not 0 <= value < size:
-        raise TopologyError(
-            f"{name}={value} with {size_name}={size} is impossible (read from {source} variables): ranks count from 0 to {size_name}-1. "
-            f"Make the variables agree, or unset those that another launcher left behind."
-        )
 
 
 _SOURCES: Final[

@@ -13,7 +13,6 @@ from hasten.runtime import env
 
 def test_defaults() -> None:
     given = {"HOME": "/home/me"}
-    assert env.config(given) is None
     assert env.debug(given) is False
     assert env.home(given) == Path("/home/me/.cache/hasten")
     assert env.log_level(given) is None
@@ -26,7 +25,6 @@ def test_values() -> None:
         "HASTEN_HOME": "/data/h",
         "HASTEN_LOG_LEVEL": "debug",
     }
-    assert env.config(given) == "{}"
     assert env.debug(given) is True
     assert env.home(given) == Path("/data/h")
     assert env.log_level(given) == "DEBUG"

@@ -283,7 +283,6 @@ def main() -> None:
     program = sys.argv[2:]
     ray, train = need("ray", VERSIONS, "--ray"), need("ray.train", VERSIONS, "--ray")
     ray.init(address=run.address)
-    _say_waiting(run, ray.cluster_resources())
     variables = environment.snapshot()
     passed = {name: variables[name] for name in _PASSED if variables.get(name)}
     trainer = need("ray.train.torch", VERSIONS, "--ray").TorchTrainer(
@@ -316,21 +315,6 @@ def main() -> None:
         failure.leave(words)
         say(words)
         sys.exit(1)
-
-
-def _say_waiting(run: RayRun, has: Mapping[str, float]) -> None:
-    """Print the resources that the cluster lacks, because Ray waits for them without a time limit."""
-    needs = {"CPU": 1.0, **({"GPU": 1.0} if run.use_gpu else {}), **run.resources}
-    short = [
-        f"{amount * run.workers[0]:g} {name} (there are {has.get(name, 0):g})"
-        for name, amount in needs.items()
-        if amount * run.workers[0] > has.get(name, 0)
-    ]
-    if short:
-        say(
-            f"{run.workers[0]} worker(s) need {' and '.join(short)}: Ray waits until machines with these join the cluster. Ask for fewer "
-            "workers, or for less with --ray_resources, if none will."
-        )
 
 
 # Any: the module ray.train and one of its callbacks; ray is optional

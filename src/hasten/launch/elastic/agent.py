@@ -213,7 +213,14 @@ class _Run:
         verdict.leave(words)
 
     def _tell_failure(self, failures: Sequence[Failure], peers: Peers | None) -> int:
-        failures, silent = with_others([*failures, *self._left_early()], peers)
+        host, time_s = socket.gethostname(), time.time()
+        process_ends = self.agent.ends() if self.agent is not None else []
+        left_early = [
+            Failure(end.rank, host, 0, time_s, end.pid)
+            for end in process_ends
+            if end.code == 0
+        ]
+        failures, silent = with_others([*failures, *left_early], peers)
         self.say(
             render_failure(
                 failures,
@@ -229,16 +236,6 @@ class _Run:
             )
         )
         return first.exit_code or 1
-
-    def _left_early(self) -> list[Failure]:
-        """Return this machine's processes that exited without an error while others still ran."""
-        host, time_s = socket.gethostname(), time.time()
-        process_ends = self.agent.ends() if self.agent is not None else []
-        return [
-            Failure(end.rank, host, 0, time_s, end.pid)
-            for end in process_ends
-            if end.code == 0
-        ]
 
     def stopped(self, number: int) -> int:
         """Return the exit code after a signal."""

@@ -62,7 +62,8 @@ class Peers:
     """Exit codes of this machine's ranks that have ended; shared by copies of this object."""
     _heard: dict[int, tuple[str, float]] = field(default_factory=dict)
 
-    def _key(self, topic: str, machine: int) -> str:
+    def key(self, topic: str, machine: int) -> str:
+        """Return the key of what a machine publishes in this round."""
         return f"peers/{self.round}/{topic}/{machine}"
 
     def look(self) -> None:
@@ -71,7 +72,7 @@ class Peers:
         Raises: PeerMachineFailed if a machine failed; MachineLost if a machine has been silent for a minute.
         """
         self._beat += 1
-        self.store.set(self._key("beat", self.index), str(self._beat))
+        self.store.set(self.key("beat", self.index), str(self._beat))
         if failures := self.published():
             raise PeerMachineFailed(f"machine {failures[0].host} failed", failures)
         self._hear_of_ends()
@@ -79,13 +80,13 @@ class Peers:
         for machine, host in enumerate(self.hosts):
             if machine == self.index:
                 continue
-            key = self._key("beat", machine)
+            key = self.key("beat", machine)
             beat = self.store.get(key).decode() if self.store.check([key]) else ""
             last_beat, since_s = self._heard.setdefault(machine, (beat, now_s))
             if beat != last_beat:
                 self._heard[machine] = (beat, now_s)
             elif now_s - since_s > _SUSPECT_S and not self.store.check(
-                [self._key("done", machine)]
+                [self.key("done", machine)]
             ):
                 suspects.append(host)
                 if now_s - since_s < _SILENCE_S:
@@ -101,10 +102,10 @@ class Peers:
         """Publish this machine's ended ranks, and return the exit codes of ended ranks on all machines."""
         exit_codes = dict(self.ended)
         self.store.set(
-            self._key("ended", self.index), json.dumps(list(exit_codes.items()))
+            self.key("ended", self.index), json.dumps(list(exit_codes.items()))
         )
         for machine in range(len(self.hosts)):
-            key = self._key("ended", machine)
+            key = self.key("ended", machine)
             if machine != self.index and self.store.check([key]):
                 exit_codes.update(
                     {
@@ -146,7 +147,7 @@ class Peers:
         ]:
             now_s = time.monotonic()
             for machine in waited:
-                key = self._key("beat", machine)
+                key = self.key("beat", machine)
                 beat = self.store.get(key).decode() if self.store.check([key]) else ""
                 if beat != beats[machine][0]:
                     beats[machine] = (beat, now_s)
@@ -167,14 +168,14 @@ class Peers:
     def publish(self, failures: Sequence[Failure]) -> None:
         """Publish the failures of this machine's ranks."""
         self.store.set(
-            self._key("failed", self.index), json.dumps([f.encode() for f in failures])
+            self.key("failed", self.index), json.dumps([f.encode() for f in failures])
         )
 
     def published(self) -> list[Failure]:
         """Return the failures published by other machines."""
         failures: list[Failure] = []
         for machine in range(len(self.hosts)):
-            key = self._key("failed", machine)
+            key = self.key("failed", machine)
             if machine != self.index and self.store.check([key]):
                 failures += [
                     Failure.decode(item) for item in json.loads(self.store.get(key))
@@ -185,7 +186,7 @@ class Peers:
         """Return the failures of all other machines, waiting up to `timeout_s` for machines that are still stopping."""
         deadline = time.monotonic() + timeout_s
         keys = [
-            self._key("failed", m) for m in range(len(self.hosts)) if m != self.index
+            self.key("failed", m) for m in range(len(self.hosts)) if m != self.index
         ]
         while time.monotonic() < deadline and not self.store.check(keys):
             time.sleep(0.05)
@@ -197,17 +198,13 @@ class Peers:
             f"machine {m} ({host})"
             for m, host in enumerate(self.hosts)
             if m != self.index
-            and not self.store.check([self._key("failed", m)])
-            and not self.store.check([self._key("done", m)])
+            and not self.store.check([self.key("failed", m)])
+            and not self.store.check([self.key("done", m)])
         ]
-
-    def say_done(self) -> None:
-        """Publish that this machine's ranks have finished."""
-        self.store.set(self._key("done", self.index), "1")
 
     def all_done(self) -> bool:
         """Return whether every machine's ranks have finished."""
-        return self.store.check([self._key("done", m) for m in range(len(self.hosts))])
+        return self.store.check([self.key("done", m) for m in range(len(self.hosts))])
 
     def waiting(self) -> int:
         """Return the number of machines that wait to restart the job."""
@@ -299,7 +296,9 @@ class PeerWatch:
                     launcher_files.write_silent(suspects, environment.snapshot())
                 self._waiting = self._peers.waiting()
                 if self._finished and not announced:
-                    self._peers.say_done()
+                    self._peers.store.set(
+                        self._peers.key("done", self._peers.index), "1"
+                    )
                     announced = True
                 self._all_done = announced and self._peers.all_done()
             except LaunchError as error:

@@ -334,19 +334,16 @@ class FixedRendezvous(RendezvousHandler):
         except LaunchError:
             # of two machines that claim rank 0, one serves the store and may exit first
             with suppress(DistError):
-                self._wait_for_readers(control)
+                num_readers = control.add(f"heard/{self.round}", 1)
+                deadline = time.monotonic() + _LAST_WORDS_S
+                while (
+                    self._hosting
+                    and num_readers < control.add(f"arrivals/{self.round}", 0)
+                    and time.monotonic() < deadline
+                ):
+                    time.sleep(0.02)
+                    num_readers = control.add(f"heard/{self.round}", 0)
             raise
-
-    def _wait_for_readers(self, control: Store) -> None:
-        num_readers = control.add(f"heard/{self.round}", 1)
-        deadline = time.monotonic() + _LAST_WORDS_S
-        while (
-            self._hosting
-            and num_readers < control.add(f"arrivals/{self.round}", 0)
-            and time.monotonic() < deadline
-        ):
-            time.sleep(0.02)
-            num_readers = control.add(f"heard/{self.round}", 0)
 
     def _serve_workers(self, store: Store) -> tuple[str, int]:
         """Return address and port of this round's worker store: the requested port, or a new one after a restart."""
