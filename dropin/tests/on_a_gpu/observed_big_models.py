@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import pickle
 from pathlib import Path
@@ -310,10 +309,6 @@ def copies_of_dispatched_models(see: Seen) -> None:
     from accelerate import dispatch_model
 
     model = dispatch_model(model_of(), MIXED)
-    see(
-        "deep copy",
-        lambda: bool(torch.equal(copy.deepcopy(model)(tokens()), model(tokens()))),
-    )
     see("pickled", lambda: type(pickle.loads(pickle.dumps(model))))
     see(
         "state",

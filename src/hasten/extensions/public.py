@@ -23,9 +23,6 @@ from hasten.extensions.packing.packing import (
     packed_attention_mask as packed_attention_mask,
 )  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.packing.packing import packed_block_mask as packed_block_mask  # type: ignore[import-not-found, unused-ignore]
-from hasten.extensions.pipeline.cut import (
-    balanced_split_points as balanced_split_points,
-)  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.pipeline.inference import prepare_pipeline as prepare_pipeline  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.quantization.quantize import (
     dequantize_weights as dequantize_weights,

@@ -121,13 +121,10 @@ def test_an_accelerator_keeps_room_for_what_streams_through_it() -> None:
     ]
 
 
-def test_smaller_dtypes_fit_more_and_special_ones_stay() -> None:
+def test_smaller_dtypes_fit_more() -> None:
     model = Tied()
-    half = compute_module_sizes(model, torch.float16, {"blocks.0.up.weight": "float32"})
-    full = compute_module_sizes(model)
-    assert half["blocks.1"] * 2 == full["blocks.1"]
-    assert half["blocks.0.up.weight"] == full["blocks.0.up.weight"]
-    assert compute_module_sizes(model, buffers_only=True)[""] == 4
+    half = compute_module_sizes(model, torch.float16)
+    assert half["blocks.1"] * 2 == compute_module_sizes(model)["blocks.1"]
 
 
 def test_wrong_maps_are_refused() -> None:

@@ -144,18 +144,6 @@ def test_placement_is_the_best_of_all_that_keep_the_order(start: int) -> None:
         assert tuple(places.count(number) for number in range(len(devices))) == best
 
 
-@pytest.mark.parametrize("start", range(0, 100, 100))
-def test_fallback_never_places_less_on_devices_that_compute(start: int) -> None:
-    for seed in range(start, start + 100):
-        rng = random.Random(seed)
-        parts = [Atom((f"p{i}",), rng.randint(1, 9)) for i in range(rng.randint(1, 8))]
-        devices = [Device(0, rng.randint(1, 25)), Device("disk", None, offload=True)]
-        plain, again = place(parts, devices), place(parts, devices, fallback=True)
-        if plain.reserved == again.reserved:
-            assert again.used[0] >= plain.used[0]
-        assert again.used[0] + again.reserved <= 25 or again.used[0] == 0
-
-
 def heaviest(parts: Sequence[Atom], counts: tuple[int, ...]) -> int:
     ends = list(itertools.accumulate(counts))
     return max(

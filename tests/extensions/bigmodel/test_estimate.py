@@ -48,43 +48,12 @@ def test_folders_and_factories_have_the_sizes_of_their_models(tmp_path: Path) ->
     )
     found = estimate(files, "float32")
     assert found.weights == count * 4
-    assert found.total == count * 16
+    assert found.training == count * 16
     assert estimate(files, "int4").weights == count // 2
-    assert (
-        estimate(files, "bfloat16", "sgd", sharded=4).total
-        == count * 4 // 4 * 2 + 2 * largest * 2
-    )
+    assert estimate(files, "bfloat16", "sgd").training == count * 8
 
 
-def test_strategies_divide_what_processes_share() -> None:
-    """Weights, gradients and two states of Adam in fp32: a process holds its share of what the strategy divides."""
-    shape = of_model(Net(), "net", [(1, 4)])
-    whole = shape.num_parameters * 4
-    assert shape.activation_numbers is not None
-    kept = shape.activation_numbers * 4
-    divided = {"ddp": 0, "zero1": 2, "zero2": 3, "fsdp2": 4}
-    for processes in (1, 4):
-        for strategy, number in divided.items():
-            found = estimate(
-                shape,
-                "float32",
-                sharded=processes,
-                strategy=strategy,
-                device_bytes=10**7,
-            )
-            whole_blocks = (
-                2 * shape.largest * 4 if strategy == "fsdp2" and processes > 1 else 0
-            )
-            held = whole * (4 - number) + whole // processes * number + whole_blocks
-            assert found.total == held + kept, (strategy, processes)
-            assert found.largest_batch == (10**7 - held) // kept
-    with pytest.raises(ConfigError, match="strategies ddp, zero1"):
-        estimate(shape, "float32", strategy="zero9")
-
-
-def test_folders_of_transformers_are_traced_and_need_no_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_of_transformers_need_no_weights(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {
         "hidden_size": 16,
@@ -97,38 +66,8 @@ def test_folders_of_transformers_are_traced_and_need_no_weights(
     )
     config.save_pretrained(tmp_path / "config-only")
     model = transformers.BertModel(config)
-    found = shape_of(str(tmp_path / "config-only"), [(1, 8)])
+    found = shape_of(str(tmp_path / "config-only"))
     assert found.num_parameters == sum(p.numel() for p in model.parameters())
-    assert found.activation_numbers
-    words = [
-        "estimate-memory",
-        str(tmp_path / "config-only"),
-        "--num_processes",
-        "4",
-        "--dtypes",
-        "bfloat16",
-        "--json",
-    ]
-    assert main(words) == 0
-    rows = json.loads(capsys.readouterr().out)["estimates"]
-    assert [row["strategy"] for row in rows] == ["ddp", "zero1", "zero2", "fsdp2"]
-    assert sorted((row["total"] for row in rows), reverse=True) == [
-        row["total"] for row in rows
-    ]
-    save_model(Net().state_dict(), tmp_path / "weights")
-    with pytest.raises(ConfigError, match=r"no config\.json"):
-        shape_of(str(tmp_path / "weights"), [(1, 8)])
-
-
-def test_activations_are_those_autograd_keeps() -> None:
-    rows, length = 2, 5
-    shape = of_model(Net(), "net", [(rows, length)])
-    # per token: the ids, and in each layer the input of both linears and the output of the ReLU (one of them twice)
-    kept = length * (1 + 3 * (16 + 64))
-    assert shape.activation_numbers == kept
-    found = estimate(shape, "float32", batch=3, device_bytes=10**7)
-    assert found.activations == kept * 4 * 3
-    assert found.largest_batch == (10**7 - shape.num_parameters * 16) // (kept * 4)
 
 
 def test_the_command_prints_a_table_and_json(
@@ -146,9 +85,7 @@ def test_the_command_prints_a_table_and_json(
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert (
-        main(["estimate-memory", "big_net_factory:make", "--device_memory", "1GB"]) == 0
-    )
+    assert main(["estimate-memory", "big_net_factory:make"]) == 0
     assert "110 parameters" in capsys.readouterr().out
     assert main(["estimate-memory", "big_net_factory:nothing"]) == 2
     assert "cannot be built" in capsys.readouterr().err

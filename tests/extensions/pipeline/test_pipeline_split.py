@@ -12,7 +12,6 @@ from hasten.errors import ConfigError
 from hasten.extensions.pipeline.stage_plan import (
     StagePlacement,
     balanced,
-    bubble,
     check_microbatches,
     default_microbatches,
     placement,
@@ -107,19 +106,3 @@ def test_numbers_that_do_not_fit_are_refused_with_numbers_that_do() -> None:
     with pytest.raises(ConfigError, match="without a tensor that has rows"):
         check_rows(None, 4)
     assert check_rows(8, 4) == 2
-
-
-def test_bubbles_shrink_with_micro_batches_and_chunks() -> None:
-    for ranks in range(2, 9):
-        shares = [
-            bubble("1f1b", ranks, count) for count in (ranks, 2 * ranks, 8 * ranks)
-        ]
-        assert shares == sorted(shares, reverse=True)
-        assert bubble("interleaved_1f1b", ranks, ranks, 2) < bubble(
-            "1f1b", ranks, ranks
-        )
-        assert bubble("interleaved_zero_bubble", ranks, ranks, 2) < bubble(
-            "interleaved_1f1b", ranks, ranks, 2
-        )
-        assert bubble("zbv_zero_bubble", ranks, 2 * ranks, 2) == 0
-    assert bubble("gpipe", 4, 4) == 3 / 7

@@ -54,7 +54,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (["top", "--interval=-1"], "'-1' is not a number of seconds above 0"),
         (["tune", "train.py", "--updates=0"], "'0' is not an integer from 2"),
-        (["estimate-memory", "empty", "--batch=ü"], "'ü' is not an integer from 1"),
         ([*PLAN, "--gpus=0"], "'0' is not an integer from 1 to 1000000"),
         (
             [*PLAN, "--gpus=1000000000"],

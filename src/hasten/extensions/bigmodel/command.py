@@ -7,94 +7,48 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from hasten.cli.flags import CommandParser, whole
+from hasten.cli.flags import CommandParser
 from hasten.extensions.bigmodel.placement_plan import readable
 
 if TYPE_CHECKING:
-    from hasten.extensions.bigmodel.estimate import ModelShape
+    pass
 
 _ABOUT = """target:
   a folder or file with weights     sizes come from the headers of its files
-  module:function                   a function that returns the model, or the model and inputs of one sample
+  module:function                   a function that returns the model
   a name on the Hub                 needs transformers, and a network
 """
-_COLUMNS = (
-    ("dtype", "dtype"),
-    ("strategy", "strategy"),
-    ("largest", "largest layer"),
-    ("weights", "weights to run"),
-    ("gradients", "gradients"),
-    ("optimizer", "optimizer"),
-    ("activations", "activations"),
-    ("gathered", "gathered"),
-    ("total", "to train"),
-    ("largest_batch", "largest batch"),
-)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `hasten estimate-memory …`; return 0 if the model was found."""
     given = _parser().parse_args(argv)
-    # these import torch, which --help does not need
-    from hasten.checkpoint.export import parse_size
-    from hasten.extensions.bigmodel.estimate import STRATEGIES, estimate, shape_of
+    # this imports torch, which --help does not need
+    from hasten.extensions.bigmodel.estimate import estimate, shape_of
 
-    inputs = [tuple(int(size) for size in text.split("x")) for text in given.input]
-    shape = shape_of(given.target, inputs, given.trust_remote_code)
-    device = None if given.device_memory is None else parse_size(given.device_memory)
-    processes = given.num_processes
-    strategies = given.strategies or (STRATEGIES if processes > 1 else ("ddp",))
-    rows = [
-        asdict(
-            estimate(
-                shape, dtype, given.optimizer, given.batch, processes, device, strategy
-            )
-        )
-        for dtype in given.dtypes
-        for strategy in strategies
-    ]
+    shape = shape_of(given.target, given.trust_remote_code)
+    rows = [estimate(shape, dtype, given.optimizer) for dtype in given.dtypes]
     if given.json:
         content = {
             "model": shape.name,
             "parameters": shape.num_parameters,
-            "estimates": rows,
+            "estimates": [asdict(row) for row in rows],
         }
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
-    else:
-        _show(shape, rows)
-    return 0
-
-
-# Any: the values of an estimate
-def _show(shape: ModelShape, rows: Sequence[dict[str, Any]]) -> None:
+        return 0
     table = Table(title=f"{shape.name}: {shape.num_parameters:,} parameters")
-    alone = {row["strategy"] for row in rows} == {"ddp"}
-    shown = [
-        (key, title)
-        for key, title in _COLUMNS
-        if not (alone and key in ("strategy", "gathered"))
-    ]
-    columns = [
-        (key, title)
-        for key, title in shown
-        if any(row[key] is not None for row in rows)
-    ]
-    for key, title in columns:
-        table.add_column(title, justify="right", no_wrap=key in ("dtype", "strategy"))
+    for title in ("dtype", "largest layer", "weights to run", "to train"):
+        table.add_column(title, justify="right")
     for row in rows:
-        cells = [
-            row[key]
-            if key in ("dtype", "strategy", "largest_batch")
-            else readable(row[key])
-            for key, _ in columns
-        ]
-        table.add_row(*map(str, cells))
+        sizes = (row.largest, row.weights, row.training)
+        table.add_row(row.dtype, *map(readable, sizes))
     Console().print(table)
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,29 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--optimizer", default="adam", help="adam, sgd, momentum or adafactor"
-    )
-    parser.add_argument(
-        "--input",
-        nargs="*",
-        default=[],
-        metavar="1x128",
-        help="shapes of integer inputs to trace",
-    )
-    parser.add_argument("--batch", type=whole(1), default=1, help="samples per process")
-    parser.add_argument(
-        "--num_processes",
-        type=whole(1),
-        default=1,
-        help="processes that share the memory",
-    )
-    parser.add_argument(
-        "--strategies",
-        nargs="+",
-        metavar="NAME",
-        help="ddp, zero1, zero2 or fsdp2 (all of them for several processes)",
-    )
-    parser.add_argument(
-        "--device_memory", metavar="80GB", help="also print the largest batch that fits"
     )
     parser.add_argument("--trust_remote_code", action="store_true")
     parser.add_argument("--json", action="store_true")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 from hasten.checkpoint.export import parse_size
 from hasten.errors import ConfigError
 from hasten.extensions.bigmodel.placement_plan import (
+    Atom,
     Device,
     Node,
     atoms,
     balanced,
     place,
+    readable,
 )
 from hasten.modules.names import tied_groups
 from hasten.modules.surgery import module_bytes, named_tensors, parent_of, tensor_bytes
@@ -107,32 +110,12 @@ def as_dtype(dtype: DType) -> torch.dtype | None:
     return dtype
 
 
-def compute_module_sizes(
-    model: nn.Module,
-    dtype: DType = None,
-    special_dtypes: Mapping[str, DType] | None = None,
-    buffers_only: bool = False,
-) -> dict[str, int]:
+def compute_module_sizes(model: nn.Module, dtype: DType = None) -> dict[str, int]:
     """Return the bytes of each module, parameter and buffer by name; the whole model is under the empty name.
 
     Shared tensors count once in every module that holds them.
     """
-    special = {
-        name: found
-        for name, one in (special_dtypes or {}).items()
-        if (found := as_dtype(one)) is not None
-    }
-    if not buffers_only:
-        return module_bytes(model, as_dtype(dtype), special)
-    sizes: dict[str, int] = {"": 0}
-    for name, buffer in model.named_buffers():
-        parts = name.split(".")
-        for depth in range(len(parts) + 1):
-            key = ".".join(parts[:depth])
-            sizes[key] = sizes.get(key, 0) + tensor_bytes(
-                buffer, special.get(name, as_dtype(dtype))
-            )
-    return sizes
+    return module_bytes(model, as_dtype(dtype), {})
 
 
 def infer_auto_device_map(
@@ -140,37 +123,26 @@ def infer_auto_device_map(
     max_memory: Mapping[DeviceKey, float | str] | None = None,
     no_split_module_classes: Collection[str] | str | None = None,
     dtype: DType = None,
-    special_dtypes: Mapping[str, DType] | None = None,
-    verbose: bool = False,
-    clean_result: bool = True,
     offload_buffers: bool = False,
-    fallback_allocation: bool = False,
 ) -> dict[str, DeviceKey]:
     """Return a device for every module of the model: accelerators are filled in order, then "cpu", then "disk".
 
     Modules of `no_split_module_classes` are not split, tied weights stay together, and if modules are offloaded the first
-    accelerator reserves memory to stream them. `verbose` logs the reasons.
+    accelerator reserves memory to stream them.
     Raises: ConfigError with the missing bytes if the devices cannot hold the model.
     """
-    nodes = list(tree(model, no_split_module_classes, dtype, special_dtypes))
-    limits = get_max_memory(max_memory)
-    devices = devices_in_order(limits)
-    computing = [device for device in devices if not device.offload]
-    if computing and not offload_buffers:
-        devices = _keep_buffers_on(
-            devices, computing[0].key, nodes, model, dtype, special_dtypes
-        )
-    placement = place(atoms(nodes), devices, fallback_allocation)
-    log.log(
-        logging.INFO if verbose else logging.DEBUG,
-        "device map: %s",
-        "; ".join(placement.notes),
+    parts = atoms(tree(model, no_split_module_classes, dtype))
+    devices = devices_in_order(get_max_memory(max_memory))
+    if not offload_buffers:
+        devices = _without_buffers(devices, parts, model, dtype)
+    placement = place(parts, devices)
+    used = {key: readable(size) for key, size in placement.used.items() if size}
+    log.info(
+        "device map: %s; %s of the first device are reserved for offloaded modules",
+        used,
+        readable(placement.reserved),
     )
-    return (
-        clean_device_map(dict(placement.places))
-        if clean_result
-        else dict(placement.places)
-    )
+    return clean_device_map(dict(placement.places))
 
 
 def devices_in_order(limits: Mapping[DeviceKey, int]) -> list[Device]:
@@ -190,62 +162,47 @@ def devices_in_order(limits: Mapping[DeviceKey, int]) -> list[Device]:
     return devices
 
 
-def _keep_buffers_on(
-    devices: Sequence[Device],
-    main: DeviceKey,
-    nodes: Iterable[Node],
-    model: nn.Module,
-    dtype: DType,
-    special_dtypes: Mapping[str, DType] | None,
+def _without_buffers(
+    devices: list[Device], parts: Sequence[Atom], model: nn.Module, dtype: DType
 ) -> list[Device]:
-    """Return the limits minus the buffers of offloaded modules, which stay on the main device."""
-    try:
-        spilled = place(atoms(nodes), devices).places
-    except ConfigError:
-        return list(devices)
+    """Return the devices, the first computing one without the bytes of offloaded modules' buffers, which stay there."""
+    main = next((device for device in devices if not device.offload), None)
+    if main is None or main.limit is None:
+        return devices
     offloaded = {device.key for device in devices if device.offload}
-    away = tuple(f"{name}." for name, key in spilled.items() if key in offloaded)
-    special = special_dtypes or {}
-    kept = sum(
-        tensor_bytes(buffer, as_dtype(special.get(name, dtype)))
+    places = place(parts, devices).places
+    prefixes = tuple(f"{name}." for name, key in places.items() if key in offloaded)
+    buffer_bytes = sum(
+        tensor_bytes(buffer, as_dtype(dtype))
         for name, buffer in model.named_buffers()
-        if name.startswith(away) or spilled.get(name) in offloaded
+        if name.startswith(prefixes) or places.get(name) in offloaded
     )
-    return [
-        Device(device.key, max(device.limit - kept, 0), device.offload)
-        if device.key == main and device.limit is not None
-        else device
-        for device in devices
-    ]
+    reduced = replace(main, limit=max(main.limit - buffer_bytes, 0))
+    return [reduced if device is main else device for device in devices]
 
 
 def tree(
     model: nn.Module,
     no_split: Collection[str] | str | None = None,
     dtype: DType = None,
-    special_dtypes: Mapping[str, DType] | None = None,
 ) -> Iterator[Node]:
     """Yield the model's modules as nodes for the solver, with sizes, shared tensors and splittable children."""
     whole = frozenset([no_split] if isinstance(no_split, str) else no_split or ())
-    special = special_dtypes or {}
+    stored_dtype = as_dtype(dtype)
 
-    def size(name: str, tensor: Tensor) -> tuple[int, int]:
-        return id(tensor), tensor_bytes(tensor, as_dtype(special.get(name, dtype)))
+    def size(tensor: Tensor) -> tuple[int, int]:
+        return id(tensor), tensor_bytes(tensor, stored_dtype)
 
     def visit(prefix: str, module: nn.Module) -> Iterator[Node]:
         dot = f"{prefix}." if prefix else ""
         own = [*module._parameters.items(), *module._buffers.items()]
         yield from (
-            Node(dot + n, frozenset([size(dot + n, t)]))
-            for n, t in own
-            if t is not None
+            Node(dot + n, frozenset([size(t)])) for n, t in own if t is not None
         )
         for name, child in module._modules.items():
             if child is None:
                 continue
-            held = frozenset(
-                size(f"{dot}{name}.{n}", t) for n, t in named_tensors(child)
-            )
+            held = frozenset(size(tensor) for _, tensor in named_tensors(child))
             if not held:
                 continue
             splits = (
@@ -257,7 +214,7 @@ def tree(
             )
 
     if type(model).__name__ in whole:
-        yield Node("", frozenset(size(n, t) for n, t in named_tensors(model)))
+        yield Node("", frozenset(size(tensor) for _, tensor in named_tensors(model)))
     else:
         yield from visit("", model)
 
@@ -267,13 +224,12 @@ def get_balanced_memory(
     max_memory: Mapping[DeviceKey, float | str] | None = None,
     no_split_module_classes: Collection[str] | str | None = None,
     dtype: DType = None,
-    special_dtypes: Mapping[str, DType] | None = None,
     low_zero: bool = False,
 ) -> dict[DeviceKey, int]:
     """Return limits that spread the model evenly over the accelerators; `low_zero` leaves the first one to other work."""
     limits = get_max_memory(max_memory)
     accelerators = [key for key in limits if key not in OFFLOAD and limits[key] > 0]
-    parts = atoms(tree(model, no_split_module_classes, dtype, special_dtypes))
+    parts = atoms(tree(model, no_split_module_classes, dtype))
     fair = balanced(parts, [limits[key] for key in accelerators], low_zero)
     return {**limits, **dict(zip(accelerators, fair, strict=True))}
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.checkpoint.export import parse_size
+from hasten.checkpoint.format.formats import Piece
 from hasten.errors import PrepareError
 from hasten.extensions.bigmodel.device_map import (
     OFFLOAD,
@@ -18,7 +19,7 @@ from hasten.extensions.bigmodel.device_map import (
     owner_in,
     tensor_of,
 )
-from hasten.extensions.bigmodel.offload_files import DiskWeights
+from hasten.extensions.bigmodel.offload_files import find_disk_weights
 from hasten.extensions.bigmodel.packs import PackedTensor, Table, mapped_entry
 from hasten.extensions.bigmodel.placed import (
     PlacedForward,
@@ -96,7 +97,7 @@ def dispatch_model(
     if state_dict:
         _fill(model, state_dict)
     on_disk = _under(model, owners, "disk", offload_buffers)
-    disk = DiskWeights.find(model, on_disk, offload_dir, offload_index)
+    disk = find_disk_weights(model, on_disk, offload_dir, offload_index)
     # the index may also list weights that are still to be read into host memory
     if offload_index is not None:
         others = _under(model, owners, "cpu", offload_buffers)
@@ -105,7 +106,7 @@ def dispatch_model(
             for name in others
             if name in offload_index and tensor_of(model, name).is_meta
         ]
-        disk.update(DiskWeights.find(model, waiting, None, offload_index))
+        disk |= find_disk_weights(model, waiting, None, offload_index)
     _refuse_empty(model, streamed, disk)
     _place(model, device_map, away, main, offload_buffers)
     places = {
@@ -136,11 +137,9 @@ class _Options:
         whole: Collection[str],
         skip: Collection[str],
         resident: float | str,
-        pinned: int | None = None,
     ) -> None:
         self.buffers, self.whole, self.skip = buffers, whole, skip
         self.resident = parse_size(resident)
-        self.pinned = pinned
 
 
 def _under(
@@ -167,9 +166,9 @@ def _fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def _refuse_empty(
-    model: nn.Module, streamed: Collection[str], disk: DiskWeights
+    model: nn.Module, streamed: Collection[str], disk: Mapping[str, Piece]
 ) -> None:
-    empty = [name for name in meta_names(model) if disk.piece(name) is None]
+    empty = [name for name in meta_names(model) if disk.get(name) is None]
     if empty:
         raise PrepareError(
             f"{empty[0]} and {len(empty) - 1} more tensors of {type(model).__name__} are on the meta device, so there is "
@@ -276,7 +275,7 @@ def _stream(
     owners: Mapping[str, str],
     streamed: Collection[str],
     main: torch.device,
-    disk: DiskWeights,
+    disk: Mapping[str, Piece],
     options: _Options,
 ) -> None:
     def streams(name: str) -> bool:
@@ -292,10 +291,8 @@ def _stream(
     )
 
     def entry_of(found: FoundBlocks, places: list[tuple[Table, str]]) -> PackedTensor:
-        piece = disk.piece(found.name)
-        to_host = (
-            owners[owner_in(owners, found.name) or ""] != "disk" and not disk.stays
-        )
+        piece = disk.get(found.name)
+        to_host = owners[owner_in(owners, found.name) or ""] != "disk"
         return (
             PackedTensor(found.tensor, places)
             if piece is None
@@ -304,7 +301,7 @@ def _stream(
 
     units = make_units(cuts, entry_of)
     packs = list(dict.fromkeys(pack for unit in units for pack in unit.packs))
-    pool = HostPool(main.type != "cpu", options.pinned)
+    pool = HostPool(main.type != "cpu")
     moving = [
         entry
         for pack in packs
@@ -348,22 +345,16 @@ def cpu_offload(
     preload_module_classes: Collection[str] | None = None,
     *,
     resident: float | str = 0,
-    pinned_bytes: int | None = None,
 ) -> nn.Module:
     """Return the model with all weights in host memory, streamed to `execution_device` block by block.
 
-    Up to `resident` bytes ("8GB") of blocks stay on the device; `pinned_bytes` limits the page-locked memory.
+    Up to `resident` bytes ("8GB") of blocks stay on the device.
     """
-    return _offload(
-        model,
-        execution_device,
-        DiskWeights(),
-        state_dict,
-        preload_module_classes,
-        offload_buffers,
-        resident,
-        pinned_bytes,
-    )
+    if state_dict:
+        _fill(model, state_dict)
+    main = _execution_device(model, execution_device)
+    options = _Options(offload_buffers, preload_module_classes or (), (), resident)
+    return _offload(model, main, "cpu", {}, options)
 
 
 def disk_offload(
@@ -379,20 +370,11 @@ def disk_offload(
 
     Weights that a safetensors file in the folder already holds are read from it; others are written once.
     """
+    main = _execution_device(model, execution_device)
     names = [found.name for found in tensors_in(model, "", offload_buffers)]
-    device = _execution_device(model, execution_device)
-    disk = DiskWeights.find(model, names, offload_dir, None)
-    disk.stays = True
-    return _offload(
-        model,
-        device,
-        disk,
-        None,
-        preload_module_classes,
-        offload_buffers,
-        resident,
-        None,
-    )
+    disk = find_disk_weights(model, names, offload_dir, None)
+    options = _Options(offload_buffers, preload_module_classes or (), (), resident)
+    return _offload(model, main, "disk", disk, options)
 
 
 def _execution_device(model: nn.Module, device: Place | None) -> torch.device:
@@ -412,24 +394,17 @@ def _execution_device(model: nn.Module, device: Place | None) -> torch.device:
 
 def _offload(
     model: nn.Module,
-    execution_device: Place | None,
-    disk: DiskWeights,
-    state_dict: Mapping[str, Tensor] | None,
-    whole: Collection[str] | None,
-    offload_buffers: bool,
-    resident: float | str,
-    pinned_bytes: int | None,
+    main: torch.device,
+    place: str,
+    disk: Mapping[str, Piece],
+    options: _Options,
 ) -> nn.Module:
     detach(model)
-    main = _execution_device(model, execution_device)
-    if state_dict:
-        _fill(model, state_dict)
     _refuse_empty(model, [""], disk)
-    _place(model, {"": "cpu"}, ["cpu"], main, offload_buffers)
+    _place(model, {"": place}, [place], main, options.buffers)
     forwarding.replace(model, PlacedForward(main, return_to_input=True))
     keep_in_place(model)
-    options = _Options(offload_buffers, whole or (), (), resident, pinned_bytes)
-    _stream(model, {"": "cpu"}, [""], main, disk, options)
+    _stream(model, {"": place}, [""], main, disk, options)
     return model
 
 

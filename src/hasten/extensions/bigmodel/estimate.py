@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 
 from hasten.checkpoint.export import weight_files
 from hasten.checkpoint.format.formats import read_tensors
@@ -22,7 +19,6 @@ from hasten.extensions.bigmodel.placement_plan import atoms
 from hasten.modules.meta import init_empty_weights
 from hasten.modules.surgery import repeated_blocks
 from hasten.optional import available, need
-from hasten.trees import tensors
 
 BITS: Final = (
     ("float32", 32),
@@ -40,59 +36,38 @@ _STATES: Final = (
     ("adafactor", 0),
 )
 """Number of fp32 values per parameter in the optimizer's state."""
-STRATEGIES: Final = ("ddp", "zero1", "zero2", "fsdp2")
-"""Sharded among processes: nothing, the optimizer's states, gradients as well, weights as well."""
-# blocks gathered at a time when weights are sharded: the computing one and the next one
-_GATHERED = 2
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model: numbers of elements in all parameters and in its largest block, and activations per sample."""
+    """Numbers of elements in all parameters of a model and in its largest block."""
 
     name: str
     num_parameters: int
     largest: int
-    activation_numbers: int | None = None
-    """Number of elements that autograd saves for one sample; None if no inputs were given to trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes of one process, in one precision under one strategy."""
+    """Bytes of the largest block, of all weights, and of training without activations, in one precision."""
 
     dtype: str
-    strategy: str
     largest: int
     weights: int
-    gradients: int
-    optimizer: int
-    activations: int | None
-    gathered: int
-    """Bytes of the blocks that are gathered at a time, where weights are sharded."""
-    total: int
-    largest_batch: int | None = None
+    training: int
 
 
-def shape_of(
-    target: str, inputs: Sequence[tuple[int, ...]] = (), trust_remote_code: bool = False
-) -> ModelShape:
+def shape_of(target: str, trust_remote_code: bool = False) -> ModelShape:
     """Return the sizes of a folder of weights, of the model built by `module:function`, or of a model on the Hub.
 
-    A transformers folder with a config.json is built from the config if `inputs` are given or it has no weights.
+    A transformers folder without weights is built from its config.json.
     Raises: ConfigError if the target is none of these.
     """
     path = Path(target)
     if ":" in target and not path.exists():
-        return _of_factory(target, inputs)
-    if path.exists() and not (
-        (path / "config.json").is_file() and (inputs or not _has_weights(path))
-    ):
-        if inputs:
-            raise ConfigError(
-                f"{target!r} contains weights but no config.json, so inputs cannot be traced. Remove --input, or give module:function."
-            )
+        return _of_factory(target)
+    if path.exists() and (_has_weights(path) or not (path / "config.json").is_file()):
         return _of_files(path)
     if available("transformers"):
         library = need("transformers", why="models of the Hub")
@@ -109,13 +84,13 @@ def shape_of(
                 f"{target!r} is neither a folder nor a model on the Hub ({str(error).splitlines()[0]}). "
                 "Give a folder with weights, a model's name, or module:function."
             ) from error
-        return of_model(model, target, inputs)
+        return of_model(model, target)
     raise ConfigError(
         f"{target!r} is neither a folder of weights nor module:function. Install transformers for models of the Hub."
     )
 
 
-def _of_factory(target: str, inputs: Sequence[tuple[int, ...]]) -> ModelShape:
+def _of_factory(target: str) -> ModelShape:
     module_name, _, function = target.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         # like `python script.py`, which finds modules in the script's folder
@@ -129,9 +104,7 @@ def _of_factory(target: str, inputs: Sequence[tuple[int, ...]]) -> ModelShape:
         raise ConfigError(
             f"{target!r} cannot be built: {error}. Write module:function, found from this folder."
         ) from error
-    if isinstance(made, tuple):  # the model, and inputs of one sample
-        return of_model(made[0], target, (), made[1:])
-    return of_model(made, target, inputs)
+    return of_model(made[0] if isinstance(made, tuple) else made, target)
 
 
 def _has_weights(path: Path) -> bool:
@@ -159,96 +132,29 @@ def _of_files(path: Path) -> ModelShape:
     return ModelShape(str(path), sum(numbers.values()), max(groups.values(), default=0))
 
 
-def of_model(
-    model: nn.Module,
-    name: str,
-    inputs: Sequence[tuple[int, ...]] = (),
-    example: Sequence[Any] = (),
-) -> ModelShape:  # Any: the model's arguments
-    """Return the sizes of a model, with the activations of one sample if its shape or an example is given."""
+def of_model(model: nn.Module, name: str) -> ModelShape:
+    """Return the sizes of a model."""
     blocks = {type(block).__name__ for block in repeated_blocks(model)}
-    parts = atoms(tree(model, blocks))
     width = next((parameter.element_size() for parameter in model.parameters()), 4)
     count = sum(parameter.numel() for parameter in model.parameters())
-    samples = list(example) or [
-        torch.zeros(shape, dtype=torch.long) for shape in inputs
-    ]
-    kept = _trace(model, samples) if samples else None
-    return ModelShape(
-        name, count, max((part.num_bytes // width for part in parts), default=0), kept
-    )
+    sizes = [part.num_bytes // width for part in atoms(tree(model, blocks))]
+    return ModelShape(name, count, max(sizes, default=0))
 
 
-def _trace(model: nn.Module, samples: Sequence[Any]) -> int:
-    """Return the number of elements that autograd saves in a forward on meta tensors, without parameters."""
-    model = model.to("meta").train()
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    kept: dict[tuple[int, tuple[int, ...]], int] = {}
-    alive: list[Tensor] = []  # an id is unique only while its tensor lives
+def estimate(shape: ModelShape, dtype: str, optimizer: str = "adam") -> Estimate:
+    """Return the bytes of one process.
 
-    def note(tensor: Tensor) -> Tensor:
-        base = tensor if tensor._base is None else tensor._base
-        if id(base) not in own:
-            alive.append(base)
-            kept[id(base), tuple(base.shape)] = base.numel()
-        return tensor
-
-    moved = [
-        sample.to("meta") if isinstance(sample, Tensor) else sample
-        for sample in samples
-    ]
-    with saved_tensors_hooks(note, lambda tensor: tensor), torch.enable_grad():
-        output = model(*moved)
-    rows = next((sample.shape[0] for sample in tensors(moved) if sample.dim()), 1)
-    assert output is not None, "a forward has an output"
-    return sum(kept.values()) // max(rows, 1)
-
-
-def estimate(
-    shape: ModelShape,
-    dtype: str,
-    optimizer: str = "adam",
-    batch: int = 1,
-    sharded: int = 1,
-    device_bytes: int | None = None,
-    strategy: str = "fsdp2",
-) -> Estimate:
-    """Return the bytes of one of `sharded` processes, under the sharding of the strategy.
-
-    Mixed precision keeps the master weights, gradients and optimizer states in fp32, and activations in `dtype`.
+    Mixed precision keeps the master weights, gradients and optimizer states in fp32.
     """
-    bits = dict(BITS).get(dtype)
-    states = dict(_STATES).get(optimizer)
-    if bits is None or states is None or strategy not in STRATEGIES:
+    bits, num_states = dict(BITS).get(dtype), dict(_STATES).get(optimizer)
+    if bits is None or num_states is None:
         raise ConfigError(
-            f"dtype {dtype!r} with optimizer {optimizer!r} under {strategy!r} cannot be estimated; dtypes are "
-            f"{', '.join(dict(BITS))}, optimizers {', '.join(dict(_STATES))}, strategies {', '.join(STRATEGIES)}."
+            f"dtype {dtype!r} with optimizer {optimizer!r} cannot be estimated; dtypes are {', '.join(dict(BITS))}, optimizers "
+            f"{', '.join(dict(_STATES))}."
         )
-    level = STRATEGIES.index(strategy)
-    whole = shape.num_parameters * 4
-    optimizer_bytes, gradients, weights = (
-        (whole // sharded if level >= needed else whole) * times
-        for needed, times in ((1, states), (2, 1), (3, 1))
-    )
-    largest = shape.largest * bits // 8
-    gathered = _GATHERED * largest if weights < whole else 0
-    sample = (
-        None
-        if shape.activation_numbers is None
-        else shape.activation_numbers * max(bits, 16) // 8
-    )
-    held = weights + gradients + optimizer_bytes + gathered
     return Estimate(
         dtype=dtype,
-        strategy=strategy,
-        largest=largest,
+        largest=shape.largest * bits // 8,
         weights=shape.num_parameters * bits // 8,
-        gradients=gradients,
-        optimizer=optimizer_bytes,
-        activations=None if sample is None else sample * batch,
-        gathered=gathered,
-        total=held + (sample or 0) * batch,
-        largest_batch=max((device_bytes - held) // sample, 0)
-        if device_bytes is not None and sample
-        else None,
+        training=shape.num_parameters * 4 * (2 + num_states),
     )

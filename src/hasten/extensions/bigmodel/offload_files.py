@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -179,49 +179,31 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 _FILE = "offloaded-weights.safetensors"
 
 
-class DiskWeights:
-    """Pieces of files by the names of the model's tensors."""
+def find_disk_weights(
+    model: nn.Module,
+    names: Iterable[str],
+    folder: str | Path | None,
+    # Any: entries of an index, of several kinds
+    index: Mapping[str, Mapping[str, Any]] | None,
+) -> dict[str, Piece]:
+    """Return the pieces of the named tensors in the index or in the files of `folder`; write those that are missing.
 
-    def __init__(self, pieces: Mapping[str, Piece] | None = None) -> None:
-        self._pieces = dict(pieces or {})
-        self.stays = False
-        """True if all weights stay on the disk, regardless of the device map."""
-
-    def update(self, other: DiskWeights) -> None:
-        """Add the pieces of another instance."""
-        self._pieces.update(other._pieces)
-
-    def piece(self, name: str) -> Piece | None:
-        """Return the piece of the file that holds a tensor; None if the tensor is in memory."""
-        return self._pieces.get(name)
-
-    @classmethod
-    def find(
-        cls,
-        model: nn.Module,
-        names: Iterable[str],
-        folder: str | Path | None,
-        # Any: entries of an index, of several kinds
-        index: Mapping[str, Mapping[str, Any]] | None,
-    ) -> Self:
-        """Find the pieces of the named tensors in the index or in the files of `folder`; write those that are missing.
-
-        Raises: PrepareError if weights must be written and there is no folder.
-        """
-        wanted = {name: tensor_of(model, name) for name in names}
-        if not wanted:
-            return cls()
-        known = _known(folder, index)
-        pieces, missing = {}, {}
-        for name, tensor in wanted.items():
-            piece = known.get(name)
-            if piece is not None and _is_it(piece, tensor):
-                pieces[name] = piece
-            else:
-                missing[name] = (tensor, piece)
-        if missing:
-            pieces.update(_write(missing, folder))
-        return cls(pieces)
+    Raises: PrepareError if weights must be written and there is no folder.
+    """
+    tensors = {name: tensor_of(model, name) for name in names}
+    if not tensors:
+        return {}
+    stored_pieces = _known(folder, index)
+    pieces, missing = {}, {}
+    for name, tensor in tensors.items():
+        piece = stored_pieces.get(name)
+        if piece is not None and _is_it(piece, tensor):
+            pieces[name] = piece
+        else:
+            missing[name] = (tensor, piece)
+    if missing:
+        pieces.update(_write(missing, folder))
+    return pieces
 
 
 def _known(

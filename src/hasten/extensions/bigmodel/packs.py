@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +43,6 @@ class PackedTensor:
         for table, name in self.places:
             table[name] = tensor
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedTensor:
-        """Return an entry of the copied model, whose tensor rests in host memory of its own."""
-        return PackedTensor(
-            deepcopy(self.rest, memo), deepcopy(self.places, memo), offset=self.offset
-        )
-
 
 @dataclass(slots=True, eq=False)
 class Pack:
@@ -73,15 +65,6 @@ class Pack:
         entry.offset = self.num_bytes
         self.entries.append(entry)
         self.num_bytes += aligned(entry.num_bytes)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Pack:
-        """Return the pack of the copied model, which is still to be settled."""
-        return Pack(
-            self.name,
-            deepcopy(self.entries, memo),
-            deepcopy(self.loose, memo),
-            self.num_bytes,
-        )
 
     def settle(self, pool: HostPool) -> None:
         """Move tensors that rest in host memory into the pool; the model's tensor objects stay the same where possible."""

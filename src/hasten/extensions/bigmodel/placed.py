@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -136,22 +136,6 @@ class StreamedForward(PlacedForward):
         self._release = disable(streamer.release)
         self._owned = disable(self._own)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StreamedForward:
-        """Return the forward of a copied module, whose weights another streamer copies to the device."""
-        streamer, unit = deepcopy(
-            (self.streamer, self.streamer.units[self.index]), memo
-        )
-        fresh = memo[id(self)] = StreamedForward(
-            streamer, streamer.join(unit), self.skip_keys
-        )
-        own = {
-            name: one
-            for name, one in self.__getstate__().items()
-            if name not in fresh.__dict__
-        }
-        fresh.__setstate__(deepcopy(own, memo))
-        return fresh
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
 
@@ -171,13 +155,9 @@ class StreamedForward(PlacedForward):
         if not any(self.streamer.holds(tensor) for tensor in tensors(output)):
             return output
         return map_tensors(
-            lambda tensor: _copied(tensor) if self.streamer.holds(tensor) else tensor,
+            lambda tensor: tensor.clone() if self.streamer.holds(tensor) else tensor,
             output,
         )
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.clone()
 
 
 def streamers_of(model: nn.Module) -> list[Streamer]:

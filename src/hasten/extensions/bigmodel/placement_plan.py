@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hasten.errors import ConfigError
 
@@ -39,12 +39,11 @@ class Atom:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlacement:
-    """Device of each module, with the reasons."""
+    """Device of each module, and the bytes used on each device and reserved on the first."""
 
     places: dict[str, int | str]
     used: dict[int | str, int]
     reserved: int = 0
-    notes: tuple[str, ...] = field(default=())
 
 
 def atoms(nodes: Iterable[Node]) -> list[Atom]:
@@ -78,99 +77,51 @@ def _leaves(nodes: Iterable[Node]) -> Iterable[Node]:
             yield node
 
 
-def place(
-    parts: Sequence[Atom], devices: Sequence[Device], fallback: bool = False
-) -> DevicePlacement:
+def place(parts: Sequence[Atom], devices: Sequence[Device]) -> DevicePlacement:
     """Fill the devices one after another, in the model's order, so that data crosses each device boundary once.
 
-    If modules are left for offload devices, the first computing device reserves memory to stream them. With
-    `fallback`, a device on which the next module does not fit takes the next later one that does.
+    If modules are left for offload devices, the first computing device reserves memory to stream them.
     Raises: ConfigError with the missing bytes if the devices cannot hold the model.
     """
-    computing = [device for device in devices if not device.offload]
     reserve = 0
-    filled = _fill(parts, devices, reserve, fallback)
-    if computing and computing[0].limit is not None:
-        while (
-            wanted := STREAMED_AT_ONCE * _largest_spilled(parts, devices, filled)
-        ) > reserve:
-            reserve = wanted  # the reserve may spill a larger module, so repeat
-            filled = _fill(parts, devices, reserve, fallback)
-    missing = [parts[index] for index, device in filled.items() if device is None]
-    if missing:
-        raise ConfigError(_impossible(parts, devices, missing))
-    return _result(parts, devices, filled, reserve)
-
-
-def _largest_spilled(
-    parts: Sequence[Atom], devices: Sequence[Device], filled: dict[int, int | None]
-) -> int:
-    """Return the bytes of the largest module on an offload device."""
-    sizes = (
-        parts[index].num_bytes
-        for index, at in filled.items()
-        if at is not None and devices[at].offload
-    )
-    return max(sizes, default=0)
-
-
-def _fill(
-    parts: Sequence[Atom], devices: Sequence[Device], reserve: int, fallback: bool
-) -> dict[int, int | None]:
-    """Return the device index of every module; None if no device can hold it."""
-    placed: dict[int, int | None] = {}
-    waiting = list(range(len(parts)))
-    first = next(
-        (number for number, device in enumerate(devices) if not device.offload), None
-    )
-    for number, device in enumerate(devices):
-        room = device.limit
-        if room is not None and number == first:
-            room = max(room - reserve, 0)
-        rest: list[int] = []
-        full = False
-        for index in waiting:
-            size = parts[index].num_bytes
-            if not full and (room is None or size <= room):
-                placed[index] = number
-                room = None if room is None else room - size
-            else:
-                full = full or not fallback
-                rest.append(index)
-        waiting = rest
-    placed.update(dict.fromkeys(waiting))
-    return dict(sorted(placed.items()))
-
-
-def _result(
-    parts: Sequence[Atom],
-    devices: Sequence[Device],
-    filled: dict[int, int | None],
-    reserve: int,
-) -> DevicePlacement:
+    filled = _fill(parts, devices, reserve)
+    while True:
+        spilled_sizes = [
+            part.num_bytes
+            for part, number in zip(parts, filled, strict=False)
+            if devices[number].offload
+        ]
+        wanted = STREAMED_AT_ONCE * max(spilled_sizes, default=0)
+        if wanted <= reserve:
+            break
+        reserve = wanted  # the reserve may spill a larger module, so repeat
+        filled = _fill(parts, devices, reserve)
+    if len(filled) < len(parts):
+        raise ConfigError(_impossible(parts, devices, parts[len(filled) :]))
     places: dict[str, int | str] = {}
     used: dict[int | str, int] = {device.key: 0 for device in devices}
-    for index, number in filled.items():
-        assert number is not None, "every part has a device"
+    for part, number in zip(parts, filled, strict=True):
         key = devices[number].key
-        used[key] += parts[index].num_bytes
-        places.update(dict.fromkeys(parts[index].names, key))
-    notes = [
-        f"{device.key}: {readable(used[device.key])}"
-        + (f" of {readable(device.limit)}" if device.limit is not None else "")
-        for device in devices
-        if used[device.key]
-    ]
-    if reserve:
-        notes.append(
-            f"{readable(reserve)} reserved on the first device for streaming offloaded modules"
-        )
-    notes += [
-        f"{', '.join(part.names)} share weights and are placed together"
-        for part in parts
-        if len(part.names) > 1
-    ]
-    return DevicePlacement(places, used, reserve, tuple(notes))
+        used[key] += part.num_bytes
+        places.update(dict.fromkeys(part.names, key))
+    return DevicePlacement(places, used, reserve)
+
+
+def _fill(parts: Sequence[Atom], devices: Sequence[Device], reserve: int) -> list[int]:
+    """Return the device index of each module, up to the first module that no device can hold."""
+    filled: list[int] = []
+    for number, device in enumerate(devices):
+        free_bytes = device.limit
+        if free_bytes is not None and not device.offload:
+            free_bytes -= reserve
+            reserve = 0  # on the first computing device only
+        for part in parts[len(filled) :]:
+            if free_bytes is not None:
+                if part.num_bytes > max(free_bytes, 0):
+                    break
+                free_bytes -= part.num_bytes
+            filled.append(number)
+    return filled
 
 
 def _impossible(
@@ -241,10 +192,7 @@ def _least_first(parts: Sequence[Atom], found: Sequence[int], limit: int) -> int
 
 def _fits(parts: Sequence[Atom], limits: Sequence[int]) -> bool:
     devices = [Device(number, limit) for number, limit in enumerate(limits)]
-    return all(
-        number is not None
-        for number in _fill(parts, devices, 0, fallback=False).values()
-    )
+    return len(_fill(parts, devices, 0)) == len(parts)
 
 
 def readable(num_bytes: int) -> str:

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +66,6 @@ class Streamer:
         """
         self.device = device
         self.units = list(units)
-        self._options = (resident_bytes, blocks_at_once)
-        self._num_joined = 0
         self._lock = threading.RLock()
         self._lanes = lanes or lanes_for(device)
         self._packs = list(dict.fromkeys(pack for unit in units for pack in unit.packs))
@@ -137,8 +135,6 @@ class Streamer:
                 raise PrepareError(
                     f"{unit.name or type(unit.module).__name__} was called after its offloading was removed; dispatch the model again."
                 )
-            if self._num_joined:
-                self._take_in_joined()
             self._lanes.follow_current_stream()
             self._order.saw(index)
             unit.move_others(self.device)
@@ -373,32 +369,10 @@ class Streamer:
             self._ring = Ring(0)
             self._arena = torch.empty(0, dtype=torch.uint8, device=self.device)
 
-    # ------------------------------------------------------------------------------------------------------ copies
-    def __deepcopy__(self, memo: dict[int, Any]) -> Streamer:
-        """Return a streamer without units, which those of copied modules join."""
-        return Streamer(self.device, (), *self._options)
-
-    def join(self, unit: Unit) -> int:
-        """Add the unit of a copied module; returns its index. Memory is allocated when the first unit is used."""
-        self.units.append(unit)
-        self._num_joined += 1
-        return len(self.units) - 1
-
-    def _take_in_joined(self) -> None:
-        """Start anew with the units that joined."""
-        self._num_joined = 0
-        pool = HostPool(self.device.type != "cpu")
-        for pack in dict.fromkeys(pack for unit in self.units for pack in unit.packs):
-            pack.settle(pool)
-        fresh = Streamer(self.device, self.units, *self._options)
-        self.__dict__.update(
-            {name: one for name, one in fresh.__dict__.items() if name != "_lock"}
-        )
-
     def __reduce__(self) -> NoReturn:
         raise PrepareError(
-            "a model whose weights are streamed cannot be pickled, because its buffers and streams belong to this process. "
-            "Pickle its state_dict(), or remove the offloading first (remove_hook_from_submodules)."
+            "a model whose weights are streamed cannot be copied or pickled, because its buffers and streams belong to it and to this "
+            "process. Copy it before it is dispatched, or remove the offloading first (remove_hook_from_submodules)."
         )
 
 

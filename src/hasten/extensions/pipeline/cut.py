@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hasten.config.sections.parallel import PipelineParallelConfig
 from hasten.errors import ConfigError, PrepareError
 from hasten.extensions.pipeline.stage_plan import Range, StagePlacement, balanced
 from hasten.modules.names import StagePart
-from hasten.strategies.base import parameter_device
 from hasten.strategies.blocks import repeated_blocks
-from hasten.trees import Tree
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -279,70 +274,3 @@ def _list_some(names: Sequence[str]) -> str:
         ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         or "none"
     )
-
-
-_ROUNDS: Final = 3
-
-
-def balanced_split_points(
-    model: nn.Module,
-    batch: Tree,
-    loss_of: Callable[[nn.Module, Tree], Tensor],
-    num_stages: int,
-) -> tuple[str, ...]:
-    """Return the names of blocks to start stages with, so that the slowest stage is as fast as possible.
-
-    The names are a value for `split_points`.
-
-    The blocks are timed in `loss_of(model, batch)` on this process, without gradients, before the model is prepared. Ranks
-    may measure differently: measure on one and broadcast, or write the names into the configuration.
-    """
-    cut = decide(model, PipelineParallelConfig(), StagePlacement(num_stages))
-    blocks = list(model.get_submodule(cut.container).children())
-    rounds = [
-        _time_blocks(model, blocks, lambda: loss_of(model, batch))
-        for _ in range(_ROUNDS)
-    ]
-    best_times = [min(times) for times in zip(*rounds, strict=True)]
-    ranges = balanced(best_times[1:-1], num_stages, best_times[0], best_times[-1])
-    prefix = f"{cut.container}." if cut.container else ""
-    return tuple(prefix + cut.blocks[start] for start, _ in ranges[1:])
-
-
-def _time_blocks(
-    model: nn.Module, blocks: list[nn.Module], call: Callable[[], Tensor]
-) -> list[float]:
-    """Return the seconds before the blocks, in each block, and after the blocks."""
-    device = parameter_device(model)
-    start_times: list[float] = []
-    end_times: list[float] = []
-
-    def now() -> float:
-        if device is not None and device.type not in ("cpu", "meta"):
-            torch.accelerator.synchronize(device)
-        return time.perf_counter()
-
-    handles = [
-        block.register_forward_pre_hook(lambda *_: start_times.append(now()))
-        for block in blocks
-    ]
-    handles += [
-        block.register_forward_hook(lambda *_: end_times.append(now()))
-        for block in blocks
-    ]
-    try:
-        with torch.no_grad():
-            start = now()
-            call()
-            stop = now()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [
-        start_times[0] - start,
-        *(
-            ended_s - started_s
-            for started_s, ended_s in zip(start_times, end_times, strict=True)
-        ),
-        stop - end_times[-1],
-    ]

@@ -11,7 +11,6 @@ extension: Final = Extension(
     summary="pipeline parallelism: the layers of a model divided over processes",
     mesh_axes={"pp": "hasten.extensions.pipeline.choice:STAGES"},
     public_names={
-        "balanced_split_points": "hasten.extensions.pipeline.cut:balanced_split_points",
         "prepare_pipeline": "hasten.extensions.pipeline.inference:prepare_pipeline",
     },
 )

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -82,8 +83,8 @@ class RemoteModule(nn.Module):
             if not key.startswith("_") and key != "training"
         }
         kept_attributes |= {
-            key: _meta_parameter(p)
-            for key, p in original.named_parameters(recurse=False)
+            key: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            for key, parameter in original.named_parameters(recurse=False)
         }
         self.__dict__["kept"] = kept_attributes
         self.__dict__["line"] = line
@@ -265,14 +266,16 @@ class BlockChain:
         for stage in self.stages:
             start, stop = self.cut.ranges[stage]
             self._blocks[start].register_forward_pre_hook(
-                _EnterStage(self, start), prepend=True, with_kwargs=True
+                partial(_enter_stage, self, start), prepend=True, with_kwargs=True
             )
-            self._blocks[stop - 1].register_forward_hook(_LeaveStage(self, stop - 1))
+            self._blocks[stop - 1].register_forward_hook(
+                partial(_leave_stage, self, stop - 1)
+            )
         for name in self.cut.first:
             unit = model.get_submodule(name)
             if not isinstance(unit, RemoteModule):
-                unit.register_forward_hook(_RecordShapes(self, name))
-        model.register_forward_hook(_ReturnHidden(self))
+                unit.register_forward_hook(partial(_record_shapes, self, name))
+        model.register_forward_hook(partial(_return_hidden, self))
 
     def run(
         self, running_pass: Pass, call: Callable[[], Any]
@@ -304,83 +307,63 @@ class BlockChain:
         )
 
 
-class _Hook:
-    """Hook on a module of the line."""
+# Any: the user's arguments and outputs
+def _enter_stage(
+    line: BlockChain,
+    index: int,
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Pass the hidden state of the previous stage to the first block of a stage."""
+    running_pass = line.at
+    if running_pass is None or running_pass.start != index:
+        return None
+    running_pass.entered = True
+    if running_pass.received is None:
+        return None
+    if args:
+        return (running_pass.received, *args[1:]), kwargs
+    _hidden_state_of(args, kwargs, "of this stage")
+    return args, {**kwargs, "hidden_states": running_pass.received}
 
-    def __init__(self, line: BlockChain) -> None:
-        self.line = line
 
-
-class _EnterStage(_Hook):
-    """Hook that passes the hidden state of the previous stage to the first block of a stage."""
-
-    def __init__(self, line: BlockChain, index: int) -> None:
-        super().__init__(line)
-        self.index = index
-
-    def __call__(
-        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        running_pass = self.line.at
-        if running_pass is None or running_pass.start != self.index:
-            return None
-        running_pass.entered = True
-        return (
-            None
-            if running_pass.received is None
-            else _with_hidden_state(args, kwargs, running_pass.received)
+def _leave_stage(
+    line: BlockChain, index: int, block: nn.Module, args: object, output: Any
+) -> None:
+    """End the forward after the last block of a stage."""
+    running_pass = line.at
+    if running_pass is None or running_pass.stop - 1 != index:
+        return
+    running_pass.done = True
+    if line.recording:
+        running_pass.seen.returns = len(output) if isinstance(output, tuple) else 0
+    hidden = output[0] if isinstance(output, tuple) and output else output
+    if not isinstance(hidden, Tensor):
+        raise PrepareError(
+            f"a {type(block).__name__} returned a {type(output).__name__}, but pipeline stages exchange one tensor. Let blocks "
+            "return the hidden state, alone or first in a tuple."
         )
+    if not running_pass.final:
+        raise _BlocksDone(hidden)
 
 
-class _LeaveStage(_Hook):
-    """Hook that ends the forward after the last block of a stage."""
-
-    def __init__(self, line: BlockChain, index: int) -> None:
-        super().__init__(line)
-        self.index = index
-
-    def __call__(self, block: nn.Module, args: object, output: Any) -> None:
-        running_pass = self.line.at
-        if running_pass is None or running_pass.stop - 1 != self.index:
-            return
-        running_pass.done = True
-        if self.line.recording:
-            running_pass.seen.returns = len(output) if isinstance(output, tuple) else 0
-        hidden = output[0] if isinstance(output, tuple) and output else output
-        if not isinstance(hidden, Tensor):
-            raise PrepareError(
-                f"a {type(block).__name__} returned a {type(output).__name__}, but pipeline stages exchange one tensor. Let blocks "
-                "return the hidden state, alone or first in a tuple."
-            )
-        if not running_pass.final:
-            raise _BlocksDone(hidden)
+def _record_shapes(
+    line: BlockChain, name: str, unit: nn.Module, args: object, output: Any
+) -> None:
+    """Record the shapes of the outputs of a module before the blocks."""
+    running_pass = line.at
+    if line.recording and running_pass is not None and not running_pass.entered:
+        shapes_by_call = running_pass.seen.units.setdefault(name, [])
+        shapes_by_call.append(output_shapes(output))
 
 
-class _RecordShapes(_Hook):
-    """Hook that records the shapes of the outputs of a module before the blocks."""
-
-    def __init__(self, line: BlockChain, name: str) -> None:
-        super().__init__(line)
-        self.name = name
-
-    def __call__(self, unit: nn.Module, args: object, output: Any) -> None:
-        if (
-            self.line.recording
-            and self.line.at is not None
-            and not self.line.at.entered
-        ):
-            self.line.at.seen.units.setdefault(self.name, []).append(
-                output_shapes(output)
-            )
-
-
-class _ReturnHidden(_Hook):
-    """Hook that ends the code around the model's call with the hidden state, on all stages but the last."""
-
-    def __call__(self, model: nn.Module, args: object, output: Any) -> None:
-        running_pass = self.line.at
-        if running_pass is not None and not running_pass.final:
-            raise StageDone(output)
+def _return_hidden(
+    line: BlockChain, model: nn.Module, args: object, output: Any
+) -> None:
+    """End the code around the model's call with the hidden state, on all stages but the last."""
+    if line.at is not None and not line.at.final:
+        raise StageDone(output)
 
 
 def _hidden_state_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
@@ -392,16 +375,3 @@ def _hidden_state_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -
         f"block {name!r} is called without a positional argument, so it is unclear which of {sorted(kwargs)} is sent between pipeline "
         "stages. Pass the hidden state as the first argument."
     )
-
-
-def _with_hidden_state(
-    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
-) -> Any:
-    if args:
-        return (hidden, *args[1:]), kwargs
-    _hidden_state_of(args, kwargs, "of this stage")
-    return args, {**kwargs, "hidden_states": hidden}
-
-
-def _meta_parameter(parameter: Tensor) -> Tensor:
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")

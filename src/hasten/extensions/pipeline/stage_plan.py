@@ -124,18 +124,3 @@ def check_microbatches(schedule: PipelineSchedule, ranks: int, count: int) -> No
             f"num_microbatches={count} is less than twice pp_size={ranks}, which schedule {schedule!r} needs to have no "
             f"bubble. Set it to {2 * ranks} or more."
         )
-
-
-def bubble(
-    schedule: PipelineSchedule, ranks: int, count: int, per_rank: int = 1
-) -> float:
-    """Return the fraction of a step in which a rank is idle, if all stages take the same time.
-
-    Forward, gradient of the input and gradient of the weights take one unit of time each; communication takes none.
-    """
-    chunks = count * per_rank
-    if schedule == IN_A_V:
-        return 0.0
-    if schedule == "interleaved_zero_bubble":
-        return (ranks - 1) / (3 * chunks + ranks - 1)
-    return (ranks - 1) / (chunks + ranks - 1)

@@ -23,7 +23,7 @@ from hasten.config.sections.parallel import (
     PipelineParallelConfig,
 )
 from hasten.errors import PrepareError, StepError
-from hasten.extensions.pipeline.cut import StageCut, decide, part_of, shared, work
+from hasten.extensions.pipeline.cut import StageCut, decide, part_of, shared
 from hasten.extensions.pipeline.learn import Learner, Signature, signature
 from hasten.extensions.pipeline.passes import BlockChain, StageForward
 from hasten.extensions.pipeline.schedule import (
@@ -157,13 +157,6 @@ class SharedWeights:
         self._aside = []
 
 
-def groups_of(
-    holders: Sequence[tuple[int, ...]],
-) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return a process group for each set of global ranks. Ranks: the members of each set, in the same order."""
-    return {ranks: group_of(ranks) for ranks in dict.fromkeys(holders)}
-
-
 log = logging.getLogger(__name__)
 
 
@@ -228,7 +221,7 @@ class Pipeline:
             for name, positions in ranks_by_tie.items()
             if rank in positions
         }
-        groups = groups_of(list(held_ties.values()))
+        groups = {ranks: group_of(ranks) for ranks in dict.fromkeys(held_ties.values())}
         if ctx.is_main:
             log.info(_describe_stages(model, cut, ranks_by_tie))
         line = BlockChain(model, cut, part_of(model, cut, rank), rank, ctx.device)
@@ -602,36 +595,12 @@ def _join_outputs(outputs: list[Any], rows: list[int]) -> Any:
 def _describe_stages(
     model: nn.Module, cut: StageCut, ties: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """Return a summary of each stage: its blocks, its rank and its share of the estimated work."""
-    blocks = list(model.get_submodule(cut.container).children())
-    cost_before, cost_after = (
-        sum(work(model.get_submodule(name)) for name in side_names)
-        for side_names in (cut.first, cut.last)
+    """Return a summary of the first block of each stage and its rank."""
+    stages = ", ".join(
+        f"stage {stage} on pp {cut.place.rank_of(stage)} from block {cut.blocks[start]}"
+        for stage, (start, _) in enumerate(cut.ranges)
     )
-    costs = [
-        sum(work(block) for block in blocks[start:stop]) for start, stop in cut.ranges
-    ]
-    costs[0] += cost_before
-    costs[-1] += cost_after
-    total_cost = sum(costs) or 1.0
-    prefix = f"{cut.container}." if cut.container else ""
-    lines = []
-    for stage, (start, stop) in enumerate(cut.ranges):
-        unit_names = [
-            *(cut.first if stage == 0 else ()),
-            f"{prefix}{cut.blocks[start]}",
-        ]
-        unit_names[-1] += (
-            f" to {prefix}{cut.blocks[stop - 1]}" if stop - start > 1 else ""
-        )
-        unit_names += cut.last if stage == len(cut.ranges) - 1 else ()
-        lines.append(
-            f"stage {stage} (pp {cut.place.rank_of(stage)}): {', '.join(unit_names)}, {costs[stage] / total_cost:.0%} of the work"
-        )
-    text = (
-        f"{type(model).__name__} is split into {len(cut.ranges)} stages: "
-        + "; ".join(lines)
-    )
+    text = f"{type(model).__name__} is split into {len(cut.ranges)} stages: {stages}"
     if ties:
         text += "; held by several ranks, with summed gradients: " + ", ".join(ties)
     return text
