@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import pickle
@@ -156,8 +155,7 @@ def test_a_streamed_model_shows_the_hooks_of_its_map_and_saves_every_name(
         "cpu",
         "cpu",
     ]
-    copied = copy.deepcopy(model)
-    assert torch.equal(copied(X), expected)
+    assert torch.equal(model(X), expected)
     assert model(X).requires_grad
     for layer in (model.last, model.first):
         with align_module_device(layer):
@@ -165,8 +163,8 @@ def test_a_streamed_model_shows_the_hooks_of_its_map_and_saves_every_name(
         assert float(layer.weight.detach().mean()) == 2.0
     with pytest.raises(RuntimeError, match=r"some modules offloaded"):
         model.to("cpu")
-    whole = accelerate.utils.modeling.get_state_dict_offloaded_model(copied)
-    Accelerator().save_model(copied, tmp_path / "saved")
+    whole = accelerate.utils.modeling.get_state_dict_offloaded_model(model)
+    Accelerator().save_model(model, tmp_path / "saved")
     assert (
         {*load_file(tmp_path / "saved" / "model.safetensors")}
         == {*whole}
@@ -174,8 +172,6 @@ def test_a_streamed_model_shows_the_hooks_of_its_map_and_saves_every_name(
     )
     remove_hook_from_submodules(model)
     assert not torch.equal(model(X), expected)
-    assert torch.equal(copied(X), expected)
-    remove_hook_from_submodules(copied)
 
 
 def disk_index(state: dict[str, Tensor], folder: Path) -> dict[str, dict[str, str]]:
