@@ -151,7 +151,7 @@ class Accelerator:
         split_batches: The loader's batch size is the global one, split over processes.
         dynamo_backend: Backend of torch.compile; `dynamo_plugin` has the other settings.
         rng_types: Random generators synchronised over all processes at the start of each epoch.
-        debug: Show hasten's logs, the start-up banner and whole tracebacks.
+        debug: Show hasten's logs and whole tracebacks.
         context: An existing process context, instead of the launcher's variables.
         extension_settings: Settings of extensions, by the names that they document: `deepspeed_plugin`, `survive`, `metrics`, `offload` and
             others. A name of none of them raises UnknownSettingError with the nearest or the new spelling.
@@ -418,22 +418,6 @@ class Accelerator:
         return self.process.check_trigger()
 
     # -- preparing ------------------------------------------------------------------------------------------------
-    def _reconfigure(self, **sections: Any) -> None:  # Any: sections of every type
-        """Replace whole sections of the settings (`fsdp=`, `dataloader=`, …) before the first model is prepared.
-
-        Raises: PrepareError if a model has been prepared already.
-        """
-        if self._prepared.models:
-            raise PrepareError(
-                f"{', '.join(sections)} cannot change: a {type(self._prepared.models[0]).__name__} was prepared under the earlier "
-                "settings and keeps its layout. Change them before the first prepare(), or make another Accelerator."
-            )
-        saving = self._saving
-        self.config = self.config.replace(**sections)
-        self._strategy = choose_strategy(self.config, self.ctx)
-        saving.reconfigure(self._strategy)
-        self._preparer.reconfigure(self.config, self._strategy)
-
     def init_module(self) -> AbstractContextManager[None]:
         """Return a context manager in which models are built sharded if the strategy supports it (ZeRO 3), otherwise unchanged.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -30,8 +28,8 @@ from hasten.optim.scheduler import (
 from hasten.precision.base import Precision
 from hasten.prepare_args import Item, PrepareArguments, PreparedObjects
 from hasten.runtime.context import ProcessContext
-from hasten.runtime.logs import StartUp, banner, get_logger
-from hasten.runtime.mesh_plan import BATCH, mesh_table, mesh_title
+from hasten.runtime.logs import get_logger
+from hasten.runtime.mesh_plan import BATCH
 from hasten.runtime.seeding import checked_rng_types
 from hasten.strategies.base import Strategy
 from hasten.strategies.choose import chooses_speed, compiles, offload_of
@@ -72,8 +70,13 @@ def is_fused(optimizer: Optimizer) -> bool:
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
-def fuse(optimizer: Optimizer) -> None:
-    """Make an optimizer fused; `fused_refusal` must have returned an empty string for it."""
+def _make_fused(optimizer: Optimizer, device: torch.device) -> str:
+    """Switch an optimizer to its fused implementation where torch has one; return what was done, and why."""
+    name = type(optimizer).__name__
+    if device.type != "cuda":
+        return f"{name} stays as it is: fused kernels gain on CUDA, this process trains on {device.type}"
+    if refusal := fused_refusal(optimizer):
+        return f"{name} stays as it is: {refusal}"
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = True, False
         for parameter in group["params"]:
@@ -83,47 +86,10 @@ def fuse(optimizer: Optimizer) -> None:
                 optimizer.state[parameter]["step"] = step.to(
                     parameter.device, torch.float32
                 )
-
-
-class Performance:
-    """Performance options of one Accelerator; nothing is enabled unless the settings request it."""
-
-    def __init__(self, config: Config, ctx: ProcessContext) -> None:
-        self._asked = config.performance
-        self._active = chooses_speed(config.performance)
-        self._ctx = ctx
-
-    def optimizer(self, optimizer: Optimizer) -> None:
-        """Switch an optimizer to its fused implementation where torch has one."""
-        if not self._active or not self._asked.fused or is_fused(optimizer):
-            return
-        name = type(optimizer).__name__
-        if self._ctx.device.type != "cuda":
-            self._say(
-                "%s stays as it is: fused kernels gain on CUDA, this process trains on %s",
-                name,
-                self._place,
-            )
-        elif why := fused_refusal(optimizer):
-            self._say("%s stays as it is: %s", name, why)
-        else:
-            fuse(optimizer)
-            self._say(
-                "%s is fused: one kernel instead of several for each parameter, equal except for rounding; "
-                "performance={'fused': False} turns it off",
-                name,
-            )
-
-    @property
-    def _place(self) -> str:
-        return self._ctx.device.type
-
-    def _say(self, text: str, *values: object) -> None:
-        if self._ctx.is_main:
-            log.info(f"performance: {text}", *values)
-
-
-plain_log = logging.getLogger(__name__)
+    return (
+        f"{name} is fused: one kernel instead of several for each parameter, equal except for rounding; "
+        "performance={'fused': False} turns it off"
+    )
 
 
 class Preparer:
@@ -149,7 +115,6 @@ class Preparer:
         """Lengths of schedules that are right: results of `num_updates`, and the length of a Trainer's training."""
         self.on_call: Callable[[nn.Module], None] | None = None
         """Called with each prepared model, to add hooks to its calls."""
-        self.performance = Performance(config, ctx)
         self._rng_types = (
             checked_rng_types(config.rng_types, ctx.device)
             if config.rng_types
@@ -159,7 +124,6 @@ class Preparer:
     def reconfigure(self, config: Config, strategy: Strategy) -> None:
         """Use other settings for later calls of `prepare()`."""
         self._config, self._strategy = config, strategy
-        self.performance = Performance(config, self._ctx)
 
     def prepare(
         self,
@@ -197,8 +161,6 @@ class Preparer:
         for item in bundle.of("scheduler"):
             item.value = self._scheduler(item.value)
         self._loaders(bundle.of("loader"))
-        if self._config.debug:
-            plain_log.info(banner(self._facts()))
         return self._replaced(bundle.in_call_order())
 
     def _replaced(self, objects: Objects) -> Objects:
@@ -207,40 +169,12 @@ class Preparer:
             objects = replace_objects(objects)
         return objects
 
-    def _facts(self) -> StartUp:
-        topology = self._ctx.topology
-        mesh = self._ctx.mesh
-        is_divided = mesh.ep > 1 or mesh.dp_replicate < mesh.world_size
-        mesh_rows = (
-            mesh_table(mesh, topology.local_world_size)
-            if topology.rank == 0 and is_divided
-            else []
-        )
-        models = [self._strategy.unwrap(model) for model in self.done.models]
-        return StartUp(
-            rank=topology.rank,
-            world_size=topology.world_size,
-            local_rank=topology.local_rank,
-            node_rank=topology.node_rank,
-            source=topology.source,
-            device=str(self._ctx.device),
-            backend=dist.get_backend() if dist.is_initialized() else None,
-            mesh=[title, *mesh_rows] if (title := mesh_title(mesh)) else (),
-            wrapping=[
-                f"{type(inner).__name__}: {self._strategy.name}, {type(model).__name__}"
-                for inner, model in zip(models, self.done.models, strict=True)
-            ],
-            sampler=[
-                f"{type(loader.batch_sampler).__name__} over {type(loader.sampler).__name__}"
-                for loader in self.done.loaders
-            ],
-            accumulation=self._clock.every,
-            precision=self._precision.spec,
-            masters=self._config.master_weights,
-        )
-
     def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        self.performance.optimizer(optimizer)
+        performance = self._config.performance
+        if performance.fused and chooses_speed(performance) and not is_fused(optimizer):
+            message = _make_fused(optimizer, self._ctx.device)
+            if self._ctx.is_main:
+                log.info("performance: %s", message)
         offload = offload_of(self._config)
         if offload is not None:
             # hooks on compiled blocks would be compiled with them; less memory is then used for state on its way

@@ -200,22 +200,23 @@ def parts_of_extensions(settings: Resolved) -> list[RunPart]:
     parts: list[RunPart] = []
     for extension in installed():
         for name, place in extension.run_parts.items():
-            if _is_asked_for(extension.run_part_settings.get(name), settings):
+            if _is_set(extension.run_part_settings.get(name), settings):
                 parts.append(Offer("run_parts", name, place, extension.name).load()())
     return parts
 
 
-def _is_asked_for(setting: str | None, settings: Resolved) -> bool:
+def _is_set(setting: str | None, settings: Resolved) -> bool:
     """Return whether a setting or section differs from its default, or a $VARIABLE is set."""
     if setting is None:
         return True
     if setting.startswith("$"):
         return bool(env.snapshot().get(setting[1:]))
     path = tuple(setting.split("."))
-    if all(given[: len(path)] != path for given in settings.entries):
-        return False
-    read = attrgetter(setting)
-    return bool(read(settings.config) != read(Config()))
+    for given_path in settings.entries:
+        if given_path[: len(path)] == path:
+            read = attrgetter(setting)
+            return bool(read(settings.config) != read(Config()))
+    return False
 
 
 def _setting(entry: SettingEntry) -> list[str]:

@@ -57,7 +57,7 @@ class Config(Section):
     )
     debug: bool = setting(
         False,
-        "show hasten's logs, the start-up banner and whole tracebacks",
+        "show hasten's logs and whole tracebacks",
     )
     checkpoint_in_memory: int | None = setting(
         None,

@@ -1,28 +1,17 @@
-"""Files exchanged by a launcher and its ranks: a rank's error, silent machines and ended ranks. Does not import torch."""
+"""Files exchanged by a launcher and its ranks: a rank's error, and ended ranks. Does not import torch."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from hasten.runtime import env as environment
 
-_SILENT: Final = "silent-machines"
 _ENDED: Final = "ended-ranks"
-
-
-def write_silent(hosts: Collection[str], env: Mapping[str, str]) -> None:
-    """Write the hosts that do not respond to the launcher of this machine."""
-    _write(_SILENT, "\n".join(hosts), env)
-
-
-def silent_machines(env: Mapping[str, str]) -> frozenset[str]:
-    """Return the hosts that do not respond to the launcher of this machine."""
-    return frozenset(_read(_SILENT, env).split("\n")) - {""}
 
 
 def write_ended(codes: Mapping[int, int], env: Mapping[str, str]) -> None:

@@ -1,11 +1,10 @@
-"""Rank-aware loggers, and the banner of settings at the start of a run. Does not import torch."""
+"""Rank-aware loggers. Does not import torch."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Final
 
 from hasten.errors import CommError, TopologyError
@@ -135,59 +134,3 @@ def _barrier(rank: int, world_size: int) -> None:
             f"wait for each other; create the Accelerator first, or log without in_order."
         )
     dist.barrier()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartUp:
-    """Facts and decisions of a process at its start, as text."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    node_rank: int
-    source: str
-    device: str
-    backend: str | None = None
-    mesh: Sequence[str] = ()
-    wrapping: Sequence[str] = ()
-    sampler: Sequence[str] = ()
-    accumulation: int = 1
-    precision: str = "no"
-    masters: str = "fp32"
-    notes: Sequence[str] = ()
-
-
-def banner(facts: StartUp) -> str:
-    """Return the facts as text, for the start of a run in debug mode."""
-    rows: list[tuple[str, str]] = [
-        ("device", facts.device),
-        ("backend", facts.backend or "none: one process"),
-    ]
-    rows += [("mesh", line) for line in facts.mesh]
-    rows += [("wrapping", line) for line in facts.wrapping or ("no model prepared",)]
-    rows += [("sampler", line) for line in facts.sampler or ("no loader prepared",)]
-    step = (
-        "every batch"
-        if facts.accumulation == 1
-        else f"every {facts.accumulation} batches"
-    )
-    rows += [
-        ("accumulation", f"{facts.accumulation} (one update {step})"),
-        ("precision", facts.precision),
-    ]
-    own = facts.precision == "no" or facts.masters == "keep"
-    rows.append(
-        (
-            "weights",
-            "trained in the model's own dtype"
-            if own
-            else "trained in float32 (master_weights=fp32)",
-        )
-    )
-    rows += [("note", line) for line in facts.notes]
-    shown, last = [], ""
-    for label, value in rows:
-        shown.append(f"  {label if label != last else '':<13} {value}")
-        last = label
-    head = f"hasten: rank {facts.rank} of {facts.world_size}, local rank {facts.local_rank} on node {facts.node_rank}"
-    return "\n".join([f"{head} (from {facts.source})", *shown])

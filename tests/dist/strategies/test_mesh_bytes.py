@@ -24,7 +24,6 @@ from hasten import (
 from hasten.runtime import bytes_plan
 from hasten.runtime.bytes_plan import Held, Traffic, Weights, held_bytes
 from hasten.runtime.context import ProcessContext
-from hasten.runtime.logs import banner
 from hasten.runtime.mesh_plan import MeshSpec
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
@@ -322,26 +321,6 @@ def test_stages_send_what_the_formula_says(
     assert by_axis(got)["pp"] == pytest.approx(got["pp", "send"], rel=0.02), (
         "beside them, losses only"
     )
-
-
-@ranks(2)
-def test_the_banner_shows_the_mesh(ctx: ProcessContext) -> None:
-    plan = {
-        "blocks.*.[qkv]": "colwise",
-        "blocks.*.o": "rowwise",
-        "blocks.*.up": "colwise",
-        "blocks.*.down": "rowwise",
-    }
-    accelerator = Accelerator(
-        parallelism_config=ParallelismConfig(tp_size=2, tp_plan=plan)
-    )
-    accelerator.prepare(text())
-    shown = banner(accelerator._preparer._facts())
-    if ctx.rank == 0:
-        table = [line.split()[-3:] for line in shown.splitlines()]
-        assert all([str(rank), "0", str(rank)] in table for rank in range(2)), (
-            "rank, machine, tp"
-        )
 
 
 @ranks(1)

@@ -305,14 +305,6 @@ def never_started() -> None:
 error_before_start = wrong_world_size = leaves_before_start = never_started
 
 
-def error_with_a_thread() -> None:
-    """A rank that raises while a thread of its own keeps its process alive."""
-    if not main:
-        threading.Thread(target=time.sleep, args=(1000,), name="uploads").start()
-        raise ValueError("on purpose")  # at: error with a thread
-    step()
-
-
 def ends_early() -> None:
     """A rank whose loop has fewer batches, and that calls end_training() while the other still trains."""
     if main:

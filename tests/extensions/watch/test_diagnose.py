@@ -84,8 +84,6 @@ def test_a_lost_rank_is_the_cause_whatever_the_others_do(
         ({"kind": "loader"}, "data"),
         ({"kind": "checkpoint", "io_quiet_s": 61.0}, "checkpoint"),
         ({"kind": "compiling", "quiet_s": 601.0}, "compiling"),
-        ({"kind": "importing", "quiet_s": 601.0}, "importing"),
-        ({"kind": "debugger"}, "debugger"),
         ({"kind": "backward", "cpu_share": 0.9}, "user code"),
     ],
 )
@@ -117,7 +115,6 @@ def test_a_rank_that_works_is_named_but_the_wait_may_end(
         {"kind": "user", "block": "main_process_first"},
         {"kind": "checkpoint", "io_quiet_s": 0.5, "quiet_s": 3600.0},
         {"kind": "compiling", "quiet_s": 300.0},
-        {"kind": "importing", "quiet_s": 300.0},
     ],
 )
 def test_ranks_that_may_take_their_time_are_no_cause(
@@ -240,24 +237,6 @@ def test_a_rank_that_moves_is_neither_silent_nor_waiting(size: int) -> None:
             )
         )
         assert diagnose(in_block) is None, "the others wait for it with its knowledge"
-
-
-def test_a_machine_whose_launcher_is_silent_too_is_named_whatever_other_ranks_do() -> (
-    None
-):
-    lost = SeenState(2, "silent", None, Note(2, "node7", 4711, 1))
-    for others in (here(state(0), state(1)), here(state(0), state(1, kind="user"))):
-        found = diagnose([*others, lost], lost_hosts={"node7"})
-        assert found is not None
-        assert (found.cause, found.missing, found.ends) == (
-            "unreachable",
-            (2,),
-            "hardly",
-        )
-        assert "launcher on node7" in found.sentence
-        assert (
-            found := diagnose([*others, lost], lost_hosts={"node8"})
-        ) is None or found.cause != "unreachable"
 
 
 def left(rank: int, counts: dict[str, int] | None) -> SeenState:
@@ -425,7 +404,7 @@ PLACES: tuple[tuple[list[tuple[str, str]], str, str], ...] = (
     ([(f"{TORCH}/utils/data/dataloader.py", "_get_data"), (f"{HASTEN}data/loader.py", "__iter__")], "loader", "__iter__"),
     ([(f"{TORCH}/autograd/graph.py", "_engine_run_backward"), (f"{TORCH}/_tensor.py", "backward")], "backward", "backward"),
     ([(f"{TORCH}/distributed/fsdp/x.py", "wait"), (f"{TORCH}/nn/modules/module.py", "_call_impl")], "forward", "_call_impl"),
-    ([(f"{TORCH}/distributed/fsdp/__init__.py", "<module>"), ("<frozen importlib._bootstrap>", "_find_and_load"), (f"{TORCH}/nn/parallel/distributed.py", "forward")], "importing", "forward"),
+    ([(f"{TORCH}/distributed/fsdp/__init__.py", "<module>"), ("<frozen importlib._bootstrap>", "_find_and_load"), (f"{TORCH}/nn/parallel/distributed.py", "forward")], "user", ""),
     ([(f"{TORCH}/distributed/distributed_c10d.py", "barrier"), ("<frozen importlib._bootstrap>", "_find_and_load")], "collective", "barrier"),
     ([(f"{LIBRARIES[2]}subprocess.py", "wait"), ("/x/site-packages/layers/layer.py", "forward"), (f"{TORCH}/nn/parallel/distributed.py", "forward")], "user", ""),
     ([(f"{HASTEN}trust/divergence/divergence_check.py", "finish"), (f"{HASTEN}accelerator/facade.py", "end_training")], "ending", "end_training"),

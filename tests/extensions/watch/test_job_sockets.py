@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import stat
@@ -26,7 +25,7 @@ from hasten.extensions.watch.job_sockets import (
     request_status,
 )
 from hasten.extensions.watch.observe import Observer
-from hasten.extensions.watch.status_server import RecentLog, StatusServer
+from hasten.extensions.watch.status_server import StatusServer
 from hasten.runtime.topology import Topology
 
 NOBODY = 65534
@@ -145,16 +144,3 @@ def test_without_a_job_the_command_says_so(
         "no running job of this user was found on this machine"
         in capsys.readouterr().err
     )
-
-
-def test_the_log_is_kept_whatever_its_handlers() -> None:
-    recent, before = RecentLog(), logging.getLogRecordFactory()
-    recent.start()
-    try:
-        for number in range(30):
-            logging.getLogger("mine").warning("loss %d\nmore", number)
-        assert len(recent.lines) == 20
-        assert recent.lines[-1].endswith("WARNING mine: loss 29")
-    finally:
-        recent.stop()
-    assert logging.getLogRecordFactory() is before

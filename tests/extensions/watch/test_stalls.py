@@ -90,7 +90,6 @@ CASES: Final = (
     Case("error_before_start", r"rank 1 .* failed first(.|\n)*ValueError: on purpose", ("before start",), code=1),
     Case("leaves_before_start", r"rank 1 .* exited first(.|\n)*PeerFailedError: rank 1 ended \(exit code 0\) before making an "
     r"Accelerator", code=1),
-    Case("error_with_a_thread", r"rank 1 failed: ValueError: on purpose \(raised at train.py:\d+\); its process is alive because of the thread 'uploads'(.|\n)*rank 1 .* failed first(.|\n)*ValueError: on purpose", ("error with a thread",), code=1, quick=True),
     Case("ends_early", r"rank 0 is in end_training\(\) at .* after 2 updates, while rank 1 waits at .* for one more: the ranks have unequal numbers of batches", ("early end", "backward"), quick=True),
     Case("edited_weight", r"different values: parameter '0.weight'(.|\n)*rank 0 and rank 1 differ(.|\n)*an in-place edit", code=1, quick=True),
     Case("unseeded_layer", r"different values: parameter '2.weight'(.|\n)*rank 0 and rank 1 differ", code=1),
@@ -223,41 +222,6 @@ def test_a_rank_that_works_long_is_named_but_not_ended(
     text = "".join(capfd.readouterr())
     assert f"rank 0 is in user code at {line_of('evaluation')}" in text
     assert "the ranks make progress again after" in text
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("warm")  # for the pipe of the first store
-def test_the_exception_of_a_rank_in_its_exit_handlers_is_reported(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Ranks are real interpreters here, whose end differs from that of a fork."""
-    (folder / "train.py").write_text(
-        "import atexit, time, torch\n"
-        "from hasten import Accelerator\n"
-        "accelerator = Accelerator(project_dir='project')\n"
-        "if accelerator.is_main_process:\n"
-        "    accelerator.gather(torch.ones(2))\n"
-        "atexit.register(time.sleep, 1000)\n"
-        "raise ValueError('on purpose')\n"
-    )
-    assert (
-        main(
-            [
-                "launch",
-                "--cpu",
-                "--num_processes=2",
-                f"--trust_stall_after_s={AFTER_S}",
-                "train.py",
-            ]
-        )
-        == 1
-    )
-    text = "".join(capfd.readouterr())
-    assert (
-        "rank 1 failed: ValueError: on purpose (raised at train.py:7); its process is alive because of"
-        in text
-    )
-    assert re.search(r"rank 1 .* failed first(.|\n)*ValueError: on purpose", text), text
 
 
 def test_the_launcher_knows_the_exit_code() -> None:

@@ -1,4 +1,4 @@
-"""Rank-aware logging without a process group, and the banner."""
+"""Rank-aware logging without a process group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from hasten.errors import CommError
 from hasten.runtime import env
-from hasten.runtime.logs import StartUp, banner, get_logger, show_logs
+from hasten.runtime.logs import get_logger, show_logs
 
 
 def as_rank(rank: int, world_size: int) -> None:
@@ -149,39 +149,3 @@ def test_show_logs_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "DEBUG hasten.somewhere: seen" in stream.getvalue()
     assert "unseen" not in stream.getvalue()
     assert not logging.getLogger("hasten").handlers
-
-
-def test_banner() -> None:
-    facts = StartUp(
-        rank=1,
-        world_size=4,
-        local_rank=1,
-        node_rank=0,
-        source="torch",
-        device="cuda:1",
-        backend="nccl",
-        mesh=("dp_shard=2, tp=2",),
-        wrapping=("Net: FSDP2 over 2 ranks", "Head: as it is"),
-        sampler=("train: shard 1 of 4",),
-        accumulation=4,
-        precision="bf16",
-        notes=("RANK was set by hand",),
-    )
-    assert banner(facts) == (
-        "hasten: rank 1 of 4, local rank 1 on node 0 (from torch)\n"
-        "  device        cuda:1\n"
-        "  backend       nccl\n"
-        "  mesh          dp_shard=2, tp=2\n"
-        "  wrapping      Net: FSDP2 over 2 ranks\n"
-        "                Head: as it is\n"
-        "  sampler       train: shard 1 of 4\n"
-        "  accumulation  4 (one update every 4 batches)\n"
-        "  precision     bf16\n"
-        "  weights       trained in float32 (master_weights=fp32)\n"
-        "  note          RANK was set by hand"
-    )
-    alone = StartUp(
-        rank=0, world_size=1, local_rank=0, node_rank=0, source="single", device="cpu"
-    )
-    assert "backend       none: one process" in banner(alone)
-    assert "one update every batch" in banner(alone)

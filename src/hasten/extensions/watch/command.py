@@ -22,8 +22,6 @@ from hasten.errors import ConfigError
 from hasten.extensions.watch.job_sockets import Address, live_sockets, request_status
 from hasten.runtime import env
 
-_LOOKS: Final = 10
-"""Number of samples that `--once` takes of the ranks."""
 _FORMATS: Final = MappingProxyType({"tokens_per_second": "{:,.0f}", "mfu": "{:.1%}"})
 """Formats of values that parts of the run add to the status; others are shown as they are."""
 Status = dict[str, Any]  # Any: JSON values in a rank's answer
@@ -34,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser = CommandParser(
         prog="hasten top",
         description="Show the ranks of a job on this machine: step, rate, share of the time spent waiting for other ranks, "
-        "memory, current line of code, and the last lines of its log. Only jobs of the same user are shown. Ranks respond from a "
+        "memory and current line of code. Only jobs of the same user are shown. Ranks respond from a "
         "background thread; jobs that were not started by `hasten launch` are not shown.",
     )
     parser.add_argument(
@@ -42,9 +40,8 @@ def main(argv: Sequence[str]) -> int:
         nargs="?",
         type=int,
         metavar="JOB",
-        help="number of the job; without it, jobs are listed if there are several",
+        help="number of the job, if there are several",
     )
-    parser.add_argument("--once", action="store_true", help="print one table and exit")
     parser.add_argument(
         "--json", action="store_true", help="print the state of the ranks as JSON, once"
     )
@@ -61,24 +58,18 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     folder = env.runtime_folder(env.snapshot())
     sockets = chosen(folder, given.job)
-    if sockets is None:
-        list_jobs(folder)
-        return 0
     if given.json:
         sys.stdout.write(json.dumps(_look(sockets, given.stacks), indent=2) + "\n")
         return 0
     console = Console(highlight=False)
-    if given.once:
-        console.print(_page(*_sampled(sockets, min(given.interval, 1.0), given.stacks)))
-        return 0
     _follow(console, folder, sockets, given)
     return 0
 
 
-def chosen(folder: Path, job: int | None) -> list[Path] | None:
-    """Return the sockets of the job; None if several jobs run and none is specified.
+def chosen(folder: Path, job: int | None) -> list[Path]:
+    """Return the sockets of the job.
 
-    Raises: ConfigError if there is no such job, or no job at all.
+    Raises: ConfigError if there is no such job, no job at all, or several and none is specified.
     """
     found = list(live_sockets(folder)) if folder.is_dir() else []
     jobs = sorted({address.job for address, _ in found})
@@ -87,7 +78,9 @@ def chosen(folder: Path, job: int | None) -> list[Path] | None:
             "no running job of this user was found on this machine; only jobs that `hasten launch` started are shown. Start the job with it."
         )
     if job is None and len(jobs) > 1:
-        return None
+        raise ConfigError(
+            f"several jobs are running; give the number of one of them: {', '.join(map(str, jobs))}."
+        )
     wanted = jobs[0] if job is None else job
     if wanted not in jobs:
         raise ConfigError(
@@ -106,46 +99,12 @@ def _of_job(folder: Path, job: int) -> list[Path]:
     return list(newest.values())
 
 
-def list_jobs(folder: Path) -> None:
-    """Print the jobs of this machine."""
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("job", "script", "ranks here", "running"):
-        grid.add_column(heading)
-    for job in sorted({address.job for address, _ in live_sockets(folder)}):
-        answers = _look(chosen(folder, job) or [], False)
-        if answers:
-            grid.add_row(
-                str(job),
-                answers[0]["script"],
-                str(len(answers)),
-                _duration(answers[0]["seconds"]),
-            )
-    console = Console(highlight=False)
-    console.print(grid)
-    console.print("several jobs are running: `hasten top JOB` shows one of them")
-
-
 def _look(sockets: Sequence[Path], stacks: bool) -> list[Status]:
     answers = [request_status(path, {"stacks": stacks}) for path in sockets]
     return sorted(
         (answer for answer in answers if answer is not None),
         key=lambda status: (status["rank"], status["pid"]),
     )
-
-
-def _sampled(
-    sockets: Sequence[Path], seconds: float, stacks: bool
-) -> tuple[list[Status], dict[int, list[bool]]]:
-    """Return the ranks' answers and, for each of ten samples, whether each rank waited, as in the live table."""
-    waits: dict[int, list[bool]] = {}
-    # waiting and working are distinguished by the CPU time between two samples
-    _look(sockets, False)
-    for _ in range(_LOOKS):
-        time.sleep(seconds / _LOOKS)
-        answers = _look(sockets, stacks)
-        for status in answers:
-            waits.setdefault(status["pid"], []).append(status["waits"])
-    return answers, waits
 
 
 def _follow(
@@ -216,9 +175,6 @@ def _page(answers: Sequence[Status], waits: dict[int, list[bool]]) -> Renderable
         )
     parts: list[RenderableType] = [grid]
     for status in answers:
-        if status["log"]:
-            parts.append(Text(f"log of rank {status['rank']}", style="bold"))
-            parts += [Text(f"  {line}") for line in status["log"][-5:]]
         if "stack" in status:
             parts.append(Text(f"stack of rank {status['rank']}", style="bold"))
             parts += [Text(f"  {line}") for line in status["stack"]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -33,15 +33,6 @@ def describe_occupation(state: State) -> tuple[Cause, str, str]:
                 f"compiles at {place}",
                 "increase trust.stall_after_s if compiling takes this long.",
             )
-        case "importing":
-            return (
-                "importing",
-                f"imports modules at {place}",
-                "check the disk with the Python environment.",
-            )
-        case "debugger":
-            remedy = "continue with `c`, or run with trust.stall=off."
-            return "debugger", f"is in the Python debugger at {place}", remedy
         case "ending":
             return (
                 "user code",
@@ -105,14 +96,9 @@ class Diagnosis:
 
 
 def diagnose(
-    world: Sequence[SeenState],
-    io_patience_s: float = 60.0,
-    lost_hosts: Collection[str] = (),
+    world: Sequence[SeenState], io_patience_s: float = 60.0
 ) -> Diagnosis | None:
-    """Return the cause of a wait; None if no rank waits, or all missing ranks are expected to take long.
-
-    `lost_hosts` are hosts that do not respond to the launcher either.
-    """
+    """Return the cause of a wait; None if no rank waits, or all missing ranks are expected to take long."""
     present_states = {
         seen.rank: seen.state
         for seen in world
@@ -142,12 +128,6 @@ def diagnose(
     ]:
         return _diagnose_lost(waiting_ranks, needed_ranks)
     silent_ranks = [seen for seen in world if seen.status == "silent"]
-    if unreachable_ranks := [
-        seen
-        for seen in silent_ranks
-        if seen.note is not None and seen.note.host in lost_hosts
-    ]:
-        return _diagnose_unreachable(waiting_ranks, unreachable_ranks)
     if working_states:
         return _diagnose_uneven(
             states, waiting_ranks, groups_ahead, working_states
@@ -303,34 +283,11 @@ def _diagnose_working(
 
 
 def _may_take_its_time(state: State, io_patience_s: float) -> bool:
-    """Return whether this rank's delay is expected: in a marked block, or busy with a file, compilation or import."""
+    """Return whether this rank's delay is expected: in a marked block, or busy with a file or a compilation."""
     if state.kind in _SLOW_IO_KINDS:
         return state.io_quiet_s < io_patience_s
     return bool(state.block) or (
-        state.kind in ("compiling", "importing") and state.quiet_s < 10 * io_patience_s
-    )
-
-
-def _diagnose_unreachable(
-    waiting: tuple[int, ...], silent: Sequence[SeenState]
-) -> Diagnosis:
-    ranks = tuple(seen.rank for seen in silent)
-    hosts = sorted({seen.note.host for seen in silent if seen.note is not None})
-    pids = ", ".join(
-        f"pid {seen.note.pid} on {seen.note.host}"
-        for seen in silent[:4]
-        if seen.note is not None
-    )
-    return Diagnosis(
-        "unreachable",
-        waiting,
-        ranks,
-        ends="hardly",
-        sentence=(
-            f"{ranks_in_words(ranks)} ({pids}) does not respond, nor does the launcher on {', '.join(hosts)}: the machine has failed, "
-            "or the network to it is down"
-        ),
-        cure="check that machine and the network (`ping`, `dmesg`); with --max_restarts the job waits until it is restarted.",
+        state.kind == "compiling" and state.quiet_s < 10 * io_patience_s
     )
 
 

@@ -16,10 +16,8 @@ extension: Final = Extension(
     run_part_settings={"status": "$HASTEN_CONFIG"},
     commands={
         "top": "hasten.extensions.watch.command:main",
-        "attach": "hasten.extensions.watch.command:main",
     },
     command_help={
         "top": "show a live table of a running job: ranks, steps, waits, memory, stacks",
-        "attach": "alias of top",
     },
 )

@@ -119,10 +119,6 @@ class Observer:
     device_type: str = "cpu"
     thread_id: int = field(default_factory=threading.get_ident)
     native_id: int = field(default_factory=threading.get_native_id)
-    program: str = field(
-        default_factory=lambda: stacks.root_of(stacks.calls_of(threading.get_ident()))
-    )
-    """The outermost call of the thread while its program runs; exit handlers have a different one."""
     _last_cpu: tuple[float, float] = (0.0, 0.0)
     _last_io: tuple[float, int] = (0.0, 0)
     _num_faults: int | None = None
@@ -145,18 +141,6 @@ class Observer:
             if ended and begun_collectives(self.device_type)
             else None,  # a destroyed group has no counters
         )
-
-    def failure(self) -> str:
-        """Return the exception of an ended program whose process threads or exit handlers keep alive; else empty."""
-        last_error, stack_calls = (
-            getattr(sys, "last_value", None),
-            stacks.calls_of(self.thread_id),
-        )
-        if last_error is None or not (
-            stacks.is_over(stack_calls) or stacks.root_of(stack_calls) != self.program
-        ):
-            return ""
-        return f"{describe_error(last_error)}; its process is alive because of {_words_about_live_threads()}"
 
     def counts(self) -> dict[str, int]:
         """Return the number of collectives started by every group of this process, including torch's."""
@@ -240,22 +224,6 @@ def describe_error(error: BaseException) -> str:
             place = f" (raised at {stacks.shorten_path(file)}:{traceback.tb_lineno})"
         traceback = traceback.tb_next
     return f"{type(error).__name__}: {error}{place}"
-
-
-def _words_about_live_threads() -> str:
-    """Return the names of the threads for which the interpreter waits at exit."""
-    thread_names = [
-        thread.name
-        for thread in threading.enumerate()
-        if not thread.daemon
-        and thread is not threading.main_thread()
-        and thread.is_alive()
-    ]
-    return (
-        f"the thread{'s' if len(thread_names) > 1 else ''} {', '.join(map(repr, thread_names[:4]))}"
-        if thread_names
-        else "its exit handlers"
-    )
 
 
 def _code_line(file: str, line: int, op: str) -> CodeLine:

@@ -22,8 +22,6 @@ Kind = Literal[
     "loader",
     "checkpoint",
     "compiling",
-    "importing",
-    "debugger",
     "user",
     "ending",
     "over",
@@ -58,12 +56,9 @@ _GENERIC_FUNCTIONS: Final = frozenset(
 )
 _MOST_CALLS: Final = 200
 _FACADE_FILE: Final = "/hasten/accelerator/facade.py"
-_IMPORT_FILE: Final = "<frozen importlib._bootstrap"
 
 # (part of the path, kind of a rank with a call from there); the first match wins
 _KINDS_BY_PATH: Final[tuple[tuple[str, Kind], ...]] = (
-    ("/pdb.py", "debugger"),
-    ("/bdb.py", "debugger"),
     ("/hasten/comm/", "collective"),
     ("/torch/distributed/distributed_c10d.py", "collective"),
     ("/torch/distributed/_functional_collectives.py", "collective"),
@@ -141,11 +136,6 @@ def calls_of(thread_id: int) -> list[StackCall]:
     return stack_calls
 
 
-def root_of(calls: Sequence[StackCall]) -> str:
-    """Return the outermost of these calls; empty if there is none."""
-    return f"{calls[-1].file} {calls[-1].function}" if calls else ""
-
-
 def is_over(calls: Sequence[StackCall]) -> bool:
     """Return whether the main thread has run its program to the end and waits for other threads."""
     return any(
@@ -165,8 +155,6 @@ def place_of(calls: Sequence[StackCall]) -> StackFrame:
     kind: Kind = "user"
     if is_over(calls):
         kind = "over"
-    elif _is_importing(calls[:user_index]):
-        kind = "importing"
     elif inner_calls:
         kind = next(
             (
@@ -204,19 +192,6 @@ def place_of(calls: Sequence[StackCall]) -> StackFrame:
         ),
         in_dataset=kind == "user"
         and any("/torch/utils/data/" in call.file for call in outer_calls),
-    )
-
-
-def _is_importing(calls: Sequence[StackCall]) -> bool:
-    """Return whether these calls import a module, which may be slow, and no collective is called during the import."""
-    import_index = next(
-        (i for i, call in enumerate(calls) if call.file.startswith(_IMPORT_FILE)), None
-    )
-    return import_index is not None and not any(
-        path_part in call.file
-        for call in calls[:import_index]
-        for path_part, kind in _KINDS_BY_PATH
-        if kind == "collective"
     )
 
 

@@ -15,7 +15,6 @@ Cause = Literal[
     "gone",
     "stopped",
     "silent",
-    "unreachable",
     "elsewhere",
     "other call",
     "same call",
@@ -23,8 +22,6 @@ Cause = Literal[
     "data",
     "checkpoint",
     "compiling",
-    "importing",
-    "debugger",
     "uneven",
 ]
 """The causes of a stall."""

@@ -33,51 +33,6 @@ from hasten.runtime import env
 from hasten.runtime.topology import Topology
 from hasten.trust.memory import process_memory
 
-_KEPT: Final = 20
-_WIDTH: Final = 300
-
-
-class RecentLog:
-    """Log record factory that records recent lines between `start` and `stop`."""
-
-    def __init__(self) -> None:
-        self.lines: deque[str] = deque(maxlen=_KEPT)
-        self._before = logging.getLogRecordFactory()
-
-    def start(self) -> None:
-        """Start recording lines."""
-        self._before = logging.getLogRecordFactory()
-        logging.setLogRecordFactory(self)
-
-    def stop(self) -> None:
-        """Remove this factory from the chain of record factories; behind a foreign factory it only stops recording."""
-        self.lines = deque(maxlen=0)
-        factory = logging.getLogRecordFactory()
-        if factory is self:
-            logging.setLogRecordFactory(self._before)
-        while isinstance(factory, RecentLog):
-            if factory._before is self:
-                factory._before = self._before
-                return
-            factory = factory._before
-
-    # Any: as in logging
-    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = self._before(*args, **kwargs)
-        try:
-            text = record.getMessage().splitlines()
-        # a wrong format: reported by the handlers
-        except (TypeError, ValueError, KeyError, IndexError):
-            return record
-        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
-        self.lines.append(
-            f"{stamp} {record.levelname} {record.name}: {text[0] if text else ''}"[
-                :_WIDTH
-            ]
-        )
-        return record
-
-
 log = logging.getLogger(__name__)
 
 _PATIENCE_S: Final = 0.5
@@ -148,7 +103,6 @@ class StatusServer:
         self._topology = topology
         self._device = device
         self._folder = folder
-        self._recent = RecentLog()
         self._began_s = time.time()
         self._steps: deque[tuple[float, int]] = deque(maxlen=_SPAN)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -161,7 +115,6 @@ class StatusServer:
 
     def start(self) -> None:
         """Start answering requests. Without a private folder no status is available, which is logged; the job still runs."""
-        self._recent.start()
         try:
             folder = private_folder(self._folder)
             names = (
@@ -184,7 +137,6 @@ class StatusServer:
         if self._over.is_set() or os.getpid() != self._pid:  # in a fork of the rank
             return
         self._over.set()
-        self._recent.stop()
         if self._thread.is_alive():
             self._socket.shutdown(socket.SHUT_RDWR)  # ends the wait for a request
             self._thread.join(2 * _TICK_S)
@@ -232,7 +184,6 @@ class StatusServer:
             "doing": state.kind,
             "at": state.spot.words(),
             "memory": process_memory(self._device),
-            "log": list(self._recent.lines),
             **({"stack": list(state.stack)} if stacks else {}),
         }
 

@@ -47,8 +47,6 @@ _PATIENCE_FACTOR: Final = 10.0
 _LONG_FACTOR: Final = 3.0
 _LATEST_DELAYED_RANK: Final = 8
 _SILENT_PAUSES: Final = 4.0
-# while a process ends, torch detects it as well, and reports more
-_LEAVING_S: Final = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,6 @@ class Watchdog:
         self._heartbeat_number = 0
         self._last_reporter = ("", 0.0)
         self._evidence = Evidence(observer.rank, self._tick_s)
-        self._failure = ""
         self._reported_key: tuple[object, ...] = ()
 
     def start(self) -> None:
@@ -185,7 +182,6 @@ class Watchdog:
         if verdict := self._stall_store.verdict():
             # after the reporting rank, whose error the launcher prints
             self._end_job(verdict, 2.5)
-        self._post_failure()
         neighbours = [
             note
             for rank, note in self._stall_store.notes(self._local_ranks).items()
@@ -202,25 +198,8 @@ class Watchdog:
                 self._stall_store.states(self._ranks),
             )
             states = self._evidence.fresh(states, now)
-            variables = env.snapshot()
-            lost_hosts, exit_codes = (
-                launcher_files.silent_machines(variables),
-                launcher_files.ended_ranks(variables),
-            )
-            states = {
-                rank: state
-                for rank, state in states.items()
-                if state.host not in lost_hosts
-            }
-            self._diagnose(
-                _statuses_of(self._ranks, notes, states, exit_codes), lost_hosts
-            )
-
-    def _post_failure(self) -> None:
-        """Post the exception that ended the main thread, if another thread keeps the process alive."""
-        if not self._failure and (failure := self._observer.failure()):
-            self._failure = failure
-            self._stall_store.post_end(self._observer.note(failure, failed=True))
+            exit_codes = launcher_files.ended_ranks(env.snapshot())
+            self._diagnose(_statuses_of(self._ranks, notes, states, exit_codes))
 
     def _becomes_reporter(self, now: float) -> bool:
         """Return whether this rank reports: rank 0, or the next waiting rank if those before it are silent."""
@@ -249,8 +228,8 @@ class Watchdog:
             return min(HEARTBEAT_TICKS * self._tick_s, self._look_s - quiet_s)
         return pause_s(self._tick_s, quiet_s)
 
-    def _diagnose(self, world: list[SeenState], lost_hosts: frozenset[str]) -> None:
-        diagnosis = diagnose(world, io_patience_s=self.after_s, lost_hosts=lost_hosts)
+    def _diagnose(self, world: list[SeenState]) -> None:
+        diagnosis = diagnose(world, io_patience_s=self.after_s)
         if diagnosis is None:
             self._evidence.forget()
             return
@@ -261,23 +240,13 @@ class Watchdog:
             for seen in world
             if seen.rank in diagnosis.waiting and seen.state is not None
         )
-        is_leaving = diagnosis.cause == "left" and any(
-            _is_leaving(seen) for seen in world if seen.rank in diagnosis.missing
-        )
-        limit_s = (
-            min(_LONG_FACTOR * self.after_s, _LEAVING_S)
-            if is_leaving
-            else self._limit_s(diagnosis)
-        )
+        limit_s = self._limit_s(diagnosis)
         ends_job = self._settings.then == "abort" and waited_s >= limit_s
-        is_certain = (
-            diagnosis.ends == "never" and not is_leaving
-        ) or diagnosis.cause == "unreachable"
+        is_certain = diagnosis.ends == "never"
         # A rank that arrived later has posted within its interval, and one that makes progress may still arrive.
         due_s = {
             "silent": self.after_s + 2 * self._look_s,
             "elsewhere": _LONG_FACTOR * self.after_s,
-            "left": limit_s,
         }.get(diagnosis.cause, self.after_s)
         if diagnosis.key != self._reported_key and (
             ends_job or waited_s >= due_s or is_certain
@@ -374,16 +343,6 @@ def _post_end_of_process(ref: weakref.ref[Watchdog], pid: int) -> None:
     watchdog.close(
         at if error is None else f"{at} with {describe_error(error)}",
         failed=error is not None,
-    )
-
-
-def _is_leaving(seen: SeenState) -> bool:
-    """Return whether the rank has posted its end, but its process still exists."""
-    note = seen.note
-    return (
-        note is not None
-        and _is_local(note)
-        and processes.status_of(note.pid, note.started) == "here"
     )
 
 

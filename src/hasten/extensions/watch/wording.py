@@ -72,8 +72,6 @@ def _state_words(state: State) -> str:
         "loader": "loads data at",
         "checkpoint": "saves or loads at",
         "compiling": "compiles at",
-        "importing": "imports modules at",
-        "debugger": "is in the debugger at",
         "ending": "is in end_training() at",
         "over": "has reached the end of its program, but other threads keep its process alive, at",
     }.get(state.kind, "is in user code at")

@@ -23,7 +23,6 @@ from hasten.runtime import launcher_files
 
 COLLECT_S: Final = 3.0
 _SILENCE_S: Final = 60.0
-_SUSPECT_S: Final = 15.0
 _NO_ANSWER_S: Final = 25.0
 _LOOK_EVERY_S: Final = 1.0
 _LOST_S: Final = 10.0
@@ -56,8 +55,6 @@ class Peers:
     hosts: tuple[str, ...]
     round: int
     _beat: int = 0
-    suspects: tuple[str, ...] = ()
-    """Hosts that have been silent for some seconds, as of the last `look`."""
     ended: dict[int, int] = field(default_factory=dict)
     """Exit codes of this machine's ranks that have ended; shared by copies of this object."""
     _heard: dict[int, tuple[str, float]] = field(default_factory=dict)
@@ -76,7 +73,7 @@ class Peers:
         if failures := self.published():
             raise PeerMachineFailed(f"machine {failures[0].host} failed", failures)
         self._hear_of_ends()
-        now_s, suspects = time.monotonic(), []
+        now_s = time.monotonic()
         for machine, host in enumerate(self.hosts):
             if machine == self.index:
                 continue
@@ -85,18 +82,13 @@ class Peers:
             last_beat, since_s = self._heard.setdefault(machine, (beat, now_s))
             if beat != last_beat:
                 self._heard[machine] = (beat, now_s)
-            elif now_s - since_s > _SUSPECT_S and not self.store.check(
+            elif now_s - since_s > _SILENCE_S and not self.store.check(
                 [self.key("done", machine)]
             ):
-                suspects.append(host)
-                if now_s - since_s < _SILENCE_S:
-                    continue
                 raise MachineLost(
                     f"machine {machine} ({host}) has not responded for {_SILENCE_S:g} s: it is down, or the network to it is. The job "
                     "cannot continue without it; check the machine, then restart the job."
                 )
-
-        self.suspects = tuple(suspects)
 
     def ended_anywhere(self) -> dict[int, int]:
         """Publish this machine's ended ranks, and return the exit codes of ended ranks on all machines."""
@@ -283,7 +275,6 @@ class PeerWatch:
 
     def _run(self) -> None:
         announced = False
-        suspects: tuple[str, ...] = ()
         ended: dict[int, int] = {}
         while not self._stop.is_set():
             try:
@@ -291,9 +282,6 @@ class PeerWatch:
                 if (codes := self._peers.ended_anywhere()) != ended:
                     ended = codes
                     launcher_files.write_ended(ended, environment.snapshot())
-                if self._peers.suspects != suspects:
-                    suspects = self._peers.suspects
-                    launcher_files.write_silent(suspects, environment.snapshot())
                 self._waiting = self._peers.waiting()
                 if self._finished and not announced:
                     self._peers.store.set(
