@@ -404,7 +404,6 @@ PLACES: tuple[tuple[list[tuple[str, str]], str, str], ...] = (
     ([(f"{TORCH}/utils/data/dataloader.py", "_get_data"), (f"{HASTEN}data/loader.py", "__iter__")], "loader", "__iter__"),
     ([(f"{TORCH}/autograd/graph.py", "_engine_run_backward"), (f"{TORCH}/_tensor.py", "backward")], "backward", "backward"),
     ([(f"{TORCH}/distributed/fsdp/x.py", "wait"), (f"{TORCH}/nn/modules/module.py", "_call_impl")], "forward", "_call_impl"),
-    ([(f"{TORCH}/distributed/fsdp/__init__.py", "<module>"), ("<frozen importlib._bootstrap>", "_find_and_load"), (f"{TORCH}/nn/parallel/distributed.py", "forward")], "user", ""),
     ([(f"{TORCH}/distributed/distributed_c10d.py", "barrier"), ("<frozen importlib._bootstrap>", "_find_and_load")], "collective", "barrier"),
     ([(f"{LIBRARIES[2]}subprocess.py", "wait"), ("/x/site-packages/layers/layer.py", "forward"), (f"{TORCH}/nn/parallel/distributed.py", "forward")], "user", ""),
     ([(f"{HASTEN}trust/divergence/divergence_check.py", "finish"), (f"{HASTEN}accelerator/facade.py", "end_training")], "ending", "end_training"),
