@@ -215,11 +215,15 @@ def data(case: Case, dtype: torch.dtype) -> Data:
 
 
 def owned(case: Case, net: nn.Module) -> list[nn.Parameter]:
-    """The parameters the optimizer holds; the gradients of the others stay and add up, as in plain torch."""
+    """The parameters the optimizer holds; those of the others stay as they are."""
     every = list(net.parameters())
     return {"all": every, "half": every[len(every) // 2 :], "odd": every[1::2]}[
         case.owned
     ]
+
+
+def updated_by(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def schedule(case: Case, optimizer: Optimizer) -> Any:
@@ -416,7 +420,7 @@ class Trainer:
                     case,
                     accelerator.clip_grad_norm_,
                     accelerator.clip_grad_value_,
-                    self.net.parameters(),
+                    updated_by(self.optimizer),
                 )
             self.optimizer.step()
             if case.schedule == "update":
@@ -513,7 +517,10 @@ def reference(
         loss = (samples.losses(net, ids) * share).sum()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         clip(
-            case, nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, net.parameters()
+            case,
+            nn.utils.clip_grad_norm_,
+            nn.utils.clip_grad_value_,
+            updated_by(optimizer),
         )
         losses.append(float(loss.detach()))
         rates.append(optimizer.param_groups[0]["lr"])

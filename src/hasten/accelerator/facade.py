@@ -546,20 +546,10 @@ class Accelerator:
             self._accumulations[models] = new_accumulation
         return new_accumulation
 
-    def ema(
-        self,
-        model: nn.Module,
-        decay: Decay = 0.999,
-        *,
-        every: int = 1,
-        start: int = 0,
-        only_trained: bool = True,
-        average_buffers: bool = False,
-    ) -> EMA:
+    def ema(self, model: nn.Module, decay: Decay = 0.999) -> EMA:
         """Return an exponential moving average of a prepared model's weights, updated after every applied update.
 
-        `decay` is a number or a function of the number of updates; the first `start` updates are copied instead of
-        averaged; `every` averages each n-th update only. `only_trained` leaves out parameters that no optimizer holds.
+        `decay` is a number or a function of the number of updates. Parameters that no optimizer holds are not averaged.
         Evaluate and export inside `with ema.swapped():`. The average is part of `save_state` and `load_state`.
         Ranks: every rank.
         """
@@ -567,11 +557,7 @@ class Accelerator:
         average = EMA(
             self._strategy.unwrap(model),
             self._preparer.done.optimizers,
-            decay=decay,
-            every=every,
-            start=start,
-            only_trained=only_trained,
-            average_buffers=average_buffers,
+            decay,
         )
         self._preparer.done.averages.append(average.state)
         self._clock.parts.add(average)
@@ -777,10 +763,7 @@ class Accelerator:
         checked_parameters = clip.as_list(parameters)
         arguments.check_type(f"{call}(parameters)", Tensor, need, *checked_parameters)
         settle(checked_parameters, self._prepared.optimizers)
-        clock = self._clock
-        if clock.has_unowned and (
-            clock.every > 1 or clock.pending or self._precision.scaler is not None
-        ):
+        if self._clock.has_unowned:
             refuse_unowned(checked_parameters, self._prepared.optimizers)
         return checked_parameters
 

@@ -68,7 +68,7 @@ class StepClock:
     apart: bool = False
     """True if ranks train separately on purpose, or may be at different batches: nothing can be compared over ranks."""
     has_unowned: bool = False
-    """True if no optimizer holds some trained parameters, whose gradients are neither unscaled nor normalised."""
+    """True if no optimizer holds some trained parameters, whose gradients are not unscaled, normalised or saved."""
 
     def __post_init__(self) -> None:
         if self.every != 1 or isinstance(self.every, bool):

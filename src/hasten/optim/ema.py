@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError, StepError
-from hasten.modules.names import is_dtensor, local_tensor, plain_name
+from hasten.modules.names import local_tensor
 from hasten.optim.engine import EngineOptimizer
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.run_part import RunPart
@@ -26,7 +26,6 @@ class AverageState(torch.optim.Optimizer):
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         super().__init__([{"params": list(parameters)}], {})
         self.num_updates: dict[str, int] = {}
-        self.buffers: dict[str, Tensor] = {}
         self.swapped = False
         """True while the model holds the averaged weights instead of the trained ones."""
         for parameter in parameters:
@@ -48,15 +47,11 @@ class AverageState(torch.optim.Optimizer):
         return local_tensor(average)
 
     def state_dict(self) -> dict[str, Any]:  # Any: as in torch
-        """Return the averages by index of their parameter, the averaged buffers and the number of updates."""
-        return {
-            **super().state_dict(),
-            "num_updates": dict(self.num_updates),
-            "buffers": dict(self.buffers),
-        }
+        """Return the averages by index of their parameter, and the number of updates."""
+        return {**super().state_dict(), "num_updates": dict(self.num_updates)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # Any: as in torch
-        """Load averages, buffers and counters."""
+        """Load averages and counters."""
         super().load_state_dict(
             {key: state_dict[key] for key in ("state", "param_groups")}
         )
@@ -66,12 +61,6 @@ class AverageState(torch.optim.Optimizer):
             assert values[_KEY].shape == parameter.shape
         self.num_updates = {
             str(key): int(value) for key, value in state_dict["num_updates"].items()
-        }
-        self.buffers = {
-            name: state_dict["buffers"]
-            .get(name, value)
-            .to(value.device, torch.float32, copy=True)
-            for name, value in self.buffers.items()
         }
 
     def restart(self) -> None:
@@ -92,59 +81,35 @@ class EMA(RunPart):
         self,
         model: nn.Module,
         optimizers: Sequence[PreparedOptimizer],
-        *,
-        decay: Decay = 0.999,
-        every: int = 1,
-        start: int = 0,
-        only_trained: bool = True,
-        average_buffers: bool = False,
+        decay: Decay,
     ) -> None:
-        _check(decay, every, start)
-        self._model, self._decay, self._every, self._start = model, decay, every, start
-        self._average_buffers = average_buffers
-        if (
-            engine := next(
-                (o for o in optimizers if isinstance(o.optimizer, EngineOptimizer)),
-                None,
-            )
-        ) is not None:
+        if not callable(decay) and not 0.0 <= decay < 1.0:
             raise ConfigError(
-                f"ema() does not work with {type(engine.optimizer).__name__}: the engine holds the weights in a layout of "
-                "its own, so that they cannot be averaged beside it. Use strategy='ddp' or 'fsdp'."
+                f"ema(decay={decay}) is outside [0, 1): the average keeps this fraction of itself at every update; 0.999 is usual."
             )
-        optimized_ids = {
-            id(p)
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
-        averaged = [
-            p
-            for p in model.parameters()
-            if p.is_floating_point() and (id(p) in optimized_ids or not only_trained)
-        ]
-        if not optimized_ids & {id(p) for p in averaged}:
+        for optimizer in optimizers:
+            if isinstance(optimizer.optimizer, EngineOptimizer):
+                raise ConfigError(
+                    f"ema() does not work with {type(optimizer.optimizer).__name__}: the engine holds the weights in a layout of "
+                    "its own, so that they cannot be averaged beside it. Use strategy='ddp' or 'fsdp'."
+                )
+        self._model = model
+        self._decay = decay
+        model_ids = {id(p) for p in model.parameters() if p.is_floating_point()}
+        self._averaged_by: list[tuple[PreparedOptimizer, str, list[Tensor]]] = []
+        """Optimizers that update averaged parameters, each with its key in the state and these parameters."""
+        for index, optimizer in enumerate(optimizers):
+            parameters = [p for p in optimizer.parameters if id(p) in model_ids]
+            if parameters:
+                self._averaged_by.append((optimizer, str(index), parameters))
+        if not self._averaged_by:
             raise ConfigError(
                 f"ema() was called for {type(model).__name__}, none of whose parameters is in a prepared optimizer, so the "
                 "average would never change. Call ema() after prepare() with the model that prepare() returned, and "
                 "prepare its optimizer as well."
             )
-        self.state = AverageState(averaged)
-        for name, buffer in self._float_buffers():
-            self.state.buffers[name] = buffer.detach().to(torch.float32, copy=True)
-        averaged_ids = {id(p) for p in averaged}
-        self._averaged_by: list[tuple[PreparedOptimizer, str, list[Tensor]]] = []
-        """Optimizers that update averaged parameters, each with its key in the state and these parameters."""
-        for index, optimizer in enumerate(optimizers):
-            parameters = [
-                p
-                for group in optimizer.param_groups
-                for p in group["params"]
-                if id(p) in averaged_ids
-            ]
-            if parameters:
-                self.state.num_updates[str(index)] = 0
-                self._averaged_by.append((optimizer, str(index), parameters))
+        self.state = AverageState([p for _, _, ps in self._averaged_by for p in ps])
+        self.state.num_updates = {key: 0 for _, key, _ in self._averaged_by}
 
     @property
     def num_updates(self) -> int:
@@ -153,50 +118,35 @@ class EMA(RunPart):
 
     def after_update(self, optimizer: Holder, applied: bool) -> None:
         """Average the parameters of an optimizer after an applied update."""
-        for index, (owner, key, parameters) in enumerate(self._averaged_by):
+        for owner, key, parameters in self._averaged_by:
             if applied and owner is optimizer:
-                self._update(key, parameters, with_buffers=index == 0)
+                self._update(key, parameters)
 
     @torch.no_grad()
-    def _update(
-        self, key: str, parameters: Sequence[Tensor], with_buffers: bool
-    ) -> None:
+    def _update(self, key: str, parameters: Sequence[Tensor]) -> None:
         """Average the parameters of one optimizer after its update."""
         if self.state.swapped:
             raise StepError(
                 "an optimizer was stepped inside `with ema.swapped():`, where the model holds the averaged weights; the "
                 "update would be lost at the end of the block. Train outside the block."
             )
-        num_seen = self.state.num_updates[key] = self.state.num_updates[key] + 1
-        if num_seen <= self._start:
-            weight = 1.0
-        elif (num_seen - self._start) % self._every:
-            return
-        else:
-            decay = self._decay(num_seen) if callable(self._decay) else self._decay
-            weight = 1.0 - decay
+        self.state.num_updates[key] += 1
+        decay = self._decay
+        if callable(decay):
+            decay = decay(self.state.num_updates[key])
         averages = [self.state.average(parameter) for parameter in parameters]
         current = [
             local_tensor(parameter.detach()).to(torch.float32)
             for parameter in parameters
         ]
-        torch._foreach_lerp_(averages, current, weight)
-        if with_buffers:
-            for name, buffer in self._float_buffers():
-                self.state.buffers[name].lerp_(buffer.to(torch.float32), weight)
-
-    def _float_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        if self._average_buffers:
-            for name, buffer in self._model.named_buffers():
-                if buffer.is_floating_point() and not is_dtensor(buffer):
-                    yield plain_name(name), buffer
+        torch._foreach_lerp_(averages, current, 1.0 - decay)
 
     @contextmanager
     def swapped(self) -> Iterator[nn.Module]:
         """Return a context manager in which the model holds the averaged weights, for evaluation and export.
 
-        The training weights return at the end of the block, bit for bit. Buffers keep their current values, unless they
-        are averaged. Ranks: every rank that holds a shard.
+        The training weights return at the end of the block, bit for bit; buffers keep their current values.
+        Ranks: every rank that holds a shard.
         """
         if self.state.swapped:
             raise StepError(
@@ -205,9 +155,6 @@ class EMA(RunPart):
         pairs = [
             (local_tensor(p.detach()), self.state.average(p))
             for p in self.state.param_groups[0]["params"]
-        ]
-        pairs += [
-            (buffer, self.state.buffers[name]) for name, buffer in self._float_buffers()
         ]
         trained_values = [value.clone() for value, _ in pairs]
         self.state.swapped = True
@@ -223,14 +170,3 @@ class EMA(RunPart):
                 ):
                     value.copy_(trained_value)
             self.state.swapped = False
-
-
-def _check(decay: Decay, every: int, start: int) -> None:
-    if not callable(decay) and not 0.0 <= decay < 1.0:
-        raise ConfigError(
-            f"ema(decay={decay}) is outside [0, 1): the average keeps this fraction of itself at every update; 0.999 is usual."
-        )
-    if every < 1 or start < 0:
-        raise ConfigError(
-            f"ema(every={every}, start={start}): every must be 1 or more, and start 0 or more updates."
-        )

@@ -424,7 +424,7 @@ def settle(
 def refuse_unowned(
     parameters: Sequence[Tensor], optimizers: Sequence[PreparedOptimizer]
 ) -> None:
-    """Raise StepError if one of `parameters` is trained, and no optimizer holds it: its gradient is neither unscaled nor normalised."""
+    """Raise StepError if one of `parameters` is trained, and no optimizer holds it."""
     owned_ids = {
         id(parameter) for optimizer in optimizers for parameter in optimizer.parameters
     }
@@ -434,7 +434,6 @@ def refuse_unowned(
     )
     if num_unowned:
         raise StepError(
-            f"{num_unowned} of the clipped parameters are trained and in no prepared optimizer, so their gradients add up from step to step, without "
-            "the scale of fp16 or the divisor of the window that the others get. Clip the parameters of the optimizer, or call "
-            "requires_grad_(False) on the rest."
+            f"{num_unowned} of the clipped parameters are trained and in no prepared optimizer, so their gradients, which add up from step to step, are "
+            "neither normalised nor saved. Clip the parameters of the optimizer, or call requires_grad_(False) on the rest."
         )

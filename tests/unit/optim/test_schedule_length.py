@@ -20,11 +20,6 @@ def sgd() -> torch.optim.SGD:
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
 
 
-def closure(optimizer: torch.optim.Optimizer, num_training_steps: int) -> LambdaLR:
-    """A schedule as transformers made it before it used functools.partial."""
-    return LambdaLR(optimizer, lambda step: 1 - step / num_training_steps)
-
-
 def warmed(optimizer: torch.optim.Optimizer) -> torch_schedules.SequentialLR:
     parts = [
         torch_schedules.LinearLR(optimizer, 0.1, 1.0, 4),
@@ -54,7 +49,6 @@ MADE: Final[dict[str, tuple[Callable[[Any], Any], int | None]]] = {
         lambda o: transformers.get_cosine_schedule_with_warmup(o, 5, 40),
         40,
     ),
-    "a closure": (lambda o: closure(o, 40), 40),
     "StepLR": (lambda o: torch_schedules.StepLR(o, 40), None),
     "LambdaLR": (lambda o: LambdaLR(o, lambda step: 1.0), None),
     "ReduceLROnPlateau": (torch_schedules.ReduceLROnPlateau, None),
