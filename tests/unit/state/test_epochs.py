@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from hasten import Accelerator, DataLoaderConfiguration
-from hasten.errors import ArgumentError
+from hasten.errors import ArgumentError, StepError
 
 
 class Stopped(Exception):
@@ -129,15 +129,6 @@ def two_loops(run: Run) -> None:
             run.point("end", phase, epoch)
 
 
-def loops_inside_each_other(run: Run) -> None:
-    for turn in run.accelerator.epochs(2):
-        for number in range(2):
-            for epoch in run.accelerator.epochs(2):
-                for batch in run.loaders[number]:
-                    run.train("train", turn, number, epoch, batch)
-                run.point("end", turn, number, epoch)
-
-
 def without_prepared_loaders(run: Run) -> None:
     for epoch in run.accelerator.epochs(3):
         run.train("train", epoch, (torch.ones(1, 1),))
@@ -152,7 +143,6 @@ PROGRAMS: Final = (
     one_loader_after_the_other,
     side_by_side,
     two_loops,
-    loops_inside_each_other,
     without_prepared_loaders,
 )
 
@@ -383,3 +373,11 @@ def test_streams(tmp_path: Path, dispatch: bool) -> None:
 def test_only_whole_numbers_of_epochs(wrong: Any) -> None:
     with pytest.raises(ArgumentError, match=r"epochs\(num_epochs\) got .*whole number"):
         Accelerator(cpu=True).epochs(wrong)
+
+
+def test_loops_inside_each_other_are_refused(tmp_path: Path) -> None:
+    accelerator = Run(tmp_path).accelerator
+    for _ in accelerator.epochs(2):
+        with pytest.raises(StepError, match=r"Use range\(\)"):
+            next(accelerator.epochs(2))
+    assert list(accelerator.epochs(2)) == [0, 1]
