@@ -186,14 +186,6 @@ class AsyncWriter:
         self._registered = False
         self.staging = HostStaging()
 
-    def begin(self, tensors: Sequence[Tensor]) -> None:
-        """Start copying the tensors to be written to the host."""
-        self.staging.begin(tensors)
-
-    def stage(self, blobs: Mapping[str, Blob]) -> dict[str, Blob]:
-        """Return the files with every tensor copied to the host; training may continue when this returns."""
-        return self.staging.end(blobs)
-
     def submit(self, work: Callable[[Agreement], object], name: str) -> threading.Event:
         """Start a thread that runs `work`, in an agreement of its group, once the returned event is set; `cancel` ends the thread instead.
 

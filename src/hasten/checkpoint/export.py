@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -76,15 +76,6 @@ def parse_size(size: float | str) -> int:
     return int(found)
 
 
-def _shard_size(size: float | str) -> int:
-    limit = parse_size(size)
-    if limit < 1:
-        raise ConfigError(
-            f"max_shard_size={size!r} leaves no room for a single byte in a file; set it to a size such as 5GB, or leave it out."
-        )
-    return limit
-
-
 def save_model(
     # Any: tensors, and extra state that Hub files do not hold
     state: Mapping[str, Any],
@@ -103,7 +94,11 @@ def save_model(
         raise ConfigError(
             f"{folder} is a file, and a model is written to a folder; give the name of a folder."
         )
-    limit = _shard_size(max_shard_size)
+    limit = parse_size(max_shard_size)
+    if limit < 1:
+        raise ConfigError(
+            f"max_shard_size={max_shard_size!r} leaves no room for a single byte in a file; set it to a size such as 5GB, or leave it out."
+        )
     tensors = {
         key: as_stored(value)
         for key, value in state.items()
@@ -126,11 +121,7 @@ def save_model(
     if len(plans) > 1:
         end = "safetensors" if safe_serialization else "bin"
         stem = "model" if safe_serialization else "pytorch_model"
-        raw = (
-            json.dumps(hub_index(plans, component), indent=2, sort_keys=True).encode()
-            + b"\n"
-        )
-        blobs[f"{stem}.{end}.index.json"] = Blob([raw], len(raw))
+        blobs[f"{stem}.{end}.index.json"] = hub_index(plans, component)
     replace_model_files(target, blobs, disk or Disk())
     return list(blobs)
 
@@ -290,21 +281,17 @@ def save_object(
         temporary_draft(target.parent, device) as draft,
     ):
         with (draft / target.name).open("wb") as written:
-            _save_torch(obj, written)
+            try:
+                torch.save(obj, written)
+            except RuntimeError as error:
+                # torch's writer hides the OSError behind a failed check
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from error
+                raise
             written.flush()
             device.sync(written.fileno())
         device.rename(draft / target.name, target)
         device.sync_folder(target.parent)
-
-
-def _save_torch(obj: Any, file: BinaryIO) -> None:
-    try:
-        torch.save(obj, file)
-    except RuntimeError as error:
-        # torch's writer hides the OSError behind a failed check
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from error
-        raise
 
 
 # Any: any saved object

@@ -49,19 +49,9 @@ def divided(
     if not parts and ctx.mesh.size(Axis.PP) == 1:
         return tree
     first = ctx.mesh.index(ctx.rank, *(axis for axis in Axis if axis not in axes)) == 0
-    return _over_stages(
-        tree, models, ctx.groups(*axes), first and all(part.first for part in parts)
-    )
-
-
-def _over_stages(
-    tree: StateTree, models: Sequence[nn.Module], stages: Comm, writes: bool
-) -> StateTree:
-    """Return the tree with this rank's share of models and optimizers marked as slices of the whole.
-
-    `stages` are the ranks that hold the other stages; `writes` is False where another rank holds the same stage.
-    Ranks: every rank.
-    """
+    # another rank may hold the same stage
+    writes = first and all(part.first for part in parts)
+    stages = ctx.groups(*axes)
     own, copies = _own_names(models)
     made = dict(tree.components)
     for name, component in tree.components.items():
@@ -69,13 +59,13 @@ def _over_stages(
             keys = {key for key in component.tensors if f"{name}/{key}" in own}
             made[name] = _as_part(component, keys, writes)
         elif component.kind == "optimizer":
-            keys = {key for key in component.tensors if not _of_a_copy(key, copies)}
+            keys = {key for key in component.tensors if not key.startswith(copies)}
             joined = _merged(stages.all_gather_object(component.data))
             made[name] = replace(_as_part(component, keys, writes), data=joined)
     return StateTree(made)
 
 
-def _own_names(models: Sequence[nn.Module]) -> tuple[set[str], list[str]]:
+def _own_names(models: Sequence[nn.Module]) -> tuple[set[str], tuple[str, ...]]:
     """Return the state keys this rank writes, prefixed by model, and prefixes of optimizer state written elsewhere."""
     own: set[str] = set()
     copies: list[str] = []
@@ -86,11 +76,7 @@ def _own_names(models: Sequence[nn.Module]) -> tuple[set[str], list[str]]:
         copies += (
             [] if part is None else [f"state/{prefix}{copy}/" for copy in part.copies]
         )
-    return own, copies
-
-
-def _of_a_copy(key: str, copies: Sequence[str]) -> bool:
-    return any(key.startswith(prefix) for prefix in copies)
+    return own, tuple(copies)
 
 
 def _as_part(component: Component, own: set[str], writes: bool) -> Component:

@@ -16,7 +16,6 @@ from torch import Tensor
 from hasten.checkpoint.base import (
     Blob,
     CheckpointStore,
-    Component,
     Draft,
     StateTree,
     local_data,
@@ -169,7 +168,9 @@ class Save:
                 kind=component.kind, per_rank=component.per_rank
             )
             if len(plans) > 1 and component.kind == "model" and self.is_main:
-                self._add_index(plans, component)
+                stem, _, end = plans[0].name.partition("-00001-of-")
+                index = f"{stem}.{end.partition('.')[2]}.index.json"
+                self.blobs[index] = hub_index(plans, component)
             own_plans += [plan for plan in plans if plan.writer == self._rank]
         if announce is not None:
             tensors = []
@@ -183,12 +184,6 @@ class Save:
             )
             self.blobs[plan.name] = encode(tree.components[plan.component], plan)
             self._component_of[plan.name] = plan.component
-
-    def _add_index(self, plans: Sequence[FilePlan], component: Component) -> None:
-        """Add the index that Hub tools read next to weights in several files."""
-        stem, _, end = plans[0].name.partition("-00001-of-")
-        raw = json.dumps(hub_index(plans, component), indent=1, sort_keys=True).encode()
-        self.blobs[f"{stem}.{end.partition('.')[2]}.index.json"] = Blob([raw], len(raw))
 
     # -- writing ----------------------------------------------------------------------------------------------------
     def write(self, header: Manifest, together: Agreement) -> Manifest:

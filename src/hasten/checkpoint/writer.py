@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -149,12 +150,12 @@ def cut(component: Component, limit: int) -> list[tuple[str, ...]]:
     return [*shards, tuple(current)] if current or not shards else shards
 
 
-def hub_index(plans: Sequence[FilePlan], component: Component) -> dict[str, object]:
+def hub_index(plans: Sequence[FilePlan], component: Component) -> Blob:
     """Return the index that Hub tools read next to sharded weight files."""
-    return {
-        "metadata": {"total_size": component.num_bytes},
-        "weight_map": {key: plan.name for plan in plans for key in plan.keys},
-    }
+    weight_map = {key: plan.name for plan in plans for key in plan.keys}
+    index = {"metadata": {"total_size": component.num_bytes}, "weight_map": weight_map}
+    raw = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
+    return Blob([raw], len(raw))
 
 
 def encode(component: Component, plan: FilePlan) -> Blob:

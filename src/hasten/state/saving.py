@@ -321,8 +321,8 @@ class Saving:
         together: Agreement,
     ) -> None:
         writer = self._writer()
-        save.plan(tree, together, writer.begin)
-        save.blobs = writer.stage(save.blobs)
+        save.plan(tree, together, writer.staging.begin)
+        save.blobs = writer.staging.end(save.blobs)
         if self._guard is None:
             self._guard = FinishFirst(self._join_quietly)
         with self._guard.starting():

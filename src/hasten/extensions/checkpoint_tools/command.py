@@ -113,7 +113,8 @@ def _tools() -> Any:  # Any: a module
 
 
 def _list(given: argparse.Namespace) -> int:
-    rows = _tools().list_checkpoints(given.folder)
+    inspect = _tools()
+    rows = [inspect.row(*place) for place in inspect.everything(given.folder)]
     if given.json:
         keys = (
             "name",

@@ -37,6 +37,7 @@ from hasten.comm.local import LocalComm
 from hasten.errors import (
     CheckpointError,
     CheckpointReplacedError,
+    CorruptCheckpointError,
     IncompleteCheckpointError,
 )
 from hasten.extensions.checkpoint_tools.torch_folder import (
@@ -58,11 +59,6 @@ class Row:
     created_s: float = 0.0
     metrics: Mapping[str, float | None] | None = None
     problem: str = ""
-
-
-def list_checkpoints(place: str) -> list[Row]:
-    """List the checkpoints of a folder or URL, and of `checkpoints` in it, oldest first; a checkpoint is listed itself."""
-    return [row(store, name) for store, name in everything(place)]
 
 
 def everything(place: str) -> list[tuple[CheckpointStore, str]]:
@@ -208,13 +204,10 @@ def diff(first: str, second: str, component: str = "model") -> list[TensorDiffer
                 )
             )
         elif not torch.equal(x, y):
-            found.append(TensorDifference(name, "values differ", _largest(x, y)))
+            wide = torch.complex128 if x.is_complex() else torch.float64
+            largest = float((x.to(wide) - y.to(wide)).abs().max())
+            found.append(TensorDifference(name, "values differ", largest))
     return found
-
-
-def _largest(x: Tensor, y: Tensor) -> float:
-    wide = torch.complex128 if x.is_complex() else torch.float64
-    return float((x.to(wide) - y.to(wide)).abs().max())
 
 
 def tensors_of(place: str, component: str = "model") -> dict[str, Tensor]:
@@ -230,23 +223,16 @@ def tensors_of(place: str, component: str = "model") -> dict[str, Tensor]:
 def _tensors_of_version(place: str, component: str) -> dict[str, Tensor]:
     store, name = find(place)
     with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
-        found = checkpoint.component(component, _first_rank(checkpoint, component))
-        keep = is_url(store.address)  # downloaded files are gone after the block
-        tensors = {
-            key: _kept(whole(pieces, key), keep) for key, pieces in found.pieces.items()
-        }
+        record = checkpoint.manifest.components.get(component)
+        is_per_rank = record is not None and record.per_rank
+        rank = checkpoint.manifest.ranks[0] if is_per_rank else None
+        found = checkpoint.component(component, rank)
+        tensors = {}
+        for key, pieces in found.pieces.items():
+            tensors[key] = whole(pieces, key)
+            if store.remote:  # downloaded files are gone after the block
+                tensors[key] = tensors[key].clone()
     return tensors | {alias: tensors[key] for alias, key in found.aliases.items()}
-
-
-def _first_rank(checkpoint: Checkpoint, component: str) -> int | None:
-    record = checkpoint.manifest.components.get(component)
-    return (
-        checkpoint.manifest.ranks[0] if record is not None and record.per_rank else None
-    )
-
-
-def _kept(tensor: Tensor, copy: bool) -> Tensor:
-    return tensor.clone() if copy else tensor
 
 
 def merge(
@@ -264,19 +250,25 @@ def merge(
     target = check_local(output, "the folder for the model")
     if is_torch_folder(Path(place)):
         _refuse_occupied(target)
-        weights = _unprefixed(whole_tensors(Path(place)))
+        weights = whole_tensors(Path(place))
+        if all(key.startswith("model.") for key in weights):
+            weights = {key.removeprefix("model."): weights[key] for key in weights}
         return save_model(weights, target, max_shard_size, safe_serialization)
     store, name = find(place)
-    kinds = {
-        key: record.kind
-        for key, record in _verified_manifest(store, name).components.items()
-    }
-    if kinds.get(component) != "model":
-        models = sorted(key for key, kind in kinds.items() if kind == "model")
+    manifest = store.manifest(name)
+    models = []
+    for key, record in sorted(manifest.components.items()):
+        if record.kind == "model":
+            models.append(key)
+    if component not in models:
         raise CheckpointError(
             f"{place} has no model called {component!r}; it has {models}. Choose one with --component."
         )
     _refuse_occupied(target)
+    if problems := verify(store, name):
+        raise CorruptCheckpointError(
+            f"{place}: {problems[0]}. Nothing was written. Merge another checkpoint."
+        )
     weights = tensors_of(place, component)
     return save_model(weights, target, max_shard_size, safe_serialization)
 
@@ -291,21 +283,6 @@ def _refuse_occupied(target: Path) -> None:
                 f"{target} already holds a checkpoint or a model ({name}), which would be lost. Nothing was changed. Give another folder, or "
                 "delete it first."
             )
-
-
-def _verified_manifest(store: CheckpointStore, name: str) -> Manifest:
-    """Return the manifest after verifying every file."""
-
-    def read() -> Manifest:
-        with open_checkpoint(store, name, LocalComm()) as checkpoint:
-            return checkpoint.manifest
-
-    return read_one_version(read)
-
-
-def _unprefixed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    prefix = "model." if all(name.startswith("model.") for name in state) else ""
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
 def convert(

@@ -65,12 +65,6 @@ class CopyTransfer:
     manifest: Manifest
     alike: tuple[FileRecord, ...] = ()
 
-    def files_to_send(self) -> list[FileRecord]:
-        """Return the files to send."""
-        return [
-            file for file in self.manifest.files if file.size and file not in self.alike
-        ]
-
 
 class MemoryCopies(RunPart):
     """In-memory copies of two steps: the newest that every machine has, and the one that is being copied."""
@@ -237,7 +231,12 @@ class MemoryCopies(RunPart):
                 machine.all[transfer.source],
                 machine.all[transfer.target],
             )
-            for index, file in enumerate(transfer.files_to_send()):
+            files_to_send = [
+                file
+                for file in transfer.manifest.files
+                if file.size and file not in transfer.alike
+            ]
+            for index, file in enumerate(files_to_send):
                 sender, receiver = (
                     senders[index % len(senders)],
                     receivers[index % len(receivers)],

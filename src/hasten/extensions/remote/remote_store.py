@@ -92,13 +92,9 @@ class RemoteDraft:
                     strict=True,
                 )
             )
-            records |= dict(
-                zip(
-                    hooked,
-                    pool.map(lambda item: self._upload_file(*item), hooked.items()),
-                    strict=True,
-                )
-            )
+            for file, path in hooked.items():
+                records[file] = described(path, file, threads=1)
+                self._store.fs.put_file(str(path), self._path(file))
         self._drop_scratch()
         return records
 
@@ -131,11 +127,6 @@ class RemoteDraft:
             elif not path.is_dir() or path.is_symlink():
                 found[name] = check_hooked(self.folder, name)
         return found
-
-    def _upload_file(self, file: str, path: Path) -> FileRecord:
-        record = described(path, file, threads=1)
-        self._store.fs.put_file(str(path), self._path(file))
-        return record
 
     def hook_files(self, known: Sequence[str]) -> list[FileRecord]:
         """Return an empty list: every rank's `put` has uploaded the files of its hooks."""
@@ -215,7 +206,9 @@ class RemoteStore:
 
     def _new_draft(self, name: str) -> RemoteDraft:
         version = f"v-{int(time.time()):08x}-{secrets.token_hex(6)}"
-        if self._has_folders():
+        protocol = self.fs.protocol
+        protocols = (protocol,) if isinstance(protocol, str) else protocol
+        if not _OBJECTS.intersection(protocols):
             self.fs.makedirs(self.join_path(name, version), exist_ok=True)
         return RemoteDraft(self, name, version)
 
@@ -228,13 +221,6 @@ class RemoteStore:
                 f"cannot start the checkpoint {name!r} at {self._url}: {error}. Nothing was changed. Check the URL and "
                 "the credentials of the storage service."
             ) from error
-
-    def _has_folders(self) -> bool:
-        return not _OBJECTS.intersection(
-            (self.fs.protocol,)
-            if isinstance(self.fs.protocol, str)
-            else self.fs.protocol
-        )
 
     def _remove_abandoned(self, name: str) -> None:
         """Remove files of saves that were started a day ago and have not been committed."""
