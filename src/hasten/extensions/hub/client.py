@@ -19,6 +19,7 @@ T = TypeVar("T")
 SCHEME: Final = "hf://"
 _log = logging.getLogger(__name__)
 _REFUSED: Final = (401, 403)
+_MOST_CAUSES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,14 +206,35 @@ def _guarded(call: Callable[[], T], target: HubRepository, what: str, remedy: st
 
 
 def _message(error: Exception, target: HubRepository, what: str, remedy: str) -> str:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status in _REFUSED:
+    chain = _chain(error)
+    if any(
+        getattr(getattr(link, "response", None), "status_code", None) in _REFUSED
+        for link in chain
+    ):
         remedy += (
             " If the token was refused, give one with access to the repository (hub_token of TrainingArguments, token of "
             "push_to_hub), or log in with `hf auth login`."
         )
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".: ")
-    return f"{what} failed: {clean(text, target.secrets)}. {remedy}"
+    texts = (
+        f"{type(link).__name__}: {' '.join(str(link).split())}".rstrip(".: ")
+        for link in chain
+    )
+    return (
+        f"{what} failed: {clean(', because of '.join(texts), target.secrets)}. {remedy}"
+    )
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return the error and its causes, without those whose text is in an earlier one."""
+    found: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and len(found) < _MOST_CAUSES:
+        if not any(str(link) in str(earlier) for earlier in found):
+            found.append(link)
+        link = link.__cause__ or (
+            None if link.__suppress_context__ else link.__context__
+        )
+    return found
 
 
 def clean(text: str, secrets: Sequence[str]) -> str:
