@@ -77,8 +77,8 @@ class Extension:
     """What the extension is for, in a few words."""
     strategies: Table = field(default_factory=dict)
     offload_modes: Table = field(default_factory=dict)
-    mesh_axes: Table = field(default_factory=dict)
     """Values of the setting `offload`."""
+    mesh_axes: Table = field(default_factory=dict)
     step_wrappers: Table = field(default_factory=dict)
     """Methods of the Accelerator that wrap a training step."""
     launch_targets: Table = field(default_factory=dict)
@@ -106,11 +106,6 @@ class Extension:
         for spec in fields(self):
             if isinstance(table := getattr(self, spec.name), Mapping):
                 object.__setattr__(self, spec.name, MappingProxyType(dict(table)))
-
-    def offers(self, kind: Kind) -> Table:
-        """Return the names of a kind."""
-        table: Table = getattr(self, kind)
-        return table
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +137,7 @@ def offers(kind: Kind) -> Mapping[str, Offer]:
     """Return everything of a kind that extensions provide. Raises: ExtensionError if two provide the same name."""
     offers_by_name: dict[str, Offer] = {}
     for extension in installed():
-        for name, place in extension.offers(kind).items():
+        for name, place in getattr(extension, kind).items():
             if name in offers_by_name:
                 raise ExtensionError(
                     f"the extensions {offers_by_name[name].extension!r} and {extension.name!r} both provide the {_NOUNS[kind]} {name!r}, so "

@@ -47,9 +47,9 @@ class _Signature:
     def __get__(self, section: Section | None, cls: type[Section]) -> inspect.Signature:
         parameters = []
         for name, spec in cls.__dataclass_fields__.items():
-            default = (
-                default_of(cls, name) if _has_default(spec) else inspect.Parameter.empty
-            )
+            default = default_of(cls, name)
+            if default is MISSING:
+                default = inspect.Parameter.empty
             parameters.append(
                 inspect.Parameter(
                     name,
@@ -121,14 +121,12 @@ class Section:
             value = values.get(name)
             # None means "not given" unless the field accepts None, as in scripts written for other libraries.
             if name in values and not (value is None and _refuses_none(cls, name)):
-                value = fit(cls, name, value, f"{cls.__name__}({name}={value!r})")
+                value = fit(cls, name, value)
                 given_names.add(name)
-            elif _has_default(spec):
-                value = (
-                    spec.default
-                    if spec.default_factory is MISSING
-                    else spec.default_factory()
-                )
+            elif spec.default is not MISSING:
+                value = spec.default
+            elif spec.default_factory is not MISSING:
+                value = spec.default_factory()
             else:
                 raise ConfigError(
                     f"{cls.__name__} has no default for {name}, so it must be given; add {name}=...."
@@ -152,8 +150,10 @@ class Section:
 
     def sections(self) -> Iterator[Section]:
         """Yield the sections of these settings."""
-        values = (getattr(self, name) for name in self.__dataclass_fields__)
-        return (value for value in values if isinstance(value, Section))
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, Section):
+                yield value
 
     def section(self, cls: type[S]) -> S:
         """Return the settings of this class among those below this section. Raises: LookupError if there are none."""
@@ -227,9 +227,12 @@ def setting(
 ) -> Any:
     """Return a dataclass field with its help text and metadata."""
     info = {_META: Meta(help=help, **meta)}
-    if factory is not None:
-        return field(default_factory=factory, metadata=info)
-    return field(default=default, metadata=info)
+    if factory is None:
+        return field(default=default, metadata=info)
+    if isinstance(factory, type) and issubclass(factory, Section):
+        # sections are immutable, so that all settings share one
+        return field(default=factory(), metadata=info)
+    return field(default_factory=factory, metadata=info)
 
 
 def with_extensions(prefix: str) -> Callable[[type[S]], type[S]]:
@@ -273,10 +276,6 @@ def settings(cls: type[S]) -> type[S]:
         type[S],
         dataclass(init=False, repr=False, eq=False, kw_only=True, slots=True)(cls),
     )
-
-
-def _has_default(spec: Field[Any]) -> bool:
-    return spec.default is not MISSING or spec.default_factory is not MISSING
 
 
 def _wrong_names(
@@ -341,72 +340,66 @@ def fit(
     cls: type[Section],
     name: str,
     value: Any,
-    source_text: object,
+    source: object = None,
     *,
     text: bool = False,
 ) -> Any:
     """Return `value` converted to the field's type, after checking its range.
 
-    Raises: SettingValueError that starts with `str(place)` and names the expected type.
+    Raises: SettingValueError that starts with `source`, by default the call in code, and names the expected type.
     """
     spec = cls.__dataclass_fields__[name]
     meta: Meta = spec.metadata[_META]
     # those have values that are refused
     exact = type(value) is spec.type and spec.type not in (float, timedelta)
-    fitted_value = (
-        value if exact else _converted(value, spec.type, meta, source_text, text)
-    )
-    if meta.path and (
-        isinstance(value, int)
-        or (isinstance(fitted_value, str) and "\0" in fitted_value)
-    ):
-        why = (
-            "contains a NUL character, and no file system accepts one"
-            if isinstance(fitted_value, str) and "\0" in fitted_value
-            else "is no path"
-        )
-        raise SettingValueError(
-            f"{source_text}: {kind_of(value)} that {why}; give a path as text, such as 'runs/first'."
-        )
-    if not isinstance(fitted_value, int | float) or isinstance(fitted_value, bool):
-        return fitted_value
-    if abs(fitted_value) > _LARGEST and isinstance(fitted_value, int):
-        raise SettingValueError(
-            f"{source_text}: out of range ({meta.help}); give a number of at most 64 bits."
-        )
-    if meta.maximum is not None and fitted_value > meta.maximum:
-        raise SettingValueError(
-            f"{source_text}: out of range ({meta.help}); give at most {meta.maximum:.15g}."
-        )
-    if (
-        meta.minimum is not None
-        and fitted_value < meta.minimum
-        and fitted_value not in meta.also
-    ):
-        also = "".join(f", or {special}" for special in meta.also)
-        raise SettingValueError(
-            f"{source_text}: out of range ({meta.help}); give at least {meta.minimum:g}{also}."
-        )
+    try:
+        fitted_value = value if exact else _converted(value, spec.type, meta, text)
+        _check_limits(value, fitted_value, meta)
+    except Mismatch as error:
+        source_text = source or f"{cls.__name__}({name}={value!r})"
+        raise SettingValueError(f"{source_text}: {error}") from error
     return fitted_value
 
 
-def _converted(value: Any, tp: Any, meta: Meta, source_text: object, text: bool) -> Any:
-    listed = meta.lines and isinstance(value, str) and not is_nothing(value)
+# Any: the value given, and the value of the field's type
+def _check_limits(value: Any, fitted_value: Any, meta: Meta) -> None:
+    """Raise Mismatch for a path that is none, and for a number out of range."""
+    if meta.path:
+        if isinstance(fitted_value, str) and "\0" in fitted_value:
+            raise Mismatch(
+                "text that contains a NUL character, and no file system accepts one; give a path as text, such as 'runs/first'."
+            )
+        if isinstance(value, int):
+            raise Mismatch(
+                f"{kind_of(value)} that is no path; give a path as text, such as 'runs/first'."
+            )
+    if not isinstance(fitted_value, int | float) or isinstance(fitted_value, bool):
+        return
+    problem = ""
+    if isinstance(fitted_value, int) and abs(fitted_value) > _LARGEST:
+        problem = "give a number of at most 64 bits"
+    elif meta.maximum is not None and fitted_value > meta.maximum:
+        problem = f"give at most {meta.maximum:.15g}"
+    elif meta.minimum is not None and fitted_value < meta.minimum:
+        also = "".join(f", or {special}" for special in meta.also)
+        if fitted_value not in meta.also:
+            problem = f"give at least {meta.minimum:g}{also}"
+    if problem:
+        raise Mismatch(f"out of range ({meta.help}); {problem}.")
+
+
+# Any: the value given, the field's type, and the value of that type
+def _converted(value: Any, tp: Any, meta: Meta, text: bool) -> Any:
+    is_listed = meta.lines and isinstance(value, str) and not is_nothing(value)
+    lines = (
+        [line for line in value.splitlines() if line.strip()] if is_listed else value
+    )
     try:
-        return decode(
-            [line for line in value.splitlines() if line.strip()] if listed else value,
-            tp,
-            text=text,
-        )
+        return decode(lines, tp, text=text)
     except Mismatch as error:
-        got = (
-            ""
-            if isinstance(value, str) and choices_of(tp)
-            else f"got {kind_of(value)}, "
-        )
-        raise SettingValueError(
-            f"{source_text}: {got}expected {describe(tp)}{advice(value, tp)}."
-        ) from error
+        is_choice = isinstance(value, str) and choices_of(tp)
+        got = "" if is_choice else f"got {kind_of(value)}, "
+        raise Mismatch(f"{got}expected {describe(tp)}{advice(value, tp)}.") from error
 
 
 def kind_of(value: Any) -> str:

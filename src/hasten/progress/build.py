@@ -11,7 +11,7 @@ from hasten.optim.run_part import RunParts
 from hasten.progress.bar import BarContext, Counter, Progress
 from hasten.progress.display import Display, DisplayMaker, error_console
 from hasten.progress.meter import MemoryGauge
-from hasten.progress.straggler import BackwardTimer, StoreNotes, StragglerWatch
+from hasten.progress.straggler import BackwardTimer, StragglerWatch
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import BATCH
 
@@ -49,7 +49,7 @@ def straggler_watch(
     store = getattr(ctx.world, "store", None)
     if ctx.world.size < 2 or store is None:
         return None
-    return StragglerWatch(StoreNotes(store), ctx.world.rank, ctx.world.size, every_s)
+    return StragglerWatch(store, ctx.world.rank, ctx.world.size, every_s)
 
 
 def progress(

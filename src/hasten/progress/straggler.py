@@ -11,35 +11,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.distributed import DistError, PrefixStore, Store
 
 from hasten.optim.run_part import RunPart
 from hasten.runtime.devices import kind_of
-
-
-class Notes(Protocol):
-    """Shared key-value board of short texts."""
-
-    def post(self, name: str, text: str) -> None: ...
-    def read(self, name: str) -> str | None: ...
-
-
-class StoreNotes:
-    """Notes in a torch.distributed store."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = PrefixStore("hasten/notes", store)
-
-    def post(self, name: str, text: str) -> None:
-        """Write or replace a note."""
-        self._store.set(name, text)
-
-    def read(self, name: str) -> str | None:
-        """Return the note, or None if there is none yet."""
-        return self._store.get(name).decode() if self._store.check([name]) else None
 
 
 class BackwardTimer(RunPart):
@@ -126,35 +103,36 @@ class StragglerWatch:
     """Watch that periodically posts this rank's time, and on the main process reads those of all ranks."""
 
     def __init__(
-        self, notes: Notes, rank: int, size: int, every_s: float = 10.0
+        self, store: Store, rank: int, size: int, every_s: float = 10.0
     ) -> None:
-        self._notes, self._rank, self._size, self._every_s = notes, rank, size, every_s
+        self._store = PrefixStore("hasten/pace", store)
+        self._rank, self._size, self._every_s = rank, size, every_s
         # the first check is early
         self._next_s = time.perf_counter() + min(every_s, 2.0)
         self.found: Straggler | None = None
         self.named: set[int] = set()
         """Ranks that have been named in lines of text."""
 
-    def tick(self, now_s: float, pulse: BackwardTimer) -> bool:
-        """Post and compare if it is due; return True if `found` changed to another rank."""
+    def tick(self, now_s: float, pulse: BackwardTimer) -> None:
+        """Post and compare if it is due."""
         if now_s < self._next_s:
-            return False
+            return
         self._next_s = now_s + self._every_s
         mean = pulse.take()
         if mean is None:
-            return False
+            return
         try:
-            self._notes.post(f"pace/{self._rank}", f"{mean:.6f}")
+            self._store.set(str(self._rank), f"{mean:.6f}")
             times = self._read_all() if self._rank == 0 else {}
         # the store is gone: training will report it, and a hint may be missing
         except (DistError, RuntimeError):
             self._next_s = float("inf")
-            return False
-        known_straggler, self.found = self.found, find_straggler(times)
-        return self.found is not None and (
-            known_straggler is None or known_straggler.rank != self.found.rank
-        )
+            return
+        self.found = find_straggler(times)
 
     def _read_all(self) -> dict[int, float]:
-        notes = {rank: self._notes.read(f"pace/{rank}") for rank in range(self._size)}
-        return {rank: float(text) for rank, text in notes.items() if text is not None}
+        times: dict[int, float] = {}
+        for rank in range(self._size):
+            if self._store.check([str(rank)]):
+                times[rank] = float(self._store.get(str(rank)))
+        return times

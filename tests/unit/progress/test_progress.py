@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch.distributed import HashStore, PrefixStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import hasten
@@ -287,33 +288,21 @@ def test_pace_is_measured_up_to_the_first_backward_pass() -> None:
     assert pulse.take() is None
 
 
-class Board:
-    """Notes of all ranks in one process."""
-
-    def __init__(self) -> None:
-        self.notes: dict[str, str] = {}
-
-    def post(self, name: str, text: str) -> None:
-        self.notes[name] = text
-
-    def read(self, name: str) -> str | None:
-        return self.notes.get(name)
-
-
 def test_ranks_leave_notes_and_the_main_one_finds_the_slow() -> None:
-    board, far = Board(), 1e12
+    store, far = HashStore(), 1e12
     for rank, pace in ((2, 0.05), (1, 0.01), (0, 0.01)):
         now = [0.0]
         pulse = BackwardTimer(torch.device("cpu"), clock=lambda now=now: now[0])  # type: ignore[misc]
         pulse.asked()
         now[0] = pace
         pulse.backward()
-        watch = StragglerWatch(board, rank, 3)
-        changed = watch.tick(far, pulse)
-    assert changed
+        watch = StragglerWatch(store, rank, 3)
+        watch.tick(far, pulse)
     assert watch.found is not None
     assert watch.found.rank == 2
-    assert not watch.tick(far, pulse), "not again before its time"
+    known_straggler = watch.found
+    watch.tick(far, pulse)
+    assert watch.found is known_straggler, "not again before its time"
 
 
 def test_tqdm_is_silent_away_from_the_main_process(
@@ -393,13 +382,13 @@ def test_a_short_batch_counts_its_samples_and_tokens() -> None:
 
 
 def test_the_hint_is_shown_by_the_bar_whose_steps_are_slow() -> None:
-    notes = Board()
+    store = HashStore()
     watch, pulse = (
-        StragglerWatch(notes, 0, 2, every_s=0.0),
+        StragglerWatch(store, 0, 2, every_s=0.0),
         BackwardTimer(torch.device("cpu")),
     )
     outer, inner = Sheet(), Sheet()
-    notes.post("pace/1", "5.0")
+    PrefixStore("hasten/pace", store).set("1", "5.0")
     for _ in Progress(range(1), here=BarContext(display=outer, watch=watch)):
         for _ in Progress(
             range(2), here=BarContext(display=inner, pulse=pulse, watch=watch)

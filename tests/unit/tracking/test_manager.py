@@ -239,7 +239,7 @@ def test_a_run_that_was_started_at_once_is_begun_again_when_nothing_was_logged()
     manager.init("project")
     assert manager.trackers, "they are started"
     manager.load_state_dict(
-        {"version": 1, "run_id": "old", "step": 7, "runs": {"0": {"list": "old-id"}}}
+        {"version": 1, "run_id": "old", "step": 7, "runs": {"list": "old-id"}}
     )
     manager.log({"loss": 1.0})
     manager.finish()
