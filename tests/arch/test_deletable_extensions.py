@@ -100,7 +100,9 @@ def run_python(
 
 def names_of(extension: Extension) -> list[tuple[str, str]]:
     """Return everything that an extension offers, as kind and name."""
-    return [(kind, name) for kind in get_args(Kind) for name in extension.offers(kind)]
+    return [
+        (kind, name) for kind in get_args(Kind) for name in getattr(extension, kind)
+    ]
 
 
 @pytest.mark.parametrize("name", EXTENSIONS)
