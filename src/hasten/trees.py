@@ -230,22 +230,6 @@ def slice_rows(tree: Tree, rows: slice, size: int | None = None) -> Tree:
     return map_tensors(take, tree)
 
 
-def take_samples(tree: Tree, rows: slice, size: int) -> Tree:
-    """Return the samples `rows` of a batch of `size`: rows of tensors, items of lists with one item per sample.
-
-    A list of length `size` has one item per sample, unless its items are tensors of `size` rows themselves.
-    """
-    if isinstance(tree, Tensor):
-        return tree[rows] if tree.ndim and tree.shape[0] == size else tree
-    if not is_container(tree):
-        return tree
-    if type(tree) is list and len(tree) == size:
-        inside = tensors(tree)
-        if not inside or any(x.ndim == 0 or x.shape[0] != size for x in inside):
-            return tree[rows]
-    return rebuild(tree, [take_samples(part, rows, size) for _, part in children(tree)])
-
-
 def concat(trees: Sequence[Tree], dim: int = 0) -> Tree:
     """Return one tree whose tensors are those of the given trees concatenated along `dim`; 0-dim tensors become rows."""
     if len(trees) == 1:

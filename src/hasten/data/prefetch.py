@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import Any, Final, TypeVar
 
 import torch
@@ -45,9 +47,8 @@ class InLine:
         self._fastest_s = float("inf")
 
     def takes(self, batch: Any) -> bool:
-        """Return True if the batch is small enough; False for objects that hide their tensors."""
-        size = host_bytes(batch)
-        return size is not None and size <= self._limit
+        """Return True if the batch is small, or holds an object whose memory a side stream would reuse too early."""
+        return host_bytes(batch) <= self._limit
 
     def copy(self, batch: Any) -> Any:
         """Return the batch on the device."""
@@ -120,7 +121,6 @@ class CopyStream:
         self._device = device
         self._skip_keys = frozenset(skip_keys)
         self._stream = torch.Stream(device=device)
-        self._guarded = False
         self._thread: ThreadPoolExecutor | None = None
         # one more than can be in flight: the batch that used a slot before has been returned
         self._slots = [Slot(torch.Event(device=device)) for _ in range(depth + 1)]
@@ -130,13 +130,12 @@ class CopyStream:
         """Enqueue the copy of a batch; large unpinned ones are staged in a thread, so that the caller does not wait."""
         slot = self._slots[self._sent % len(self._slots)]
         self._sent += 1
-        leaves = trees.leaves(batch)
-        if not self._guarded and _opaque(leaves):
-            self._guarded = True
-        # synchronously: memory is allocated here, before the user's next work can free any
-        if self._guarded:
-            return self._copy(batch, slot, self._reader_event())
-        if _unpinned_bytes(leaves) < _WORTH_A_THREAD:
+        num_bytes = sum(
+            x.nbytes
+            for x in trees.tensors(batch)
+            if x.device.type == "cpu" and not x.is_pinned()
+        )
+        if num_bytes < _WORTH_A_THREAD:
             return self._copy(batch, slot)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="hasten-staging")
@@ -147,9 +146,11 @@ class CopyStream:
         batch, slot = sent.result() if isinstance(sent, Future) else sent
         current = torch.accelerator.current_stream(self._device)
         current.wait_event(slot.done)
+        kind = self._device.type
         for leaf in trees.leaves(batch):
             record = getattr(leaf, "record_stream", None)
-            if record is not None and _on(leaf, self._device):
+            is_elsewhere = isinstance(leaf, Tensor) and leaf.device.type != kind
+            if record is not None and not is_elsewhere:
                 record(current)
         return batch
 
@@ -159,28 +160,14 @@ class CopyStream:
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None
 
-    def _copy(
-        self, batch: Any, slot: Slot, reader_event: torch.Event | None = None
-    ) -> tuple[Any, Slot]:
+    def _copy(self, batch: Any, slot: Slot) -> tuple[Any, Slot]:
         slot.take()
         pinned = _pin(batch, self._skip_keys, slot)
         with self._stream:
-            if reader_event is not None:
-                self._stream.wait_event(reader_event)
             moved = trees.to_device(pinned, self._device, True, self._skip_keys)
             slot.done.record(self._stream)
         slot.used = True
         return moved, slot
-
-    def _reader_event(self) -> torch.Event:
-        """Return an event after all work enqueued on the device so far.
-
-        Objects without `record_stream` are protected by ordering instead: their memory returns to the side stream's
-        pool, and no later copy starts before the work that was enqueued up to its sending is complete.
-        """
-        event = torch.Event(device=self._device)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
 
 
 Sent = tuple[Any, Slot] | Future[tuple[Any, Slot]]
@@ -214,7 +201,7 @@ class Prefetch:
         """Yield the first large batch and those after it; small ones stay in order and are copied synchronously."""
         queue: deque[tuple[Padding | None, bool, Any]] = deque()
         with Queue(self._device, self._depth, in_line) as batches:
-            for batch, real, last, state in _chained(first, items):
+            for batch, real, last, state in chain([first], items):
                 batches.append(batch)
                 queue.append((real, last, state))
                 if len(queue) > self._depth:
@@ -292,8 +279,12 @@ class LookAhead:
         yield from queue
 
 
-def host_bytes(batch: Any) -> int | None:
-    """Return the number of bytes of a batch's tensors; None when it holds a movable object that hides its tensors."""
+def host_bytes(batch: Any) -> float:
+    """Return the number of bytes of a batch's tensors.
+
+    An object that hides its tensors counts as infinitely many with `record_stream`, which lets a side stream copy it,
+    and as infinitely few without.
+    """
     kind = type(batch)
     if kind is Tensor:
         return int(batch.nbytes)
@@ -306,19 +297,13 @@ def host_bytes(batch: Any) -> int | None:
     elif trees.is_container(batch):
         items = [item for _, item in trees.children(batch)]
     else:
-        return None if hasattr(batch, "to") else 0
-    total = 0
+        if not hasattr(batch, "to"):
+            return 0
+        return math.inf if hasattr(batch, "record_stream") else -math.inf
+    total: float = 0
     for item in items:
-        size = item.nbytes if type(item) is Tensor else host_bytes(item)
-        if size is None:
-            return None
-        total += size
+        total += item.nbytes if type(item) is Tensor else host_bytes(item)
     return total
-
-
-def _chained(first: Item, items: Iterator[Item]) -> Iterator[Item]:
-    yield first
-    yield from items
 
 
 def _pin(batch: Any, skip_keys: Collection[str], slot: Slot) -> Any:
@@ -337,24 +322,3 @@ def _pin(batch: Any, skip_keys: Collection[str], slot: Slot) -> Any:
 
 def _pinned(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-
-def _unpinned_bytes(leaves: list[Any]) -> int:
-    return sum(
-        x.numel() * x.element_size()
-        for x in leaves
-        if isinstance(x, Tensor) and x.device.type == "cpu" and not x.is_pinned()
-    )
-
-
-def _opaque(leaves: list[Any]) -> bool:
-    """Return True if any object can be moved but has no `record_stream`."""
-    return any(
-        hasattr(leaf, "to") and not hasattr(leaf, "record_stream")
-        for leaf in leaves
-        if not isinstance(leaf, Tensor)
-    )
-
-
-def _on(leaf: Any, device: torch.device) -> bool:
-    return not isinstance(leaf, Tensor) or leaf.device.type == device.type

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader
 
 from hasten.data.loader import Loader
 from hasten.data.source import engine_of
@@ -26,13 +26,6 @@ class SkippedBatches(BatchSampler):
         self.drop_last = getattr(batch_sampler, "drop_last", False)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        if (
-            type(self.batch_sampler) is BatchSampler
-            and type(self.sampler) is SequentialSampler
-        ):
-            start = self.skip_batches * self.batch_size
-            left = range(start, max(len(self.sampler), start))
-            return iter(BatchSampler(left, self.batch_size, self.drop_last))
         return islice(iter(self.batch_sampler), self.skip_batches, None)
 
     def __len__(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 from torch import nn
 
 from hasten.errors import ConfigError
-from hasten.extensions.muon.muon import COEFFICIENTS, Muon
-from hasten.extensions.muon.muon import _Iteration as Iteration
+from hasten.extensions.muon.muon import Muon
 from hasten.extensions.muon.optimizers import optimizers, split_parameters
 
 
@@ -46,25 +44,6 @@ def test_whole_matrices_train_bitwise_as_with_torch(options: dict[str, Any]) -> 
     )
     # float32 iterations on the CPU
     assert not torch.equal(trained(Muon, **options), expected)
-
-
-@pytest.mark.parametrize("shape", [(2, 8, 64), (3, 64, 8), (1, 8, 8), (2, 8, 13)])
-@pytest.mark.parametrize("steps", [1, 2, 5])
-def test_steps_in_pairs_give_the_matrices_of_single_steps(
-    shape: tuple[int, ...], steps: int
-) -> None:
-    torch.manual_seed(0)
-    matrices = torch.randn(shape, dtype=torch.float64)
-    single = Iteration(
-        COEFFICIENTS, 1e-7, steps, torch.float64, torch.device("cpu"), paired=False
-    )
-    expected = single.run(matrices)
-    torch.testing.assert_close(
-        dataclasses.replace(single, paired=True).run(matrices),
-        expected,
-        rtol=1e-10,
-        atol=1e-12,
-    )
 
 
 def test_a_stack_is_updated_matrix_by_matrix() -> None:

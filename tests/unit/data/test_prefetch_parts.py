@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import UserDict
 from typing import Any, NamedTuple
 
@@ -52,11 +53,14 @@ def test_the_size_of_a_batch_is_that_of_its_tensors() -> None:
     assert prefetch.host_bytes({"n": 3, "names": ["a"]}) == 0
 
 
-def test_objects_that_hide_their_tensors_have_no_size() -> None:
+def test_objects_that_hide_their_tensors_are_prefetched_if_they_can_be_recorded() -> (
+    None
+):
     x = torch.ones(3)
-    assert prefetch.host_bytes([x, {"object": Movable(x)}]) is None
-    assert prefetch.host_bytes(Recorded(x)) is None
-    assert not InLine(torch.device("cpu")).takes(Movable(x))
+    assert prefetch.host_bytes([x, {"object": Movable(x)}]) == -math.inf
+    assert prefetch.host_bytes(Recorded(x)) == math.inf
+    assert InLine(torch.device("cpu")).takes(Movable(x))
+    assert not InLine(torch.device("cpu")).takes(Recorded(x))
 
 
 def test_small_batches_are_copied_in_line_until_that_holds_the_host_up(

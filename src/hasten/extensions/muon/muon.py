@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 AdjustLr = Literal["original", "match_rms_adamw"]
 COEFFICIENTS: Final = (3.4445, -4.775, 2.0315)
 """Coefficients of the quintic Newton–Schulz iteration, as in torch.optim.Muon."""
-PAIRED: Final = 1.5
-"""Matrices this many times as long as short take the iteration's steps in pairs, which multiplies less."""
 
 
 class Muon(Optimizer):
@@ -171,8 +169,6 @@ class _Iteration:
     steps: int
     dtype: torch.dtype
     device: torch.device
-    paired: bool
-    """Whether steps of long matrices are taken in pairs: on accelerators. On the CPU the update is that of torch, bit for bit."""
 
     @classmethod
     # Any: options
@@ -192,7 +188,6 @@ class _Iteration:
             group["ns_steps"],
             chosen,
             device,
-            device.type != "cpu",
         )
 
     def run(self, matrices: Tensor) -> Tensor:
@@ -201,35 +196,12 @@ class _Iteration:
         x = matrices.to(self.device, self.dtype)
         x = x.mT if tall else x
         x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=self.eps)
-        pairs = (
-            self.steps // 2 if self.paired and x.shape[-1] > PAIRED * x.shape[-2] else 0
-        )
-        for _ in range(pairs):
-            x = self._two_steps(x)
-        for _ in range(self.steps - 2 * pairs):
-            x = torch.baddbmm(
-                x, self._polynomial(x @ x.mT), x, beta=self.coefficients[0]
-            )
+        a, b, c = self.coefficients
+        for _ in range(self.steps):
+            gram = x @ x.mT
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.baddbmm(x, polynomial, x, beta=a)
         return x.mT if tall else x
-
-    def _polynomial(self, gram: Tensor) -> Tensor:
-        """Return b G + c G² for the coefficients b and c."""
-        return torch.baddbmm(
-            gram, gram, gram, beta=self.coefficients[1], alpha=self.coefficients[2]
-        )
-
-    def _two_steps(self, x: Tensor) -> Tensor:
-        """Return two steps of the iteration, with two products of the width of `x` instead of four.
-
-        A step multiplies x by a I + P with P = b G + c G² and G = x xᵀ; the next step's G is (a I + P) G (a I + P).
-        """
-        a = self.coefficients[0]
-        gram = x @ x.mT
-        first = self._polynomial(gram)
-        half = torch.baddbmm(gram, first, gram, beta=a)
-        second = self._polynomial(torch.baddbmm(half, half, first, beta=a))
-        both = torch.baddbmm(second, second, first, beta=a).add_(first, alpha=a)
-        return torch.baddbmm(x, both, x, beta=a * a)
 
 
 def _layout(parameter: Tensor) -> tuple[object, ...]:
