@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,8 +137,6 @@ class DataRanks:
 ALONE: Final = DataRanks(0, 1, (0,))
 """The data-parallel ranks for a rank whose order is independent of other ranks."""
 
-How = Literal["shard", "split", "dispatch"]
-
 
 class RankShare(NamedTuple):
     """A contiguous piece of the global order; positions past the epoch's size are padding."""
@@ -159,7 +157,6 @@ class Padding(NamedTuple):
 class LoaderPlan:
     """Split of an epoch for one rank; equal on all ranks except for `shard`."""
 
-    how: How
     num_shards: int
     shard: int
     global_batch: int
@@ -219,11 +216,6 @@ class LoaderPlan:
         )
         return share
 
-    def consumed(self, size: int | None, steps: int, start: int = 0) -> int:
-        """Return the position that all ranks have reached together after `steps` steps from `start`."""
-        reached = start + steps * self.global_batch
-        return reached if size is None else min(reached, max(size, start))
-
     def assign(self, size: int, start: int = 0, chunk: int = 8192) -> Iterator[Indices]:
         """Yield this rank's positions, step by step, as rows of arrays that hold about `chunk` positions each.
 
@@ -260,7 +252,6 @@ def plan_rows(
     num_shards: int,
     shard: int,
     split: bool,
-    dispatch: bool,
     drop_last: bool,
     even: bool,
     pad: Pad = "least",
@@ -278,7 +269,6 @@ def plan_rows(
             f"{choices}{', or even_batches=False to accept unequal shares' if even and smaller else ''}."
         )
     return LoaderPlan(
-        how="dispatch" if dispatch else "split" if split else "shard",
         num_shards=num_shards,
         shard=shard,
         global_batch=batch_size if split else batch_size * num_shards,
@@ -293,14 +283,12 @@ def plan_batches(
     num_shards: int,
     shard: int,
     split: bool,
-    dispatch: bool,
     drop_last: bool,
     even: bool,
 ) -> LoaderPlan:
     """Return the plan for a loader whose batches are formed by the user: a unit is a batch."""
     if split:  # every rank takes rows of each batch, so all ranks read the same batches
         return LoaderPlan(
-            how="dispatch" if dispatch else "split",
             num_shards=1,
             shard=0,
             global_batch=1,
@@ -308,7 +296,6 @@ def plan_batches(
             even=even,
         )
     return LoaderPlan(
-        how="dispatch" if dispatch else "shard",
         num_shards=num_shards,
         shard=shard,
         global_batch=num_shards,

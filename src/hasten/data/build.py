@@ -262,7 +262,6 @@ def _cutting(
         num_shards=num_shards,
         shard=shard,
         split=config.split_batches,
-        dispatch=bool(config.dispatch_batches),
         drop_last=drop_last,
         even=even,
         pad=config.pad,

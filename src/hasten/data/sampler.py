@@ -420,7 +420,6 @@ def _plan(
         num_shards=data_ranks.num_shards,
         shard=data_ranks.shard,
         split=split,
-        dispatch=bool(config.dispatch_batches),
         drop_last=batches.drop_last,
         even=config.even_batches,
         pad=config.pad,
@@ -449,7 +448,6 @@ def _whole_batches(
         num_shards=data_ranks.num_shards,
         shard=data_ranks.shard,
         split=split,
-        dispatch=bool(config.dispatch_batches),
         drop_last=_drops_last(batches),
         even=config.even_batches,
     )

@@ -108,7 +108,6 @@ class Cutting:
         """
         has_own_shard = self.sharing != "strided"
         return LoaderPlan(
-            how="shard",
             num_shards=1 if has_own_shard else self.num_shards,
             shard=0 if has_own_shard else self.shard,
             global_batch=self.rows

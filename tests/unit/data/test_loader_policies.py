@@ -66,7 +66,6 @@ def test_a_full_plan_gives_whole_shares_and_every_unit_once() -> None:
                 num_shards=world,
                 shard=shard,
                 split=False,
-                dispatch=False,
                 drop_last=False,
                 even=even,
                 pad="full",

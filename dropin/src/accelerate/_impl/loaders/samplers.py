@@ -178,7 +178,6 @@ def _seat(sharded_sampler: BatchSamplerShard | IterableDatasetShard) -> dict[str
     return {
         **shard_arguments,
         "split": sharded_sampler.split_batches,
-        "dispatch": False,
         "drop_last": bool(sharded_sampler.drop_last),
     }
 
