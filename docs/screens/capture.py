@@ -106,19 +106,6 @@ class Screen:
         svg.write_text(svg.read_text("utf-8").replace(self.folder, "~"), "utf-8")
 
 
-def show_why(folder: str) -> None:
-    """Show where values come from: a file, a variable and a flag for the same setting."""
-    Path(folder, "config.yaml").write_text(FILE, "utf-8")
-    with Screen(folder) as screen:
-        screen.press("export ACCELERATE_MIXED_PRECISION=no; clear", "Enter", until="$")
-        screen.press(
-            "hasten config show --why --changed --mixed_precision bf16",
-            "Enter",
-            until="note: strategy",
-        )
-        screen.save("config-show-why", "hasten config show --why")
-
-
 def check(folder: str) -> None:
     """Check a file with four mistakes."""
     bad = "mixed_precision: bf61\nfsdp:\n  cpu_offlaod: true\nlaunch:\n  num_processes: two\nzero_stage: 3\n"
@@ -130,7 +117,7 @@ def check(folder: str) -> None:
 
 def main() -> None:
     """Capture all screens."""
-    for capture in (show_why, check):
+    for capture in (check,):
         with tempfile.TemporaryDirectory() as folder:
             capture(folder)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -92,18 +91,11 @@ def test_show_why(
     assert main(argv) == 0
     out = capsys.readouterr().out
     lines = [line.split() for line in out.splitlines()]
-    assert (  # in several lines where the folder has a long name
-        f"mixed_precision bf16 flag --mixed-precision no (environment ACCELERATE_MIXED_PRECISION), fp16 ({path}:1)"
+    assert (
+        f"mixed_precision bf16 flag --mixed-precision, instead of no (environment ACCELERATE_MIXED_PRECISION), fp16 ({path}:1)"
     ) in " ".join(out.split())
     assert ["launch.num_processes", "2", f"{path}:3"] in lines
-    assert ["cpu", "false", "default"] in lines
-    assert main([*argv, "--changed", "--json"]) == 0
-    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    assert set(rows) == {"mixed_precision", "launch.num_processes"}
-    assert rows["mixed_precision"]["replaced"][1] == {
-        "value": "fp16",
-        "source": f"{path}:1",
-    }
+    assert len(lines) == 2
 
 
 def test_show_is_a_file_again(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +120,7 @@ def test_show_inside_a_worker(
 ) -> None:
     launched = resolve(code={"mixed_precision": "bf16"})
     monkeypatch.setenv(handoff.VARIABLE, handoff.pack(launched.entries))
-    assert main(["config", "show", "--why", "--changed"]) == 0
+    assert main(["config", "show", "--why"]) == 0
     assert "code argument mixed_precision" in capsys.readouterr().out
 
 

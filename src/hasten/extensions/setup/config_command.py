@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from hasten.cli.flags import SettingsParser
 from hasten.config import files
@@ -24,7 +18,7 @@ from hasten.config.files import default_path, effective, write
 from hasten.config.masking import masked_value
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
-from hasten.config.schema import SETTABLE, FieldInfo
+from hasten.config.schema import SETTABLE
 from hasten.config.source import SettingEntry, shown
 from hasten.errors import ConfigError
 from hasten.extensions.setup.machine import MachineFacts, examine, recommended_precision
@@ -65,73 +59,22 @@ def write_basic_config(
     return write(basic_config(examine(), mixed_precision), path)
 
 
-def value_of(resolved: Resolved, info: FieldInfo) -> Any:
-    """Return the effective value of a setting."""
-    value: Any = resolved.config
-    for name in info.path:
-        value = getattr(value, name)
-    return value
-
-
-def explain(resolved: Resolved, *, changed: bool = False) -> list[dict[str, Any]]:
-    """Return one row per setting: name, value, source, and the overridden sources."""
-    rows = []
+def explain(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each value that was set: name, value, source, and the values that it overrides."""
     for info in SETTABLE:
-        value, source = value_of(resolved, info), resolved.source(info.path)
-        if changed and source.kind == "default" and value == info.default:
+        entry = resolved.entries.get(info.path)
+        if entry is None:
             continue
-        replaced = [
-            {
-                "value": masked_value(info.path[-1], encode(entry.value)),
-                "source": str(entry.source),
-            }
-            for entry in resolved.shadowed.get(info.path, ())
-        ]
-        rows.append(
-            {
-                "name": info.name,
-                "value": masked_value(info.path[-1], encode(value)),
-                "source": str(source),
-                "replaced": replaced,
-            }
+        overridden = ", ".join(
+            f"{_masked_text(weaker_entry)} ({weaker_entry.source})"
+            for weaker_entry in resolved.shadowed.get(info.path, ())
         )
-    return rows
+        line = f"{info.name:<36} {_masked_text(entry):<16} {entry.source}"
+        yield f"{line}, instead of {overridden}" if overridden else line
 
 
-def table(
-    resolved: Resolved, *, changed: bool = False, console: Console | None = None
-) -> None:
-    """Print one line per setting with its value, its source and the values that it overrides; defaults are dim."""
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 240  # a file or pipe has no width at which lines break
-    rows = explain(resolved, changed=changed)
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("setting", "value", "source", "instead of"):
-        if heading != "instead of" or any(row["replaced"] for row in rows):
-            grid.add_column(heading, overflow="fold", no_wrap=heading == "setting")
-    section = ""
-    for row in rows:
-        if (group := row["name"].rpartition(".")[0].split(".")[0]) != section:
-            grid.add_section()
-            section = group
-        style = "dim" if row["source"] == "default" else "bold"
-        replaced = ", ".join(
-            f"{_spelled(item['value'])} ({item['source']})" for item in row["replaced"]
-        )
-        cells = (row["name"], _spelled(row["value"]), row["source"], replaced)[
-            : len(grid.columns)
-        ]
-        grid.add_row(*(Text(cell, style=style) for cell in cells))
-    console.print(grid)
-
-
-def _spelled(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        return ", ".join(_spelled(item) for item in value) or "[]"
-    return shown(value)
+def _masked_text(entry: SettingEntry) -> str:
+    return shown(masked_value(entry.path[-1], encode(entry.value)))
 
 
 USAGE: Final = """usage: hasten config [command] [options]
@@ -249,29 +192,16 @@ def show(argv: Sequence[str]) -> int:
         help="a settings file of hasten or of Accelerate",
     )
     parser.add_argument(
-        "--why", action="store_true", help="print every value with its source"
-    )
-    parser.add_argument(
-        "--changed",
+        "--why",
         action="store_true",
-        help="print only values that differ from the default",
+        help="print every value that was set with its source",
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_settings()
     arguments = parser.parse_args(argv)
     env = environment.snapshot()
     resolved = effective(env, arguments.config_file, arguments.settings)
-    if arguments.json:
-        sys.stdout.write(
-            json.dumps(
-                explain(resolved, changed=arguments.changed),
-                indent=2,
-                ensure_ascii=False,
-            )
-            + "\n"
-        )
-    elif arguments.why:
-        table(resolved, changed=arguments.changed)
+    if arguments.why:
+        sys.stdout.writelines(f"{line}\n" for line in explain(resolved))
     else:
         sys.stdout.write(files.dump(resolved.config, masked=True))
     for note in resolved.notes:
