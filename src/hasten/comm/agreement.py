@@ -29,21 +29,21 @@ def vote(comm: Comm, error: BaseException | None, label: str) -> None:
         if error is not None:
             raise error
         return
-    failed = torch.tensor([error is not None], dtype=torch.int32)
-    if not comm.all_reduce(failed, "max").item():
+    error_flag = torch.tensor([error is not None], dtype=torch.int32)
+    if not comm.all_reduce(error_flag, "max").item():
         return
-    reports = comm.all_gather_object(
+    error_texts = comm.all_gather_object(
         None if error is None else f"{type(error).__name__}: {error}"
     )
     if error is not None:
         raise error
-    quoted = "; ".join(
-        f"rank {comm.ranks[i]} raised {text}"
-        for i, text in enumerate(reports)
-        if text is not None
+    quoted_errors = "; ".join(
+        f"rank {comm.ranks[member_index]} raised {error_text}"
+        for member_index, error_text in enumerate(error_texts)
+        if error_text is not None
     )
     raise PeerFailedError(
-        f"{label}: {quoted.rstrip('.')}. This rank stops here so that nobody waits forever; fix the error of the rank named first."
+        f"{label}: {quoted_errors.rstrip('.')}. This rank stops here so that nobody waits forever; fix the error of the rank named first."
     )
 
 
@@ -73,10 +73,10 @@ class Flag:
     def check(self) -> bool:
         """Return whether any rank has set the flag since the last check, and clear it. Ranks: every rank of the group."""
         if self._comm.size > 1:
-            mine = torch.tensor([self._raised], dtype=torch.int32)
-            self._raised = bool(self._comm.all_reduce(mine, "max").item())
-        seen, self._raised = self._raised, False
-        return seen
+            raised_flag = torch.tensor([self._raised], dtype=torch.int32)
+            self._raised = bool(self._comm.all_reduce(raised_flag, "max").item())
+        was_raised, self._raised = self._raised, False
+        return was_raised
 
 
 # the label of the rank's work, the error's class and its text
@@ -100,72 +100,78 @@ class Agreement:
 
     def fail(self, error: Exception) -> None:
         """Send the error to the other ranks in place of this rank's next value. Raises: always."""
-        own = error if isinstance(error, HastenError) else self._wrapped(error)
-        if self.comm.size == 1:
-            own.agreed = True
-            raise own
-        self._exchange(own, None)
-
-    def _wrapped(self, error: Exception) -> CheckpointError:
-        where = self.comm.ranks[self.comm.rank]
-        made = CheckpointError(
-            f"{self.label} failed on rank {where}: {type(error).__name__}: {error}"
+        joint_error = (
+            error if isinstance(error, HastenError) else self._wrap_error(error)
         )
-        made.__cause__ = error
-        return made
+        if self.comm.size == 1:
+            joint_error.agreed = True
+            raise joint_error
+        self._exchange(joint_error, None)
+
+    def _wrap_error(self, error: Exception) -> CheckpointError:
+        global_rank = self.comm.ranks[self.comm.rank]
+        wrapped_error = CheckpointError(
+            f"{self.label} failed on rank {global_rank}: {type(error).__name__}: {error}"
+        )
+        wrapped_error.__cause__ = error
+        return wrapped_error
 
     def _exchange(self, error: HastenError | None, value: Any) -> list[Any]:
-        told = None if error is None else (self.label, type(error).__name__, str(error))
+        failure = (
+            None if error is None else (self.label, type(error).__name__, str(error))
+        )
         try:
-            everyone: list[tuple[Failure | None, Any]] = self.comm.all_gather_object(
-                (told, value)
+            reports_by_rank: list[tuple[Failure | None, Any]] = (
+                self.comm.all_gather_object((failure, value))
             )
         except RuntimeError as problem:
-            raise self._lost(problem, error) from problem
-        failed = {
-            rank: told
-            for rank, (told, _) in zip(self.comm.ranks, everyone, strict=True)
-            if told is not None
+            raise self._lost_error(problem, error) from problem
+        failures_by_rank = {
+            rank: failure
+            for rank, (failure, _) in zip(self.comm.ranks, reports_by_rank, strict=True)
+            if failure is not None
         }
-        if failed:
-            raise self._joint(failed) from error
-        return [value for _, value in everyone]
+        if failures_by_rank:
+            raise self._joint_error(failures_by_rank) from error
+        return [value for _, value in reports_by_rank]
 
-    def _joint(self, failed: Mapping[int, Failure]) -> HastenError:
+    def _joint_error(self, failures_by_rank: Mapping[int, Failure]) -> HastenError:
         """Return the error that every rank raises, with the same class and message everywhere."""
-        label, kind, first = next(iter(failed.values()))
+        label, class_name, first_text = next(iter(failures_by_rank.values()))
         if (
-            len(failed) == self.comm.size
-            and len({told[1:] for told in failed.values()}) == 1
+            len(failures_by_rank) == self.comm.size
+            and len({failure[1:] for failure in failures_by_rank.values()}) == 1
         ):
-            text = first
+            joint_text = first_text
         else:
-            quoted: dict[tuple[str, str], list[int]] = {}
-            for rank, told in failed.items():
-                quoted.setdefault(told[1:], []).append(rank)
-            lines = (
-                f"rank {', '.join(map(str, ranks))} raised {name}: {said.rstrip('.')}"
-                for (name, said), ranks in quoted.items()
+            ranks_by_error: dict[tuple[str, str], list[int]] = {}
+            for rank, failure in failures_by_rank.items():
+                ranks_by_error.setdefault(failure[1:], []).append(rank)
+            quoted_errors = (
+                f"rank {', '.join(map(str, failed_ranks))} raised {error_name}: {error_text.rstrip('.')}"
+                for (error_name, error_text), failed_ranks in ranks_by_error.items()
             )
-            text = f"{label}: {'; '.join(lines)}. Every rank stops here, so that none waits for another."
-        known = getattr(errors, kind, CheckpointError)
-        agreed: HastenError = known(text)
-        agreed.agreed = True
-        return agreed
+            joint_text = f"{label}: {'; '.join(quoted_errors)}. Every rank stops here, so that none waits for another."
+        error_class = getattr(errors, class_name, CheckpointError)
+        joint_error: HastenError = error_class(joint_text)
+        joint_error.agreed = True
+        return joint_error
 
-    def _lost(self, problem: Exception, own: HastenError | None) -> CheckpointError:
+    def _lost_error(
+        self, group_error: Exception, rank_error: HastenError | None
+    ) -> CheckpointError:
         """Return the error for a broken group, over which nothing more is sent."""
-        besides = (
+        earlier_failure = (
             ""
-            if own is None
-            else f" This rank had failed with {type(own).__name__}: {own}"
+            if rank_error is None
+            else f" This rank had failed with {type(rank_error).__name__}: {rank_error}"
         )
-        lost = CheckpointError(
-            f"{self.label}: rank {self.comm.ranks[self.comm.rank]} lost contact with the other ranks ({problem}), so they "
-            f"cannot finish together. Look for the error that ended one of them.{besides}"
+        lost_error = CheckpointError(
+            f"{self.label}: rank {self.comm.ranks[self.comm.rank]} lost contact with the other ranks ({group_error}), so they "
+            f"cannot finish together. Look for the error that ended one of them.{earlier_failure}"
         )
-        lost.agreed = True
-        return lost
+        lost_error.agreed = True
+        return lost_error
 
 
 @contextmanager
@@ -180,19 +186,19 @@ def agreeing(
     Raises: CheckpointError, or the hasten error of the failing rank, with the same class and message on every rank.
     """
     if arrival_s is not None and comm.size > 1:
-        _meet(comm, label, arrival_s)
-    together = Agreement(comm, label)
+        _await_ranks(comm, label, arrival_s)
+    agreement = Agreement(comm, label)
     try:
-        yield together
+        yield agreement
     # any failure must reach the other ranks; raised again by `fail`
     except Exception as error:
         if not (isinstance(error, HastenError) and error.agreed):
-            together.fail(error)
+            agreement.fail(error)
         raise
-    together.share()
+    agreement.share()
 
 
-def _meet(comm: Comm, label: str, arrival_s: float) -> None:
+def _await_ranks(comm: Comm, label: str, arrival_s: float) -> None:
     try:
         comm.barrier(label, arrival_s)
     except MissingRanksError as error:

@@ -33,15 +33,15 @@ class Comm(Protocol):
         """Encoding of objects as bytes."""
         ...
 
-    def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
+    def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Tensor:
         """Return the elementwise sum, mean, min or max over the members. Booleans sum to int64 counts; means are floats."""
         ...
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """Return every member's tensor, stacked as `(size, *x.shape)`. Shapes must be equal."""
         ...
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Return the tensor of member `src`. Shape and dtype must be equal everywhere."""
         ...
 
@@ -51,14 +51,14 @@ class Comm(Protocol):
         """Return this member's item of `parts`, which only `src` passes; `like` has the shape and dtype of one item."""
         ...
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, python_object: Any) -> list[Any]:
         """Return every member's object, in order of rank.
 
         Raises: CommError on every member if an object cannot be sent.
         """
         ...
 
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+    def broadcast_object(self, python_object: Any, src: int = 0) -> Any:
         """Return the object of member `src`."""
         ...
 

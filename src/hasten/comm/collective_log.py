@@ -52,14 +52,14 @@ class CollectiveRecord:
         None
     )
 
-    def note(self, op: str, x: Tensor | None = None, group: str = "") -> None:
+    def note(self, op: str, tensor: Tensor | None = None, group: str = "") -> None:
         """Record a collective that is about to run."""
         self.count += 1
         if group:
             self.turns[group] += 1
-        file, line = caller(2)
-        shape, dtype = (None, None) if x is None else (x.shape, x.dtype)
-        self._last = (op, shape, dtype, file, line, time.monotonic())
+        source_file, source_line = calling_line(2)
+        shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
+        self._last = (op, shape, dtype, source_file, source_line, time.monotonic())
 
     def ended(self) -> None:
         """Record the return of the latest collective."""
@@ -69,41 +69,46 @@ class CollectiveRecord:
     @property
     def last(self) -> LoggedStep | None:
         """The latest collective."""
-        if (last := self._last) is None:
+        if (last_fields := self._last) is None:
             return None
-        op, shape, dtype, file, line, at_s = last
+        op, shape, dtype, source_file, source_line, at_s = last_fields
         return LoggedStep(
-            op, None if shape is None else tuple(shape), dtype, file, line, at_s
+            op,
+            None if shape is None else tuple(shape),
+            dtype,
+            source_file,
+            source_line,
+            at_s,
         )
 
     @contextmanager
     def patience(self, block: str) -> Iterator[None]:
         """Context manager in which the other ranks wait for this rank without a timeout."""
-        before, self.block = self.block, block
+        outer_block, self.block = self.block, block
         try:
             yield
         finally:
-            self.block = before
+            self.block = outer_block
 
 
-def caller(depth: int) -> tuple[str, int]:
+def calling_line(frame_depth: int) -> tuple[str, int]:
     """Return file and line of the innermost frame of the user's code, at least `depth` frames up."""
-    frame = sys._getframe(depth)
+    frame = sys._getframe(frame_depth)
     while frame.f_code.co_filename.startswith(LIBRARIES) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def begun_collectives(device_type: str) -> dict[str, int]:
+def count_collectives(device_type: str) -> dict[str, int]:
     """Return the number of collectives so far by group and device type, as `name/cpu`, counted from each group's creation."""
-    found: dict[str, int] = {}
-    for group, name in dict(c10d._world.pg_names).items():
-        for kind in {"cpu", device_type}:
+    counts_by_group: dict[str, int] = {}
+    for group, group_name in dict(c10d._world.pg_names).items():
+        for backend_device in {"cpu", device_type}:
             try:
-                backend = group._get_backend(torch.device(kind))
-                count = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]  # not in the stub
+                backend = group._get_backend(torch.device(backend_device))
+                num_collectives = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]  # not in the stub
             # the group has no backend for this device, or was destroyed
             except RuntimeError:
                 continue
-            found[f"{name}/{kind}"] = count
-    return found
+            counts_by_group[f"{group_name}/{backend_device}"] = num_collectives
+    return counts_by_group

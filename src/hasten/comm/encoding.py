@@ -26,8 +26,8 @@ _TUPLE, _SET, _FROZENSET, _DICT, _INT, _COMPLEX, _PATH = 1, 2, 3, 4, 5, 6, 7
 _TENSOR, _DTYPE, _DEVICE, _SIZE, _ARRAY, _SCALAR = 10, 11, 12, 13, 14, 15
 _RECORD, _ENUM = 20, 21
 
-_AS_IT_IS: Final = frozenset({type(None), bool, float, str, bytes})
-_OWN: Final = "hasten."
+_MSGPACK_TYPES: Final = frozenset({type(None), bool, float, str, bytes})
+_LIBRARY_PREFIX: Final = "hasten."
 _MAX_LEVELS: Final = 60
 _MAX_BYTES: Final = 1 << 30  # one item of the format holds less than 4 GiB
 
@@ -40,29 +40,29 @@ class Codec:
     decode: Callable[[bytes], Any]
 
 
-def encode(value: Any) -> bytes:
+def encode(python_value: Any) -> bytes:
     """Return the value as bytes.
 
     Raises: CommError for a value that the format does not support.
     """
     try:
-        return msgspec.msgpack.encode(_lower(value, 0))
+        return msgspec.msgpack.encode(_to_msgpack(python_value, 0))
     except (
         UnicodeEncodeError,
         OverflowError,
         msgspec.MsgspecError,
         ValueError,
     ) as error:
-        raise _unsupported(value, str(error)) from error
+        raise _unsupported_error(python_value, str(error)) from error
 
 
-def decode(data: bytes) -> Any:
+def decode(message: bytes) -> Any:
     """Return the value that was encoded.
 
     Raises: CommError for bytes that are not an encoded value.
     """
     try:
-        return msgspec.msgpack.decode(data, ext_hook=_raise_ext)
+        return msgspec.msgpack.decode(message, ext_hook=_build_extension)
     except (
         msgspec.MsgspecError,
         ValueError,
@@ -72,7 +72,7 @@ def decode(data: bytes) -> Any:
         IndexError,
     ) as error:
         raise CommError(
-            f"a message of {len(data)} bytes from another rank cannot be decoded ({error}): it was damaged in transit or "
+            f"a message of {len(message)} bytes from another rank cannot be decoded ({error}): it was damaged in transit or "
             f"was not sent by this version of hasten. Use the same version on every machine."
         ) from error
 
@@ -80,62 +80,96 @@ def decode(data: bytes) -> Any:
 PLAIN: Final = Codec(encode, decode)
 
 
-def _unsupported(value: Any, reason: str) -> CommError:
+def _unsupported_error(python_value: Any, reason: str) -> CommError:
     return CommError(
-        f"a {type(value).__qualname__} cannot be sent to other ranks ({reason}), because hasten never unpickles what another process "
+        f"a {type(python_value).__qualname__} cannot be sent to other ranks ({reason}), because hasten never unpickles what another process "
         "sends. Send what it is made of: numbers, text, lists, dicts, arrays, tensors."
     )
 
 
-def _lower(value: Any, level: int) -> Any:
+def _to_msgpack(python_value: Any, nesting_level: int) -> Any:
     """Return a value of msgpack's types; others are marked by an extension code."""
-    kind = type(value)
-    if kind in _AS_IT_IS:
-        return value
-    if kind is int:
-        return value if -(1 << 63) <= value < 1 << 63 else _ext(_INT, str(value))
-    if level > _MAX_LEVELS:
-        raise ValueError(f"it is nested more than {_MAX_LEVELS} levels deep")
-    if kind is list:
-        return [_lower(item, level + 1) for item in value]
-    if kind is dict and all(type(key) is str for key in value):
-        return {key: _lower(item, level + 1) for key, item in value.items()}
-    if kind is dict:
-        return _ext(
-            _DICT, [_lower(part, level + 1) for item in value.items() for part in item]
+    value_type = type(python_value)
+    if value_type in _MSGPACK_TYPES:
+        return python_value
+    if value_type is int:
+        return (
+            python_value
+            if -(1 << 63) <= python_value < 1 << 63
+            else _extension_of(_INT, str(python_value))
         )
-    if kind in _SEQUENCES:
-        return _ext(_SEQUENCES[kind], [_lower(item, level + 1) for item in value])
-    if kind in _LOWER:
-        return _LOWER[kind](value)
-    return _lower_object(value, level)
+    if nesting_level > _MAX_LEVELS:
+        raise ValueError(f"it is nested more than {_MAX_LEVELS} levels deep")
+    if value_type is list:
+        return [_to_msgpack(element, nesting_level + 1) for element in python_value]
+    if value_type is dict and all(type(key) is str for key in python_value):
+        return {
+            key: _to_msgpack(element, nesting_level + 1)
+            for key, element in python_value.items()
+        }
+    if value_type is dict:
+        return _extension_of(
+            _DICT,
+            [
+                _to_msgpack(part, nesting_level + 1)
+                for element in python_value.items()
+                for part in element
+            ],
+        )
+    if value_type in _SEQUENCES:
+        return _extension_of(
+            _SEQUENCES[value_type],
+            [_to_msgpack(element, nesting_level + 1) for element in python_value],
+        )
+    if value_type in _ENCODERS:
+        return _ENCODERS[value_type](python_value)
+    return _object_to_msgpack(python_value, nesting_level)
 
 
-def _lower_object(value: Any, level: int) -> Any:
+def _object_to_msgpack(python_value: Any, nesting_level: int) -> Any:
     """Return a scalar of numpy, or a record or enumeration of hasten, as an extension of msgpack."""
-    kind = type(value)
-    if isinstance(value, np.generic):
-        return _ext(_SCALAR, [_array_dtype(value.dtype), value.tobytes()])
-    if kind.__module__.startswith(_OWN) and "<" not in kind.__qualname__:
-        if isinstance(value, Enum):
-            return _ext(_ENUM, [kind.__module__, kind.__qualname__, value.value])
-        if (names := _record_fields(kind)) is not None:
-            parts = [_lower(getattr(value, name), level + 1) for name in names]
-            return _ext(_RECORD, [kind.__module__, kind.__qualname__, parts])
-    raise ValueError(f"it holds a {kind.__module__}.{kind.__qualname__}")
+    value_type = type(python_value)
+    if isinstance(python_value, np.generic):
+        return _extension_of(
+            _SCALAR, [_array_dtype(python_value.dtype), python_value.tobytes()]
+        )
+    if (
+        value_type.__module__.startswith(_LIBRARY_PREFIX)
+        and "<" not in value_type.__qualname__
+    ):
+        if isinstance(python_value, Enum):
+            return _extension_of(
+                _ENUM,
+                [value_type.__module__, value_type.__qualname__, python_value.value],
+            )
+        if (field_names := _record_fields(value_type)) is not None:
+            field_values = [
+                _to_msgpack(getattr(python_value, field_name), nesting_level + 1)
+                for field_name in field_names
+            ]
+            return _extension_of(
+                _RECORD, [value_type.__module__, value_type.__qualname__, field_values]
+            )
+    raise ValueError(f"it holds a {value_type.__module__}.{value_type.__qualname__}")
 
 
-def _ext(code: int, content: Any) -> msgspec.msgpack.Ext:
-    return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(content))
+def _extension_of(extension_code: int, content: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(extension_code, msgspec.msgpack.encode(content))
 
 
-def _tensor(x: Tensor) -> msgspec.msgpack.Ext:
-    if x.layout != torch.strided or x.is_quantized or x.device.type == "meta":
-        raise ValueError(f"it holds a tensor of layout {x.layout} on {x.device}")
-    if x.numel() * x.element_size() > _MAX_BYTES:
+def _encode_tensor(tensor: Tensor) -> msgspec.msgpack.Ext:
+    if (
+        tensor.layout != torch.strided
+        or tensor.is_quantized
+        or tensor.device.type == "meta"
+    ):
+        raise ValueError(
+            f"it holds a tensor of layout {tensor.layout} on {tensor.device}"
+        )
+    if tensor.numel() * tensor.element_size() > _MAX_BYTES:
         raise ValueError("it holds a tensor of more than 1 GiB")
-    data = (
-        x.detach()
+    raw_bytes = (
+        tensor.detach()
         .resolve_conj()
         .resolve_neg()
         .cpu()
@@ -145,29 +179,41 @@ def _tensor(x: Tensor) -> msgspec.msgpack.Ext:
         .numpy()
         .tobytes()
     )
-    return _ext(
+    return _extension_of(
         _TENSOR,
-        [_dtype_name(x.dtype), list(x.shape), str(x.device), x.requires_grad, data],
+        [
+            _dtype_name(tensor.dtype),
+            list(tensor.shape),
+            str(tensor.device),
+            tensor.requires_grad,
+            raw_bytes,
+        ],
     )
 
 
-def _raise_tensor(
-    name: str, shape: list[int], device: str, grad: bool, data: bytes
+def _build_tensor(
+    dtype_name: str,
+    shape: list[int],
+    device: str,
+    requires_grad: bool,
+    raw_bytes: bytes,
 ) -> Tensor:
-    dtype = _dtype(name)
-    flat = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
-        if data
+    dtype = _dtype_named(dtype_name)
+    flat_tensor = (
+        torch.frombuffer(bytearray(raw_bytes), dtype=torch.uint8).view(dtype)
+        if raw_bytes
         else torch.empty(0, dtype=dtype)
     )
-    x = flat.reshape(shape).to(torch.device(device))
-    return x.requires_grad_() if grad else x
+    tensor = flat_tensor.reshape(shape).to(torch.device(device))
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
-def _array(x: np.ndarray[Any, Any]) -> msgspec.msgpack.Ext:
-    if x.nbytes > _MAX_BYTES:
+def _encode_array(tensor: np.ndarray[Any, Any]) -> msgspec.msgpack.Ext:
+    if tensor.nbytes > _MAX_BYTES:
         raise ValueError("it holds an array of more than 1 GiB")
-    return _ext(_ARRAY, [_array_dtype(x.dtype), list(x.shape), x.tobytes()])
+    return _extension_of(
+        _ARRAY, [_array_dtype(tensor.dtype), list(tensor.shape), tensor.tobytes()]
+    )
 
 
 def _array_dtype(dtype: np.dtype[Any]) -> str:
@@ -181,18 +227,22 @@ def _array_dtype(dtype: np.dtype[Any]) -> str:
     return dtype.str
 
 
-def _raise_array(dtype: str, shape: list[int], data: bytes) -> np.ndarray[Any, Any]:
-    return np.frombuffer(bytearray(data), dtype=_plain_dtype(dtype)).reshape(shape)
+def _build_array(
+    dtype_text: str, shape: list[int], raw_bytes: bytes
+) -> np.ndarray[Any, Any]:
+    return np.frombuffer(bytearray(raw_bytes), dtype=_plain_dtype(dtype_text)).reshape(
+        shape
+    )
 
 
-def _raise_scalar(dtype: str, data: bytes) -> Any:
-    return np.frombuffer(data, dtype=_plain_dtype(dtype))[0]
+def _build_scalar(dtype_text: str, raw_bytes: bytes) -> Any:
+    return np.frombuffer(raw_bytes, dtype=_plain_dtype(dtype_text))[0]
 
 
-def _plain_dtype(text: str) -> np.dtype[Any]:
-    dtype = np.dtype(text)
+def _plain_dtype(dtype_text: str) -> np.dtype[Any]:
+    dtype = np.dtype(dtype_text)
     if dtype.hasobject:
-        raise ValueError(f"dtype {text!r} holds Python objects")
+        raise ValueError(f"dtype {dtype_text!r} holds Python objects")
     return dtype
 
 
@@ -200,97 +250,105 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is not a dtype")
-    return found
+def _dtype_named(dtype_name: str) -> torch.dtype:
+    torch_dtype = getattr(torch, dtype_name)
+    if not isinstance(torch_dtype, torch.dtype):
+        raise ValueError(f"{dtype_name!r} is not a dtype")
+    return torch_dtype
 
 
-def _record_fields(kind: type) -> tuple[str, ...] | None:
+def _record_fields(record_class: type) -> tuple[str, ...] | None:
     """Return the fields of a record class whose constructor only stores them; None for any other class."""
-    if hasattr(kind, "__post_init__"):
+    if hasattr(record_class, "__post_init__"):
         return None
-    if issubclass(kind, msgspec.Struct):
-        return kind.__struct_fields__
-    if dataclasses.is_dataclass(kind):
-        fields = dataclasses.fields(kind)
-        return tuple(f.name for f in fields) if all(f.init for f in fields) else None
-    if issubclass(kind, tuple):
-        names: tuple[str, ...] | None = getattr(kind, "_fields", None)
-        return names
+    if issubclass(record_class, msgspec.Struct):
+        return record_class.__struct_fields__
+    if dataclasses.is_dataclass(record_class):
+        record_fields = dataclasses.fields(record_class)
+        return (
+            tuple(record_field.name for record_field in record_fields)
+            if all(record_field.init for record_field in record_fields)
+            else None
+        )
+    if issubclass(record_class, tuple):
+        field_names: tuple[str, ...] | None = getattr(record_class, "_fields", None)
+        return field_names
     return None
 
 
-def _own_class(module: str, name: str) -> type:
+def _library_class(module_name: str, class_name: str) -> type:
     """Return an already imported class of hasten; a message never causes an import."""
-    found: Any = sys.modules.get(module) if module.startswith(_OWN) else None
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, type) or found.__module__ != module:
-        raise ValueError(f"{module}.{name} is not a record of hasten's")
-    return found
+    library_class: Any = (
+        sys.modules.get(module_name)
+        if module_name.startswith(_LIBRARY_PREFIX)
+        else None
+    )
+    for name_part in class_name.split("."):
+        library_class = getattr(library_class, name_part, None)
+    if not isinstance(library_class, type) or library_class.__module__ != module_name:
+        raise ValueError(f"{module_name}.{class_name} is not a record of hasten's")
+    return library_class
 
 
-def _raise_record(module: str, name: str, parts: list[Any]) -> Any:
-    kind = _own_class(module, name)
-    names = _record_fields(kind)
-    if names is None:
-        raise ValueError(f"{module}.{name} is not a record of hasten's")
-    return kind(**dict(zip(names, parts, strict=True)))
+def _build_record(module_name: str, class_name: str, field_values: list[Any]) -> Any:
+    record_class = _library_class(module_name, class_name)
+    field_names = _record_fields(record_class)
+    if field_names is None:
+        raise ValueError(f"{module_name}.{class_name} is not a record of hasten's")
+    return record_class(**dict(zip(field_names, field_values, strict=True)))
 
 
-def _raise_enum(module: str, name: str, value: Any) -> Any:
-    kind = _own_class(module, name)
-    if not issubclass(kind, Enum):
-        raise ValueError(f"{module}.{name} is not an enumeration")
-    return kind(value)
+def _build_enum(module_name: str, class_name: str, member_value: Any) -> Any:
+    enum_class = _library_class(module_name, class_name)
+    if not issubclass(enum_class, Enum):
+        raise ValueError(f"{module_name}.{class_name} is not an enumeration")
+    return enum_class(member_value)
 
 
-def _pairs(*flat: Any) -> dict[Any, Any]:
-    return dict(zip(flat[::2], flat[1::2], strict=True))
+def _build_dict(*keys_and_values: Any) -> dict[Any, Any]:
+    return dict(zip(keys_and_values[::2], keys_and_values[1::2], strict=True))
 
 
 _SEQUENCES: Final[MappingProxyType[type, int]] = MappingProxyType(
     {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
 )
-_LOWER: Final[MappingProxyType[type, Callable[[Any], msgspec.msgpack.Ext]]] = (
+_ENCODERS: Final[MappingProxyType[type, Callable[[Any], msgspec.msgpack.Ext]]] = (
     MappingProxyType(
         {
-            complex: lambda z: _ext(_COMPLEX, [z.real, z.imag]),
-            PosixPath: lambda path: _ext(_PATH, str(path)),
-            Tensor: _tensor,
-            torch.dtype: lambda dtype: _ext(_DTYPE, _dtype_name(dtype)),
-            torch.device: lambda device: _ext(_DEVICE, str(device)),
-            torch.Size: lambda size: _ext(_SIZE, list(size)),
-            np.ndarray: _array,
+            complex: lambda z: _extension_of(_COMPLEX, [z.real, z.imag]),
+            PosixPath: lambda path: _extension_of(_PATH, str(path)),
+            Tensor: _encode_tensor,
+            torch.dtype: lambda dtype: _extension_of(_DTYPE, _dtype_name(dtype)),
+            torch.device: lambda device: _extension_of(_DEVICE, str(device)),
+            torch.Size: lambda size: _extension_of(_SIZE, list(size)),
+            np.ndarray: _encode_array,
         }
     )
 )
-_RAISE: Final[MappingProxyType[int, Callable[..., Any]]] = MappingProxyType(
+_BUILDERS: Final[MappingProxyType[int, Callable[..., Any]]] = MappingProxyType(
     {
         _TUPLE: lambda *items: items,
         _SET: lambda *items: set(items),
         _FROZENSET: lambda *items: frozenset(items),
-        _DICT: _pairs,
+        _DICT: _build_dict,
         _INT: int,
         _COMPLEX: complex,
         _PATH: PosixPath,
-        _TENSOR: _raise_tensor,
-        _DTYPE: _dtype,
+        _TENSOR: _build_tensor,
+        _DTYPE: _dtype_named,
         _DEVICE: torch.device,
         _SIZE: lambda *sizes: torch.Size(sizes),
-        _ARRAY: _raise_array,
-        _SCALAR: _raise_scalar,
-        _RECORD: _raise_record,
-        _ENUM: _raise_enum,
+        _ARRAY: _build_array,
+        _SCALAR: _build_scalar,
+        _RECORD: _build_record,
+        _ENUM: _build_enum,
     }
 )
 
 
-def _raise_ext(code: int, data: memoryview) -> Any:
-    build = _RAISE.get(code)
-    if build is None:
-        raise ValueError(f"item kind {code} is unknown")
-    content = msgspec.msgpack.decode(data, ext_hook=_raise_ext)
-    return build(*content) if isinstance(content, list) else build(content)
+def _build_extension(extension_code: int, encoded_content: memoryview) -> Any:
+    build_value = _BUILDERS.get(extension_code)
+    if build_value is None:
+        raise ValueError(f"item kind {extension_code} is unknown")
+    content = msgspec.msgpack.decode(encoded_content, ext_hook=_build_extension)
+    return build_value(*content) if isinstance(content, list) else build_value(content)

@@ -23,19 +23,19 @@ class LocalComm:
         self.device = torch.device(device)
         self.codec = PLAIN
 
-    def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
-        if kind == "mean" and not (x.is_floating_point() or x.is_complex()):
-            return x.float()
-        if kind == "sum" and x.dtype == torch.bool:
-            return x.long()
-        return x.clone()
+    def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Tensor:
+        if kind == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor.float()
+        if kind == "sum" and tensor.dtype == torch.bool:
+            return tensor.long()
+        return tensor.clone()
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(0).clone()
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(0).clone()
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         _only_member(src)
-        return x.clone()
+        return tensor.clone()
 
     def scatter(
         self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0
@@ -48,23 +48,25 @@ class LocalComm:
             )
         return parts[0].clone()
 
-    def all_gather_object(self, obj: Any) -> list[Any]:  # Any: the caller's objects
-        return [obj]
+    def all_gather_object(
+        self, python_object: Any
+    ) -> list[Any]:  # Any: the caller's objects
+        return [python_object]
 
     # Any: the caller's objects
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+    def broadcast_object(self, python_object: Any, src: int = 0) -> Any:
         _only_member(src)
-        return obj
+        return python_object
 
     def exchange(
         self,
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
     ) -> None:
-        for member, _ in (*sends, *receives):
-            _only_member(member)
-        for (_, source), (_, target) in zip(sends, receives, strict=True):
-            target.copy_(source)
+        for member_position, _ in (*sends, *receives):
+            _only_member(member_position)
+        for (_, sent_tensor), (_, received_tensor) in zip(sends, receives, strict=True):
+            received_tensor.copy_(sent_tensor)
 
     def barrier(self, label: str, timeout_s: float | None = None) -> None:
         return None

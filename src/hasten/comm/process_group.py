@@ -19,9 +19,9 @@ from hasten.comm.encoding import PLAIN, Codec
 from hasten.errors import CommError, MissingRanksError, PeerFailedError
 
 log = logging.getLogger(__name__)
-_FIRST_PAUSE_S = 0.0002
+_SHORTEST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.02
-_TELL_AFTER_S = 30.0
+_REPORT_AFTER_S = 30.0
 
 
 class RollCall:
@@ -39,88 +39,99 @@ class RollCall:
     def wait(self, label: str, timeout_s: float | None = None) -> None:
         """Block until every rank has checked in with this label."""
         self._turn += 1
-        limit = self._timeout_s if timeout_s is None else timeout_s
-        started = time.monotonic()
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        started_s = time.monotonic()
         try:
-            self._check_in(self._turn, label, limit, started)
+            self._check_in(self._turn, label, limit_s, started_s)
         except DistNetworkError as error:
             raise PeerFailedError(
-                f"rank {self._rank} lost the group's store after {time.monotonic() - started:.1f} s at {label!r}: the process that serves it "
+                f"rank {self._rank} lost the group's store after {time.monotonic() - started_s:.1f} s at {label!r}: the process that serves it "
                 f"(rank 0, or the launcher of machine 0) has ended, so ranks {list(self._ranks)} cannot meet any more. Look for the error that "
                 "ended it; this rank only noticed."
             ) from error
 
-    def _check_in(self, turn: int, label: str, limit: float, started: float) -> None:
+    def _check_in(
+        self, turn_number: int, label: str, limit_s: float, started_s: float
+    ) -> None:
         store = self._store
-        store.set(f"{turn}/{self._rank}", label)
-        if store.add(f"{turn}/count/{label}", 1) == len(self._ranks):
-            store.set(f"{turn}/open", "1")
-            self._forget(turn - 1, label)
+        store.set(f"{turn_number}/{self._rank}", label)
+        if store.add(f"{turn_number}/count/{label}", 1) == len(self._ranks):
+            store.set(f"{turn_number}/open", "1")
+            self._delete_keys(turn_number - 1, label)
             return
-        pause, is_reported = _FIRST_PAUSE_S, False
-        while not store.check([f"{turn}/open"]):
-            waited = time.monotonic() - started
-            if waited > limit:
-                raise self._missing(turn, label, limit)
-            if waited > _TELL_AFTER_S and not is_reported:
+        pause_s, is_reported = _SHORTEST_PAUSE_S, False
+        while not store.check([f"{turn_number}/open"]):
+            waited_s = time.monotonic() - started_s
+            if waited_s > limit_s:
+                raise self._missing_error(turn_number, label, limit_s)
+            if waited_s > _REPORT_AFTER_S and not is_reported:
                 is_reported = True
-                missing, text = self._whereabouts(turn, label)
+                missing_ranks, missing_text = self._locate_missing(turn_number, label)
                 if self._rank == next(
-                    rank for rank in self._ranks if rank not in missing
+                    rank for rank in self._ranks if rank not in missing_ranks
                 ):  # one logs for all waiting ranks
                     log.warning(
                         "rank %d has waited %.0f s at %r: %s",
                         self._rank,
-                        waited,
+                        waited_s,
                         label,
-                        text,
+                        missing_text,
                     )
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
-    def _whereabouts(self, turn: int, label: str) -> tuple[tuple[int, ...], str]:
-        absent, elsewhere = [], []
+    def _locate_missing(
+        self, turn_number: int, label: str
+    ) -> tuple[tuple[int, ...], str]:
+        absent_ranks, labels_elsewhere = [], []
         for rank in self._ranks:
-            if not self._store.check([f"{turn}/{rank}"]):
-                absent.append(rank)
-            elif (other := self._store.get(f"{turn}/{rank}").decode()) != label:
-                elsewhere.append((rank, other))
-        parts = [f"rank {rank} has not arrived" for rank in absent]
-        parts += [f"rank {rank} is at {other!r} instead" for rank, other in elsewhere]
-        return (*absent, *(rank for rank, _ in elsewhere)), "; ".join(
-            parts
+            if not self._store.check([f"{turn_number}/{rank}"]):
+                absent_ranks.append(rank)
+            elif (
+                rank_label := self._store.get(f"{turn_number}/{rank}").decode()
+            ) != label:
+                labels_elsewhere.append((rank, rank_label))
+        rank_texts = [f"rank {rank} has not arrived" for rank in absent_ranks]
+        rank_texts += [
+            f"rank {rank} is at {rank_label!r} instead"
+            for rank, rank_label in labels_elsewhere
+        ]
+        return (*absent_ranks, *(rank for rank, _ in labels_elsewhere)), "; ".join(
+            rank_texts
         ) or "everyone has arrived"
 
-    def _missing(self, turn: int, label: str, limit: float) -> MissingRanksError:
-        missing, text = self._whereabouts(turn, label)
+    def _missing_error(
+        self, turn_number: int, label: str, limit_s: float
+    ) -> MissingRanksError:
+        missing_ranks, missing_text = self._locate_missing(turn_number, label)
         return MissingRanksError(
-            f"rank {self._rank} waited {limit:g} s at {label!r} and not all of ranks {list(self._ranks)} came: {text}. "
+            f"rank {self._rank} waited {limit_s:g} s at {label!r} and not all of ranks {list(self._ranks)} came: {missing_text}. "
             "Every rank must make this call: move it out of `if is_main_process:` blocks, or look for the error "
             "that stopped the missing ranks.",
-            missing,
+            missing_ranks,
         )
 
-    def _forget(self, turn: int, label: str) -> None:
+    def _delete_keys(self, turn_number: int, label: str) -> None:
         # Every rank has passed the previous turn, so its keys can be deleted; a different label of that turn is not
         # known here, which leaves at most one small counter behind.
-        if turn < 1:
+        if turn_number < 1:
             return
-        for key in (
-            f"{turn}/open",
-            f"{turn}/count/{label}",
-            *(f"{turn}/{rank}" for rank in self._ranks),
+        for store_key in (
+            f"{turn_number}/open",
+            f"{turn_number}/count/{label}",
+            *(f"{turn_number}/{rank}" for rank in self._ranks),
         ):
-            self._store.delete_key(key)
+            self._store.delete_key(store_key)
 
 
 # Any in this file: the caller's objects.
 _OBJECT, _ERROR = b"o", b"e"
 
 
-def _message_of(obj: Any, codec: Codec) -> tuple[bytes, CommError | None]:
+def _message_of(python_object: Any, codec: Codec) -> tuple[bytes, CommError | None]:
     """Return the object as bytes; one that cannot be sent is replaced by its error, which the waiting members raise too."""
     try:
-        return _OBJECT + codec.encode(obj), None
+        return _OBJECT + codec.encode(python_object), None
     except CommError as error:
         return _ERROR + str(error).encode(), error
 
@@ -131,8 +142,10 @@ def _object_of(message: bytes, codec: Codec) -> Any:
     return codec.decode(message[1:])
 
 
-def _padded(message: bytes, length: int) -> Tensor:
-    return torch.frombuffer(bytearray(message.ljust(length, b"\0")), dtype=torch.uint8)
+def _padded_bytes(message: bytes, padded_length: int) -> Tensor:
+    return torch.frombuffer(
+        bytearray(message.ljust(padded_length, b"\0")), dtype=torch.uint8
+    )
 
 
 # torch<2.13 has only the older name of this function; 2.13 warns about it
@@ -161,92 +174,102 @@ class ProcessGroupComm:
         self.codec = codec
         self.collectives = collectives or CollectiveRecord()
         self._timeout_s = timeout_s
-        self._wire: dist.ProcessGroup | None = None
+        self._host_group: dist.ProcessGroup | None = None
         """Group that exchanges tensors in host memory."""
         self._device_types = _device_types(group)
         self._readable = (
             device if device.type in self._device_types else torch.device("cpu")
         )
         """Device for tensors that the backends cannot read: the group's device, or host memory if they cannot read that either."""
-        me = self.ranks[self.rank]
+        global_rank = self.ranks[self.rank]
         # Communicators are created in the same order on every member, so a per-rank count numbers them equally.
-        number = store.add(f"hasten/made/{_tag(self.ranks)}/{me}", 1)
-        self._name = f"{_tag(self.ranks)}/{number}"
-        notes = dist.PrefixStore(f"hasten/{self._name}", store)
-        self._roll_call = RollCall(notes, me, self.ranks, timeout_s)
+        comm_number = store.add(
+            f"hasten/made/{_group_tag(self.ranks)}/{global_rank}", 1
+        )
+        self._name = f"{_group_tag(self.ranks)}/{comm_number}"
+        comm_store = dist.PrefixStore(f"hasten/{self._name}", store)
+        self._roll_call = RollCall(comm_store, global_rank, self.ranks, timeout_s)
 
-    def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
-        if x.is_complex():
-            return torch.view_as_complex(self.all_reduce(torch.view_as_real(x), kind))
-        if x.dtype == torch.bool:
-            counted = self.all_reduce(x.to(torch.int64), kind)
-            return counted.bool() if kind in ("min", "max") else counted
-        if x.dtype in _NARROW:  # gloo cannot reduce these
-            return self.all_reduce(x.to(torch.int64), kind).to(
-                torch.float32 if kind == "mean" else x.dtype
+    def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Tensor:
+        if tensor.is_complex():
+            return torch.view_as_complex(
+                self.all_reduce(torch.view_as_real(tensor), kind)
             )
-        self.collectives.note("all_reduce", x)
-        buffer = self._on_backend(x).clone()
-        op = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(
+        if tensor.dtype == torch.bool:
+            reduced_counts = self.all_reduce(tensor.to(torch.int64), kind)
+            return reduced_counts.bool() if kind in ("min", "max") else reduced_counts
+        if tensor.dtype in _NARROW:  # gloo cannot reduce these
+            return self.all_reduce(tensor.to(torch.int64), kind).to(
+                torch.float32 if kind == "mean" else tensor.dtype
+            )
+        self.collectives.note("all_reduce", tensor)
+        buffer = self._on_backend(tensor).clone()
+        reduce_op = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(
             kind, dist.ReduceOp.SUM
         )
-        dist.all_reduce(buffer, op, group=self.group)
+        dist.all_reduce(buffer, reduce_op, group=self.group)
         self.collectives.ended()
-        result = buffer / self.size if kind == "mean" else buffer
-        return result.to(x.device).reshape(x.shape)
+        reduced = buffer / self.size if kind == "mean" else buffer
+        return reduced.to(tensor.device).reshape(tensor.shape)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        self.collectives.note("all_gather", x)
-        raw = self._bytes(x)
-        out = raw.new_empty(self.size * raw.numel())
-        _GATHER(out, raw, group=self.group)
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self.collectives.note("all_gather", tensor)
+        raw_bytes = self._raw_bytes(tensor)
+        gathered_bytes = raw_bytes.new_empty(self.size * raw_bytes.numel())
+        _GATHER(gathered_bytes, raw_bytes, group=self.group)
         self.collectives.ended()
-        return _from_bytes(out, x.dtype, (self.size, *x.shape)).to(x.device)
+        return _from_bytes(gathered_bytes, tensor.dtype, (self.size, *tensor.shape)).to(
+            tensor.device
+        )
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        self.collectives.note("broadcast", x)
-        raw = self._bytes(x).clone()
-        dist.broadcast(raw, src=self._member(src), group=self.group)
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        self.collectives.note("broadcast", tensor)
+        raw_bytes = self._raw_bytes(tensor).clone()
+        dist.broadcast(raw_bytes, src=self._global_rank(src), group=self.group)
         self.collectives.ended()
-        return _from_bytes(raw, x.dtype, x.shape).to(x.device)
+        return _from_bytes(raw_bytes, tensor.dtype, tensor.shape).to(tensor.device)
 
     def scatter(
         self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0
     ) -> Tensor:
-        sender = self._member(src)
+        sender = self._global_rank(src)
         self.collectives.note("scatter", like)
-        raw = torch.empty_like(self._bytes(like))
-        pieces = (
-            [self._bytes(part) for part in parts]
+        raw_bytes = torch.empty_like(self._raw_bytes(like))
+        sent_bytes = (
+            [self._raw_bytes(shard) for shard in parts]
             if self.rank == src and parts is not None
             else None
         )
-        dist.scatter(raw, pieces, src=sender, group=self.group)
+        dist.scatter(raw_bytes, sent_bytes, src=sender, group=self.group)
         self.collectives.ended()
-        return _from_bytes(raw, like.dtype, like.shape).to(like.device)
+        return _from_bytes(raw_bytes, like.dtype, like.shape).to(like.device)
 
-    def all_gather_object(self, obj: Any) -> list[Any]:  # Any: the caller's objects
-        message, error = _message_of(obj, self.codec)
-        lengths = self.all_gather(torch.tensor(len(message))).tolist()
-        rows = self.all_gather(_padded(message, max(lengths)))
-        if error is not None:
-            raise error
+    def all_gather_object(
+        self, python_object: Any
+    ) -> list[Any]:  # Any: the caller's objects
+        message, encoding_error = _message_of(python_object, self.codec)
+        message_lengths = self.all_gather(torch.tensor(len(message))).tolist()
+        padded_messages = self.all_gather(_padded_bytes(message, max(message_lengths)))
+        if encoding_error is not None:
+            raise encoding_error
         messages = (
-            row[:length].numpy().tobytes()
-            for row, length in zip(rows, lengths, strict=True)
+            padded_message[:num_bytes].numpy().tobytes()
+            for padded_message, num_bytes in zip(
+                padded_messages, message_lengths, strict=True
+            )
         )
         return [_object_of(message, self.codec) for message in messages]
 
     # Any: the caller's objects
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        message, error = (
-            _message_of(obj, self.codec) if self.rank == src else (b"", None)
+    def broadcast_object(self, python_object: Any, src: int = 0) -> Any:
+        message, encoding_error = (
+            _message_of(python_object, self.codec) if self.rank == src else (b"", None)
         )
-        length = int(self.broadcast(torch.tensor(len(message)), src))
-        sent = self.broadcast(_padded(message, length), src)
-        if error is not None:
-            raise error
-        return _object_of(sent.numpy().tobytes(), self.codec)
+        num_bytes = int(self.broadcast(torch.tensor(len(message)), src))
+        received_bytes = self.broadcast(_padded_bytes(message, num_bytes), src)
+        if encoding_error is not None:
+            raise encoding_error
+        return _object_of(received_bytes.numpy().tobytes(), self.codec)
 
     def exchange(
         self,
@@ -254,21 +277,23 @@ class ProcessGroupComm:
         receives: Sequence[tuple[int, Tensor]],
     ) -> None:
         self.collectives.note("exchange")
-        if self._wire is None:
-            same = "cpu" in self._device_types
-            limit = timedelta(seconds=self._timeout_s)
-            self._wire = (
+        if self._host_group is None:
+            reads_host_tensors = "cpu" in self._device_types
+            time_limit = timedelta(seconds=self._timeout_s)
+            self._host_group = (
                 self.group
-                if same
-                else dist.new_group(list(self.ranks), backend="gloo", timeout=limit)
+                if reads_host_tensors
+                else dist.new_group(
+                    list(self.ranks), backend="gloo", timeout=time_limit
+                )
             )
-        ways = ((dist.isend, sends), (dist.irecv, receives))
-        begun = [
-            begin(x, self._member(at), group=self._wire)
-            for begin, list_ in ways
-            for at, x in list_
+        starts_and_tensors = ((dist.isend, sends), (dist.irecv, receives))
+        pending_works = [
+            start_transfer(tensor, self._global_rank(position), group=self._host_group)
+            for start_transfer, tensors_by_position in starts_and_tensors
+            for position, tensor in tensors_by_position
         ]
-        for work in begun:
+        for work in pending_works:
             if work is not None:
                 work.wait()
         self.collectives.ended()
@@ -292,45 +317,57 @@ class ProcessGroupComm:
         """Destroy the group. Called only by its owner."""
         dist.destroy_process_group(self.group)
 
-    def _member(self, src: int) -> int:
+    def _global_rank(self, src: int) -> int:
         if not 0 <= src < self.size:
             raise CommError(
                 f"src={src} is not a position in a group of {self.size}; use 0 to {self.size - 1}."
             )
         return self.ranks[src]
 
-    def _on_backend(self, x: Tensor) -> Tensor:
+    def _on_backend(self, tensor: Tensor) -> Tensor:
         """Return a contiguous tensor on a device that the backend can read."""
-        device = x.device if x.device.type in self._device_types else self._readable
-        return x.detach().to(device).contiguous()
+        device = (
+            tensor.device
+            if tensor.device.type in self._device_types
+            else self._readable
+        )
+        return tensor.detach().to(device).contiguous()
 
-    def _bytes(self, x: Tensor) -> Tensor:
+    def _raw_bytes(self, tensor: Tensor) -> Tensor:
         """Return the tensor's raw bytes, which every backend can move for every dtype."""
-        y = self._on_backend(x)
-        y = torch.view_as_real(y.resolve_conj()) if y.is_complex() else y.resolve_neg()
-        flat = y.reshape(-1)
-        if flat.stride(0) != 1:  # one element of a column keeps the column's stride
-            flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(
-                flat
-            )
-        return flat.view(torch.uint8)
+        readable_tensor = self._on_backend(tensor)
+        readable_tensor = (
+            torch.view_as_real(readable_tensor.resolve_conj())
+            if readable_tensor.is_complex()
+            else readable_tensor.resolve_neg()
+        )
+        flat_tensor = readable_tensor.reshape(-1)
+        if (
+            flat_tensor.stride(0) != 1
+        ):  # one element of a column keeps the column's stride
+            flat_tensor = torch.empty_like(
+                flat_tensor, memory_format=torch.contiguous_format
+            ).copy_(flat_tensor)
+        return flat_tensor.view(torch.uint8)
 
 
-def _from_bytes(raw: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+def _from_bytes(raw_bytes: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     if dtype.is_complex:
-        real = torch.empty((), dtype=dtype).real.dtype
-        return torch.view_as_complex(raw.view(real).reshape(*shape, 2))
-    return raw.view(dtype).reshape(tuple(shape))
+        real_dtype = torch.empty((), dtype=dtype).real.dtype
+        return torch.view_as_complex(raw_bytes.view(real_dtype).reshape(*shape, 2))
+    return raw_bytes.view(dtype).reshape(tuple(shape))
 
 
 def _device_types(group: dist.ProcessGroup) -> frozenset[str]:
     """Return the device types whose tensors the group's backends accept, such as {"cpu", "cuda"}."""
-    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    backend_config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     return frozenset(
-        part.partition(":")[0] for part in str(config).split(",") if ":" in part
+        device_backend.partition(":")[0]
+        for device_backend in str(backend_config).split(",")
+        if ":" in device_backend
     )
 
 
-def _tag(ranks: Sequence[int]) -> str:
+def _group_tag(ranks: Sequence[int]) -> str:
     # hashes of int tuples are the same in every process
     return f"{len(ranks)}-{hash(tuple(ranks)) & 0xFFFFFFFF:x}"

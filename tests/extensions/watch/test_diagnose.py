@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hasten.comm.collective_log import LIBRARIES, CollectiveRecord, caller
+from hasten.comm.collective_log import LIBRARIES, CollectiveRecord, calling_line
 from hasten.extensions.watch import observe as processes
 from hasten.extensions.watch import stacks
 from hasten.extensions.watch import wording as words
@@ -482,7 +482,7 @@ def test_the_trail_names_the_users_line() -> None:
         line,
     )
     assert (collectives.count, collectives.turns["w"]) == (1, 1)
-    assert caller(1)[0] == __file__
+    assert calling_line(1)[0] == __file__
     with collectives.patience("main_process_first"):
         assert collectives.block == "main_process_first"
     assert collectives.block == ""

@@ -50,7 +50,7 @@ def test_a_store_that_dies_is_told() -> None:
 def test_one_rank_speaks_for_all_that_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("hasten.comm.process_group._TELL_AFTER_S", 0.2)
+    monkeypatch.setattr("hasten.comm.process_group._REPORT_AFTER_S", 0.2)
     store = HashStore()
 
     def wait(rank: int) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from hasten.comm.collective_log import CollectiveRecord, begun_collectives
+from hasten.comm.collective_log import CollectiveRecord, count_collectives
 from hasten.errors import StallError
 from hasten.extensions.watch import stacks
 from hasten.extensions.watch.state import CodeLine, Note, State, Status, Thread
@@ -138,7 +138,7 @@ class Observer:
             failed,
             namespace(),
             self.counts()
-            if ended and begun_collectives(self.device_type)
+            if ended and count_collectives(self.device_type)
             else None,  # a destroyed group has no counters
         )
 
@@ -148,7 +148,7 @@ class Observer:
             f"barrier/{name}": turn
             for name, turn in self.collectives.turns.copy().items()
         }
-        return barriers | begun_collectives(self.device_type)
+        return barriers | count_collectives(self.device_type)
 
     def start_looking(self) -> None:
         """Start measuring CPU time and file I/O."""
