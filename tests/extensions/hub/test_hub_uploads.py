@@ -229,18 +229,12 @@ def test_wrong_arguments(repo_id: str, options: dict[str, object], match: str) -
 
 
 def test_a_card_holds_the_numbers_of_the_run() -> None:
-    history = [
-        {"step": step, "epoch": step / 100, "loss": 1 / step} for step in range(1, 101)
-    ]
-    history.append({"step": 100, "eval_loss": 0.5})
     text = model_card(
         CardContent(
-            name="a/b", history=history, settings={"api_key": "abc", "note": "x | y"}
+            name="a/b", metrics={"loss": 0.25, "api_key": "abc", "note": "x | y"}
         )
     )
     assert MARK in text
-    assert "| step | epoch | eval_loss | loss |" in text
-    assert "| 100 | 1 | 0.5 | 0.01 |" in text
-    assert text.count("\n| ") < 70, "fifty rows, evenly spaced"
+    assert "| loss | 0.25 |" in text
     assert "abc" not in text
     assert "x \\| y" in text

@@ -60,9 +60,7 @@ def upload(
     folder: str | Path,
     target: HubRepository,
     message: str,
-    ignore: Sequence[str] = (),
-    **options: Any,
-) -> str:  # Any: options of the client's upload_folder
+) -> str:
     """Upload a folder as one commit, creating the repository if it is new; return the commit's URL.
 
     Large files are sent before the commit: after an interruption, those that have arrived are not sent again. Weight files of an
@@ -77,12 +75,14 @@ def upload(
     client = _client(target)
 
     def send() -> str:
-        repository = _create_repository(client, target)
+        created = client.create_repo(
+            target.repo_id, private=target.private, exist_ok=True
+        )
+        repository = str(created.repo_id)
         if target.revision is not None:
             client.create_branch(repository, branch=target.revision, exist_ok=True)
         unwanted = [
             ".hasten-*",
-            *ignore,
             *_cards_to_skip(client, root, repository, target.revision),
         ]
         sent = {
@@ -99,7 +99,6 @@ def upload(
         given = {
             "revision": target.revision,
             "delete_patterns": _stale_weights(there, sent),
-            **options,
         }
         return str(
             client.upload_folder(
@@ -112,25 +111,6 @@ def upload(
         )
 
     return _guarded(send, target, f"the upload to {target.repo_id}", _UPLOAD_FAILED)
-
-
-def check_access(target: HubRepository) -> None:
-    """Create the repository if it is new, which shows whether the token may write to it. Raises: HubError."""
-    client = _client(target)
-    what = f"the upload to {target.repo_id} would fail: creating the repository"
-    _guarded(
-        lambda: _create_repository(client, target), target, what, "Nothing was trained."
-    )
-
-
-# Any: the client is a foreign class
-def _create_repository(client: Any, target: HubRepository) -> str:
-    """Create the repository if it is new and return its whole name."""
-    return str(
-        client.create_repo(
-            target.repo_id, private=target.private, exist_ok=True
-        ).repo_id
-    )
 
 
 _UPLOAD_FAILED: Final = "The repository still shows its previous commit; push again: large files that have arrived are not sent again."

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -38,25 +38,18 @@ STAGED: Final = ".hasten-hub-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderPush:
-    """A folder to upload, with its message and the client's options. Any: options of the Hub client."""
+    """A folder to upload, and the message of its commit."""
 
     folder: Path
     target: HubRepository
     message: str
-    ignore: tuple[str, ...] = ()
-    temporary: bool = False
-    """True if the folder is deleted after the upload."""
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     def send(self) -> str:
-        """Upload the folder and return the commit's URL."""
+        """Upload the folder, delete it, and return the commit's URL."""
         try:
-            return hub.upload(
-                self.folder, self.target, self.message, self.ignore, **self.options
-            )
+            return hub.upload(self.folder, self.target, self.message)
         finally:
-            if self.temporary:
-                shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class BackgroundCall:
@@ -117,11 +110,6 @@ def _logged(send: Callable[[], str]) -> str:
 
 class Publishing:
     """Uploads of a run's models to the Hub, one at a time, by the main process."""
-
-    repository: Final = HubRepository
-    folder_push: Final = FolderPush
-    card: Final = CardContent
-    check_access = staticmethod(hub.check_access)
 
     def __init__(
         self,
@@ -230,9 +218,7 @@ class Publishing:
                     options.get("revision"),
                 )
                 message = options.get("commit_message", "Upload model")
-                made = FolderPush(
-                    folder=folder, target=target, message=message, temporary=True
-                )
+                made = FolderPush(folder=folder, target=target, message=message)
         return self.push(made, blocking)
 
     def _write(
