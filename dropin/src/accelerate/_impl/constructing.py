@@ -49,57 +49,59 @@ class Arguments:
     dynamo: kinds.TorchDynamoPlugin = field(default_factory=kinds.TorchDynamoPlugin)
 
 
-def sort_arguments(given: dict[str, Any]) -> Arguments:
+def sort_arguments(arguments: dict[str, Any]) -> Arguments:
     """Return the arguments of Accelerator(), checked. Raises: ValueError as callers match it."""
     sorted_arguments = Arguments()
     settings = sorted_arguments.settings
-    if given["torch_tp_plugin"] is not None:
+    if arguments["torch_tp_plugin"] is not None:
         warnings.warn(message("tp_plugin_deprecated"), FutureWarning, stacklevel=3)
-    _precision(settings, given["mixed_precision"], given["cpu"])
-    _handlers(sorted_arguments, given["kwargs_handlers"])
-    _project(sorted_arguments, given["project_dir"], given["project_config"])
+    _precision(settings, arguments["mixed_precision"], arguments["cpu"])
+    _handlers(sorted_arguments, arguments["kwargs_handlers"])
+    _project(sorted_arguments, arguments["project_dir"], arguments["project_config"])
     _accumulation(
         sorted_arguments,
-        given["gradient_accumulation_steps"],
-        given["gradient_accumulation_plugin"],
+        arguments["gradient_accumulation_steps"],
+        arguments["gradient_accumulation_plugin"],
     )
-    if given["dataloader_config"] is not None:
-        sorted_arguments.data = given["dataloader_config"]
-    if given["split_batches"] is not UNSET:
-        sorted_arguments.data.split_batches = bool(given["split_batches"])
-    explicit = given["gradient_accumulation_plugin"] is not None
+    if arguments["dataloader_config"] is not None:
+        sorted_arguments.data = arguments["dataloader_config"]
+    if arguments["split_batches"] is not UNSET:
+        sorted_arguments.data.split_batches = bool(arguments["split_batches"])
+    explicit = arguments["gradient_accumulation_plugin"] is not None
     _engine(
         sorted_arguments,
-        given["deepspeed_plugin"],
-        given["deepspeed_plugins"],
+        arguments["deepspeed_plugin"],
+        arguments["deepspeed_plugins"],
         explicit,
     )
-    if (megatron := given["megatron_lm_plugin"]) is not None:
+    if (megatron := arguments["megatron_lm_plugin"]) is not None:
         if not hasattr(megatron, "to_hasten"):
             raise TypeError("`megatron_lm_plugin` must be a MegatronLMPlugin object.")
         settings["strategy"], settings["megatron_lm_plugin"] = (
             "megatron",
             megatron.to_hasten(),
         )
-    _sharding(sorted_arguments, given["fsdp_plugin"])
-    _compiling(sorted_arguments, given["dynamo_plugin"], given["dynamo_backend"])
-    if given["parallelism_config"] is not None:
-        settings["parallelism_config"] = given["parallelism_config"].to_hasten()
-    settings["device_placement"] = bool(given["device_placement"])
-    _master_weights(sorted_arguments, given["parallelism_config"])
+    _sharding(sorted_arguments, arguments["fsdp_plugin"])
+    _compiling(
+        sorted_arguments, arguments["dynamo_plugin"], arguments["dynamo_backend"]
+    )
+    if arguments["parallelism_config"] is not None:
+        settings["parallelism_config"] = arguments["parallelism_config"].to_hasten()
+    settings["device_placement"] = bool(arguments["device_placement"])
+    _master_weights(sorted_arguments, arguments["parallelism_config"])
     return sorted_arguments
 
 
 def _master_weights(sorted_arguments: Arguments, parallelism: Any) -> None:
     """float32 masters where the model is sharded, the model's own weights elsewhere: as scripts expect them here."""
-    asked = environment().get("ACCELERATE_USE_FSDP", "false").lower() in (
+    launched_with_fsdp = environment().get("ACCELERATE_USE_FSDP", "false").lower() in (
         "true",
         "1",
         "yes",
     )
     sharded = (
         sorted_arguments.fsdp is not None
-        or asked
+        or launched_with_fsdp
         or getattr(parallelism, "dp_shard_size", 1) != 1
     )
     if not sharded:
@@ -107,22 +109,22 @@ def _master_weights(sorted_arguments: Arguments, parallelism: Any) -> None:
 
 
 def _precision(settings: dict[str, Any], mixed_precision: Any, cpu: bool) -> None:
-    chosen = None if mixed_precision is None else str(mixed_precision)
-    if chosen is not None and chosen not in PrecisionType:
+    precision = None if mixed_precision is None else str(mixed_precision)
+    if precision is not None and precision not in PrecisionType:
         raise ValueError(
-            f"Unknown mixed_precision mode: {chosen}. Choose between {PrecisionType.list()}"
+            f"Unknown mixed_precision mode: {precision}. Choose between {PrecisionType.list()}"
         )
     if AMBIENT.whole:  # quirk: PRECISION_IS_FIXED
-        AcceleratorState()._check_initialized(chosen, cpu)
-        chosen = AMBIENT.whole["_mixed_precision"]
-    if chosen is not None:
-        settings["mixed_precision"] = chosen
+        AcceleratorState()._check_initialized(precision, cpu)
+        precision = AMBIENT.whole["_mixed_precision"]
+    if precision is not None:
+        settings["mixed_precision"] = precision
     if cpu or AMBIENT.partial.get("_cpu") or stands_in(assigned_device(environment())):
         settings["cpu"] = True
 
 
 def _handlers(sorted_arguments: Arguments, handlers: Any) -> None:
-    made = []
+    hasten_handlers = []
     for handler in handlers or ():
         assert isinstance(handler, kinds.KwargsHandler), message(
             "unsupported_handler", handler
@@ -133,9 +135,9 @@ def _handlers(sorted_arguments: Arguments, handlers: Any) -> None:
                 f"You can only pass one {type(handler)} in `kwargs_handlers`."
             )
         sorted_arguments.handlers[name] = handler
-        made.append(handler.to_hasten())
-    if made:
-        sorted_arguments.settings["kwargs_handlers"] = made
+        hasten_handlers.append(handler.to_hasten())
+    if hasten_handlers:
+        sorted_arguments.settings["kwargs_handlers"] = hasten_handlers
 
 
 def _project(
@@ -160,9 +162,13 @@ def _accumulation(
 ) -> None:
     if plugin is not None and steps != 1:
         raise ValueError(message("steps_and_plugin"))
-    given = int(environment().get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", str(steps)))
+    num_steps = int(
+        environment().get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", str(steps))
+    )
     sorted_arguments.accumulation = (
-        kinds.GradientAccumulationPlugin(num_steps=given) if plugin is None else plugin
+        kinds.GradientAccumulationPlugin(num_steps=num_steps)
+        if plugin is None
+        else plugin
     )
     if (
         sorted_arguments.accumulation.num_steps is not None

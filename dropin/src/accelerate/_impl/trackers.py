@@ -58,7 +58,10 @@ class GeneralTracker:
         ]
         if missing:
             raise NotImplementedError(
-                message("tracker_incomplete", ", ".join(f"`{one}`" for one in missing))
+                message(
+                    "tracker_incomplete",
+                    ", ".join(f"`{attribute}`" for attribute in missing),
+                )
             )
 
     def start(self) -> None:
@@ -142,11 +145,12 @@ class _Package(GeneralTracker):
             if fits(value):
                 yield key, value
             else:
-                said = (
+                rejected_text = (
                     f'a value of "{value}" of type {type(value)} for key "{key}" as a'
                 )
                 logger.warning_once(
-                    words.replace("a value", said, 1) + " so we dropped this attribute."
+                    words.replace("a value", rejected_text, 1)
+                    + " so we dropped this attribute."
                 )
 
 
@@ -181,8 +185,8 @@ class TensorBoardTracker(_Package):
         config = plain_config(values)
         moment, plain = str(time.time()), (int, float, str, type(None))
         shown = {
-            name: one if isinstance(one, plain) else json.dumps(one)
-            for name, one in config.items()
+            name: setting if isinstance(setting, plain) else json.dumps(setting)
+            for name, setting in config.items()
         }
         self.writer.add_hparams(shown, metric_dict={}, run_name=moment)
         self.writer.flush()
@@ -195,9 +199,12 @@ class TensorBoardTracker(_Package):
         self, values: dict[str, Any], step: int | None = None, **kwargs: Any
     ) -> None:
         """Plot numbers and dicts of numbers, and show strings; nothing is recorded of values that are neither."""
-        for name, given in values.items():
-            alone = hasattr(given, "item") and getattr(given, "shape", ()) in ((), (1,))
-            value = given.item() if alone else given
+        for name, logged in values.items():
+            is_scalar = hasattr(logged, "item") and getattr(logged, "shape", ()) in (
+                (),
+                (1,),
+            )
+            value = logged.item() if is_scalar else logged
             add = next(
                 (method for kind, method in _ADDERS if isinstance(value, kind)), None
             )
@@ -250,7 +257,7 @@ class WandBTracker(_Tables):
     ) -> None:
         self.log(
             {
-                key: [self._module.Image(one) for one in images]
+                key: [self._module.Image(image) for image in images]
                 for key, images in values.items()
             },
             step,
@@ -323,16 +330,20 @@ class AimTracker(_Package):
         self, values: dict[str, Any], step: int | None = None, kwargs: Any = None
     ) -> None:
         """Record images, or pairs of an image and its caption; `kwargs` holds those of `aim_image` and of `track`."""
-        made, tracked = (
+        image_options, track_options = (
             (kwargs or {}).get(name, {}) for name in ("aim_image", "track")
         )
-        for name, given in values.items():
-            image, caption = given if isinstance(given, tuple) else (given, "")
+        for name, image_or_pair in values.items():
+            image, caption = (
+                image_or_pair
+                if isinstance(image_or_pair, tuple)
+                else (image_or_pair, "")
+            )
             self.writer.track(
-                self._module.Image(image, caption=caption, **made),
+                self._module.Image(image, caption=caption, **image_options),
                 name=name,
                 step=step,
-                **tracked,
+                **track_options,
             )
 
 
@@ -363,26 +374,26 @@ class MLflowTracker(_Package):
         description: str | None = None,
     ) -> None:
         super().__init__(run_name)
-        told = os.environ.get
+        variable_or = os.environ.get
         self.experiment_name, self.logging_dir = (
-            told("MLFLOW_EXPERIMENT_NAME", experiment_name),
+            variable_or("MLFLOW_EXPERIMENT_NAME", experiment_name),
             logging_dir,
         )
         self.run_id, self.description, tags = (
-            told("MLFLOW_RUN_ID", run_id),
+            variable_or("MLFLOW_RUN_ID", run_id),
             description,
-            told("MLFLOW_TAGS", tags),
+            variable_or("MLFLOW_TAGS", tags),
         )
         self.tags = json.loads(tags) if isinstance(tags, str) else tags
         self.nested_run = bool(
-            str_to_bool(told("MLFLOW_NESTED_RUN", str(nested_run or False)))
+            str_to_bool(variable_or("MLFLOW_NESTED_RUN", str(nested_run or False)))
         )
 
     def _open(self) -> Any:
         mlflow, name = self._module, self.experiment_name
-        known = mlflow.search_experiments(filter_string=f"name = '{name}'")
-        if len(known) > 0:
-            experiment = known[0].experiment_id
+        experiments = mlflow.search_experiments(filter_string=f"name = '{name}'")
+        if len(experiments) > 0:
+            experiment = experiments[0].experiment_id
         else:
             experiment = mlflow.create_experiment(
                 name=name, artifact_location=self.logging_dir, tags=self.tags
@@ -409,9 +420,11 @@ class MLflowTracker(_Package):
                     )
                 )
                 del values[name]
-        left = iter(values.items())
-        while some := dict(islice(left, bounds.MAX_PARAMS_TAGS_PER_BATCH)):
-            self._module.log_params(some)
+        remaining_items = iter(values.items())
+        while parameter_batch := dict(
+            islice(remaining_items, bounds.MAX_PARAMS_TAGS_PER_BATCH)
+        ):
+            self._module.log_params(parameter_batch)
 
     @on_main_process
     def log(
@@ -450,13 +463,13 @@ class ClearMLTracker(_Tables):
         if running := kind.current_task():
             self._initialized_externally = True
             return running
-        named = {
+        names = {
             name: os.environ.get(f"CLEARML_{name.upper()}", self.run_name)
             for name in ("project", "task")
         }
         return kind.init(
             **{
-                **{f"{name}_name": one for name, one in named.items()},
+                **{f"{name}_name": setting for name, setting in names.items()},
                 **self.init_kwargs,
             }
         )
@@ -506,9 +519,9 @@ class ClearMLTracker(_Tables):
 
 
 def _plot(name: str) -> dict[str, str]:
-    line, _, rest = name.partition("_")
-    if line in ("train", "eval", "test") and rest:
-        return {"title": rest, "series": line}
+    line, _, metric_name = name.partition("_")
+    if line in ("train", "eval", "test") and metric_name:
+        return {"title": metric_name, "series": line}
     return {"title": name, "series": "train"}
 
 
@@ -578,19 +591,23 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
     """Return the trackers asked for that can run here: kinds or instances."""
     if log_with is None:
         return []
-    asked = list(log_with) if isinstance(log_with, list | tuple) else [log_with]
-    if any(str(one) == "all" for one in asked):
+    requested = list(log_with) if isinstance(log_with, list | tuple) else [log_with]
+    if any(str(kind_or_tracker) == "all" for kind_or_tracker in requested):
         return [
-            one for one in asked if isinstance(one, GeneralTracker)
+            kind_or_tracker
+            for kind_or_tracker in requested
+            if isinstance(kind_or_tracker, GeneralTracker)
         ] + get_available_trackers()
-    found: dict[str, Any] = {}
-    for one in asked:
-        own = isinstance(one, GeneralTracker)
-        found.setdefault(
-            str(id(one)) if own else str(one),
-            one if own else _runnable(str(one), logging_dir),
+    trackers_by_key: dict[str, Any] = {}
+    for kind_or_tracker in requested:
+        is_instance = isinstance(kind_or_tracker, GeneralTracker)
+        trackers_by_key.setdefault(
+            str(id(kind_or_tracker)) if is_instance else str(kind_or_tracker),
+            kind_or_tracker
+            if is_instance
+            else _runnable(str(kind_or_tracker), logging_dir),
         )
-    return [kind for kind in found.values() if kind is not None]
+    return [kind for kind in trackers_by_key.values() if kind is not None]
 
 
 def _runnable(name: str, logging_dir: Any) -> Any:
@@ -626,13 +643,15 @@ def begin(
     for kind in kinds if PartialState().is_main_process else ():
         tracker: Any = kind
         if not isinstance(kind, GeneralTracker):
-            made: Any = LOGGER_TYPE_TO_CLASS[str(kind)]
-            place = (
+            tracker_class: Any = LOGGER_TYPE_TO_CLASS[str(kind)]
+            folder_arguments = (
                 [logging_dir]
-                if getattr(made, "requires_logging_directory", False)
+                if getattr(tracker_class, "requires_logging_directory", False)
                 else []
             )
-            tracker = made(project, *place, **init_kwargs.get(str(kind), {}))
+            tracker = tracker_class(
+                project, *folder_arguments, **init_kwargs.get(str(kind), {})
+            )
         tracker.start()
         if config is not None:
             tracker.store_init_configuration(config)

@@ -244,16 +244,16 @@ class _Files:
         return torch_folder.is_torch_folder(self.shards) or self.whole.is_file()
 
     def write(
-        self, state: dict[str, Any], world: Comm, whole: bool, use_dcp: bool
+        self, state: dict[str, Any], world: Comm, is_full: bool, use_dcp: bool
     ) -> None:
         """Write a state dictionary. Ranks: every rank."""
         self.whole.parent.mkdir(parents=True, exist_ok=True)
         with agreeing(world, f"writing {self.kind} files to {self.whole.parent}"):
-            if whole and world.rank == 0:
+            if is_full and world.rank == 0:
                 torch.save(state, self.whole)
-            elif not whole and not use_dcp:
+            elif not is_full and not use_dcp:
                 torch.save(state, self.of_rank)
-        if not whole and use_dcp:
+        if not is_full and use_dcp:
             with warnings.catch_warnings():
                 # one process
                 warnings.filterwarnings(
@@ -340,11 +340,11 @@ def _fill_weights(state: dict[str, Any], folder: Path) -> None:
     torch_folder.fill({prefix + name: value for name, value in state.items()}, folder)
 
 
-def _check_names(place: Path, names: set[str], stored: set[str]) -> None:
+def _check_names(checkpoint: Path, names: set[str], stored: set[str]) -> None:
     if names != stored:
         missing, unexpected = sorted(names - stored), sorted(stored - names)
         raise CheckpointError(
-            f"{place}: the checkpoint lacks {missing[:3]} and has {unexpected[:3]}, which the model does not. Nothing was loaded. "
+            f"{checkpoint}: the checkpoint lacks {missing[:3]} and has {unexpected[:3]}, which the model does not. Nothing was loaded. "
             "Build the model (with its adapter) as it was when it was saved."
         )
 

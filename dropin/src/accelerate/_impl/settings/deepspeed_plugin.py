@@ -141,9 +141,11 @@ class DeepSpeedPlugin:
         }
         for name, (key, _) in _OPTIONS.items():
             *path, last = key.split(".")
-            reduce(lambda node, key_part: node.setdefault(key_part, {}), path, config)[
-                last
-            ] = getattr(self, name)
+            reduce(
+                lambda node, path_segment: node.setdefault(path_segment, {}),
+                path,
+                config,
+            )[last] = getattr(self, name)
         for offload_section in (
             config[_ZERO]["offload_optimizer"],
             config[_ZERO]["offload_param"],

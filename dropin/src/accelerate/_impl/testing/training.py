@@ -79,11 +79,11 @@ def mocked_dataloaders(
 
 
 def _tokenized(tokenizer: Any, labels: list[str], of: Any) -> Any:
-    made = tokenizer(
+    tokenized = tokenizer(
         of["sentence1"],
         of["sentence2"],
         truncation=True,
         max_length=None,
         padding="max_length",
     )
-    return {**made, "labels": [labels.index(label) for label in of["label"]]}
+    return {**tokenized, "labels": [labels.index(label) for label in of["label"]]}

@@ -65,11 +65,13 @@ def distributed_type_of(
 
 def _asked(name: str) -> Any:
     """Return what hasten's Process has under this name, of the process that runs now; its properties are PartialState's."""
-    told = getattr(Process, name)
-    if isinstance(told, property):
-        return shown(lambda self: getattr(PartialState(), name), str(told.__doc__))
+    process_member = getattr(Process, name)
+    if isinstance(process_member, property):
+        return shown(
+            lambda self: getattr(PartialState(), name), str(process_member.__doc__)
+        )
 
-    @wraps(told)
+    @wraps(process_member)
     def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(ambient.process(), name)(*args, **kwargs)
 
@@ -186,12 +188,16 @@ class PartialState(_Shared):
 
 def _group_settings(kwargs: dict[str, Any]) -> GroupSettings:
     backend, timeout = kwargs.get("backend"), kwargs.get("timeout")
-    made = GroupSettings(
+    group_settings = GroupSettings(
         backend=None if backend == "nccl" else backend,
         init_method=kwargs.get("init_method"),
     )
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    return made if seconds is None else replace(made, timeout_s=float(seconds))
+    return (
+        group_settings
+        if seconds is None
+        else replace(group_settings, timeout_s=float(seconds))
+    )
 
 
 def fill_partial(
@@ -199,34 +205,34 @@ def fill_partial(
 ) -> None:
     """Write down what PartialState shows, starting the context on first use."""
     ctx = ambient.start(cpu, settings)
-    place = ctx.topology
+    topology = ctx.topology
     AMBIENT.partial.update(
         _cpu=cpu or parse_flag_from_env("ACCELERATE_USE_CPU"),
         backend=dist.get_backend()
-        if dist.is_initialized() and place.world_size > 1
+        if dist.is_initialized() and topology.world_size > 1
         else None,
         device=_device(ctx.device),
         debug=parse_flag_from_env("ACCELERATE_DEBUG_MODE"),
-        distributed_type=distributed_type_of(strategy, ctx.device, place.world_size),
-        num_processes=place.world_size,
-        process_index=place.rank,
-        local_process_index=place.local_rank,
+        distributed_type=distributed_type_of(strategy, ctx.device, topology.world_size),
+        num_processes=topology.world_size,
+        process_index=topology.rank,
+        local_process_index=topology.local_rank,
         fork_launched=parse_flag_from_env("FORK_LAUNCHED"),
     )
     state = PartialState()
     state.backend, state.distributed_type = state._prepare_backend(cpu)
     if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
-        set_numa_affinity(place.local_rank)
+        set_numa_affinity(topology.local_rank)
 
 
-def _device(chosen: torch.device) -> torch.device:
+def _device(run_device: torch.device) -> torch.device:
     """Return the device as it is shown: with the index of ACCELERATE_TORCH_DEVICE or of a launch, else without one."""
-    if asked := environment().get("ACCELERATE_TORCH_DEVICE"):
-        return torch.device(asked) if chosen.type == "cpu" else chosen
+    if device_name := environment().get("ACCELERATE_TORCH_DEVICE"):
+        return torch.device(device_name) if run_device.type == "cpu" else run_device
     return (
-        chosen
-        if chosen.index or "LOCAL_RANK" in environment()
-        else torch.device(chosen.type)
+        run_device
+        if run_device.index or "LOCAL_RANK" in environment()
+        else torch.device(run_device.type)
     )
 
 
@@ -234,7 +240,9 @@ def fill_whole(mixed_precision: str, fsdp_plugin: Any = None, **plugins: Any) ->
     """Write down what AcceleratorState shows, beside what PartialState does."""
     if fsdp_plugin is not None:
         plugins["fsdp_plugin"] = fsdp_plugin
-    compiled = (one := plugins.get("dynamo_plugin")) is not None and one.backend != "NO"
+    compiled = (
+        dynamo_plugin := plugins.get("dynamo_plugin")
+    ) is not None and dynamo_plugin.backend != "NO"
     if (
         compiled
         and mixed_precision == "no"
@@ -339,11 +347,15 @@ class AcceleratorState(_Shared):
         plugins = self._shared_state.get("deepspeed_plugins")
         if plugins is None:
             raise ValueError(message("deepspeed_not_enabled"))
-        if name not in (known := plugins if isinstance(plugins, dict) else {}):
+        if name not in (
+            plugins_by_name := plugins if isinstance(plugins, dict) else {}
+        ):
             raise ValueError(
-                message("no_such_plugin", name, sorted(known) or "none by name")
+                message(
+                    "no_such_plugin", name, sorted(plugins_by_name) or "none by name"
+                )
             )
-        return known
+        return plugins_by_name
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:

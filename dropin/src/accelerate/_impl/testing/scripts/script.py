@@ -278,28 +278,32 @@ def training_check(use_seedable_sampler: bool = False) -> None:
     state: Any = AcceleratorState()
     generator, size, n = torch.Generator(), 8, state.num_processes
     data, plain = mock_training(size * 4 * n, size * n, generator, use_seedable_sampler)
-    for split, said in ((False, "no batch split"), (True, "batch split")):
-        made = _trained(
+    for split, split_text in ((False, "no batch split"), (True, "batch split")):
+        trained = _trained(
             data,
             generator,
             size * n if split else size,
             use_seedable_sampler,
             split_batches=split,
         )
-        for mine, theirs in zip(plain.parameters(), made.parameters(), strict=True):
-            assert torch.allclose(mine, theirs, atol=ATOL, rtol=RTOL), (
-                f"{said}: {theirs} instead of {mine}"
-            )
+        for plain_parameter, trained_parameter in zip(
+            plain.parameters(), trained.parameters(), strict=True
+        ):
+            assert torch.allclose(
+                plain_parameter, trained_parameter, atol=ATOL, rtol=RTOL
+            ), f"{split_text}: {trained_parameter} instead of {plain_parameter}"
         state.print(
-            f"Training yielded the same results on one CPU or distributed setup with {said}."
+            f"Training yielded the same results on one CPU or distributed setup with {split_text}."
         )
     for precision in ("bf16", "fp16"):
-        made = _trained(
+        trained = _trained(
             data, generator, size, use_seedable_sampler, mixed_precision=precision
         )
-        for mine, theirs in zip(plain.parameters(), made.parameters(), strict=True):
-            assert torch.allclose(mine, theirs, atol=0.1), (
-                f"{precision}: {theirs}, far from {mine}"
+        for plain_parameter, trained_parameter in zip(
+            plain.parameters(), trained.parameters(), strict=True
+        ):
+            assert torch.allclose(plain_parameter, trained_parameter, atol=0.1), (
+                f"{precision}: {trained_parameter}, far from {plain_parameter}"
             )
         state.print(f"{precision.upper()} training check.")
     AcceleratorState._reset_state()
@@ -308,59 +312,68 @@ def training_check(use_seedable_sampler: bool = False) -> None:
 
 def test_split_between_processes_list() -> None:
     state = AcceleratorState()
-    with state.split_between_processes(list(range(2 * state.num_processes))) as part:
-        assert part == [2 * state.process_index, 2 * state.process_index + 1], part
+    with state.split_between_processes(
+        list(range(2 * state.num_processes))
+    ) as own_share:
+        assert own_share == [2 * state.process_index, 2 * state.process_index + 1], (
+            own_share
+        )
     if state.num_processes > 1:
         with state.split_between_processes(
             list(range(3 * state.num_processes - 1)), apply_padding=True
-        ) as part:
-            assert len(part) == 3, part
+        ) as own_share:
+            assert len(own_share) == 3, own_share
 
 
 def test_split_between_processes_nested_dict() -> None:
     state = AcceleratorState()
-    count, at = 2 * state.num_processes, state.process_index
-    whole: dict[str, Any] = {
+    count, rank = 2 * state.num_processes, state.process_index
+    full_dict: dict[str, Any] = {
         "a": list(range(count)),
-        "b": [str(one) for one in range(count)],
+        "b": [str(number) for number in range(count)],
         "c": torch.arange(count),
     }
-    with state.split_between_processes(whole) as part:
-        assert part["a"] == [2 * at, 2 * at + 1] and part["b"] == [
-            str(2 * at),
-            str(2 * at + 1),
-        ], part
-        assert part["c"].tolist() == part["a"], part
+    with state.split_between_processes(full_dict) as own_share:
+        assert own_share["a"] == [2 * rank, 2 * rank + 1] and own_share["b"] == [
+            str(2 * rank),
+            str(2 * rank + 1),
+        ], own_share
+        assert own_share["c"].tolist() == own_share["a"], own_share
 
 
 def test_split_between_processes_tensor() -> None:
     state = AcceleratorState()
     rows = torch.arange(4 * state.num_processes).view(state.num_processes, 4)
-    with state.split_between_processes(rows) as part:
+    with state.split_between_processes(rows) as own_rows:
         assert torch.equal(
-            part.cpu(), rows[state.process_index : state.process_index + 1]
-        ), part
+            own_rows.cpu(), rows[state.process_index : state.process_index + 1]
+        ), own_rows
 
 
 def test_split_between_processes_evenly() -> None:
     """Check that every element is given to one process, and that shares differ by one at most."""
     state = AcceleratorState()
     everything = list(range(17))
-    with state.split_between_processes(everything) as part:
-        parts = gather_object([list(part)])
-    assert sorted(one for each in parts for one in each) == everything, parts
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1, parts
+    with state.split_between_processes(everything) as own_share:
+        shares_of_ranks = gather_object([list(own_share)])
+    assert (
+        sorted(element for each in shares_of_ranks for element in each) == everything
+    ), shares_of_ranks
+    assert max(map(len, shares_of_ranks)) - min(map(len, shares_of_ranks)) <= 1, (
+        shares_of_ranks
+    )
 
 
 def test_split_between_processes_dataset(datasets_Dataset: Any) -> None:  # noqa: N803  the original's name
     state = AcceleratorState()
-    whole = datasets_Dataset.from_list(
-        [{"k": one} for one in range(2 * state.num_processes)]
+    full_dataset = datasets_Dataset.from_list(
+        [{"k": number} for number in range(2 * state.num_processes)]
     )
-    with state.split_between_processes(whole) as part:
-        assert part["k"][:] == [2 * state.process_index, 2 * state.process_index + 1], (
-            part
-        )
+    with state.split_between_processes(full_dataset) as own_share:
+        assert own_share["k"][:] == [
+            2 * state.process_index,
+            2 * state.process_index + 1,
+        ], own_share
 
 
 def test_trigger() -> None:

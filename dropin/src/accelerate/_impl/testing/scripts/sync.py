@@ -34,10 +34,10 @@ def check_model_parameters(
     """Raise unless the gradients of two models are equal after a synchronised step, and different otherwise."""
     for a, b in zip(model_a.parameters(), model_b.parameters(), strict=True):
         if a.requires_grad and a.grad is not None and b.grad is not None:
-            same = torch.allclose(a.grad, b.grad, **kwargs)
-            wanted = "equal" if did_step else "different"
-            assert same == did_step, (
-                f"iteration {iteration}: {a.grad} and {b.grad} should be {wanted}"
+            are_equal = torch.allclose(a.grad, b.grad, **kwargs)
+            expected_relation = "equal" if did_step else "different"
+            assert are_equal == did_step, (
+                f"iteration {iteration}: {a.grad} and {b.grad} should be {expected_relation}"
             )
 
 
@@ -67,11 +67,25 @@ def get_training_setup(accelerator: Any, sched: bool = False) -> tuple[Any, ...]
     if not sched:
         return model, *accelerator.prepare(prepared, loader)
     optimizers = [
-        torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (model, prepared)
+        torch.optim.AdamW(model_or_optimizer.parameters(), lr=1e-3)
+        for model_or_optimizer in (model, prepared)
     ]
-    schedulers = [LambdaLR(one, lambda epoch: 0.65**epoch) for one in optimizers]
-    made = accelerator.prepare(prepared, optimizers[1], loader, schedulers[1])
-    return model, optimizers[0], schedulers[0], made[2], made[0], made[1], made[3]
+    schedulers = [
+        LambdaLR(model_or_optimizer, lambda epoch: 0.65**epoch)
+        for model_or_optimizer in optimizers
+    ]
+    prepared_objects = accelerator.prepare(
+        prepared, optimizers[1], loader, schedulers[1]
+    )
+    return (
+        model,
+        optimizers[0],
+        schedulers[0],
+        prepared_objects[2],
+        prepared_objects[0],
+        prepared_objects[1],
+        prepared_objects[3],
+    )
 
 
 def test_noop_sync(accelerator: Any) -> None:
@@ -86,7 +100,13 @@ def test_noop_sync(accelerator: Any) -> None:
 
 def _gradients(model: nn.Module) -> Tensor:
     return (
-        torch.stack([one.grad for one in model.parameters() if one.grad is not None])
+        torch.stack(
+            [
+                parameter.grad
+                for parameter in model.parameters()
+                if parameter.grad is not None
+            ]
+        )
         .detach()
         .clone()
     )
@@ -98,16 +118,18 @@ def test_distributed_sync(accelerator: Any) -> None:
     batch = next(iter(loader))
     with accelerator.no_sync(model):
         step_model(model, batch["x"], batch["y"], accelerator)
-    apart = accelerator.gather(_gradients(model)[None])
-    assert not torch.equal(apart[0], apart[1]), (
+    local_gradients = accelerator.gather(_gradients(model)[None])
+    assert not torch.equal(local_gradients[0], local_gradients[1]), (
         "no_sync let gradients reach the other process"
     )
     step_model(model, batch["x"], batch["y"], accelerator)
-    together = accelerator.gather(_gradients(model)[None])
-    assert torch.equal(together[0], together[1]), (
+    synced_gradients = accelerator.gather(_gradients(model)[None])
+    assert torch.equal(synced_gradients[0], synced_gradients[1]), (
         "gradients differ after a synchronised step"
     )
-    assert torch.allclose(together[0], 2 * apart.mean(0), rtol=1e-4), (together, apart)
+    assert torch.allclose(
+        synced_gradients[0], 2 * local_gradients.mean(0), rtol=1e-4
+    ), (synced_gradients, local_gradients)
 
 
 def test_distributed_sync_multiple_fwd(accelerator: Any) -> None:
@@ -115,13 +137,15 @@ def test_distributed_sync_multiple_fwd(accelerator: Any) -> None:
     _, model, loader = get_training_setup(accelerator)
     batches = list(itertools.islice(loader, 2))
     with accelerator.no_sync(model):
-        losses = [functional.mse_loss(model(one["x"]), one["y"]) for one in batches]
+        losses = [
+            functional.mse_loss(model(batch["x"]), batch["y"]) for batch in batches
+        ]
         for loss in losses[:-1]:
             accelerator.backward(loss)
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(losses[-1])
-    together = accelerator.gather(_gradients(model)[None])
-    assert torch.equal(together[0], together[1]), (
+    synced_gradients = accelerator.gather(_gradients(model)[None])
+    assert torch.equal(synced_gradients[0], synced_gradients[1]), (
         "gradients differ after trigger_sync_in_backward"
     )
 
@@ -167,9 +191,15 @@ def test_gradient_accumulation_with_opt_and_scheduler(
 ) -> None:
     """Check that weights and learning rates change at the end of a window only, and as those of a plain loop."""
     accelerator = _accelerator(split_batches, dispatch_batches, sync_each_batch)
-    model, optimizer, scheduler, loader, prepared, own, its = get_training_setup(
-        accelerator, True
-    )
+    (
+        model,
+        optimizer,
+        scheduler,
+        loader,
+        prepared,
+        prepared_optimizer,
+        prepared_scheduler,
+    ) = get_training_setup(accelerator, True)
     for iteration, batch in enumerate(loader):
         inputs, targets = accelerator.gather((batch["x"], batch["y"]))
         ended = (iteration + 1) % _EVERY == 0 or iteration + 1 == len(loader)
@@ -182,10 +212,13 @@ def test_gradient_accumulation_with_opt_and_scheduler(
                 scheduler.step()
         with accelerator.accumulate(prepared):
             step_model(prepared, batch["x"], batch["y"], accelerator)
-            own.step()
-            its.step()
-            own.zero_grad()
-        rates = optimizer.param_groups[0]["lr"], own.param_groups[0]["lr"]
+            prepared_optimizer.step()
+            prepared_scheduler.step()
+            prepared_optimizer.zero_grad()
+        rates = (
+            optimizer.param_groups[0]["lr"],
+            prepared_optimizer.param_groups[0]["lr"],
+        )
         assert rates[0] == rates[1], f"iteration {iteration}: learning rates {rates}"
         for a, b in zip(model.parameters(), prepared.parameters(), strict=True):
             assert torch.allclose(a, b, rtol=1e-4), (
@@ -230,7 +263,7 @@ def main() -> None:
         else [(False, False, False)]
     )
     for split, dispatch, each in kinds:
-        said = f"`split_batches={split}`, `dispatch_batches={dispatch}`, `sync_each_batch={each}`"
-        state.print(f"**Test `accumulate` gradient accumulation, {said}**")
+        option_text = f"`split_batches={split}`, `dispatch_batches={dispatch}`, `sync_each_batch={each}`"
+        state.print(f"**Test `accumulate` gradient accumulation, {option_text}**")
         test_gradient_accumulation(split, dispatch, each)
         test_gradient_accumulation_with_opt_and_scheduler(split, dispatch, each)
