@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate._impl.views.state import _device, fill_whole
+from accelerate._impl.views.state import _shown_device, fill_whole
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import GradScalerKwargs, TorchDynamoPlugin
 
@@ -65,12 +65,15 @@ def test_the_device_of_a_lone_process_has_no_index(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert (_device(first), _device(second)) == (torch.device("cuda"), second)
+    assert (_shown_device(first), _shown_device(second)) == (
+        torch.device("cuda"),
+        second,
+    )
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert _device(first) == first
+    assert _shown_device(first) == first
     monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:0")
-    assert _device(first) == first
+    assert _shown_device(first) == first
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE")
     accelerator = Accelerator(cpu=True)
     accelerator.state.device = first

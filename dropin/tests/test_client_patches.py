@@ -230,7 +230,7 @@ def test_replaced_collectives_act(monkeypatch: pytest.MonkeyPatch) -> None:
     class TwoRanks:
         size = 2
 
-    monkeypatch.setattr("accelerate._impl.tensors._world", TwoRanks)
+    monkeypatch.setattr("accelerate._impl.tensors._world_comm", TwoRanks)
     monkeypatch.setattr(
         accelerate.utils.operations, "_gpu_gather", lambda tensor: "gathered"
     )

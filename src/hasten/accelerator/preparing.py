@@ -159,7 +159,7 @@ class Preparer:
             item.value = self._optimizer(item.value)
         self._note_unowned()
         for item in bundle.of("scheduler"):
-            item.value = self._scheduler(item.value)
+            item.value = self._prepare_scheduler(item.value)
         self._loaders(bundle.of("loader"))
         return self._replaced(bundle.in_call_order())
 
@@ -204,7 +204,7 @@ class Preparer:
         )
 
     # Any: schedulers share no base class
-    def _scheduler(self, scheduler: Any) -> PreparedScheduler:
+    def _prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         scheduled_optimizer = getattr(scheduler, "optimizer", None)
         owner = next(
             (

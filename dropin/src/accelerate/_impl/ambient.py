@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accelerate._impl.pickled import PICKLE
-from accelerate._impl.surface.shown import shown
+from accelerate._impl.surface.shown import shown_property
 from hasten.accelerator.process import Process, share
 from hasten.optim.clock import StepClock
 from hasten.runtime import bootstrap, env
@@ -42,14 +42,14 @@ class EstablishedProcess(Process):
         if first:
             self._together(error, "process_first")
 
-    num_processes = shown(
+    num_processes = shown_property(
         lambda self: AMBIENT.partial.get("num_processes", self.ctx.topology.world_size),
         "",
     )
-    process_index = shown(
+    process_index = shown_property(
         lambda self: AMBIENT.partial.get("process_index", self.ctx.topology.rank), ""
     )
-    local_process_index = shown(
+    local_process_index = shown_property(
         lambda self: AMBIENT.partial.get(
             "local_process_index", self.ctx.topology.local_rank
         ),
@@ -132,7 +132,7 @@ def start(cpu: bool = False, settings: GroupSettings | None = None) -> ProcessCo
             None if stands_in(assigned_device) else assigned_device,
         )
         group_settings = settings or GroupSettings()
-        adopt(
+        adopt_context(
             bootstrap.start(
                 topology, device, settings=replace(group_settings, codec=PICKLE)
             )
@@ -141,7 +141,7 @@ def start(cpu: bool = False, settings: GroupSettings | None = None) -> ProcessCo
     return AMBIENT.context
 
 
-def adopt(context: ProcessContext) -> None:
+def adopt_context(context: ProcessContext) -> None:
     AMBIENT.context = context
     AMBIENT.process = EstablishedProcess(context)
 
@@ -153,7 +153,7 @@ def process() -> EstablishedProcess:
     return AMBIENT.process
 
 
-def clock() -> StepClock:
+def run_clock() -> StepClock:
     if AMBIENT.clock is None:
         AMBIENT.clock = StepClock()
     return AMBIENT.clock

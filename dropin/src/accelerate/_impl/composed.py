@@ -13,7 +13,7 @@ from accelerate._impl.settings.general import (
     DataLoaderConfiguration,
     ProjectConfiguration,
 )
-from accelerate._impl.surface.shown import shown
+from accelerate._impl.surface.shown import shown_property
 from accelerate._impl.views.state import AcceleratorState, GradientState
 from hasten.accelerator.process import Process
 from hasten.comm.base import Comm
@@ -35,7 +35,7 @@ def _of_process(name: str) -> Any:
 def _of_state(name: str, default: str, doc: str) -> Any:
     """Return a property read from the state, which raises after a reset; before there is one, from `default`."""
     read_default = attrgetter(default)
-    return shown(
+    return shown_property(
         lambda self: (
             getattr(self.state, name) if "state" in vars(self) else read_default(self)
         ),
@@ -43,11 +43,13 @@ def _of_state(name: str, default: str, doc: str) -> Any:
     )
 
 
-def _settable(path: str, doc: str) -> Any:
+def _make_settable(path: str, doc: str) -> Any:
     """Return a property that reads and writes what lies at a dotted path."""
     owner, _, name = path.rpartition(".")
     read_owner = attrgetter(owner)
-    return shown(path, doc, lambda self, value: setattr(read_owner(self), name, value))
+    return shown_property(
+        path, doc, lambda self, value: setattr(read_owner(self), name, value)
+    )
 
 
 class Composed(hasten.Accelerator):
@@ -90,30 +92,32 @@ class Composed(hasten.Accelerator):
     def _accumulate_over(self, steps: int) -> None:
         self._clock.every = GradientState().plugin_kwargs["num_steps"] = steps
 
-    gradient_accumulation_steps = shown(
+    gradient_accumulation_steps = shown_property(
         "_clock.every", "Micro-steps per update.", _accumulate_over
     )
     device = _of_state(
         "device", "ctx.device", "The device of this process, as PartialState shows it."
     )
     native_amp = cached_property(lambda self: self.config.mixed_precision != "no")
-    multi_device = shown(
+    multi_device = shown_property(
         lambda self: self.num_processes > 1 and self.device.type != "cpu",
         "Whether one of several.",
     )
-    parallelism_config = shown(
+    parallelism_config = shown_property(
         lambda self: AMBIENT.whole.get("parallelism_config"),
         "The sizes of the mesh, if given.",
     )
 
-    torch_device_mesh = shown(
+    torch_device_mesh = shown_property(
         lambda self: (
             self.parallelism_config
             and self.parallelism_config.get_device_mesh(self.device.type)
         ),
         "Torch's mesh, if sizes were given.",
     )
-    should_save_model = shown(lambda self: True, "Whether this process writes weights.")
+    should_save_model = shown_property(
+        lambda self: True, "Whether this process writes weights."
+    )
     fp8_enabled = cached_property(lambda self: self.config.mixed_precision == "fp8")
 
     @property
@@ -136,23 +140,23 @@ class Composed(hasten.Accelerator):
             )
         return self.ctx.mesh.index(self.ctx.rank, *axes)
 
-    tensor_parallel_rank = shown(
+    tensor_parallel_rank = shown_property(
         lambda self: self._index("Tensor", Axis.TP), "The place in a split layer."
     )
-    data_parallel_rank = shown(
+    data_parallel_rank = shown_property(
         lambda self: self._index("Data", *BATCH), "The place among readers."
     )
-    data_parallel_shard_rank = shown(
+    data_parallel_shard_rank = shown_property(
         lambda self: self._index("Shard-based data", Axis.DP_SHARD), "The shard."
     )
-    context_parallel_rank = shown(
-        lambda self: self._along("Context", Axis.CP), "The place in a sequence."
+    context_parallel_rank = shown_property(
+        lambda self: self._axis_comm("Context", Axis.CP), "The place in a sequence."
     )
-    pipeline_parallel_rank = shown(
-        lambda self: self._along("Pipeline", Axis.PP), "The place among stages."
+    pipeline_parallel_rank = shown_property(
+        lambda self: self._axis_comm("Pipeline", Axis.PP), "The place among stages."
     )
 
-    def _along(self, words: str, axis: Axis) -> int:
+    def _axis_comm(self, words: str, axis: Axis) -> int:
         if self.ctx.mesh.size(axis) == 1:
             raise NotImplementedError(
                 f"{words} parallelism is currently not supported in Accelerate."
@@ -160,7 +164,9 @@ class Composed(hasten.Accelerator):
         return self.ctx.mesh.index(self.ctx.rank, axis)
 
     # -- this process and the others --------------------------------------------------------------------------------
-    distributed_type = shown("state.distributed_type", "How processes work together.")
+    distributed_type = shown_property(
+        "state.distributed_type", "How processes work together."
+    )
     num_processes = _of_state(
         "num_processes", "process.num_processes", "Processes in all."
     )
@@ -188,7 +194,7 @@ class Composed(hasten.Accelerator):
     is_last_process = _of_state(
         "is_last_process", "process.is_last_process", "Whether this is the last one."
     )
-    use_distributed = shown(
+    use_distributed = shown_property(
         lambda self: self.num_processes > 1, "Whether there are other processes."
     )
     print = _of_process("print")
@@ -204,53 +210,57 @@ class Composed(hasten.Accelerator):
     check_trigger = _of_process("check_trigger")
 
     # -- what lies in settings and components -----------------------------------------------------------------------
-    deepspeed_plugin = shown(
+    deepspeed_plugin = shown_property(
         "state.deepspeed_plugin", "The DeepSpeed plugin in use, if any."
     )
-    is_fsdp2 = shown("state.is_fsdp2", "Whether models are sharded.")
-    is_composable_parallelism_enabled = shown(
+    is_fsdp2 = shown_property("state.is_fsdp2", "Whether models are sharded.")
+    is_composable_parallelism_enabled = shown_property(
         "is_fsdp2", "Whether axes of the mesh can be combined."
     )
-    scaler = _settable("_precision.scaler", "Torch's loss scaler, under fp16.")
-    split_batches = shown(
+    scaler = _make_settable("_precision.scaler", "Torch's loss scaler, under fp16.")
+    split_batches = shown_property(
         "dataloader_config.split_batches",
         "Whether a loader's batch size is the global one.",
     )
-    even_batches = _settable(
+    even_batches = _make_settable(
         "dataloader_config.even_batches",
         "Whether every process sees equally many samples.",
     )
-    dispatch_batches = shown(
+    dispatch_batches = shown_property(
         "dataloader_config.dispatch_batches", "Whether the main process reads for all."
     )
-    use_seedable_sampler = shown(
+    use_seedable_sampler = shown_property(
         "dataloader_config.use_seedable_sampler",
         "Whether seed and epoch give the order.",
     )
-    non_blocking = shown(
+    non_blocking = shown_property(
         "dataloader_config.non_blocking", "Whether batches are copied without waiting."
     )
-    use_stateful_dataloader = shown(
+    use_stateful_dataloader = shown_property(
         "dataloader_config.use_stateful_dataloader", "Whether positions are restored."
     )
-    project_dir = shown("project_configuration.project_dir", "The project's folder.")
-    logging_dir = shown("project_configuration.logging_dir", "The folder of logs.")
-    save_iteration = shown(
+    project_dir = shown_property(
+        "project_configuration.project_dir", "The project's folder."
+    )
+    logging_dir = shown_property(
+        "project_configuration.logging_dir", "The folder of logs."
+    )
+    save_iteration = shown_property(
         "project_configuration.iteration",
         "The number the next automatic checkpoint gets.",
     )
-    _models = _settable("_prepared.models", "As the original names it.")
-    _optimizers = _settable("_prepared.optimizers", "As the original names it.")
-    _schedulers = _settable("_prepared.schedulers", "As the original names it.")
-    _dataloaders = _settable("_prepared.loaders", "As the original names it.")
-    _custom_objects = _settable("_saving.registered", "As the original names it.")
-    _save_model_state_pre_hook = _settable(
+    _models = _make_settable("_prepared.models", "As the original names it.")
+    _optimizers = _make_settable("_prepared.optimizers", "As the original names it.")
+    _schedulers = _make_settable("_prepared.schedulers", "As the original names it.")
+    _dataloaders = _make_settable("_prepared.loaders", "As the original names it.")
+    _custom_objects = _make_settable("_saving.registered", "As the original names it.")
+    _save_model_state_pre_hook = _make_settable(
         "_saving.save_hooks", "As the original names it."
     )
-    _load_model_state_pre_hook = _settable(
+    _load_model_state_pre_hook = _make_settable(
         "_saving.load_hooks", "As the original names it."
     )
-    optimizer_step_was_skipped = shown(
+    optimizer_step_was_skipped = shown_property(
         lambda self: any(
             optimizer.step_was_skipped for optimizer in self._prepared.optimizers
         ),

@@ -55,10 +55,12 @@ def sort_arguments(arguments: dict[str, Any]) -> Arguments:
     settings = sorted_arguments.settings
     if arguments["torch_tp_plugin"] is not None:
         warnings.warn(message("tp_plugin_deprecated"), FutureWarning, stacklevel=3)
-    _precision(settings, arguments["mixed_precision"], arguments["cpu"])
-    _handlers(sorted_arguments, arguments["kwargs_handlers"])
-    _project(sorted_arguments, arguments["project_dir"], arguments["project_config"])
-    _accumulation(
+    _sort_precision(settings, arguments["mixed_precision"], arguments["cpu"])
+    _sort_handlers(sorted_arguments, arguments["kwargs_handlers"])
+    _sort_project(
+        sorted_arguments, arguments["project_dir"], arguments["project_config"]
+    )
+    _sort_accumulation(
         sorted_arguments,
         arguments["gradient_accumulation_steps"],
         arguments["gradient_accumulation_plugin"],
@@ -68,7 +70,7 @@ def sort_arguments(arguments: dict[str, Any]) -> Arguments:
     if arguments["split_batches"] is not UNSET:
         sorted_arguments.data.split_batches = bool(arguments["split_batches"])
     explicit = arguments["gradient_accumulation_plugin"] is not None
-    _engine(
+    _sort_engine(
         sorted_arguments,
         arguments["deepspeed_plugin"],
         arguments["deepspeed_plugins"],
@@ -81,8 +83,8 @@ def sort_arguments(arguments: dict[str, Any]) -> Arguments:
             "megatron",
             megatron.to_hasten(),
         )
-    _sharding(sorted_arguments, arguments["fsdp_plugin"])
-    _compiling(
+    _sort_sharding(sorted_arguments, arguments["fsdp_plugin"])
+    _sort_compilation(
         sorted_arguments, arguments["dynamo_plugin"], arguments["dynamo_backend"]
     )
     if arguments["parallelism_config"] is not None:
@@ -108,7 +110,7 @@ def _master_weights(sorted_arguments: Arguments, parallelism: Any) -> None:
         sorted_arguments.settings["master_weights"] = "keep"
 
 
-def _precision(settings: dict[str, Any], mixed_precision: Any, cpu: bool) -> None:
+def _sort_precision(settings: dict[str, Any], mixed_precision: Any, cpu: bool) -> None:
     precision = None if mixed_precision is None else str(mixed_precision)
     if precision is not None and precision not in PrecisionType:
         raise ValueError(
@@ -123,7 +125,7 @@ def _precision(settings: dict[str, Any], mixed_precision: Any, cpu: bool) -> Non
         settings["cpu"] = True
 
 
-def _handlers(sorted_arguments: Arguments, handlers: Any) -> None:
+def _sort_handlers(sorted_arguments: Arguments, handlers: Any) -> None:
     hasten_handlers = []
     for handler in handlers or ():
         assert isinstance(handler, kinds.KwargsHandler), message(
@@ -140,7 +142,7 @@ def _handlers(sorted_arguments: Arguments, handlers: Any) -> None:
         sorted_arguments.settings["kwargs_handlers"] = hasten_handlers
 
 
-def _project(
+def _sort_project(
     sorted_arguments: Arguments, project_dir: Any, config: ProjectConfiguration | None
 ) -> None:
     project = sorted_arguments.project = (
@@ -155,7 +157,7 @@ def _project(
     )
 
 
-def _accumulation(
+def _sort_accumulation(
     sorted_arguments: Arguments,
     steps: int,
     plugin: kinds.GradientAccumulationPlugin | None,
@@ -179,7 +181,7 @@ def _accumulation(
         )
 
 
-def _sharding(
+def _sort_sharding(
     sorted_arguments: Arguments, plugin: FullyShardedDataParallelPlugin | None
 ) -> None:
     plugin = AMBIENT.whole.get("fsdp_plugin") if plugin is None else plugin
@@ -192,7 +194,7 @@ def _sharding(
         sorted_arguments.settings["fsdp_plugin"] = plugin.to_hasten()
 
 
-def _engine(
+def _sort_engine(
     sorted_arguments: Arguments, plugin: Any, plugins: Any, explicit: bool
 ) -> None:
     earlier = (
@@ -219,7 +221,7 @@ def _engine(
     )
 
 
-def _compiling(
+def _sort_compilation(
     sorted_arguments: Arguments, plugin: kinds.TorchDynamoPlugin | None, backend: Any
 ) -> None:
     if plugin is not None and backend is not None:

@@ -20,7 +20,7 @@ _FAULTS: Final = (
 )
 
 
-def _encode(value: Any) -> bytes:  # Any: the caller's objects
+def _encode_pickle(value: Any) -> bytes:  # Any: the caller's objects
     try:
         try:
             return pickle.dumps(value, protocol=5)
@@ -34,4 +34,4 @@ def _encode(value: Any) -> bytes:  # Any: the caller's objects
         ) from error
 
 
-PICKLE: Final = Codec(_encode, pickle.loads)
+PICKLE: Final = Codec(_encode_pickle, pickle.loads)

@@ -69,7 +69,7 @@ class EstablishedPreparer(Preparer):
             isinstance(value, DummyScheduler) for value in objects
         )
         known_indices = [
-            index for index, value in enumerate(objects) if not _stranger(value)
+            index for index, value in enumerate(objects) if not _is_unknown(value)
         ]
         independent_indices = [
             index
@@ -204,7 +204,7 @@ class EstablishedPreparer(Preparer):
         self.done.optimizers.append(prepared)
         return prepared
 
-    def _scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+    def _prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         inner = getattr(scheduler, "optimizer", None)
         owners = [
             prepared_optimizer
@@ -306,7 +306,7 @@ def step_of(value: Any) -> str | None:
     return "prepare_scheduler" if isinstance(value, _SCHEDULERS) else None
 
 
-def _stranger(value: Any) -> bool:
+def _is_unknown(value: Any) -> bool:
     # quirk: STRANGERS_PASS
     try:
         kind = "nothing" if isinstance(value, type) else bundle.kind_of(value)

@@ -226,17 +226,17 @@ def pad_input_tensors(
 
 
 # -- over all processes -----------------------------------------------------------------------------------------------
-def _checked(name: str, data: Any) -> Any:
+def _checked_tensor(name: str, data: Any) -> Any:
     """Return the tensors in new containers. Raises: TypeError for other objects among them, in the name of a step."""
 
-    def same(tensor: Any) -> Any:
+    def is_same(tensor: Any) -> Any:
         return tensor
 
-    same.__name__ = name
-    return recursively_apply(same, data, error_on_other_type=True)
+    is_same.__name__ = name
+    return recursively_apply(is_same, data, error_on_other_type=True)
 
 
-def _world() -> Any:
+def _world_comm() -> Any:
     return ambient.start().world
 
 
@@ -279,20 +279,20 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 @verify_operation
 def gather(tensor: Any) -> Any:
     """Return every process's tensors, joined along the first dimension. Ranks: every rank."""
-    world = _world()
+    world = _world_comm()
     if world.size == 1:  # quirk: FLAT_RESULTS
         return tensor
     return _gpu_gather(tensor)
 
 
 def _gpu_gather(tensor: Any) -> Any:
-    _checked("_gpu_gather_one", tensor)
-    return ops.gather(tensor, _world())
+    _checked_tensor("_gpu_gather_one", tensor)
+    return ops.gather(tensor, _world_comm())
 
 
 def gather_object(object: Any) -> Any:
     """Return every process's list, joined. Ranks: every rank."""
-    world = _world()
+    world = _world_comm()
     if world.size == 1:
         return object
     objects_of_ranks = world.all_gather_object(object)  # quirk: GATHER_OBJECT_JOINS
@@ -302,12 +302,14 @@ def gather_object(object: Any) -> Any:
 @verify_operation
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Return the tensors of one process, written into those of the others. Ranks: every rank."""
-    return tensor if _world().size == 1 else _gpu_broadcast(tensor, src=from_process)
+    return (
+        tensor if _world_comm().size == 1 else _gpu_broadcast(tensor, src=from_process)
+    )
 
 
 def _gpu_broadcast(data: Any, src: int = 0) -> Any:
-    tensor = _checked("_gpu_broadcast_one", data)
-    sent = ops.broadcast(tensor, _world(), src)
+    tensor = _checked_tensor("_gpu_broadcast_one", data)
+    sent = ops.broadcast(tensor, _world_comm(), src)
     with torch.no_grad():
         for local_tensor, received_tensor in zip(
             trees.tensors(tensor), trees.tensors(sent), strict=True
@@ -318,7 +320,7 @@ def _gpu_broadcast(data: Any, src: int = 0) -> Any:
 
 def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
     """Return the list, its items replaced by those of one process. Ranks: every rank."""
-    world = _world()
+    world = _world_comm()
     return (
         object_list
         if world.size == 1
@@ -330,9 +332,9 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Tensors summed or averaged over processes; `scale` acts on TPUs only. Ranks: every rank."""
     copied = recursively_apply(
-        torch.clone, _checked("_reduce_across_processes", tensor)
+        torch.clone, _checked_tensor("_reduce_across_processes", tensor)
     )
-    world: Any = _world()
+    world: Any = _world_comm()
     if reduction == "none" or world.size == 1:
         return copied
     # quirk: SCALE_IS_FOR_XLA
@@ -361,11 +363,11 @@ def pad_across_processes(
     tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
 ) -> Any:
     """Tensors padded to the largest size any process has along `dim`. Ranks: every rank."""
-    tensor = _checked("_pad_across_processes", tensor)
+    tensor = _checked_tensor("_pad_across_processes", tensor)
     if any(leaf.is_nested for leaf in trees.tensors(tensor)):
         warnings.warn(message("nested_not_padded"), CannotPadNestedTensorWarning)
         return tensor
-    world = _world()
+    world = _world_comm()
     if world.size == 1 or all(dim >= leaf.dim() for leaf in trees.tensors(tensor)):
         return tensor
     return ops.pad_across(tensor, world, dim, pad_index, pad_first)
@@ -373,12 +375,12 @@ def pad_across_processes(
 
 def gather_tensor_shape(tensor: Any) -> Any:
     """Return the shapes of one process's tensor, known to all. Ranks: every rank."""
-    return ops.gather_object([list(tensor.shape)], _world())
+    return ops.gather_object([list(tensor.shape)], _world_comm())
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     """Return the tensor of the one process that has it on every process; the others pass nothing. Ranks: every rank."""
-    world = _world()
+    world = _world_comm()
     source = world.all_gather_object(tensor is not None).index(True)
     sent: Tensor = world.broadcast_object(
         None if tensor is None else tensor.cpu(), source

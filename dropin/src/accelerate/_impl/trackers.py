@@ -18,7 +18,7 @@ from accelerate._impl.enums import LoggerType
 from accelerate._impl.environment.variables import str_to_bool
 from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
-from accelerate._impl.surface.shown import shown
+from accelerate._impl.surface.shown import shown_property
 from accelerate._impl.views.logging import get_logger
 from accelerate._impl.views.state import PartialState
 from hasten.optional import need
@@ -93,16 +93,16 @@ class _Package(GeneralTracker):
     settings = ""
     writer: Any
     task: Any
-    _record: Any
+    _record_configuration: Any
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
         self.run_name, self.init_kwargs = run_name, kwargs
 
-    tracker = shown(
+    tracker = shown_property(
         lambda self: getattr(self, self.kept_as), "The package's own run or writer."
     )
-    _module = shown(
+    _module = shown_property(
         lambda self: (
             sys.modules[self.name] if self.name in sys.modules else need(self.name)
         ),
@@ -134,7 +134,7 @@ class _Package(GeneralTracker):
     def finish(self) -> None:
         getattr(self.tracker, self.ended_by)()
 
-    def _fitting(
+    def _iterate_fitting(
         self,
         values: dict[str, Any],
         words: str,
@@ -236,7 +236,7 @@ class _Tables(_Package):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        self._record(
+        self._record_configuration(
             table_name,
             {"columns": columns, "data": data, "dataframe": dataframe},
             step,
@@ -264,7 +264,7 @@ class WandBTracker(_Tables):
             **kwargs,
         )
 
-    def _record(
+    def _record_configuration(
         self, name: str, table: dict[str, Any], step: int | None, kwargs: dict[str, Any]
     ) -> None:
         self.log({name: self._module.Table(**table)}, step, **kwargs)
@@ -347,7 +347,7 @@ class AimTracker(_Package):
             )
 
 
-def _forwarded(name: str, *names: str, **plain: Any) -> Any:
+def _forward_call(name: str, *names: str, **plain: Any) -> Any:
     """Return a method that calls the package's function of this name, with arguments by their names."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -431,14 +431,16 @@ class MLflowTracker(_Package):
         self, values: dict[str, Any], step: int | None = None, **kwargs: Any
     ) -> None:
         self._module.log_metrics(
-            dict(self._fitting(values, message("mlflow_metric"))), step=step, **kwargs
+            dict(self._iterate_fitting(values, message("mlflow_metric"))),
+            step=step,
+            **kwargs,
         )
 
-    log_figure = _forwarded("log_figure", "figure", "artifact_file")
-    log_artifacts = _forwarded(
+    log_figure = _forward_call("log_figure", "figure", "artifact_file")
+    log_artifacts = _forward_call(
         "log_artifacts", "local_dir", "artifact_path", artifact_path=None
     )
-    log_artifact = _forwarded(
+    log_artifact = _forward_call(
         "log_artifact", "local_path", "artifact_path", artifact_path=None
     )
 
@@ -480,11 +482,13 @@ class ClearMLTracker(_Tables):
     ) -> None:
         """Plot numbers, or without a step show each alone; names that begin with train_, eval_ or test_ are lines of a plot."""
         log = self.task.get_logger()
-        for name, value in self._fitting(values, message("clearml_scalar")):
+        for name, value in self._iterate_fitting(values, message("clearml_scalar")):
             if step is None:
                 log.report_single_value(name=name, value=value, **kwargs)
             else:
-                log.report_scalar(**_plot(name), value=value, iteration=step, **kwargs)
+                log.report_scalar(
+                    **_plot_title(name), value=value, iteration=step, **kwargs
+                )
 
     @on_main_process
     def log_images(
@@ -492,9 +496,9 @@ class ClearMLTracker(_Tables):
     ) -> None:
         log = self.task.get_logger()
         for name, image in values.items():
-            log.report_image(**_plot(name), iteration=step, image=image, **kwargs)
+            log.report_image(**_plot_title(name), iteration=step, image=image, **kwargs)
 
-    def _record(
+    def _record_configuration(
         self, name: str, table: dict[str, Any], step: int | None, kwargs: dict[str, Any]
     ) -> None:
         rows = table["dataframe"]
@@ -509,7 +513,7 @@ class ClearMLTracker(_Tables):
                 else table["data"]
             )
         self.task.get_logger().report_table(
-            **_plot(name), table_plot=rows, iteration=step, **kwargs
+            **_plot_title(name), table_plot=rows, iteration=step, **kwargs
         )
 
     @on_main_process
@@ -518,7 +522,7 @@ class ClearMLTracker(_Tables):
             self.task.close()
 
 
-def _plot(name: str) -> dict[str, str]:
+def _plot_title(name: str) -> dict[str, str]:
     line, _, metric_name = name.partition("_")
     if line in ("train", "eval", "test") and metric_name:
         return {"title": metric_name, "series": line}
@@ -550,7 +554,9 @@ class DVCLiveTracker(_Package):
         if step is not None:
             self.live.step = step
         fits = import_module("dvclive.plots").Metric.could_log
-        for name, value in self._fitting(values, message("dvclive_metric"), fits):
+        for name, value in self._iterate_fitting(
+            values, message("dvclive_metric"), fits
+        ):
             self.live.log_metric(name, value, **kwargs)
         self.live.next_step()
 
@@ -605,12 +611,12 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
             str(id(kind_or_tracker)) if is_instance else str(kind_or_tracker),
             kind_or_tracker
             if is_instance
-            else _runnable(str(kind_or_tracker), logging_dir),
+            else _runnable_kind(str(kind_or_tracker), logging_dir),
         )
     return [kind for kind in trackers_by_key.values() if kind is not None]
 
 
-def _runnable(name: str, logging_dir: Any) -> Any:
+def _runnable_kind(name: str, logging_dir: Any) -> Any:
     """Return a kind of tracker by its name; None where its package is missing. Raises: ValueError for what cannot be."""
     if name not in LOGGER_TYPE_TO_CLASS:
         raise ValueError(

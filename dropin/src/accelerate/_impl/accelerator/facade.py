@@ -34,7 +34,7 @@ from accelerate._impl.settings.parallelism import ParallelismConfig
 from accelerate._impl.sharding.followed import FollowedPlugin, FollowedSections
 from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
-from accelerate._impl.surface.shown import shown
+from accelerate._impl.surface.shown import shown_property
 from accelerate._impl.tensors import gather, gather_object, pad_across_processes, reduce
 from accelerate._impl.trackers import GeneralTracker, begin, filter_trackers
 from accelerate._impl.views.logging import get_logger
@@ -106,15 +106,15 @@ class Accelerator(SavingFace):
         }
         self._given, sorted_ = arguments, sort_arguments(arguments)
         hasten.Accelerator.__init__(self, **sorted_.settings)
-        self._show(sorted_, arguments)
+        self._show_arguments(sorted_, arguments)
         self._preparer = EstablishedPreparer(self)
         self._sharding = FollowedPlugin(self, sorted_.fsdp)
         self._engine = FollowedSections(self, sorted_.deepspeed)
-        self._publish(sorted_, arguments)
+        self._publish_views(sorted_, arguments)
         if parallelism_config is not None:
             parallelism_config._validate_accelerator(self)
 
-    def _show(self, sorted_: Arguments, arguments: dict[str, Any]) -> None:
+    def _show_arguments(self, sorted_: Arguments, arguments: dict[str, Any]) -> None:
         """Keep what was given where scripts look for it."""
         self.device_placement, self.dataloader_config = (
             arguments["device_placement"],
@@ -167,9 +167,9 @@ class Accelerator(SavingFace):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._prepared.loaders.extend(state["loaders"])
 
-    def _publish(self, sorted_: Arguments, arguments: dict[str, Any]) -> None:
+    def _publish_views(self, sorted_: Arguments, arguments: dict[str, Any]) -> None:
         """Make this Accelerator what the process-wide views show."""
-        ambient.adopt(self.ctx)
+        ambient.adopt_context(self.ctx)
         self.process, AMBIENT.clock = ambient.process(), self._clock
         self._clock.full_divisor = True  # quirk: SHORT_WINDOW_FULL_DIVISOR
         self._clock.checks_models = False
@@ -328,7 +328,7 @@ class Accelerator(SavingFace):
         return (
             prepared
             if isinstance(prepared, PreparedScheduler)
-            else self._preparer._scheduler(scheduler)
+            else self._preparer._prepare_scheduler(scheduler)
         )
 
     def prepare_data_loader(
@@ -460,7 +460,7 @@ class Accelerator(SavingFace):
             )
         )
 
-    has_lomo_optimizer = shown(
+    has_lomo_optimizer = shown_property(
         lambda self: bool(self._fused_backwards()),
         "Whether an optimizer updates in backward.",
     )
@@ -525,7 +525,7 @@ class Accelerator(SavingFace):
         """Tensors summed or averaged over processes; `scale` acts on TPUs only."""
         return reduce(tensor, reduction, scale)
 
-    flag_tensor = shown(
+    flag_tensor = shown_property(
         lambda self: torch.tensor(int(self.process._trigger._raised)),
         "The flag of set_trigger().",
     )

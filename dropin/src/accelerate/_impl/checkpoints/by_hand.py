@@ -25,15 +25,15 @@ logger = get_logger("accelerate.checkpointing")
 # Any in this file: states of the user's objects.
 
 
-def _numbered(stem: str, index: int, suffix: str = "bin") -> str:
+def _numbered_name(stem: str, index: int, suffix: str = "bin") -> str:
     return f"{stem}.{suffix}" if index == 0 else f"{stem}_{index}.{suffix}"
 
 
 def _model_files(index: int) -> tuple[str, str]:
     """Return the name of a model's file, in safetensors or in torch's format."""
-    return _numbered(constants.SAFE_MODEL_NAME, index, "safetensors"), _numbered(
-        constants.MODEL_NAME, index
-    )
+    return _numbered_name(
+        constants.SAFE_MODEL_NAME, index, "safetensors"
+    ), _numbered_name(constants.MODEL_NAME, index)
 
 
 def save_custom_state(
@@ -72,11 +72,11 @@ def save_accelerator_state(
             safe_serialization,
         )
     numbered_objects = [
-        (_numbered(constants.OPTIMIZER_NAME, index), stateful)
+        (_numbered_name(constants.OPTIMIZER_NAME, index), stateful)
         for index, stateful in enumerate(optimizers)
     ]
     numbered_objects += [
-        (_numbered(constants.SCHEDULER_NAME, index), stateful)
+        (_numbered_name(constants.SCHEDULER_NAME, index), stateful)
         for index, stateful in enumerate(schedulers)
     ]
     for name, stateful_object in [
@@ -102,17 +102,17 @@ def write_for_original(
     """Write the random states of this process, and the positions of stateful loaders, as the original does."""
     file = folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl"
     torch.save({"step": step, **_random_states()}, file)
-    for name, loader in _stateful(dataloaders):
+    for name, loader in _stateful_loaders(dataloaders):
         state = {
             key: value for key, value in loader.state_dict().items() if key != POSITION
         }
         save(state, folder / name, save_on_each_node=save_on_each_node)
 
 
-def _stateful(dataloaders: list[Any]) -> list[tuple[str, Any]]:
+def _stateful_loaders(dataloaders: list[Any]) -> list[tuple[str, Any]]:
     """Return the loaders whose positions are saved, each with the name of its file."""
     numbered_loaders = (
-        (_numbered("dl_state_dict", index), loader)
+        (_numbered_name("dl_state_dict", index), loader)
         for index, loader in enumerate(dataloaders)
     )
     return [
@@ -143,7 +143,7 @@ def load_accelerator_state(
         (constants.SCHEDULER_NAME, schedulers),
     ):
         for index, stateful_object in enumerate(stateful_objects):
-            stateful_object.load_state_dict(load(folder / _numbered(stem, index)))
+            stateful_object.load_state_dict(load(folder / _numbered_name(stem, index)))
     if scaler is not None and (folder / constants.SCALER_NAME).exists():
         scaler.load_state_dict(load(folder / constants.SCALER_NAME))
     return _load_rest(
@@ -164,7 +164,7 @@ def _read_weights(folder: Path, index: int) -> Any:
 
 def _load_rest(folder: Path, dataloaders: list[Any], file: Path) -> dict[str, Any]:
     """Restore positions and random states and give the step count; a file that only pickle can read is refused in words."""
-    for name, loader in _stateful(dataloaders):
+    for name, loader in _stateful_loaders(dataloaders):
         if (folder / name).exists():
             loader.load_state_dict(load(folder / name))
     if not file.exists():

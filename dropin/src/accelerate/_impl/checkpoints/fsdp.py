@@ -86,7 +86,7 @@ def fsdp2_switch_optimizer_parameters(
     """Let the optimizer update other parameters, found by the address of those it has. Raises: KeyError for one without another."""
     new_parameters = [
         [
-            mapping.get(_address(parameter), mapping.get(parameter.data_ptr))
+            mapping.get(_parameter_address(parameter), mapping.get(parameter.data_ptr))
             for parameter in group["params"]
         ]
         for group in optimizer.param_groups
@@ -97,7 +97,7 @@ def fsdp2_switch_optimizer_parameters(
         group["params"] = parameters
 
 
-def _address(parameter: Any) -> Any:
+def _parameter_address(parameter: Any) -> Any:
     """Return a parameter's address; callers may have put that of another one in the place of the method."""
     return parameter.data_ptr() if callable(parameter.data_ptr) else parameter.data_ptr
 

@@ -11,7 +11,7 @@ from hasten.checkpoint.store.disk import file_checksum
 from hasten.checkpoint.store.occupied import listed
 
 
-def rewritten(folder: Path) -> bool:
+def was_rewritten(folder: Path) -> bool:
     """Return True if another tool has replaced files of the checkpoint in a folder, or copied it without its hidden files.
 
     A damaged file is not a replaced one: it has kept its modification time.

@@ -27,12 +27,12 @@ def main() -> None:
     if (
         code := COMMANDS[words[0]](words[1:])
         if words and words[0] in COMMANDS
-        else _explain(words)
+        else _explain_error(words)
     ):
         sys.exit(code)
 
 
-def _explain(words: Sequence[str]) -> int:
+def _explain_error(words: Sequence[str]) -> int:
     """Say which commands there are; the exit code."""
     parser = CustomArgumentParser(
         "Accelerate CLI tool", usage="accelerate <command> [<args>]", allow_abbrev=False

@@ -29,7 +29,7 @@ def chosen_file(args: Any) -> list[str]:
 def env_command(args: Any) -> dict[str, Any]:
     """Run `accelerate env`: print a report to copy into an issue, and return it."""
     report, has_config = (
-        _report(),
+        _collect_report(),
         args.config_file or Path(default_config_file).is_file(),
     )
     saved: dict[str, Any] = (
@@ -43,7 +43,7 @@ def env_command(args: Any) -> dict[str, Any]:
     return {**report, "`Accelerate` configs": saved or "Not found"}
 
 
-def _report() -> dict[str, Any]:
+def _collect_report() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3
     device = torch.accelerator.current_accelerator(check_available=True)
     report = {

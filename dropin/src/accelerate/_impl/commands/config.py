@@ -54,11 +54,11 @@ def write_basic_config(
         raise ValueError(
             f"`mixed_precision` should be one of 'no', 'fp16', 'bf16', or 'fp8'. Received {word}"
         )
-    _suited(word).to_json_file(str(path))  # which is YAML, too
+    _suited_values(word).to_json_file(str(path))  # which is YAML, too
     return path
 
 
-def _suited(mixed_precision: str) -> ClusterConfig:
+def _suited_values(mixed_precision: str) -> ClusterConfig:
     count = count_devices()
     several = "NO" if count < 2 else get_current_device_type()[1]
     settings = {"use_cpu": count == 0, "debug": False, "num_processes": max(count, 1)}

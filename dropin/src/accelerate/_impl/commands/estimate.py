@@ -73,7 +73,7 @@ def create_empty_model(
             if info == "gated"
             else message("model_repo", model_name)
         )
-    library = _checked(model_name, library_name or info.library_name)
+    library = _check_arguments(model_name, library_name or info.library_name)
     print(f"Loading pretrained config for `{model_name}` from `{library}`...")  # noqa: T201  the command's answer
     if library == "transformers":
         return _of_transformers(
@@ -88,7 +88,7 @@ def create_empty_model(
         )
 
 
-def _checked(name: str, library: str | None) -> str:
+def _check_arguments(name: str, library: str | None) -> str:
     if not library:
         raise ValueError(message("no_library_metadata", name))
     if library not in ("timm", "transformers"):

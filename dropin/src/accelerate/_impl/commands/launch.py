@@ -87,7 +87,7 @@ def _launcher_for(
     )
 
 
-def _failed(code: int, command: list[str], args: argparse.Namespace) -> None:
+def _check_exit_code(code: int, command: list[str], args: argparse.Namespace) -> None:
     if code and not getattr(args, "quiet", False):
         raise subprocess.CalledProcessError(code, command)
     if code:
@@ -111,7 +111,7 @@ def run(words: Sequence[str]) -> int:
     except HastenError:  # said by the launch itself, in its own way
         variables, settings = {}, []
     with patch_environment(**variables):
-        return _launch(words, settings)
+        return _launch_words(words, settings)
 
 
 def _without_zero_processes(words: Sequence[str]) -> list[str]:
@@ -146,7 +146,7 @@ def _on_the_cpu(words: Sequence[str]) -> list[SettingEntry]:
     return [set_here(("launch", name), value) for name, value in overrides.items()]
 
 
-def _launch(words: Sequence[str], settings: Sequence[SettingEntry]) -> int:
+def _launch_words(words: Sequence[str], settings: Sequence[SettingEntry]) -> int:
     is_verbose = environment().get("ACCELERATE_LOG_LEVEL", "").upper() in (
         "INFO",
         "DEBUG",
@@ -182,26 +182,30 @@ def simple_launcher(args: argparse.Namespace) -> None:
     command, env = prepare_simple_launcher_cmd_env(args)
     process = subprocess.Popen(command, env=env)
     process.wait()
-    _failed(process.returncode, command, args)
+    _check_exit_code(process.returncode, command, args)
 
 
-def _launcher(description: str, *switches: str) -> Callable[[argparse.Namespace], None]:
+def _make_launcher(
+    description: str, *switches: str
+) -> Callable[[argparse.Namespace], None]:
     """Return the function that starts the script of a parsed command line with these switches on."""
 
     def launch(args: argparse.Namespace) -> None:
         for name in switches:
             setattr(args, name, True)
         command = [args.training_script, *args.training_script_args]
-        _failed(run(getattr(args, "words", None) or words_of(args)), command, args)
+        _check_exit_code(
+            run(getattr(args, "words", None) or words_of(args)), command, args
+        )
 
     launch.__doc__ = description
     return launch
 
 
-multi_gpu_launcher = _launcher("Run the script on several processes.")
-deepspeed_launcher = _launcher("Run the script with DeepSpeed.", "use_deepspeed")
-tpu_launcher = _launcher("Run the script on the chips of this TPU machine.", "tpu")
-tpu_pod_launcher = _launcher(
+multi_gpu_launcher = _make_launcher("Run the script on several processes.")
+deepspeed_launcher = _make_launcher("Run the script with DeepSpeed.", "use_deepspeed")
+tpu_launcher = _make_launcher("Run the script on the chips of this TPU machine.", "tpu")
+tpu_pod_launcher = _make_launcher(
     "Run the script on every machine of a TPU pod.", "tpu", "tpu_use_cluster"
 )
 

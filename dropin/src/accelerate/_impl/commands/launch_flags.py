@@ -42,7 +42,7 @@ _TYPES: Final[dict[str, Any]] = {
 }
 
 
-def _default(flag_options: dict[str, Any]) -> Any:
+def _flag_default(flag_options: dict[str, Any]) -> Any:
     value = flag_options.get("default")
     return tuple(value) if isinstance(value, list) else value
 
@@ -62,7 +62,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(
                 *names,
                 dest=flag_options.get("dest", name),
-                default=_default(flag_options),
+                default=_flag_default(flag_options),
                 **options,
             )
 
@@ -74,7 +74,7 @@ def words_of(args: argparse.Namespace) -> list[str]:
         flag for flags in _GROUPS.values() for flag in flags.items()
     ]:
         value = getattr(args, flag_options.get("dest", name), None)
-        is_given = name in getattr(args, "nondefault", ()) or value != _default(
+        is_given = name in getattr(args, "nondefault", ()) or value != _flag_default(
             flag_options
         )
         if (
@@ -121,9 +121,9 @@ def _validate_launch_command(
         and saved.mixed_precision is not None
     )
     if saved is not None:
-        _take(args, vars(saved))
+        _take_file_values(args, vars(saved))
     args.use_cpu = args.cpu if saved is None else saved.use_cpu
-    filled_defaults = _fill(args)
+    filled_defaults = _fill_defaults(args)
     if filled_defaults and saved is None:
         logging.getLogger("accelerate.commands.launch").warning(
             _SAYS["defaults_used"].format("\n".join(filled_defaults))
@@ -131,9 +131,9 @@ def _validate_launch_command(
     return args, saved, from_file
 
 
-def _take(args: argparse.Namespace, values: dict[str, Any]) -> None:
+def _take_file_values(args: argparse.Namespace, values: dict[str, Any]) -> None:
     """Write what the file says where the command line says nothing. Raises: ValueError for one device of several."""
-    _choose(args, values)
+    _choose_kind(args, values)
     set_values = {
         name: file_value
         for name, file_value in values.items()
@@ -176,7 +176,7 @@ def _take(args: argparse.Namespace, values: dict[str, Any]) -> None:
         raise ValueError(_SAYS["one_device"])
 
 
-def _choose(args: argparse.Namespace, values: dict[str, Any]) -> None:
+def _choose_kind(args: argparse.Namespace, values: dict[str, Any]) -> None:
     """Switch on the file's kind of processes, unless the command line chose one."""
     if any(
         getattr(args, name, False)
@@ -190,7 +190,7 @@ def _choose(args: argparse.Namespace, values: dict[str, Any]) -> None:
     args.use_parallelism_config = bool(values.get("parallelism_config"))
 
 
-def _fill(args: argparse.Namespace) -> list[str]:
+def _fill_defaults(args: argparse.Namespace) -> list[str]:
     """Give what is missing the original's defaults, and return a line for each."""
     devices = count_devices()
     otherwise = {

@@ -44,7 +44,7 @@ set_here: Final = partial(SettingEntry, source=SettingSource("code", "of the dro
 
 
 def variables_for(words: Sequence[str]) -> Mapping[str, str]:
-    return spelled(settings_for(words))
+    return spell_variables(settings_for(words))
 
 
 def sequence_options_apart(words: Sequence[str]) -> list[SettingEntry]:
@@ -66,9 +66,9 @@ def settings_for(words: Sequence[str]) -> Config:
     return effective(env, parsed.config_file, parsed.settings).config
 
 
-def spelled(config: Config) -> dict[str, str]:
+def spell_variables(config: Config) -> dict[str, str]:
     """Settings of a launch as the established variables spell them; most that are at their defaults are left out."""
-    variables = _said(
+    variables = _changed_variables(
         config,
         "mixed_precision",
         "cpu",
@@ -80,7 +80,7 @@ def spelled(config: Config) -> dict[str, str]:
     if config.strategy in ("fsdp", "deepspeed"):
         variables |= {
             f"ACCELERATE_USE_{config.strategy.upper()}": "true",
-            **_said(config, config.strategy),
+            **_changed_variables(config, config.strategy),
         }
     if config.strategy == "fsdp":
         variables |= {
@@ -90,13 +90,13 @@ def spelled(config: Config) -> dict[str, str]:
     if config.parallelism.sp_size > 1:
         variables |= {
             name: word
-            for name, word in _said(config, "parallelism").items()
+            for name, word in _changed_variables(config, "parallelism").items()
             if name.startswith(_SEQUENCES)
         }
     return {name: word for name, word in variables.items() if word}
 
 
-def _said(config: Config, *sections: str) -> dict[str, str]:
+def _changed_variables(config: Config, *sections: str) -> dict[str, str]:
     """Return the variables of some sections whose values are not the defaults, or that libraries read in any case."""
     paths = {
         name: path
@@ -111,11 +111,12 @@ def _said(config: Config, *sections: str) -> dict[str, str]:
     }
     always = {name: value for name, value in values.items() if name.startswith(_ALWAYS)}
     return {
-        name: _word(name, value) for name, value in {**changed_values, **always}.items()
+        name: _spell_value(name, value)
+        for name, value in {**changed_values, **always}.items()
     }
 
 
-def _word(name: str, value: Any) -> str:
+def _spell_value(name: str, value: Any) -> str:
     # hasten hands DeepSpeed's own configuration on by itself
     if value is None or isinstance(value, Mapping):
         return ""

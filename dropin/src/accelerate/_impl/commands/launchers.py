@@ -53,10 +53,12 @@ def debug_launcher(
         accelerate_mixed_precision="no", accelerate_use_cpu="yes", **meeting, **served
     ):
         start: Any = start_processes  # not typed in torch
-        start(partial(_fork, function), args, num_processes, start_method="fork")
+        start(
+            partial(_fork_workers, function), args, num_processes, start_method="fork"
+        )
 
 
-def _fork(function: Callable[..., Any], rank: int, *args: Any) -> None:
+def _fork_workers(function: Callable[..., Any], rank: int, *args: Any) -> None:
     AcceleratorState._reset_state(True)
     # the threads of the process that was forked are not here: computing with them never ends
     torch.set_num_threads(1)
@@ -90,7 +92,7 @@ def notebook_launcher(
         if name not in _NOT_OF_THE_LAUNCH
     }
     launch_arguments["mixed_precision"] = precision = str(mixed_precision).lower()
-    _check(launch_arguments)
+    _check_arguments(launch_arguments)
     devices = (
         torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     )
@@ -98,7 +100,7 @@ def notebook_launcher(
         max(devices, 1) if num_processes is None else num_processes
     )
     if process_count <= 1 and num_nodes == 1:
-        _announce(process_count, devices)
+        _announce_launch(process_count, devices)
         with patch_environment(
             **({"ACCELERATE_MIXED_PRECISION": precision} if precision != "no" else {})
         ):
@@ -106,7 +108,7 @@ def notebook_launcher(
     return _in_processes(function, args, launch_arguments, devices)
 
 
-def _check(launch_arguments: dict[str, Any]) -> None:
+def _check_arguments(launch_arguments: dict[str, Any]) -> None:
     if launch_arguments["mixed_precision"] not in ("no", "fp16", "bf16", "fp8"):
         raise ValueError(
             message("unknown_precision", launch_arguments["mixed_precision"])
@@ -129,7 +131,7 @@ def _in_processes(
     """Start processes; what stands for nothing in the established arguments is left to hasten."""
     if AMBIENT.whole:
         raise ValueError(message("accelerator_before_launch"))
-    _announce(launch_arguments["num_processes"], devices)
+    _announce_launch(launch_arguments["num_processes"], devices)
     local_names = (
         ("use_port", "master_addr") if launch_arguments["num_nodes"] == 1 else ()
     )
@@ -170,7 +172,7 @@ def _run_worker(
     return function(*args)
 
 
-def _announce(processes: int, devices: int) -> None:
+def _announce_launch(processes: int, devices: int) -> None:
     kind = (
         str(torch.accelerator.current_accelerator()).partition(":")[0].upper()
         if devices

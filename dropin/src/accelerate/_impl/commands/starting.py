@@ -60,12 +60,12 @@ def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
     )
 
 
-def _asked(args: argparse.Namespace, name: str, otherwise: Any = None) -> Any:
+def _argument_or(args: argparse.Namespace, name: str, otherwise: Any = None) -> Any:
     argument = getattr(args, name, None)
     return otherwise if argument is None else argument
 
 
-def _shown(args: argparse.Namespace, group: str) -> dict[str, str]:
+def _shown_variables(args: argparse.Namespace, group: str) -> dict[str, str]:
     variables = {}
     for variable, (name, *conversions) in (
         (variable_name, words.split())
@@ -79,43 +79,43 @@ def _shown(args: argparse.Namespace, group: str) -> dict[str, str]:
     return variables
 
 
-def _settings(args: argparse.Namespace) -> dict[str, str]:
+def _common_variables(args: argparse.Namespace) -> dict[str, str]:
     """Return the variables that every kind of launch sets. Raises: ValueError for an unknown precision."""
-    precision, variables = str(_asked(args, "mixed_precision", "no")).lower(), {}
+    precision, variables = str(_argument_or(args, "mixed_precision", "no")).lower(), {}
     if precision not in PrecisionType.list():
         raise ValueError(
             f"Unknown mixed_precision mode: {precision}. Choose between {PrecisionType.list()}."
         )
     variables["ACCELERATE_MIXED_PRECISION"] = precision
-    if _asked(args, "debug"):
+    if _argument_or(args, "debug"):
         variables["ACCELERATE_DEBUG_MODE"] = "true"
-    if _asked(args, "gpu_ids", "all") != "all":
+    if _argument_or(args, "gpu_ids", "all") != "all":
         variables["CUDA_VISIBLE_DEVICES"] = args.gpu_ids
-    if _asked(args, "enable_cpu_affinity"):
+    if _argument_or(args, "enable_cpu_affinity"):
         variables["ACCELERATE_CPU_AFFINITY"] = "1"
     return setup_fp8_env(args, variables) if precision == "fp8" else variables
 
 
-def _compiling(args: argparse.Namespace) -> dict[str, str]:
+def _compile_variables(args: argparse.Namespace) -> dict[str, str]:
     """Return the variables of compilation and threads. Raises: ValueError for an unknown backend."""
     backend, backend_names = (
-        str(_asked(args, "dynamo_backend", "no")).upper(),
+        str(_argument_or(args, "dynamo_backend", "no")).upper(),
         [member.value for member in DynamoBackend],
     )
     if backend not in backend_names:
         raise ValueError(
             f"Unknown dynamo backend: {backend}. Choose between {backend_names}."
         )
-    threads = str(_asked(args, "num_cpu_threads_per_process", 1))
+    threads = str(_argument_or(args, "num_cpu_threads_per_process", 1))
     return {
         "ACCELERATE_DYNAMO_BACKEND": backend,
-        **_shown(args, "dynamo"),
+        **_shown_variables(args, "dynamo"),
         "OMP_NUM_THREADS": threads,
     }
 
 
 def _checked(args: argparse.Namespace) -> None:
-    if _asked(args, "no_python") and _asked(args, "module"):
+    if _argument_or(args, "no_python") and _argument_or(args, "module"):
         raise ValueError("--module and --no_python cannot be used together")
 
 
@@ -124,18 +124,18 @@ def prepare_simple_launcher_cmd_env(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command that runs the script in one process, or by `mpirun` where it has hosts, and its environment."""
     _checked(args)
-    mpi = _mpi_words(args) if _asked(args, "mpirun_hostfile") else []
+    mpi = _mpi_words(args) if _argument_or(args, "mpirun_hostfile") else []
     python = (
         []
-        if _asked(args, "no_python")
-        else [sys.executable, *(["-m"] if _asked(args, "module") else [])]
+        if _argument_or(args, "no_python")
+        else [sys.executable, *(["-m"] if _argument_or(args, "module") else [])]
     )
-    cpu = _asked(args, "cpu") or _asked(args, "use_cpu", False)
+    cpu = _argument_or(args, "cpu") or _argument_or(args, "use_cpu", False)
     env = {
         **environment(),
         "ACCELERATE_USE_CPU": str(cpu),
-        **_settings(args),
-        **_compiling(args),
+        **_common_variables(args),
+        **_compile_variables(args),
     }
     env |= (
         {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
@@ -144,24 +144,24 @@ def prepare_simple_launcher_cmd_env(
     )
     return [*mpi, *python, args.training_script, *args.training_script_args], {
         **env,
-        **_address(args),
+        **_set_address(args),
     }
 
 
-def _address(args: argparse.Namespace) -> dict[str, str]:
+def _set_address(args: argparse.Namespace) -> dict[str, str]:
     """Return the variables of the first process's address, where there are several. Raises: AssertionError if it is unknown."""
-    if _asked(args, "num_machines", 1) > 1:
-        assert _asked(args, "main_process_ip") is not None, _SAYS["no_address"].format(
-            "IP"
-        )
-        assert _asked(args, "main_process_port") is not None, _SAYS[
+    if _argument_or(args, "num_machines", 1) > 1:
+        assert _argument_or(args, "main_process_ip") is not None, _SAYS[
+            "no_address"
+        ].format("IP")
+        assert _argument_or(args, "main_process_port") is not None, _SAYS[
             "no_address"
         ].format("port")
-    elif _asked(args, "num_processes", 1) <= 1:
+    elif _argument_or(args, "num_processes", 1) <= 1:
         return {}
-    port = str(_asked(args, "main_process_port", _PORT))
+    port = str(_argument_or(args, "main_process_port", _PORT))
     return {
-        "MASTER_ADDR": _asked(args, "main_process_ip", "127.0.0.1"),
+        "MASTER_ADDR": _argument_or(args, "main_process_ip", "127.0.0.1"),
         "MASTER_PORT": port,
     }
 
@@ -200,16 +200,19 @@ def _get_mpirun_args() -> tuple[str, str, str, str, str]:
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     """Return the environment of the processes of a launch; `args` gets the attributes that torch's launcher reads."""
     _for_torchrun(args, _settled_port(args))
-    env = {**environment(), **_settings(args), **_compiling(args)}
-    if _asked(args, "use_fsdp"):
+    env = {**environment(), **_common_variables(args), **_compile_variables(args)}
+    if _argument_or(args, "use_fsdp"):
         if args.fsdp_cpu_ram_efficient_loading and not args.fsdp_sync_module_states:
             raise ValueError(_SAYS["unsynced"])
-        env |= {"ACCELERATE_USE_FSDP": "true", **_shown(args, "fsdp")}
-    if _asked(args, "use_megatron_lm"):
-        env |= {"ACCELERATE_USE_MEGATRON_LM": "true", **_shown(args, "megatron_lm")}
+        env |= {"ACCELERATE_USE_FSDP": "true", **_shown_variables(args, "fsdp")}
+    if _argument_or(args, "use_megatron_lm"):
+        env |= {
+            "ACCELERATE_USE_MEGATRON_LM": "true",
+            **_shown_variables(args, "megatron_lm"),
+        }
     return (
         prepare_extend_env_parallelism_config(args, env)
-        if _asked(args, "use_parallelism_config")
+        if _argument_or(args, "use_parallelism_config")
         else env
     )
 
@@ -217,13 +220,13 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
 def _settled_port(args: argparse.Namespace) -> int:
     """Return the port where processes meet. Raises: ConnectionError where it is taken and other machines look for it; as `_checked`."""
     machines, port = (
-        _asked(args, "num_machines", 1),
-        _asked(args, "main_process_port", _PORT),
+        _argument_or(args, "num_machines", 1),
+        _argument_or(args, "main_process_port", _PORT),
     )
     args.main_process_port = port = int(get_free_port() if port == 0 else port)
-    if (machines == 1 or int(_asked(args, "machine_rank", 0)) == 0) and is_port_in_use(
-        port
-    ):
+    if (
+        machines == 1 or int(_argument_or(args, "machine_rank", 0)) == 0
+    ) and is_port_in_use(port):
         if machines > 1:
             raise ConnectionError(_SAYS["port_taken"].format(port))
         warnings.warn(_SAYS["standalone"].format(port), UserWarning, stacklevel=3)
@@ -234,16 +237,21 @@ def _settled_port(args: argparse.Namespace) -> int:
 
 def _for_torchrun(args: argparse.Namespace, port: int) -> None:
     """Say in torch's words how many processes meet where."""
-    machines = _asked(args, "num_machines", 1)
-    args.nproc_per_node = str(_asked(args, "num_processes", 1) // machines)
+    machines = _argument_or(args, "num_machines", 1)
+    args.nproc_per_node = str(_argument_or(args, "num_processes", 1) // machines)
     if machines == 1:
         args.master_port = str(port)
         return
-    args.nnodes, args.node_rank = str(machines), int(_asked(args, "machine_rank", 0))
-    if _asked(args, "same_network"):
+    args.nnodes, args.node_rank = (
+        str(machines),
+        int(_argument_or(args, "machine_rank", 0)),
+    )
+    if _argument_or(args, "same_network"):
         args.master_addr, args.master_port = str(args.main_process_ip), str(port)
     else:
-        args.rdzv_endpoint = f"{_asked(args, 'main_process_ip', '127.0.0.1')}:{port}"
+        args.rdzv_endpoint = (
+            f"{_argument_or(args, 'main_process_ip', '127.0.0.1')}:{port}"
+        )
 
 
 def prepare_deepspeed_cmd_env(
@@ -251,12 +259,12 @@ def prepare_deepspeed_cmd_env(
 ) -> tuple[list[str] | None, dict[str, str]]:
     """DeepSpeed's own command where it spans machines (else None: torch's launcher is used), and the environment."""
     port = _settled_port(args)
-    args.deepspeed_multinode_launcher = _asked(
+    args.deepspeed_multinode_launcher = _argument_or(
         args, "deepspeed_multinode_launcher", DEEPSPEED_MULTINODE_LAUNCHERS[0]
     )
     command = None
     if (
-        _asked(args, "num_machines", 1) == 1
+        _argument_or(args, "num_machines", 1) == 1
         or args.deepspeed_multinode_launcher == "standard"
     ):
         _for_torchrun(args, port)
@@ -269,30 +277,32 @@ def prepare_deepspeed_cmd_env(
     env = {
         **environment(),
         "PYTHONPATH": env_var_path_add("PYTHONPATH", str(Path.cwd())),
-        **_settings(args),
+        **_common_variables(args),
     }
     env |= {
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_CONFIG_DS_FIELDS": "",
-        **_shown(args, "deepspeed"),
+        **_shown_variables(args, "deepspeed"),
     }
-    return command, prepare_extend_env_parallelism_config(args, env) if _asked(
+    return command, prepare_extend_env_parallelism_config(args, env) if _argument_or(
         args, "use_parallelism_config"
     ) else env
 
 
 def _deepspeed_words(args: argparse.Namespace) -> list[str]:
     launcher = str(args.deepspeed_multinode_launcher)
-    words = ["deepspeed", "--hostfile", str(_asked(args, "deepspeed_hostfile"))]
-    one_host = ["--node_rank", str(_asked(args, "machine_rank", 0)), "--no_ssh"]
+    words = ["deepspeed", "--hostfile", str(_argument_or(args, "deepspeed_hostfile"))]
+    one_host = ["--node_rank", str(_argument_or(args, "machine_rank", 0)), "--no_ssh"]
     words += (
         one_host if launcher == "nossh" else ["--no_local_rank", "--launcher", launcher]
     )
     excluded_hosts, included_hosts = (
-        _asked(args, "deepspeed_exclusion_filter"),
-        _asked(args, "deepspeed_inclusion_filter"),
+        _argument_or(args, "deepspeed_exclusion_filter"),
+        _argument_or(args, "deepspeed_inclusion_filter"),
     )
-    processes_per_machine = str(_asked(args, "num_processes", 1) // args.num_machines)
+    processes_per_machine = str(
+        _argument_or(args, "num_processes", 1) // args.num_machines
+    )
     device_words = (
         ["--exclude", excluded_hosts]
         if excluded_hosts
@@ -306,13 +316,15 @@ def _deepspeed_words(args: argparse.Namespace) -> list[str]:
         ("--master_port", "main_process_port"),
     ):
         words += (
-            [flag, str(getattr(args, name))] if _asked(args, name) is not None else []
+            [flag, str(getattr(args, name))]
+            if _argument_or(args, name) is not None
+            else []
         )
     return words + (
         ["--module"]
-        if _asked(args, "module")
+        if _argument_or(args, "module")
         else ["--no_python"]
-        if _asked(args, "no_python")
+        if _argument_or(args, "no_python")
         else []
     )
 
@@ -320,14 +332,16 @@ def _deepspeed_words(args: argparse.Namespace) -> list[str]:
 def prepare_tpu(
     args: argparse.Namespace, current_env: dict[str, str], pod: bool = False
 ) -> tuple[argparse.Namespace, dict[str, str]]:
-    if _asked(args, "mixed_precision") == "bf16" and is_torch_xla_available():
+    if _argument_or(args, "mixed_precision") == "bf16" and is_torch_xla_available():
         current_env[
-            "XLA_DOWNCAST_BF16" if _asked(args, "downcast_bf16") else "XLA_USE_BF16"
+            "XLA_DOWNCAST_BF16"
+            if _argument_or(args, "downcast_bf16")
+            else "XLA_USE_BF16"
         ] = "1"
-    if _asked(args, "debug"):
+    if _argument_or(args, "debug"):
         current_env["ACCELERATE_DEBUG_MODE"] = "true"
     if pod:
-        args.vm, args.tpu = _asked(args, "tpu_vm"), _asked(args, "tpu_name")
+        args.vm, args.tpu = _argument_or(args, "tpu_vm"), _argument_or(args, "tpu_name")
     return args, current_env
 
 
@@ -364,11 +378,14 @@ def prepare_extend_env_parallelism_config(
     args: argparse.Namespace, current_env: dict[str, str]
 ) -> dict[str, str]:
     current_env.update(
-        {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **_shown(args, "parallelism")}
+        {
+            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            **_shown_variables(args, "parallelism"),
+        }
     )
     for name in ("cp", "sp"):
-        if _asked(args, f"parallelism_config_{name}_size", 1) > 1:
-            current_env.update(_shown(args, f"parallelism_{name}"))
+        if _argument_or(args, f"parallelism_config_{name}_size", 1) > 1:
+            current_env.update(_shown_variables(args, f"parallelism_{name}"))
     return current_env
 
 
@@ -377,7 +394,11 @@ def prepare_sagemager_args_inputs(
 ) -> tuple[dict[str, Any], dict[str, str] | None]:
     """Return the arguments of Amazon's estimator for this script, and the data channels of the job."""
     script = Path(args.training_script)
-    if _asked(args, "module") or _asked(args, "no_python") or script.suffix != ".py":
+    if (
+        _argument_or(args, "module")
+        or _argument_or(args, "no_python")
+        or script.suffix != ".py"
+    ):
         raise ValueError(
             f'Your training script should be a python script and not "{args.training_script}"'
         )
@@ -393,27 +414,27 @@ def prepare_sagemager_args_inputs(
     }
     words |= {
         "hyperparameters": _convert_nargs_to_dict(args.training_script_args),
-        **_job(sagemaker_config, args),
+        **_job_arguments(sagemaker_config, args),
     }
-    return {**words, **(sagemaker_config.additional_args or {})}, _table(
+    return {**words, **(sagemaker_config.additional_args or {})}, _read_table(
         sagemaker_config.sagemaker_inputs_file
     )
 
 
-def _job(config: Any, args: argparse.Namespace) -> dict[str, Any]:
+def _job_arguments(config: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Return the job's settings of precision, processes and metrics."""
     compiling = {
         name: word
-        for name, word in _compiling(args).items()
+        for name, word in _compile_variables(args).items()
         if name != "OMP_NUM_THREADS"
     }
     kind, word = "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", config.distributed_type.value
     variables = {"ACCELERATE_USE_SAGEMAKER": "true", kind: word}
-    variables["ACCELERATE_MIXED_PRECISION"] = _settings(args)[
+    variables["ACCELERATE_MIXED_PRECISION"] = _common_variables(args)[
         "ACCELERATE_MIXED_PRECISION"
     ]
     measured, spread = (
-        _table(config.sagemaker_metrics_file),
+        _read_table(config.sagemaker_metrics_file),
         config.distributed_type == "DATA_PARALLEL",
     )
     return {
@@ -427,7 +448,7 @@ def _job(config: Any, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _table(file: str | None) -> dict[str, str] | None:
+def _read_table(file: str | None) -> dict[str, str] | None:
     """Return the two columns of a tab-separated file below its heading; None without a file."""
     if not file:
         return None
@@ -447,7 +468,7 @@ def _convert_nargs_to_dict(nargs: list[str]) -> dict[str, Any]:
             continue
         if index + 1 == len(nargs) or nargs[index + 1].startswith("-"):
             raise ValueError(_SAYS["no_value"])
-        parameters[word.lstrip("-").replace("-", "_")] = _value(nargs[index + 1])
+        parameters[word.lstrip("-").replace("-", "_")] = _parse_value(nargs[index + 1])
     return parameters
 
 
@@ -462,7 +483,7 @@ def _filter_args(
     return filtered_args
 
 
-def _value(word: str) -> Any:
+def _parse_value(word: str) -> Any:
     for kind in (int, float):
         with suppress(ValueError):
             return kind(word)

@@ -44,17 +44,17 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
         _LOG.warning(message("already_fsdp2"))
         _LOG.warning(message("change_fsdp_version"))
     elif fsdp_config:
-        config["fsdp_config"] = {**_renamed(fsdp_config), "fsdp_version": 2}
+        config["fsdp_config"] = {**_rename_settings(fsdp_config), "fsdp_version": 2}
     return config
 
 
-def _renamed(fsdp1_config: dict[str, Any]) -> dict[str, Any]:
+def _rename_settings(fsdp1_config: dict[str, Any]) -> dict[str, Any]:
     fsdp: dict[str, Any] = {}
     for name, value in fsdp1_config.items():
         if name in _GONE:
             _LOG.warning(f"Argument {name} {_GONE[name]}, skipping this key...")
         elif name == "fsdp_sharding_strategy":
-            fsdp["fsdp_reshard_after_forward"] = _reshard(value)
+            fsdp["fsdp_reshard_after_forward"] = _reshard_after_forward(value)
         elif (name, value) == ("fsdp_state_dict_type", "LOCAL_STATE_DICT"):
             fsdp[name] = "SHARDED_STATE_DICT"
             _LOG.warning(f"{name} {value} is SHARDED_STATE_DICT in FSDP2")
@@ -63,7 +63,7 @@ def _renamed(fsdp1_config: dict[str, Any]) -> dict[str, Any]:
     return fsdp
 
 
-def _reshard(value: Any) -> Any:
+def _reshard_after_forward(value: Any) -> Any:
     """Return FSDP2's equivalent of a sharding strategy, by name or number."""
     if str(value).upper() in ("3", "NO_SHARD"):
         raise ConfigError(

@@ -30,7 +30,7 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
 def gcloud_words(args: argparse.Namespace) -> list[str]:
     has_config = args.config_file or Path(default_config_file).is_file()
     saved = load_config_from_file(args.config_file) if has_config else None
-    commands = _commands(args, saved)
+    commands = _command_lines(args, saved)
     name, zone = (
         args.tpu_name or getattr(saved, "tpu_name", None),
         args.tpu_zone or getattr(saved, "tpu_zone", None),
@@ -55,7 +55,7 @@ def gcloud_words(args: argparse.Namespace) -> list[str]:
 
 
 # Any: a settings file of either kind, or none
-def _commands(args: argparse.Namespace, saved: Any) -> list[str]:
+def _command_lines(args: argparse.Namespace, saved: Any) -> list[str]:
     given_words = [word for words in args.command or () for word in words]
     file = args.command_file or (
         None if given_words else getattr(saved, "command_file", None)

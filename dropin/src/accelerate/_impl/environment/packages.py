@@ -63,13 +63,13 @@ _FOUND: dict[str, Callable[[], bool]] = {
         _is_package_available(one) for one in ("tensorboard", "tensorboardX")
     ),
     "torchdata_stateful_dataloader": lambda: (
-        _there("torchdata") and compare_versions("torchdata", ">=", "0.8.0")
+        _answer_probe("torchdata") and compare_versions("torchdata", ">=", "0.8.0")
     ),
     "transformer_engine": lambda: any(
         map(_is_package_available, ("transformer_engine", "intel_transformer_engine"))
     ),
     "transformer_engine_mxfp8": lambda: (
-        _there("transformer_engine")
+        _answer_probe("transformer_engine")
         and is_cuda_available()
         and torch.cuda.get_device_capability() >= (10,)
     ),
@@ -82,13 +82,13 @@ _FOUND: dict[str, Callable[[], bool]] = {
     "rocm": lambda: bool(torch.version.hip) and torch.cuda.is_available(),
     "xccl": lambda: torch.distributed.is_xccl_available(),
     "fp8": lambda: any(
-        _there(one) for one in ("msamp", "transformer_engine", "torchao")
+        _answer_probe(one) for one in ("msamp", "transformer_engine", "torchao")
     ),
     "fp16": lambda: not is_habana_gaudi1(),
 }
 
 
-def _probe(package: str, *names: str) -> Callable[[], bool]:
+def _make_probe(package: str, *names: str) -> Callable[[], bool]:
     """Return a function that says whether a package is installed, from a distribution of its own name or of one of these."""
     return lambda: any(
         _is_package_available(package, distribution)
@@ -97,7 +97,7 @@ def _probe(package: str, *names: str) -> Callable[[], bool]:
 
 
 _FOUND |= {
-    one.partition(":")[0]: _probe(*(one.split(":")[1:] or [one]))
+    one.partition(":")[0]: _make_probe(*(one.split(":")[1:] or [one]))
     for one in _PACKAGES.split()
 }
 for _name, _found in _FOUND.items():
@@ -110,7 +110,7 @@ def __getattr__(name: str) -> Callable[..., bool]:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _there(name: str) -> bool:
+def _answer_probe(name: str) -> bool:
     """Return the answer of `is_NAME_available`, which tests replace."""
     probe: Callable[[], bool] = globals()[f"is_{name}_available"]
     return probe()
@@ -144,7 +144,7 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def _device_probe(kind: str, package: str | None) -> Callable[..., bool]:
-    def there(check_device: bool = False) -> bool:
+    def is_there(check_device: bool = False) -> bool:
         if package is not None and not available(package):
             return False
         module = getattr(torch, kind, None)
@@ -157,8 +157,8 @@ def _device_probe(kind: str, package: str | None) -> Callable[..., bool]:
         except (RuntimeError, AttributeError):
             return False  # the device's library is there and its device is not
 
-    there.__doc__ = f"Whether there is a device of kind {kind}."
-    return lru_cache(there)
+    is_there.__doc__ = f"Whether there is a device of kind {kind}."
+    return lru_cache(is_there)
 
 
 is_xpu_available = _device_probe("xpu", None)
@@ -184,11 +184,11 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     return not is_mps_available()
 
 
-def _required(package: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _is_required(package: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(func)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not _there(package):
+            if not _answer_probe(package):
                 raise ImportError(message("package_required", package))
             return func(*args, **kwargs)
 
@@ -197,4 +197,7 @@ def _required(package: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     return decorate
 
 
-deepspeed_required, torchao_required = _required("deepspeed"), _required("torchao")
+deepspeed_required, torchao_required = (
+    _is_required("deepspeed"),
+    _is_required("torchao"),
+)

@@ -57,7 +57,7 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 @contextmanager
-def _restored(concerned: Callable[[str], bool]) -> Iterator[None]:
+def _restore_variables(concerned: Callable[[str], bool]) -> Iterator[None]:
     """A block after which the variables concerned are as before."""
     saved_variables = {
         name: value for name, value in os.environ.items() if concerned(name)
@@ -74,14 +74,14 @@ def _restored(concerned: Callable[[str], bool]) -> Iterator[None]:
 def patch_environment(**kwargs: Any) -> Iterator[None]:
     """A block with these variables, in capitals; afterwards they are as before."""
     new_variables = {key.upper(): str(value) for key, value in kwargs.items()}
-    with _restored(new_variables.__contains__):
+    with _restore_variables(new_variables.__contains__):
         os.environ.update(new_variables)
         yield
 
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    with _restored(lambda name: True):
+    with _restore_variables(lambda name: True):
         os.environ.clear()
         yield
 
@@ -89,7 +89,7 @@ def clear_environment() -> Iterator[None]:
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """Return a function, or the test methods of a class, after which variables named ACCELERATE_* are as before."""
     if not isinstance(func_or_cls, type):
-        return _purged(func_or_cls)
+        return _purge_after(func_or_cls)
     test_class: Any = func_or_cls
     _purge_tests(test_class, test_class)
     test_class.__init_subclass__ = classmethod(
@@ -103,13 +103,13 @@ def _purge_tests(test_class: Any, cls: Any, **options: Any) -> None:
         super(test_class, cls).__init_subclass__(**options)
     for name, value in list(vars(cls).items()):
         if callable(value) and name.startswith("test"):
-            setattr(cls, name, _purged(value))
+            setattr(cls, name, _purge_after(value))
 
 
-def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
+def _purge_after(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _restored(lambda name: name.startswith("ACCELERATE_")):
+        with _restore_variables(lambda name: name.startswith("ACCELERATE_")):
             return function(*args, **kwargs)
 
     return run

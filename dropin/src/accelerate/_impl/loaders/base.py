@@ -89,7 +89,11 @@ def stateful(kind: Any) -> Any:
         "torchdata.stateful_dataloader", ">=0.8", why="use_stateful_dataloader=True"
     )
     reduced = {
-        "__reduce_ex__": lambda self, protocol: (_blank, (kind,), self.__getstate__())
+        "__reduce_ex__": lambda self, protocol: (
+            _blank_instance,
+            (kind,),
+            self.__getstate__(),
+        )
     }
     return type(
         kind.__name__,
@@ -98,7 +102,7 @@ def stateful(kind: Any) -> Any:
     )
 
 
-def _blank(kind: Any) -> Any:
+def _blank_instance(kind: Any) -> Any:
     loader_class = stateful(kind)
     return loader_class.__new__(loader_class)
 
@@ -427,7 +431,7 @@ class DataLoaderShard(PreparedLoader):
                 target.even_batches = value
 
 
-def _seats(readers: int) -> DataRanks:
+def _data_ranks(readers: int) -> DataRanks:
     process, all_ranks = ambient.start(), range(ambient.start().world.size)
     shards = tuple(
         all_ranks
@@ -490,7 +494,7 @@ class DataLoaderDispatcher(PreparedLoader):
             self._cut,
             joins,
         )
-        return DispatchSource(inner, reader, world, _seats(self.num_processes))
+        return DispatchSource(inner, reader, world, _data_ranks(self.num_processes))
 
     def move(self) -> Move | None:
         """Return the copier of batches to the device; those that are dealt out have been read ahead already."""

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from accelerate._impl.surface.messages import message
-from accelerate._impl.surface.shown import shown
+from accelerate._impl.surface.shown import shown_property
 from hasten.data.batch_plan import plan_batches, plan_rows
 from hasten.data.position import Position
 from hasten.data.sampler import Assignment
@@ -99,13 +99,13 @@ class BatchSamplerShard(BatchSampler):
                 min_batch_size=0,
             )
 
-    total_length = shown(
+    total_length = shown_property(
         lambda self: len(self.batch_sampler), "Batches of all processes."
     )
 
     @property
     def _assignment(self) -> Assignment:
-        plan = plan_batches(**_seat(self), even=self.even_batches)
+        plan = plan_batches(**_shard_plan_arguments(self), even=self.even_batches)
         split = (self.num_processes, self.process_index) if self.split_batches else None
         return Assignment(
             AsDrawn(self.batch_sampler), plan, "batches", split, fill=self.batch_size
@@ -145,7 +145,10 @@ class IterableDatasetShard(IterableDataset[Any]):
     @property
     def _assignment(self) -> Assignment:
         plan = plan_rows(
-            batch_size=self.batch_size, **_seat(self), even=True, pad="full"
+            batch_size=self.batch_size,
+            **_shard_plan_arguments(self),
+            even=True,
+            pad="full",
         )
         return Assignment(AsDrawn(self.dataset), plan, "rows")
 
@@ -169,7 +172,9 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield from index_batch[0]
 
 
-def _seat(sharded_sampler: BatchSamplerShard | IterableDatasetShard) -> dict[str, Any]:
+def _shard_plan_arguments(
+    sharded_sampler: BatchSamplerShard | IterableDatasetShard,
+) -> dict[str, Any]:
     """Return the process of a part and the way batches are shared, by its attributes as they are now."""
     shard_arguments = {
         "num_shards": sharded_sampler.num_processes,
@@ -183,7 +188,7 @@ def _seat(sharded_sampler: BatchSamplerShard | IterableDatasetShard) -> dict[str
 
 
 class SkipBatchSampler(SkippedBatches):
-    total_length = shown(
+    total_length = shown_property(
         lambda self: len(self.batch_sampler), "Batches before any are skipped."
     )
 
@@ -198,7 +203,7 @@ def get_sampler(dataloader: Any) -> Any:
     return getattr(batch_sampler, "sampler", None)
 
 
-def innermost(sampler: Any) -> Any:
+def innermost_sampler(sampler: Any) -> Any:
     """Return the sampler of single indices below batch samplers, which may be a loader's sampler."""
     while isinstance(sampler, BatchSampler):
         sampler = sampler.sampler

@@ -71,7 +71,7 @@ class SequenceSplitter:
                 labels, (0, 1), value=IGNORED
             )[:, 1:]
         cut = {
-            key: self._chunks(key, value, length)
+            key: self._split_tensor(key, value, length)
             for key, value in tensors_by_key.items()
             if isinstance(value, Tensor)
         }
@@ -98,7 +98,7 @@ class SequenceSplitter:
             )
         return length
 
-    def _chunks(self, key: str, value: Tensor, length: int) -> list[Tensor]:
+    def _split_tensor(self, key: str, value: Tensor, length: int) -> list[Tensor]:
         if value.ndim < 2 or value.shape[1] != length:
             raise DataError(
                 f"{key} of shape {tuple(value.shape)} has no dimension 1 of {length} tokens, so it is unclear how to split it. Remove it from the batch, or add that dimension."

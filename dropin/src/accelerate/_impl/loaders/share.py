@@ -26,11 +26,11 @@ from accelerate._impl.loaders.samplers import (
     SkipBatchSampler,
     check_split,
     get_sampler,
-    innermost,
+    innermost_sampler,
 )
 from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
-from accelerate._impl.surface.shown import like, shown
+from accelerate._impl.surface.shown import like, shown_property
 from accelerate._impl.views.logging import get_logger
 from accelerate._impl.views.state import PartialState
 from hasten.data import skipping as own
@@ -43,7 +43,7 @@ rank_check = Deferred("hasten.data.rank_check")
 _KEPT: Final = "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor persistent_workers pin_memory_device in_order"
 
 
-def _place(mesh: Any, size: int | None, index: int | None) -> tuple[int, int]:
+def _reader_index(mesh: Any, size: int | None, index: int | None) -> tuple[int, int]:
     process_state = PartialState()
     readers, reader = (
         (process_state.num_processes, process_state.process_index)
@@ -91,7 +91,7 @@ def prepare_data_loader(
         )
     if dispatch_batches and not put_on_device:
         raise ValueError("Using `dispatch_batches=True` requires `put_on_device=True`.")
-    size, index = _place(torch_device_mesh, num_processes, process_index)
+    size, index = _reader_index(torch_device_mesh, num_processes, process_index)
     share_options = (
         split_batches,
         even_batches,
@@ -147,7 +147,7 @@ class Share:
         if self.split:
             check_split("a `DataLoader`", size, self.size)
 
-    stream = shown(
+    stream = shown_property(
         lambda self: isinstance(self.plain.dataset, IterableDataset),
         "Whether the dataset is a stream.",
     )
@@ -194,7 +194,7 @@ class Share:
     def _shared_generator(self, sampler: Any) -> torch.Generator | None:
         """Return the generator that orders the loader, made where ranks would draw differently."""
         # quirk: SHUFFLE_FOLLOWS_TORCH
-        drawn: Any = self.plain.dataset if self.stream else innermost(sampler)
+        drawn: Any = self.plain.dataset if self.stream else innermost_sampler(sampler)
         # None: one that draws from torch's generator
         generator = getattr(drawn, "generator", False)
         needed = isinstance(drawn, RandomSampler) or not (self.seedable or self.stream)
@@ -221,8 +221,11 @@ class Share:
     ) -> PreparedLoader:
         # the main process alone draws the order of batches that it hands out
         generator = None if self.dispatch else self._shared_generator(order[0])
-        dataset, batches = self._cut(order[1])
-        kwargs = {**self._options(order[0], batches), "_non_blocking": non_blocking}
+        dataset, batches = self._cut_dataset(order[1])
+        kwargs = {
+            **self._loader_arguments(order[0], batches),
+            "_non_blocking": non_blocking,
+        }
         is_single_process = self.size == ambient.start().world.size == 1
         equalised = (
             None
@@ -247,9 +250,9 @@ class Share:
             prepared.order_generator = generator
             if (
                 self.size > 1
-                and getattr(innermost(order[0]), "generator", False) is None
+                and getattr(innermost_sampler(order[0]), "generator", False) is None
             ):
-                prepared.drawn_from_torch = innermost(order[0])
+                prepared.drawn_from_torch = innermost_sampler(order[0])
         prepared.device = device
         prepared.num_processes, prepared.process_index, prepared.split_batches = (
             self.size,
@@ -261,7 +264,7 @@ class Share:
         )
         return prepared
 
-    def _cut(self, batches: Any) -> tuple[Any, Any]:
+    def _cut_dataset(self, batches: Any) -> tuple[Any, Any]:
         dataset: Any = self.plain.dataset
         if self.size == 1 or self.dispatch:
             return dataset, batches
@@ -286,7 +289,7 @@ class Share:
             dataset, rows, drop_last, self.size, self.index, self.split
         ), batches
 
-    def _options(self, sampler: Any, batches: Any) -> dict[str, Any]:
+    def _loader_arguments(self, sampler: Any, batches: Any) -> dict[str, Any]:
         loader_options = {
             name: getattr(self.plain, name)
             for name in _KEPT.split()
@@ -294,14 +297,14 @@ class Share:
         }
         if not loader_options.get("num_workers"):
             loader_options.pop("prefetch_factor", None)
-        loader_options |= self._batching(sampler, batches)
+        loader_options |= self._batch_arguments(sampler, batches)
         return {
             **loader_options,
             "_drop_last": bool(self.plain.drop_last),
             "use_stateful_dataloader": self.stateful,
         }
 
-    def _batching(self, sampler: Any, batches: Any) -> dict[str, Any]:
+    def _batch_arguments(self, sampler: Any, batches: Any) -> dict[str, Any]:
         """Return the prepared loader's arguments for batches, as torch's DataLoader takes them."""
         if self.stream:
             rows = self.plain.batch_size

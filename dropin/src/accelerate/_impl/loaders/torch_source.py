@@ -69,7 +69,7 @@ class TorchSource:
 
     def first(self, position: Position) -> Any:
         """Return the epoch's first batch; the next `open` continues after it."""
-        self._begun = self._iterated()
+        self._begun = self._iterate_torch()
         return next(self._begun, None)
 
     def open(self, position: Position) -> Iterator[Item]:
@@ -82,10 +82,10 @@ class TorchSource:
             plain.__dict__.update(self._loader.__dict__, _iterator=None)
             batches = iter(skip_first_batches(plain, position.consumed))
         else:
-            batches = self._iterated()
+            batches = self._iterate_torch()
         return ((batch, None, False, None) for batch in batches)
 
-    def _iterated(self) -> Iterator[Any]:
+    def _iterate_torch(self) -> Iterator[Any]:
         return super(Loader, self._loader).__iter__()
 
     def reached(self, start: Position, steps: int, source_state: Any) -> Position:

@@ -78,19 +78,19 @@ class AlignDevicesHook(ModelHook):
         )
         return f"AlignDevicesHook(execution_device={self.execution_device}, {settings_text})"
 
-    def _device(self) -> torch.device | None:
+    def _execution_device(self) -> torch.device | None:
         return (
             None if self.execution_device is None else device_of(self.execution_device)
         )
 
-    def _skipped(self) -> Collection[str]:
+    def _is_skipped(self) -> Collection[str]:
         return (
             [self.skip_keys]
             if isinstance(self.skip_keys, str)
             else self.skip_keys or ()
         )
 
-    def _weights(self, module: nn.Module) -> dict[str, Tensor]:
+    def _offloaded_weights(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the tensors that are offloaded; buffers that no state dict holds stay in place."""
         deep = self.place_submodules
         offloaded_tensors: dict[str, Tensor] = dict(
@@ -103,7 +103,7 @@ class AlignDevicesHook(ModelHook):
         return offloaded_tensors
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        device = self._device()
+        device = self._execution_device()
         if not self.offload:
             if device is not None:
                 for named_tensor in list(
@@ -114,7 +114,7 @@ class AlignDevicesHook(ModelHook):
                             module, named_tensor.name, device, tied=self.tied_params_map
                         )
             return module
-        weights = self._weights(module)
+        weights = self._offloaded_weights(module)
         module_tensors = list(
             tensors_in(module, "", buffers=True, recurse=self.place_submodules)
         )
@@ -135,11 +135,13 @@ class AlignDevicesHook(ModelHook):
                 set_tensor(module, named_tensor.name, device)
         return module
 
-    def bring(self, module: nn.Module, device: torch.device | None = None) -> None:
+    def bring_weights(
+        self, module: nn.Module, device: torch.device | None = None
+    ) -> None:
         """Move the offloaded weights to the device."""
         assert self.weights_map is not None, "the hook was attached"
-        target_device = device or self._device() or torch.device("cpu")
-        for name, current_weight in self._weights(module).items():
+        target_device = device or self._execution_device() or torch.device("cpu")
+        for name, current_weight in self._offloaded_weights(module).items():
             value = self.weights_map[name]
             if (
                 self.tied_params_map is not None
@@ -160,7 +162,7 @@ class AlignDevicesHook(ModelHook):
 
     def take_away(self, module: nn.Module) -> None:
         """Release the device memory of offloaded weights."""
-        for name in self._weights(module):
+        for name in self._offloaded_weights(module):
             set_tensor(module, name, torch.device("meta"))
         for memory, device in self.tied_pointers_to_remove:
             assert self.tied_params_map is not None, "pointers come from this map"
@@ -168,16 +170,16 @@ class AlignDevicesHook(ModelHook):
         self.tied_pointers_to_remove.clear()
 
     @contextmanager
-    def brought(
+    def brought_weights(
         self, module: nn.Module, device: torch.device | None = None
     ) -> Iterator[None]:
         """Context manager in which the weights are on the device; changes are stored if `weights_map` is writable."""
-        self.bring(module, device)
+        self.bring_weights(module, device)
         try:
             yield
         finally:
             if isinstance(self.weights_map, dict):
-                for name, weight in self._weights(module).items():
+                for name, weight in self._offloaded_weights(module).items():
                     if not weight.is_meta:
                         self.weights_map[name] = weight.detach().to("cpu")
             self.take_away(module)
@@ -190,22 +192,22 @@ class AlignDevicesHook(ModelHook):
                 (tensor.device for tensor in tensors((args, kwargs))), None
             )
         if self.offload:
-            self.bring(module)
-        device = self._device()
+            self.bring_weights(module)
+        device = self._execution_device()
         if device is None:
             return args, kwargs
-        return moved(args, device), moved(kwargs, device, self._skipped())
+        return moved(args, device), moved(kwargs, device, self._is_skipped())
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         if self.offload:
             self.take_away(module)
         if self.io_same_device and self.input_device is not None:
-            output = moved(output, self.input_device, self._skipped())
+            output = moved(output, self.input_device, self._is_skipped())
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         if self.offload and self.weights_map is not None:
-            weights = self._weights(module)
+            weights = self._offloaded_weights(module)
             for name, device in self.original_devices.items():
                 current_tensor = attrgetter(name)(module)
                 value = (

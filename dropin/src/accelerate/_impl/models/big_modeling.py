@@ -17,8 +17,8 @@ from accelerate._impl.environment.variables import parse_flag_from_env
 from accelerate._impl.models import hooked
 from accelerate._impl.models.hooks import (
     UserCpuOffloadHook,
-    mirror,
-    mirrored,
+    mirror_hooks,
+    mirrored_hook,
     remove_hook_from_submodules,
     show_plan,
 )
@@ -81,20 +81,22 @@ def cpu_offload_with_hook(
     model: nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
     model, hook = dispatch.cpu_offload_with_hook(model, *args, **kwargs)
-    mirror(model)
+    mirror_hooks(model)
     return model, UserCpuOffloadHook(model, hook.hook)
 
 
-def _offloading(function: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+def _with_shown_hooks(function: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """Return the function of hasten's, after which libraries find the hooks they look for."""
 
     @like(function)
     def run(*args: Any, **kwargs: Any) -> nn.Module:
         bound_arguments = signature(function).bind(*args, **kwargs).arguments
-        device = bound_arguments["execution_device"] = _fresh(
+        device = bound_arguments["execution_device"] = _remove_offloading(
             bound_arguments["model"], bound_arguments.get("execution_device")
         )
-        model: nn.Module = getattr(_way(device), function.__name__)(**bound_arguments)
+        model: nn.Module = getattr(_module_for_device(device), function.__name__)(
+            **bound_arguments
+        )
         if is_dispatched(model):
             show_plan(
                 [
@@ -102,19 +104,19 @@ def _offloading(function: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
                     *hooked.hooks_of_offloading(model, device, bound_arguments),
                 ]
             )
-        mirror(model)
+        mirror_hooks(model)
         return model
 
     return run
 
 
 cpu_offload, disk_offload = (
-    _offloading(dispatch.cpu_offload),
-    _offloading(dispatch.disk_offload),
+    _with_shown_hooks(dispatch.cpu_offload),
+    _with_shown_hooks(dispatch.disk_offload),
 )
 
 
-def _fresh(model: nn.Module, device: Any) -> Any:
+def _remove_offloading(model: nn.Module, device: Any) -> Any:
     """Take off an earlier offloading; return the device to compute on."""
     if is_dispatched(model) or any(
         has_offloaded_params(submodule) for submodule in model.modules()
@@ -123,7 +125,7 @@ def _fresh(model: nn.Module, device: Any) -> Any:
     return next(model.parameters()).device if device is None else device
 
 
-def _way(device: Any) -> Any:
+def _module_for_device(device: Any) -> Any:
     """Return the function that places weights on the device: streamed, and to the CPU and the meta device by hooks."""
     return hooked if dispatch.device_of(device).type in _STILL else dispatch
 
@@ -133,7 +135,7 @@ def dispatch_model(
     model: nn.Module, device_map: Mapping[str, Any], *args: Any, **kwargs: Any
 ) -> nn.Module:
     check_device_map(model, device_map)
-    _dispatch(
+    _dispatch_by_map(
         signature(dispatch.dispatch_model)
         .bind(model, device_map, *args, **kwargs)
         .arguments,
@@ -153,7 +155,7 @@ def dispatch_model(
     return model
 
 
-def _dispatch(
+def _dispatch_by_map(
     bound_arguments: dict[str, Any], model: nn.Module, device_map: Mapping[str, Any]
 ) -> None:
     unplaced_names = [
@@ -175,7 +177,9 @@ def _dispatch(
         ),
         "cpu",
     )
-    main_device = _fresh(model, first_device if main_device is None else main_device)
+    main_device = _remove_offloading(
+        model, first_device if main_device is None else main_device
+    )
     disk_modules = [
         name
         for name, module_device in device_map.items()
@@ -187,7 +191,10 @@ def _dispatch(
     is_spread = bool(
         disk_modules or bound_arguments.get("force_hooks") or len(devices) > 1
     )
-    streams = _way(main_device) is dispatch or not devices <= {*OFFLOAD, *_STILL}
+    streams = _module_for_device(main_device) is dispatch or not devices <= {
+        *OFFLOAD,
+        *_STILL,
+    }
     if index is not None or (streams and (is_spread or devices <= {*OFFLOAD})):
         dispatch.dispatch_model(**{**bound_arguments, "device_map": module_devices})
         if is_dispatched(model):
@@ -198,7 +205,7 @@ def _dispatch(
         passed_names = (
             signature(hooked.dispatch_model).parameters.keys() & bound_arguments.keys()
         )
-        mirror(
+        mirror_hooks(
             hooked.dispatch_model(
                 **{name: bound_arguments[name] for name in passed_names}
                 | {"main_device": main_device}
@@ -313,7 +320,7 @@ def _worked_out(
     )
 
 
-attach_layerwise_casting_hooks = mirrored(casting.attach_layerwise_casting_hooks)
+attach_layerwise_casting_hooks = mirrored_hook(casting.attach_layerwise_casting_hooks)
 
 
 def _layer_types(model: nn.Module) -> set[str]:

@@ -53,11 +53,11 @@ def load_and_quantize_model(
         *(config.skip_modules or get_keys_to_not_convert(model)),
         *(config.keep_in_fp32_modules or []),
     ]
-    _fill(model, weights_location)
-    _cast(model, config)
+    _fill_weights(model, weights_location)
+    _cast_parameters(model, config)
     for name in chosen_linears(model, skip):
         model.get_submodule(name).to(device)
-        replace_linears(model, [name], _settings(config))
+        replace_linears(model, [name], _hasten_settings(config))
     return model.to(device)
 
 
@@ -68,7 +68,9 @@ def _check_library(config: BnbQuantizationConfig) -> None:
         raise ValueError(message("bnb_too_old", "4bit", ""))
 
 
-def _fill(model: nn.Module, weights_location: str | os.PathLike[str] | None) -> None:
+def _fill_weights(
+    model: nn.Module, weights_location: str | os.PathLike[str] | None
+) -> None:
     if not any(parameter.is_meta for parameter in model.parameters()):
         logger.warning(message("quantize_loaded"))
         return
@@ -77,7 +79,7 @@ def _fill(model: nn.Module, weights_location: str | os.PathLike[str] | None) -> 
     bigmodel.load_checkpoint_in_model(model, Path(weights_location), {"": "cpu"})
 
 
-def _cast(model: nn.Module, config: BnbQuantizationConfig) -> None:
+def _cast_parameters(model: nn.Module, config: BnbQuantizationConfig) -> None:
     for name, parameter in model.named_parameters():
         target_dtype = (
             torch.float32
@@ -90,7 +92,7 @@ def _cast(model: nn.Module, config: BnbQuantizationConfig) -> None:
             parameter.data = parameter.data.to(target_dtype)
 
 
-def _settings(config: BnbQuantizationConfig) -> BnbSettings:
+def _hasten_settings(config: BnbQuantizationConfig) -> BnbSettings:
     return BnbSettings(
         kind="llm_int8"
         if config.load_in_8bit
@@ -131,7 +133,9 @@ def replace_with_bnb_layers(
     ]
     if not names_to_replace:
         logger.warning(message("no_linear_layers"))
-    return replace_linears(model, names_to_replace, _settings(bnb_quantization_config))
+    return replace_linears(
+        model, names_to_replace, _hasten_settings(bnb_quantization_config)
+    )
 
 
 def get_parameter_device(parameter: nn.Module) -> torch.device:

@@ -68,17 +68,17 @@ def convert_model(
     te = need("transformer_engine.pytorch", why="layers that compute in fp8")
     source, target = (nn, te) if to_transformer_engine else (te, nn)
 
-    def wanted(name: str, old: Any) -> bool:
+    def is_wanted(name: str, old: Any) -> bool:
         if type(old) is source.Linear and _convert_linear:
             return source is te or (
                 old.in_features % 16 == 0 and old.out_features % 16 == 0
             )
         return type(old) is source.LayerNorm and _convert_ln
 
-    surgery.swap_where(model, wanted, partial(_like, source, target))
+    surgery.swap_where(model, is_wanted, partial(_module_like, source, target))
 
 
-def _like(source: Any, target: Any, name: str, old: Any) -> nn.Module:
+def _module_like(source: Any, target: Any, name: str, old: Any) -> nn.Module:
     """Return the same layer of another library, with the parameters of this one."""
     fresh: nn.Module
     if type(old) is source.Linear:

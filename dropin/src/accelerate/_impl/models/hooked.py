@@ -39,7 +39,7 @@ def cpu_offload(
     weights = state_dict or {
         name: weight.to("cpu") for name, weight in model.state_dict().items()
     }
-    return _offload(
+    return _offload_module(
         model, execution_device, weights, offload_buffers, preload_module_classes
     )
 
@@ -54,7 +54,7 @@ def disk_offload(
     """Return the model with its weights in files of `offload_dir`; those that the folder holds already are not written."""
     write_missing(model.state_dict(), offload_dir)
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
-    return _offload(
+    return _offload_module(
         model, execution_device, weights, offload_buffers, preload_module_classes
     )
 
@@ -80,7 +80,7 @@ def write_missing(
         offload_state_dict(save_dir, missing_weights)
 
 
-def _offload(
+def _offload_module(
     model: nn.Module,
     device: Place,
     weights: Mapping[str, Tensor],
@@ -160,7 +160,7 @@ def hooks_of_offloading(
 
     `options` are the keyword arguments of the function that offloads.
     """
-    buffers, preloaded_classes = _chosen(options)
+    buffers, preloaded_classes = _chosen_options(options)
     is_one_unit = type(module).__name__ in preloaded_classes
     if is_one_unit or _has_tensors(module, recurse=False):
         flags = {
@@ -186,7 +186,7 @@ def hooks_of_map(
     main: Any,
     options: Mapping[str, Any],
 ) -> Iterator[Planned]:
-    buffers, preloaded_classes = _chosen(options)
+    buffers, preloaded_classes = _chosen_options(options)
     streamed_targets = ("disk",) if str(main) == "cpu" else OFFLOAD
     for name, submodule in model.named_modules():
         if name not in device_map:
@@ -227,7 +227,7 @@ def _hooks_of_computing(
         yield from _hooks_of_computing(child, common, preloaded_classes)
 
 
-def _chosen(options: Mapping[str, Any]) -> tuple[bool, Collection[str]]:
+def _chosen_options(options: Mapping[str, Any]) -> tuple[bool, Collection[str]]:
     return bool(options.get("offload_buffers")), options.get(
         "preload_module_classes"
     ) or ()

@@ -38,10 +38,10 @@ class StreamedHook(AlignDevicesHook):
         return output
 
 
-def mirror(model: nn.Module) -> None:
+def mirror_hooks(model: nn.Module) -> None:
     for module in model.modules():
         if (module_hook := hook_of(module)) is not None:
-            show(module, module_hook)
+            show_hook(module, module_hook)
 
 
 def show_plan(planned: Iterable[Planned]) -> None:
@@ -55,12 +55,12 @@ def show_plan(planned: Iterable[Planned]) -> None:
             streamed_hook.original_devices = {
                 name: torch.device("cpu") for name in streamed_weights
             }
-            show(module, streamed_hook)
+            show_hook(module, streamed_hook)
         elif "_hf_hook" not in module.__dict__:
-            show(module, AlignDevicesHook(**options))
+            show_hook(module, AlignDevicesHook(**options))
 
 
-def show(module: nn.Module, hook: ModelHook) -> nn.Module:
+def show_hook(module: nn.Module, hook: ModelHook) -> nn.Module:
     """Set the attributes under which libraries find a module's hook and the forward it had before."""
     forward: Any = module.forward
     while isinstance(forward, forwarding.Forward):
@@ -77,7 +77,7 @@ def add_hook_to_module(
             hooks.remove_hook_from_module(module),
             SequentialHook(earlier, hook),
         )
-    return show(hooks.add_hook_to_module(module, hook), hook)
+    return show_hook(hooks.add_hook_to_module(module, hook), hook)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
@@ -101,17 +101,19 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
     remove_hook_from_module(module, recurse=True)
 
 
-def mirrored(attach: Callable[..., None]) -> Callable[..., None]:
+def mirrored_hook(attach: Callable[..., None]) -> Callable[..., None]:
     """Return the function of hasten's, after which every hook is found where libraries look for it."""
 
     @like(attach)
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         attach(module, *args, **kwargs)
-        mirror(module)
+        mirror_hooks(module)
 
     return run
 
 
-attach_align_device_hook = mirrored(align.attach_align_device_hook)
-attach_align_device_hook_on_blocks = mirrored(align.attach_align_device_hook_on_blocks)
-attach_execution_device_hook = mirrored(align.attach_execution_device_hook)
+attach_align_device_hook = mirrored_hook(align.attach_align_device_hook)
+attach_align_device_hook_on_blocks = mirrored_hook(
+    align.attach_align_device_hook_on_blocks
+)
+attach_execution_device_hook = mirrored_hook(align.attach_execution_device_hook)

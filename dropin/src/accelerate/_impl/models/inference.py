@@ -58,13 +58,13 @@ def pippy_forward(
     if rows is None:
         raise ValueError("Could not find batch size from args or kwargs")
     args, kwargs = trees.map_tensors(
-        partial(_lengthened, rows, -rows % num_chunks), (args, kwargs)
+        partial(_lengthen_inputs, rows, -rows % num_chunks), (args, kwargs)
     )
     output = forward(*args, **kwargs) if process.is_main_process else forward()
     return copy_tensor_to_devices(output)[:rows] if gather_output else output
 
 
-def _lengthened(rows: int, missing: int, tensor: torch.Tensor) -> torch.Tensor:
+def _lengthen_inputs(rows: int, missing: int, tensor: torch.Tensor) -> torch.Tensor:
     return (
         torch.cat([tensor, *[tensor[-1:]] * missing])
         if missing and tensor.dim() and len(tensor) == rows

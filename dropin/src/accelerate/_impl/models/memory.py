@@ -56,11 +56,11 @@ def find_executable_batch_size(
     reduce_batch_size_fn: Callable[..., int] | None = None,
 ) -> Callable[..., Any]:  # Any: the decorated function, or a decorator
     """Return a decorator that calls the function with a batch size, and with smaller ones while memory runs out."""
-    decorate = partial(_searching, starting_batch_size, reduce_batch_size_fn)
+    decorate = partial(_search_batch_size, starting_batch_size, reduce_batch_size_fn)
     return decorate if function is None else decorate(function)
 
 
-def _searching(
+def _search_batch_size(
     size: int, reduce_fn: Callable[..., int] | None, function: Callable[..., Any]
 ) -> Callable[..., Any]:
     names = list(signature(function).parameters)

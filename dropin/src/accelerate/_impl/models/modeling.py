@@ -109,7 +109,7 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    current_tensor = _checked(module, tensor_name, device, value)
+    current_tensor = _check_tensor(module, tensor_name, device, value)
     stays_in_place = value is None and current_tensor.device == device_of(device)
     if stays_in_place or (
         value is not None
@@ -127,7 +127,9 @@ def set_module_tensor_to_device(
         attrgetter(tensor_name)(module).SCB = fp16_statistics.to(device)
 
 
-def _checked(module: nn.Module, name: str, device: Any, value: Tensor | None) -> Tensor:
+def _check_tensor(
+    module: nn.Module, name: str, device: Any, value: Tensor | None
+) -> Tensor:
     """Return the tensor of that name. Raises: ValueError for a wrong name or shape, or without a value to put in its place."""
     *path, tensor_name = name.split(".")
     owner = reduce(getattr, path, module)
@@ -223,7 +225,7 @@ def _load_over_processes(
     state: Any = (
         {}
         if from_first and torch.distributed.get_rank() > 0
-        else read_model(_located(checkpoint))
+        else read_model(_locate_weights(checkpoint))
     )
     dcp.set_model_state_dict(model, state, options=options)
 
@@ -252,7 +254,7 @@ def fill_model(
     if device_map:
         check_tied_parameters_on_same_device(ties, device_map)
     checkpoint_path, options = (
-        _located(Path(checkpoint)),
+        _locate_weights(Path(checkpoint)),
         (device_map, offload_folder, dtype if device_map else None),
     )
     try:
@@ -272,7 +274,7 @@ def fill_model(
             str(error)
         ) from error
     for name in loaded.unexpected if device_map and strict else ():
-        _checked(model, name, "meta", None)
+        _check_tensor(model, name, "meta", None)
     _tell_unexpected(model, loaded, checkpoint, strict)
     return loaded
 
@@ -285,10 +287,10 @@ def _refuse_shapes(
         if loads_state_dict:
             model.load_state_dict(state, strict=False)
         for name in state.keys() & model.state_dict().keys():
-            _checked(model, name, "meta", state[name])
+            _check_tensor(model, name, "meta", state[name])
 
 
-def _located(checkpoint: Path) -> Path:
+def _locate_weights(checkpoint: Path) -> Path:
     """Return the file or folder to read: a folder may have one index under any name."""
     if not checkpoint.exists():
         raise ValueError(message("no_checkpoint", checkpoint))
@@ -416,7 +418,7 @@ def align_module_device(
     if execution_device is None and has_offloaded_params(module):
         execution_device = cast("Any", module)._hf_hook.execution_device
     if (hook := offloading_hook(module)) is not None:
-        return hook.brought(
+        return hook.brought_weights(
             module, None if execution_device is None else device_of(execution_device)
         )
     return tensors.align_module_device(module, execution_device)

@@ -107,15 +107,15 @@ def extract_model_from_parallel(
     recursive: bool = False,
 ) -> Any:
     """Return the user's own module inside wrappers; the autocast around its forward and its compilation go when asked."""
-    inner = _inside(getattr(model, "_orig_mod", model), recursive)
+    inner = _unwrap_parallel(getattr(model, "_orig_mod", model), recursive)
     if not keep_torch_compile:
         inner = getattr(inner, "_orig_mod", inner)
     if not keep_fp32_wrapper:
         _restore_forward(inner)
-    return _recompiled(model, inner) if keep_torch_compile else inner
+    return _restore_compiled(model, inner) if keep_torch_compile else inner
 
 
-def _recompiled(model: Any, inner: Any) -> Any:
+def _restore_compiled(model: Any, inner: Any) -> Any:
     if "_orig_mod" in getattr(model, "__dict__", ()):  # compiled by regions
         model.__dict__["_orig_mod"] = inner
     elif is_compiled_module(model):
@@ -127,7 +127,7 @@ def _recompiled(model: Any, inner: Any) -> Any:
 
 def show_original_forward(model: Any) -> None:
     """Set the attribute under which libraries find the forward that a model had before its autocast."""
-    inner = _inside(getattr(model, "_orig_mod", model))
+    inner = _unwrap_parallel(getattr(model, "_orig_mod", model))
     if (
         isinstance(inner, nn.Module)
         and (autocast_forward := forwarding.find(inner, AutocastForward.tag))
@@ -142,12 +142,15 @@ def _restore_forward(model: Any) -> None:
         model.forward = original_forward
 
 
-def _inside(model: Any, everywhere: bool = False) -> Any:
+def _unwrap_parallel(model: Any, everywhere: bool = False) -> Any:
     while isinstance(model, (DistributedDataParallel, DataParallel)):
         model = model.module
     for submodule in list(model.modules()) if everywhere else ():
         submodule.__dict__["_modules"].update(
-            {name: _inside(child) for name, child in submodule.named_children()}
+            {
+                name: _unwrap_parallel(child)
+                for name, child in submodule.named_children()
+            }
         )
     return model
 

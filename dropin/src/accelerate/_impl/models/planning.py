@@ -88,14 +88,15 @@ def compute_module_sizes(
     for name, tensor in named_tensors:
         path, num_bytes = (
             name.split("."),
-            tensor.numel() * _width(name, tensor, maps.as_dtype(dtype), special_dtypes),
+            tensor.numel()
+            * _element_width(name, tensor, maps.as_dtype(dtype), special_dtypes),
         )
         for length in range(len(path) + 1):
             sizes[".".join(path[:length])] += num_bytes
     return sizes
 
 
-def _width(name: str, tensor: Tensor, target_dtype: Any, special: Any) -> float:
+def _element_width(name: str, tensor: Tensor, target_dtype: Any, special: Any) -> float:
     """Return the bytes of one element in the dtype it will have."""
     if special is not None and name in special:
         return dtype_byte_size(maps.as_dtype(special[name]))
@@ -130,29 +131,33 @@ def get_max_layer_size(
     layers = [
         name
         for name, module in modules
-        for name in _layers(name, module, no_split_module_classes or ())
+        for name in _iterate_layers(name, module, no_split_module_classes or ())
     ]
     largest = max((module_sizes.get(name, 0) for name in layers), default=0)
     return largest, [name for name in layers if module_sizes.get(name, 0) == largest]
 
 
-def _layers(name: str, module: Any, unsplit_classes: Collection[str]) -> Iterator[str]:
-    children = _children(module)
+def _iterate_layers(
+    name: str, module: Any, unsplit_classes: Collection[str]
+) -> Iterator[str]:
+    children = _named_children(module)
     if not children or type(module).__name__ in unsplit_classes:
         yield name
     for child, inner in (
         children if type(module).__name__ not in unsplit_classes else ()
     ):
-        yield from _layers(f"{name}.{child}", inner, unsplit_classes)
+        yield from _iterate_layers(f"{name}.{child}", inner, unsplit_classes)
 
 
-def _children(module: Any) -> list[_Part]:
+def _named_children(module: Any) -> list[_Part]:
     return list(module.named_children()) if isinstance(module, nn.Module) else []
 
 
-def _inside(name: str, module: Any, unsplit_classes: Collection[str]) -> list[_Part]:
+def _split_module(
+    name: str, module: Any, unsplit_classes: Collection[str]
+) -> list[_Part]:
     """Return the parameters and submodules of a module that can be split, under their full names."""
-    children = _children(module)
+    children = _named_children(module)
     if not children or type(module).__name__ in unsplit_classes:
         return []
     return [
@@ -228,7 +233,7 @@ def fallback_allocate(
         ):
             return name, module, [*modules[:index], *modules[index + 1 :]]
         fitting_name, fitting_module, remaining_modules = fallback_allocate(
-            _inside(name, module, unsplit_classes),
+            _split_module(name, module, unsplit_classes),
             module_sizes,
             limit,
             unsplit_classes,
@@ -379,19 +384,21 @@ class _Packing:
     def run(self) -> None:
         while self.waiting:
             name, module = self.waiting.pop(0)
-            self._say(f"\nTreating module {name}.")
+            self._log_line(f"\nTreating module {name}.")
             tied = _tied_outside(name, self.ties)
             if tied:
                 groups = [
                     group for group in self.ties if not set(group).isdisjoint(tied)
                 ]
-                self._say(f"  Found the relevant tied param groups {groups}")
-                self._say(f"  So those parameters need to be taken into account {tied}")
+                self._log_line(f"  Found the relevant tied param groups {groups}")
+                self._log_line(
+                    f"  So those parameters need to be taken into account {tied}"
+                )
             joint_size, names, tied_modules = get_module_size_with_ties(
                 tied, self.sizes[name], self.sizes, self.waiting
             )
             owners = list(zip(names, tied_modules, strict=True))
-            device, self.reserve = self.devices[self.at], self._reserve(name)
+            device, self.reserve = self.devices[self.at], self._reserve_bytes(name)
             free_bytes = (
                 None
                 if device == "disk"
@@ -407,20 +414,20 @@ class _Packing:
                 if fits_alone
                 else f"module size {self.sizes[name]}"
             )
-            self._say(
+            self._log_line(
                 f"Not enough space on {device} to put {subject} (space available {free_bytes}, {size})."
             )
             candidates = [
                 *(owners if fits_alone else ()),
                 *([] if self.sizes[name] < free_bytes else [(name, module)]),
             ]
-            self._split((name, module), candidates, joint_size, free_bytes)
+            self._split_candidate((name, module), candidates, joint_size, free_bytes)
 
-    def _say(self, text: str) -> None:
+    def _log_line(self, text: str) -> None:
         if self.verbose:
             sys.stdout.write(f"{text}\n")
 
-    def _reserve(self, name: str) -> Any:
+    def _reserve_bytes(self, name: str) -> Any:
         """Return the bytes kept free on the current device for the largest layer that comes after the named module."""
         self.largest = [
             layer_name
@@ -428,10 +435,10 @@ class _Packing:
             if not f"{layer_name}.".startswith(f"{name}.")
         ]
         if not self.largest:
-            self._measure()
+            self._measure_layers()
         return self.layer if self.devices[self.at] in self.reserving else 0
 
-    def _measure(self) -> None:
+    def _measure_layers(self) -> None:
         modules = [
             named_module
             for named_module in self.waiting
@@ -448,7 +455,7 @@ class _Packing:
         subject = (
             f"{names[0]} and {names[1:]}" if names[1:] else f"{names[0]} (size={size})"
         )
-        self._say(f"Putting {subject}{available} on {device}.")
+        self._log_line(f"Putting {subject}{available} on {device}.")
         self.used[device] += size
         if device in _OFFLOAD and isinstance(named_modules[0][1], nn.Module):
             self.offloaded.append(names[0])
@@ -459,7 +466,7 @@ class _Packing:
             if named_module[0] not in names
         ]
 
-    def _split(
+    def _split_candidate(
         self,
         first: _Part,
         candidates: Sequence[_Part],
@@ -469,22 +476,22 @@ class _Packing:
         """Replace one of the modules by what is in it; if none can be split, go to the next device."""
         queue = [first, *self.waiting]
         for name, module in candidates:
-            if inside := _inside(name, module, self.whole):
-                self._say(f"Splitting {name}.")
+            if inside := _split_module(name, module, self.whole):
+                self._log_line(f"Splitting {name}.")
                 index = next(
                     number
                     for number, named_module in enumerate(queue)
                     if named_module[0] == name
                 )
                 self.waiting = [*queue[:index], *inside, *queue[index + 1 :]]
-                self._measure()
+                self._measure_layers()
                 return
         subject = (
             "This module cannot"
             if first in candidates
             else "None of the tied module can"
         )
-        self._say(f"{subject} be split, going to the next device.")
+        self._log_line(f"{subject} be split, going to the next device.")
         self._advance(queue, joint_size, free_bytes)
 
     def _advance(self, queue: list[_Part], joint_size: Any, free_bytes: Any) -> None:
@@ -506,7 +513,7 @@ class _Packing:
             )
             if name is not None:
                 self.waiting = [(name, module), queue[0], *remaining_modules]
-                self._measure()
+                self._measure_layers()
                 return
         self.at += 1
 
@@ -567,12 +574,12 @@ def get_balanced_memory(
     usable_indices = [index for index, device in enumerate(gpus) if limits[device] > 0]
     if len(usable_indices) > 1:
         sizes = compute_module_sizes(model, dtype, special_dtypes)
-        _spread(
+        _spread_limits(
             limits,
             gpus,
             usable_indices,
             sizes[""],
-            _slack(model, sizes, no_split_module_classes),
+            _device_slack(model, sizes, no_split_module_classes),
             low_zero,
         )
     elif usable_indices and max_memory is None and gpus[usable_indices[0]] != "mps":
@@ -581,7 +588,7 @@ def get_balanced_memory(
     return limits
 
 
-def _spread(
+def _spread_limits(
     limits: Any,
     gpus: Sequence[Any],
     usable_indices: Sequence[int],
@@ -608,7 +615,7 @@ def _spread(
         )
 
 
-def _slack(model: nn.Module, sizes: Mapping[str, int], no_split: Any) -> int:
+def _device_slack(model: nn.Module, sizes: Mapping[str, int], no_split: Any) -> int:
     """Return the bytes a device gets beyond its share, so that a module on the border fits: a quarter more than a usual one."""
     class_sizes = {
         type(attrgetter(name)(model)).__name__: sizes[name]

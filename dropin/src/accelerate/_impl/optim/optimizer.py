@@ -10,7 +10,7 @@ import torch
 
 from accelerate._impl import ambient
 from accelerate._impl.copying import Copyable
-from accelerate._impl.surface.shown import shown
+from accelerate._impl.surface.shown import shown_property
 from accelerate._impl.views.state import AcceleratorState, GradientState
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
@@ -50,13 +50,13 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):
     ) -> None:
         AcceleratorState()  # raises a ValueError where there is no Accelerator
         plain = FullPrecision() if scaler is None else _WithScaler(scaler)
-        super().__init__(optimizer, clock or ambient.clock(), precision or plain)
+        super().__init__(optimizer, clock or ambient.run_clock(), precision or plain)
         self.scaler, self.device_placement = scaler, device_placement
 
     def rejoin(self) -> None:
         """Follow the windows of the latest Accelerator, unless this is a copy that follows its original's."""
         for name, plain in (
-            ("_clock", ambient.clock()),
+            ("_clock", ambient.run_clock()),
             ("_precision", FullPrecision()),
             ("scaler", None),
         ):
@@ -69,15 +69,15 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):
         if not isinstance(self._precision, _WithScaler):
             super()._refuse_unscaled_gradients()
 
-    step_was_skipped = _is_overflow = shown(
+    step_was_skipped = _is_overflow = shown_property(
         "skipped",
         "Whether the latest update was skipped, also under the name tests write to.",
         lambda self, skipped: setattr(self, "skipped", skipped),
     )
-    gradient_state = shown(
+    gradient_state = shown_property(
         lambda self: GradientState(), "The view on the current window."
     )
-    accelerator_state = shown(
+    accelerator_state = shown_property(
         lambda self: AcceleratorState(), "The view on the process."
     )
     __repr__ = torch.optim.Optimizer.__repr__

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from accelerate._impl.ambient import AMBIENT
-from accelerate._impl.surface.shown import shown
+from accelerate._impl.surface.shown import shown_property
 from accelerate._impl.views.state import AcceleratorState, GradientState
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.scheduler import PreparedScheduler
@@ -39,7 +39,7 @@ class AcceleratedScheduler(PreparedScheduler):
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
 
-    gradient_state = shown(
+    gradient_state = shown_property(
         lambda self: GradientState(), "The view on the current window."
     )
 

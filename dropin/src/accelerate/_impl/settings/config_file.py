@@ -138,7 +138,7 @@ class BaseConfig:
         Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()))
 
 
-def _made(name: str, description: str) -> Any:
+def _make_config_class(name: str, description: str) -> Any:
     """Return a class of settings with the fields of the table: names that need a value, and defaults."""
     table = json.loads(Path(__file__).with_suffix(".json").read_text())[name]
     rows: Any = [
@@ -154,7 +154,9 @@ def _made(name: str, description: str) -> Any:
     )
 
 
-ClusterConfig = _made("ClusterConfig", "Settings of machines of one's own.")
-SageMakerConfig = _made(
+ClusterConfig = _make_config_class(
+    "ClusterConfig", "Settings of machines of one's own."
+)
+SageMakerConfig = _make_config_class(
     "SageMakerConfig", "Settings of SageMaker, whose own tools start jobs there."
 )

@@ -19,7 +19,7 @@ class HfDeepSpeedConfig:
     """DeepSpeed's configuration from a mapping, a JSON file, or JSON in base64."""
 
     def __init__(self, config_file_or_dict: Any) -> None:
-        self.config: dict[str, Any] = _read(config_file_or_dict)
+        self.config: dict[str, Any] = _read_config(config_file_or_dict)
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
@@ -74,7 +74,7 @@ class HfDeepSpeedConfig:
         return self._offload
 
 
-def _read(source: Any) -> dict[str, Any]:
+def _read_config(source: Any) -> dict[str, Any]:
     if isinstance(source, dict) or os.path.exists(source):  # noqa: PTH110 - pathlib raises for long text
         config: dict[str, Any] = reading.read_config(source)
         return config

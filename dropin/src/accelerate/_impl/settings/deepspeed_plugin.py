@@ -15,10 +15,10 @@ from accelerate._impl import ambient
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.variables import environment, str_to_bool
 from accelerate._impl.settings.deepspeed_config import HfDeepSpeedConfig
-from accelerate._impl.settings.filled import fill
+from accelerate._impl.settings.filled import fill_from_variables
 from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
-from accelerate._impl.surface.shown import shown
+from accelerate._impl.surface.shown import shown_property
 from hasten.optional import available, need
 from hasten.runtime.context import ProcessContext
 
@@ -76,13 +76,13 @@ class DeepSpeedPlugin:
         if self.zero3_init_flag and not self.hf_ds_config.is_zero3():
             warnings.warn(message("zero3_init_only_there"), stacklevel=4)
             self.zero3_init_flag = False
-        self._join(AMBIENT.context)
+        self._join_context(AMBIENT.context)
 
     def _take_config(self, variables: Any) -> None:
         if self.hf_ds_config is None:
             config_file = variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
             self.hf_ds_config = config_file if config_file not in ("", "none") else None
-        self._settle()
+        self._fill_options()
         if self.hf_ds_config is None:
             self.hf_ds_config = HfDeepSpeedConfig(self._single_options())
         else:
@@ -109,7 +109,7 @@ class DeepSpeedPlugin:
             setattr(self, name, self.hf_ds_config.get_value(key, getattr(self, name)))
         self.hf_ds_config.set_stage_and_offload()
 
-    def _settle(self) -> None:
+    def _fill_options(self) -> None:
         """Fill options that were not given, from variables or with defaults."""
         for name, (_, default) in _OPTIONS.items():
             prefix = (
@@ -126,10 +126,10 @@ class DeepSpeedPlugin:
                 if name == "gradient_clipping"
                 else None
             )
-            fill(
+            fill_from_variables(
                 self,
                 prefix,
-                **{name: (read or partial(_typed, default=default), default)},
+                **{name: (read or partial(_parse_variable, default=default), default)},
             )
         assert self.zero_stage is not None, "settled above"
         self.zero_stage = int(self.zero_stage)
@@ -277,8 +277,8 @@ class DeepSpeedPlugin:
         """Let transformers build models partitioned while this plugin lives, where `zero3_init_flag` says so."""
         self._told = None
         if self.zero3_init_flag:
-            self._join(ambient.start())
-            self._told = engine.RegisteredConfig(self._building())
+            self._join_context(ambient.start())
+            self._told = engine.RegisteredConfig(self._partition_config())
 
     def is_zero3_init_enabled(self) -> bool:
         """Return whether models are partitioned while transformers builds them."""
@@ -289,9 +289,9 @@ class DeepSpeedPlugin:
         """A block in which transformers builds models partitioned, or whole."""
         previous_flag, self.zero3_init_flag = self.zero3_init_flag, enable
         if enable:
-            self._join(ambient.start())
+            self._join_context(ambient.start())
         registered_config = engine.RegisteredConfig(
-            self._building() if enable else None
+            self._partition_config() if enable else None
         )
         try:
             yield
@@ -299,7 +299,7 @@ class DeepSpeedPlugin:
             registered_config.forget()
             self.zero3_init_flag = previous_flag
 
-    def _building(self) -> dict[str, Any]:
+    def _partition_config(self) -> dict[str, Any]:
         halves = [
             name
             for name in ("bf16", "fp16")
@@ -310,7 +310,7 @@ class DeepSpeedPlugin:
         )
         return options
 
-    def _join(self, context: ProcessContext | None) -> None:
+    def _join_context(self, context: ProcessContext | None) -> None:
         """Let DeepSpeed use the processes of the run: transformers partitions a model before an engine starts."""
         if self.zero3_init_flag and context is not None and available("deepspeed"):
             engine.join(context)
@@ -336,7 +336,7 @@ class DeepSpeedPlugin:
     def _set_selected(self, value: bool) -> None:
         raise NotImplementedError(message("selected_by_state"))
 
-    selected = shown(
+    selected = shown_property(
         "_selected", "Whether this plugin is the one in use.", _set_selected
     )
 
@@ -346,7 +346,7 @@ class DeepSpeedPlugin:
             raise ValueError(message("select_by_state"))
         self._selected = True
 
-    def _unselect(self) -> None:
+    def _unselect_plugin(self) -> None:
         self._selected = False
 
 
@@ -361,7 +361,7 @@ def active_plugin(plugins: Plugins) -> DeepSpeedPlugin | None:
     )
 
 
-def _typed(variable_text: str, default: Any) -> Any:
+def _parse_variable(variable_text: str, default: Any) -> Any:
     if isinstance(default, bool):
         return variable_text.lower() == "true"
     return int(variable_text) if variable_text.isdigit() else variable_text

@@ -11,7 +11,7 @@ Reading = tuple[Callable[[str], Any], Any]
 """What makes a value of a variable's word, and the value where there is no word. Any: values of settings."""
 
 
-def fill(settings: object, prefix: str, **readings: Reading) -> None:
+def fill_from_variables(settings: object, prefix: str, **readings: Reading) -> None:
     """Give attributes that are None what the variables of their names behind `prefix` say, or their defaults."""
     for name, (read, default) in readings.items():
         if getattr(settings, name) is None:
@@ -19,5 +19,5 @@ def fill(settings: object, prefix: str, **readings: Reading) -> None:
             setattr(settings, name, read(word) if word else default)
 
 
-def yes(word: str) -> bool:
+def is_yes(word: str) -> bool:
     return bool(str_to_bool(word))

@@ -18,10 +18,10 @@ from accelerate._impl.environment.constants import (
     FSDP_AUTO_WRAP_POLICY,
 )
 from accelerate._impl.environment.variables import environment
-from accelerate._impl.settings.filled import Reading, fill, yes
+from accelerate._impl.settings.filled import Reading, fill_from_variables, is_yes
 from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
-from accelerate._impl.surface.shown import shown
+from accelerate._impl.surface.shown import shown_property
 
 log = logging.getLogger("accelerate.utils.dataclasses")
 fsdp = Deferred("torch.distributed.fsdp")
@@ -40,7 +40,7 @@ _SWITCHES = (
     "cpu_ram_efficient_loading",
 )
 _FSDP1 = "reshard_after_forward sharding_strategy backward_prefetch forward_prefetch use_orig_params limit_all_gathers"
-_NO: Reading = (yes, False)
+_NO: Reading = (is_yes, False)
 _READ: dict[str, Reading] = {
     "backward_prefetch": (str, None),
     "auto_wrap_policy": (str, None),
@@ -88,17 +88,17 @@ class FullyShardedDataParallelPlugin:
                 self.cpu_ram_efficient_loading
             )
         self._settle_sharding()
-        fill(self, "FSDP_", **_READ)
+        fill_from_variables(self, "FSDP_", **_READ)
         self._settle_places()
         self._settle_policies()
         self._settle_version()
 
     def _settle_places(self) -> None:
-        self.backward_prefetch = _of(
+        self.backward_prefetch = _enum_member(
             fsdp.BackwardPrefetch, self.backward_prefetch, NO_PREFETCH=None
         )
         if self.cpu_offload is None:
-            self.cpu_offload = yes(environment().get("FSDP_OFFLOAD_PARAMS", "False"))
+            self.cpu_offload = is_yes(environment().get("FSDP_OFFLOAD_PARAMS", "False"))
         self.set_cpu_offload()
         self.validate_cpu_offload()
         self.set_state_dict_type()
@@ -114,16 +114,16 @@ class FullyShardedDataParallelPlugin:
             {"HYBRID_SHARD_ZERO2": fsdp.ShardingStrategy(5)},
         )
         if self.fsdp_version == 1:
-            fill(self, "FSDP_", sharding_strategy=(str, "FULL_SHARD"))
-            self.sharding_strategy = _of(
+            fill_from_variables(self, "FSDP_", sharding_strategy=(str, "FULL_SHARD"))
+            self.sharding_strategy = _enum_member(
                 fsdp.ShardingStrategy, self.sharding_strategy, **names
             )
-            reshards = _of(fsdp.ShardingStrategy, reshards, **names)
+            reshards = _enum_member(fsdp.ShardingStrategy, reshards, **names)
             expected_type = "`str` or an instance of `torch.distributed.fsdp.fully_sharded_data_parallel.ShardingStrategy`"
         elif reshards is None and not by_name:
             reshards = environment().get("FSDP_RESHARD_AFTER_FORWARD") or "true"
         self.reshard_after_forward = reshards = (
-            yes(reshards) if isinstance(reshards, str) else reshards
+            is_yes(reshards) if isinstance(reshards, str) else reshards
         )
         if isinstance(reshards, bool) == (self.fsdp_version == 1):
             raise ValueError(
@@ -167,7 +167,7 @@ class FullyShardedDataParallelPlugin:
                     self.transformer_cls_names_to_wrap.split(",")
                 )
         elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
-            fill(self, "FSDP_", min_num_params=(int, 0))
+            fill_from_variables(self, "FSDP_", min_num_params=(int, 0))
             if not isinstance(size := self.min_num_params, int):
                 raise ValueError(
                     f"`min_num_params` must be an integer. Got {size} of type {type(size)}"
@@ -195,7 +195,7 @@ class FullyShardedDataParallelPlugin:
                 log.warning(_GONE[name])
                 setattr(self, name, None)
             return
-        fill(
+        fill_from_variables(
             self,
             "FSDP_",
             use_orig_params=_NO,
@@ -206,7 +206,7 @@ class FullyShardedDataParallelPlugin:
             warnings.warn(message("fsdp_states_synchronized"), stacklevel=4)
             self.sync_module_states = True
         if self.sync_module_states:
-            self.param_init_fn = _emptied
+            self.param_init_fn = _empty_weights
 
     @classmethod
     def of(cls, settings: hasten.FullyShardedDataParallelPlugin) -> Self:
@@ -241,7 +241,7 @@ class FullyShardedDataParallelPlugin:
             or self.state_dict_type
             or environment().get("FSDP_STATE_DICT_TYPE")
         )
-        self.state_dict_type = _of(
+        self.state_dict_type = _enum_member(
             fsdp.StateDictType,
             type_name or FSDP2_STATE_DICT_TYPE[self.fsdp_version == 1],
         )
@@ -287,14 +287,14 @@ class FullyShardedDataParallelPlugin:
         buffer_autocast: bool = False,
         override: bool = False,
     ) -> None:
-        kind, names = self._policy()
+        kind, names = self._wrap_policy()
         if isinstance(dtype := mixed_precision, str) and dtype not in _DTYPES:
             raise ValueError(
                 f"Invalid mixed precision: {dtype}. Must be one of {list(_DTYPES)}"
             )
         dtype = _DTYPES[dtype] if isinstance(dtype, str) else dtype
         if isinstance(policy := self.mixed_precision_policy, dict):
-            self.mixed_precision_policy = kind(**_checked(policy, names))
+            self.mixed_precision_policy = kind(**_check_dtypes(policy, names))
         elif policy is None or override:
             last = (
                 torch.float32 if buffer_autocast and self.fsdp_version == 1 else dtype
@@ -303,7 +303,7 @@ class FullyShardedDataParallelPlugin:
                 **dict(zip(names, (dtype, dtype, last), strict=True))
             )
 
-    def _policy(self) -> tuple[Any, list[str]]:
+    def _wrap_policy(self) -> tuple[Any, list[str]]:
         """Return the version's class of precision policies and its dtypes."""
         kind = (
             fsdp.MixedPrecision if self.fsdp_version == 1 else fsdp.MixedPrecisionPolicy
@@ -316,7 +316,7 @@ class FullyShardedDataParallelPlugin:
 
     def validate_mixed_precision_policy(self) -> None:
         """Raise a ValueError for a policy of another class than the version's."""
-        if not isinstance(self.mixed_precision_policy, kind := self._policy()[0]):
+        if not isinstance(self.mixed_precision_policy, kind := self._wrap_policy()[0]):
             raise ValueError(
                 f"mixed_precision_policy must be an instance of `torch.distributed.fsdp.{kind.__name__}`."
             )
@@ -344,7 +344,7 @@ class FullyShardedDataParallelPlugin:
                 )
             )
 
-    whole_checkpoints = shown(
+    whole_checkpoints = shown_property(
         lambda self: self.state_dict_type is fsdp.StateDictType.FULL_STATE_DICT,
         "Whether checkpoints hold whole tensors.",
     )
@@ -353,7 +353,7 @@ class FullyShardedDataParallelPlugin:
         """Return the same in hasten's terms; what FSDP1 alone knew is translated, and said unless it has been before."""
         values: dict[str, Any] = {
             name: bool(getattr(self, name)) for name in _SWITCHES
-        } | self._placed()
+        } | self._placed_parameters()
         if isinstance(policy := self.mixed_precision_policy, fsdp.MixedPrecision):
             policy = fsdp.MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype)
         values |= {
@@ -361,17 +361,17 @@ class FullyShardedDataParallelPlugin:
             "mixed_precision_policy": policy,
         }
         values["param_init_fn"] = (
-            None if self.param_init_fn is _emptied else self.param_init_fn
+            None if self.param_init_fn is _empty_weights else self.param_init_fn
         )
         values["state_dict_type"] = (
             "FULL_STATE_DICT" if self.whole_checkpoints else "SHARDED_STATE_DICT"
         )
-        values |= {**self._blocks(), **self._translated(say)}
+        values |= {**self._block_classes(), **self._translate_fsdp1(say)}
         return hasten.FullyShardedDataParallelPlugin(
             **{n: value for n, value in values.items() if value is not None}
         )
 
-    def _placed(self) -> dict[str, Any]:
+    def _placed_parameters(self) -> dict[str, Any]:
         offload: Any = self.cpu_offload
         if not getattr(
             offload, "offload_params", isinstance(offload, fsdp.CPUOffloadPolicy)
@@ -382,11 +382,11 @@ class FullyShardedDataParallelPlugin:
         )
         return {"cpu_offload": True, "cpu_offload_pin_memory": pinned}
 
-    def _blocks(self) -> dict[str, Any]:
+    def _block_classes(self) -> dict[str, Any]:
         """Return the modules that are sharded on their own, and those that are not sharded."""
         ignored, names = (
             self.ignored_modules,
-            _words(self.transformer_cls_names_to_wrap or ()),
+            _variable_words(self.transformer_cls_names_to_wrap or ()),
         )
         policy = _as_choice(self.auto_wrap_policy)
         return {
@@ -398,7 +398,7 @@ class FullyShardedDataParallelPlugin:
             "transformer_cls_names_to_wrap": tuple(names) or None,
         }
 
-    def _translated(self, say: bool) -> dict[str, Any]:
+    def _translate_fsdp1(self, say: bool) -> dict[str, Any]:
         """Return the settings that FSDP1 knew by other names."""
         old = {
             name: getattr(getattr(self, name), "name", getattr(self, name))
@@ -415,7 +415,7 @@ class FullyShardedDataParallelPlugin:
         return {name: getattr(translated, name) for name in names}
 
 
-def _of(kind: Any, member_or_word: Any, **names: Any) -> Any:
+def _enum_member(kind: Any, member_or_word: Any, **names: Any) -> Any:
     """Return the member of a torch enum that a word or a number in a word stands for; other values as they are."""
     if not isinstance(member_or_word, str):
         return member_or_word
@@ -429,7 +429,7 @@ def _of(kind: Any, member_or_word: Any, **names: Any) -> Any:
     )
 
 
-def _checked(policy: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def _check_dtypes(policy: dict[str, Any], names: list[str]) -> dict[str, Any]:
     known_dtypes = list(_DTYPES.values())
     if policy.keys() != set(names) or any(
         dtype not in known_dtypes for dtype in policy.values()
@@ -440,7 +440,7 @@ def _checked(policy: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 def _find_layer_classes(model: torch.nn.Module, names: Any) -> set[Any]:
     layer_classes = {
-        name: get_module_class_from_name(model, name) for name in _words(names)
+        name: get_module_class_from_name(model, name) for name in _variable_words(names)
     }
     if missing := [name for name, kind in layer_classes.items() if kind is None]:
         raise ValueError(
@@ -449,13 +449,13 @@ def _find_layer_classes(model: torch.nn.Module, names: Any) -> set[Any]:
     return set(layer_classes.values())
 
 
-def _words(names: Any) -> list[str]:
+def _variable_words(names: Any) -> list[str]:
     return [
         word.strip() for word in (names.split(",") if isinstance(names, str) else names)
     ]
 
 
-def _emptied(module: torch.nn.Module) -> torch.nn.Module:
+def _empty_weights(module: torch.nn.Module) -> torch.nn.Module:
     """Allocate the module's tensors, which the first rank fills."""
     return module.to_empty(
         device=torch.accelerator.current_accelerator() or "cpu", recurse=False

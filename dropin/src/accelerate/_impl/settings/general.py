@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from accelerate._impl.enums import CustomDtype
-from accelerate._impl.settings.filled import fill, yes
+from accelerate._impl.settings.filled import fill_from_variables, is_yes
 from accelerate._impl.surface.messages import message
 
 # Any in this file: the values of settings, and foreign configuration objects.
@@ -107,7 +107,9 @@ class TorchContextParallelConfig:
     cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
-        fill(self, "PARALLELISM_CONFIG_", cp_comm_strategy=(str, "allgather"))
+        fill_from_variables(
+            self, "PARALLELISM_CONFIG_", cp_comm_strategy=(str, "allgather")
+        )
         if (comm_strategy := self.cp_comm_strategy) not in ("allgather", "alltoall"):
             raise ValueError(
                 f"Invalid cp_comm_strategy: {comm_strategy}. Must be one of 'allgather' or 'alltoall'."
@@ -121,13 +123,15 @@ class DeepSpeedSequenceParallelConfig:
     sp_attn_implementation: str | None = None
 
     def __post_init__(self) -> None:
-        fill(
+        fill_from_variables(
             self,
             "PARALLELISM_CONFIG_",
-            sp_seq_length=(_length, None),
+            sp_seq_length=(_sequence_length, None),
             sp_attn_implementation=(str, None),
         )
-        fill(self, "PARALLELISM_CONFIG_", sp_seq_length_is_variable=(yes, True))
+        fill_from_variables(
+            self, "PARALLELISM_CONFIG_", sp_seq_length_is_variable=(is_yes, True)
+        )
         self._check()
 
     def _check(self) -> None:
@@ -143,7 +147,7 @@ class DeepSpeedSequenceParallelConfig:
             raise ValueError(message("sp_length_missing"))
 
 
-def _length(word: str) -> int | None:
+def _sequence_length(word: str) -> int | None:
     return None if word == "None" else int(word)  # which the original's launcher writes
 
 
@@ -165,14 +169,14 @@ class BnbQuantizationConfig:
                 if not isinstance(getattr(self, name), kind):
                     raise ValueError(f"{name.replace('fp32', 'fp_32')} must be {words}")
         self._check_bits()
-        self.bnb_4bit_compute_dtype = _dtype(
+        self.bnb_4bit_compute_dtype = _dtype_of(
             "bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype
         )
         if self.torch_dtype is None:
             self.torch_dtype = (
                 self.bnb_4bit_compute_dtype if self.load_in_4bit else torch.float16
             )
-        self.torch_dtype = _dtype("torch_dtype", self.torch_dtype)
+        self.torch_dtype = _dtype_of("torch_dtype", self.torch_dtype)
         self.target_dtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8
 
     def _check_bits(self) -> None:
@@ -186,7 +190,7 @@ class BnbQuantizationConfig:
             )
 
 
-def _dtype(name: str, value: Any) -> torch.dtype:
+def _dtype_of(name: str, value: Any) -> torch.dtype:
     if isinstance(value, torch.dtype):
         return value
     if value not in dict(_DTYPES):

@@ -16,7 +16,7 @@ from accelerate._impl.environment.packages import (
     is_torchao_available,
     is_transformer_engine_available,
 )
-from accelerate._impl.settings.filled import Reading, fill, yes
+from accelerate._impl.settings.filled import Reading, fill_from_variables, is_yes
 from accelerate._impl.surface import left_out
 from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
@@ -25,8 +25,8 @@ from hasten.optional import need
 # Any in this file: the values of settings, and foreign configuration objects.
 ddp = Deferred("hasten.strategies.ddp.strategy")
 _READ: dict[type, Callable[[str], Any]] = {
-    bool: yes,
-    tuple: lambda word: tuple(yes(one.strip("( )")) for one in word.split(",")),
+    bool: is_yes,
+    tuple: lambda word: tuple(is_yes(one.strip("( )")) for one in word.split(",")),
 }
 _TE: dict[str, Reading] = {
     one.name: (_READ.get(type(one.default), type(one.default)), one.default)
@@ -50,7 +50,7 @@ class KwargsHandler:
 
     def to_hasten(self) -> Any:
         if (kind := getattr(hasten, type(self).__name__, None)) is None:
-            left_out.refuse(
+            left_out.refuse_use(
                 f"utils.{type(self).__name__}", "no part of hasten has such settings"
             )
         return kind(
@@ -214,11 +214,11 @@ class AORecipeKwargs(KwargsHandler):
                 "TorchAO is not available. Please install it or use a different backend."
             )
         if self.config is None:
-            fill(
+            fill_from_variables(
                 self,
                 "ACCELERATE_FP8_",
-                pad_inner_dim=(yes, True),
-                enable_fsdp_float8_all_gather=(yes, True),
+                pad_inner_dim=(is_yes, True),
+                enable_fsdp_float8_all_gather=(is_yes, True),
             )
             kind, gather = (
                 need("torchao.float8").Float8LinearConfig,
@@ -245,8 +245,8 @@ class TERecipeKwargs(KwargsHandler):
             raise ImportError(
                 "TransformerEngine is not available. Please install it or use a different backend."
             )
-        fill(self, "ACCELERATE_", fp8_format=(str, "HYBRID"))
-        fill(self, "ACCELERATE_FP8_", **_TE)
+        fill_from_variables(self, "ACCELERATE_", fp8_format=(str, "HYBRID"))
+        fill_from_variables(self, "ACCELERATE_FP8_", **_TE)
         if self.fp8_format not in (known_formats := ("HYBRID", "E4M3", "E5M2")):
             raise ValueError(
                 f"`fp8_format` must be one of {' or '.join(known_formats)}."
@@ -262,7 +262,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
     opt_level: Literal["O1", "O2"] | None = None
 
     def __post_init__(self) -> None:
-        fill(self, "ACCELERATE_FP8_", opt_level=(str, "O2"))
+        fill_from_variables(self, "ACCELERATE_FP8_", opt_level=(str, "O2"))
         if self.opt_level not in ("O1", "O2"):
             raise ValueError("`opt_level` must be one of O1 or O2")
 
@@ -273,7 +273,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
     def __post_init__(self) -> None:
         warnings.warn(message("fp8_recipe_deprecated"), FutureWarning, stacklevel=3)
-        fill(self, "ACCELERATE_FP8_", backend=(str, "TE"))
+        fill_from_variables(self, "ACCELERATE_FP8_", backend=(str, "TE"))
         kind: Any = str(self.backend).upper()
         if kind not in ("MSAMP", "TE"):
             raise ValueError(message("fp8_backend"))
@@ -299,14 +299,16 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         prefix = "ACCELERATE_DYNAMO_"
-        fill(
+        fill_from_variables(
             self,
             prefix,
             backend=(str, "no"),
             mode=(str, "default"),
-            use_regional_compilation=(yes, False),
+            use_regional_compilation=(is_yes, False),
         )
-        fill(self, f"{prefix}USE_", fullgraph=(yes, False), dynamic=(yes, None))
+        fill_from_variables(
+            self, f"{prefix}USE_", fullgraph=(is_yes, False), dynamic=(is_yes, None)
+        )
         self.backend = DynamoBackend(str(self.backend).upper())
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import hasten
 from accelerate._impl.settings import general
-from accelerate._impl.settings.filled import fill
+from accelerate._impl.settings.filled import fill_from_variables
 from accelerate._impl.surface.messages import message
-from accelerate._impl.surface.shown import shown
+from accelerate._impl.surface.shown import shown_property
 from hasten.runtime.mesh_plan import MeshSpec
 
 # Any in this file: the Accelerator, which imports this module.
@@ -42,10 +42,10 @@ class ParallelismConfig:
     device_mesh: DeviceMesh | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        fill(
+        fill_from_variables(
             self, "PARALLELISM_CONFIG_", **{f"{axis}_size": (int, 1) for axis in _AXES}
         )
-        fill(
+        fill_from_variables(
             self,
             "PARALLELISM_CONFIG_",
             cp_backend=(str, "torch"),
@@ -58,9 +58,9 @@ class ParallelismConfig:
         self._check_sizes()
         for axis, kind in _HANDLERS.items():
             if self._size(axis) > 1:
-                setattr(self, f"{axis}_handler", self._handler(axis, kind))
+                setattr(self, f"{axis}_handler", self._axis_handler(axis, kind))
 
-    def _handler(self, axis: str, kind: type[Any]) -> Any:
+    def _axis_handler(self, axis: str, kind: type[Any]) -> Any:
         """Return the options of an axis. Raises: ValueError for those of another one."""
         axis_handler, backend = (
             getattr(self, f"{axis}_handler"),
@@ -139,57 +139,59 @@ class ParallelismConfig:
     def to_json(self) -> str:
         return json.dumps({f"{axis}_size": self._size(axis) for axis in _AXES})
 
-    total_size = shown(lambda self: self._size(*_AXES), "Processes in all.")
-    data_parallel_size = shown(
+    total_size = shown_property(lambda self: self._size(*_AXES), "Processes in all.")
+    data_parallel_size = shown_property(
         lambda self: self._size(*_AXES[:2]), "Processes that read different samples."
     )
-    non_data_parallel_size = shown(
+    non_data_parallel_size = shown_property(
         lambda self: self._size(*_AXES[2:]), "Processes that share samples."
     )
 
-    dp_replicate_enabled = shown(
+    dp_replicate_enabled = shown_property(
         lambda self: self._size("dp_replicate") > 1, "Whether models are replicated."
     )
-    dp_shard_enabled = shown(
+    dp_shard_enabled = shown_property(
         lambda self: self._size("dp_shard") > 1, "Whether models are sharded."
     )
-    tp_enabled = shown(lambda self: self._size("tp") > 1, "Whether layers are split.")
-    cp_enabled = shown(
+    tp_enabled = shown_property(
+        lambda self: self._size("tp") > 1, "Whether layers are split."
+    )
+    cp_enabled = shown_property(
         lambda self: self._size("cp") > 1, "Whether sequences are split."
     )
-    sp_enabled = shown(
+    sp_enabled = shown_property(
         lambda self: self._size("sp") > 1, "Whether sequences are split by DeepSpeed."
     )
 
-    def _enabled(self, *axes: str) -> list[str]:
+    def _enabled_axes(self, *axes: str) -> list[str]:
         return [axis for axis in axes if self._size(axis) > 1]
 
-    dp_dim_names = shown(
-        lambda self: self._enabled("dp_replicate", "dp_shard"),
+    dp_dim_names = shown_property(
+        lambda self: self._enabled_axes("dp_replicate", "dp_shard"),
         "Axes of data parallelism.",
     )
-    non_dp_dim_names = shown(
-        lambda self: self._enabled("tp", "cp", "sp"), "The other axes."
+    non_dp_dim_names = shown_property(
+        lambda self: self._enabled_axes("tp", "cp", "sp"), "The other axes."
     )
-    dp_shard_cp_dim_names = shown(
-        lambda self: self._enabled("dp_shard", "cp"),
+    dp_shard_cp_dim_names = shown_property(
+        lambda self: self._enabled_axes("dp_shard", "cp"),
         "Axes parameters are sharded over.",
     )
-    dp_cp_dim_names = shown(
-        lambda self: self._enabled("dp_replicate", "dp_shard", "cp"),
+    dp_cp_dim_names = shown_property(
+        lambda self: self._enabled_axes("dp_replicate", "dp_shard", "cp"),
         "Axes of gradient averages.",
     )
-    fsdp_dim_names = shown(
-        lambda self: [*self._enabled("dp_replicate"), "dp_shard_cp"],
+    fsdp_dim_names = shown_property(
+        lambda self: [*self._enabled_axes("dp_replicate"), "dp_shard_cp"],
         "The axes of FSDP's mesh.",
     )
-    active_mesh_dims = shown(
+    active_mesh_dims = shown_property(
         lambda self: [*self.dp_dim_names, *self.non_dp_dim_names],
         "Axes of several processes.",
     )
 
     def _get_mesh(self) -> Any:
-        names = self._enabled(*_AXES)
+        names = self._enabled_axes(*_AXES)
         return (
             (tuple(names), tuple(self._sizes[axis] for axis in names)) if names else ()
         )
@@ -248,6 +250,6 @@ class ParallelismConfig:
     def to_hasten(self) -> hasten.ParallelismConfig:
         """Return the same in hasten's terms; sizes of 1 are left to be filled, and experts to a client's patch."""
         sizes: dict[str, Any] = {
-            f"{axis}_size": self._size(axis) for axis in self._enabled(*_AXES)
+            f"{axis}_size": self._size(axis) for axis in self._enabled_axes(*_AXES)
         }
         return hasten.ParallelismConfig(**sizes, ep_size=1)

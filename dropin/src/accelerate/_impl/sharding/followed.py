@@ -91,13 +91,13 @@ class FollowedSections:
         self._accelerator: Composed = weakref.proxy(accelerator)
         self.plugins = plugins
         self._taken = {
-            **self._now(),
+            **self._current_sections(),
             "deepspeed": None
             if plugins is None
             else accelerator.config.section(deepspeed_settings.DeepSpeedPlugin),
         }
 
-    def _now(self) -> dict[str, Any]:
+    def _current_sections(self) -> dict[str, Any]:
         plugin, handler = active_plugin(self.plugins), self._accelerator.ddp_handler
         ddp = (handler or DistributedDataParallelKwargs()).to_hasten()
         return {"ddp": ddp, "deepspeed": None if plugin is None else plugin.to_hasten()}
@@ -107,7 +107,7 @@ class FollowedSections:
 
         Raises: ValueError when a model has been prepared already.
         """
-        for name, current_value in self._now().items():
+        for name, current_value in self._current_sections().items():
             if current_value != self._taken[name]:
                 _reconfigure(self._accelerator, **{name: current_value})
                 self._taken[name] = current_value

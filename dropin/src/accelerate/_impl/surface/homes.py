@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
-from accelerate._impl.surface.lazy import complete, imported_names
+from accelerate._impl.surface.lazy import complete_face, imported_names
 from accelerate._impl.surface.messages import message
 
 # Any in this file: what modules hold.
@@ -57,7 +57,9 @@ class Face(ModuleType):
                 names[name] = value
             if value is original:
                 del replaced[name]
-            elif isinstance(original, FunctionType) and not self._calls(name, rooms):
+            elif isinstance(original, FunctionType) and not self._called_names(
+                name, rooms
+            ):
                 warnings.warn(
                     message("replaced_in_vain", self.__name__, name), stacklevel=2
                 )
@@ -69,7 +71,7 @@ class Face(ModuleType):
             names[name] = original
         super().__delattr__(name)
 
-    def _calls(self, name: str, rooms: list[dict[str, Any]]) -> bool:
+    def _called_names(self, name: str, rooms: list[dict[str, Any]]) -> bool:
         """Return whether a function of the rooms looks the name up, as a module of the original does that imports it."""
         is_imported = (
             not imported_names()
@@ -83,10 +85,10 @@ class Face(ModuleType):
             return True  # a module that only shows it
         return any(
             name in _names_looked_up(names["__file__"])
-            for names in (*rooms, *self._behind())
+            for names in (*rooms, *self._rooms_behind())
         )
 
-    def _behind(self) -> list[dict[str, Any]]:
+    def _rooms_behind(self) -> list[dict[str, Any]]:
         """Return the names of the rooms of which this face is the home."""
         rooms = [
             room
@@ -143,9 +145,9 @@ class Rooms(SourceFileLoader):
         """Run the module's code, then settle a room or complete a face."""
         super().exec_module(module)
         if module.__name__ in HOMES:
-            _settle(module, HOMES[module.__name__])
+            _settle_home(module, HOMES[module.__name__])
         else:
-            complete(module)
+            complete_face(module)
             module.__class__ = Face
 
 
@@ -168,7 +170,7 @@ def _names_looked_up(file: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def _settle(room: ModuleType, face: str) -> None:
+def _settle_home(room: ModuleType, face: str) -> None:
     """Make `face` the home of the room's public classes and functions: messages name it, pickles find them there."""
     for name, member in vars(room).items():
         if (

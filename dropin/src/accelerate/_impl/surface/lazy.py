@@ -44,7 +44,7 @@ def lazy(face: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
             table.update(
                 {
                     name_in_module: module
-                    for name_in_module in _defined(module)
+                    for name_in_module in _defined_names(module)
                     if name_in_module not in table
                 }
             )
@@ -73,7 +73,7 @@ def lazy(face: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     return get, names
 
 
-def _defined(module: str) -> list[str]:
+def _defined_names(module: str) -> list[str]:
     """Return the names a face's modules and rooms define: not what a module shows of another face or of hasten."""
     members = {
         name: member
@@ -105,7 +105,7 @@ def imported_names() -> dict[str, dict[str, str]]:
     return names_by_face
 
 
-def complete(face: ModuleType) -> None:
+def complete_face(face: ModuleType) -> None:
     """Let a face show what the table has for it; a face that loads names by itself asks its own way first."""
     shown = vars(face)
     shown["__getattr__"] = _looked_up(face, shown.get("__getattr__"))

@@ -11,32 +11,32 @@ MEGATRON_STEPS: Final = "inner steps of the original's Megatron engine; Accelera
 MARK: Final = "__left_out__"
 
 
-def refuse(name: str, why: str) -> NoReturn:
+def refuse_use(name: str, why: str) -> NoReturn:
     raise NotImplementedError(message("left_out", name, why))
 
 
 # Any: stands for a function of any signature
 def function(name: str, why: str = MEGATRON_STEPS) -> Any:
 
-    def refusing(*args: Any, **kwargs: Any) -> NoReturn:
-        refuse(name, why)
+    def refusing_class(*args: Any, **kwargs: Any) -> NoReturn:
+        refuse_use(name, why)
 
-    refusing.__name__ = refusing.__qualname__ = name.rpartition(".")[2]
-    refusing.__doc__ = f"Left out: {why}."
-    setattr(refusing, MARK, why)
-    return refusing
+    refusing_class.__name__ = refusing_class.__qualname__ = name.rpartition(".")[2]
+    refusing_class.__doc__ = f"Left out: {why}."
+    setattr(refusing_class, MARK, why)
+    return refusing_class
 
 
 # Any: stands for a class
 def klass(name: str, *bases: type, why: str = MEGATRON_STEPS) -> Any:
     """Return a class that can be named in annotations and isinstance(), but not instantiated."""
 
-    def refused(self: Any, *args: Any, **kwargs: Any) -> None:
-        refuse(name, why)
+    def refused_name(self: Any, *args: Any, **kwargs: Any) -> None:
+        refuse_use(name, why)
 
     home, _, short = f"accelerate.{name}".rpartition(".")
     inside = {
-        "__init__": refused,
+        "__init__": refused_name,
         "__doc__": f"Left out: {why}.",
         "__module__": home,
         MARK: why,

@@ -11,7 +11,7 @@ Adapter = TypeVar("Adapter", bound=Callable[..., Any])
 # Any in this file: type checkers take what is shown for plain attributes and functions.
 
 
-def shown(
+def shown_property(
     get: str | Callable[[Any], Any],
     doc: str,
     change: Callable[[Any, Any], None] | None = None,
@@ -23,7 +23,7 @@ def shown(
 def like(function: Callable[..., Any]) -> Callable[[Adapter], Adapter]:
     """Return a decorator for what adapts a function of hasten's: name, signature and documentation are that function's."""
 
-    def dress(adapter: Adapter) -> Adapter:
+    def dress_function(adapter: Adapter) -> Adapter:
         update_wrapper(
             adapter,
             function,
@@ -32,4 +32,4 @@ def like(function: Callable[..., Any]) -> Callable[[Adapter], Adapter]:
         )
         return adapter
 
-    return dress
+    return dress_function

@@ -66,7 +66,9 @@ _LINES = [
 _REASONS = {rule.split()[0]: reason for rule, _, reason in _LINES}
 
 
-def _needs(probe: Callable[[], bool] | str, requirement: str) -> Callable[[Any], Any]:
+def _skip_unless(
+    probe: Callable[[], bool] | str, requirement: str
+) -> Callable[[Any], Any]:
     def decorate(test_case: Any) -> Any:
         is_available = globals()[probe] if isinstance(probe, str) else probe
         return unittest.skipUnless(
@@ -77,7 +79,7 @@ def _needs(probe: Callable[[], bool] | str, requirement: str) -> Callable[[Any],
     return decorate
 
 
-def _have(number: str, kinds: list[str]) -> bool:
+def _has_devices(number: str, kinds: list[str]) -> bool:
     has_device = (
         torch_device in kinds
         if not kinds[0].startswith("-")
@@ -86,21 +88,23 @@ def _have(number: str, kinds: list[str]) -> bool:
     return has_device and number in ("any", "one" if device_count == 1 else "several")
 
 
-skip = _needs(lambda: False, "skip")
-slow = _needs(lambda: _run_slow_tests, "slow")
-require_tpu = _needs(lambda: imports.is_torch_xla_available(check_is_tpu=True), "tpu")
-require_non_torch_xla = _needs(
+skip = _skip_unless(lambda: False, "skip")
+slow = _skip_unless(lambda: _run_slow_tests, "slow")
+require_tpu = _skip_unless(
+    lambda: imports.is_torch_xla_available(check_is_tpu=True), "tpu"
+)
+require_non_torch_xla = _skip_unless(
     lambda: not imports.is_torch_xla_available(), "no torch_xla"
 )
 require_fsdp2, require_tp = (
-    _needs(lambda: True, "FSDP2"),
-    _needs(lambda: True, "tensor parallelism"),
+    _skip_unless(lambda: True, "FSDP2"),
+    _skip_unless(lambda: True, "tensor parallelism"),
 )
-require_huggingface_suite = _needs(
+require_huggingface_suite = _skip_unless(
     lambda: imports.is_transformers_available() and imports.is_datasets_available(),
     "huggingface_suite",
 )
-require_trackers = _needs(
+require_trackers = _skip_unless(
     lambda: imports.is_wandb_available() or imports.is_tensorboard_available(),
     "a tracker",
 )
@@ -108,9 +112,11 @@ for _name, _probe in vars(imports).items():
     if _name.startswith("is_") and _name.endswith("_available"):
         _what = _name.removeprefix("is_").removesuffix("_available")
         globals()[_name] = _probe  # which tests replace
-        globals()[f"require_{_what}"] = _needs(_name, _what)
+        globals()[f"require_{_what}"] = _skip_unless(_name, _what)
 for _what, _number, *_kinds in (rule.split() for rule, _, _ in _LINES if " " in rule):
-    globals()[f"require_{_what}"] = _needs(partial(_have, _number, _kinds), _what)
+    globals()[f"require_{_what}"] = _skip_unless(
+        partial(_has_devices, _number, _kinds), _what
+    )
 
 
 def require_torch_min_version(test_case: Any = None, version: Any = None) -> Any:
@@ -184,7 +190,7 @@ def run_command(
 _RunOutput: Any = make_dataclass("_RunOutput", ["returncode", "stdout", "stderr"])
 
 
-def _lines(output: bytes) -> list[str]:
+def _decode_lines(output: bytes) -> list[str]:
     return [line.decode(errors="replace").rstrip() for line in io.BytesIO(output)]
 
 
@@ -202,7 +208,9 @@ def execute_subprocess_async(
     done = subprocess.run(
         command, stdin=stdin, env=env, capture_output=True, check=False
     )
-    result = _RunOutput(done.returncode, _lines(done.stdout), _lines(done.stderr))
+    result = _RunOutput(
+        done.returncode, _decode_lines(done.stdout), _decode_lines(done.stderr)
+    )
     if not quiet:
         sys.stdout.writelines(
             f"stdout: {output_line}\n" for output_line in result.stdout

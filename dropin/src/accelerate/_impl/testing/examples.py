@@ -37,19 +37,22 @@ def compare_against_test(
 ) -> list[str]:
     """Return what a feature's example adds to `nlp_example.py` and the complete example, or the second file's function, lacks."""
     name = "main" if parser_only else "training_function"
-    plain, known_lines = _cleaned(_PLAIN, name), {*_cleaned(base_filename, name)}
+    plain, known_lines = (
+        _cleaned_lines(_PLAIN, name),
+        {*_cleaned_lines(base_filename, name)},
+    )
     if secondary_filename is not None:
         known_lines |= {*Path(_PLAIN).read_text().splitlines(keepends=True)}.difference(
-            _cleaned(secondary_filename, name)
+            _cleaned_lines(secondary_filename, name)
         )
     return [
         line
-        for line in _added(_cleaned(feature_filename, name), plain)
+        for line in _added_lines(_cleaned_lines(feature_filename, name), plain)
         if line not in known_lines
     ]
 
 
-def _added(lines: list[str], plain: list[str]) -> list[str]:
+def _added_lines(lines: list[str], plain: list[str]) -> list[str]:
     """Return the lines that are not plain: neither the last one nor what stands below a test for mocked loaders."""
     added_lines, following = [], iter(lines)
     for line in islice(following, max(len(lines) - 1, 0)):
@@ -60,6 +63,6 @@ def _added(lines: list[str], plain: list[str]) -> list[str]:
     return added_lines
 
 
-def _cleaned(file: str, name: str) -> list[str]:
+def _cleaned_lines(file: str, name: str) -> list[str]:
     lines = Path(file).read_text().splitlines(keepends=True)
     return clean_lines(get_function_contents_by_name(lines, name) or [])

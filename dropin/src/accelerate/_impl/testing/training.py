@@ -61,7 +61,7 @@ def mocked_dataloaders(
     """Return loaders of the samples in the current folder, in batches of 2 and 1 whatever was asked for."""
     tokenizer = need("transformers").AutoTokenizer.from_pretrained("bert-base-cased")
     data = need("datasets").load_dataset("csv", data_files=_SAMPLES)
-    rows = partial(_tokenized, tokenizer, data["train"].unique("label"))
+    rows = partial(_tokenize_pairs, tokenizer, data["train"].unique("label"))
     ready = data.map(
         rows, batched=True, remove_columns=["sentence1", "sentence2", "label"]
     )
@@ -78,7 +78,7 @@ def mocked_dataloaders(
     )
 
 
-def _tokenized(tokenizer: Any, labels: list[str], of: Any) -> Any:
+def _tokenize_pairs(tokenizer: Any, labels: list[str], of: Any) -> Any:
     tokenized = tokenizer(
         of["sentence1"],
         of["sentence2"],

@@ -20,7 +20,7 @@ from accelerate._impl.environment.variables import (
 )
 from accelerate._impl.settings.deepspeed_plugin import active_plugin
 from accelerate._impl.surface.messages import message
-from accelerate._impl.surface.shown import shown
+from accelerate._impl.surface.shown import shown_property
 from hasten.accelerator.process import Process
 from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.devices import choose_device, use_device
@@ -63,11 +63,11 @@ def distributed_type_of(
     )
 
 
-def _asked(name: str) -> Any:
+def _ask_process(name: str) -> Any:
     """Return what hasten's Process has under this name, of the process that runs now; its properties are PartialState's."""
     process_member = getattr(Process, name)
     if isinstance(process_member, property):
-        return shown(
+        return shown_property(
             lambda self: getattr(PartialState(), name), str(process_member.__doc__)
         )
 
@@ -90,30 +90,33 @@ class _Shared:
     process_index: int
     local_process_index: int
 
-    initialized = shown(
+    initialized = shown_property(
         lambda self: bool(self._shared_state), "Whether this has been made."
     )
     is_main_process, is_local_main_process = (
-        _asked("is_main_process"),
-        _asked("is_local_main_process"),
+        _ask_process("is_main_process"),
+        _ask_process("is_local_main_process"),
     )
     is_last_process, wait_for_everyone, print = (
-        _asked("is_last_process"),
-        _asked("wait_for_everyone"),
-        _asked("print"),
+        _ask_process("is_last_process"),
+        _ask_process("wait_for_everyone"),
+        _ask_process("print"),
     )
     on_main_process, on_local_main_process = (
-        _asked("on_main_process"),
-        _asked("on_local_main_process"),
+        _ask_process("on_main_process"),
+        _ask_process("on_local_main_process"),
     )
-    on_process, on_local_process = _asked("on_process"), _asked("on_local_process")
+    on_process, on_local_process = (
+        _ask_process("on_process"),
+        _ask_process("on_local_process"),
+    )
     on_last_process, split_between_processes = (
-        _asked("on_last_process"),
-        _asked("split_between_processes"),
+        _ask_process("on_last_process"),
+        _ask_process("split_between_processes"),
     )
     main_process_first, local_main_process_first = (
-        _asked("main_process_first"),
-        _asked("local_main_process_first"),
+        _ask_process("main_process_first"),
+        _ask_process("local_main_process_first"),
     )
 
     def destroy_process_group(self, group: Any = None) -> None:
@@ -155,22 +158,22 @@ class PartialState(_Shared):
 
     _reset_state = staticmethod(ambient.forget_process)
 
-    use_distributed = shown(
+    use_distributed = shown_property(
         lambda self: self.distributed_type != "NO" and self.num_processes > 1,
         "Whether not alone.",
     )
-    is_main_process = shown(
+    is_main_process = shown_property(
         lambda self: self.process_index == 0, "Whether this is the first process."
     )
-    is_local_main_process = shown(
+    is_local_main_process = shown_property(
         lambda self: self.local_process_index == 0,
         "Whether it is the first of its node.",
     )
-    is_last_process = shown(
+    is_last_process = shown_property(
         lambda self: self.process_index == self.num_processes - 1,
         "Whether this is the last one.",
     )
-    default_device = shown(
+    default_device = shown_property(
         lambda self: torch.device(choose_device(0).type),
         "The device a process gets by default.",
     )
@@ -211,7 +214,7 @@ def fill_partial(
         backend=dist.get_backend()
         if dist.is_initialized() and topology.world_size > 1
         else None,
-        device=_device(ctx.device),
+        device=_shown_device(ctx.device),
         debug=parse_flag_from_env("ACCELERATE_DEBUG_MODE"),
         distributed_type=distributed_type_of(strategy, ctx.device, topology.world_size),
         num_processes=topology.world_size,
@@ -225,7 +228,7 @@ def fill_partial(
         set_numa_affinity(topology.local_rank)
 
 
-def _device(run_device: torch.device) -> torch.device:
+def _shown_device(run_device: torch.device) -> torch.device:
     """Return the device as it is shown: with the index of ACCELERATE_TORCH_DEVICE or of a launch, else without one."""
     if device_name := environment().get("ACCELERATE_TORCH_DEVICE"):
         return torch.device(device_name) if run_device.type == "cpu" else run_device
@@ -320,16 +323,16 @@ class AcceleratorState(_Shared):
             repr(PartialState()) + f"\nMixed precision type: {self.mixed_precision}\n"
         )
 
-    mixed_precision = shown("_mixed_precision", "Compute precision.")
-    use_distributed = shown(
+    mixed_precision = shown_property("_mixed_precision", "Compute precision.")
+    use_distributed = shown_property(
         lambda self: PartialState().use_distributed,
         "Whether there are other processes.",
     )
-    is_fsdp2 = shown(
+    is_fsdp2 = shown_property(
         lambda self: self.distributed_type == DistributedType.FSDP,
         "Whether models are sharded.",
     )
-    deepspeed_plugin = shown(
+    deepspeed_plugin = shown_property(
         lambda self: active_plugin(self.deepspeed_plugins),
         "The DeepSpeed plugin in use, if any.",
     )
@@ -339,7 +342,7 @@ class AcceleratorState(_Shared):
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
         for key, plugin in self._named_plugins(name).items():
-            plugin._unselect() if key != name else plugin.select(
+            plugin._unselect_plugin() if key != name else plugin.select(
                 _from_accelerator_state=True
             )
 
@@ -377,48 +380,48 @@ class GradientState:
         if gradient_accumulation_plugin is not None:
             self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
 
-    initialized = shown(
+    initialized = shown_property(
         lambda self: bool(GradientState._shared_state), "Whether this has been made."
     )
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        ambient.clock().force(sync_gradients)
+        ambient.run_clock().force(sync_gradients)
 
-    sync_gradients = shown(
-        lambda self: ambient.clock().boundary,
+    sync_gradients = shown_property(
+        lambda self: ambient.run_clock().boundary,
         "Whether the window ends now.",
         _set_sync_gradients,
     )
-    num_steps = shown(
+    num_steps = shown_property(
         lambda self: int(self.plugin_kwargs.get("num_steps", 1)),
         "Micro-steps per update.",
     )
-    adjust_scheduler = shown(
+    adjust_scheduler = shown_property(
         lambda self: self.plugin_kwargs.get("adjust_scheduler", False),
         "Count every micro-step.",
     )
-    sync_with_dataloader = shown(
+    sync_with_dataloader = shown_property(
         lambda self: self.plugin_kwargs.get("sync_with_dataloader", True),
         "End with loaders.",
     )
-    active_dataloader = shown(
+    active_dataloader = shown_property(
         lambda self: [None, *AMBIENT.loaders][-1],
         "The innermost loader being read, or None.",
     )
-    dataloader_references = shown(
+    dataloader_references = shown_property(
         lambda self: [None, *AMBIENT.loaders],
         "The loaders being iterated, after a None.",
     )
-    in_dataloader = shown(
+    in_dataloader = shown_property(
         lambda self: self.active_dataloader is not None,
         "Whether a loader is being iterated.",
     )
 
-    end_of_dataloader = shown(
+    end_of_dataloader = shown_property(
         lambda self: getattr(self.active_dataloader, "end_of_dataloader", False),
         "At the end.",
     )
-    remainder = shown(
+    remainder = shown_property(
         lambda self: getattr(self.active_dataloader, "remainder", -1),
         "Samples of the last batch.",
     )

@@ -165,13 +165,15 @@ def test_data_loader(data_loader: Any, accelerator: Any) -> None:
     assert sorted(row_numbers) == list(range(NUM_ELEMENTS)), row_numbers
 
 
-def _resumed(accelerator: Any, iterable: bool, folder: str | None = None) -> None:
+def _resumed_batches(
+    accelerator: Any, iterable: bool, folder: str | None = None
+) -> None:
     """Check that a loader goes on behind the batch at which its state, or that of everything in a folder, was taken."""
     loader = create_dataloader(accelerator, NUM_ELEMENTS, BATCH_SIZE, iterable=iterable)
     for number, _ in enumerate(loader):
         if number == 0:
             state = accelerator.save_state(folder) if folder else loader.state_dict()
-    everything = _batches(loader)
+    everything = _batch_sizes(loader)
     if folder:
         accelerator.load_state(folder)
     else:
@@ -179,12 +181,12 @@ def _resumed(accelerator: Any, iterable: bool, folder: str | None = None) -> Non
             accelerator, NUM_ELEMENTS, BATCH_SIZE, iterable=iterable
         )
         loader.load_state_dict(state)
-    assert _batches(loader) == everything[1:], (
+    assert _batch_sizes(loader) == everything[1:], (
         "the loader did not go on behind its first batch"
     )
 
 
-def _batches(loader: Any) -> list[Any]:
+def _batch_sizes(loader: Any) -> list[Any]:
     return [
         (batch[0] if isinstance(batch, list) else batch).tolist() for batch in loader
     ]
@@ -192,14 +194,14 @@ def _batches(loader: Any) -> list[Any]:
 
 def test_stateful_dataloader(accelerator: Any) -> None:
     for iterable in (False, True):
-        _resumed(accelerator, iterable)
+        _resumed_batches(accelerator, iterable)
 
 
 def test_stateful_dataloader_save_state(accelerator: Any) -> None:
     for iterable in (False, True):
         accelerator.free_memory()
         # another folder on each process
-        _resumed(accelerator, iterable, tempfile.mkdtemp())
+        _resumed_batches(accelerator, iterable, tempfile.mkdtemp())
 
 
 def main() -> None:

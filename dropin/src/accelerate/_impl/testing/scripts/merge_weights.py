@@ -87,7 +87,7 @@ def _by_command(folder: str, path: str, safe_serialization: bool) -> None:
     subprocess.run([*command, *flags, folder, path], check=True)
 
 
-def _test(
+def _make_test(
     description: str, merge: Callable[..., None], safe: bool
 ) -> Callable[[Any, str], None]:
     def check(model: Any, path: str) -> None:
@@ -98,16 +98,16 @@ def _test(
     return check
 
 
-test_merge_weights_safetensors = _test(
+test_merge_weights_safetensors = _make_test(
     "Check the merged safetensors file.", merge_fsdp_weights, True
 )
-test_merge_weights_command_safetensors = _test(
+test_merge_weights_command_safetensors = _make_test(
     "Check the command's safetensors file.", _by_command, True
 )
-test_merge_weights_pytorch = _test(
+test_merge_weights_pytorch = _make_test(
     "Check the merged file of torch.", merge_fsdp_weights, False
 )
-test_merge_weights_command_pytorch = _test(
+test_merge_weights_command_pytorch = _make_test(
     "Check the command's file of torch.", _by_command, False
 )
 

@@ -43,7 +43,7 @@ def assert_clean_cuda_fork_function() -> None:
     assert not is_initialized, "CUDA was initialised by the parent"
 
 
-def _check(
+def _make_check(
     description: str, function: Callable[[], None], **options: Any
 ) -> Callable[[], None]:
     def run() -> None:
@@ -55,17 +55,17 @@ def _check(
     return run
 
 
-test_can_initialize = _check("Check that processes start.", basic_function)
-test_static_rdzv_backend = _check(
+test_can_initialize = _make_check("Check that processes start.", basic_function)
+test_static_rdzv_backend = _make_check(
     "Check the rendezvous without a server.", basic_function, rdzv_backend="static"
 )
-test_c10d_rdzv_backend = _check(
+test_c10d_rdzv_backend = _make_check(
     "Check the rendezvous of torch.", basic_function, rdzv_backend="c10d"
 )
-test_clean_cuda_fork = _check(
+test_clean_cuda_fork = _make_check(
     "Check that processes begin without CUDA.", assert_clean_cuda_fork_function
 )
-test_problematic_imports = _check(
+test_problematic_imports = _make_check(
     "Check that a notebook's imports do not matter: nothing is forked.", basic_function
 )
 

@@ -21,11 +21,11 @@ def create_tensor(state: Any) -> torch.Tensor:
     return torch.arange(first, first + state.num_processes, device=state.device)
 
 
-def _all(state: Any) -> torch.Tensor:
+def _all_processes(state: Any) -> torch.Tensor:
     return torch.arange(1.0, state.num_processes**2 + 1, device=state.device)
 
 
-def _equal(actual: Any, expected: Any) -> None:
+def _assert_equal(actual: Any, expected: Any) -> None:
     is_equal = (
         torch.equal(actual, expected)
         if isinstance(actual, torch.Tensor)
@@ -35,11 +35,11 @@ def _equal(actual: Any, expected: Any) -> None:
 
 
 def test_gather(state: Any) -> None:
-    _equal(tensors.gather(create_tensor(state)), _all(state))
+    _assert_equal(tensors.gather(create_tensor(state)), _all_processes(state))
 
 
 def test_gather_object(state: Any) -> None:
-    _equal(
+    _assert_equal(
         tensors.gather_object([state.process_index]), list(range(state.num_processes))
     )
 
@@ -47,11 +47,11 @@ def test_gather_object(state: Any) -> None:
 def test_gather_non_contiguous(state: Any) -> None:
     view = torch.arange(12, device=state.device).view(4, 3).t()[:1]
     assert not view.is_contiguous() or view.shape[0] == 1
-    _equal(tensors.gather(view), torch.cat([view] * state.num_processes))
+    _assert_equal(tensors.gather(view), torch.cat([view] * state.num_processes))
 
 
 def test_broadcast(state: Any) -> None:
-    _equal(
+    _assert_equal(
         tensors.broadcast(create_tensor(state)),
         torch.arange(1.0, state.num_processes + 1, device=state.device),
     )
@@ -63,30 +63,32 @@ def test_pad_across_processes(state: Any) -> None:
         state.num_processes + (state.process_index == 0), device=state.device
     )
     padded = tensors.pad_across_processes(local_tensor)
-    _equal(padded.shape, torch.Size([state.num_processes + 1]))
-    _equal(padded[: len(local_tensor)], local_tensor)
+    _assert_equal(padded.shape, torch.Size([state.num_processes + 1]))
+    _assert_equal(padded[: len(local_tensor)], local_tensor)
     assert not padded[len(local_tensor) :].any(), (
         f"padded with {padded[len(local_tensor) :]}"
     )
 
 
 def test_reduce_sum(state: Any) -> None:
-    _equal(
+    _assert_equal(
         tensors.reduce(create_tensor(state), "sum"),
-        _all(state).view(state.num_processes, -1).sum(0),
+        _all_processes(state).view(state.num_processes, -1).sum(0),
     )
 
 
 def test_reduce_mean(state: Any) -> None:
-    _equal(
+    _assert_equal(
         tensors.reduce(create_tensor(state), "mean"),
-        _all(state).view(state.num_processes, -1).mean(0),
+        _all_processes(state).view(state.num_processes, -1).mean(0),
     )
 
 
 def test_reduce_max(state: Any) -> None:
     largest = tensors.gather(create_tensor(state)).max()
-    _equal(largest, torch.tensor(float(state.num_processes**2), device=state.device))
+    _assert_equal(
+        largest, torch.tensor(float(state.num_processes**2), device=state.device)
+    )
 
 
 def test_op_checker(state: Any) -> None:
@@ -110,7 +112,7 @@ def test_op_checker(state: Any) -> None:
 def test_copy_tensor_to_devices(state: Any) -> None:
     """Check that every process has the first one's tensor after it was sent, on XLA devices."""
     if state.device.type == "xla":
-        _equal(
+        _assert_equal(
             tensors.copy_tensor_to_devices(create_tensor(state)),
             torch.arange(1.0, state.num_processes + 1),
         )

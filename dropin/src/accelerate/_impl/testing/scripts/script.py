@@ -45,7 +45,7 @@ def generate_baseline_dataloader(
     )
 
 
-def _print(description: str, index: str, subject: str) -> Callable[..., None]:
+def _make_print(description: str, index: str, subject: str) -> Callable[..., None]:
     def say(state: Any, process_idx: int = 0) -> None:
         print(f"Printing from {subject.format(process_idx)} {getattr(state, index)}")  # noqa: T201  captured by the check
 
@@ -53,14 +53,20 @@ def _print(description: str, index: str, subject: str) -> Callable[..., None]:
     return say
 
 
-print_main = _print("Print from the main process.", "process_index", "the main process")
-print_local_main = _print(
+print_main = _make_print(
+    "Print from the main process.", "process_index", "the main process"
+)
+print_local_main = _make_print(
     "Print from a machine's main process.",
     "local_process_index",
     "the local main process",
 )
-print_last = _print("Print from the last process.", "process_index", "the last process")
-print_on = _print("Print from a process of this index.", "process_index", "process {}:")
+print_last = _make_print(
+    "Print from the last process.", "process_index", "the last process"
+)
+print_on = _make_print(
+    "Print from a process of this index.", "process_index", "process {}:"
+)
 
 
 def process_execution_check() -> None:
@@ -124,7 +130,7 @@ def rng_sync_check() -> None:
     state.print("All rng are properly synched.")
 
 
-def _rows(loader: Any) -> torch.Tensor:
+def _gather_rows(loader: Any) -> torch.Tensor:
     return torch.cat([gather(batch) for batch in loader]).cpu()
 
 
@@ -140,7 +146,7 @@ def _loaders_checked(dispatch_batches: bool) -> None:
                 "split_batches": split_batches,
                 "dispatch_batches": dispatch_batches,
             }
-            loaded_rows = _rows(
+            loaded_rows = _gather_rows(
                 prepare_data_loader(
                     plain,
                     state.device,
@@ -185,10 +191,10 @@ def custom_sampler_check() -> None:
         state.process_index,
         put_on_device=True,
     )
-    assert _rows(prepared).tolist() == rows[::-1]
+    assert _gather_rows(prepared).tolist() == rows[::-1]
 
 
-def _shuffled(**options: Any) -> Callable[[], list[Any]]:
+def _shuffled_reader(**options: Any) -> Callable[[], list[Any]]:
     config = DataLoaderConfiguration(use_seedable_sampler=True, **options)
     loader = Accelerator(dataloader_config=config).prepare(
         DataLoader(range(16), batch_size=4, shuffle=True)  # type: ignore[arg-type]
@@ -199,16 +205,16 @@ def _shuffled(**options: Any) -> Callable[[], list[Any]]:
 def check_seedable_sampler() -> None:
     """Check that a seed gives the same order again, and each epoch another one."""
     set_seed(42)
-    first, second = (read_rows := _shuffled())(), read_rows()
+    first, second = (read_rows := _shuffled_reader())(), read_rows()
     set_seed(42)
-    assert _shuffled()() == first != second
+    assert _shuffled_reader()() == first != second
 
 
 def check_seedable_sampler_with_data_seed() -> None:
     set_seed(1)
-    first = _shuffled(data_seed=42)()
+    first = _shuffled_reader(data_seed=42)()
     set_seed(2)
-    assert _shuffled(data_seed=42)() == first != _shuffled(data_seed=43)()
+    assert _shuffled_reader(data_seed=42)() == first != _shuffled_reader(data_seed=43)()
 
 
 def check_seedable_sampler_in_batch_sampler_shard() -> None:
@@ -251,7 +257,7 @@ def _three_epochs(
         optimizer.step()
 
 
-def _trained(
+def _train_model(
     data: RegressionDataset,
     generator: torch.Generator,
     size: int,
@@ -279,7 +285,7 @@ def training_check(use_seedable_sampler: bool = False) -> None:
     generator, size, n = torch.Generator(), 8, state.num_processes
     data, plain = mock_training(size * 4 * n, size * n, generator, use_seedable_sampler)
     for split, split_text in ((False, "no batch split"), (True, "batch split")):
-        trained = _trained(
+        trained = _train_model(
             data,
             generator,
             size * n if split else size,
@@ -296,7 +302,7 @@ def training_check(use_seedable_sampler: bool = False) -> None:
             f"Training yielded the same results on one CPU or distributed setup with {split_text}."
         )
     for precision in ("bf16", "fp16"):
-        trained = _trained(
+        trained = _train_model(
             data, generator, size, use_seedable_sampler, mixed_precision=precision
         )
         for plain_parameter, trained_parameter in zip(

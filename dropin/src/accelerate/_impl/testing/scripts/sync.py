@@ -98,7 +98,7 @@ def test_noop_sync(accelerator: Any) -> None:
         check_model_parameters(model, prepared, True, iteration)
 
 
-def _gradients(model: nn.Module) -> Tensor:
+def _stack_gradients(model: nn.Module) -> Tensor:
     return (
         torch.stack(
             [
@@ -118,12 +118,12 @@ def test_distributed_sync(accelerator: Any) -> None:
     batch = next(iter(loader))
     with accelerator.no_sync(model):
         step_model(model, batch["x"], batch["y"], accelerator)
-    local_gradients = accelerator.gather(_gradients(model)[None])
+    local_gradients = accelerator.gather(_stack_gradients(model)[None])
     assert not torch.equal(local_gradients[0], local_gradients[1]), (
         "no_sync let gradients reach the other process"
     )
     step_model(model, batch["x"], batch["y"], accelerator)
-    synced_gradients = accelerator.gather(_gradients(model)[None])
+    synced_gradients = accelerator.gather(_stack_gradients(model)[None])
     assert torch.equal(synced_gradients[0], synced_gradients[1]), (
         "gradients differ after a synchronised step"
     )
@@ -144,13 +144,13 @@ def test_distributed_sync_multiple_fwd(accelerator: Any) -> None:
             accelerator.backward(loss)
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(losses[-1])
-    synced_gradients = accelerator.gather(_gradients(model)[None])
+    synced_gradients = accelerator.gather(_stack_gradients(model)[None])
     assert torch.equal(synced_gradients[0], synced_gradients[1]), (
         "gradients differ after trigger_sync_in_backward"
     )
 
 
-def _accelerator(
+def _make_accelerator(
     split_batches: bool, dispatch_batches: bool, sync_each_batch: bool
 ) -> Accelerator:
     config = DataLoaderConfiguration(
@@ -168,7 +168,7 @@ def test_gradient_accumulation(
     sync_each_batch: bool = False,
 ) -> None:
     """Check that gradients of a window are those of one step over all its samples, on every process."""
-    accelerator = _accelerator(split_batches, dispatch_batches, sync_each_batch)
+    accelerator = _make_accelerator(split_batches, dispatch_batches, sync_each_batch)
     model, prepared, loader = get_training_setup(accelerator)
     for iteration, batch in enumerate(loader):
         inputs, targets = accelerator.gather((batch["x"], batch["y"]))
@@ -190,7 +190,7 @@ def test_gradient_accumulation_with_opt_and_scheduler(
     sync_each_batch: bool = False,
 ) -> None:
     """Check that weights and learning rates change at the end of a window only, and as those of a plain loop."""
-    accelerator = _accelerator(split_batches, dispatch_batches, sync_each_batch)
+    accelerator = _make_accelerator(split_batches, dispatch_batches, sync_each_batch)
     (
         model,
         optimizer,
