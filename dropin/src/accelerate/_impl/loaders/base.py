@@ -25,7 +25,7 @@ from accelerate._impl.loaders.samplers import (
 from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
 from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
-from accelerate._impl.surface.shown import shown
+from accelerate._impl.surface.shown_property import shown_property
 from accelerate._impl.tensors import (
     find_batch_size,
     gather_object,
@@ -228,7 +228,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
             source=self.source()
             if self.cut is None
             else sequence_parts.SequenceShardSource(self.source(), self.cut),
-            clock=self.clock or ambient.clock(),
+            clock=self.clock or ambient.run_clock(),
             iteration=self.loader_iteration,
             move=self.move(),
             shard=self.process_index,
@@ -306,7 +306,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     def given(self, batch: Any) -> Any:
         return batch
 
-    iteration = shown(
+    iteration = shown_property(
         "epoch",
         "The current or next epoch.",
         lambda self, epoch: self.loader_iteration.set_epoch(epoch),
@@ -342,8 +342,8 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     def saved_state(self, has_trained: bool = False) -> dict[str, Any]:
         """Return the loop's position, which checkpoints hold."""
         yielded = self.loader_iteration.start.batches + self.loader_iteration.steps
-        shown = {"_num_yielded": yielded, "_iterator_finished": yielded == 0}
-        return {**super().state_dict(), "batches": yielded, **shown}
+        shown_property = {"_num_yielded": yielded, "_iterator_finished": yielded == 0}
+        return {**super().state_dict(), "batches": yielded, **shown_property}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loop's position; torchdata's own state, as of the batch in use, for loaders of torchdata's."""
