@@ -36,8 +36,6 @@ _BLOCKS: Final = "src/hasten/extensions/bigmodel/units.py"
 _BEGUN: Final = "src/hasten/comm/collective_log.py"
 _TAKEOVER: Final = "src/hasten/extensions/planning/plan/takeover.py"
 _WATCH: Final = "src/hasten/extensions/planning/plan/watch.py"
-_THROUGHPUT: Final = "src/hasten/progress/throughput.py"
-_MFU: Final = "track_throughput() fails"
 _CLIP: Final = "src/hasten/optim/clip.py"
 _UPDATE: Final = "src/hasten/extensions/offload/update.py"
 _WEIGHTS: Final = "src/hasten/extensions/offload/weights.py"
@@ -96,9 +94,7 @@ NAMES: Final = (
     ),
     # several XLA hosts: the end of a backward pass
     Name("torch", "_C", (_HOSTS,), _MEAN),
-    Name(
-        "torch._C", "_current_graph_task_id", (_HOSTS, _THROUGHPUT), f"{_MEAN}; {_MFU}"
-    ),
+    Name("torch._C", "_current_graph_task_id", (_HOSTS,), _MEAN),
     Name(
         "torch.autograd:Variable",
         "_execution_engine",
@@ -364,21 +360,14 @@ NAMES: Final = (
         (
             "src/hasten/extensions/chunked_loss/logits.py",
             "src/hasten/strategies/context/attention.py",
-            _THROUGHPUT,
         ),
-        "loss_parallel=True, use_chunked_loss() and track_throughput() fail",
+        "loss_parallel=True and use_chunked_loss() fail",
     ),
     Name(
         "torch.utils",
         "_python_dispatch",
-        (_WATCH, _THROUGHPUT),
-        "track_throughput() and hasten plan fail",
-    ),
-    Name(
-        "torch.utils._python_dispatch",
-        "_get_current_dispatch_mode",
-        (_THROUGHPUT,),
-        _MFU,
+        (_WATCH,),
+        "hasten plan fails",
     ),
     Name("torch", "_subclasses", (_TAKEOVER,), "hasten plan fails"),
 )

@@ -1011,23 +1011,22 @@ class Accelerator:
         """Measure tokens a second and MFU from here on; returns the object that holds them.
 
         They appear in progress bars, in `log()`, in `hasten top` and in reports. `tokens` names the field of a batch that holds
-        tokens (by default `labels`, else `input_ids`), or is a function that counts them. Operations are counted once, in the
-        second update; the devices' peak comes from hasten's table, or from `peak_tflops` for one device. Any: a batch.
+        tokens (by default `labels`, else `input_ids`), or is a function that counts them. MFU needs the operations of a token,
+        such as 6 for each parameter; the peak comes from hasten's table, or from `peak_tflops` for one device. Any: a batch.
         Ranks: every rank, before the loop over a prepared loader.
         """
         if self._throughput is not None:
             self._throughput.detach()
-        # imports torch's formulas, not needed without it
+        # not needed without it
         from hasten.progress.throughput import Throughput
 
-        optimizers = self._prepared.optimizers
         throughput = Throughput(
             self.ctx,
             self._clock,
+            self.config.mixed_precision,
             tokens,
             peak_tflops,
             flops_per_token,
-            lambda: len(optimizers),
         )
         throughput.attach()
         self._throughput = throughput

@@ -123,5 +123,5 @@ def test_a_short_batch_counts_its_samples_on_every_rank(
         for part in accelerator._clock.parts.members
         if isinstance(part, RunLogPart)
     )
-    assert (log.samples, throughput._samples, throughput._tokens) == (30, 30, 150)
+    assert (log.samples, throughput._tokens) == (30, 150)
     accelerator.end_training()
