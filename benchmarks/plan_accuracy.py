@@ -403,7 +403,7 @@ def main() -> None:
         f"traced after {args.budget - (deadline - time.monotonic()):.0f} s", flush=True
     )
     table: list[dict[str, Any]] = []
-    card, calibrated = hardware.find(args.gpu), None
+    card, calibrated = hardware.find_accelerator(args.gpu), None
     for case in cases:
         traced = traces[case.model, case.precision, case.optimizer]
         try:

@@ -38,7 +38,7 @@ def fresh_states() -> Iterator[None]:
         if not last:
             yield
     # sharding starts a group of one process, which a later test would take for its own
-    mesh.stop()
+    mesh.destroy_groups()
     # ends the persistent workers of loaders; a full collection visits every object of transformers
     gc.collect(1)
 

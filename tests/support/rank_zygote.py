@@ -125,7 +125,7 @@ def be_rank(order: dict[str, object], fds: list[int]) -> None:
             enter(network)
         os.dup2(fds[0], 1)
         os.dup2(fds[1], 2)
-        env.replace(order["env"])  # type: ignore[arg-type]  # decoded JSON
+        env.replace_environment(order["env"])  # type: ignore[arg-type]  # decoded JSON
         os.chdir(str(order["cwd"]))
         argv = [str(word) for word in order["argv"]]  # type: ignore[attr-defined]  # decoded JSON
         sys.excepthook = worker.recording_hook(

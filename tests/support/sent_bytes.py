@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hasten.runtime.bytes_plan import Traffic, all_reduced, exchanged
+from hasten.runtime.bytes_plan import Traffic, all_reduced_bytes, exchanged_bytes
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, EXPERTS, SHARD, Axis, MeshSpec
 
@@ -118,22 +118,22 @@ def _called(name: str, args: tuple[Any, ...], ranks: int) -> float | None:
     """Return the bytes sent by a collective on given tensors; None for an unknown collective."""
     match name:
         case "allreduce_" | "allreduce_coalesced_":
-            return all_reduced(_bytes(args[0]), ranks)
+            return all_reduced_bytes(_bytes(args[0]), ranks)
         case "_allgather_base_" | "allgather_" | "allgather_into_tensor_coalesced_":
-            return exchanged(_bytes(args[0]), ranks)
+            return exchanged_bytes(_bytes(args[0]), ranks)
         case (
             "_reduce_scatter_base_"
             | "reduce_scatter_"
             | "reduce_scatter_tensor_coalesced_"
             | "alltoall_base_"
         ):
-            return exchanged(_bytes(args[1]), ranks)
+            return exchanged_bytes(_bytes(args[1]), ranks)
         case "send":
             return _bytes(args[0])
         case "recv_" | "recv_any_source_" | "barrier" | "monitored_barrier_":
             return 0
         case "broadcast_":  # forwarded by every rank but the last, as in a ring
-            return exchanged(_bytes(args[0]), ranks)
+            return exchanged_bytes(_bytes(args[0]), ranks)
     return None
 
 
@@ -141,16 +141,16 @@ def _functional(name: str, args: tuple[Any, ...], ranks: int) -> float | None:
     """Return the bytes sent by a collective that returns new tensors; None for an unknown collective."""
     match name:
         case "all_reduce" | "all_reduce_" | "all_reduce_coalesced":
-            return all_reduced(_bytes(args[0]), ranks)
+            return all_reduced_bytes(_bytes(args[0]), ranks)
         case "all_gather_into_tensor" | "all_gather_into_tensor_coalesced":
-            return exchanged(_bytes(args[0]) * ranks, ranks)
+            return exchanged_bytes(_bytes(args[0]) * ranks, ranks)
         case (
             "reduce_scatter_tensor"
             | "reduce_scatter_tensor_coalesced"
             | "all_to_all_single"
             | "broadcast"
         ):
-            return exchanged(_bytes(args[0]), ranks)
+            return exchanged_bytes(_bytes(args[0]), ranks)
     return None
 
 
@@ -199,10 +199,10 @@ def expert_traffic(
     Hidden states and weights are sent to the experts and results back, and likewise the gradients; counts are sent once.
     """
     rows = tokens * k
-    there = exchanged(rows * (width * item + weight_item), mesh.ep)
-    back = exchanged(rows * width * item, mesh.ep)
+    there = exchanged_bytes(rows * (width * item + weight_item), mesh.ep)
+    back = exchanged_bytes(rows * width * item, mesh.ep)
     return used_axes(
-        {EXPERTS: 2 * (there + back) + exchanged(num_experts * 8, mesh.ep)}
+        {EXPERTS: 2 * (there + back) + exchanged_bytes(num_experts * 8, mesh.ep)}
     )
 
 
@@ -222,7 +222,7 @@ def context_traffic(
     """
     ranks, once = mesh.cp, tokens * keys
     if way == "ulysses":
-        sent = 2 * exchanged(2 * tokens * (queries + keys) * item, ranks)
+        sent = 2 * exchanged_bytes(2 * tokens * (queries + keys) * item, ranks)
     else:
         sent = 4 * (ranks - 1) * once * item
     return used_axes({Axis.CP: sent if ranks > 1 else 0})

@@ -189,12 +189,12 @@ def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
     report = make_report(plan, config, host, is_alone=plan.meeting.alone)
     (proc,) = plan.procs
     variables = dict(proc.env)
-    with environment.restored(), memory_folder() as memory:
+    with environment.restored_environment(), memory_folder() as memory:
         if memory is not None:
             variables[environment.MEMORY_FOLDER] = str(memory)
         outside = environment.snapshot()
         # Torch reads its log level when imported; without this, the launcher's store warns about every unnamed client.
-        environment.replace(
+        environment.replace_environment(
             {"TORCH_CPP_LOG_LEVEL": "WARNING" if config.debug else "ERROR", **outside}
         )
         # imports torch, which planning does not need
@@ -204,7 +204,7 @@ def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
                 number.name for number in (*STOPPING, signal.SIGQUIT)
             )
         }
-        environment.replace(
+        environment.replace_environment(
             {**handled, **outside, **variables, LAUNCHER_PID: str(os.getpid())}
         )
         run_agent: Callable[[LaunchPlan, Report, Callable[[str], None]], int] = (

@@ -16,7 +16,7 @@ from hasten.optim.clock import LoaderCursor, StepClock
 from hasten.optim.run_part import RunPart
 from hasten.optim.window import Holder
 from hasten.runtime.context import ProcessContext
-from hasten.runtime.hardware import AcceleratorEntry, find
+from hasten.runtime.hardware import AcceleratorEntry, find_accelerator
 from hasten.runtime.mesh_plan import BATCH
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def entry_of(device: torch.device) -> AcceleratorEntry | None:
     if device.type != "cuda":
         return None
     try:
-        return find(torch.cuda.get_device_name(device))
+        return find_accelerator(torch.cuda.get_device_name(device))
     except ConfigError:
         return None
 

@@ -15,9 +15,9 @@ def parse_cpus(text: str) -> frozenset[int]:
     Raises: ValueError if the notation is malformed.
     """
     cpus: set[int] = set()
-    for term in filter(None, text.strip().split(",")):
-        first, _, last = term.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
+    for cpu_range in filter(None, text.strip().split(",")):
+        first_cpu, _, last_cpu = cpu_range.partition("-")
+        cpus.update(range(int(first_cpu), int(last_cpu or first_cpu) + 1))
     return frozenset(cpus)
 
 
@@ -27,11 +27,13 @@ def set_affinity(pci_address: str | None, root: Path = SYS) -> str:
         return (
             "cores left as they are: the system does not tell which are near the device"
         )
-    path = root / "bus/pci/devices" / pci_address.lower() / "local_cpulist"
+    cpulist_path = root / "bus/pci/devices" / pci_address.lower() / "local_cpulist"
     allowed_cpus = os.sched_getaffinity(0)
-    near_cpus = parse_cpus(path.read_text()) if path.exists() else frozenset()
-    cpus = near_cpus & allowed_cpus
-    if not cpus or cpus == allowed_cpus:
+    near_cpus = (
+        parse_cpus(cpulist_path.read_text()) if cpulist_path.exists() else frozenset()
+    )
+    pinned_cpus = near_cpus & allowed_cpus
+    if not pinned_cpus or pinned_cpus == allowed_cpus:
         return "cores left as they are: all or none of them are near the device"
-    os.sched_setaffinity(0, cpus)
-    return f"pinned to {len(cpus)} of {len(allowed_cpus)} cores, those near the device"
+    os.sched_setaffinity(0, pinned_cpus)
+    return f"pinned to {len(pinned_cpus)} of {len(allowed_cpus)} cores, those near the device"

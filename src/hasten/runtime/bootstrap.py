@@ -32,7 +32,7 @@ from hasten.runtime import env, launcher_files, store
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of, use_device
 from hasten.runtime.logs import get_logger
-from hasten.runtime.mesh import Groups, stop
+from hasten.runtime.mesh import Groups, destroy_groups
 from hasten.runtime.mesh_plan import MeshSpec
 from hasten.runtime.nodelist import ranks_in_words
 from hasten.runtime.topology import Topology
@@ -42,7 +42,7 @@ log = get_logger(__name__)
 
 _SIZES_AGREE: Final = "the world sizes agree"
 _LONGEST_PAUSE_S: Final = 0.5
-_LOOK_INTERVAL_S: Final = 1.0
+_POLL_INTERVAL_S: Final = 1.0
 _FIRST_REPORT_S: Final = 5.0
 
 EndedRanks = Callable[[], Mapping[int, int]]
@@ -57,15 +57,15 @@ class RankRegistration:
         store: Store,
         rank: int,
         size: int,
-        limit: timedelta,
-        ended: EndedRanks = dict,
+        time_limit: timedelta,
+        read_ended_ranks: EndedRanks = dict,
         address: str = "",
     ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
-        self._deadline = time.monotonic() + limit.total_seconds()
-        self._ended = ended
+        self._deadline = time.monotonic() + time_limit.total_seconds()
+        self._ended = read_ended_ranks
         self._address = address
 
     def wait(self) -> None:
@@ -79,55 +79,55 @@ class RankRegistration:
         if self._rank == 0:
             self._store.set("roll", self._compare_sizes())
         self._wait_for("roll")
-        answer = self._store.get("roll").decode()
-        if answer != _SIZES_AGREE:
-            raise TopologyError(answer)
+        roll_answer = self._store.get("roll").decode()
+        if roll_answer != _SIZES_AGREE:
+            raise TopologyError(roll_answer)
 
     def _compare_sizes(self) -> str:
         """Return rank 0's answer to all ranks: agreement on the world size, or the rank that differs."""
-        for other in range(1, self._size):
-            self._wait_for(f"roll/{other}")
-            other_size = int(self._store.get(f"roll/{other}"))
+        for other_rank in range(1, self._size):
+            self._wait_for(f"roll/{other_rank}")
+            other_size = int(self._store.get(f"roll/{other_rank}"))
             if other_size != self._size:
                 return (
-                    f"rank {other} was started with WORLD_SIZE={other_size} and rank 0 with WORLD_SIZE={self._size}, so they would wait for "
+                    f"rank {other_rank} was started with WORLD_SIZE={other_size} and rank 0 with WORLD_SIZE={self._size}, so they would wait for "
                     "ranks that do not exist. Start all ranks of the job with the same number of processes and machines, and end what is left "
                     "of other jobs that meet at this address."
                 )
         return _SIZES_AGREE
 
-    def _wait_for(self, key: str) -> None:
-        started = last_look = time.monotonic()
+    def _wait_for(self, store_key: str) -> None:
+        start_s = last_look = time.monotonic()
         next_report_s = _FIRST_REPORT_S
-        while not self._store.check([key]):
-            now = time.monotonic()
-            if now > self._deadline:
+        while not self._store.check([store_key]):
+            now_s = time.monotonic()
+            if now_s > self._deadline:
                 raise RuntimeError("not all ranks have come")
-            if now - last_look > _LOOK_INTERVAL_S:
-                last_look = now
-                self._refuse_ended(key)
-                if now - started > next_report_s:
+            if now_s - last_look > _POLL_INTERVAL_S:
+                last_look = now_s
+                self._refuse_ended(store_key)
+                if now_s - start_s > next_report_s:
                     next_report_s *= 2
-                    self._report_missing(now - started)
-            time.sleep(min(0.002 + 0.05 * (now - started), _LONGEST_PAUSE_S))
+                    self._report_missing(now_s - start_s)
+            time.sleep(min(0.002 + 0.05 * (now_s - start_s), _LONGEST_PAUSE_S))
 
     def _is_registered(self, rank: int) -> bool:
-        registered: bool = self._store.check([f"roll/{rank}"])
-        return registered
+        is_registered: bool = self._store.check([f"roll/{rank}"])
+        return is_registered
 
-    def _refuse_ended(self, key: str) -> None:
-        codes = {
-            rank: code
-            for rank, code in self._ended().items()
+    def _refuse_ended(self, store_key: str) -> None:
+        codes_by_rank = {
+            rank: exit_code
+            for rank, exit_code in self._ended().items()
             if not self._is_registered(rank)
         }
-        if not codes or self._store.check([key]):
+        if not codes_by_rank or self._store.check([store_key]):
             return
         shown_codes = ", ".join(
-            sorted({f"exit code {code}" for code in codes.values()})
+            sorted({f"exit code {exit_code}" for exit_code in codes_by_rank.values()})
         )
         raise PeerFailedError(
-            f"{ranks_in_words(sorted(codes))} ended ({shown_codes}) before making an Accelerator, so the other ranks would wait for it in vain. "
+            f"{ranks_in_words(sorted(codes_by_rank))} ended ({shown_codes}) before making an Accelerator, so the other ranks would wait for it in vain. "
             "Let every rank make the Accelerator before it may leave: look for a sys.exit or return that depends on the rank."
         )
 
@@ -151,7 +151,7 @@ class RankRegistration:
 plain_log = logging.getLogger(__name__)  # logs on every rank
 MeshOf = Callable[[int], MeshSpec]
 
-_LINGER: Final = timedelta(seconds=10)
+_LEAVE_TIMEOUT: Final = timedelta(seconds=10)
 """Time that the rank serving the store waits at exit for the others to finish."""
 
 
@@ -184,14 +184,14 @@ def start(
     settings = settings or GroupSettings()
     use_device(device)
     if not dist.is_initialized() and topology.world_size > 1:
-        _init(topology, device, settings)
+        _init_group(topology, device, settings)
     if dist.is_initialized() and dist.get_world_size() > 1:
         _freeze_garbage_of_forks()
-        return _joined(topology, device, mesh_of, settings)
+        return _join_group(topology, device, mesh_of, settings)
     mesh = mesh_of(1)
-    world = LocalComm(device)
+    local_comm = LocalComm(device)
     # along any axes it is alone
-    return ProcessContext(topology, mesh, device, world, lambda *axes: world)
+    return ProcessContext(topology, mesh, device, local_comm, lambda *axes: local_comm)
 
 
 @functools.cache  # registered once; torch and Python have no way to remove the callback
@@ -204,122 +204,154 @@ def _freeze_garbage_of_forks() -> None:
     os.register_at_fork(after_in_child=gc.freeze)
 
 
-def _joined(
-    topology: Topology, device: torch.device, mesh_of: MeshOf, settings: GroupSettings
+def _join_group(
+    topology: Topology,
+    device: torch.device,
+    mesh_of: MeshOf,
+    group_settings: GroupSettings,
 ) -> ProcessContext:
-    group = dist.group.WORLD
-    assert group is not None, (
+    world_group = dist.group.WORLD
+    assert world_group is not None, (
         "torch.distributed is initialised, so it has a world group"
     )
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if (topology.rank, topology.world_size) != (rank, size):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (topology.rank, topology.world_size) != (rank, world_size):
         # other code has started the group
         topology = Topology(
-            rank=rank, world_size=size, local_rank=rank, local_world_size=size
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank,
+            local_world_size=world_size,
         )
     # the only access to the store of a group that was started by other code
-    notes = _get_default_store()
+    world_store = _get_default_store()
     collectives = CollectiveRecord()
-    world: Comm = ProcessGroupComm(
-        group, notes, device, settings.timeout_s, settings.codec, collectives
+    world_comm: Comm = ProcessGroupComm(
+        world_group,
+        world_store,
+        device,
+        group_settings.timeout_s,
+        group_settings.codec,
+        collectives,
     )
     mesh = mesh_of(topology.world_size)
     groups = Groups(
         mesh,
         topology.rank,
-        world,
-        notes,
-        settings.timeout_s,
-        settings.codec,
+        world_comm,
+        world_store,
+        group_settings.timeout_s,
+        group_settings.codec,
         collectives,
     )
-    return ProcessContext(topology, mesh, device, world, groups, collectives)
+    return ProcessContext(topology, mesh, device, world_comm, groups, collectives)
 
 
-def _init(topology: Topology, device: torch.device, settings: GroupSettings) -> None:
-    url = settings.init_method or topology.meeting_point()
-    within, start = timedelta(seconds=settings.init_timeout_s), time.monotonic()
+def _init_group(
+    topology: Topology, device: torch.device, group_settings: GroupSettings
+) -> None:
+    rendezvous_url = group_settings.init_method or topology.meeting_point()
+    init_timeout, start_s = (
+        timedelta(seconds=group_settings.init_timeout_s),
+        time.monotonic(),
+    )
     try:
-        found, rank, size = _meet(url, topology, within)
-        notes = dist.PrefixStore(f"hasten/{topology.restart_count}", found)
-        ended = functools.partial(launcher_files.ended_ranks, env.snapshot())
-        RankRegistration(notes, rank, size, within, ended, url).wait()
+        job_store, rank, world_size = _meet_ranks(
+            rendezvous_url, topology, init_timeout
+        )
+        round_store = dist.PrefixStore(f"hasten/{topology.restart_count}", job_store)
+        read_ended_ranks = functools.partial(launcher_files.ended_ranks, env.snapshot())
+        RankRegistration(
+            round_store,
+            rank,
+            world_size,
+            init_timeout,
+            read_ended_ranks,
+            rendezvous_url,
+        ).wait()
     except (RuntimeError, ValueError, OSError) as error:
         raise CommError(
-            _why_not_met(url, topology, time.monotonic() - start, error)
+            _rendezvous_failure(
+                rendezvous_url, topology, time.monotonic() - start_s, error
+            )
         ) from error
-    found.set_timeout(within)
+    job_store.set_timeout(init_timeout)
     dist.init_process_group(
-        settings.backend or _backend(device),
-        store=notes,
+        group_settings.backend or _backend_for(device),
+        store=round_store,
         rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=settings.timeout_s),
+        world_size=world_size,
+        timeout=timedelta(seconds=group_settings.timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    serves = rank == 0 and not _served_by_launcher()
-    atexit.register(_leave, rank, size, serves, os.getpid())
+    serves_store = rank == 0 and not _served_by_launcher()
+    atexit.register(_leave_group, rank, world_size, serves_store, os.getpid())
 
 
-def _leave(rank: int, size: int, serves: bool, pid: int) -> None:
+def _leave_group(rank: int, world_size: int, serves_store: bool, rank_pid: int) -> None:
     """Destroy the group at exit; the rank that serves the store waits a limited time until the others have finished.
 
     The others may still have to read its last messages, such as the completion of a barrier.
     """
-    if os.getpid() != pid:  # in a fork of the rank
+    if os.getpid() != rank_pid:  # in a fork of the rank
         return
-    notes = _get_default_store() if dist.is_initialized() else None
-    stop()
-    if notes is None:
+    world_store = _get_default_store() if dist.is_initialized() else None
+    destroy_groups()
+    if world_store is None:
         return
     # losing this message is harmless, and a killed rank cannot send it
     with suppress(*store.LOST):
-        if not serves:
-            notes.set(f"hasten/left/{rank}", "1")
+        if not serves_store:
+            world_store.set(f"hasten/left/{rank}", "1")
         # after an error this rank exits without waiting
         elif getattr(sys, "last_value", None) is None:
-            notes.wait([f"hasten/left/{other}" for other in range(1, size)], _LINGER)
+            world_store.wait(
+                [f"hasten/left/{other_rank}" for other_rank in range(1, world_size)],
+                _LEAVE_TIMEOUT,
+            )
 
 
-def _why_not_met(
-    url: str,
+def _rendezvous_failure(
+    rendezvous_url: str,
     topology: Topology,
     elapsed_s: float,
     error: BaseException,
 ) -> str:
-    who, reason = (
+    rank_text, error_line = (
         f"rank {topology.rank} of {topology.world_size}",
         str(error).strip().partition("\n")[0],
     )
     if "EADDRINUSE" in str(error) or "already in use" in str(error):
         return (
-            f"{who} cannot serve the meeting at {url}: another program uses this port, often a run that is still alive. Without it "
+            f"{rank_text} cannot serve the meeting at {rendezvous_url}: another program uses this port, often a run that is still alive. Without it "
             f"the ranks do not find each other; end that program, or choose another MASTER_PORT (--main_process_port) on every rank."
         )
     return (
-        f"{who} did not meet the others at {url} within {elapsed_s:.0f} s ({reason}). Without all ranks there is no "
+        f"{rank_text} did not meet the others at {rendezvous_url} within {elapsed_s:.0f} s ({error_line}). Without all ranks there is no "
         f"group to train in; check that every rank is started, that the address can be reached and that the port is free."
     )
 
 
-def _meet(
-    url: str, topology: Topology, within: timedelta
+def _meet_ranks(
+    rendezvous_url: str, topology: Topology, init_timeout: timedelta
 ) -> tuple[dist.Store, int, int]:
     """Return the rendezvous store, rank and world size; rank 0 serves the store only on the address's interface."""
-    place = urlsplit(url)
-    if place.scheme == "tcp" and place.hostname and place.port is not None:
+    url_parts = urlsplit(rendezvous_url)
+    if url_parts.scheme == "tcp" and url_parts.hostname and url_parts.port is not None:
         if (
-            store.is_loopback(place.hostname)
-            and (name := store.loopback_interface()) is not None
+            store.is_loopback(url_parts.hostname)
+            and (interface_name := store.loopback_interface()) is not None
         ):
             # every rank is on this machine: use only the loopback
-            env.put_default("GLOO_SOCKET_IFNAME", name)
-            env.put_default("NCCL_SOCKET_IFNAME", name)
-        serves = topology.is_main and not place.query and not _served_by_launcher()
-        if serves and place.port:
+            env.put_default("GLOO_SOCKET_IFNAME", interface_name)
+            env.put_default("NCCL_SOCKET_IFNAME", interface_name)
+        serves_store = (
+            topology.is_main and not url_parts.query and not _served_by_launcher()
+        )
+        if serves_store and url_parts.port:
             try:
                 return (
-                    store.serve(place.hostname, place.port, within),
+                    store.serve_store(url_parts.hostname, url_parts.port, init_timeout),
                     topology.rank,
                     topology.world_size,
                 )
@@ -327,10 +359,12 @@ def _meet(
                 if error.errno != errno.EADDRINUSE:
                     raise
                 # this process may already serve a store there, which torch finds and shares
-    found: tuple[dist.Store, int, int] = next(
-        dist.rendezvous(url, topology.rank, topology.world_size, timeout=within)
+    store_rank_size: tuple[dist.Store, int, int] = next(
+        dist.rendezvous(
+            rendezvous_url, topology.rank, topology.world_size, timeout=init_timeout
+        )
     )
-    return found
+    return store_rank_size
 
 
 def _served_by_launcher() -> bool:
@@ -338,7 +372,7 @@ def _served_by_launcher() -> bool:
     return "TORCHELASTIC_USE_AGENT_STORE" in env.snapshot()
 
 
-def _backend(device: torch.device) -> str:
+def _backend_for(device: torch.device) -> str:
     kind = kind_of(device)
     if kind.backend is None:
         raise DeviceError(

@@ -29,7 +29,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldBytes:
     """Bytes that one rank holds between two steps."""
 
     parameters: float
@@ -42,41 +42,45 @@ class Held:
         return self.parameters + self.gradients + self.optimizer
 
 
-def exchanged(num_bytes: float, ranks: int) -> float:
+def exchanged_bytes(num_bytes: float, ranks: int) -> float:
     """Return the bytes that each rank sends to all-gather, reduce-scatter or exchange `num_bytes` over `ranks`."""
     return num_bytes * (ranks - 1) / ranks
 
 
-def all_reduced(num_bytes: float, ranks: int) -> float:
+def all_reduced_bytes(num_bytes: float, ranks: int) -> float:
     """Return the bytes that each rank sends to all-reduce a tensor of `num_bytes` over `ranks`."""
-    return 2 * exchanged(num_bytes, ranks)
+    return 2 * exchanged_bytes(num_bytes, ranks)
 
 
 def held_bytes(
     mesh: MeshSpec,
     weights: Weights,
     *,
-    item: int = 4,
+    item_bytes: int = 4,
     moments: int = 2,
     sharded: bool = True,
-) -> Held:
+) -> HeldBytes:
     """Return the bytes of parameters, gradients and optimizer state (`moments` per parameter) on each rank.
 
     With `sharded`, parameters are sharded where the mesh allows it; otherwise data-parallel ranks hold replicas (DDP).
     """
-    _, shards, parts = mesh.expert_sizes
-    around = mesh.size(*SHARD) if sharded else 1
-    number = (weights.whole + weights.split / mesh.tp) / around + weights.experts / (
-        shards * parts
+    _, expert_shards, expert_groups = mesh.expert_sizes
+    num_shards = mesh.size(*SHARD) if sharded else 1
+    num_parameters = (
+        weights.whole + weights.split / mesh.tp
+    ) / num_shards + weights.experts / (expert_shards * expert_groups)
+    return HeldBytes(
+        num_parameters * item_bytes,
+        num_parameters * item_bytes,
+        num_parameters * item_bytes * moments,
     )
-    return Held(number * item, number * item, number * item * moments)
 
 
 def data_traffic(
     mesh: MeshSpec,
     weights: Weights,
     *,
-    item: int = 4,
+    item_bytes: int = 4,
     reduce_item: int = 4,
     micro_steps: int = 1,
     gathers: int = 2,
@@ -87,56 +91,74 @@ def data_traffic(
     Shards are gathered `gathers` times per micro-step (again for the backward, unless they stay unsharded) and reduced once;
     replicas are reduced once per step. `sharded` is that of `held_bytes`.
     """
-    sent: Traffic = {}
+    bytes_by_axis: Traffic = {}
     if not sharded:
-        axis = "+".join(axis for axis in LOSS if mesh.size(axis) > 1)
-        _add(sent, axis, all_reduced(weights.whole * reduce_item, mesh.size(*LOSS)))
-        return _some(sent)
-    copies, shards, _ = mesh.expert_sizes
-    parts = (
+        joined_axes = "+".join(
+            joined_axes for joined_axes in LOSS if mesh.size(joined_axes) > 1
+        )
+        _add_bytes(
+            bytes_by_axis,
+            joined_axes,
+            all_reduced_bytes(weights.whole * reduce_item, mesh.size(*LOSS)),
+        )
+        return _without_zeros(bytes_by_axis)
+    expert_replicas, expert_shards, _ = mesh.expert_sizes
+    counts_and_degrees = (
         (weights.whole + weights.split / mesh.tp, mesh.dp_replicate, mesh.size(*SHARD)),
-        (weights.experts / mesh.ep, copies, shards),
+        (weights.experts / mesh.ep, expert_replicas, expert_shards),
     )
-    for number, copied, spread in parts:
-        once = gathers * exchanged(number * item, spread) + exchanged(
-            number * reduce_item, spread
+    for num_parameters, num_replicas, num_shards in counts_and_degrees:
+        micro_step_bytes = gathers * exchanged_bytes(
+            num_parameters * item_bytes, num_shards
+        ) + exchanged_bytes(num_parameters * reduce_item, num_shards)
+        _add_bytes(bytes_by_axis, Axis.DP_SHARD, micro_steps * micro_step_bytes)
+        _add_bytes(
+            bytes_by_axis,
+            Axis.DP_REPLICATE,
+            all_reduced_bytes(num_parameters * reduce_item / num_shards, num_replicas),
         )
-        _add(sent, Axis.DP_SHARD, micro_steps * once)
-        _add(
-            sent, Axis.DP_REPLICATE, all_reduced(number * reduce_item / spread, copied)
-        )
-    return _some(sent)
+    return _without_zeros(bytes_by_axis)
 
 
 def tensor_traffic(
-    mesh: MeshSpec, *, tokens: int, summed: int, gathered: int = 0, item: int = 4
+    mesh: MeshSpec, *, tokens: int, summed: int, gathered: int = 0, item_bytes: int = 4
 ) -> Traffic:
     """Return the bytes that tensor-parallel layers send in one micro-step of `tokens`.
 
     `summed` is the sum of the widths that are all-reduced: outputs of row-wise layers (and of embeddings), and inputs of
     column-wise layers, for their gradients. `gathered` is the sum of the widths of outputs that are gathered (a head).
     """
-    sums = all_reduced(tokens * summed * item, mesh.tp)
-    return _some({Axis.TP: sums + exchanged(tokens * gathered * item, mesh.tp)})
+    reduced_bytes = all_reduced_bytes(tokens * summed * item_bytes, mesh.tp)
+    return _without_zeros(
+        {
+            Axis.TP: reduced_bytes
+            + exchanged_bytes(tokens * gathered * item_bytes, mesh.tp)
+        }
+    )
 
 
-def _add(sent: Traffic, axis: str, num_bytes: float) -> None:
-    sent[axis] = sent.get(axis, 0) + num_bytes
+def _add_bytes(bytes_by_axis: Traffic, axis: str, num_bytes: float) -> None:
+    bytes_by_axis[axis] = bytes_by_axis.get(axis, 0) + num_bytes
 
 
-def _some(sent: Traffic) -> Traffic:
-    return {str(axis): num_bytes for axis, num_bytes in sent.items() if num_bytes}
+def _without_zeros(bytes_by_axis: Traffic) -> Traffic:
+    return {
+        str(axis): num_bytes for axis, num_bytes in bytes_by_axis.items() if num_bytes
+    }
 
 
-def shown(sent: Traffic) -> str:
+def format_traffic(bytes_by_axis: Traffic) -> str:
     """Return the bytes by axis as text: `dp_shard 1.5 MiB, ep 0.2 KiB`."""
     return (
-        ", ".join(f"{axis} {size(num_bytes)}" for axis, num_bytes in sent.items())
+        ", ".join(
+            f"{axis} {format_bytes(num_bytes)}"
+            for axis, num_bytes in bytes_by_axis.items()
+        )
         or "nothing"
     )
 
 
-def size(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Return a number of bytes with a suitable unit."""
     unit = next(
         (unit for unit in _UNITS if abs(num_bytes) < 1024 * 1024 ** _UNITS.index(unit)),

@@ -52,55 +52,60 @@ KINDS: Final = (
 
 def kind_of(device: torch.device | str) -> DeviceKind:
     """Return the table row of a device; an unknown device type gets a default row."""
-    name = torch.device(device).type
-    return next((kind for kind in KINDS if kind.type == name), DeviceKind(name, None))
+    device_type = torch.device(device).type
+    return next(
+        (kind for kind in KINDS if kind.type == device_type),
+        DeviceKind(device_type, None),
+    )
 
 
 def choose_device(
-    local_rank: int, cpu: bool = False, wanted: str | None = None
+    local_rank: int, cpu: bool = False, requested_device: str | None = None
 ) -> torch.device:
     """Return the device of this process: the CPU if requested, else the host's accelerator with index `local_rank`.
 
     Raises: DeviceError when the device does not exist.
     """
-    if wanted is not None:
-        return _wanted(wanted, local_rank)
+    if requested_device is not None:
+        return _requested_device(requested_device, local_rank)
     accelerator = (
         None if cpu else torch.accelerator.current_accelerator(check_available=True)
     )
     if accelerator is None:
         return torch.device("cpu")
-    return _numbered(accelerator.type, local_rank)
+    return _indexed_device(accelerator.type, local_rank)
 
 
-def _wanted(wanted: str, local_rank: int) -> torch.device:
-    device = torch.device(wanted)
+def _requested_device(requested_device: str, local_rank: int) -> torch.device:
+    device = torch.device(requested_device)
     if device.type == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:
-        there = (
+        present_devices = (
             "only the CPU"
             if accelerator is None
             else f"{accelerator.type!r} and the CPU"
         )
         raise DeviceError(
-            f"device {wanted!r} was asked for, but this machine has {there}; choose one of those."
+            f"device {requested_device!r} was asked for, but this machine has {present_devices}; choose one of those."
         )
-    return device if ":" in wanted else _numbered(device.type, local_rank)
+    return (
+        device if ":" in requested_device else _indexed_device(device.type, local_rank)
+    )
 
 
-def _numbered(kind: str, local_rank: int) -> torch.device:
-    if not kind_of(kind).indexed:
-        return torch.device(kind)
-    count = torch.accelerator.device_count()
-    if local_rank >= count:
+def _indexed_device(device_type: str, local_rank: int) -> torch.device:
+    if not kind_of(device_type).indexed:
+        return torch.device(device_type)
+    num_devices = torch.accelerator.device_count()
+    if local_rank >= num_devices:
         raise DeviceError(
-            f"local rank {local_rank} has no device: this host shows {count} {kind} device(s). Two processes on one "
-            f"device would fight over its memory; start at most {count} process(es) on this host, or use the CPU "
+            f"local rank {local_rank} has no device: this host shows {num_devices} {device_type} device(s). Two processes on one "
+            f"device would fight over its memory; start at most {num_devices} process(es) on this host, or use the CPU "
             "(cpu=True, or `hasten launch --cpu`)."
         )
-    return torch.device(kind, local_rank)
+    return torch.device(device_type, local_rank)
 
 
 def use_device(device: torch.device) -> None:
@@ -114,27 +119,30 @@ def pci_address(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     # Any: torch's stubs omit the PCI fields
-    found: Any = torch.cuda.get_device_properties(device)
-    return (
-        f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    )
+    device_properties: Any = torch.cuda.get_device_properties(device)
+    return f"{device_properties.pci_domain_id:04x}:{device_properties.pci_bus_id:02x}:{device_properties.pci_device_id:02x}.0"
 
 
 def empty_cache(device: torch.device) -> None:
     """Release cached, unused memory of the device to the driver."""
     if device.type == "cpu" or kind_of(device).lazy:
         return
-    module = torch.get_device_module(device)
-    if hasattr(module, "empty_cache"):
-        module.empty_cache()
+    device_module = torch.get_device_module(device)
+    if hasattr(device_module, "empty_cache"):
+        device_module.empty_cache()
 
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes that can still be allocated on an accelerator; 0 if torch cannot report it."""
     if device.type == "cpu" or kind_of(device).lazy:
         return 0
-    module = torch.get_device_module(device)
-    if not (hasattr(module, "mem_get_info") and hasattr(module, "memory_reserved")):
+    device_module = torch.get_device_module(device)
+    if not (
+        hasattr(device_module, "mem_get_info")
+        and hasattr(device_module, "memory_reserved")
+    ):
         return 0
-    cached = int(module.memory_reserved(device)) - int(module.memory_allocated(device))
-    return int(module.mem_get_info(device)[0]) + cached
+    cached_bytes = int(device_module.memory_reserved(device)) - int(
+        device_module.memory_allocated(device)
+    )
+    return int(device_module.mem_get_info(device)[0]) + cached_bytes

@@ -32,7 +32,7 @@ def snapshot() -> Mapping[str, str]:
 
 def debug(env: Mapping[str, str]) -> bool:
     """Return whether debug mode is on: HASTEN_DEBUG, else ACCELERATE_DEBUG_MODE."""
-    return flag(env, DEBUG if DEBUG in env else DEBUG_ALIAS)
+    return read_flag(env, DEBUG if DEBUG in env else DEBUG_ALIAS)
 
 
 def assigned_device(env: Mapping[str, str]) -> str | None:
@@ -42,49 +42,51 @@ def assigned_device(env: Mapping[str, str]) -> str | None:
 
 def home(env: Mapping[str, str]) -> Path:
     """Return the folder for hasten's files: HASTEN_HOME, else `hasten` in the user's cache folder."""
-    if given := env.get(HOME):
-        return Path(given)
-    cache = env.get("XDG_CACHE_HOME")
+    if hasten_home := env.get(HOME):
+        return Path(hasten_home)
+    cache_folder = env.get("XDG_CACHE_HOME")
     return (
-        Path(cache) if cache else Path(env.get("HOME", "~")).expanduser() / ".cache"
+        Path(cache_folder)
+        if cache_folder
+        else Path(env.get("HOME", "~")).expanduser() / ".cache"
     ) / "hasten"
 
 
 def runtime_folder(env: Mapping[str, str]) -> Path:
     """Return the user's folder for sockets: in XDG_RUNTIME_DIR, else in the temporary folder, named by the user id."""
-    given = env.get("XDG_RUNTIME_DIR")
+    xdg_folder = env.get("XDG_RUNTIME_DIR")
     return (
-        Path(given) / "hasten"
-        if given
+        Path(xdg_folder) / "hasten"
+        if xdg_folder
         else Path(gettempdir()) / f"hasten-{os.geteuid()}"
     )
 
 
 def log_level(env: Mapping[str, str]) -> str | None:
     """Return the level of hasten's loggers (HASTEN_LOG_LEVEL) in upper case, or None to inherit it from logging."""
-    levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-    value = env.get(LOG_LEVEL, "").strip().upper()
-    if value and value not in levels:
+    level_names = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+    level_name = env.get(LOG_LEVEL, "").strip().upper()
+    if level_name and level_name not in level_names:
         raise ConfigError(
             f"{LOG_LEVEL}={env[LOG_LEVEL]!r} is not a log level, so it is unclear what to show; "
-            f"set it to one of {', '.join(levels)}."
+            f"set it to one of {', '.join(level_names)}."
         )
-    return value or None
+    return level_name or None
 
 
-def flag(env: Mapping[str, str], name: str, default: bool = False) -> bool:
+def read_flag(env: Mapping[str, str], name: str, default: bool = False) -> bool:
     """Return the boolean variable `name`; `default` if it is not set.
 
     Raises: ConfigError for a value that is not a boolean.
     """
-    value = env.get(name)
-    if value is None:
+    flag_text = env.get(name)
+    if flag_text is None:
         return default
-    word = value.strip().lower()
-    if word in _TRUE or word in _FALSE:
-        return word in _TRUE
+    flag_word = flag_text.strip().lower()
+    if flag_word in _TRUE or flag_word in _FALSE:
+        return flag_word in _TRUE
     raise ConfigError(
-        f"{name}={value!r} is neither yes nor no, so it would be guessed; set {name} to 1 or 0."
+        f"{name}={flag_text!r} is neither yes nor no, so it would be guessed; set {name} to 1 or 0."
     )
 
 
@@ -97,16 +99,16 @@ def put_default(name: str, value: str) -> bool:
 
 
 @contextmanager
-def restored() -> Iterator[None]:
+def restored_environment() -> Iterator[None]:
     """Restore the environment at the end of the block."""
-    before = dict(os.environ)
+    saved_environment = dict(os.environ)
     try:
         yield
     finally:
-        replace(before)
+        replace_environment(saved_environment)
 
 
-def replace(env: Mapping[str, str]) -> None:
+def replace_environment(env: Mapping[str, str]) -> None:
     """Replace this process's environment with `env`: for worker processes that run one job after another."""
     for name in os.environ.keys() - env.keys():
         del os.environ[name]

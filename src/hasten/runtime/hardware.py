@@ -53,7 +53,7 @@ class AcceleratorEntry:
 
     def peak(self, dtype: str, tf32: bool = False) -> float:
         """Return the vendor's peak of matrix products of `dtype`, in floating-point operations per second."""
-        peaks = {
+        tflops_by_dtype = {
             "bf16": self.tflops_bf16,
             "fp16": self.tflops_bf16,
             "fp8": self.tflops_fp8 or self.tflops_bf16,
@@ -61,7 +61,7 @@ class AcceleratorEntry:
             if tf32
             else self.tflops_fp32,
         }
-        return peaks.get(dtype, self.tflops_fp32) * 1e12
+        return tflops_by_dtype.get(dtype, self.tflops_fp32) * 1e12
 
     def flops(self, dtype: str, tf32: bool = False) -> float:
         """Return the floating-point operations per second that matrix products of `dtype` reach."""
@@ -71,11 +71,11 @@ class AcceleratorEntry:
         )
 
 
-def _known(*entries: AcceleratorEntry) -> MappingProxyType[str, AcceleratorEntry]:
+def _by_name(*entries: AcceleratorEntry) -> MappingProxyType[str, AcceleratorEntry]:
     return MappingProxyType({entry.name: entry for entry in entries})
 
 
-KNOWN: Final = _known(
+KNOWN: Final = _by_name(
     AcceleratorEntry(
         name="a100",
         memory_gib=79.1,
@@ -199,33 +199,48 @@ _ALIASES: Final = MappingProxyType(
 )
 
 
-def find(name: str, own: Mapping[str, AcceleratorEntry] = KNOWN) -> AcceleratorEntry:
+def find_accelerator(
+    name: str, accelerators: Mapping[str, AcceleratorEntry] = KNOWN
+) -> AcceleratorEntry:
     """Return the accelerator called `name`, in any spelling; product names as reported by drivers are accepted too.
 
     Raises: ConfigError that lists the known names.
     """
-    by_plain = {_plain(key): entry for key, entry in own.items()}
-    by_plain |= {
-        _plain(alias): own[key] for alias, key in _ALIASES.items() if key in own
+    by_plain = {
+        _plain_name(accelerator_name): entry
+        for accelerator_name, entry in accelerators.items()
     }
-    if _plain(name) in by_plain:
-        return by_plain[_plain(name)]
-    words = re.findall("[a-z0-9]+", name.lower())
-    if "40gb" in words and "a100" in words and "a100-40gb" in own:
-        return own["a100-40gb"]
-    joined = [
-        "".join(words[start:end])
-        for start in range(len(words))
-        for end in range(start + 1, len(words) + 1)
+    by_plain |= {
+        _plain_name(alias): accelerators[accelerator_name]
+        for alias, accelerator_name in _ALIASES.items()
+        if accelerator_name in accelerators
+    }
+    if _plain_name(name) in by_plain:
+        return by_plain[_plain_name(name)]
+    name_words = re.findall("[a-z0-9]+", name.lower())
+    if "40gb" in name_words and "a100" in name_words and "a100-40gb" in accelerators:
+        return accelerators["a100-40gb"]
+    joined_words = [
+        "".join(name_words[start:end])
+        for start in range(len(name_words))
+        for end in range(start + 1, len(name_words) + 1)
     ]
-    if inside := [key for key in by_plain if key in joined]:
-        return by_plain[max(inside, key=len)]
-    near = get_close_matches(name.lower(), list(own), n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(own)}."
+    if contained_names := [
+        accelerator_name
+        for accelerator_name in by_plain
+        if accelerator_name in joined_words
+    ]:
+        return by_plain[max(contained_names, key=len)]
+    similar_names = get_close_matches(name.lower(), list(accelerators), n=1, cutoff=0.5)
+    hint = (
+        f"did you mean {similar_names[0]!r}?"
+        if similar_names
+        else f"known are {', '.join(accelerators)}."
+    )
     raise ConfigError(
         f"the accelerator {name!r} is unknown; {hint} Describe others in a YAML file and pass it with --hardware."
     )
 
 
-def _plain(name: str) -> str:
+def _plain_name(name: str) -> str:
     return "".join(character for character in name.lower() if character.isalnum())

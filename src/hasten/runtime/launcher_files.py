@@ -14,30 +14,34 @@ from hasten.runtime import env as environment
 _ENDED: Final = "ended-ranks"
 
 
-def write_ended(codes: Mapping[int, int], env: Mapping[str, str]) -> None:
+def write_ended(exit_codes: Mapping[int, int], env: Mapping[str, str]) -> None:
     """Write the exit codes of ranks that have ended since the last (re)start of the job."""
-    _write(_ENDED, json.dumps({str(rank): code for rank, code in codes.items()}), env)
+    _write_file(
+        _ENDED,
+        json.dumps({str(rank): exit_code for rank, exit_code in exit_codes.items()}),
+        env,
+    )
 
 
 def ended_ranks(env: Mapping[str, str]) -> dict[int, int]:
     """Return the exit codes of ranks that have ended since the last (re)start, as reported by the launcher."""
-    found = json.loads(_read(_ENDED, env) or "{}")
-    return {int(rank): int(code) for rank, code in found.items()}
+    exit_codes = json.loads(_read_file(_ENDED, env) or "{}")
+    return {int(rank): int(exit_code) for rank, exit_code in exit_codes.items()}
 
 
-def _write(name: str, text: str, env: Mapping[str, str]) -> None:
+def _write_file(file_name: str, text: str, env: Mapping[str, str]) -> None:
     if folder := env.get(environment.MEMORY_FOLDER):
-        draft = Path(folder) / f"{name}.draft"
+        draft_path = Path(folder) / f"{file_name}.draft"
         # memory may be full: ranks then notice the problem later, by timeout
         with suppress(OSError):
-            draft.write_text(text)
-            draft.replace(Path(folder) / name)
+            draft_path.write_text(text)
+            draft_path.replace(Path(folder) / file_name)
 
 
-def _read(name: str, env: Mapping[str, str]) -> str:
+def _read_file(file_name: str, env: Mapping[str, str]) -> str:
     folder = env.get(environment.MEMORY_FOLDER)
     try:
-        return (Path(folder) / name).read_text() if folder else ""
+        return (Path(folder) / file_name).read_text() if folder else ""
     except OSError:  # no file yet
         return ""
 
@@ -51,14 +55,16 @@ def write_error(path: Path, summary: str, text: str, *, echo: bool = False) -> N
 
     Raises: OSError if the file cannot be written.
     """
-    now = time.time()
-    message = {
+    now_s = time.time()
+    torch_message = {
         "message": summary,
         "errorCode": 1,
-        "extraInfo": {"py_callstack": text, "timestamp": str(int(now))},
+        "extraInfo": {"py_callstack": text, "timestamp": str(int(now_s))},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    own = {"time": now, "traceback": text, "summary": summary, "echo": echo}
-    draft.write_text(json.dumps({"message": message, "hasten": own}))
-    draft.replace(path)
+    draft_path = path.with_suffix(".draft")
+    error_record = {"time": now_s, "traceback": text, "summary": summary, "echo": echo}
+    draft_path.write_text(
+        json.dumps({"message": torch_message, "hasten": error_record})
+    )
+    draft_path.replace(path)

@@ -23,16 +23,16 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logger, {})
-        self._settled = logger.level != logging.NOTSET
-        self._said: set[tuple[str, str]] = set()
+        self._has_level = logger.level != logging.NOTSET
+        self._logged_warnings: set[tuple[str, str]] = set()
 
     def isEnabledFor(self, level: int) -> bool:  # noqa: N802 - the name is logging's
         """Return whether a record of this level would be logged on a process that logs."""
         # on first use, because loggers are created when modules are imported
-        if not self._settled:
-            self._settled = True
-            if name := env.log_level(env.snapshot()):
-                self.logger.setLevel(name)
+        if not self._has_level:
+            self._has_level = True
+            if level_name := env.log_level(env.snapshot()):
+                self.logger.setLevel(level_name)
         return self.logger.isEnabledFor(level)
 
     # Any: as in logging
@@ -45,28 +45,30 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             kwargs.pop("main_process_only", True),
             kwargs.pop("in_order", False),
         )
-        enabled = self.isEnabledFor(level)
+        is_enabled = self.isEnabledFor(level)
         in_order = in_order and not main_only
-        if not enabled and not in_order:
+        if not is_enabled and not in_order:
             return
         # the caller's line, not this one
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
-        rank, world_size = _place()
+        rank, world_size = _rank_and_size()
         if not main_only and world_size > 1:
             msg = f"[RANK {rank}] {msg}"
-        turns = range(world_size) if in_order else (rank if not main_only else 0,)
-        for turn in turns:
-            if turn == rank and enabled:
+        logging_ranks = (
+            range(world_size) if in_order else (rank if not main_only else 0,)
+        )
+        for logging_rank in logging_ranks:
+            if logging_rank == rank and is_enabled:
                 self.logger.log(level, msg, *args, **kwargs)
             if in_order and world_size > 1:
-                _barrier(rank, world_size)
+                _wait_for_ranks(rank, world_size)
 
     # Any: as in logging
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a warning the first time that this logger receives it."""
-        key = (str(msg), repr(args))
-        if key not in self._said:
-            self._said.add(key)
+        message_key = (str(msg), repr(args))
+        if message_key not in self._logged_warnings:
+            self._logged_warnings.add(message_key)
             kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
             self.warning(msg, *args, **kwargs)
 
@@ -86,7 +88,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 def show_logs(level: str | int = "INFO") -> Callable[[], None]:
     """Show hasten's log from `level` up, on stderr if no handler is configured; return a function that undoes it."""
     logger = logging.getLogger(LIBRARY)
-    before = logger.level
+    saved_level = logger.level
     logger.setLevel(level)
     handler: logging.Handler | None = None
     if not logger.hasHandlers():
@@ -99,7 +101,7 @@ def show_logs(level: str | int = "INFO") -> Callable[[], None]:
         logger.addHandler(handler)
 
     def undo() -> None:
-        logger.setLevel(before)
+        logger.setLevel(saved_level)
         if handler is not None:
             logger.removeHandler(handler)
 
@@ -108,11 +110,11 @@ def show_logs(level: str | int = "INFO") -> Callable[[], None]:
 
 def on_main(action: Callable[[], object]) -> None:
     """Call `action` on the main process only; works before there is a process group."""
-    if _place()[0] == 0:
+    if _rank_and_size()[0] == 0:
         action()
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_size() -> tuple[int, int]:
     """Return rank and world size: of the process group if there is one, else from the environment."""
     # not imported here: a log line must not take seconds
     dist = sys.modules.get("torch.distributed")
@@ -126,7 +128,7 @@ def _place() -> tuple[int, int]:
     return topology.rank, topology.world_size
 
 
-def _barrier(rank: int, world_size: int) -> None:
+def _wait_for_ranks(rank: int, world_size: int) -> None:
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         raise CommError(

@@ -28,7 +28,7 @@ from hasten.runtime.mesh_plan import AXES, EXPERTS, SHARD, Axis, MeshSpec
 T = TypeVar("T")
 
 
-class _OfWorld:
+class _WorldCache:
     """Cache of objects created for one world group; emptied when the world group changes."""
 
     def __init__(self) -> None:
@@ -36,58 +36,58 @@ class _OfWorld:
         # Any: groups and meshes, each under a key of its kind
         self._made: dict[Hashable, Any] = {}
 
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        world = dist.group.WORLD
-        assert world is not None, "groups are made in a process group"
-        if self._world is None or self._world() is not world:
+    def get(self, cache_key: Hashable, make: Callable[[], T]) -> T:
+        world_group = dist.group.WORLD
+        assert world_group is not None, "groups are made in a process group"
+        if self._world is None or self._world() is not world_group:
             self.forget()
-            self._world = weakref.ref(world)
-        if key not in self._made:
-            self._made[key] = make()
-        made: T = self._made[key]
-        return made
+            self._world = weakref.ref(world_group)
+        if cache_key not in self._made:
+            self._made[cache_key] = make()
+        cached_object: T = self._made[cache_key]
+        return cached_object
 
     def forget(self) -> None:
         self._made.clear()
         self._world = None
-        _forget_layouts()
+        _clear_dtensor_caches()
 
 
-def _forget_layouts() -> None:
+def _clear_dtensor_caches() -> None:
     """Clear DTensor's caches, which identify a mesh by its shape: results in a new world would refer to old groups."""
     if "torch.distributed.tensor" in sys.modules:
-        clear: Callable[[], None] = need(
+        clear_cache: Callable[[], None] = need(
             "torch.distributed.tensor.debug"
         )._clear_sharding_prop_cache
-        clear()
+        clear_cache()
 
 
 @cache  # torch has one world per process, so the cache is per process too
-def _registry() -> _OfWorld:
-    return _OfWorld()
+def _world_cache() -> _WorldCache:
+    return _WorldCache()
 
 
-def once(key: Hashable, make: Callable[[], T]) -> T:
+def once_per_world(cache_key: Hashable, make: Callable[[], T]) -> T:
     """Return the result of `make`, cached by `key` for this world. Ranks: those that create it, in the same order."""
-    return _registry().get(key, make)
+    return _world_cache().get(cache_key, make)
 
 
 def group_of(ranks: Sequence[int], timeout_s: float | None = None) -> dist.ProcessGroup:
     """Return the process group of these global ranks. Ranks: its members, in the same order."""
 
     def make() -> dist.ProcessGroup:
-        limit = None if timeout_s is None else timedelta(seconds=timeout_s)
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout=limit, use_local_synchronization=True
+        time_limit = None if timeout_s is None else timedelta(seconds=timeout_s)
+        process_group: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=time_limit, use_local_synchronization=True
         )
-        return group
+        return process_group
 
-    return once(("group", tuple(ranks), timeout_s), make)
+    return once_per_world(("group", tuple(ranks), timeout_s), make)
 
 
-def forget() -> None:
+def forget_groups() -> None:
     """Release every group and mesh, before the world's group is destroyed."""
-    _registry().forget()
+    _world_cache().forget()
 
 
 class Groups:
@@ -109,32 +109,32 @@ class Groups:
         self._store = store
         self._timeout_s = timeout_s
         self._codec = codec
-        self._trail = collectives
+        self._collectives = collectives
         self._made: dict[tuple[int, ...], Comm] = {}
 
     def __call__(self, *axes: Axis) -> Comm:
         """Return the communicator over this rank's peers along `axes`."""
-        peers = self._mesh.peers(self._rank, *axes)
-        if len(peers) == self._mesh.world_size:
+        peer_ranks = self._mesh.peers(self._rank, *axes)
+        if len(peer_ranks) == self._mesh.world_size:
             return self._world
-        if len(peers) == 1:
+        if len(peer_ranks) == 1:
             return LocalComm(self._world.device, self._rank)
-        if peers not in self._made:
-            self._made[peers] = self._make(peers)
-        return self._made[peers]
+        if peer_ranks not in self._made:
+            self._made[peer_ranks] = self._make(peer_ranks)
+        return self._made[peer_ranks]
 
-    def _make(self, peers: tuple[int, ...]) -> Comm:
+    def _make(self, peer_ranks: tuple[int, ...]) -> Comm:
         assert self._store is not None, (
             "a group of several ranks needs a process group and its store"
         )
-        group = group_of(peers, self._timeout_s)
+        process_group = group_of(peer_ranks, self._timeout_s)
         return ProcessGroupComm(
-            group,
+            process_group,
             self._store,
             self._world.device,
             self._timeout_s,
             self._codec,
-            self._trail,
+            self._collectives,
         )
 
 
@@ -145,24 +145,26 @@ def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
     A single process without a process group gets a group of one. Ranks: every rank.
     """
     if not dist.is_initialized():
-        alone = dist.HashStore()
+        local_store = dist.HashStore()
         backend = "gloo" if device.type == "cpu" else None
-        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
-        atexit.register(stop)
+        dist.init_process_group(backend, store=local_store, rank=0, world_size=1)
+        atexit.register(destroy_groups)
     spec = replace(spec, dp_shard=spec.size(*SHARD), cp=1)
-    return _mesh(
+    return _named_mesh(
         device,
         tuple(spec.size(axis) for axis in AXES),
         tuple(str(axis) for axis in AXES),
     )
 
 
-def _mesh(
-    device: torch.device, sizes: tuple[int, ...], names: tuple[str, ...]
+def _named_mesh(
+    device: torch.device, axis_sizes: tuple[int, ...], axis_names: tuple[str, ...]
 ) -> DeviceMesh:
-    return once(
-        ("mesh", device.type, sizes, names),
-        lambda: dist.init_device_mesh(device.type, sizes, mesh_dim_names=names),
+    return once_per_world(
+        ("mesh", device.type, axis_sizes, axis_names),
+        lambda: dist.init_device_mesh(
+            device.type, axis_sizes, mesh_dim_names=axis_names
+        ),
     )
 
 
@@ -170,30 +172,32 @@ class WorldMesh:
     """Torch's mesh of the whole world, created on first use and shared by everything that distributes a model."""
 
     def __init__(self) -> None:
-        self._whole: DeviceMesh | None = None
-        self._experts: DeviceMesh | None = None
+        self._world_mesh: DeviceMesh | None = None
+        self._expert_mesh: DeviceMesh | None = None
 
     def along(self, ctx: ProcessContext, *axes: Axis) -> DeviceMesh:
         """Return this rank's submesh along `axes`. Ranks: every rank."""
-        if self._whole is None:
-            self._whole = device_mesh(ctx.mesh, ctx.device)
-        names, whole = tuple(str(axis) for axis in axes), self._whole
-        return once(
-            ("part of", whole.device_type, tuple(whole.shape), names),
-            lambda: whole[names],
+        if self._world_mesh is None:
+            self._world_mesh = device_mesh(ctx.mesh, ctx.device)
+        axis_names, world_mesh = tuple(str(axis) for axis in axes), self._world_mesh
+        return once_per_world(
+            ("part of", world_mesh.device_type, tuple(world_mesh.shape), axis_names),
+            lambda: world_mesh[axis_names],
         )
 
     def experts(self, ctx: ProcessContext) -> DeviceMesh:
         """Return the mesh of data-parallel ranks for experts: replicas, shards, and `ep`. Ranks: every rank."""
-        if self._experts is None:
-            names = (str(Axis.DP_REPLICATE), str(Axis.DP_SHARD), EXPERTS)
-            self._experts = _mesh(ctx.device, ctx.mesh.expert_sizes, names)
-        return self._experts
+        if self._expert_mesh is None:
+            axis_names = (str(Axis.DP_REPLICATE), str(Axis.DP_SHARD), EXPERTS)
+            self._expert_mesh = _named_mesh(
+                ctx.device, ctx.mesh.expert_sizes, axis_names
+            )
+        return self._expert_mesh
 
 
-def stop() -> None:
+def destroy_groups() -> None:
     """Destroy the process group if there is one. Ranks: each at its exit."""
-    forget()
+    forget_groups()
     if dist.is_initialized():
         gc.collect()  # reducers and meshes hold references to the group
         dist.destroy_process_group()

@@ -108,15 +108,15 @@ class MeshSpec:
             raise ConfigError(
                 f"world_size={world_size} is not a number of processes; it must be at least 1."
             )
-        sizes = {Axis.PP: pp, Axis.DP_SHARD: dp_shard, Axis.CP: cp, Axis.TP: tp}
+        axis_sizes = {Axis.PP: pp, Axis.DP_SHARD: dp_shard, Axis.CP: cp, Axis.TP: tp}
         if dp_replicate is None:
-            dp_replicate = 1 if FILL in sizes.values() else FILL
-        sizes[Axis.DP_REPLICATE] = dp_replicate
-        filled = _fill(world_size, sizes)
-        everyone = filled[Axis.DP_REPLICATE] * filled[Axis.DP_SHARD]
+            dp_replicate = 1 if FILL in axis_sizes.values() else FILL
+        axis_sizes[Axis.DP_REPLICATE] = dp_replicate
+        filled_sizes = _fill_world(world_size, axis_sizes)
+        num_readers = filled_sizes[Axis.DP_REPLICATE] * filled_sizes[Axis.DP_SHARD]
         return cls(
-            **{str(axis): size for axis, size in filled.items()},
-            ep=everyone if ep == FILL else ep,
+            **{str(axis): size for axis, size in filled_sizes.items()},
+            ep=num_readers if ep == FILL else ep,
         )
 
     @property
@@ -126,71 +126,78 @@ class MeshSpec:
 
     def size(self, *axes: Axis) -> int:
         """Return the number of ranks that are peers along `axes` (1 for no axes)."""
-        total = 1
+        num_peers = 1
         for axis in set(axes):
-            total *= int(getattr(self, axis))
-        return total
+            num_peers *= int(getattr(self, axis))
+        return num_peers
 
     def coordinate(self, rank: int) -> dict[Axis, int]:
         """Return the coordinate of `rank` on each axis."""
         self._check_rank(rank)
-        where: dict[Axis, int] = {}
+        axis_positions: dict[Axis, int] = {}
         for axis in reversed(AXES):
-            rank, where[axis] = divmod(rank, getattr(self, axis))
-        return dict(reversed(where.items()))
+            rank, axis_positions[axis] = divmod(rank, getattr(self, axis))
+        return dict(reversed(axis_positions.items()))
 
     def index(self, rank: int, *axes: Axis) -> int:
         """Return the position of `rank` among its peers along `axes`: `peers(rank, *axes)[index] == rank`."""
         if rank == 0:
             return 0
-        where = self.coordinate(rank)
-        position = 0
-        for axis in _ordered(axes):
-            position = position * int(getattr(self, axis)) + where[axis]
-        return position
+        axis_positions = self.coordinate(rank)
+        peer_index = 0
+        for axis in _ordered_axes(axes):
+            peer_index = peer_index * int(getattr(self, axis)) + axis_positions[axis]
+        return peer_index
 
     def peers(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` only along `axes`, including `rank`, ascending."""
-        base = rank - sum(
-            step * self._stride(axis)
-            for axis, step in self.coordinate(rank).items()
+        base_rank = rank - sum(
+            axis_position * self._axis_stride(axis)
+            for axis, axis_position in self.coordinate(rank).items()
             if axis in axes
         )
-        return tuple(base + offset for offset in self._offsets(_ordered(axes)))
+        return tuple(
+            base_rank + offset for offset in self._rank_offsets(_ordered_axes(axes))
+        )
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """Return every set of peers along `axes`: a partition of the world, ordered by first rank."""
-        members = self._offsets(_ordered(axes))
-        rest = [axis for axis in AXES if axis not in axes]
+        member_offsets = self._rank_offsets(_ordered_axes(axes))
+        fixed_axes = [axis for axis in AXES if axis not in axes]
         return tuple(
-            tuple(first + offset for offset in members) for first in self._offsets(rest)
+            tuple(first_rank + offset for offset in member_offsets)
+            for first_rank in self._rank_offsets(fixed_axes)
         )
 
     @property
     def expert_sizes(self) -> tuple[int, int, int]:
         """Number of ranks with replicas of the same experts, with shards of the same, and with different experts."""
-        around = max(1, self.ep // self.dp_shard)
-        return self.dp_replicate // around, self.dp_shard * around // self.ep, self.ep
+        shard_groups = max(1, self.ep // self.dp_shard)
+        return (
+            self.dp_replicate // shard_groups,
+            self.dp_shard * shard_groups // self.ep,
+            self.ep,
+        )
 
     def expert_index(self, rank: int) -> int:
         """Return the index of the group of experts that `rank` holds."""
         self._check_rank(rank)
         return rank % self.ep
 
-    def _stride(self, axis: Axis) -> int:
+    def _axis_stride(self, axis: Axis) -> int:
         return self.size(*AXES[AXES.index(axis) + 1 :])
 
-    def _offsets(self, axes: list[Axis]) -> list[int]:
+    def _rank_offsets(self, axes: list[Axis]) -> list[int]:
         """Return the offsets of the ranks along `axes` from the rank with coordinate zero on them, ascending."""
-        offsets = [0]
+        rank_offsets = [0]
         for axis in axes:
-            stride = self._stride(axis)
-            offsets = [
-                base + step * stride
-                for base in offsets
-                for step in range(getattr(self, axis))
+            stride = self._axis_stride(axis)
+            rank_offsets = [
+                base_offset + axis_position * stride
+                for base_offset in rank_offsets
+                for axis_position in range(getattr(self, axis))
             ]
-        return offsets
+        return rank_offsets
 
     def _check_rank(self, rank: int) -> None:
         assert 0 <= rank < self.world_size, (
@@ -200,93 +207,105 @@ class MeshSpec:
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of `number`, ascending."""
-    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return low + [number // d for d in reversed(low) if d * d != number]
+    small_divisors = [
+        divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0
+    ]
+    return small_divisors + [
+        number // divisor
+        for divisor in reversed(small_divisors)
+        if divisor * divisor != number
+    ]
 
 
 def _check_experts(mesh: MeshSpec) -> None:
     """Raise unless the experts can be divided among consecutive data-parallel ranks."""
-    replicas, shards, others = (
+    replicas, shards, model_axes = (
         mesh.dp_replicate,
         mesh.dp_shard,
         (Axis.PP, Axis.CP, Axis.TP),
     )
-    beside = [axis for axis in others if mesh.size(axis) > 1]
-    if beside:
+    split_axes = [axis for axis in model_axes if mesh.size(axis) > 1]
+    if split_axes:
         raise ConfigError(
-            f"ep={mesh.ep} was asked for with {beside[0]}={mesh.size(beside[0])}; experts are divided among data-parallel "
-            f"ranks only in this version. Set {beside[0]}_size=1, or ep_size=1."
+            f"ep={mesh.ep} was asked for with {split_axes[0]}={mesh.size(split_axes[0])}; experts are divided among data-parallel "
+            f"ranks only in this version. Set {split_axes[0]}_size=1, or ep_size=1."
         )
-    fitting = sorted(
-        {*divisors(shards), *(shards * more for more in divisors(replicas))}
+    fitting_sizes = sorted(
+        {*divisors(shards), *(shards * num_groups for num_groups in divisors(replicas))}
     )
-    if mesh.ep not in fitting:
+    if mesh.ep not in fitting_sizes:
         raise ConfigError(
             f"ep={mesh.ep} does not fit dp_replicate={replicas} and dp_shard={shards}: experts are divided among the "
-            f"ranks of a shard group, or among whole shard groups, and ranks would be left over. Set ep_size to one of {fitting}."
+            f"ranks of a shard group, or among whole shard groups, and ranks would be left over. Set ep_size to one of {fitting_sizes}."
         )
 
 
-def _ordered(axes: tuple[Axis, ...]) -> list[Axis]:
+def _ordered_axes(axes: tuple[Axis, ...]) -> list[Axis]:
     return [axis for axis in AXES if axis in axes]
 
 
-def _fill(world_size: int, sizes: dict[Axis, int]) -> dict[Axis, int]:
+def _fill_world(world_size: int, axis_sizes: dict[Axis, int]) -> dict[Axis, int]:
     """Return `sizes` with the FILL axis replaced by its size, checked against the world size."""
-    shown = (
-        ", ".join(f"{axis}={sizes[axis]}" for axis in AXES if sizes[axis] != 1)
+    sizes_text = (
+        ", ".join(
+            f"{axis}={axis_sizes[axis]}" for axis in AXES if axis_sizes[axis] != 1
+        )
         or "all sizes 1"
     )
     for axis in AXES:
-        if sizes[axis] != FILL and (sizes[axis] < 1 or world_size % sizes[axis]):
+        if axis_sizes[axis] != FILL and (
+            axis_sizes[axis] < 1 or world_size % axis_sizes[axis]
+        ):
             raise ConfigError(
-                f"{axis}={sizes[axis]} does not divide world_size={world_size} ({shown}), so ranks would be left over; "
+                f"{axis}={axis_sizes[axis]} does not divide world_size={world_size} ({sizes_text}), so ranks would be left over; "
                 f"set {axis} to one of {divisors(world_size)}, or to {FILL} to fill."
             )
-    filling = [axis for axis in AXES if sizes[axis] == FILL]
-    if len(filling) > 1:
+    filling_axes = [axis for axis in AXES if axis_sizes[axis] == FILL]
+    if len(filling_axes) > 1:
         raise ConfigError(
-            f"{' and '.join(filling)} are both {FILL}, and only one axis can take what is left of "
+            f"{' and '.join(filling_axes)} are both {FILL}, and only one axis can take what is left of "
             f"world_size={world_size}; give the others a number from {divisors(world_size)}."
         )
-    fixed = prod(size for size in sizes.values() if size != FILL)
-    if filling and world_size % fixed == 0:
-        return {**sizes, filling[0]: world_size // fixed}
-    if fixed != world_size:
+    fixed_product = prod(size for size in axis_sizes.values() if size != FILL)
+    if filling_axes and world_size % fixed_product == 0:
+        return {**axis_sizes, filling_axes[0]: world_size // fixed_product}
+    if fixed_product != world_size:
         raise ConfigError(
-            f"{shown} multiply to {fixed}{' without ' + filling[0] if filling else ''}, which "
-            f"{'does not divide' if filling else 'is not'} world_size={world_size}, so ranks would be left over; choose "
-            f"sizes whose product {'divides it' if filling else 'equals it'} (divisors: {divisors(world_size)}), "
-            f"{'or start more processes' if filling else f'or set one axis to {FILL} to fill'}."
+            f"{sizes_text} multiply to {fixed_product}{' without ' + filling_axes[0] if filling_axes else ''}, which "
+            f"{'does not divide' if filling_axes else 'is not'} world_size={world_size}, so ranks would be left over; choose "
+            f"sizes whose product {'divides it' if filling_axes else 'equals it'} (divisors: {divisors(world_size)}), "
+            f"{'or start more processes' if filling_axes else f'or set one axis to {FILL} to fill'}."
         )
-    return sizes
+    return axis_sizes
 
 
-_SHOWN: Final = 64
+_MAX_TABLE_RANKS: Final = 64
 """Number of ranks that a table lists; of a larger mesh, the first and the last ones."""
 
 
 def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
     """Return the mesh for a world size: the given axes, with the rest as replicas or, when sharding, as shards."""
     sizes = config.parallelism
-    shard, replicate = sizes.dp_shard_size, sizes.dp_replicate_size
-    if config.strategy == "fsdp" and shard is None:
-        if config.fsdp.hybrid_shard and replicate is None:
-            shard, replicate = local_world_size, -1
+    shard_size, replicate_size = sizes.dp_shard_size, sizes.dp_replicate_size
+    if config.strategy == "fsdp" and shard_size is None:
+        if config.fsdp.hybrid_shard and replicate_size is None:
+            shard_size, replicate_size = local_world_size, -1
         else:
-            shard = -1 if replicate != -1 else 1
-    degrees: Mapping[str, int] = {}
+            shard_size = -1 if replicate_size != -1 else 1
+    engine_degrees: Mapping[str, int] = {}
     for section in config.sections():
         if section.section_names.strategy == config.strategy:
-            degrees = section.mesh_degrees()
+            engine_degrees = section.mesh_degrees()
     return MeshSpec.build(
         world_size,
-        pp=degrees.get("pp", sizes.pp_size),
-        dp_replicate=replicate,
-        dp_shard=1 if shard is None else shard,
+        pp=engine_degrees.get("pp", sizes.pp_size),
+        dp_replicate=replicate_size,
+        dp_shard=1 if shard_size is None else shard_size,
         # one of them at most
-        cp=degrees.get("cp", sizes.cp_size if sizes.sp_size == 1 else sizes.sp_size),
-        tp=degrees.get("tp", sizes.tp_size),
+        cp=engine_degrees.get(
+            "cp", sizes.cp_size if sizes.sp_size == 1 else sizes.sp_size
+        ),
+        tp=engine_degrees.get("tp", sizes.tp_size),
         ep=sizes.ep_size,
     )
 
@@ -296,19 +315,21 @@ def check_mesh(config: Config, local_world_size: int, mesh: MeshSpec) -> None:
 
     An axis whose size is not set takes the context's size; but strategy='fsdp' needs an axis to shard over.
     """
-    asked = [
-        name
-        for name in _AXES_OF_SIZES
-        if getattr(config.parallelism, name) not in (None, 1)
+    set_names = [
+        setting_name
+        for setting_name in _AXES_OF_SIZES
+        if getattr(config.parallelism, setting_name) not in (None, 1)
     ]
-    wanted = mesh_of(config, local_world_size, mesh.world_size) if asked else mesh
-    for name in asked:
-        axis = _AXES_OF_SIZES[name]
-        if getattr(wanted, axis) != getattr(mesh, axis):
+    requested_mesh = (
+        mesh_of(config, local_world_size, mesh.world_size) if set_names else mesh
+    )
+    for setting_name in set_names:
+        axis = _AXES_OF_SIZES[setting_name]
+        if getattr(requested_mesh, axis) != getattr(mesh, axis):
             raise ConfigError(
-                f"{name}={getattr(config.parallelism, name)} was set with a context whose mesh has {axis} {getattr(mesh, axis)} "
+                f"{setting_name}={getattr(config.parallelism, setting_name)} was set with a context whose mesh has {axis} {getattr(mesh, axis)} "
                 f"({mesh_title(mesh) or 'one process'}); the process groups of a context are fixed, so the setting would have no effect. "
-                f"Create the context with {axis} {getattr(wanted, axis)}, or leave out {name} or context."
+                f"Create the context with {axis} {getattr(requested_mesh, axis)}, or leave out {setting_name} or context."
             )
     if config.strategy == "fsdp" and mesh.size(*SHARD) == 1 < mesh.size(*BATCH):
         raise ConfigError(
@@ -319,35 +340,48 @@ def check_mesh(config: Config, local_world_size: int, mesh: MeshSpec) -> None:
 
 def mesh_title(mesh: MeshSpec) -> str:
     """Return the axes larger than one, with their sizes; empty for one process."""
-    axes = " x ".join(
+    axes_text = " x ".join(
         f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1
     )
-    return axes if mesh.ep == 1 else f"{axes} (experts over ep {mesh.ep})"
+    return axes_text if mesh.ep == 1 else f"{axes_text} (experts over ep {mesh.ep})"
 
 
 def mesh_table(mesh: MeshSpec, local_world_size: int) -> list[str]:
     """Return a heading and one line per rank: its machine and its coordinate on each axis larger than one."""
-    axes = [axis for axis in AXES if mesh.size(axis) > 1]
-    experts = ["ep"] if mesh.ep > 1 else []
-    rows = [["rank", "machine", *(str(axis) for axis in axes), *experts]]
-    world = mesh.world_size
-    listed = (
-        range(world)
-        if world <= _SHOWN
-        else [*range(_SHOWN // 2), *range(world - _SHOWN // 2, world)]
-    )
-    for rank in listed:
-        where = mesh.coordinate(rank)
-        places = [
-            *(str(where[axis]) for axis in axes),
-            *(str(mesh.expert_index(rank)) for _ in experts),
-        ]
-        rows.append([str(rank), str(rank // local_world_size), *places])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
+    divided_axes = [axis for axis in AXES if mesh.size(axis) > 1]
+    expert_columns = ["ep"] if mesh.ep > 1 else []
+    table_rows = [
+        ["rank", "machine", *(str(axis) for axis in divided_axes), *expert_columns]
     ]
-    if world > _SHOWN:
-        lines.insert(1 + _SHOWN // 2, f"... {world - _SHOWN} more ranks")
-    return lines
+    world_size = mesh.world_size
+    listed_ranks = (
+        range(world_size)
+        if world_size <= _MAX_TABLE_RANKS
+        else [
+            *range(_MAX_TABLE_RANKS // 2),
+            *range(world_size - _MAX_TABLE_RANKS // 2, world_size),
+        ]
+    )
+    for rank in listed_ranks:
+        axis_positions = mesh.coordinate(rank)
+        position_cells = [
+            *(str(axis_positions[axis]) for axis in divided_axes),
+            *(str(mesh.expert_index(rank)) for _ in expert_columns),
+        ]
+        table_rows.append([str(rank), str(rank // local_world_size), *position_cells])
+    column_widths = [
+        max(len(table_row[column]) for table_row in table_rows)
+        for column in range(len(table_rows[0]))
+    ]
+    table_lines = [
+        "  ".join(
+            cell.rjust(width)
+            for cell, width in zip(table_row, column_widths, strict=True)
+        )
+        for table_row in table_rows
+    ]
+    if world_size > _MAX_TABLE_RANKS:
+        table_lines.insert(
+            1 + _MAX_TABLE_RANKS // 2, f"... {world_size - _MAX_TABLE_RANKS} more ranks"
+        )
+    return table_lines

@@ -22,24 +22,27 @@ def expand_tasks(text: str) -> list[int]:
 
     Raises: ValueError if the notation is malformed.
     """
-    counts: list[int] = []
-    for term in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", term.strip())
-        if not found:
-            raise ValueError(f"{term!r} is not a task count")
-        counts.extend([int(found[1])] * int(found[2] or 1))
-    return counts
+    task_counts: list[int] = []
+    for node_term in text.split(","):
+        term_match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", node_term.strip())
+        if not term_match:
+            raise ValueError(f"{node_term!r} is not a task count")
+        task_counts.extend([int(term_match[1])] * int(term_match[2] or 1))
+    return task_counts
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """Return the ranks as text with consecutive ranks shortened: `rank 3`, `ranks 0, 2-5`."""
-    runs: list[list[int]] = []
+    rank_runs: list[list[int]] = []
     for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
+        if rank_runs and rank == rank_runs[-1][1] + 1:
+            rank_runs[-1][1] = rank
         else:
-            runs.append([rank, rank])
-    words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+            rank_runs.append([rank, rank])
+    run_texts = ", ".join(
+        str(first_rank) if first_rank == last_rank else f"{first_rank}-{last_rank}"
+        for first_rank, last_rank in rank_runs
+    )
     if not ranks:
         return ""
-    return f"rank {words}" if len(ranks) == 1 else f"ranks {words}"
+    return f"rank {run_texts}" if len(ranks) == 1 else f"ranks {run_texts}"

@@ -41,9 +41,9 @@ def set_seed(
     `deterministic` also makes torch reject operations whose result depends on thread or kernel timing.
     Raises: ConfigError unless `seed` is a whole number from 0 to 2**63 - 1.
     """
-    seed = _checked(seed)
+    seed = _checked_seed(seed)
     if device_specific:
-        seed += _rank() if rank is None else rank
+        seed += _process_rank() if rank is None else rank
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # also seeds every accelerator supported by torch
@@ -55,18 +55,18 @@ def set_seed(
     return seed
 
 
-def _checked(seed: object) -> int:
+def _checked_seed(seed: object) -> int:
     if (
         not isinstance(seed, bool)
         and isinstance(seed, Integral)
         and 0 <= int(seed) <= _LARGEST_SEED
     ):
         return int(seed)
-    wrong = (
+    problem_text = (
         "is negative" if isinstance(seed, Integral) and int(seed) < 0 else "is no seed"
     )
     raise ConfigError(
-        f"seed={seed!r} {wrong}: not a whole number from 0 to 2**63 - 1, and numpy and torch take no other; choose one, such as 42."
+        f"seed={seed!r} {problem_text}: not a whole number from 0 to 2**63 - 1, and numpy and torch take no other; choose one, such as 42."
     )
 
 
@@ -80,7 +80,7 @@ def _make_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def _rank() -> int:
+def _process_rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return Topology.from_env(env.snapshot()).rank
@@ -105,10 +105,14 @@ class RngState:
     @classmethod
     def capture(cls, device: torch.device | str = "cpu") -> RngState:
         """Return the current state of all generators; of the devices, only that of `device`, used by this process."""
-        place = torch.device(device)
-        numpy = np.random.get_state(legacy=False)
+        torch_device = torch.device(device)
+        numpy_state = np.random.get_state(legacy=False)
         return cls.of(
-            random.getstate(), numpy, torch.get_rng_state(), place, device_state(place)
+            random.getstate(),
+            numpy_state,
+            torch.get_rng_state(),
+            torch_device,
+            device_state(torch_device),
         )
 
     @classmethod
@@ -121,11 +125,11 @@ class RngState:
         on_device: Tensor | None,
     ) -> RngState:
         """Return the state of generators from what `random.getstate`, `np.random.get_state` and the others returned."""
-        version, words, gauss = python
+        version, python_words, gauss = python
         return cls(
             python={
                 "version": version,
-                "words": torch.tensor(words, dtype=torch.int64),
+                "words": torch.tensor(python_words, dtype=torch.int64),
                 "gauss": gauss,
             },
             numpy={
@@ -154,9 +158,9 @@ class RngState:
         `device` cannot be restored.
         Raises: DeviceError in that case, unless `missing` is "warn".
         """
-        place = torch.device(device)
-        saved = "cpu" if self.device is None else str(self.device["type"])
-        self.check_device(place, missing)
+        torch_device = torch.device(device)
+        saved_type = "cpu" if self.device is None else str(self.device["type"])
+        self.check_device(torch_device, missing)
         random.setstate(
             (
                 self.python["version"],
@@ -164,45 +168,45 @@ class RngState:
                 self.python["gauss"],
             )
         )
-        n = self.numpy
+        numpy_state = self.numpy
         np.random.set_state(
             (
-                n["kind"],
-                n["words"].numpy().astype(np.uint32),
-                n["position"],
-                n["has_gauss"],
-                n["gauss"],
+                numpy_state["kind"],
+                numpy_state["words"].numpy().astype(np.uint32),
+                numpy_state["position"],
+                numpy_state["has_gauss"],
+                numpy_state["gauss"],
             )
         )
         torch.set_rng_state(self.cpu)
-        if self.device is not None and saved == place.type:
-            _set_device_state(place, self.device["state"])
+        if self.device is not None and saved_type == torch_device.type:
+            _set_device_state(torch_device, self.device["state"])
 
     def check_device(
         self, device: torch.device, missing: Literal["error", "warn"] = "error"
     ) -> None:
         """Raise DeviceError, or warn, if the state was captured on another kind of device."""
-        saved = "cpu" if self.device is None else str(self.device["type"])
-        if saved == device.type:
+        saved_type = "cpu" if self.device is None else str(self.device["type"])
+        if saved_type == device.type:
             return
         message = (
-            f"the random state was captured on {saved!r} and this process works on {device.type!r}, so dropout and other "
+            f"the random state was captured on {saved_type!r} and this process works on {device.type!r}, so dropout and other "
             f"draws there will differ from the run that was saved"
         )
         if missing == "error":
             raise DeviceError(
-                f"{message}. Resume on {saved!r}, or accept it by restoring with missing='warn'."
+                f"{message}. Resume on {saved_type!r}, or accept it by restoring with missing='warn'."
             )
         log.warning("%s.", message)
 
     def to_tree(self) -> dict[str, Any]:  # Any: a tree of tensors and JSON values
         """Return the state as nested dicts of tensors and JSON values."""
-        device = None if self.device is None else dict(self.device)
+        device_tree = None if self.device is None else dict(self.device)
         return {
             "python": dict(self.python),
             "numpy": dict(self.numpy),
             "torch": self.cpu,
-            "device": device,
+            "device": device_tree,
         }
 
     @classmethod
@@ -212,27 +216,31 @@ class RngState:
         Raises: CorruptCheckpointError if `tree` is not such a state.
         """
         try:
-            python, numpy, device = tree["python"], tree["numpy"], tree["device"]
-            gauss = python["gauss"]
+            python_tree, numpy_tree, device_tree = (
+                tree["python"],
+                tree["numpy"],
+                tree["device"],
+            )
+            gauss = python_tree["gauss"]
             return cls(
                 python={
-                    "version": int(python["version"]),
-                    "words": _words(python["words"], torch.int64, 625),
+                    "version": int(python_tree["version"]),
+                    "words": _checked_vector(python_tree["words"], torch.int64, 625),
                     "gauss": None if gauss is None else float(gauss),
                 },
                 numpy={
-                    "kind": str(numpy["kind"]),
-                    "words": _words(numpy["words"], torch.int64, 624),
-                    "position": int(numpy["position"]),
-                    "has_gauss": int(numpy["has_gauss"]),
-                    "gauss": float(numpy["gauss"]),
+                    "kind": str(numpy_tree["kind"]),
+                    "words": _checked_vector(numpy_tree["words"], torch.int64, 624),
+                    "position": int(numpy_tree["position"]),
+                    "has_gauss": int(numpy_tree["has_gauss"]),
+                    "gauss": float(numpy_tree["gauss"]),
                 },
-                cpu=_words(tree["torch"], torch.uint8, None),
+                cpu=_checked_vector(tree["torch"], torch.uint8, None),
                 device=None
-                if device is None
+                if device_tree is None
                 else {
-                    "type": str(device["type"]),
-                    "state": _words(device["state"], torch.uint8, None),
+                    "type": str(device_tree["type"]),
+                    "state": _checked_vector(device_tree["state"], torch.uint8, None),
                 },
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -242,22 +250,24 @@ class RngState:
             ) from error
 
 
-def _words(value: object, dtype: torch.dtype, count: int | None) -> Tensor:
+def _checked_vector(
+    saved_vector: object, dtype: torch.dtype, num_words: int | None
+) -> Tensor:
     if (
-        not isinstance(value, Tensor)
-        or value.dtype != dtype
-        or value.dim() != 1
-        or count not in (None, len(value))
+        not isinstance(saved_vector, Tensor)
+        or saved_vector.dtype != dtype
+        or saved_vector.dim() != 1
+        or num_words not in (None, len(saved_vector))
     ):
-        shape = (
-            (value.dtype, tuple(value.shape))
-            if isinstance(value, Tensor)
-            else type(value).__name__
+        shown_shape = (
+            (saved_vector.dtype, tuple(saved_vector.shape))
+            if isinstance(saved_vector, Tensor)
+            else type(saved_vector).__name__
         )
         raise ValueError(
-            f"expected a {dtype} vector{f' of {count}' if count else ''}, found {shape}"
+            f"expected a {dtype} vector{f' of {num_words}' if num_words else ''}, found {shown_shape}"
         )
-    return value.cpu()
+    return saved_vector.cpu()
 
 
 def device_state(device: torch.device) -> Tensor | None:
@@ -268,11 +278,13 @@ def device_state(device: torch.device) -> Tensor | None:
         return torch.tensor(
             list(_settled_xla_seed().to_bytes(8, "little")), dtype=torch.uint8
         )
-    module = torch.get_device_module(device)
-    state: Tensor = (
-        module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    device_module = torch.get_device_module(device)
+    generator_state: Tensor = (
+        device_module.get_rng_state()
+        if device.type == "mps"
+        else device_module.get_rng_state(device)
     )
-    return state.cpu()
+    return generator_state.cpu()
 
 
 def _settled_xla_seed() -> int:
@@ -281,28 +293,30 @@ def _settled_xla_seed() -> int:
     A step starts with a seed, each draw derives another, and the end of the step derives the next step's seed from the first: the seed
     in the middle of a step would give different numbers. If nothing was drawn, the seed is unchanged, so saving changes no later draw.
     """
-    model, sync = need("torch_xla.core.xla_model"), need("torch_xla").sync
-    shown = int(model.get_rng_state())
+    xla_model, sync = need("torch_xla.core.xla_model"), need("torch_xla").sync
+    shown_seed = int(xla_model.get_rng_state())
     sync()
-    following = int(model.get_rng_state())
-    model.set_rng_state(shown)
+    next_seed = int(xla_model.get_rng_state())
+    xla_model.set_rng_state(shown_seed)
     sync()
-    settled = shown if int(model.get_rng_state()) == following else following
-    model.set_rng_state(settled)
-    return settled
+    settled_seed = (
+        shown_seed if int(xla_model.get_rng_state()) == next_seed else next_seed
+    )
+    xla_model.set_rng_state(settled_seed)
+    return settled_seed
 
 
-def _set_device_state(device: torch.device, state: Tensor) -> None:
+def _set_device_state(device: torch.device, generator_state: Tensor) -> None:
     if device.type == "xla":
         need("torch_xla.core.xla_model").set_rng_state(
-            int.from_bytes(bytes(state.tolist()), "little")
+            int.from_bytes(bytes(generator_state.tolist()), "little")
         )
         return
-    module = torch.get_device_module(device)
+    device_module = torch.get_device_module(device)
     if device.type == "mps":
-        module.set_rng_state(state)
+        device_module.set_rng_state(generator_state)
     else:
-        module.set_rng_state(state, device)
+        device_module.set_rng_state(generator_state, device)
 
 
 def synchronize_rng_states(
@@ -317,24 +331,24 @@ def synchronize_rng_states(
     refers to the `generator` argument. Ranks: every member.
     Raises: ConfigError for an unknown type, or "generator" without one.
     """
-    kinds = checked_rng_types(types, comm.device)
-    if "generator" in kinds and generator is None:
+    rng_types = checked_rng_types(types, comm.device)
+    if "generator" in rng_types and generator is None:
         raise ConfigError(
             "synchronize_rng_states was asked for 'generator' without a generator, so ranks would shuffle differently; pass "
             "generator=..., or leave 'generator' out."
         )
-    state = RngState.capture(comm.device)
-    mine: dict[str, Any] = {
-        name: state.to_tree()[name]
-        for name in ("python", "numpy", "torch", "device")
-        if name in kinds
+    rng_state = RngState.capture(comm.device)
+    local_states: dict[str, Any] = {
+        rng_type: rng_state.to_tree()[rng_type]
+        for rng_type in ("python", "numpy", "torch", "device")
+        if rng_type in rng_types
     }
-    if "generator" in kinds and generator is not None:
-        mine["generator"] = generator.get_state()
-    theirs: dict[str, Any] = comm.broadcast_object(mine, src)
-    if generator is not None and "generator" in theirs:
-        generator.set_state(theirs.pop("generator"))
-    RngState.from_tree({**state.to_tree(), **theirs}).restore(comm.device)
+    if "generator" in rng_types and generator is not None:
+        local_states["generator"] = generator.get_state()
+    source_states: dict[str, Any] = comm.broadcast_object(local_states, src)
+    if generator is not None and "generator" in source_states:
+        generator.set_state(source_states.pop("generator"))
+    RngState.from_tree({**rng_state.to_tree(), **source_states}).restore(comm.device)
 
 
 def checked_rng_types(types: Sequence[str], device: torch.device) -> frozenset[str]:
@@ -342,14 +356,14 @@ def checked_rng_types(types: Sequence[str], device: torch.device) -> frozenset[s
 
     Raises: ConfigError for an unknown name.
     """
-    return frozenset(_checked_type(name, device) for name in types)
+    return frozenset(_checked_type(rng_type, device) for rng_type in types)
 
 
-def _checked_type(name: str, device: torch.device) -> str:
-    if name in RNG_TYPES:
-        return name
-    if name == device.type:
-        return "device" if name != "cpu" else "torch"
+def _checked_type(rng_type: str, device: torch.device) -> str:
+    if rng_type in RNG_TYPES:
+        return rng_type
+    if rng_type == device.type:
+        return "device" if rng_type != "cpu" else "torch"
     raise ConfigError(
-        f"rng type {name!r} is not known on a process that works on {device.type!r}; use some of {', '.join(RNG_TYPES)}."
+        f"rng type {rng_type!r} is not known on a process that works on {device.type!r}; use some of {', '.join(RNG_TYPES)}."
     )

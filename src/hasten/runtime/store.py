@@ -16,10 +16,10 @@ LOST: Final = (DistError, RuntimeError, OSError)
 """Errors raised by a store whose server is gone."""
 _LOOPBACK_NAMES: Final = ("localhost", "::1")
 _BACKLOG: Final = 2048
-_NOT_OURS: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+_FOREIGN_ADDRESS_ERRORS: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
-def serve(
+def serve_store(
     address: str,
     port: int,
     timeout: timedelta,
@@ -32,10 +32,10 @@ def serve(
     Raises: OSError if the port is in use; DistError if the store cannot be reached at its address.
     """
     with _listener(address, port, alone) as listener:
-        found = listener.getsockname()[1]
+        bound_port = listener.getsockname()[1]
         return TCPStore(
             address,
-            found,
+            bound_port,
             is_master=True,
             timeout=timeout,
             wait_for_workers=False,
@@ -43,7 +43,7 @@ def serve(
         )
 
 
-def join(address: str, port: int, timeout: timedelta) -> TCPStore:
+def join_store(address: str, port: int, timeout: timedelta) -> TCPStore:
     """Return a client of the store at `address`.
 
     Raises: DistError if no server answers in time.
@@ -60,17 +60,24 @@ def is_loopback(address: str) -> bool:
 
 def loopback_interface() -> str | None:
     """Return the name of the loopback interface, for libraries that are configured by interface name."""
-    names = {name for _, name in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in names), None)
+    interface_names = {interface_name for _, interface_name in socket.if_nameindex()}
+    return next(
+        (
+            interface_name
+            for interface_name in ("lo", "lo0")
+            if interface_name in interface_names
+        ),
+        None,
+    )
 
 
 def _listener(address: str, port: int, alone: bool) -> socket.socket:
-    resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    local = alone or is_loopback(address)
+    address_infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    is_local = alone or is_loopback(address)
     for family, _, _, _, sockaddr in sorted(
-        resolved, key=lambda found: found[0] != socket.AF_INET
+        address_infos, key=lambda address_info: address_info[0] != socket.AF_INET
     ):
-        if is_loopback(str(sockaddr[0])) and not local:
+        if is_loopback(str(sockaddr[0])) and not is_local:
             # many Linux machines resolve their name to 127.0.1.1, which no other machine reaches
             continue
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -81,22 +88,22 @@ def _listener(address: str, port: int, alone: bool) -> socket.socket:
             listener.listen(_BACKLOG)
         except OSError as error:
             listener.close()
-            if error.errno in _NOT_OURS:
+            if error.errno in _FOREIGN_ADDRESS_ERRORS:
                 continue
             raise
         return listener
-    return _everywhere(address, port)
+    return _listen_everywhere(address, port)
 
 
-def _everywhere(address: str, port: int) -> socket.socket:
+def _listen_everywhere(address: str, port: int) -> socket.socket:
     """Listen on all interfaces: behind a service name, others connect to an address that this machine does not have."""
     log.warning(
         "the store listens on all interfaces, because %s is not an address of this machine; give the address of one of its "
         "interfaces as main_process_ip to listen there alone",
         address,
     )
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
+    is_dual_stack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual_stack else socket.AF_INET
     return socket.create_server(
-        ("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=dual
+        ("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual_stack
     )

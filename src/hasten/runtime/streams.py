@@ -21,12 +21,12 @@ Mark = Any  # an event of the device; None where work is finished when a call re
 @contextmanager
 def on_stream(stream: torch.Stream) -> Iterator[None]:
     """Context manager that makes a stream the current one of its device."""
-    before = torch.accelerator.current_stream(stream.device)
+    outer_stream = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
         yield
     finally:
-        torch.accelerator.set_stream(before)
+        torch.accelerator.set_stream(outer_stream)
 
 
 class HostLanes:
@@ -55,13 +55,13 @@ class HostLanes:
 
     def fetch(self, pairs: Pairs, *after: Mark) -> Mark:
         """Queue copies to the device, after the given marks; return their mark."""
-        for target, source in pairs:
-            target.copy_(source)
+        for target_tensor, source_tensor in pairs:
+            target_tensor.copy_(source_tensor)
 
     def store(self, pairs: Pairs) -> Mark:
         """Queue copies to the host, after the compute stream's work so far; return their mark."""
-        for target, source in pairs:
-            target.copy_(source)
+        for target_tensor, source_tensor in pairs:
+            target_tensor.copy_(source_tensor)
 
     def compute_waits(self, mark: Mark) -> None:
         """Make later work of the compute stream wait for a mark."""
@@ -94,13 +94,13 @@ class DeviceLanes(HostLanes):
             memory.untyped_storage().resize_(num_bytes)
 
     def mark(self) -> Mark:
-        return _recorded(self._compute)
+        return _record_event(self._compute)
 
     def fetch(self, pairs: Pairs, *after: Mark) -> Mark:
-        return _queued(pairs, self._arriving, after)
+        return _queue_copies(pairs, self._arriving, after)
 
     def store(self, pairs: Pairs) -> Mark:
-        return _queued(pairs, self._leaving, (self.mark(),))
+        return _queue_copies(pairs, self._leaving, (self.mark(),))
 
     def compute_waits(self, mark: Mark) -> None:
         if mark is not None:
@@ -111,20 +111,22 @@ class DeviceLanes(HostLanes):
             mark.synchronize()
 
 
-def _recorded(stream: torch.Stream) -> torch.Event:
+def _record_event(stream: torch.Stream) -> torch.Event:
     event = torch.Event(stream.device)
     event.record(stream)
     return event
 
 
-def _queued(pairs: Pairs, stream: torch.Stream, after: Iterable[Mark]) -> torch.Event:
+def _queue_copies(
+    pairs: Pairs, stream: torch.Stream, after: Iterable[Mark]
+) -> torch.Event:
     for mark in after:
         if mark is not None:
             stream.wait_event(mark)
     with on_stream(stream):
-        for target, source in pairs:
-            target.copy_(source, non_blocking=True)
-    return _recorded(stream)
+        for target_tensor, source_tensor in pairs:
+            target_tensor.copy_(source_tensor, non_blocking=True)
+    return _record_event(stream)
 
 
 def lanes_for(device: torch.device) -> HostLanes:
@@ -139,17 +141,19 @@ class HostCopy:
     larger copies to the host, such as those of offloaded state.
     """
 
-    def __init__(self, source: Tensor) -> None:
-        self._source: Tensor | None = source  # until the copy has read it
-        self._values = source
+    def __init__(self, source_tensor: Tensor) -> None:
+        self._source: Tensor | None = source_tensor  # until the copy has read it
+        self._values = source_tensor
         self._arrived: Mark = None
-        if not source.is_cpu:
-            lanes = _lanes_of_thread(source.device, get_ident())
-            lanes.follow_current_stream()
+        if not source_tensor.is_cpu:
+            copy_lanes = _lanes_of_thread(source_tensor.device, get_ident())
+            copy_lanes.follow_current_stream()
             self._values = torch.empty(
-                source.shape, dtype=source.dtype, pin_memory=source.is_cuda
+                source_tensor.shape,
+                dtype=source_tensor.dtype,
+                pin_memory=source_tensor.is_cuda,
             )
-            self._arrived = lanes.store([(self._values, source)])
+            self._arrived = copy_lanes.store([(self._values, source_tensor)])
 
     def is_ready(self) -> bool:
         """Return whether the values have arrived."""

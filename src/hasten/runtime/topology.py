@@ -16,44 +16,44 @@ from hasten.errors import TopologyError
 from hasten.runtime.nodelist import expand_tasks, first_host
 
 
-def number(env: Mapping[str, str], name: str) -> int | None:
+def read_number(env: Mapping[str, str], name: str) -> int | None:
     """Return the whole number in variable `name`; None if it is not set."""
-    value = env.get(name)
-    if value is None:
+    number_text = env.get(name)
+    if number_text is None:
         return None
-    if not value.strip().isdecimal():
+    if not number_text.strip().isdecimal():
         raise TopologyError(
-            f"{name}={value!r} is not a whole number, so this process does not know its place in the job. "
+            f"{name}={number_text!r} is not a whole number, so this process does not know its place in the job. "
             f"Correct {name}, or unset it if it is left over from another launcher."
         )
-    return int(value)
+    return int(number_text)
 
 
-def first(env: Mapping[str, str], *names: str) -> int | None:
+def read_first(env: Mapping[str, str], *names: str) -> int | None:
     """Return the number in the first variable of `names` that is set."""
     for name in names:
         if name in env:
-            return number(env, name)
+            return read_number(env, name)
     return None
 
 
-def companion(env: Mapping[str, str], beside: str, *names: str) -> int:
+def read_companion(env: Mapping[str, str], beside: str, *names: str) -> int:
     """Return the number in the first of `names` that is set; one is required because `beside` is set."""
-    value = first(env, *names)
-    if value is None:
+    companion_number = read_first(env, *names)
+    if companion_number is None:
         raise TopologyError(
             f"{beside}={env.get(beside)} is set but {names[-1]} is not, so the place of this process in the job is unclear. "
             f"Export {names[-1]} as well, or unset {beside} to run alone."
         )
-    return value
+    return companion_number
 
 
-def contradiction(
-    env: Mapping[str, str], name: str, other: str, why: str
+def contradiction_error(
+    env: Mapping[str, str], name: str, other_name: str, reason: str
 ) -> TopologyError:
     """Return the error for two variables that contradict each other."""
     return TopologyError(
-        f"{name}={env.get(name)} contradicts {other}={env.get(other)}: {why}. "
+        f"{name}={env.get(name)} contradicts {other_name}={env.get(other_name)}: {reason}. "
         f"Make them agree, or unset those that another launcher left behind."
     )
 
@@ -108,8 +108,8 @@ class Topology:
         Raises: TopologyError with the variable and its value if it is not a number, its companion is missing,
         or it contradicts another variable.
         """
-        for variables, parse in _SOURCES:
-            topology = None if variables.isdisjoint(env) else parse(env)
+        for variable_names, parse_variables in _SOURCES:
+            topology = None if variable_names.isdisjoint(env) else parse_variables(env)
             if topology is not None:
                 return topology
         return cls()
@@ -137,22 +137,22 @@ class Topology:
         return self.rendezvous
 
 
-def _torch(env: Mapping[str, str]) -> Topology | None:
+def _parse_torch(env: Mapping[str, str]) -> Topology | None:
     """Return the topology in RANK and WORLD_SIZE, with or without LOCAL_RANK; None where LOCAL_RANK=-1 stands alone."""
     # scripts for several processes say so that there is one
     if env.get("LOCAL_RANK") == "-1" and "RANK" not in env:
         return None
-    rank = companion(env, "LOCAL_RANK", "RANK")
-    world_size = companion(env, "RANK", "WORLD_SIZE")
+    rank = read_companion(env, "LOCAL_RANK", "RANK")
+    world_size = read_companion(env, "RANK", "WORLD_SIZE")
     if "LOCAL_RANK" not in env:
-        return _torch_without_local_rank(env, rank, world_size)
+        return _parse_torch_without_local_rank(env, rank, world_size)
     local_world_size = _local_world_size(env, world_size)
-    node_rank = first(env, "GROUP_RANK", "NODE_RANK", "PET_NODE_RANK")
-    num_nodes = number(env, "GROUP_WORLD_SIZE")
+    node_rank = read_first(env, "GROUP_RANK", "NODE_RANK", "PET_NODE_RANK")
+    num_nodes = read_number(env, "GROUP_WORLD_SIZE")
     if node_rank is None:
         node_rank = rank // local_world_size
     elif num_nodes is not None and node_rank >= num_nodes:
-        raise contradiction(
+        raise contradiction_error(
             env,
             "GROUP_RANK",
             "GROUP_WORLD_SIZE",
@@ -161,16 +161,16 @@ def _torch(env: Mapping[str, str]) -> Topology | None:
     return Topology(
         rank=rank,
         world_size=world_size,
-        local_rank=companion(env, "RANK", "LOCAL_RANK"),
+        local_rank=read_companion(env, "RANK", "LOCAL_RANK"),
         local_world_size=local_world_size,
         node_rank=node_rank,
-        rendezvous=_rendezvous(env, alone=local_world_size == world_size),
+        rendezvous=_rendezvous_url(env, is_alone=local_world_size == world_size),
         source="torch",
-        restart_count=number(env, "TORCHELASTIC_RESTART_COUNT") or 0,
+        restart_count=read_number(env, "TORCHELASTIC_RESTART_COUNT") or 0,
     )
 
 
-def _torch_without_local_rank(
+def _parse_torch_without_local_rank(
     env: Mapping[str, str], rank: int, world_size: int
 ) -> Topology:
     """Return the topology of one process per pod, or of several started manually on one machine."""
@@ -186,7 +186,7 @@ def _torch_without_local_rank(
             world_size=world_size,
             local_rank=rank,
             local_world_size=world_size,
-            rendezvous=_rendezvous(env, alone=world_size == 1),
+            rendezvous=_rendezvous_url(env, is_alone=world_size == 1),
             source="torch",
             note="RANK is set without LOCAL_RANK: MASTER_ADDR is this machine, so every rank is on it",
         )
@@ -194,7 +194,7 @@ def _torch_without_local_rank(
         rank=rank,
         world_size=world_size,
         node_rank=rank,
-        rendezvous=_rendezvous(env, alone=world_size == 1),
+        rendezvous=_rendezvous_url(env, is_alone=world_size == 1),
         source="kubernetes",
         note="RANK is set without LOCAL_RANK: one process on each node",
     )
@@ -202,12 +202,12 @@ def _torch_without_local_rank(
 
 def _local_world_size(env: Mapping[str, str], world_size: int) -> int:
     """Return the number of ranks on this node."""
-    local_world_size = number(env, "LOCAL_WORLD_SIZE")
+    local_world_size = read_number(env, "LOCAL_WORLD_SIZE")
     if local_world_size is not None:
         return local_world_size
     if world_size == 1 or env.get("MASTER_ADDR") in _LOOPBACK:
         return world_size
-    num_nodes = first(env, "GROUP_WORLD_SIZE", "NNODES")
+    num_nodes = read_first(env, "GROUP_WORLD_SIZE", "NNODES")
     if num_nodes and world_size % num_nodes == 0:
         return world_size // num_nodes
     raise TopologyError(
@@ -217,7 +217,7 @@ def _local_world_size(env: Mapping[str, str], world_size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class _MpiNames:
     """Variable names of one MPI: world rank and size, rank and size on the node."""
 
     rank: str
@@ -227,90 +227,94 @@ class _Names:
 
 
 _MPI: Final = (
-    _Names(
+    _MpiNames(
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    _Names(
+    _MpiNames(
         "MV2_COMM_WORLD_RANK",
         "MV2_COMM_WORLD_SIZE",
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
-    _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _Names("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    _MpiNames("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _MpiNames("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
 
 
-def _mpi(env: Mapping[str, str]) -> Topology | None:
+def _parse_mpi(env: Mapping[str, str]) -> Topology | None:
     """Return the topology in the variables of an MPI; None for PMI variables of srun, which SLURM's complete."""
-    for names in _MPI:
-        if names.rank in env and names.local_rank in env:
+    for mpi_names in _MPI:
+        if mpi_names.rank in env and mpi_names.local_rank in env:
             break
     else:
-        return None if "SLURM_PROCID" in env else _mpi_without_local_rank(env)
-    rank = companion(env, names.local_rank, names.rank)
-    world_size = companion(env, names.rank, names.size)
-    local_world_size = companion(env, names.local_rank, names.local_size)
-    node_rank = first(env, "NODE_RANK", "GROUP_RANK")
+        return None if "SLURM_PROCID" in env else _parse_mpi_without_local_rank(env)
+    rank = read_companion(env, mpi_names.local_rank, mpi_names.rank)
+    world_size = read_companion(env, mpi_names.rank, mpi_names.size)
+    local_world_size = read_companion(env, mpi_names.local_rank, mpi_names.local_size)
+    node_rank = read_first(env, "NODE_RANK", "GROUP_RANK")
     if node_rank is None:
         node_rank = rank // max(local_world_size, 1)
     return Topology(
         rank=rank,
         world_size=world_size,
-        local_rank=companion(env, names.rank, names.local_rank),
+        local_rank=read_companion(env, mpi_names.rank, mpi_names.local_rank),
         local_world_size=local_world_size,
         node_rank=node_rank,
-        rendezvous=_rendezvous(env, alone=local_world_size == world_size),
+        rendezvous=_rendezvous_url(env, is_alone=local_world_size == world_size),
         source="mpi",
     )
 
 
-def _mpi_without_local_rank(env: Mapping[str, str]) -> Topology:
+def _parse_mpi_without_local_rank(env: Mapping[str, str]) -> Topology:
     """Return the topology without a rank on the node, which is sufficient only for a single process."""
-    names = next(names for names in _MPI if names.rank in env)
-    if companion(env, names.rank, names.size) == 1:
+    mpi_names = next(mpi_names for mpi_names in _MPI if mpi_names.rank in env)
+    if read_companion(env, mpi_names.rank, mpi_names.size) == 1:
         return Topology(source="mpi")
     raise TopologyError(
-        f"{names.rank}={env[names.rank]} and {names.size}={env[names.size]} are set, but not {names.local_rank}: "
+        f"{mpi_names.rank}={env[mpi_names.rank]} and {mpi_names.size}={env[mpi_names.size]} are set, but not {mpi_names.local_rank}: "
         f"without its rank on the node a process would take a device of its neighbour. "
-        f"Export {names.local_rank} and {names.local_size}, or use torchrun, srun or `hasten launch`."
+        f"Export {mpi_names.local_rank} and {mpi_names.local_size}, or use torchrun, srun or `hasten launch`."
     )
 
 
-def _slurm(env: Mapping[str, str]) -> Topology:
+def _parse_slurm(env: Mapping[str, str]) -> Topology:
     """Return the topology of a task of srun. The batch script also has SLURM_PROCID=0, but no step: one process."""
     if "SLURM_STEP_ID" not in env and "SLURM_STEPID" not in env:
-        asked = env.get("SLURM_NTASKS", "1")
+        num_tasks = env.get("SLURM_NTASKS", "1")
         note = (
-            f"SLURM_NTASKS={asked}, but srun did not start this process: it is alone"
-            if asked != "1"
+            f"SLURM_NTASKS={num_tasks}, but srun did not start this process: it is alone"
+            if num_tasks != "1"
             else ""
         )
         return Topology(source="single", note=note)
-    rank = companion(env, "SLURM_NTASKS", "SLURM_PROCID")
-    world_size = companion(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    local_rank = companion(env, "SLURM_PROCID", "SLURM_LOCALID")
-    node_rank = companion(env, "SLURM_PROCID", "SLURM_NODEID")
-    tasks = _slurm_tasks(env)
-    if tasks and (node_rank >= len(tasks) or sum(tasks) != world_size):
+    rank = read_companion(env, "SLURM_NTASKS", "SLURM_PROCID")
+    world_size = read_companion(
+        env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"
+    )
+    local_rank = read_companion(env, "SLURM_PROCID", "SLURM_LOCALID")
+    node_rank = read_companion(env, "SLURM_PROCID", "SLURM_NODEID")
+    tasks_per_node = _slurm_tasks(env)
+    if tasks_per_node and (
+        node_rank >= len(tasks_per_node) or sum(tasks_per_node) != world_size
+    ):
         raise TopologyError(
             f"SLURM_NODEID={node_rank} and a step of {world_size} tasks contradict SLURM_STEP_TASKS_PER_NODE="
             f"{env['SLURM_STEP_TASKS_PER_NODE']!r}: the variables come from different steps. Start the script with srun itself, "
             f"and do not export SLURM_* by hand."
         )
-    if tasks:
-        local_world_size = tasks[node_rank]
+    if tasks_per_node:
+        local_world_size = tasks_per_node[node_rank]
     else:
-        local_world_size = world_size // (number(env, "SLURM_NNODES") or 1)
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+        local_world_size = world_size // (read_number(env, "SLURM_NNODES") or 1)
+    node_list = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     try:
-        host = first_host(nodes) if nodes else None
+        first_node = first_host(node_list) if node_list else None
     except ValueError as error:
         raise TopologyError(
-            f"SLURM_STEP_NODELIST={nodes!r} cannot be read ({error}), so the host of rank 0 is unknown. "
+            f"SLURM_STEP_NODELIST={node_list!r} cannot be read ({error}), so the host of rank 0 is unknown. "
             f"Export MASTER_ADDR and MASTER_PORT, or correct it."
         ) from error
     return Topology(
@@ -319,26 +323,29 @@ def _slurm(env: Mapping[str, str]) -> Topology:
         local_rank=local_rank,
         local_world_size=local_world_size,
         node_rank=node_rank,
-        rendezvous=_address(env, host, _slurm_port(env)),
+        rendezvous=_tcp_url(env, first_node, _slurm_port(env)),
         source="slurm",
     )
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> list[int]:
-    text = env.get("SLURM_STEP_TASKS_PER_NODE")
-    if not text:
+    tasks_text = env.get("SLURM_STEP_TASKS_PER_NODE")
+    if not tasks_text:
         return []
     try:
-        return expand_tasks(text)
+        return expand_tasks(tasks_text)
     except ValueError as error:
         raise TopologyError(
-            f"SLURM_STEP_TASKS_PER_NODE={text!r} cannot be read ({error}); expected e.g. '4(x2),1'."
+            f"SLURM_STEP_TASKS_PER_NODE={tasks_text!r} cannot be read ({error}); expected e.g. '4(x2),1'."
         ) from error
 
 
 def _slurm_port(env: Mapping[str, str]) -> int:
     """Return a port below the ephemeral range that is the same on every rank and differs between jobs and steps."""
-    job, step = number(env, "SLURM_JOB_ID") or 0, number(env, "SLURM_STEP_ID") or 0
+    job, step = (
+        read_number(env, "SLURM_JOB_ID") or 0,
+        read_number(env, "SLURM_STEP_ID") or 0,
+    )
     return 12000 + (job * 31 + step) % 20000
 
 
@@ -353,7 +360,7 @@ def tpu_workers(env: Mapping[str, str]) -> list[str]:
 
 def tpu_runs_alone(env: Mapping[str, str]) -> bool:
     """Return whether variables configure libtpu to use this host of a slice alone."""
-    bounds = next(
+    process_bounds = next(
         (
             env[name]
             for name in ("TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS")
@@ -361,19 +368,21 @@ def tpu_runs_alone(env: Mapping[str, str]) -> bool:
         ),
         "",
     )
-    return bool(bounds) and all(size.strip() == "1" for size in bounds.split(","))
+    return bool(process_bounds) and all(
+        size.strip() == "1" for size in process_bounds.split(",")
+    )
 
 
-def _xla(env: Mapping[str, str]) -> Topology | None:
+def _parse_xla(env: Mapping[str, str]) -> Topology | None:
     """Return the topology under PJRT: TPU_WORKER_ID numbers hosts, PJRT_LOCAL_PROCESS_RANK their processes."""
     if not env.get("PJRT_DEVICE"):
         return None
-    local_rank = number(env, "PJRT_LOCAL_PROCESS_RANK") or 0
-    local_world_size = number(env, "PJRT_LOCAL_PROCESS_COUNT") or 1
-    node_rank = 0 if tpu_runs_alone(env) else number(env, "TPU_WORKER_ID") or 0
+    local_rank = read_number(env, "PJRT_LOCAL_PROCESS_RANK") or 0
+    local_world_size = read_number(env, "PJRT_LOCAL_PROCESS_COUNT") or 1
+    node_rank = 0 if tpu_runs_alone(env) else read_number(env, "TPU_WORKER_ID") or 0
     num_hosts = max(len(tpu_workers(env)), 1)
     if node_rank >= num_hosts:
-        raise contradiction(
+        raise contradiction_error(
             env,
             "TPU_WORKER_ID",
             "TPU_WORKER_HOSTNAMES",
@@ -390,32 +399,34 @@ def _xla(env: Mapping[str, str]) -> Topology | None:
     )
 
 
-def _pod(env: Mapping[str, str]) -> Topology | None:
+def _parse_pod(env: Mapping[str, str]) -> Topology | None:
     """Return the topology of a pod that ran the script directly: PET_* or a Job's index, and the number of pods.
 
     Without that number, the indices belong to independent tasks.
     """
-    names = [name for name in ("PET_NNODES", "NNODES", "WORLD_SIZE") if name in env]
-    num_pods = env[names[0]] if names else "1"
+    size_names = [
+        name for name in ("PET_NNODES", "NNODES", "WORLD_SIZE") if name in env
+    ]
+    num_pods = env[size_names[0]] if size_names else "1"
     per_pod = env.get("PET_NPROC_PER_NODE", "1")
     has_one_process = not per_pod.isdigit() or int(per_pod) <= 1
     if num_pods == "1" and has_one_process:
         return None
-    if per_pod != "1" or (names[0] == "PET_NNODES" and not num_pods.isdigit()):
+    if per_pod != "1" or (size_names[0] == "PET_NNODES" and not num_pods.isdigit()):
         raise TopologyError(
             f"PET_NNODES={num_pods!r} and PET_NPROC_PER_NODE={per_pod!r} ask for more processes than this one, but RANK is not set: "
             f"nothing started them. Run the script under torchrun or `hasten launch`, or unset the PET_* variables."
         )
-    rank = companion(env, names[0], "PET_NODE_RANK", "JOB_COMPLETION_INDEX")
-    host = env.get("PET_MASTER_ADDR") or jobset_host(env)
-    port = number(env, "PET_MASTER_PORT") or DEFAULT_PORT
+    rank = read_companion(env, size_names[0], "PET_NODE_RANK", "JOB_COMPLETION_INDEX")
+    first_pod = env.get("PET_MASTER_ADDR") or jobset_host(env)
+    rendezvous_port = read_number(env, "PET_MASTER_PORT") or DEFAULT_PORT
     return Topology(
         rank=rank,
-        world_size=number(env, names[0]) or 1,
+        world_size=read_number(env, size_names[0]) or 1,
         node_rank=rank,
-        rendezvous=_address(env, host, port),
+        rendezvous=_tcp_url(env, first_pod, rendezvous_port),
         source="kubernetes",
-        restart_count=number(env, "JOBSET_RESTART_ATTEMPT") or 0,
+        restart_count=read_number(env, "JOBSET_RESTART_ATTEMPT") or 0,
     )
 
 
@@ -425,15 +436,15 @@ def jobset_host(env: Mapping[str, str]) -> str | None:
     return f"{jobset}-{job}-0-0.{jobset}" if jobset and job else None
 
 
-def _rendezvous(env: Mapping[str, str], alone: bool) -> str | None:
+def _rendezvous_url(env: Mapping[str, str], is_alone: bool) -> str | None:
     """Return the address in MASTER_ADDR; the loopback address if the whole world is on this machine."""
-    return _address(env, "127.0.0.1" if alone else None, DEFAULT_PORT)
+    return _tcp_url(env, "127.0.0.1" if is_alone else None, DEFAULT_PORT)
 
 
-def _address(env: Mapping[str, str], host: str | None, port: int) -> str | None:
+def _tcp_url(env: Mapping[str, str], host: str | None, port: int) -> str | None:
     """Return tcp://host:port; MASTER_ADDR and MASTER_PORT take precedence over `host` and `port`."""
     host = env.get("MASTER_ADDR") or host
-    master_port = number(env, "MASTER_PORT")
+    master_port = read_number(env, "MASTER_PORT")
     if master_port is not None and not 0 < master_port < 65536:
         raise TopologyError(
             f"MASTER_PORT={master_port} is not a port; choose a free one between 1024 and 65535."
@@ -447,10 +458,13 @@ _SOURCES: Final[
     tuple[tuple[frozenset[str], Callable[[Mapping[str, str]], Topology | None]], ...]
 ] = (
     # some clusters set WORLD_SIZE alone, on login nodes
-    (frozenset({"RANK", "LOCAL_RANK"}), _torch),
-    (frozenset(names.rank for names in _MPI), _mpi),
-    (frozenset({"SLURM_PROCID"}), _slurm),
-    (frozenset({"PJRT_DEVICE"}), _xla),
-    (frozenset({"PET_NNODES", "PET_NPROC_PER_NODE", "JOB_COMPLETION_INDEX"}), _pod),
+    (frozenset({"RANK", "LOCAL_RANK"}), _parse_torch),
+    (frozenset(names.rank for names in _MPI), _parse_mpi),
+    (frozenset({"SLURM_PROCID"}), _parse_slurm),
+    (frozenset({"PJRT_DEVICE"}), _parse_xla),
+    (
+        frozenset({"PET_NNODES", "PET_NPROC_PER_NODE", "JOB_COMPLETION_INDEX"}),
+        _parse_pod,
+    ),
 )
 """The parsers in order of precedence, each with the variables without which it finds nothing."""

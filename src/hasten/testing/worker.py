@@ -31,7 +31,7 @@ from hasten.errors import ConfigError
 from hasten.runtime import bootstrap, env
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
-from hasten.runtime.mesh import stop
+from hasten.runtime.mesh import destroy_groups
 from hasten.runtime.mesh_plan import MeshSpec
 from hasten.runtime.topology import Topology
 from hasten.testing.job import STACK_SIGNAL, PoolJob, PoolReport
@@ -86,7 +86,7 @@ def _run(job: PoolJob, interrupt: _Interrupt) -> PoolReport:
     """Call the function of the job; an exception becomes a report."""
     with _redirected(job), warnings.catch_warnings():
         try:
-            env.replace(job.env)
+            env.replace_environment(job.env)
             sys.path[:] = job.path
             os.chdir(job.cwd)
             with interrupt.armed():
@@ -214,8 +214,8 @@ class _Start:
 
     def restore(self) -> bool:
         """Undo the job's changes; return False if some remain, so that the worker should be replaced."""
-        stop()
-        env.replace(self.env)
+        destroy_groups()
+        env.replace_environment(self.env)
         os.chdir(self.cwd)
         sys.path[:] = self.path
         for number, handler in self.signals.items():

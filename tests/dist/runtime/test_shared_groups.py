@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hasten.runtime.context import ProcessContext
-from hasten.runtime.mesh import forget, group_of, once
+from hasten.runtime.mesh import forget_groups, group_of, once_per_world
 from hasten.testing.pool import ranks
 
 
@@ -24,12 +24,12 @@ def world(file: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        forget()
+        forget_groups()
         dist.destroy_process_group()
 
 
 def mesh() -> DeviceMesh:
-    return once(
+    return once_per_world(
         "mesh", lambda: init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
     )
 

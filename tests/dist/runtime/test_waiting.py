@@ -30,10 +30,10 @@ def native_leftovers() -> None:
 def test_the_lowest_rank_that_is_there_says_who_is_missing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert bootstrap._FIRST_REPORT_S == 5 * bootstrap._LOOK_INTERVAL_S == 5.0, (
+    assert bootstrap._FIRST_REPORT_S == 5 * bootstrap._POLL_INTERVAL_S == 5.0, (
         "after five seconds; here a tenth of all times"
     )
-    monkeypatch.setattr(bootstrap, "_LOOK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(bootstrap, "_POLL_INTERVAL_S", 0.1)
     monkeypatch.setattr(bootstrap, "_FIRST_REPORT_S", 0.5)
     limit = timedelta(seconds=0.9)
 

@@ -114,7 +114,7 @@ def on_machines(
 ) -> Iterator[list[Path]]:
     """Machines for the ranks, in equal parts, with their folders in memory."""
     roots = [folder / f"memory-{i}" for i in range(count)]
-    with env.restored():
+    with env.restored_environment():
         os.environ["TORCHELASTIC_MAX_RESTARTS"] = "3"
         os.environ["HASTEN_MEMORY_FOLDER"] = str(
             roots[ctx.rank * count // ctx.world.size]

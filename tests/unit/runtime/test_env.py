@@ -33,12 +33,12 @@ def test_values() -> None:
 
 @pytest.mark.parametrize("word", ["1", "true", "Yes", "ON", " y ", "t"])
 def test_yes(word: str) -> None:
-    assert env.flag({"X": word}, "X") is True
+    assert env.read_flag({"X": word}, "X") is True
 
 
 @pytest.mark.parametrize("word", ["0", "false", "No", "off", "", "n", "f"])
 def test_no(word: str) -> None:
-    assert env.flag({"X": word}, "X", default=True) is False
+    assert env.read_flag({"X": word}, "X", default=True) is False
 
 
 def test_flag_that_is_neither_is_an_error() -> None:
@@ -47,7 +47,7 @@ def test_flag_that_is_neither_is_an_error() -> None:
         match=r"HASTEN_DEBUG='maybe' is neither yes nor no.*set HASTEN_DEBUG to 1 or 0",
     ):
         env.debug({"HASTEN_DEBUG": "maybe"})
-    assert env.flag({}, "X", default=True) is True
+    assert env.read_flag({}, "X", default=True) is True
 
 
 def test_the_familiar_debug_variable_is_honoured_unless_ours_is_set() -> None:
@@ -64,7 +64,7 @@ def test_unknown_log_level_is_an_error() -> None:
 
 def test_snapshot_is_read_only_and_does_not_follow() -> None:
     before = env.snapshot()
-    with env.restored():
+    with env.restored_environment():
         os.environ["HASTEN_TEST_VARIABLE"] = "1"
         assert "HASTEN_TEST_VARIABLE" not in before
         assert env.snapshot()["HASTEN_TEST_VARIABLE"] == "1"

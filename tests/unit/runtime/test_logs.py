@@ -21,7 +21,7 @@ def as_rank(rank: int, world_size: int) -> None:
         "LOCAL_RANK": rank,
         "LOCAL_WORLD_SIZE": world_size,
     }
-    env.replace(
+    env.replace_environment(
         {**env.snapshot(), **{name: str(value) for name, value in place.items()}}
     )
 
@@ -31,7 +31,7 @@ def test_main_only_by_default_and_every_rank_when_asked(
 ) -> None:
     log = get_logger("test.logs.ranks", "INFO")
     for rank in range(3):
-        with env.restored():
+        with env.restored_environment():
             as_rank(rank, 3)
             log.info("to %s", "main")
             log.info("to %s", "all", main_process_only=False)
@@ -54,7 +54,7 @@ def test_single_process_has_no_prefix_and_needs_no_order(
 
 def test_order_without_a_process_group_is_an_error() -> None:
     log = get_logger("test.logs.order", "INFO")
-    with env.restored():
+    with env.restored_environment():
         as_rank(1, 2)
         with pytest.raises(
             CommError,
@@ -75,8 +75,8 @@ def test_root_logger_is_never_touched() -> None:
 
 
 def test_level_comes_from_the_environment_on_first_use() -> None:
-    with env.restored():
-        env.replace({**env.snapshot(), "HASTEN_LOG_LEVEL": "debug"})
+    with env.restored_environment():
+        env.replace_environment({**env.snapshot(), "HASTEN_LOG_LEVEL": "debug"})
         log = get_logger("test.logs.env")
         assert log.logger.level == logging.NOTSET, (
             "nothing is read when a module makes its logger"
@@ -121,8 +121,8 @@ def test_wrong_environment_does_not_lose_log_lines(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log = get_logger("test.logs.wrong", "INFO")
-    with env.restored():
-        env.replace({**env.snapshot(), "RANK": "seven", "WORLD_SIZE": "2"})
+    with env.restored_environment():
+        env.replace_environment({**env.snapshot(), "RANK": "seven", "WORLD_SIZE": "2"})
         log.info("still here")
     assert caplog.messages == ["still here"]
 

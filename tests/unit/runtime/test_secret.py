@@ -13,11 +13,11 @@ from hasten.runtime import secret
 
 
 def test_a_given_token_wins_and_a_short_one_is_refused() -> None:
-    assert secret.given_token({}) is None
-    assert secret.given_token({"HASTEN_TOKEN": ""}) is None
-    assert secret.given_token({"HASTEN_TOKEN": "x" * 16}) == b"x" * 16
+    assert secret.read_token({}) is None
+    assert secret.read_token({"HASTEN_TOKEN": ""}) is None
+    assert secret.read_token({"HASTEN_TOKEN": "x" * 16}) == b"x" * 16
     with pytest.raises(ConfigError, match="has 3 characters") as caught:
-        secret.given_token({"HASTEN_TOKEN": "abc"})
+        secret.read_token({"HASTEN_TOKEN": "abc"})
     assert "abc" not in str(caught.value)
 
 

@@ -47,8 +47,8 @@ def test_device_specific_seeds_differ_by_rank() -> None:
         6,
         7,
     ]
-    with env.restored():
-        env.replace(
+    with env.restored_environment():
+        env.replace_environment(
             {
                 **env.snapshot(),
                 "RANK": "2",

@@ -36,7 +36,7 @@ def listening() -> set[str]:
 @pytest.fixture(autouse=True, scope="module")
 def _warm() -> None:
     """The first store of a process makes a pipe that its native library keeps forever."""
-    store.serve("127.0.0.1", 0, WITHIN)
+    store.serve_store("127.0.0.1", 0, WITHIN)
 
 
 @pytest.mark.parametrize(
@@ -45,10 +45,10 @@ def _warm() -> None:
 )
 def test_a_loopback_address_is_bound_alone(address: str, shown: str) -> None:
     before = listening()
-    served = store.serve(address, 0, WITHIN)
+    served = store.serve_store(address, 0, WITHIN)
     assert listening() - before <= {shown}
     assert shown in listening()
-    client = store.join(address, served.port, WITHIN)
+    client = store.join_store(address, served.port, WITHIN)
     client.set("key", "value")
     assert served.get("key") == b"value"
 
@@ -58,7 +58,7 @@ def test_a_port_in_use_is_an_error_at_once() -> None:
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(OSError, match="in use"),
     ):
-        store.serve("127.0.0.1", taken.getsockname()[1], WITHIN)
+        store.serve_store("127.0.0.1", taken.getsockname()[1], WITHIN)
 
 
 def test_an_address_of_another_machine_opens_all_interfaces_and_says_so(

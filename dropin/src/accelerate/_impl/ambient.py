@@ -124,7 +124,7 @@ def start(cpu: bool = False, settings: GroupSettings | None = None) -> ProcessCo
     if AMBIENT.context is None:
         variables = env.snapshot()
         topology = Topology.from_env(variables)
-        wants_cpu = cpu or env.flag(variables, "ACCELERATE_USE_CPU")
+        wants_cpu = cpu or env.read_flag(variables, "ACCELERATE_USE_CPU")
         assigned_device = env.assigned_device(variables)
         device = choose_device(
             topology.local_rank,

@@ -42,7 +42,7 @@ from hasten.modules.hooks import (
 from hasten.modules.meta import meta_names
 from hasten.modules.surgery import parent_of
 from hasten.runtime.devices import choose_device, empty_cache
-from hasten.runtime.host_pool import HostPool, aligned
+from hasten.runtime.host_pool import HostPool, aligned_bytes
 
 log = logging.getLogger(__name__)
 Place = int | str | torch.device
@@ -309,7 +309,9 @@ def _stream(
         if entry.piece is None or entry.to_host
     ]
     resting = sum(
-        aligned(entry.num_bytes) for entry in moving if pool.adopt(entry.rest) is None
+        aligned_bytes(entry.num_bytes)
+        for entry in moving
+        if pool.adopt(entry.rest) is None
     )
     if resting:
         pool.reserve(resting)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hasten.checkpoint.format.formats import Piece
 from hasten.checkpoint.reshard import Copy, run_copies
 from hasten.checkpoint.store.disk import as_bytes, copy_bytes
-from hasten.runtime.host_pool import HostPool, aligned
+from hasten.runtime.host_pool import HostPool, aligned_bytes
 
 Table = dict[str, Tensor | None]  # a module's parameters or buffers by name
 _VIEWS_KEPT = 4
@@ -64,7 +64,7 @@ class Pack:
             return
         entry.offset = self.num_bytes
         self.entries.append(entry)
-        self.num_bytes += aligned(entry.num_bytes)
+        self.num_bytes += aligned_bytes(entry.num_bytes)
 
     def settle(self, pool: HostPool) -> None:
         """Move tensors that rest in host memory into the pool; the model's tensor objects stay the same where possible."""

@@ -27,7 +27,7 @@ from hasten.optim.engine import Placeholder
 from hasten.optional import available, need
 from hasten.runtime import env
 from hasten.runtime.context import ProcessContext
-from hasten.runtime.mesh import stop
+from hasten.runtime.mesh import destroy_groups
 
 VERSIONS: Final = ">=0.19,<0.20"
 """Versions that this adapter supports: gradients and shards have no public interface."""
@@ -45,7 +45,7 @@ def package() -> Any:  # Any: DeepSpeed is untyped
         warnings.simplefilter("ignore")  # from DeepSpeed's imports
         found = need("deepspeed", VERSIONS, "strategy='deepspeed'")
         # it compiles at import, which takes seconds and is only for the Muon optimizer
-        with env.restored():
+        with env.restored_environment():
             env.put_default("TORCHDYNAMO_DISABLE", "1")
             need("deepspeed.runtime.zero.muon.muon_optimizer")
     # it warns about optimizers that it has not tested
@@ -95,7 +95,7 @@ def start(
     if isinstance(optimizer, Placeholder):
         groups = [{"params": group["params"]} for group in optimizer.param_groups]
         given = {"model_parameters": groups if len(groups) > 1 else groups[0]["params"]}
-    with env.restored(), warnings.catch_warnings():
+    with env.restored_environment(), warnings.catch_warnings():
         # deprecations of torch that DeepSpeed still uses
         warnings.simplefilter("ignore")
         for name, value in _launcher_variables(ctx).items():
@@ -145,7 +145,7 @@ def join(ctx: ProcessContext) -> Any:  # Any: DeepSpeed is untyped
     deepspeed = package()
     if not dist.is_initialized():  # DeepSpeed needs a group even for one process
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        atexit.register(stop)
+        atexit.register(destroy_groups)
     # Its compilation takes a minute at first use, and only DeepSpeed's inference calls it.
     deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
     if ctx.device.type == "cpu" and deepspeed.get_accelerator().device_name() != "cpu":
@@ -161,7 +161,7 @@ def join(ctx: ProcessContext) -> Any:  # Any: DeepSpeed is untyped
         comm_module.cdb = None
         deepspeed.utils.groups._release_process_group_references()
         _reset_counters()
-        with env.restored():
+        with env.restored_environment():
             for name, value in _launcher_variables(ctx).items():
                 env.put_default(name, value)
             deepspeed.init_distributed(

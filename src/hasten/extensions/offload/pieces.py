@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hasten.modules.names import local_tensor
-from hasten.runtime.host_pool import aligned
+from hasten.runtime.host_pool import aligned_bytes
 from hasten.runtime.streams import Mark
 
 MOST_PIECE_BYTES: Final = 128 * 1024**2
@@ -183,7 +183,7 @@ def lay_out(tensors: Mapping[Key, Tensor]) -> tuple[tuple[StateSlot, ...], int]:
         slots.append(
             StateSlot(key, start, tuple(tensor.shape), tuple(stride), tensor.dtype)
         )
-        start += aligned(tensor.numel() * tensor.element_size())
+        start += aligned_bytes(tensor.numel() * tensor.element_size())
     return tuple(slots), start
 
 

@@ -225,7 +225,7 @@ def _network(plan: LaunchPlan, config: Config, host: Host) -> Iterator[MachineNe
             yield OneMachine(address)
         return
     report = make_report(plan, config, host, is_alone=False)
-    token = secret.given_token(host.env) or secret.user_secret(host.env)
+    token = secret.read_token(host.env) or secret.user_secret(host.env)
     if meeting.machine_rank != 0:
         yield MachineClient(meeting, report, token, say)
         return

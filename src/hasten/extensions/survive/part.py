@@ -128,7 +128,7 @@ class Survive(RunPart):
         check(config)
         refuse_worlds(accelerator.ctx, settings)
         variables = env.snapshot()
-        token = secret.given_token(variables) or secret.user_secret(variables)
+        token = secret.read_token(variables) or secret.user_secret(variables)
         state = RunState(run.prepared, run.strategy.unwrap)
         self.replica = replica = Replica(
             settings, run.prepared, state, run.clock, accelerator.ctx, token

@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from hasten.errors import LaunchError
 from hasten.launch import network
 from hasten.launch.base import Meeting
-from hasten.runtime.store import join, serve
+from hasten.runtime.store import join_store, serve_store
 
 # Torch's timeouts suit thousands of machines; these detect a lost machine within seconds.
 _DEFAULTS: Final = MappingProxyType(
@@ -140,8 +140,10 @@ def _tcp_store(meeting: Meeting, hosts: bool, within: timedelta) -> Store:
     network.check_resolves(meeting.address)
     try:
         if hosts:
-            return serve(meeting.address, meeting.port, within, alone=meeting.alone)
-        return join(meeting.address, meeting.port, within)
+            return serve_store(
+                meeting.address, meeting.port, within, alone=meeting.alone
+            )
+        return join_store(meeting.address, meeting.port, within)
     except (DistError, OSError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise LaunchError(

@@ -26,7 +26,7 @@ from hasten.launch import network
 from hasten.launch.base import Meeting, Supervision
 from hasten.launch.checkin import Report, check_agreement, gather_reports, rank_table
 from hasten.launch.elastic.peers import MachineLost, Peers, PeerWatch
-from hasten.runtime.store import join, serve
+from hasten.runtime.store import join_store, serve_store
 
 _OPERATION_TIMEOUT: Final = timedelta(seconds=30)
 _SERVER_TIMEOUT: Final = timedelta(seconds=10)
@@ -255,7 +255,7 @@ class FixedRendezvous(RendezvousHandler):
         meeting = self._meeting
         network.check_resolves(meeting.address)
         try:
-            return serve(
+            return serve_store(
                 meeting.address, meeting.port, _SERVER_TIMEOUT, alone=meeting.alone
             )
         except (DistError, OSError) as error:
@@ -295,7 +295,7 @@ class FixedRendezvous(RendezvousHandler):
                 next_word *= 2
             time.sleep(0.1)
         try:
-            return join(meeting.address, meeting.port, _OPERATION_TIMEOUT)
+            return join_store(meeting.address, meeting.port, _OPERATION_TIMEOUT)
         except DistError as error:
             raise LaunchError(
                 f"another program than machine 0 of a hasten job responds at {meeting.address}:{meeting.port} ({_first_line(error)}). "
@@ -350,7 +350,7 @@ class FixedRendezvous(RendezvousHandler):
         if self._index == 0:
             assert self._server is not None, "machine 0 serves the store"
             if self.round > 0:
-                self._worker_store = serve(
+                self._worker_store = serve_store(
                     self._meeting.address, 0, _SERVER_TIMEOUT, alone=self._meeting.alone
                 )
             port = (self._worker_store or self._server).port
@@ -391,7 +391,7 @@ class ElasticRendezvous(RendezvousHandler):
         self.round = max(int(store.get(f"round/{i}")) for i in range(info.world_size))
         address = self._check_in.report.address
         if info.rank == 0:
-            self._worker_store = serve(address, 0, _SERVER_TIMEOUT)
+            self._worker_store = serve_store(address, 0, _SERVER_TIMEOUT)
             store.set("workers_meet", f"{address} {self._worker_store.port}")
         address, port = store.get("workers_meet").decode().split()
         return RendezvousInfo(

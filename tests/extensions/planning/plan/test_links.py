@@ -31,7 +31,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_the_table_measured_exactly_changes_nothing() -> None:
-    table = hardware.find("h200")
+    table = hardware.find_accelerator("h200")
     same = Links(
         device="NVIDIA H200",
         machines=2,
@@ -55,7 +55,7 @@ def test_the_table_measured_exactly_changes_nothing() -> None:
 
 def test_a_slower_network_makes_a_slower_plan() -> None:
     table, layout = (
-        hardware.find("h200"),
+        hardware.find_accelerator("h200"),
         Candidate(mesh=MeshSpec(dp_shard=64), sharded=True, precision="bf16"),
     )
     times = [

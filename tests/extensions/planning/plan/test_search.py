@@ -30,7 +30,9 @@ SMALL = llama(layers=8, width=1024, sequence=1024)
 
 def request(gpus: int, gpu: str = "h200", batch: int | None = None) -> PlanRequest:
     return PlanRequest(
-        gpus=gpus, accelerator=hardware.find(gpu), global_batch=batch or 4 * gpus
+        gpus=gpus,
+        accelerator=hardware.find_accelerator(gpu),
+        global_batch=batch or 4 * gpus,
     )
 
 
@@ -72,7 +74,7 @@ def test_even_shards_agree_with_the_formulas_of_the_runtime() -> None:
         )
         assert optimizer - counters == pytest.approx(expected.optimizer, rel=0.01)
         wire = sent(trace, layout)
-        own = data_traffic(mesh, weights(trace, layout), item=2)
+        own = data_traffic(mesh, weights(trace, layout), item_bytes=2)
         assert {axis: wire[axis] for axis in own} == pytest.approx(own)
 
 
@@ -184,13 +186,18 @@ def test_what_cannot_be_planned_is_said_in_one_sentence() -> None:
     ):
         search(
             llama(),
-            PlanRequest(gpus=2, accelerator=hardware.find("l4"), global_batch=2),
+            PlanRequest(
+                gpus=2, accelerator=hardware.find_accelerator("l4"), global_batch=2
+            ),
         )
     with pytest.raises(ConfigError, match="global batch 7 cannot be split over 4 GPUs"):
         search(
             llama(layers=7, width=1000, sequence=1023),
             PlanRequest(
-                gpus=4, accelerator=hardware.find("h100"), global_batch=7, micro_batch=3
+                gpus=4,
+                accelerator=hardware.find_accelerator("h100"),
+                global_batch=7,
+                micro_batch=3,
             ),
         )
     with pytest.raises(ConfigError, match="gpus=0 is not a number to plan for"):
@@ -201,20 +208,23 @@ def test_accelerators_are_found_by_the_names_people_and_drivers_use(
     tmp_path: Path,
 ) -> None:
     for name in ("a100", "h100", "h200", "b200", "l4", "rtx4090", "mi300x", "tpu-v5e"):
-        assert hardware.find(name.upper()).name == name
-    assert hardware.find("NVIDIA H200").name == "h200"
-    assert hardware.find("NVIDIA A100-SXM4-40GB").name == "a100-40gb"
-    assert hardware.find("NVIDIA A100-SXM4-80GB").name == "a100"
-    assert hardware.find("NVIDIA GeForce RTX 4090").name == "rtx4090"
+        assert hardware.find_accelerator(name.upper()).name == name
+    assert hardware.find_accelerator("NVIDIA H200").name == "h200"
+    assert hardware.find_accelerator("NVIDIA A100-SXM4-40GB").name == "a100-40gb"
+    assert hardware.find_accelerator("NVIDIA A100-SXM4-80GB").name == "a100"
+    assert hardware.find_accelerator("NVIDIA GeForce RTX 4090").name == "rtx4090"
     with pytest.raises(
         ConfigError, match=r"the accelerator 'hh20' is unknown.*did you mean 'h200'"
     ):
-        hardware.find("hh20")
+        hardware.find_accelerator("hh20")
     file = tmp_path / "own.yaml"
     file.write_text("mine: {like: h100, memory_gib: 96}\n")
     own = hardware.read(file)
-    assert hardware.find("mine", own).memory_gib == 96
-    assert hardware.find("mine", own).tflops_bf16 == hardware.find("h100").tflops_bf16
+    assert hardware.find_accelerator("mine", own).memory_gib == 96
+    assert (
+        hardware.find_accelerator("mine", own).tflops_bf16
+        == hardware.find_accelerator("h100").tflops_bf16
+    )
     for text, expected in (
         ("mine: {memory: 1}", "mine.memory is not a field"),
         ("mine: {memory_gib: big}", "'big' is not a number"),

@@ -23,7 +23,7 @@ from hasten.extensions.planning.plan.search import (
     search,
 )
 from hasten.launch import links
-from hasten.runtime.bytes_plan import size
+from hasten.runtime.bytes_plan import format_bytes
 
 _NUM_ROWS: Final = 10
 _COLUMNS: Final = (
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
             f"{unknown[0]!r} is not an option of `hasten plan`; `hasten plan --help` lists them."
         )
     known = hardware.read(given.hardware) if given.hardware else hardware.KNOWN
-    accelerator = hardware.find(given.gpu, known)
+    accelerator = hardware.find_accelerator(given.gpu, known)
     if given.links:
         accelerator = hardware.linked(accelerator, links.read(given.links))
     request = PlanRequest(
@@ -87,7 +87,7 @@ def show(plan: LayoutPlan, console: Console) -> None:
     console.print(
         f"{trace.num_parameters:,} parameters, {trace.optimizer.name}, "
         f"{f'{trace.sequence} tokens a sample, ' if trace.sequence > 1 else ''}"
-        f"{size(request.accelerator.memory_bytes)} usable on each {request.accelerator.name}",
+        f"{format_bytes(request.accelerator.memory_bytes)} usable on each {request.accelerator.name}",
         highlight=False,
         soft_wrap=True,
     )
@@ -121,7 +121,7 @@ def table(plan: LayoutPlan) -> Table:
 
 
 def _cells(plan: LayoutPlan, option: Option) -> list[str]:
-    layout, memory = option.candidate, size(option.need.total)
+    layout, memory = option.candidate, format_bytes(option.need.total)
     return [
         f"{layout.full_title}\n{layout.precision}",
         f"{layout.micro_batch} x {layout.micro_steps}",

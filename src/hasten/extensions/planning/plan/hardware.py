@@ -11,9 +11,9 @@ import yaml
 
 from hasten.errors import ConfigError
 from hasten.launch.links import Links
-from hasten.runtime.hardware import KNOWN, AcceleratorEntry, find
+from hasten.runtime.hardware import KNOWN, AcceleratorEntry, find_accelerator
 
-__all__ = ["KNOWN", "AcceleratorEntry", "find", "linked", "read"]
+__all__ = ["KNOWN", "AcceleratorEntry", "find_accelerator", "linked", "read"]
 
 
 def linked(accelerator: AcceleratorEntry, links: Links) -> AcceleratorEntry:
@@ -67,7 +67,7 @@ def _entry(
                 f"{path}: {name}.{key}={value!r} is not a number; give one that is not negative."
             )
     if like is not None:
-        return replace(find(str(like), entries), name=name, **given)
+        return replace(find_accelerator(str(like), entries), name=name, **given)
     try:
         return AcceleratorEntry(name=name, **given)
     except TypeError as error:

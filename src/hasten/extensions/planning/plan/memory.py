@@ -14,7 +14,7 @@ from hasten.extensions.planning.plan.traced import (
     ParameterKind,
     Variant,
 )
-from hasten.runtime.bytes_plan import size
+from hasten.runtime.bytes_plan import format_bytes
 from hasten.runtime.mesh_plan import LOSS, SHARD
 
 _MARGIN: Final = 0.05
@@ -60,7 +60,7 @@ class Need:
             "margin",
         )
         return ", ".join(
-            f"{kind} {size(getattr(self, kind))}"
+            f"{kind} {format_bytes(getattr(self, kind))}"
             for kind in kinds
             if getattr(self, kind)
         )

@@ -13,7 +13,7 @@ from hasten.config.sections.parallel import (
     ParallelismConfig,
 )
 from hasten.extensions.planning.plan.search import LayoutPlan, Option
-from hasten.runtime.bytes_plan import shown, size
+from hasten.runtime.bytes_plan import format_bytes, format_traffic
 from hasten.runtime.mesh_plan import BATCH
 
 
@@ -57,9 +57,9 @@ def notes(plan: LayoutPlan, option: Option) -> Iterator[str]:
         f"{layout.global_batch} samples an update)"
     )
     yield from _overrides(plan, option)
-    yield f"each rank sends {shown(option.time.sent)} in an update"
+    yield f"each rank sends {format_traffic(option.time.sent)} in an update"
     if option.need.host:
-        yield f"{size(option.need.host)} of host memory for each rank"
+        yield f"{format_bytes(option.need.host)} of host memory for each rank"
 
 
 def _overrides(plan: LayoutPlan, option: Option) -> Iterator[str]:

@@ -11,7 +11,7 @@ from hasten.extensions.planning.plan.hardware import AcceleratorEntry
 from hasten.extensions.planning.plan.memory import Kept, Need, held, need
 from hasten.extensions.planning.plan.speed import Time, predict
 from hasten.extensions.planning.plan.traced import Candidate, ModelTrace, PrecisionName
-from hasten.runtime.bytes_plan import size
+from hasten.runtime.bytes_plan import format_bytes
 from hasten.runtime.mesh_plan import BATCH, MeshSpec, divisors
 
 FEATURE_COST: Final = 0.01
@@ -98,7 +98,7 @@ def _explain_misfit(
     available_bytes = request.accelerator.memory_bytes
     return (
         f"{trace.name} fits no layout on {request.gpus} x {request.accelerator.name}: the one that needs least "
-        f"({smallest.candidate.full_title}) takes {size(smallest.need.total)} of {size(available_bytes)} per GPU; use more GPUs, GPUs with more "
+        f"({smallest.candidate.full_title}) takes {format_bytes(smallest.need.total)} of {format_bytes(available_bytes)} per GPU; use more GPUs, GPUs with more "
         "memory, or shorter sequences."
     )
 

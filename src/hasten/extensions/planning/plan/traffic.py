@@ -29,7 +29,7 @@ def sent(trace: ModelTrace, candidate: Candidate) -> Traffic:
     total = data_traffic(
         mesh,
         weights(trace, candidate),
-        item=item if candidate.sharded else ITEM,
+        item_bytes=item if candidate.sharded else ITEM,
         micro_steps=steps,
         gathers=gathers,
         sharded=candidate.sharded,
@@ -39,7 +39,10 @@ def sent(trace: ModelTrace, candidate: Candidate) -> Traffic:
         repeated = 1.5 if candidate.recompute else 1.0
         tokens = candidate.micro_batch * trace.sequence
         layers = tensor_traffic(
-            mesh, tokens=tokens, summed=round(trace.tp_summed * repeated), item=item
+            mesh,
+            tokens=tokens,
+            summed=round(trace.tp_summed * repeated),
+            item_bytes=item,
         )
         for axis, num_bytes in layers.items():
             total[axis] = total.get(axis, 0) + num_bytes * steps

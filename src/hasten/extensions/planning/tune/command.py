@@ -33,7 +33,7 @@ from hasten.extensions.planning.tune.tuning import (
     in_output,
 )
 from hasten.launch.base import look
-from hasten.runtime.bytes_plan import size
+from hasten.runtime.bytes_plan import format_bytes
 
 _ABOUT: Final = """Every trial runs the script from its start, with the same data, and stops it after a few updates. A value is accepted
 if steps are more than 2 % faster and the losses of the first updates equal those of the unchanged script within 0.1 % (1 % for a script in half
@@ -199,7 +199,7 @@ def table(trials: Sequence[Trial]) -> Table:
         shown.add_row(
             _words(trial.values),
             f"{out.step_s * 1e3:.2f} ms" if out.step_s else "",
-            size(out.peak_bytes) if out.peak_bytes else "",
+            format_bytes(out.peak_bytes) if out.peak_bytes else "",
             trial.verdict,
         )
     return shown
