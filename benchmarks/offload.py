@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from hasten.checkpoint.export import save_model
 from hasten.extensions.bigmodel.dispatch import cpu_offload, dispatch_model
 from hasten.extensions.bigmodel.load import load_checkpoint_in_model
-from hasten.extensions.bigmodel.placed import detach
+from hasten.extensions.bigmodel.placed import end_dispatch
 
 GB = 1e9
 Row = dict[str, Any]
@@ -296,7 +296,7 @@ def cpu_forward(bench: Bench) -> None:
         of_limit=shares["Accelerate"],
         bit_equal=bool(torch.equal(peer(x), wanted)),
     )
-    detach(ours)
+    end_dispatch(ours)
 
 
 def meta(bench: Bench, depth: int) -> Stack:
@@ -357,7 +357,7 @@ def beside_diffusers(bench: Bench) -> None:
         bit_equal=equal,
         diffusers_equal=theirs,
     )
-    detach(ours)
+    end_dispatch(ours)
 
 
 def disk_and_loading(bench: Bench, folder: Path) -> None:
@@ -420,7 +420,7 @@ def disk_and_loading(bench: Bench, folder: Path) -> None:
         times_faster=round(times["Accelerate"] / times["hasten"], 2),
         bit_equal=equal,
     )
-    detach(ours)
+    end_dispatch(ours)
 
 
 def judge(rows: list[Row], aims: tuple[Aim, ...]) -> list[Row]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.extensions.bigmodel import cpu_offload, dispatch_model
-from hasten.extensions.bigmodel.placed import detach
+from hasten.extensions.bigmodel.placed import end_dispatch
 
 pytestmark = pytest.mark.device
 
@@ -65,7 +65,7 @@ def test_a_weight_shared_with_an_offloaded_part_stays_on_the_device(
         out = model(IDS)
         assert out.device.type == "cpu"
         assert torch.equal(out, reference(IDS.cuda()).cpu())
-    detach(model)
+    end_dispatch(model)
 
 
 def test_a_map_to_one_device_takes_inputs_from_the_host() -> None:
@@ -90,4 +90,4 @@ def test_gradients_pass_through_a_streamed_model_and_those_of_weights_are_droppe
         model(IDS.cuda()).square().mean().backward()
     assert torch.cuda.memory_allocated() <= before
     assert all(one.grad is None for one in model.parameters())
-    detach(model)
+    end_dispatch(model)

@@ -34,7 +34,7 @@ from hasten.extensions.bigmodel.offload_files import (
     offload_weight,
     read_offload_index,
 )
-from hasten.extensions.bigmodel.placed import detach, streamers_of
+from hasten.extensions.bigmodel.placed import end_dispatch, streamers_of
 from hasten.modules.meta import init_empty_weights
 
 
@@ -126,7 +126,7 @@ def test_every_layout_loads_to_every_place(
     )
     if layout.get("safe_serialization", True):  # nothing is written twice
         assert not list((tmp_path / "off").glob("*.safetensors"))
-    detach(model)
+    end_dispatch(model)
 
 
 def test_an_index_file_and_a_single_file_are_checkpoints(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_weights_are_converted_on_the_way(
     assert model.norm.num_batches_tracked is not None
     assert model.norm.num_batches_tracked.dtype is torch.int64
     assert model.head.weight.dtype is torch.float16
-    detach(model)
+    end_dispatch(model)
 
 
 def test_a_model_on_a_device_is_filled_in_place(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_auto_maps_fill_the_host_and_leave_the_rest_on_the_disk(tmp_path: Path) 
     assert 0 < streamer.host_bytes < sum(p.numel() * 4 for p in model.parameters())
     with torch.no_grad():
         assert torch.equal(model(IDS), reference(IDS))
-    detach(model)
+    end_dispatch(model)
 
 
 def test_folders_of_plain_files_are_read_and_written(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_model_runs_from_plain_files(tmp_path: Path) -> None:
     dispatch_model(model, places, offload_dir=tmp_path)
     with torch.no_grad():
         assert torch.equal(model(IDS), reference(IDS))
-    detach(model)
+    end_dispatch(model)
 
 
 def test_a_kill_while_writing_leaves_nothing_half_written(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from hasten.extensions.bigmodel.device_map import (
     get_balanced_memory,
     get_max_memory,
     infer_auto_device_map,
+    module_nodes,
     retie_parameters,
-    tree,
 )
-from hasten.extensions.bigmodel.placement_plan import atoms, place
+from hasten.extensions.bigmodel.placement_plan import group_modules, place_modules
 from hasten.modules.meta import init_empty_weights, init_on_device, meta_names
 
 
@@ -107,8 +107,9 @@ def test_an_accelerator_keeps_room_for_what_streams_through_it() -> None:
     sizes = compute_module_sizes(model)
     block = sizes["blocks.0"]
     limit = sizes["embed"] + 4 + 4 * block
-    result = place(
-        atoms(tree(model, ["Block"])), devices_in_order({0: limit, "cpu": 10 * block})
+    result = place_modules(
+        group_modules(module_nodes(model, ["Block"])),
+        devices_in_order({0: limit, "cpu": 10 * block}),
     )
     assert result.reserved == 2 * block
     assert [result.places[f"blocks.{i}"] for i in range(6)] == [

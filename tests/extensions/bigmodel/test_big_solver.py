@@ -11,12 +11,12 @@ import pytest
 from hasten.errors import ConfigError
 from hasten.extensions.bigmodel.placement_plan import (
     STREAMED_AT_ONCE,
-    Atom,
     Device,
+    ModuleGroup,
     Node,
-    atoms,
-    balanced,
-    place,
+    balance_limits,
+    group_modules,
+    place_modules,
 )
 
 
@@ -51,7 +51,7 @@ def leaves(node: Node) -> Iterator[Node]:
 
 
 def ordered_ways(
-    parts: Sequence[Atom], limits: Sequence[int | None]
+    parts: Sequence[ModuleGroup], limits: Sequence[int | None]
 ) -> Iterator[tuple[int, ...]]:
     """Every assignment of parts to devices that keeps the model's order and the limits."""
     for cuts in itertools.combinations_with_replacement(
@@ -76,7 +76,7 @@ def test_atoms_cover_every_leaf_once_and_keep_shared_tensors_together(
 ) -> None:
     for seed in range(start, start + 100):
         node = random_tree(random.Random(seed))
-        found = atoms([node])
+        found = group_modules([node])
         names = [name for atom in found for name in atom.names]
         wanted = [leaf.name for leaf in leaves(node)]
         assert sorted(names) == sorted(wanted)
@@ -101,7 +101,7 @@ def test_placement_is_the_best_of_all_that_keep_the_order(start: int) -> None:
     """Most parts on the first device, then on the second, and so on; impossible only when every way is."""
     for seed in range(start, start + 100):
         rng = random.Random(1000 + seed)
-        parts = atoms([random_tree(rng)])
+        parts = group_modules([random_tree(rng)])
         total = sum(part.num_bytes for part in parts)
         devices = [
             Device(index, rng.randint(0, total)) for index in range(rng.randint(1, 3))
@@ -112,7 +112,7 @@ def test_placement_is_the_best_of_all_that_keep_the_order(start: int) -> None:
             )
         limits = [device.limit for device in devices]
         try:
-            result = place(parts, devices)
+            result = place_modules(parts, devices)
         except ConfigError:
             reserves = {STREAMED_AT_ONCE * part.num_bytes for part in parts} | {0}
             assert any(
@@ -144,7 +144,7 @@ def test_placement_is_the_best_of_all_that_keep_the_order(start: int) -> None:
         assert tuple(places.count(number) for number in range(len(devices))) == best
 
 
-def heaviest(parts: Sequence[Atom], counts: tuple[int, ...]) -> int:
+def heaviest(parts: Sequence[ModuleGroup], counts: tuple[int, ...]) -> int:
     ends = list(itertools.accumulate(counts))
     return max(
         sum(p.num_bytes for p in parts[a:b])
@@ -156,9 +156,11 @@ def heaviest(parts: Sequence[Atom], counts: tuple[int, ...]) -> int:
 def test_balanced_limits_are_the_smallest_that_hold_the_model(start: int) -> None:
     for seed in range(start, start + 100):
         rng = random.Random(seed)
-        parts = [Atom((f"p{i}",), rng.randint(1, 9)) for i in range(rng.randint(1, 8))]
+        parts = [
+            ModuleGroup((f"p{i}",), rng.randint(1, 9)) for i in range(rng.randint(1, 8))
+        ]
         limits = [rng.randint(5, 60) for _ in range(rng.randint(2, 4))]
-        found = balanced(parts, limits)
+        found = balance_limits(parts, limits)
         ways = list(ordered_ways(parts, limits))
         if not ways:
             assert found == limits
@@ -170,13 +172,15 @@ def test_balanced_limits_are_the_smallest_that_hold_the_model(start: int) -> Non
 
 
 def test_low_first_leaves_the_first_device_what_the_others_cannot_hold() -> None:
-    parts = [Atom((f"p{i}",), 10) for i in range(6)]
-    assert balanced(parts, [100, 30, 30], low_first=True)[0] == 0
-    assert balanced(parts, [100, 20, 20], low_first=True)[0] == 20
+    parts = [ModuleGroup((f"p{i}",), 10) for i in range(6)]
+    assert balance_limits(parts, [100, 30, 30], low_first=True)[0] == 0
+    assert balance_limits(parts, [100, 20, 20], low_first=True)[0] == 20
 
 
 def test_what_is_missing_is_said() -> None:
     with pytest.raises(
         ConfigError, match=r"8 bytes of it do not fit .* largest, b, takes 8 bytes"
     ):
-        place([Atom(("a",), 4), Atom(("b",), 8)], [Device("cpu", 5)])
+        place_modules(
+            [ModuleGroup(("a",), 4), ModuleGroup(("b",), 8)], [Device("cpu", 5)]
+        )

@@ -22,7 +22,12 @@ from hasten.extensions.bigmodel.dispatch import (
     disk_offload,
     dispatch_model,
 )
-from hasten.extensions.bigmodel.placed import PlacedForward, detach, moved, streamers_of
+from hasten.extensions.bigmodel.placed import (
+    PlacedForward,
+    end_dispatch,
+    move_tensors,
+    streamers_of,
+)
 from hasten.extensions.bigmodel.tensors import remove_hook_from_submodules
 from hasten.modules import forwarding
 
@@ -152,7 +157,7 @@ def test_outputs_equal_those_of_the_resident_model_in_any_order(
     assert state.keys() == wanted.keys()
     assert all(torch.equal(state[name], wanted[name]) for name in wanted)
     assert model.head.weight is model.embed.weight
-    detach(model)
+    end_dispatch(model)
     assert torch.equal(model(IDS), reference(IDS))
 
 
@@ -179,7 +184,7 @@ def test_an_error_in_the_middle_leaves_the_model_usable(
         with pytest.raises(RuntimeError):
             model.blocks[place](torch.zeros(2, 5))
         assert torch.equal(model(IDS), reference(IDS))
-    detach(model)
+    end_dispatch(model)
 
 
 def test_threads_share_a_streamed_model() -> None:
@@ -204,7 +209,7 @@ def test_threads_share_a_streamed_model() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    detach(model)
+    end_dispatch(model)
 
 
 def num_tensors() -> int:
@@ -237,7 +242,7 @@ def test_memory_does_not_grow_over_fifty_forwards(tmp_path: Path) -> None:
                     peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     finally:
         gc.unfreeze()
-    detach(model)
+    end_dispatch(model)
     assert min(counts[False]) > 0, "tensors of the run are counted"
     assert median(counts[True]) <= median(counts[False])
     assert peaks[1] - peaks[0] < 20_000  # kB
@@ -288,7 +293,7 @@ def test_small_trainable_parts_train_on_a_streamed_base(
     pairs = zip(reference.named_parameters(), model.named_parameters(), strict=True)
     assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
     assert torch.equal(model(IDS), reference(IDS))
-    detach(model)
+    end_dispatch(model)
 
 
 def test_weights_written_to_while_they_rest_are_fetched_anew() -> None:
@@ -300,7 +305,7 @@ def test_weights_written_to_while_they_rest_are_fetched_anew() -> None:
         reference.load_state_dict(fresh)
         model.load_state_dict(fresh)
         assert torch.equal(model(IDS), reference(IDS))
-    detach(model)
+    end_dispatch(model)
 
 
 class Weights(nn.Module):
@@ -323,7 +328,7 @@ def test_outputs_that_are_views_of_weights_keep_their_values() -> None:
     with torch.no_grad():
         found = [part(3) for part in model.values()]
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    detach(model)
+    end_dispatch(model)
 
 
 def test_modules_of_torch_that_reach_into_their_parts() -> None:
@@ -339,7 +344,7 @@ def test_modules_of_torch_that_reach_into_their_parts() -> None:
         found = encoder(x), recurrent(y)[0], attention(y, y, y)[0]
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     for module in (encoder, recurrent, attention):
-        detach(module)
+        end_dispatch(module)
 
 
 def test_the_order_is_learned_and_copies_are_not_repeated(
@@ -365,7 +370,7 @@ def test_the_order_is_learned_and_copies_are_not_repeated(
     # every forward fetches the three blocks it uses at most once, and never those it skips
     assert sum(name.startswith("blocks") for name in fetched) <= 4 * 3 + 3
     assert not {"blocks.1", "blocks.3", "blocks.5"} & set(fetched)
-    detach(model)
+    end_dispatch(model)
 
 
 def test_blocks_compile_and_a_streamed_model_refuses_to_be_pickled() -> None:
@@ -380,7 +385,7 @@ def test_blocks_compile_and_a_streamed_model_refuses_to_be_pickled() -> None:
         assert torch.equal(whole(IDS), reference(IDS))
     with pytest.raises(PrepareError, match="cannot be copied or pickled"):
         pickle.dumps(model)
-    detach(model)
+    end_dispatch(model)
 
 
 def test_what_comes_to_the_host_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,8 +397,8 @@ def test_what_comes_to_the_host_has_arrived(monkeypatch: pytest.MonkeyPatch) -> 
         return self
 
     monkeypatch.setattr(Tensor, "to", to)
-    moved({"a": [torch.ones(1, device="meta")]}, torch.device("cpu"))
-    moved((torch.ones(1),), torch.device("meta"))
+    move_tensors({"a": [torch.ones(1, device="meta")]}, torch.device("cpu"))
+    move_tensors((torch.ones(1),), torch.device("meta"))
     assert asked == [("cpu", False), ("meta", True)]
 
 
@@ -414,7 +419,7 @@ def test_a_file_that_goes_away_is_an_error_and_not_a_wrong_result(
         for path in tmp_path.iterdir():
             path.unlink()
         assert torch.equal(model(IDS), wanted)  # mapped files stay readable
-    detach(model)
+    end_dispatch(model)
 
 
 def test_a_weight_shared_by_a_resident_and_a_streamed_part_stays_on_the_device(
@@ -432,7 +437,7 @@ def test_a_weight_shared_by_a_resident_and_a_streamed_part_stays_on_the_device(
     assert model.embed.weight.data_ptr() not in {entry.rest.data_ptr() for unit in streamer.units for pack in unit.packs for entry in pack.entries}  # fmt: skip
     for _ in range(2):
         assert torch.equal(model(IDS), reference(IDS))
-    detach(model)
+    end_dispatch(model)
 
 
 def test_parts_on_several_devices_get_a_copy_of_a_shared_weight_each() -> None:
@@ -444,7 +449,7 @@ def test_parts_on_several_devices_get_a_copy_of_a_shared_weight_each() -> None:
         "meta",
     )
     assert model.head.weight.requires_grad
-    detach(model)
+    end_dispatch(model)
 
 
 @pytest.mark.parametrize("way", [on_cpu, on_disk])
@@ -472,12 +477,12 @@ def test_gradients_pass_through_a_streamed_model_that_is_not_frozen(
     assert all(view.grad is None for view in (*views, *model.parameters()))
     model.requires_grad_(False)
     assert not model(IDS).requires_grad
-    detach(model)
+    end_dispatch(model)
 
 
 def test_a_streamed_model_is_not_copied() -> None:
     model = cpu_offload(build(), "cpu")
     with pytest.raises(PrepareError, match="Copy it before it is dispatched"):
         copy.deepcopy(model)
-    detach(model)
+    end_dispatch(model)
     copy.deepcopy(model)

@@ -16,7 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from hasten.extensions.bigmodel import dispatch
-from hasten.extensions.bigmodel.placed import StreamedForward, detach, streamers_of
+from hasten.extensions.bigmodel.placed import (
+    StreamedForward,
+    end_dispatch,
+    streamers_of,
+)
 from hasten.extensions.bigmodel.stream import Streamer
 from hasten.modules import forwarding
 from hasten.runtime.streams import HostLanes, Mark, Pairs
@@ -182,7 +186,7 @@ def test_no_copy_overtakes_a_use_and_no_use_a_copy(
             ):
                 assert torch.equal(model(ids, order), right), (seed, turn, order)
         assert streams.races == [], (seed, streams.races[:2])
-        detach(model)
+        end_dispatch(model)
 
 
 def test_the_stand_in_sees_a_copy_that_does_not_wait(
@@ -196,4 +200,4 @@ def test_the_stand_in_sees_a_copy_that_does_not_wait(
         for _ in range(2):
             model(torch.zeros(1, 2, dtype=torch.long), list(range(len(model.blocks))))
     assert streams.races
-    detach(model)
+    end_dispatch(model)

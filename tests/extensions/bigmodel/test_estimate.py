@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from hasten.checkpoint.export import save_model
 from hasten.cli.main import main
 from hasten.errors import ConfigError
-from hasten.extensions.bigmodel.estimate import estimate, of_model, shape_of
+from hasten.extensions.bigmodel.estimate import (
+    estimate_memory,
+    shape_of,
+    shape_of_model,
+)
 
 
 class Net(nn.Module):
@@ -40,17 +44,17 @@ def test_folders_and_factories_have_the_sizes_of_their_models(tmp_path: Path) ->
     count = sum(p.numel() for p in model.parameters())
     largest = sum(p.numel() for p in model.layers[0].parameters())
     save_model(model.state_dict(), tmp_path, max_shard_size=3000)
-    files, made = shape_of(str(tmp_path)), of_model(model, "net")
+    files, made = shape_of(str(tmp_path)), shape_of_model(model, "net")
     assert (
         (files.num_parameters, files.largest)
         == (made.num_parameters, made.largest)
         == (count, largest)
     )
-    found = estimate(files, "float32")
+    found = estimate_memory(files, "float32")
     assert found.weights == count * 4
     assert found.training == count * 16
-    assert estimate(files, "int4").weights == count // 2
-    assert estimate(files, "bfloat16", "sgd").training == count * 8
+    assert estimate_memory(files, "int4").weights == count // 2
+    assert estimate_memory(files, "bfloat16", "sgd").training == count * 8
 
 
 def test_folders_of_transformers_need_no_weights(tmp_path: Path) -> None:
@@ -93,4 +97,4 @@ def test_the_command_prints_a_table_and_json(
 
 def test_what_cannot_be_estimated_is_said() -> None:
     with pytest.raises(ConfigError, match="dtypes are float32"):
-        estimate(of_model(Net(), "net"), "float13")
+        estimate_memory(shape_of_model(Net(), "net"), "float13")

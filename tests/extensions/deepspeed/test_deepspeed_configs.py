@@ -13,7 +13,7 @@ from typing import Any, Final
 import pytest
 
 from hasten.errors import ConfigError
-from hasten.extensions.deepspeed.config import Facts, translate
+from hasten.extensions.deepspeed.config import RunFacts, translate
 from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 
 FOLDER: Final = Path(__file__).with_name("golden_configs")
@@ -57,10 +57,12 @@ DUMMY: Final = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 
 
 CASES: Final = MappingProxyType(
     {
-        "defaults": (DeepSpeedPlugin(), Facts()),
+        "defaults": (DeepSpeedPlugin(), RunFacts()),
         "bf16_accumulated": (
             DeepSpeedPlugin(zero_stage=1, gradient_clipping=1.0),
-            Facts(mixed_precision="bf16", accumulation=4, world_size=8, micro_batch=16),
+            RunFacts(
+                mixed_precision="bf16", accumulation=4, world_size=8, micro_batch=16
+            ),
         ),
         "stage_3_offloaded": (
             DeepSpeedPlugin(
@@ -69,11 +71,11 @@ CASES: Final = MappingProxyType(
                 offload_param_device="cpu",
                 zero3_save_16bit_model=True,
             ),
-            Facts(mixed_precision="fp16", world_size=2),
+            RunFacts(mixed_precision="fp16", world_size=2),
         ),
         "hub_file": (
             DeepSpeedPlugin(hf_ds_config=HUB),
-            Facts(
+            RunFacts(
                 mixed_precision="bf16",
                 accumulation=2,
                 world_size=4,
@@ -91,7 +93,7 @@ CASES: Final = MappingProxyType(
                     "train_micro_batch_size_per_gpu": "auto",
                 }
             ),
-            Facts(world_size=2),
+            RunFacts(world_size=2),
         ),
         "total_batch_given": (
             DeepSpeedPlugin(
@@ -100,7 +102,7 @@ CASES: Final = MappingProxyType(
                     "zero_optimization": {"stage": 1, "overlap_comm": True},
                 }
             ),
-            Facts(accumulation=2, world_size=4),
+            RunFacts(accumulation=2, world_size=4),
         ),
     }
 )
@@ -140,66 +142,66 @@ def test_the_given_mapping_is_left_as_it_was() -> None:
     [
         (
             {"gradient_accumulation_steps": 4},
-            Facts(accumulation=2),
+            RunFacts(accumulation=2),
             "=4 and the loop's gradient_accumulation_steps=2 differ",
         ),
-        ({"bf16": {"enabled": True}}, Facts(), "Set mixed_precision='bf16'"),
+        ({"bf16": {"enabled": True}}, RunFacts(), "Set mixed_precision='bf16'"),
         (
             {"fp16": {"enabled": False}},
-            Facts(mixed_precision="fp16"),
+            RunFacts(mixed_precision="fp16"),
             "Set mixed_precision='no'",
         ),
-        ({"train_batch_size": 10}, Facts(world_size=4), "Set a multiple of 4"),
+        ({"train_batch_size": 10}, RunFacts(world_size=4), "Set a multiple of 4"),
         (
             {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4},
-            Facts(),
+            RunFacts(),
             'Write "auto" for one of them',
         ),
-        ({"zero_optimization": {"stage": 4}}, Facts(), "Set 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": 4}}, RunFacts(), "Set 0, 1, 2 or 3"),
         (
             {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
-            Facts(),
+            RunFacts(),
             "needs stage 1, 2 or 3",
         ),
         (
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-            Facts(),
+            RunFacts(),
             "needs stage 3",
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_param": NVME}},
-            Facts(),
+            RunFacts(),
             "Use device='cpu'",
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": NVME}},
-            Facts(),
+            RunFacts(),
             "Use device='cpu'",
         ),
-        ({"zero_optimization": 3}, Facts(), "Write zero_optimization as a mapping"),
-        ({"optimizer": {"type": "AdamW"}}, Facts(), "one of them would be ignored"),
-        ({}, Facts(optimizer={"lr": 1.0}), "no optimizer section"),
+        ({"zero_optimization": 3}, RunFacts(), "Write zero_optimization as a mapping"),
+        ({"optimizer": {"type": "AdamW"}}, RunFacts(), "one of them would be ignored"),
+        ({}, RunFacts(optimizer={"lr": 1.0}), "no optimizer section"),
         (
             {"optimizer": {"params": {"eps": "auto"}}},
-            Facts(optimizer={"lr": 1.0}),
+            RunFacts(optimizer={"lr": 1.0}),
             "DummyOptim was not given eps",
         ),
         (
             {"scheduler": {"params": {"total_num_steps": "auto"}}},
-            Facts(),
+            RunFacts(),
             "DummyScheduler",
         ),
         (
             {"comms_logger": {"enabled": "auto"}},
-            Facts(),
+            RunFacts(),
             'says "auto" for comms_logger.enabled',
         ),
-        ({"torch_autocast": {"enabled": True}}, Facts(), "Remove torch_autocast"),
-        ({}, Facts(mixed_precision="fp8"), "use 'bf16'"),
+        ({"torch_autocast": {"enabled": True}}, RunFacts(), "Remove torch_autocast"),
+        ({}, RunFacts(mixed_precision="fp8"), "use 'bf16'"),
     ],
 )
 def test_contradictions_name_both_sides(
-    given: dict[str, Any], facts: Facts, words: str
+    given: dict[str, Any], facts: RunFacts, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         translate(DeepSpeedPlugin(hf_ds_config=given), facts)
@@ -216,7 +218,7 @@ def test_sections_that_are_one_mapping_are_filled_in_apart() -> None:
     }
     apart = json.loads(json.dumps(shared))
     made, expected = (
-        translate(DeepSpeedPlugin(hf_ds_config=given), Facts())
+        translate(DeepSpeedPlugin(hf_ds_config=given), RunFacts())
         for given in (shared, apart)
     )
     assert made == expected
@@ -234,14 +236,14 @@ def test_files_are_read_and_explained(tmp_path: Path) -> None:
     good.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     bad.write_text("{")
     other.write_text("[]")
-    assert translate(DeepSpeedPlugin(hf_ds_config=str(good)), Facts()).stage == 1
+    assert translate(DeepSpeedPlugin(hf_ds_config=str(good)), RunFacts()).stage == 1
     for path, words in (
         (bad, "cannot be read"),
         (other, "not a JSON object"),
         (tmp_path / "none.json", "cannot be read"),
     ):
         with pytest.raises(ConfigError, match=words):
-            translate(DeepSpeedPlugin(hf_ds_config=str(path)), Facts())
+            translate(DeepSpeedPlugin(hf_ds_config=str(path)), RunFacts())
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def plain(
     ctx: ProcessContext, stage: int, half: bool, offload: bool
 ) -> tuple[list[float], list[float], int]:
     """Losses, norms and the number of computed norms of DeepSpeed without hasten."""
-    deepspeed = deepspeed_engine.join(ctx)
+    deepspeed = deepspeed_engine.join_process_group(ctx)
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "bf16": {"enabled": half},

@@ -8,13 +8,18 @@ from torch import nn
 
 from hasten.config.sections.parallel import PipelineParallelConfig
 from hasten.errors import ConfigError, PrepareError
-from hasten.extensions.pipeline.cut import StageCut, decide, part_of, shared
+from hasten.extensions.pipeline.cut import (
+    StageCut,
+    decide_cut,
+    find_shared_parameters,
+    part_of,
+)
 from hasten.extensions.pipeline.stage_plan import StagePlacement
 from hasten.testing.toys import TinyLM
 
 
 def cut(model: nn.Module, stages: int = 2, **settings: tuple[str, ...]) -> StageCut:
-    return decide(model, PipelineParallelConfig(**settings), StagePlacement(stages))  # type: ignore[arg-type]  # tuples of names
+    return decide_cut(model, PipelineParallelConfig(**settings), StagePlacement(stages))  # type: ignore[arg-type]  # tuples of names
 
 
 def lm(depth: int = 4, tied: bool = False) -> TinyLM:
@@ -51,7 +56,7 @@ def test_every_key_is_written_once_and_every_parameter_has_one_owner(
     parts = [part_of(model, found, rank) for rank in range(stages)]
     written = [key for part in parts for key in part.own_keys]
     assert sorted(written) == sorted(model.state_dict())
-    several = shared(model, found)
+    several = find_shared_parameters(model, found)
     expected = {"extra": tuple(range(stages))} if stages > 1 else {}
     if tied and stages > 1:
         expected["embed.weight"] = (0, stages - 1)

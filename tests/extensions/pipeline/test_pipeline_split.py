@@ -11,10 +11,10 @@ from hasten.config.sections.parallel import PipelineSchedule
 from hasten.errors import ConfigError
 from hasten.extensions.pipeline.stage_plan import (
     StagePlacement,
-    balanced,
+    balance_ranges,
     check_microbatches,
     default_microbatches,
-    placement,
+    place_stages,
 )
 from hasten.strategies.micro_batches import check_rows
 
@@ -52,7 +52,7 @@ def test_ranges_cover_all_blocks_and_none_is_better() -> None:
             for _ in range(4):
                 costs = [float(rng.randint(0, 9)) for _ in range(length)]
                 before, after = float(rng.randint(0, 9)), float(rng.randint(0, 9))
-                found = balanced(costs, parts, before, after)
+                found = balance_ranges(costs, parts, before, after)
                 assert [i for start, stop in found for i in range(start, stop)] == list(
                     range(length)
                 )
@@ -67,24 +67,25 @@ def test_ranges_cover_all_blocks_and_none_is_better() -> None:
 
 @pytest.mark.parametrize("parts", [2, 4, 8, 16])
 def test_equal_blocks_are_divided_evenly(parts: int) -> None:
-    sizes = [stop - start for start, stop in balanced([1.0] * 96, parts)]
+    sizes = [stop - start for start, stop in balance_ranges([1.0] * 96, parts)]
     assert max(sizes) - min(sizes) <= 1
-    assert balanced([1.0] * 4, 2, before=0, after=2) == ((0, 3), (3, 4)), (
-        "a heavy head takes blocks off its stage"
-    )
+    assert balance_ranges([1.0] * 4, 2, cost_before=0, cost_after=2) == (
+        (0, 3),
+        (3, 4),
+    ), "a heavy head takes blocks off its stage"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_stage_lies_on_one_rank(schedule: PipelineSchedule) -> None:
     for ranks in range(1, 17):
-        place = placement(schedule, ranks, None)
+        place = place_stages(schedule, ranks, None)
         held = [stage for rank in range(ranks) for stage in place.stages_of(rank)]
         assert sorted(held) == list(range(place.stages))
         assert all(
             len(place.stages_of(rank)) == place.per_rank for rank in range(ranks)
         )
         check_microbatches(schedule, ranks, default_microbatches(schedule, ranks))
-    assert placement("zbv_zero_bubble", 3, None).stages_of(0) == (0, 5), (
+    assert place_stages("zbv_zero_bubble", 3, None).stages_of(0) == (0, 5), (
         "the V ends where it began"
     )
     assert StagePlacement(2, 3).stages_of(1) == (1, 3, 5)
@@ -92,9 +93,9 @@ def test_every_stage_lies_on_one_rank(schedule: PipelineSchedule) -> None:
 
 def test_numbers_that_do_not_fit_are_refused_with_numbers_that_do() -> None:
     with pytest.raises(ConfigError, match="has 1 stage on each rank"):
-        placement("1f1b", 2, 2)
+        place_stages("1f1b", 2, 2)
     with pytest.raises(ConfigError, match="has 2 stages on each rank"):
-        placement("zbv_zero_bubble", 2, 3)
+        place_stages("zbv_zero_bubble", 2, 3)
     with pytest.raises(ConfigError, match="Set num_microbatches to 4 or more"):
         check_microbatches("1f1b", 4, 3)
     with pytest.raises(ConfigError, match="Set it to 4"):

@@ -27,13 +27,16 @@ _ABOUT = """target:
 
 def main(argv: Sequence[str]) -> int:
     """Run `hasten estimate-memory …`; return 0 if the model was found."""
-    given = _parser().parse_args(argv)
+    command_args = _parser().parse_args(argv)
     # this imports torch, which --help does not need
-    from hasten.extensions.bigmodel.estimate import estimate, shape_of
+    from hasten.extensions.bigmodel.estimate import estimate_memory, shape_of
 
-    shape = shape_of(given.target, given.trust_remote_code)
-    rows = [estimate(shape, dtype, given.optimizer) for dtype in given.dtypes]
-    if given.json:
+    shape = shape_of(command_args.target, command_args.trust_remote_code)
+    rows = [
+        estimate_memory(shape, dtype, command_args.optimizer)
+        for dtype in command_args.dtypes
+    ]
+    if command_args.json:
         content = {
             "model": shape.name,
             "parameters": shape.num_parameters,

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from hasten.checkpoint.export import parse_size
 from hasten.errors import ConfigError
 from hasten.extensions.bigmodel.placement_plan import (
-    Atom,
     Device,
+    ModuleGroup,
     Node,
-    atoms,
-    balanced,
-    place,
+    balance_limits,
+    group_modules,
+    place_modules,
     readable,
 )
 from hasten.modules.names import tied_groups
@@ -37,34 +37,41 @@ def get_max_memory(
     Raises: ConfigError for a device that does not exist or an invalid size.
     """
     if max_memory is None:
-        return {key: int(_SHARE * free) for key, free in free_memory().items()}
-    limits = {_key(key): parse_size(size) for key, size in max_memory.items()}
-    known = {*range(_num_devices()), "cpu", "disk", "mps"}
-    for key in limits:
-        if key not in known:
-            devices = (
-                ", ".join(str(index) for index in range(_num_devices()))
+        return {
+            device_key: int(_SHARE * free) for device_key, free in free_memory().items()
+        }
+    memory_limits = {
+        _normalize_key(device_key): parse_size(size)
+        for device_key, size in max_memory.items()
+    }
+    valid_keys = {*range(_num_devices()), "cpu", "disk", "mps"}
+    for device_key in memory_limits:
+        if device_key not in valid_keys:
+            device_names = (
+                ", ".join(str(device_index) for device_index in range(_num_devices()))
                 or "no accelerator"
             )
             raise ConfigError(
-                f"max_memory names device {key!r}, which this machine does not have ({devices}, 'cpu', 'disk'). "
+                f"max_memory names device {device_key!r}, which this machine does not have ({device_names}, 'cpu', 'disk'). "
                 "Name devices by their index, or remove the entry."
             )
-    return dict(sorted(limits.items(), key=lambda item: device_order(item[0])))
+    return dict(sorted(memory_limits.items(), key=lambda item: device_order(item[0])))
 
 
-def _key(key: DeviceKey) -> DeviceKey:
-    if isinstance(key, str) and key.isdigit():
-        return int(key)
-    if isinstance(key, str) and ":" in key:
-        return torch.device(key).index
-    return key
+def _normalize_key(device_key: DeviceKey) -> DeviceKey:
+    if isinstance(device_key, str) and device_key.isdigit():
+        return int(device_key)
+    if isinstance(device_key, str) and ":" in device_key:
+        return torch.device(device_key).index
+    return device_key
 
 
-def device_order(key: DeviceKey) -> tuple[int, int]:
+def device_order(device_key: DeviceKey) -> tuple[int, int]:
     """Return the place of a device in a map: accelerators by number, then "mps", "cpu" and "disk"."""
     return (
-        (0, key) if isinstance(key, int) else (("mps", "cpu", "disk").index(key) + 1, 0)
+        (0, device_key)
+        if isinstance(device_key, int)
+        else (("mps", "cpu", "disk").index(device_key) + 1, 0)
     )
 
 
@@ -77,23 +84,26 @@ def free_memory(unified: bool = False) -> dict[DeviceKey, int]:
     if unified:
         return {"mps": free_host_bytes()}
     return {
-        **{index: _free(index) for index in range(_num_devices())},
+        **{
+            device_index: _free_device_bytes(device_index)
+            for device_index in range(_num_devices())
+        },
         "cpu": free_host_bytes(),
     }
 
 
-def _free(index: int) -> int:
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None, "there is an accelerator"
-    module = torch.get_device_module(kind)
-    if hasattr(module, "mem_get_info"):
-        return int(module.mem_get_info(index)[0])
+def _free_device_bytes(device_index: int) -> int:
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, "there is an accelerator"
+    device_module = torch.get_device_module(accelerator)
+    if hasattr(device_module, "mem_get_info"):
+        return int(device_module.mem_get_info(device_index)[0])
     return free_host_bytes()  # devices that share the host's memory
 
 
 log = logging.getLogger(__name__)
 OFFLOAD = ("cpu", "disk")
-WAYS = ("auto", "balanced", "balanced_low_0", "sequential")
+MAP_METHODS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Names of the ways to work out a map."""
 DType = torch.dtype | str | None
 
@@ -101,12 +111,12 @@ DType = torch.dtype | str | None
 def as_dtype(dtype: DType) -> torch.dtype | None:
     """Return a dtype given as a dtype or by name ("bfloat16", "torch.float16")."""
     if isinstance(dtype, str):
-        found = getattr(torch, dtype.removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype):
+        torch_dtype = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(torch_dtype, torch.dtype):
             raise ConfigError(
                 f"{dtype!r} is not a torch dtype; write for example 'bfloat16'."
             )
-        return found
+        return torch_dtype
     return dtype
 
 
@@ -131,89 +141,119 @@ def infer_auto_device_map(
     accelerator reserves memory to stream them.
     Raises: ConfigError with the missing bytes if the devices cannot hold the model.
     """
-    parts = atoms(tree(model, no_split_module_classes, dtype))
+    module_groups = group_modules(module_nodes(model, no_split_module_classes, dtype))
     devices = devices_in_order(get_max_memory(max_memory))
     if not offload_buffers:
-        devices = _without_buffers(devices, parts, model, dtype)
-    placement = place(parts, devices)
-    used = {key: readable(size) for key, size in placement.used.items() if size}
+        devices = _without_buffers(devices, module_groups, model, dtype)
+    module_placement = place_modules(module_groups, devices)
+    used_sizes = {
+        device_key: readable(size)
+        for device_key, size in module_placement.used.items()
+        if size
+    }
     log.info(
         "device map: %s; %s of the first device are reserved for offloaded modules",
-        used,
-        readable(placement.reserved),
+        used_sizes,
+        readable(module_placement.reserved),
     )
-    return clean_device_map(dict(placement.places))
+    return clean_device_map(dict(module_placement.places))
 
 
-def devices_in_order(limits: Mapping[DeviceKey, int]) -> list[Device]:
+def devices_in_order(memory_limits: Mapping[DeviceKey, int]) -> list[Device]:
     """Return the devices to fill, in order; devices that only store weights are marked as offload, and the disk is last.
 
     Without an accelerator the CPU computes, and only the disk is an offload device.
     """
-    accelerators = [key for key in limits if key not in OFFLOAD and limits[key] > 0]
-    devices = [Device(key, limits[key]) for key in accelerators]
-    if "cpu" in limits:
-        devices.append(Device("cpu", limits["cpu"], offload=bool(accelerators)))
-    elif not accelerators:
-        raise ConfigError(
-            f"max_memory {dict(limits)} contains no device that can compute; add 'cpu' or an accelerator."
+    accelerator_keys = [
+        device_key
+        for device_key in memory_limits
+        if device_key not in OFFLOAD and memory_limits[device_key] > 0
+    ]
+    devices = [
+        Device(device_key, memory_limits[device_key]) for device_key in accelerator_keys
+    ]
+    if "cpu" in memory_limits:
+        devices.append(
+            Device("cpu", memory_limits["cpu"], offload=bool(accelerator_keys))
         )
-    devices.append(Device("disk", limits.get("disk"), offload=True))
+    elif not accelerator_keys:
+        raise ConfigError(
+            f"max_memory {dict(memory_limits)} contains no device that can compute; add 'cpu' or an accelerator."
+        )
+    devices.append(Device("disk", memory_limits.get("disk"), offload=True))
     return devices
 
 
 def _without_buffers(
-    devices: list[Device], parts: Sequence[Atom], model: nn.Module, dtype: DType
+    devices: list[Device],
+    module_groups: Sequence[ModuleGroup],
+    model: nn.Module,
+    dtype: DType,
 ) -> list[Device]:
     """Return the devices, the first computing one without the bytes of offloaded modules' buffers, which stay there."""
-    main = next((device for device in devices if not device.offload), None)
-    if main is None or main.limit is None:
+    main_device = next((device for device in devices if not device.offload), None)
+    if main_device is None or main_device.limit is None:
         return devices
-    offloaded = {device.key for device in devices if device.offload}
-    places = place(parts, devices).places
-    prefixes = tuple(f"{name}." for name, key in places.items() if key in offloaded)
+    offload_keys = {device.key for device in devices if device.offload}
+    device_of_module = place_modules(module_groups, devices).places
+    offloaded_prefixes = tuple(
+        f"{buffer_name}."
+        for buffer_name, device_key in device_of_module.items()
+        if device_key in offload_keys
+    )
     buffer_bytes = sum(
         tensor_bytes(buffer, as_dtype(dtype))
-        for name, buffer in model.named_buffers()
-        if name.startswith(prefixes) or places.get(name) in offloaded
+        for buffer_name, buffer in model.named_buffers()
+        if buffer_name.startswith(offloaded_prefixes)
+        or device_of_module.get(buffer_name) in offload_keys
     )
-    reduced = replace(main, limit=max(main.limit - buffer_bytes, 0))
-    return [reduced if device is main else device for device in devices]
+    reduced_device = replace(
+        main_device, limit=max(main_device.limit - buffer_bytes, 0)
+    )
+    return [reduced_device if device is main_device else device for device in devices]
 
 
-def tree(
+def module_nodes(
     model: nn.Module,
     no_split: Collection[str] | str | None = None,
     dtype: DType = None,
 ) -> Iterator[Node]:
     """Yield the model's modules as nodes for the solver, with sizes, shared tensors and splittable children."""
-    whole = frozenset([no_split] if isinstance(no_split, str) else no_split or ())
+    unsplit_classes = frozenset(
+        [no_split] if isinstance(no_split, str) else no_split or ()
+    )
     stored_dtype = as_dtype(dtype)
 
     def size(tensor: Tensor) -> tuple[int, int]:
         return id(tensor), tensor_bytes(tensor, stored_dtype)
 
     def visit(prefix: str, module: nn.Module) -> Iterator[Node]:
-        dot = f"{prefix}." if prefix else ""
-        own = [*module._parameters.items(), *module._buffers.items()]
+        name_prefix = f"{prefix}." if prefix else ""
+        direct_tensors = [*module._parameters.items(), *module._buffers.items()]
         yield from (
-            Node(dot + n, frozenset([size(t)])) for n, t in own if t is not None
+            Node(name_prefix + tensor_name, frozenset([size(direct_tensor)]))
+            for tensor_name, direct_tensor in direct_tensors
+            if direct_tensor is not None
         )
-        for name, child in module._modules.items():
+        for child_name, child in module._modules.items():
             if child is None:
                 continue
-            held = frozenset(size(tensor) for _, tensor in named_tensors(child))
-            if not held:
+            child_tensors = frozenset(
+                size(tensor) for _, tensor in named_tensors(child)
+            )
+            if not child_tensors:
                 continue
-            splits = (
+            is_splittable = (
                 any(True for _ in child.children())
-                and type(child).__name__ not in whole
+                and type(child).__name__ not in unsplit_classes
             )
             yield Node(
-                dot + name, held, tuple(visit(dot + name, child)) if splits else ()
+                name_prefix + child_name,
+                child_tensors,
+                tuple(visit(name_prefix + child_name, child)) if is_splittable else (),
             )
 
-    if type(model).__name__ in whole:
+    if type(model).__name__ in unsplit_classes:
         yield Node("", frozenset(size(tensor) for _, tensor in named_tensors(model)))
     else:
         yield from visit("", model)
@@ -227,34 +267,54 @@ def get_balanced_memory(
     low_zero: bool = False,
 ) -> dict[DeviceKey, int]:
     """Return limits that spread the model evenly over the accelerators; `low_zero` leaves the first one to other work."""
-    limits = get_max_memory(max_memory)
-    accelerators = [key for key in limits if key not in OFFLOAD and limits[key] > 0]
-    parts = atoms(tree(model, no_split_module_classes, dtype))
-    fair = balanced(parts, [limits[key] for key in accelerators], low_zero)
-    return {**limits, **dict(zip(accelerators, fair, strict=True))}
+    memory_limits = get_max_memory(max_memory)
+    accelerator_keys = [
+        device_key
+        for device_key in memory_limits
+        if device_key not in OFFLOAD and memory_limits[device_key] > 0
+    ]
+    module_groups = group_modules(module_nodes(model, no_split_module_classes, dtype))
+    balanced_limits = balance_limits(
+        module_groups,
+        [memory_limits[device_key] for device_key in accelerator_keys],
+        low_zero,
+    )
+    return {
+        **memory_limits,
+        **dict(zip(accelerator_keys, balanced_limits, strict=True)),
+    }
 
 
 def clean_device_map(
     device_map: dict[str, DeviceKey], module_name: str = ""
 ) -> dict[str, DeviceKey]:
     """Return the map with a module in place of its submodules wherever these all share a device."""
-    prefix = f"{module_name}." if module_name else ""
-    inside = [name for name in device_map if name.startswith(prefix)]
-    if len(inside) > 1 and len({device_map[name] for name in inside}) == 1:
-        key = device_map[inside[0]]
-        short = {}
-        for name, place_ in device_map.items():
-            if name == inside[0]:
-                short[module_name] = key
-            if not name.startswith(prefix):
-                short[name] = place_
-        return short
-    depth = len(prefix.split(".")) if prefix else 1
-    children = dict.fromkeys(
-        ".".join(name.split(".")[:depth]) for name in inside if name != module_name
+    name_prefix = f"{module_name}." if module_name else ""
+    inner_names = [
+        entry_name for entry_name in device_map if entry_name.startswith(name_prefix)
+    ]
+    if (
+        len(inner_names) > 1
+        and len({device_map[entry_name] for entry_name in inner_names}) == 1
+    ):
+        device_key = device_map[inner_names[0]]
+        short_map = {}
+        for entry_name, entry_device in device_map.items():
+            if entry_name == inner_names[0]:
+                short_map[module_name] = device_key
+            if not entry_name.startswith(name_prefix):
+                short_map[entry_name] = entry_device
+        return short_map
+    depth = len(name_prefix.split(".")) if name_prefix else 1
+    child_names = dict.fromkeys(
+        ".".join(entry_name.split(".")[:depth])
+        for entry_name in inner_names
+        if entry_name != module_name
     )
-    for child in children:
-        device_map = clean_device_map(device_map, child) if child else device_map
+    for child_name in child_names:
+        device_map = (
+            clean_device_map(device_map, child_name) if child_name else device_map
+        )
     return device_map
 
 
@@ -262,32 +322,38 @@ def check_device_map(
     model: nn.Module, device_map: Mapping[str, DeviceKey | torch.device]
 ) -> None:
     """Raise unless every tensor of the model has a device, and every name of the map exists in the model."""
-    tensors = [name for name, _ in named_tensors(model)]
-    unplaced = [name for name in tensors if owner_in(device_map, name) is None]
-    if unplaced:
+    tensor_names = [entry_name for entry_name, _ in named_tensors(model)]
+    unplaced_names = [
+        entry_name
+        for entry_name in tensor_names
+        if owner_in(device_map, entry_name) is None
+    ]
+    if unplaced_names:
         raise ConfigError(
-            f"the device map has no entry for {_few(unplaced)}, so the model could not run. Add an entry "
+            f"the device map has no entry for {_list_names(unplaced_names)}, so the model could not run. Add an entry "
             "for each, or for the whole model under the name ''."
         )
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | set(
-        tensors
-    )
-    unknown = [name for name in device_map if name not in known]
-    if unknown:
+    existing_names = {
+        entry_name for entry_name, _ in model.named_modules(remove_duplicate=False)
+    } | set(tensor_names)
+    unknown_names = [
+        entry_name for entry_name in device_map if entry_name not in existing_names
+    ]
+    if unknown_names:
         raise ConfigError(
-            f"the device map names {_few(unknown)}, which {type(model).__name__} does not have; the entries would have no effect. Use "
+            f"the device map names {_list_names(unknown_names)}, which {type(model).__name__} does not have; the entries would have no effect. Use "
             "names from model.named_modules()."
         )
 
 
-def owner_in(device_map: Mapping[str, object], name: str) -> str | None:
+def owner_in(device_map: Mapping[str, object], tensor_name: str) -> str | None:
     """Return the longest entry of the map that contains `name`, or None."""
-    while name and name not in device_map:
-        name = name.rpartition(".")[0]
-    return name if name in device_map else None
+    while tensor_name and tensor_name not in device_map:
+        tensor_name = tensor_name.rpartition(".")[0]
+    return tensor_name if tensor_name in device_map else None
 
 
-def _few(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (
         f" and {len(names) - 3} more" if len(names) > 3 else ""
     )
@@ -295,36 +361,40 @@ def _few(names: Sequence[str]) -> str:
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
     """Return the groups of names that refer to the same parameter."""
-    return [sorted(group) for group in tied_groups(model)]
+    return [sorted(tied_names) for tied_names in tied_groups(model)]
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
     """Make the names of each group refer to one parameter again, the one that is not on the meta device."""
-    for group in tied_params:
-        kept = next(
+    for tied_names in tied_params:
+        shared_tensor = next(
             (
                 tensor
-                for name in group
-                if not (tensor := tensor_of(model, name)).is_meta
+                for tensor_name in tied_names
+                if not (tensor := tensor_of(model, tensor_name)).is_meta
             ),
             None,
         )
-        if kept is None:
+        if shared_tensor is None:
             continue
-        for name in group:
-            owner, last = parent_of(model, name)
-            table = owner._parameters if last in owner._parameters else owner._buffers
-            table[last] = kept  # type: ignore[assignment]  # a parameter in the one table, a buffer in the other
+        for tensor_name in tied_names:
+            owner_module, tensor_key = parent_of(model, tensor_name)
+            table = (
+                owner_module._parameters
+                if tensor_key in owner_module._parameters
+                else owner_module._buffers
+            )
+            table[tensor_key] = shared_tensor  # type: ignore[assignment]  # a parameter in the one table, a buffer in the other
 
 
-def tensor_of(model: nn.Module, name: str) -> Tensor:
+def tensor_of(model: nn.Module, tensor_name: str) -> Tensor:
     """Return the parameter or buffer called `name`."""
-    owner, last = parent_of(model, name)
-    found = owner._parameters.get(last)
-    if found is None:
-        found = owner._buffers.get(last)  # type: ignore[assignment]
-    if found is None:
+    owner_module, tensor_key = parent_of(model, tensor_name)
+    stored_tensor = owner_module._parameters.get(tensor_key)
+    if stored_tensor is None:
+        stored_tensor = owner_module._buffers.get(tensor_key)  # type: ignore[assignment]
+    if stored_tensor is None:
         raise AttributeError(
-            f"{type(owner).__name__} has no parameter or buffer {last!r}"
+            f"{type(owner_module).__name__} has no parameter or buffer {tensor_key!r}"
         )
-    return found
+    return stored_tensor

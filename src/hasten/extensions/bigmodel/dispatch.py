@@ -24,13 +24,18 @@ from hasten.extensions.bigmodel.packs import PackedTensor, Table, mapped_entry
 from hasten.extensions.bigmodel.placed import (
     PlacedForward,
     StreamedForward,
-    detach,
+    end_dispatch,
     keep_in_place,
-    moved,
+    move_tensors,
 )
 from hasten.extensions.bigmodel.placement_plan import readable
 from hasten.extensions.bigmodel.stream import Streamer
-from hasten.extensions.bigmodel.units import FoundBlocks, cut, make_units, tensors_in
+from hasten.extensions.bigmodel.units import (
+    NamedTensor,
+    cut_into_units,
+    make_units,
+    tensors_in,
+)
 from hasten.modules import forwarding
 from hasten.modules.hooks import (
     Args,
@@ -48,22 +53,26 @@ log = logging.getLogger(__name__)
 Place = int | str | torch.device
 
 
-def device_of(place: Place) -> torch.device:
+def device_of(device_key: Place) -> torch.device:
     """Return the torch device of a map's entry; an integer is the index of an accelerator."""
-    if isinstance(place, int):
-        kind = torch.accelerator.current_accelerator()
-        if kind is None:
+    if isinstance(device_key, int):
+        tensor_class = torch.accelerator.current_accelerator()
+        if tensor_class is None:
             raise PrepareError(
-                f"device {place} was requested, but this machine has only the CPU; use 'cpu' or 'disk'."
+                f"device {device_key} was requested, but this machine has only the CPU; use 'cpu' or 'disk'."
             )
-        return torch.device(kind.type, place)
-    return torch.device(place)
+        return torch.device(tensor_class.type, device_key)
+    return torch.device(device_key)
 
 
 def main_device_of(device_map: Mapping[str, Place]) -> torch.device:
     """Return the device on which offloaded modules compute: the first accelerator of the map, else the CPU."""
-    places = [place for place in device_map.values() if str(place) not in OFFLOAD]
-    return device_of(places[0]) if places else torch.device("cpu")
+    device_keys = [
+        device_key
+        for device_key in device_map.values()
+        if str(device_key) not in OFFLOAD
+    ]
+    return device_of(device_keys[0]) if device_keys else torch.device("cpu")
 
 
 def dispatch_model(
@@ -88,42 +97,54 @@ def dispatch_model(
     Raises: PrepareError if weights are on the meta device and no source for them is given.
     """
     check_device_map(model, device_map)
-    detach(model)
-    main = main_device_of(device_map) if main_device is None else device_of(main_device)
-    away = ("disk",) if main.type == "cpu" else OFFLOAD
-    skip = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
-    owners = {name: str(place) for name, place in device_map.items()}
-    streamed = {name for name, place in owners.items() if place in away}
+    end_dispatch(model)
+    compute_device = (
+        main_device_of(device_map) if main_device is None else device_of(main_device)
+    )
+    offload_kinds = ("disk",) if compute_device.type == "cpu" else OFFLOAD
+    skipped_keys = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
+    device_names = {
+        entry_name: str(device_key) for entry_name, device_key in device_map.items()
+    }
+    streamed_names = {
+        entry_name
+        for entry_name, device_key in device_names.items()
+        if device_key in offload_kinds
+    }
     if state_dict:
-        _fill(model, state_dict)
-    on_disk = _under(model, owners, "disk", offload_buffers)
-    disk = find_disk_weights(model, on_disk, offload_dir, offload_index)
+        _fill_meta_tensors(model, state_dict)
+    on_disk = _tensors_on(model, device_names, "disk", offload_buffers)
+    disk_pieces = find_disk_weights(model, on_disk, offload_dir, offload_index)
     # the index may also list weights that are still to be read into host memory
     if offload_index is not None:
-        others = _under(model, owners, "cpu", offload_buffers)
-        waiting = [
-            name
-            for name in others
-            if name in offload_index and tensor_of(model, name).is_meta
+        host_names = _tensors_on(model, device_names, "cpu", offload_buffers)
+        unread_names = [
+            entry_name
+            for entry_name in host_names
+            if entry_name in offload_index and tensor_of(model, entry_name).is_meta
         ]
-        disk |= find_disk_weights(model, waiting, None, offload_index)
-    _refuse_empty(model, streamed, disk)
-    _place(model, device_map, away, main, offload_buffers)
-    places = {
-        device_of(place).type
-        for name, place in device_map.items()
-        if name not in streamed
+        disk_pieces |= find_disk_weights(model, unread_names, None, offload_index)
+    _refuse_empty(model, streamed_names, disk_pieces)
+    _place_tensors(model, device_map, offload_kinds, compute_device, offload_buffers)
+    resident_kinds = {
+        device_of(device_key).type
+        for entry_name, device_key in device_map.items()
+        if entry_name not in streamed_names
     }
-    if streamed or force_hooks or places != {"cpu"}:
-        _hook(model, device_map, streamed, main, skip)
-    if streamed:
-        _stream(
+    if streamed_names or force_hooks or resident_kinds != {"cpu"}:
+        _attach_forwards(
+            model, device_map, streamed_names, compute_device, skipped_keys
+        )
+    if streamed_names:
+        _start_streaming(
             model,
-            owners,
-            streamed,
-            main,
-            disk,
-            _Options(offload_buffers, preload_module_classes or (), skip, resident),
+            device_names,
+            streamed_names,
+            compute_device,
+            disk_pieces,
+            _Options(
+                offload_buffers, preload_module_classes or (), skipped_keys, resident
+            ),
         )
     return model
 
@@ -135,206 +156,255 @@ class _Options:
         self,
         buffers: bool,
         whole: Collection[str],
-        skip: Collection[str],
+        skipped_keys: Collection[str],
         resident: float | str,
     ) -> None:
-        self.buffers, self.whole, self.skip = buffers, whole, skip
+        self.buffers, self.whole, self.skip = buffers, whole, skipped_keys
         self.resident = parse_size(resident)
 
 
-def _under(
-    model: nn.Module, owners: Mapping[str, str], place: str, buffers: bool
+def _tensors_on(
+    model: nn.Module, device_names: Mapping[str, str], device_name: str, buffers: bool
 ) -> list[str]:
     """Return the names of parameters, and with `buffers` of buffers, that the map assigns to `place`."""
-    names = (found.name for found in tensors_in(model, "", buffers))
-    return [name for name in names if owners[owner_in(owners, name) or ""] == place]
+    tensor_names = (
+        named_tensor.name for named_tensor in tensors_in(model, "", buffers)
+    )
+    return [
+        name
+        for name in tensor_names
+        if device_names[owner_in(device_names, name) or ""] == device_name
+    ]
 
 
-def _fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+def _fill_meta_tensors(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     """Replace tensors on the meta device by their values in the state dict."""
     for module_name, module in model.named_modules():
-        for table in (module._parameters, module._buffers):
-            for key, tensor in table.items():
-                value = state.get(f"{module_name}.{key}" if module_name else key)
-                if tensor is not None and tensor.is_meta and value is not None:
+        for tensor_table in (module._parameters, module._buffers):
+            for tensor_key, tensor in tensor_table.items():
+                loaded_tensor = state_dict.get(
+                    f"{module_name}.{tensor_key}" if module_name else tensor_key
+                )
+                if tensor is not None and tensor.is_meta and loaded_tensor is not None:
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    table[key] = (
-                        nn.Parameter(value, tensor.requires_grad)
+                    tensor_table[tensor_key] = (
+                        nn.Parameter(loaded_tensor, tensor.requires_grad)
                         if is_parameter
-                        else value
+                        else loaded_tensor
                     )
 
 
 def _refuse_empty(
-    model: nn.Module, streamed: Collection[str], disk: Mapping[str, Piece]
+    model: nn.Module, streamed_names: Collection[str], disk_pieces: Mapping[str, Piece]
 ) -> None:
-    empty = [name for name in meta_names(model) if disk.get(name) is None]
-    if empty:
+    empty_names = [name for name in meta_names(model) if disk_pieces.get(name) is None]
+    if empty_names:
         raise PrepareError(
-            f"{empty[0]} and {len(empty) - 1} more tensors of {type(model).__name__} are on the meta device, so there is "
+            f"{empty_names[0]} and {len(empty_names) - 1} more tensors of {type(model).__name__} are on the meta device, so there is "
             "nothing to dispatch. Use load_checkpoint_and_dispatch(model, folder, device_map), or give state_dict= or "
             "offload_dir= with the weights."
         )
 
 
-def _place(
+def _place_tensors(
     model: nn.Module,
     device_map: Mapping[str, Place],
-    away: Collection[str],
-    main: torch.device,
+    offload_kinds: Collection[str],
+    compute_device: torch.device,
     offload_buffers: bool,
 ) -> None:
     """Move resident tensors to their devices, and the buffers of streamed modules to the main one.
 
     A tensor that is shared by parts on several devices gets a copy on each; streamed parts use the one on the main device.
     """
-    found = list(tensors_in(model, "", buffers=True))
-    copies: dict[int, dict[torch.device, Tensor]] = {
-        id(one.tensor): {} for one in found
+    named_tensors = list(tensors_in(model, "", buffers=True))
+    copies_by_tensor: dict[int, dict[torch.device, Tensor]] = {
+        id(named_tensor.tensor): {} for named_tensor in named_tensors
     }
-    waiting: list[FoundBlocks] = []
-    for one in found:
-        place = device_map[owner_in(device_map, one.name) or ""]
-        streams = str(place) in away
-        if streams and (isinstance(one.tensor, nn.Parameter) or offload_buffers):
-            waiting.append(one)
+    waiting_tensors: list[NamedTensor] = []
+    for named_tensor in named_tensors:
+        device_key = device_map[owner_in(device_map, named_tensor.name) or ""]
+        is_streamed = str(device_key) in offload_kinds
+        if is_streamed and (
+            isinstance(named_tensor.tensor, nn.Parameter) or offload_buffers
+        ):
+            waiting_tensors.append(named_tensor)
             continue
-        target = (
-            main if streams else device_of("cpu" if str(place) == "disk" else place)
+        target_device = (
+            compute_device
+            if is_streamed
+            else device_of("cpu" if str(device_key) == "disk" else device_key)
         )
-        there = copies[id(one.tensor)]
-        if target not in there:
-            there[target] = (
-                _copy(one.tensor, target) if there else _on(one.tensor, target)
+        device_copies = copies_by_tensor[id(named_tensor.tensor)]
+        if target_device not in device_copies:
+            device_copies[target_device] = (
+                _copy_to(named_tensor.tensor, target_device)
+                if device_copies
+                else _move_to(named_tensor.tensor, target_device)
             )
-        one.table[one.key] = there[target]
-    for one in waiting:
-        there = copies[id(one.tensor)]
-        if there and main not in there:
-            there[main] = _copy(one.tensor, torch.device("cpu"))
-        one.table[one.key] = there.get(main, one.tensor)
+        named_tensor.table[named_tensor.key] = device_copies[target_device]
+    for named_tensor in waiting_tensors:
+        device_copies = copies_by_tensor[id(named_tensor.tensor)]
+        if device_copies and compute_device not in device_copies:
+            device_copies[compute_device] = _copy_to(
+                named_tensor.tensor, torch.device("cpu")
+            )
+        named_tensor.table[named_tensor.key] = device_copies.get(
+            compute_device, named_tensor.tensor
+        )
 
 
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+def _copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     """Return another tensor with the values on a device."""
     if tensor.is_meta:
         return tensor
-    copied = tensor.detach().to(device, copy=True)
-    kind: Any = type(tensor)  # Any: a subclass with another constructor
-    made: Tensor = (
-        kind(copied, requires_grad=tensor.requires_grad)
+    copied_tensor = tensor.detach().to(device, copy=True)
+    tensor_class: Any = type(tensor)  # Any: a subclass with another constructor
+    copied_parameter: Tensor = (
+        tensor_class(copied_tensor, requires_grad=tensor.requires_grad)
         if isinstance(tensor, nn.Parameter)
-        else copied
+        else copied_tensor
     )
-    return made
+    return copied_parameter
 
 
-def _on(tensor: Tensor, device: torch.device) -> Tensor:
+def _move_to(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on a device; plain parameters stay the same objects."""
     if tensor.device == device or tensor.is_meta:
         return tensor
     if isinstance(tensor, nn.Parameter):
-        fresh = tensor.data.to(device)
-        if type(tensor) is nn.Parameter and type(fresh) is Tensor:
-            tensor.data = fresh
+        moved_tensor = tensor.data.to(device)
+        if type(tensor) is nn.Parameter and type(moved_tensor) is Tensor:
+            tensor.data = moved_tensor
             return tensor
-        return type(tensor)(fresh, requires_grad=tensor.requires_grad)
+        return type(tensor)(moved_tensor, requires_grad=tensor.requires_grad)
     return tensor.to(device)
 
 
-def _hook(
+def _attach_forwards(
     model: nn.Module,
     device_map: Mapping[str, Place],
-    streamed: Collection[str],
-    main: torch.device,
-    skip: Collection[str],
+    streamed_names: Collection[str],
+    compute_device: torch.device,
+    skipped_keys: Collection[str],
 ) -> None:
     """Attach forwards that move the inputs of every module to its device, and the model's outputs to the device of its inputs."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for name, place in device_map.items():
-        if name and name not in streamed and name in modules:
-            for part in _called(modules[name]):
-                if forwarding.find(part, PlacedForward.tag) is None:
-                    forwarding.replace(part, PlacedForward(device_of(place), skip))
-    whole = device_map.get("")
-    first = main if whole is None or "" in streamed else device_of(whole)
+    modules_by_name = dict(model.named_modules(remove_duplicate=False))
+    for module_name, device_key in device_map.items():
+        if (
+            module_name
+            and module_name not in streamed_names
+            and module_name in modules_by_name
+        ):
+            for called_module in _called_modules(modules_by_name[module_name]):
+                if forwarding.find(called_module, PlacedForward.tag) is None:
+                    forwarding.replace(
+                        called_module,
+                        PlacedForward(device_of(device_key), skipped_keys),
+                    )
+    root_device = device_map.get("")
+    input_device = (
+        compute_device
+        if root_device is None or "" in streamed_names
+        else device_of(root_device)
+    )
     if forwarding.find(model, PlacedForward.tag) is None:
-        forwarding.replace(model, PlacedForward(first, skip, return_to_input=True))
+        forwarding.replace(
+            model, PlacedForward(input_device, skipped_keys, return_to_input=True)
+        )
     keep_in_place(model)
 
 
-def _called(module: nn.Module) -> list[nn.Module]:
+def _called_modules(module: nn.Module) -> list[nn.Module]:
     """Return the module itself, or the items of a module list, which is never called."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return [part for child in module.children() for part in _called(child)]
+        return [
+            called_module
+            for child_module in module.children()
+            for called_module in _called_modules(child_module)
+        ]
     return [module]
 
 
-def _stream(
+def _start_streaming(
     model: nn.Module,
-    owners: Mapping[str, str],
-    streamed: Collection[str],
-    main: torch.device,
-    disk: Mapping[str, Piece],
+    device_names: Mapping[str, str],
+    streamed_names: Collection[str],
+    compute_device: torch.device,
+    disk_pieces: Mapping[str, Piece],
     options: _Options,
 ) -> None:
     def streams(name: str) -> bool:
-        return owner_in(owners, name) in streamed
+        return owner_in(device_names, name) in streamed_names
 
-    found = list(tensors_in(model, "", buffers=True))
-    resident = {id(one.tensor) for one in found if not streams(one.name)}
-    cuts = cut(
+    named_tensors = list(tensors_in(model, "", buffers=True))
+    resident_ids = {
+        id(model_tensor.tensor)
+        for model_tensor in named_tensors
+        if not streams(model_tensor.name)
+    }
+    unit_cuts = cut_into_units(
         model,
-        lambda name: streams(name) and id(tensor_of(model, name)) not in resident,
+        lambda name: streams(name) and id(tensor_of(model, name)) not in resident_ids,
         options.buffers,
         options.whole,
     )
 
-    def entry_of(found: FoundBlocks, places: list[tuple[Table, str]]) -> PackedTensor:
-        piece = disk.get(found.name)
-        to_host = owners[owner_in(owners, found.name) or ""] != "disk"
+    def entry_of(
+        named_tensor: NamedTensor, table_places: list[tuple[Table, str]]
+    ) -> PackedTensor:
+        file_piece = disk_pieces.get(named_tensor.name)
+        to_host = (
+            device_names[owner_in(device_names, named_tensor.name) or ""] != "disk"
+        )
         return (
-            PackedTensor(found.tensor, places)
-            if piece is None
-            else mapped_entry(found.tensor, places, piece, to_host)
+            PackedTensor(named_tensor.tensor, table_places)
+            if file_piece is None
+            else mapped_entry(named_tensor.tensor, table_places, file_piece, to_host)
         )
 
-    units = make_units(cuts, entry_of)
-    packs = list(dict.fromkeys(pack for unit in units for pack in unit.packs))
-    pool = HostPool(main.type != "cpu")
-    moving = [
+    units = make_units(unit_cuts, entry_of)
+    unit_packs = list(dict.fromkeys(pack for unit in units for pack in unit.packs))
+    host_pool = HostPool(compute_device.type != "cpu")
+    host_entries = [
         entry
-        for pack in packs
+        for pack in unit_packs
         for entry in pack.entries
         if entry.piece is None or entry.to_host
     ]
-    resting = sum(
+    unpinned_bytes = sum(
         aligned_bytes(entry.num_bytes)
-        for entry in moving
-        if pool.adopt(entry.rest) is None
+        for entry in host_entries
+        if host_pool.adopt(entry.rest) is None
     )
-    if resting:
-        pool.reserve(resting)
-    for pack in packs:
-        pack.settle(pool)
-    streamer = Streamer(main, units, options.resident)
+    if unpinned_bytes:
+        host_pool.reserve(unpinned_bytes)
+    for pack in unit_packs:
+        pack.settle(host_pool)
+    streamer = Streamer(compute_device, units, options.resident)
     for index, unit in enumerate(units):
         forwarding.replace(unit.module, StreamedForward(streamer, index, options.skip))
-    for one in found:
-        part, _ = parent_of(model, one.name)
-        placed = any(
-            forwarding.find(part, tag)
+    for model_tensor in named_tensors:
+        owner_module, _ = parent_of(model, model_tensor.name)
+        is_placed = any(
+            forwarding.find(owner_module, tag)
             for tag in (forwarding.PLACED, forwarding.STREAMED)
         )
-        if streams(one.name) and id(one.tensor) in resident and not placed:
-            forwarding.replace(part, PlacedForward(main, options.skip))
+        if (
+            streams(model_tensor.name)
+            and id(model_tensor.tensor) in resident_ids
+            and not is_placed
+        ):
+            forwarding.replace(
+                owner_module, PlacedForward(compute_device, options.skip)
+            )
     log.info(
         "%s: %s in %d blocks are streamed to %s (%s page-locked); weights use %s of device memory",
         type(model).__name__,
         readable(streamer.host_bytes),
         len(units),
-        main,
-        readable(pool.pinned_bytes),
+        compute_device,
+        readable(host_pool.pinned_bytes),
         readable(streamer.device_bytes),
     )
 
@@ -353,10 +423,10 @@ def cpu_offload(
     Up to `resident` bytes ("8GB") of blocks stay on the device.
     """
     if state_dict:
-        _fill(model, state_dict)
-    main = _execution_device(model, execution_device)
+        _fill_meta_tensors(model, state_dict)
+    compute_device = _execution_device(model, execution_device)
     options = _Options(offload_buffers, preload_module_classes or (), (), resident)
-    return _offload(model, main, "cpu", {}, options)
+    return _offload_model(model, compute_device, "cpu", {}, options)
 
 
 def disk_offload(
@@ -372,41 +442,47 @@ def disk_offload(
 
     Weights that a safetensors file in the folder already holds are read from it; others are written once.
     """
-    main = _execution_device(model, execution_device)
-    names = [found.name for found in tensors_in(model, "", offload_buffers)]
-    disk = find_disk_weights(model, names, offload_dir, None)
+    compute_device = _execution_device(model, execution_device)
+    tensor_names = [
+        named_tensor.name for named_tensor in tensors_in(model, "", offload_buffers)
+    ]
+    disk_pieces = find_disk_weights(model, tensor_names, offload_dir, None)
     options = _Options(offload_buffers, preload_module_classes or (), (), resident)
-    return _offload(model, main, "disk", disk, options)
+    return _offload_model(model, compute_device, "disk", disk_pieces, options)
 
 
 def _execution_device(model: nn.Module, device: Place | None) -> torch.device:
     if device is not None:
         return device_of(device)
-    first = next(
+    weight_device = next(
         (parameter.device for parameter in model.parameters() if not parameter.is_meta),
         torch.device("cpu"),
     )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return (
-        first
-        if first.type != "cpu" or accelerator is None
+        weight_device
+        if weight_device.type != "cpu" or accelerator is None
         else torch.device(accelerator.type, 0)
     )
 
 
-def _offload(
+def _offload_model(
     model: nn.Module,
-    main: torch.device,
-    place: str,
-    disk: Mapping[str, Piece],
+    compute_device: torch.device,
+    device_name: str,
+    disk_pieces: Mapping[str, Piece],
     options: _Options,
 ) -> nn.Module:
-    detach(model)
-    _refuse_empty(model, [""], disk)
-    _place(model, {"": place}, [place], main, options.buffers)
-    forwarding.replace(model, PlacedForward(main, return_to_input=True))
+    end_dispatch(model)
+    _refuse_empty(model, [""], disk_pieces)
+    _place_tensors(
+        model, {"": device_name}, [device_name], compute_device, options.buffers
+    )
+    forwarding.replace(model, PlacedForward(compute_device, return_to_input=True))
     keep_in_place(model)
-    _stream(model, {"": place}, [""], main, disk, options)
+    _start_streaming(
+        model, {"": device_name}, [""], compute_device, disk_pieces, options
+    )
     return model
 
 
@@ -432,14 +508,15 @@ class CpuOffload(ModelHook):
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[Args, Kwargs]:
-        earlier, device = self.prev_module_hook, device_of(self.execution_device)
-        if earlier is not None and any(
-            parameter.device.type != "cpu" for parameter in earlier.model.parameters()
+        previous_hook, device = self.prev_module_hook, device_of(self.execution_device)
+        if previous_hook is not None and any(
+            parameter.device.type != "cpu"
+            for parameter in previous_hook.model.parameters()
         ):
-            earlier.offload()
+            previous_hook.offload()
         if any(parameter.device != device for parameter in module.parameters()):
             module.to(device)
-        return moved(args, device), moved(kwargs, device)
+        return move_tensors(args, device), move_tensors(kwargs, device)
 
 
 class UserCpuOffloadHook:

@@ -14,8 +14,8 @@ from torch import nn
 from hasten.checkpoint.export import weight_files
 from hasten.checkpoint.format.formats import read_tensors
 from hasten.errors import CheckpointError, ConfigError
-from hasten.extensions.bigmodel.device_map import tree
-from hasten.extensions.bigmodel.placement_plan import atoms
+from hasten.extensions.bigmodel.device_map import module_nodes
+from hasten.extensions.bigmodel.placement_plan import group_modules
 from hasten.modules.meta import init_empty_weights
 from hasten.modules.surgery import repeated_blocks
 from hasten.optional import available, need
@@ -66,9 +66,9 @@ def shape_of(target: str, trust_remote_code: bool = False) -> ModelShape:
     """
     path = Path(target)
     if ":" in target and not path.exists():
-        return _of_factory(target)
+        return _shape_of_factory(target)
     if path.exists() and (_has_weights(path) or not (path / "config.json").is_file()):
-        return _of_files(path)
+        return _shape_of_files(path)
     if available("transformers"):
         library = need("transformers", why="models of the Hub")
         try:
@@ -84,27 +84,29 @@ def shape_of(target: str, trust_remote_code: bool = False) -> ModelShape:
                 f"{target!r} is neither a folder nor a model on the Hub ({str(error).splitlines()[0]}). "
                 "Give a folder with weights, a model's name, or module:function."
             ) from error
-        return of_model(model, target)
+        return shape_of_model(model, target)
     raise ConfigError(
         f"{target!r} is neither a folder of weights nor module:function. Install transformers for models of the Hub."
     )
 
 
-def _of_factory(target: str) -> ModelShape:
+def _shape_of_factory(target: str) -> ModelShape:
     module_name, _, function = target.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
+    if (working_folder := str(Path.cwd())) not in sys.path:
         # like `python script.py`, which finds modules in the script's folder
-        sys.path.insert(0, here)
+        sys.path.insert(0, working_folder)
     try:
         # the user's module, named on the command line
-        make = getattr(import_module(module_name), function)
+        build_model = getattr(import_module(module_name), function)
         with init_empty_weights():
-            made = make()
+            built_model = build_model()
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"{target!r} cannot be built: {error}. Write module:function, found from this folder."
         ) from error
-    return of_model(made[0] if isinstance(made, tuple) else made, target)
+    return shape_of_model(
+        built_model[0] if isinstance(built_model, tuple) else built_model, target
+    )
 
 
 def _has_weights(path: Path) -> bool:
@@ -114,34 +116,39 @@ def _has_weights(path: Path) -> bool:
         return False
 
 
-def _of_files(path: Path) -> ModelShape:
+def _shape_of_files(path: Path) -> ModelShape:
     """Return sizes read from the headers of weight files alone."""
-    numbers: dict[str, int] = {}
+    num_elements: dict[str, int] = {}
     for file in weight_files(path):
-        numbers.update(
+        num_elements.update(
             {
                 name: piece.data.numel()
                 for name, piece in read_tensors(file).pieces.items()
             }
         )
-    groups: dict[str, int] = {}
-    for name, count in numbers.items():
-        found = _BLOCK.match(name)
-        key = found.group(1) if found else name.rpartition(".")[0]
-        groups[key] = groups.get(key, 0) + count
-    return ModelShape(str(path), sum(numbers.values()), max(groups.values(), default=0))
+    block_elements: dict[str, int] = {}
+    for name, count in num_elements.items():
+        block_match = _BLOCK.match(name)
+        key = block_match.group(1) if block_match else name.rpartition(".")[0]
+        block_elements[key] = block_elements.get(key, 0) + count
+    return ModelShape(
+        str(path), sum(num_elements.values()), max(block_elements.values(), default=0)
+    )
 
 
-def of_model(model: nn.Module, name: str) -> ModelShape:
+def shape_of_model(model: nn.Module, name: str) -> ModelShape:
     """Return the sizes of a model."""
     blocks = {type(block).__name__ for block in repeated_blocks(model)}
     width = next((parameter.element_size() for parameter in model.parameters()), 4)
     count = sum(parameter.numel() for parameter in model.parameters())
-    sizes = [part.num_bytes // width for part in atoms(tree(model, blocks))]
+    sizes = [
+        module_group.num_bytes // width
+        for module_group in group_modules(module_nodes(model, blocks))
+    ]
     return ModelShape(name, count, max(sizes, default=0))
 
 
-def estimate(shape: ModelShape, dtype: str, optimizer: str = "adam") -> Estimate:
+def estimate_memory(shape: ModelShape, dtype: str, optimizer: str = "adam") -> Estimate:
     """Return the bytes of one process.
 
     Mixed precision keeps the master weights, gradients and optimizer states in fp32.

@@ -17,7 +17,7 @@ from hasten.checkpoint.format.formats import Piece, read_tensors
 from hasten.checkpoint.reshard import Copy, run_copies
 from hasten.errors import CheckpointError, ConfigError
 from hasten.extensions.bigmodel.device_map import (
-    WAYS,
+    MAP_METHODS,
     DeviceKey,
     DType,
     as_dtype,
@@ -34,7 +34,7 @@ from hasten.extensions.bigmodel.dispatch import (
 )
 from hasten.extensions.bigmodel.offload_files import save_offload_index
 from hasten.extensions.bigmodel.placement_plan import readable
-from hasten.extensions.bigmodel.units import FoundBlocks, tensors_in
+from hasten.extensions.bigmodel.units import NamedTensor, tensors_in
 
 log = logging.getLogger(__name__)
 
@@ -71,54 +71,73 @@ def load_checkpoint_in_model(
     files; an index of them is written to `offload_folder`. Host memory holds only a few more buffers.
     Raises: CheckpointError for missing weights or other shapes; with `strict`, also for unexpected weights.
     """
-    places = {"": "cpu"} if device_map is None else device_map
+    module_devices = {"": "cpu"} if device_map is None else device_map
     keep_device = device_map is None
-    pieces = _stored_pieces(checkpoint, allow_pickle)
-    plan = _Plan(
+    stored_pieces = _stored_pieces(checkpoint, allow_pickle)
+    load_plan = _LoadPlan(
         as_dtype(dtype),
         tuple(keep_in_fp32_modules or ()),
-        places,
+        module_devices,
         keep_device,
         offload_buffers,
         _leave_for_streaming,
     )
-    groups = _groups(model)
-    report = _compare(model, groups, pieces, strict, checkpoint)
-    index: dict[str, dict[str, Any]] = {}
-    copies: list[Copy] = []
+    tensor_groups = _group_tied_tensors(model)
+    mismatched_names = _compare_names(
+        model, tensor_groups, stored_pieces, strict, checkpoint
+    )
+    offload_index: dict[str, dict[str, Any]] = {}
+    file_copies: list[Copy] = []
     mapped_pieces: dict[int, Piece] = {}
-    for group in groups:
-        name = next((one.name for one in group if one.name in pieces), None)
-        if name is None:
+    for tied_tensors in tensor_groups:
+        weight_name = next(
+            (
+                named_tensor.name
+                for named_tensor in tied_tensors
+                if named_tensor.name in stored_pieces
+            ),
+            None,
+        )
+        if weight_name is None:
             continue
-        path, stored, piece = pieces[name]
-        wanted = plan.dtype_of(group[0])
-        if path.suffix == ".safetensors" and plan.stays_in_file(
-            group[0], piece.data.dtype == wanted
+        path, stored_name, file_piece = stored_pieces[weight_name]
+        target_dtype = load_plan.dtype_of(tied_tensors[0])
+        if path.suffix == ".safetensors" and load_plan.stays_in_file(
+            tied_tensors[0], file_piece.data.dtype == target_dtype
         ):
-            info = {
+            index_entry = {
                 "safetensors_file": str(path.absolute()),
-                "weight_name": stored,
-                "dtype": _short(wanted),
+                "weight_name": stored_name,
+                "dtype": _dtype_name(target_dtype),
             }
-            index.update({one.name: dict(info) for one in group})
-            _put(group, torch.empty(piece.data.shape, dtype=wanted, device="meta"))
-        elif plan.stays_mapped(group[0], piece) and id(piece) not in mapped_pieces:
-            _put(group, piece.data)
+            offload_index.update(
+                {named_tensor.name: dict(index_entry) for named_tensor in tied_tensors}
+            )
+            _replace_tensors(
+                tied_tensors,
+                torch.empty(file_piece.data.shape, dtype=target_dtype, device="meta"),
+            )
+        elif (
+            load_plan.stays_mapped(tied_tensors[0], file_piece)
+            and id(file_piece) not in mapped_pieces
+        ):
+            _replace_tensors(tied_tensors, file_piece.data)
             # another weight of these values gets memory of its own
-            mapped_pieces[id(piece)] = piece
+            mapped_pieces[id(file_piece)] = file_piece
         else:
-            target = _target(plan, group, piece)
-            if not target.is_meta:
-                copies.append(Copy(target.detach(), piece.data, piece.file))
-    started = time.perf_counter()
-    run_copies(copies)
-    mapped_bytes = sum(piece.data.nbytes for piece in mapped_pieces.values())
-    num_bytes = mapped_bytes + sum(copy.target.nbytes for copy in copies)
-    seconds = time.perf_counter() - started
-    if index and offload_folder is not None and not _leave_for_streaming:
+            target_tensor = _target_tensor(load_plan, tied_tensors, file_piece)
+            if not target_tensor.is_meta:
+                file_copies.append(
+                    Copy(target_tensor.detach(), file_piece.data, file_piece.file)
+                )
+    start_time = time.perf_counter()
+    run_copies(file_copies)
+    mapped_bytes = sum(file_piece.data.nbytes for file_piece in mapped_pieces.values())
+    num_bytes = mapped_bytes + sum(copy.target.nbytes for copy in file_copies)
+    seconds = time.perf_counter() - start_time
+    if offload_index and offload_folder is not None and not _leave_for_streaming:
         Path(offload_folder).mkdir(parents=True, exist_ok=True)
-        save_offload_index(index, offload_folder)
+        save_offload_index(offload_index, offload_folder)
     if num_bytes:
         log.info(
             "loaded %s in %.2f s (%.2f GB/s)",
@@ -126,31 +145,36 @@ def load_checkpoint_in_model(
             seconds,
             num_bytes / 1e9 / max(seconds, 1e-9),
         )
-    return Loaded(report[0], report[1], num_bytes, seconds, index)
+    return Loaded(
+        mismatched_names[0], mismatched_names[1], num_bytes, seconds, offload_index
+    )
 
 
 def _stored_pieces(
     checkpoint: str | Path, allow_pickle: bool
 ) -> dict[str, tuple[Path, str, Piece]]:
     """Return the file, the name in it and the mapped values of every weight of a checkpoint."""
-    pieces: dict[str, tuple[Path, str, Piece]] = {}
+    stored_pieces: dict[str, tuple[Path, str, Piece]] = {}
     for path in weight_files(Path(checkpoint)):
         with torch.inference_mode(False):  # weights may stay views of the file
-            content = read_tensors(path, allow_pickle)
-        pieces.update(
-            {name: (path, name, piece) for name, piece in content.pieces.items()}
-        )
-        pieces.update(
+            file_content = read_tensors(path, allow_pickle)
+        stored_pieces.update(
             {
-                alias: (path, name, content.pieces[name])
-                for alias, name in content.aliases.items()
+                weight_name: (path, weight_name, file_piece)
+                for weight_name, file_piece in file_content.pieces.items()
             }
         )
-    return pieces
+        stored_pieces.update(
+            {
+                alias: (path, weight_name, file_content.pieces[weight_name])
+                for alias, weight_name in file_content.aliases.items()
+            }
+        )
+    return stored_pieces
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _LoadPlan:
     """Target dtypes and devices of the weights."""
 
     dtype: torch.dtype | None
@@ -162,107 +186,140 @@ class _Plan:
     streams: bool
     """True if weights that the map assigns to the CPU will be streamed from there to an accelerator."""
 
-    def stays_in_file(self, found: FoundBlocks, as_it_is: bool) -> bool:
+    def stays_in_file(self, named_tensor: NamedTensor, as_it_is: bool) -> bool:
         """Return whether a weight stays in its file, permanently or until it is read into page-locked memory."""
-        place = str(self.places[owner_in(self.places, found.name) or ""])
-        offloads = self.offload_buffers or isinstance(found.tensor, nn.Parameter)
-        return offloads and (
-            place == "disk" or (self.streams and place == "cpu" and as_it_is)
+        device_name = str(self.places[owner_in(self.places, named_tensor.name) or ""])
+        is_offloadable = self.offload_buffers or isinstance(
+            named_tensor.tensor, nn.Parameter
+        )
+        return is_offloadable and (
+            device_name == "disk"
+            or (self.streams and device_name == "cpu" and as_it_is)
         )
 
-    def stays_mapped(self, found: FoundBlocks, piece: Piece) -> bool:
+    def stays_mapped(self, named_tensor: NamedTensor, file_piece: Piece) -> bool:
         """Return whether a weight without memory becomes a view of its file in host memory."""
-        as_stored = piece.file is not None and piece.data.dtype == self.dtype_of(found)
-        return as_stored and found.tensor.is_meta and self.device(found).type == "cpu"
+        as_stored = (
+            file_piece.file is not None
+            and file_piece.data.dtype == self.dtype_of(named_tensor)
+        )
+        return (
+            as_stored
+            and named_tensor.tensor.is_meta
+            and self.device(named_tensor).type == "cpu"
+        )
 
-    def device(self, found: FoundBlocks) -> torch.device:
+    def device(self, named_tensor: NamedTensor) -> torch.device:
         """Return the target device of a weight."""
         if self.keep_device:
-            return torch.device("cpu") if found.tensor.is_meta else found.tensor.device
-        place = self.places[owner_in(self.places, found.name) or ""]
-        return torch.device("cpu") if str(place) == "disk" else device_of(place)
+            return (
+                torch.device("cpu")
+                if named_tensor.tensor.is_meta
+                else named_tensor.tensor.device
+            )
+        device_key = self.places[owner_in(self.places, named_tensor.name) or ""]
+        return (
+            torch.device("cpu") if str(device_key) == "disk" else device_of(device_key)
+        )
 
-    def dtype_of(self, found: FoundBlocks) -> torch.dtype:
+    def dtype_of(self, named_tensor: NamedTensor) -> torch.dtype:
         """Return the target dtype of a weight; only floating point weights are converted."""
-        if not found.tensor.is_floating_point():
-            return found.tensor.dtype
+        if not named_tensor.tensor.is_floating_point():
+            return named_tensor.tensor.dtype
         if any(
-            one == found.name or f".{one}." in f".{found.name}"
-            for one in self.keep_in_fp32
+            module_name == named_tensor.name
+            or f".{module_name}." in f".{named_tensor.name}"
+            for module_name in self.keep_in_fp32
         ):
             return torch.float32
-        return found.tensor.dtype if self.dtype is None else self.dtype
+        return named_tensor.tensor.dtype if self.dtype is None else self.dtype
 
 
-def _groups(model: nn.Module) -> list[list[FoundBlocks]]:
+def _group_tied_tensors(model: nn.Module) -> list[list[NamedTensor]]:
     """Return the tensors of the model's state dict, each with all its names."""
-    kept = set(model.state_dict(keep_vars=True))
-    groups: dict[int, list[FoundBlocks]] = {}
-    for found in tensors_in(model, "", buffers=True):
-        if found.name in kept:
-            groups.setdefault(id(found.tensor), []).append(found)
-    return list(groups.values())
+    state_keys = set(model.state_dict(keep_vars=True))
+    tensor_groups: dict[int, list[NamedTensor]] = {}
+    for named_tensor in tensors_in(model, "", buffers=True):
+        if named_tensor.name in state_keys:
+            tensor_groups.setdefault(id(named_tensor.tensor), []).append(named_tensor)
+    return list(tensor_groups.values())
 
 
-def _compare(
+def _compare_names(
     model: nn.Module,
-    groups: Sequence[Sequence[FoundBlocks]],
-    pieces: Mapping[str, tuple[Path, str, Piece]],
+    tensor_groups: Sequence[Sequence[NamedTensor]],
+    stored_pieces: Mapping[str, tuple[Path, str, Piece]],
     strict: bool,
     checkpoint: str | Path,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the missing and the unexpected names, after checking that shapes agree."""
-    known = {found.name for group in groups for found in group}
-    missing = tuple(
-        group[0].name
-        for group in groups
-        if not any(found.name in pieces for found in group)
+    model_names = {
+        named_tensor.name
+        for tied_tensors in tensor_groups
+        for named_tensor in tied_tensors
+    }
+    missing_names = tuple(
+        tied_tensors[0].name
+        for tied_tensors in tensor_groups
+        if not any(named_tensor.name in stored_pieces for named_tensor in tied_tensors)
     )
-    unexpected = tuple(name for name in pieces if name not in known)
-    for group in groups:
-        for found in group:
-            if found.name in pieces and pieces[found.name][2].shape != tuple(
-                found.tensor.shape
-            ):
+    unexpected_names = tuple(name for name in stored_pieces if name not in model_names)
+    for tied_tensors in tensor_groups:
+        for named_tensor in tied_tensors:
+            if named_tensor.name in stored_pieces and stored_pieces[named_tensor.name][
+                2
+            ].shape != tuple(named_tensor.tensor.shape):
                 raise CheckpointError(
-                    f"{checkpoint}: {found.name} is {pieces[found.name][2].shape} in the files and "
-                    f"{tuple(found.tensor.shape)} in {type(model).__name__}. Nothing was loaded. Give the files of this model."
+                    f"{checkpoint}: {named_tensor.name} is {stored_pieces[named_tensor.name][2].shape} in the files and "
+                    f"{tuple(named_tensor.tensor.shape)} in {type(model).__name__}. Nothing was loaded. Give the files of this model."
                 )
-    if strict and (missing or unexpected):
+    if strict and (missing_names or unexpected_names):
         raise CheckpointError(
-            f"{checkpoint}: the files lack {_few(missing)} and have {_few(unexpected)}, which {type(model).__name__} does "
+            f"{checkpoint}: the files lack {_list_names(missing_names)} and have {_list_names(unexpected_names)}, which {type(model).__name__} does "
             "not. Nothing was loaded. Give the files of this model, or load with strict=False."
         )
-    if missing:
-        log.warning("%s lacks %s; these keep their values", checkpoint, _few(missing))
-    return missing, unexpected
-
-
-def _target(plan: _Plan, group: Sequence[FoundBlocks], piece: Piece) -> Tensor:
-    """Return memory for a weight: the model's tensor if it fits, else a new tensor that replaces it."""
-    device, dtype, now = plan.device(group[0]), plan.dtype_of(group[0]), group[0].tensor
-    if (
-        now.device == device
-        and now.dtype == dtype
-        and now.is_contiguous()
-        and not now.is_inference()
-    ):
-        return now
-    with torch.inference_mode(False):
-        fresh = torch.empty(piece.data.shape, dtype=dtype, device=device)
-    return _put(group, fresh)
-
-
-def _put(group: Sequence[FoundBlocks], fresh: Tensor) -> Tensor:
-    now = group[0].tensor
-    if isinstance(now, nn.Parameter):
-        fresh = nn.Parameter(
-            fresh, requires_grad=now.requires_grad and fresh.is_floating_point()
+    if missing_names:
+        log.warning(
+            "%s lacks %s; these keep their values",
+            checkpoint,
+            _list_names(missing_names),
         )
-        fresh.__dict__.update(now.__dict__)
-    for found in group:
-        found.table[found.key] = fresh
-    return fresh
+    return missing_names, unexpected_names
+
+
+def _target_tensor(
+    load_plan: _LoadPlan, tied_tensors: Sequence[NamedTensor], file_piece: Piece
+) -> Tensor:
+    """Return memory for a weight: the model's tensor if it fits, else a new tensor that replaces it."""
+    device, dtype, current_tensor = (
+        load_plan.device(tied_tensors[0]),
+        load_plan.dtype_of(tied_tensors[0]),
+        tied_tensors[0].tensor,
+    )
+    if (
+        current_tensor.device == device
+        and current_tensor.dtype == dtype
+        and current_tensor.is_contiguous()
+        and not current_tensor.is_inference()
+    ):
+        return current_tensor
+    with torch.inference_mode(False):
+        new_tensor = torch.empty(file_piece.data.shape, dtype=dtype, device=device)
+    return _replace_tensors(tied_tensors, new_tensor)
+
+
+def _replace_tensors(tied_tensors: Sequence[NamedTensor], new_tensor: Tensor) -> Tensor:
+    current_tensor = tied_tensors[0].tensor
+    if isinstance(current_tensor, nn.Parameter):
+        new_tensor = nn.Parameter(
+            new_tensor,
+            requires_grad=current_tensor.requires_grad
+            and new_tensor.is_floating_point(),
+        )
+        new_tensor.__dict__.update(current_tensor.__dict__)
+    for named_tensor in tied_tensors:
+        named_tensor.table[named_tensor.key] = new_tensor
+    return new_tensor
 
 
 def load_checkpoint_and_dispatch(
@@ -288,28 +345,28 @@ def load_checkpoint_and_dispatch(
     "balanced_low_0" uses the first as little as possible, "sequential" fills one after the other. Modules that do not fit are streamed
     from host memory, then from the checkpoint's files.
     """
-    places = work_out(
+    module_devices = resolve_device_map(
         model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers
     )
-    loaded = load_checkpoint_in_model(
+    loaded_weights = load_checkpoint_in_model(
         model,
         checkpoint,
-        places,
+        module_devices,
         offload_folder,
         dtype,
         offload_buffers=offload_buffers,
         strict=strict,
         allow_pickle=allow_pickle,
-        _leave_for_streaming=places is not None
-        and main_device_of(places).type != "cpu",
+        _leave_for_streaming=module_devices is not None
+        and main_device_of(module_devices).type != "cpu",
     )
-    if places is None:
+    if module_devices is None:
         return model
     return dispatch_model(
         model,
-        places,
+        module_devices,
         offload_dir=offload_folder,
-        offload_index=dict(loaded.offload_index) or None,
+        offload_index=dict(loaded_weights.offload_index) or None,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
@@ -318,7 +375,7 @@ def load_checkpoint_and_dispatch(
     )
 
 
-def work_out(
+def resolve_device_map(
     model: nn.Module,
     device_map: str | Mapping[str, Place] | None,
     max_memory: Mapping[DeviceKey, float | str] | None,
@@ -331,14 +388,14 @@ def work_out(
         if device_map is not None:
             check_device_map(model, device_map)
         return device_map
-    if device_map not in WAYS:
+    if device_map not in MAP_METHODS:
         raise ConfigError(
             f"device_map={device_map!r} is unknown; use 'auto', 'balanced', 'balanced_low_0', "
             "'sequential' or a map from names to devices."
         )
-    limits: Mapping[DeviceKey, float | str] | None = max_memory
+    memory_limits: Mapping[DeviceKey, float | str] | None = max_memory
     if device_map != "sequential":
-        limits = dict(
+        memory_limits = dict(
             get_balanced_memory(
                 model,
                 max_memory,
@@ -349,16 +406,16 @@ def work_out(
         )
     return dict(
         infer_auto_device_map(
-            model, limits, no_split, dtype, offload_buffers=offload_buffers
+            model, memory_limits, no_split, dtype, offload_buffers=offload_buffers
         )
     )
 
 
-def _short(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _few(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     if not names:
         return "nothing"
     return ", ".join(names[:3]) + (

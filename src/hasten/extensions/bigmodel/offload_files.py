@@ -40,17 +40,17 @@ def offload_weight(
     """Write the bytes of one weight to `offload_folder`; returns the index with its entry, if one was given."""
     folder = Path(offload_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    hidden = folder / f".hasten-{secrets.token_hex(6)}"
+    hidden_path = folder / f".hasten-{secrets.token_hex(6)}"
     try:
-        with hidden.open("wb") as file:
+        with hidden_path.open("wb") as file:
             tensor = weight.detach().cpu().contiguous()
             if tensor.numel():
                 file.write(byte_view(as_bytes(tensor)))
             file.flush()
             os.fsync(file.fileno())
-        hidden.rename(folder / f"{weight_name}.dat")
+        hidden_path.rename(folder / f"{weight_name}.dat")
     finally:
-        hidden.unlink(missing_ok=True)
+        hidden_path.unlink(missing_ok=True)
     if index is not None:
         index[weight_name] = {
             "dtype": str(weight.dtype).removeprefix("torch."),
@@ -64,10 +64,10 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: str | Path) -> 
     if not index:
         return
     folder = Path(offload_folder)
-    known = read_offload_index(folder)
-    hidden = folder / f".hasten-{secrets.token_hex(6)}"
-    hidden.write_text(json.dumps({**known, **index}, indent=2), "utf-8")
-    hidden.rename(folder / INDEX_NAME)
+    stored_index = read_offload_index(folder)
+    hidden_path = folder / f".hasten-{secrets.token_hex(6)}"
+    hidden_path.write_text(json.dumps({**stored_index, **index}, indent=2), "utf-8")
+    hidden_path.rename(folder / INDEX_NAME)
 
 
 def read_offload_index(folder: str | Path) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def read_offload_index(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(read_outside(path))
-        return {str(name): {**entry} for name, entry in found.items()}
+        stored_index = json.loads(read_outside(path))
+        return {str(name): {**entry} for name, entry in stored_index.items()}
     except FORGED as error:
         raise CorruptCheckpointError(
             f"{path}: not an index of offloaded weights ({type(error).__name__}: {error}). Nothing was loaded; offload the weights again."
@@ -93,31 +93,34 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, Tensor]) -
     save_offload_index(index, save_dir)
 
 
-def mapped_weight(path: Path, info: WeightInfo) -> Piece:
+def mapped_weight(path: Path, weight_info: WeightInfo) -> Piece:
     """Return a weight as a memory-mapped piece of its file."""
-    dtype = getattr(torch, str(info.get("dtype")).removeprefix("torch."), None)
+    dtype = getattr(torch, str(weight_info.get("dtype")).removeprefix("torch."), None)
     try:
-        shape, there = checked_shape(info.get("shape")), size_of(path)
+        shape, file_bytes = checked_shape(weight_info.get("shape")), size_of(path)
     except FORGED as error:
         raise CheckpointError(
-            f"{path}: no file of an offloaded weight of shape {info.get('shape')!r:.80} ({type(error).__name__}: {error}). Nothing was "
+            f"{path}: no file of an offloaded weight of shape {weight_info.get('shape')!r:.80} ({type(error).__name__}: {error}). Nothing was "
             "loaded; offload the weights again."
         ) from error
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(
-            f"{path}: no file of an offloaded weight of dtype {info.get('dtype')!r:.80}, which torch does not have. Nothing was loaded; "
+            f"{path}: no file of an offloaded weight of dtype {weight_info.get('dtype')!r:.80}, which torch does not have. Nothing was loaded; "
             "offload the weights again."
         )
-    size = math.prod(shape) * dtype.itemsize
-    if there < size:
+    needed_bytes = math.prod(shape) * dtype.itemsize
+    if file_bytes < needed_bytes:
         raise CorruptCheckpointError(
-            f"{path} has {there} bytes, and {size} are needed for {shape}. Nothing was loaded; offload the weights again."
+            f"{path} has {file_bytes} bytes, and {needed_bytes} are needed for {shape}. Nothing was loaded; offload the weights again."
         )
-    if not size:
+    if not needed_bytes:
         return Piece(torch.empty(shape, dtype=dtype), shape, (0,) * len(shape))
-    file = MappedFile(path, there)
+    mapped_file = MappedFile(path, file_bytes)
     return Piece(
-        file.data[:size].view(dtype).reshape(shape), shape, (0,) * len(shape), file
+        mapped_file.data[:needed_bytes].view(dtype).reshape(shape),
+        shape,
+        (0,) * len(shape),
+        mapped_file,
     )
 
 
@@ -154,20 +157,24 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
     def piece(self, key: str) -> Piece:
         """Return the memory-mapped piece of an offloaded weight."""
-        info = self.index[key]
-        if (name := info.get("safetensors_file")) is not None:
-            if name not in self._files:
-                self._files[name] = read_safetensors(Path(name)).pieces
-            return self._files[name][info.get("weight_name", key)]
-        return mapped_weight(inside(Path(self.save_folder or "."), f"{key}.dat"), info)
+        weight_info = self.index[key]
+        if (file_name := weight_info.get("safetensors_file")) is not None:
+            if file_name not in self._files:
+                self._files[file_name] = read_safetensors(Path(file_name)).pieces
+            return self._files[file_name][weight_info.get("weight_name", key)]
+        return mapped_weight(
+            inside(Path(self.save_folder or "."), f"{key}.dat"), weight_info
+        )
 
     def __getitem__(self, key: str) -> Tensor:
         if key in self.state_dict:
             return self.state_dict[key]
-        found, info = self.piece(key).data, self.index[key]
-        if "safetensors_file" in info and "dtype" in info:
-            found = found.to(getattr(torch, str(info["dtype"]).removeprefix("torch.")))
-        return found if self.device is None else found.to(self.device)
+        stored_tensor, weight_info = self.piece(key).data, self.index[key]
+        if "safetensors_file" in weight_info and "dtype" in weight_info:
+            stored_tensor = stored_tensor.to(
+                getattr(torch, str(weight_info["dtype"]).removeprefix("torch."))
+            )
+        return stored_tensor if self.device is None else stored_tensor.to(self.device)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)
@@ -193,49 +200,56 @@ def find_disk_weights(
     tensors = {name: tensor_of(model, name) for name in names}
     if not tensors:
         return {}
-    stored_pieces = _known(folder, index)
-    pieces, missing = {}, {}
+    stored_pieces = _read_folder_pieces(folder, index)
+    file_pieces, missing_tensors = {}, {}
     for name, tensor in tensors.items():
-        piece = stored_pieces.get(name)
-        if piece is not None and _is_it(piece, tensor):
-            pieces[name] = piece
+        file_piece = stored_pieces.get(name)
+        if file_piece is not None and _piece_matches(file_piece, tensor):
+            file_pieces[name] = file_piece
         else:
-            missing[name] = (tensor, piece)
-    if missing:
-        pieces.update(_write(missing, folder))
-    return pieces
+            missing_tensors[name] = (tensor, file_piece)
+    if missing_tensors:
+        file_pieces.update(_write_missing(missing_tensors, folder))
+    return file_pieces
 
 
-def _known(
+def _read_folder_pieces(
     folder: str | Path | None, index: Mapping[str, Mapping[str, Any]] | None
 ) -> dict[str, Piece]:
-    found: dict[str, Piece] = {}
+    file_pieces: dict[str, Piece] = {}
     if folder is not None and Path(folder).is_dir():
         for path in sorted(Path(folder).glob("*.safetensors")):
-            content = read_safetensors(path)
-            found.update(content.pieces)
-            found.update(
-                {alias: content.pieces[name] for alias, name in content.aliases.items()}
+            file_content = read_safetensors(path)
+            file_pieces.update(file_content.pieces)
+            file_pieces.update(
+                {
+                    alias_name: file_content.pieces[name]
+                    for alias_name, name in file_content.aliases.items()
+                }
             )
-    entries = (
+    index_entries = (
         index
         if index is not None
         else read_offload_index(folder)
         if folder is not None
         else {}
     )
-    loader = OffloadedWeightsLoader(save_folder=folder, index=entries)
-    found.update({name: loader.piece(name) for name in entries})
-    return found
+    weights_loader = OffloadedWeightsLoader(save_folder=folder, index=index_entries)
+    file_pieces.update({name: weights_loader.piece(name) for name in index_entries})
+    return file_pieces
 
 
-def _is_it(piece: Piece, tensor: Tensor) -> bool:
+def _piece_matches(file_piece: Piece, tensor: Tensor) -> bool:
     """Return whether a piece matches the tensor in dtype, shape and, unless it is a meta tensor, values."""
-    same = piece.data.dtype == tensor.dtype and piece.data.shape == tensor.shape
-    return same and (tensor.is_meta or torch.equal(piece.data, tensor.detach().cpu()))
+    is_alike = (
+        file_piece.data.dtype == tensor.dtype and file_piece.data.shape == tensor.shape
+    )
+    return is_alike and (
+        tensor.is_meta or torch.equal(file_piece.data, tensor.detach().cpu())
+    )
 
 
-def _write(
+def _write_missing(
     missing: Mapping[str, tuple[Tensor, Piece | None]], folder: str | Path | None
 ) -> dict[str, Piece]:
     """Write tensors that no file holds in the needed dtype; returns the written pieces."""
@@ -244,25 +258,34 @@ def _write(
             f"{len(missing)} weights ({next(iter(missing))}, …) are placed on disk, but no file contains them in their dtype. Pass "
             "offload_dir (or offload_folder), so that they can be written."
         )
-    tensors: dict[str, Tensor] = {}
-    for name, (tensor, piece) in missing.items():
-        if tensor.is_meta and (piece is None or piece.data.shape != tensor.shape):
+    written_tensors: dict[str, Tensor] = {}
+    for name, (tensor, file_piece) in missing.items():
+        if tensor.is_meta and (
+            file_piece is None or file_piece.data.shape != tensor.shape
+        ):
             continue  # tensors without values are reported by the caller
-        tensors[name] = (
-            piece.data.to(tensor.dtype)
-            if tensor.is_meta and piece is not None
+        written_tensors[name] = (
+            file_piece.data.to(tensor.dtype)
+            if tensor.is_meta and file_piece is not None
             else tensor.detach().cpu()
         )
-    if not tensors:
+    if not written_tensors:
         return {}
-    target = Path(folder)
-    file, number = _FILE, 1
-    while (target / file).exists():  # files of an earlier call may be in use
-        number += 1
-        file = _FILE.replace(".", f"-{number}.", 1)
-    replace_files_only(target, {file: encode_safetensors(tensors)}, Disk())
-    content = read_safetensors(target / file)
+    target_folder = Path(folder)
+    file_name, file_number = _FILE, 1
+    while (
+        target_folder / file_name
+    ).exists():  # files of an earlier call may be in use
+        file_number += 1
+        file_name = _FILE.replace(".", f"-{file_number}.", 1)
+    replace_files_only(
+        target_folder, {file_name: encode_safetensors(written_tensors)}, Disk()
+    )
+    file_content = read_safetensors(target_folder / file_name)
     return {
-        **content.pieces,
-        **{alias: content.pieces[name] for alias, name in content.aliases.items()},
+        **file_content.pieces,
+        **{
+            alias_name: file_content.pieces[name]
+            for alias_name, name in file_content.aliases.items()
+        },
     }

@@ -59,22 +59,24 @@ class Pack:
 
     def add(self, entry: PackedTensor) -> None:
         """Append a tensor."""
-        if not plain(entry.rest):
+        if not is_plain(entry.rest):
             self.loose.append(entry)
             return
         entry.offset = self.num_bytes
         self.entries.append(entry)
         self.num_bytes += aligned_bytes(entry.num_bytes)
 
-    def settle(self, pool: HostPool) -> None:
+    def settle(self, host_pool: HostPool) -> None:
         """Move tensors that rest in host memory into the pool; the model's tensor objects stay the same where possible."""
-        copies = [_load(entry, pool) for entry in self.entries if entry.to_host]
-        if copies:
-            run_copies(copies)
+        file_copies = [
+            _plan_read(entry, host_pool) for entry in self.entries if entry.to_host
+        ]
+        if file_copies:
+            run_copies(file_copies)
         for entry in self.entries:
             if entry.piece is None and entry.home is None:
-                _move(entry, pool)
-        self.segments = _segments(self.entries)
+                _move_to_pool(entry, host_pool)
+        self.segments = _pinned_segments(self.entries)
 
     def stamp(self) -> tuple[int, ...]:
         """Return the tensors' versions, which change when a resting tensor is written to."""
@@ -82,30 +84,37 @@ class Pack:
 
     def read_into(self, target: Tensor, threads: int | None = None) -> None:
         """Fill flat host memory with the pack's bytes, read from files in parallel."""
-        copies = []
+        file_copies = []
         for entry in self.entries:
-            place = target[entry.offset : entry.offset + entry.num_bytes]
+            target_bytes = target[entry.offset : entry.offset + entry.num_bytes]
             if entry.piece is None or entry.rest._version != entry.written:
-                copy_bytes(place, _storage_bytes(entry.rest))
+                copy_bytes(target_bytes, _storage_bytes(entry.rest))
             else:
-                copies.append(Copy(place, as_bytes(entry.piece.data), entry.piece.file))
-        if copies:
-            run_copies(copies, threads)
+                file_copies.append(
+                    Copy(target_bytes, as_bytes(entry.piece.data), entry.piece.file)
+                )
+        if file_copies:
+            run_copies(file_copies, threads)
 
-    def views_at(self, buffer: Tensor, start: int) -> list[Tensor]:
+    def views_at(self, buffer: Tensor, start_byte: int) -> list[Tensor]:
         """Return the tensors as views of `buffer` from byte `start` on, as parameters where the originals are."""
-        wanted = [entry.rest.requires_grad for entry in self.entries]
-        found = self.views.get(start)
-        if found is None or [view.requires_grad for view in found] != wanted:
+        gradient_flags = [entry.rest.requires_grad for entry in self.entries]
+        pack_views = self.views.get(start_byte)
+        if (
+            pack_views is None
+            or [view.requires_grad for view in pack_views] != gradient_flags
+        ):
             with torch.inference_mode(False), torch.no_grad():
-                found = [_view(entry, buffer, start) for entry in self.entries]
+                pack_views = [
+                    _make_view(entry, buffer, start_byte) for entry in self.entries
+                ]
             if len(self.views) >= _VIEWS_KEPT:
                 self.views.pop(next(iter(self.views)))
-            self.views[start] = found
-        return found
+            self.views[start_byte] = pack_views
+        return pack_views
 
 
-def plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is plain, dense memory that its bytes fully describe."""
     if (
         type(tensor) not in (Tensor, nn.Parameter, nn.Buffer)
@@ -121,18 +130,21 @@ def plain(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or span == tensor.numel()
 
 
-def _view(entry: PackedTensor, buffer: Tensor, start: int) -> Tensor:
-    rest = entry.rest
-    flat = buffer[start + entry.offset : start + entry.offset + entry.num_bytes].view(
-        rest.dtype
-    )
+def _make_view(entry: PackedTensor, buffer: Tensor, start_byte: int) -> Tensor:
+    resting_tensor = entry.rest
+    flat_bytes = buffer[
+        start_byte + entry.offset : start_byte + entry.offset + entry.num_bytes
+    ].view(resting_tensor.dtype)
     # .data: separate version counters, since copies of other packs count as writes to the whole buffer
-    shaped = torch.as_strided(
-        flat, rest.shape, rest.stride(), flat.storage_offset()
+    shaped_tensor = torch.as_strided(
+        flat_bytes,
+        resting_tensor.shape,
+        resting_tensor.stride(),
+        flat_bytes.storage_offset(),
     ).data
-    if not isinstance(rest, nn.Parameter):
-        return shaped
-    parameter = _parameter(shaped, rest)
+    if not isinstance(resting_tensor, nn.Parameter):
+        return shaped_tensor
+    parameter = _make_parameter(shaped_tensor, resting_tensor)
     if parameter.requires_grad:
         # torch leaves it untyped
         register: Callable[..., object] = parameter.register_post_accumulate_grad_hook
@@ -140,7 +152,7 @@ def _view(entry: PackedTensor, buffer: Tensor, start: int) -> Tensor:
     return parameter
 
 
-def _parameter(data: Tensor, like: Tensor) -> nn.Parameter:
+def _make_parameter(data: Tensor, like: Tensor) -> nn.Parameter:
     """Return a parameter that requires a gradient if `like` does."""
     return nn.Parameter(
         data,
@@ -154,43 +166,48 @@ def _forget_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _move(entry: PackedTensor, pool: HostPool) -> None:
+def _move_to_pool(entry: PackedTensor, host_pool: HostPool) -> None:
     """Copy a tensor into the pool and point the model's object there; a page-locked tensor is not copied."""
-    rest = entry.rest
-    entry.home = pool.adopt(rest)
+    resting_tensor = entry.rest
+    entry.home = host_pool.adopt(resting_tensor)
     if entry.home is not None:
         return
-    slab, start, flat = pool.cut(entry.num_bytes)
+    host_slab, start_byte, flat_bytes = host_pool.cut(entry.num_bytes)
     with torch.inference_mode(False), torch.no_grad():
-        typed = flat.view(rest.dtype)
-        shaped = torch.as_strided(
-            typed, rest.shape, rest.stride(), typed.storage_offset()
+        typed_elements = flat_bytes.view(resting_tensor.dtype)
+        shaped_tensor = torch.as_strided(
+            typed_elements,
+            resting_tensor.shape,
+            resting_tensor.stride(),
+            typed_elements.storage_offset(),
         )
-        shaped.copy_(rest)
-        if rest.is_inference():
-            rest = entry.rest = (
-                _parameter(shaped, rest) if isinstance(rest, nn.Parameter) else shaped
+        shaped_tensor.copy_(resting_tensor)
+        if resting_tensor.is_inference():
+            resting_tensor = entry.rest = (
+                _make_parameter(shaped_tensor, resting_tensor)
+                if isinstance(resting_tensor, nn.Parameter)
+                else shaped_tensor
             )
-            entry.put(rest)
+            entry.put(resting_tensor)
         else:
-            rest.data = shaped
-    entry.home = (slab, start)
+            resting_tensor.data = shaped_tensor
+    entry.home = (host_slab, start_byte)
 
 
-def _load(entry: PackedTensor, pool: HostPool) -> Copy:
+def _plan_read(entry: PackedTensor, host_pool: HostPool) -> Copy:
     """Return the copy that reads a tensor from its file into the pool, and point the model there."""
-    piece = entry.piece
-    assert piece is not None, "the tensor lies in a file"
-    slab, start, flat = pool.cut(entry.num_bytes)
-    shaped = flat.view(entry.rest.dtype).view(entry.rest.shape)
+    file_piece = entry.piece
+    assert file_piece is not None, "the tensor lies in a file"
+    host_slab, start_byte, flat_bytes = host_pool.cut(entry.num_bytes)
+    shaped_tensor = flat_bytes.view(entry.rest.dtype).view(entry.rest.shape)
     entry.rest = (
-        _parameter(shaped, entry.rest)
+        _make_parameter(shaped_tensor, entry.rest)
         if isinstance(entry.rest, nn.Parameter)
-        else shaped
+        else shaped_tensor
     )
     entry.put(entry.rest)
-    entry.home, entry.piece, entry.to_host = (slab, start), None, False
-    return Copy(flat, as_bytes(piece.data), piece.file)
+    entry.home, entry.piece, entry.to_host = (host_slab, start_byte), None, False
+    return Copy(flat_bytes, as_bytes(file_piece.data), file_piece.file)
 
 
 def _storage_bytes(tensor: Tensor) -> Tensor:
@@ -198,36 +215,46 @@ def _storage_bytes(tensor: Tensor) -> Tensor:
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _segments(entries: Sequence[PackedTensor]) -> list[tuple[int, Tensor]]:
+def _pinned_segments(entries: Sequence[PackedTensor]) -> list[tuple[int, Tensor]]:
     """Return the ranges of page-locked host memory to copy from, neighbours in a slab joined; empty unless all is page-locked."""
     # offset in the pack, slab, start, stop
-    found: list[tuple[int, Tensor, int, int]] = []
+    joined_ranges: list[tuple[int, Tensor, int, int]] = []
     for entry in entries:
         if entry.home is None or not entry.home[0].is_pinned():
             return []
-        slab, start = entry.home
-        stop = start + entry.num_bytes
-        if found:
-            offset, last, first, _ = found[-1]
-            if slab is last and start - first == entry.offset - offset:
-                found[-1] = (offset, slab, first, stop)
+        host_slab, start_byte = entry.home
+        stop_byte = start_byte + entry.num_bytes
+        if joined_ranges:
+            offset, last, first, _ = joined_ranges[-1]
+            if host_slab is last and start_byte - first == entry.offset - offset:
+                joined_ranges[-1] = (offset, host_slab, first, stop_byte)
                 continue
-        found.append((entry.offset, slab, start, stop))
-    return [(offset, slab[start:stop]) for offset, slab, start, stop in found]
+        joined_ranges.append((entry.offset, host_slab, start_byte, stop_byte))
+    return [
+        (offset, host_slab[start_byte:stop_byte])
+        for offset, host_slab, start_byte, stop_byte in joined_ranges
+    ]
 
 
 def mapped_entry(
-    rest: Tensor, places: list[tuple[Table, str]], piece: Piece, to_host: bool = False
+    resting_tensor: Tensor,
+    table_places: list[tuple[Table, str]],
+    file_piece: Piece,
+    to_host: bool = False,
 ) -> PackedTensor:
     """Return an entry whose bytes stay in a file or are read to the host; the model refers to the mapped file."""
-    data = piece.data.reshape(rest.shape)
-    fresh: Tensor = _parameter(data, rest) if isinstance(rest, nn.Parameter) else data
-    entry = PackedTensor(
-        fresh,
-        places,
-        Piece(data, piece.shape, piece.offset, piece.file),
-        to_host=to_host,
-        written=fresh._version,
+    file_data = file_piece.data.reshape(resting_tensor.shape)
+    mapped_tensor: Tensor = (
+        _make_parameter(file_data, resting_tensor)
+        if isinstance(resting_tensor, nn.Parameter)
+        else file_data
     )
-    entry.put(fresh)
+    entry = PackedTensor(
+        mapped_tensor,
+        table_places,
+        Piece(file_data, file_piece.shape, file_piece.offset, file_piece.file),
+        to_host=to_host,
+        written=mapped_tensor._version,
+    )
+    entry.put(mapped_tensor)
     return entry

@@ -20,7 +20,7 @@ from hasten.trees import map_tensors, tensors
 
 
 @dataclass(frozen=True, slots=True)
-class _Note:
+class _WeightReference:
     """Reference to a weight that backward will need: its pack, and its layout there."""
 
     pack: Pack
@@ -43,23 +43,35 @@ class SavedWeights:
     def _pack(self, tensor: Tensor) -> Any:  # Any: the value that autograd saves
         if not self._streamer.holds(tensor):
             return tensor
-        found = self._streamer.locate(tensor)
-        if found is None:
+        pack_and_offset = self._streamer.locate(tensor)
+        if pack_and_offset is None:
             return tensor.clone()
-        return _Note(
-            found[0], found[1], tensor.dtype, tuple(tensor.shape), tensor.stride()
+        return _WeightReference(
+            pack_and_offset[0],
+            pack_and_offset[1],
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
         )
 
-    def _unpack(self, saved: Any) -> Tensor:  # Any: the value that autograd saved
-        if not isinstance(saved, _Note):
-            kept: Tensor = saved
-            return kept
-        with torch.no_grad(), self._streamer.looking_into(saved.pack) as memory:
-            width = saved.dtype.itemsize
-            rest = memory[saved.offset :]
-            typed = rest[: rest.numel() // width * width].view(saved.dtype)
+    def _unpack(self, saved_value: Any) -> Tensor:  # Any: the value that autograd saved
+        if not isinstance(saved_value, _WeightReference):
+            saved_tensor: Tensor = saved_value
+            return saved_tensor
+        with (
+            torch.no_grad(),
+            self._streamer.looking_into(saved_value.pack) as pack_memory,
+        ):
+            element_bytes = saved_value.dtype.itemsize
+            pack_bytes = pack_memory[saved_value.offset :]
+            typed_elements = pack_bytes[
+                : pack_bytes.numel() // element_bytes * element_bytes
+            ].view(saved_value.dtype)
             return torch.as_strided(
-                typed, saved.shape, saved.stride, typed.storage_offset()
+                typed_elements,
+                saved_value.shape,
+                saved_value.stride,
+                typed_elements.storage_offset(),
             ).data
 
 
@@ -67,7 +79,9 @@ class SavedWeights:
 _MOVES: Final = ("to", "cuda")
 
 
-def moved(tree: Any, device: torch.device, skip_keys: Collection[str] = ()) -> Any:
+def move_tensors(
+    tree: Any, device: torch.device, skip_keys: Collection[str] = ()
+) -> Any:
     """Return the tree with its tensors on `device`, or the tree itself if they are there already.
 
     Values under `skip_keys`, at any depth of nested dicts, are left where they are.
@@ -75,10 +89,10 @@ def moved(tree: Any, device: torch.device, skip_keys: Collection[str] = ()) -> A
     if all(tensor.device == device for tensor in tensors(tree)):
         return tree
     if skip_keys and isinstance(tree, dict):
-        fresh = copy(tree)
-        for key in fresh.keys() - set(skip_keys):
-            fresh[key] = moved(tree[key], device, skip_keys)
-        return fresh
+        moved_tree = copy(tree)
+        for key in moved_tree.keys() - set(skip_keys):
+            moved_tree[key] = move_tensors(tree[key], device, skip_keys)
+        return moved_tree
     # an asynchronous copy to the host could be read before it is complete
     non_blocking = device.type != "cpu"
     return map_tensors(
@@ -105,17 +119,21 @@ class PlacedForward(forwarding.Forward):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments on the device."""
-        return moved(args, self.device), moved(kwargs, self.device, self.skip_keys)
+        return move_tensors(args, self.device), move_tensors(
+            kwargs, self.device, self.skip_keys
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = (
+        first_input = (
             next(iter(tensors((args, kwargs))), None) if self.return_to_input else None
         )
         args, kwargs = self.inputs(args, kwargs)
-        output = self.inner(*args, **kwargs)
-        if given is not None and not given.is_meta:
-            output = moved(output, given.device, self.skip_keys)
-        return output
+        forward_output = self.inner(*args, **kwargs)
+        if first_input is not None and not first_input.is_meta:
+            forward_output = move_tensors(
+                forward_output, first_input.device, self.skip_keys
+            )
+        return forward_output
 
 
 class StreamedForward(PlacedForward):
@@ -143,47 +161,51 @@ class StreamedForward(PlacedForward):
         self._acquire(self.index)
         try:
             args, kwargs = self.inputs(args, kwargs)
-            watching = torch.is_grad_enabled()
-            with SavedWeights(self.streamer).watching() if watching else nullcontext():
-                output = self.inner(*args, **kwargs)
-            return self._owned(output)
+            records_gradients = torch.is_grad_enabled()
+            with (
+                SavedWeights(self.streamer).watching()
+                if records_gradients
+                else nullcontext()
+            ):
+                forward_output = self.inner(*args, **kwargs)
+            return self._owned(forward_output)
         finally:
             self._release(self.index)
 
-    def _own(self, output: Any) -> Any:
+    def _own(self, forward_output: Any) -> Any:
         """Return the output, with copies of views of weights that are about to be overwritten."""
-        if not any(self.streamer.holds(tensor) for tensor in tensors(output)):
-            return output
+        if not any(self.streamer.holds(tensor) for tensor in tensors(forward_output)):
+            return forward_output
         return map_tensors(
             lambda tensor: tensor.clone() if self.streamer.holds(tensor) else tensor,
-            output,
+            forward_output,
         )
 
 
 def streamers_of(model: nn.Module) -> list[Streamer]:
     """Return every streamer in a model or its submodules."""
-    found: dict[int, Streamer] = {}
+    streamers_by_id: dict[int, Streamer] = {}
     for module in model.modules():
         forward = forwarding.find(module, StreamedForward.tag)
         if isinstance(forward, StreamedForward):
-            found.setdefault(id(forward.streamer), forward.streamer)
-    return list(found.values())
+            streamers_by_id.setdefault(id(forward.streamer), forward.streamer)
+    return list(streamers_by_id.values())
 
 
-def detach(model: nn.Module) -> bool:
+def end_dispatch(model: nn.Module) -> bool:
     """Remove placement and streaming from a model and its submodules; weights stay at rest. Returns True if there was any."""
     streamers = streamers_of(model)
-    found = bool(streamers)
+    was_dispatched = bool(streamers)
     for streamer in streamers:
         streamer.close()
         for unit in streamer.units:
             forwarding.restore(unit.module, StreamedForward.tag)
     for module in model.modules():
-        found = forwarding.restore(module, PlacedForward.tag) or found
+        was_dispatched = forwarding.restore(module, PlacedForward.tag) or was_dispatched
         for name in _MOVES:
             if isinstance(module.__dict__.get(name), Immovable):
                 del module.__dict__[name]
-    return found
+    return was_dispatched
 
 
 class Immovable:

@@ -30,7 +30,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Atom:
+class ModuleGroup:
     """Modules that stay together: one that is never split, with those that share tensors with it."""
 
     names: tuple[str, ...]
@@ -46,153 +46,178 @@ class DevicePlacement:
     reserved: int = 0
 
 
-def atoms(nodes: Iterable[Node]) -> list[Atom]:
+def group_modules(nodes: Iterable[Node]) -> list[ModuleGroup]:
     """Return the unsplittable modules in the model's order; modules that share tensors form one atom, at the first's position."""
     groups: list[tuple[list[str], dict[int, int]]] = []
-    for leaf in _leaves(nodes):
-        known = dict(leaf.tensors)
-        mine: tuple[list[str], dict[int, int]] = ([], {})
-        rest = []
+    for leaf in _leaf_nodes(nodes):
+        tensor_sizes = dict(leaf.tensors)
+        merged_group: tuple[list[str], dict[int, int]] = ([], {})
+        remaining_groups = []
         for group in groups:
-            if group[1].keys() & known.keys():
-                if not mine[0]:
-                    rest.append(mine)
-                mine[0].extend(group[0])
-                mine[1].update(group[1])
+            if group[1].keys() & tensor_sizes.keys():
+                if not merged_group[0]:
+                    remaining_groups.append(merged_group)
+                merged_group[0].extend(group[0])
+                merged_group[1].update(group[1])
             else:
-                rest.append(group)
-        if not mine[0]:
-            rest.append(mine)
-        mine[0].append(leaf.name)
-        mine[1].update(known)
-        groups = rest
-    return [Atom(tuple(names), sum(sizes.values())) for names, sizes in groups]
+                remaining_groups.append(group)
+        if not merged_group[0]:
+            remaining_groups.append(merged_group)
+        merged_group[0].append(leaf.name)
+        merged_group[1].update(tensor_sizes)
+        groups = remaining_groups
+    return [ModuleGroup(tuple(names), sum(sizes.values())) for names, sizes in groups]
 
 
-def _leaves(nodes: Iterable[Node]) -> Iterable[Node]:
+def _leaf_nodes(nodes: Iterable[Node]) -> Iterable[Node]:
     for node in nodes:
         if node.parts:
-            yield from _leaves(node.parts)
+            yield from _leaf_nodes(node.parts)
         else:
             yield node
 
 
-def place(parts: Sequence[Atom], devices: Sequence[Device]) -> DevicePlacement:
+def place_modules(
+    module_groups: Sequence[ModuleGroup], devices: Sequence[Device]
+) -> DevicePlacement:
     """Fill the devices one after another, in the model's order, so that data crosses each device boundary once.
 
     If modules are left for offload devices, the first computing device reserves memory to stream them.
     Raises: ConfigError with the missing bytes if the devices cannot hold the model.
     """
     reserve = 0
-    filled = _fill(parts, devices, reserve)
+    device_indices = _fill_devices(module_groups, devices, reserve)
     while True:
         spilled_sizes = [
-            part.num_bytes
-            for part, number in zip(parts, filled, strict=False)
-            if devices[number].offload
+            module_group.num_bytes
+            for module_group, device_index in zip(
+                module_groups, device_indices, strict=False
+            )
+            if devices[device_index].offload
         ]
-        wanted = STREAMED_AT_ONCE * max(spilled_sizes, default=0)
-        if wanted <= reserve:
+        needed_reserve = STREAMED_AT_ONCE * max(spilled_sizes, default=0)
+        if needed_reserve <= reserve:
             break
-        reserve = wanted  # the reserve may spill a larger module, so repeat
-        filled = _fill(parts, devices, reserve)
-    if len(filled) < len(parts):
-        raise ConfigError(_impossible(parts, devices, parts[len(filled) :]))
-    places: dict[str, int | str] = {}
-    used: dict[int | str, int] = {device.key: 0 for device in devices}
-    for part, number in zip(parts, filled, strict=True):
-        key = devices[number].key
-        used[key] += part.num_bytes
-        places.update(dict.fromkeys(part.names, key))
-    return DevicePlacement(places, used, reserve)
+        reserve = needed_reserve  # the reserve may spill a larger module, so repeat
+        device_indices = _fill_devices(module_groups, devices, reserve)
+    if len(device_indices) < len(module_groups):
+        raise ConfigError(
+            _explain_shortage(
+                module_groups, devices, module_groups[len(device_indices) :]
+            )
+        )
+    device_of_module: dict[str, int | str] = {}
+    used_bytes: dict[int | str, int] = {device.key: 0 for device in devices}
+    for module_group, device_index in zip(module_groups, device_indices, strict=True):
+        key = devices[device_index].key
+        used_bytes[key] += module_group.num_bytes
+        device_of_module.update(dict.fromkeys(module_group.names, key))
+    return DevicePlacement(device_of_module, used_bytes, reserve)
 
 
-def _fill(parts: Sequence[Atom], devices: Sequence[Device], reserve: int) -> list[int]:
+def _fill_devices(
+    module_groups: Sequence[ModuleGroup], devices: Sequence[Device], reserve: int
+) -> list[int]:
     """Return the device index of each module, up to the first module that no device can hold."""
-    filled: list[int] = []
-    for number, device in enumerate(devices):
+    device_indices: list[int] = []
+    for device_index, device in enumerate(devices):
         free_bytes = device.limit
         if free_bytes is not None and not device.offload:
             free_bytes -= reserve
             reserve = 0  # on the first computing device only
-        for part in parts[len(filled) :]:
+        for module_group in module_groups[len(device_indices) :]:
             if free_bytes is not None:
-                if part.num_bytes > max(free_bytes, 0):
+                if module_group.num_bytes > max(free_bytes, 0):
                     break
-                free_bytes -= part.num_bytes
-            filled.append(number)
-    return filled
+                free_bytes -= module_group.num_bytes
+            device_indices.append(device_index)
+    return device_indices
 
 
-def _impossible(
-    parts: Sequence[Atom], devices: Sequence[Device], missing: Sequence[Atom]
+def _explain_shortage(
+    module_groups: Sequence[ModuleGroup],
+    devices: Sequence[Device],
+    missing_groups: Sequence[ModuleGroup],
 ) -> str:
-    total = sum(part.num_bytes for part in parts)
-    short = sum(part.num_bytes for part in missing)
-    limits = ", ".join(
+    total_bytes = sum(module_group.num_bytes for module_group in module_groups)
+    missing_bytes = sum(module_group.num_bytes for module_group in missing_groups)
+    limits_text = ", ".join(
         f"{device.key}: {'any' if device.limit is None else readable(device.limit)}"
         for device in devices
     )
-    largest = max(missing, key=lambda part: part.num_bytes)
+    largest_group = max(missing_groups, key=lambda module_group: module_group.num_bytes)
     return (
-        f"the model needs {readable(total)}, and with max_memory {{{limits}}} {readable(short)} of it do not fit ({len(missing)} "
-        f"modules; the largest, {largest.names[0]}, takes {readable(largest.num_bytes)}). Nothing was "
-        f"placed. Raise a limit by {readable(short)}, add 'disk', load in a smaller dtype, or allow "
-        f"{largest.names[0]} to be split."
+        f"the model needs {readable(total_bytes)}, and with max_memory {{{limits_text}}} {readable(missing_bytes)} of it do not fit ({len(missing_groups)} "
+        f"modules; the largest, {largest_group.names[0]}, takes {readable(largest_group.num_bytes)}). Nothing was "
+        f"placed. Raise a limit by {readable(missing_bytes)}, add 'disk', load in a smaller dtype, or allow "
+        f"{largest_group.names[0]} to be split."
     )
 
 
-def balanced(
-    parts: Sequence[Atom], limits: Sequence[int], low_first: bool = False
+def balance_limits(
+    module_groups: Sequence[ModuleGroup],
+    memory_limits: Sequence[int],
+    low_first: bool = False,
 ) -> list[int]:
     """Return limits that spread the model evenly: the smallest common limit at which everything fits.
 
     With `low_first` the first device gets only the modules that the others cannot hold. The last device keeps its limit. If even
     the full limits do not hold the model, they are returned unchanged.
     """
-    spread = limits[1:] if low_first else limits
-    if len(spread) < 2 and not (low_first and len(limits) > 1):
-        return list(limits)
-    total = sum(part.num_bytes for part in parts)
-    low, high = 0, total
-    while low < high:
-        middle = (low + high) // 2
-        if _fits(parts, _capped(limits, middle, low_first)):
-            high = middle
+    spread_limits = memory_limits[1:] if low_first else memory_limits
+    if len(spread_limits) < 2 and not (low_first and len(memory_limits) > 1):
+        return list(memory_limits)
+    total_bytes = sum(module_group.num_bytes for module_group in module_groups)
+    low_bytes, high_bytes = 0, total_bytes
+    while low_bytes < high_bytes:
+        middle_bytes = (low_bytes + high_bytes) // 2
+        if _fit_limits(
+            module_groups, _cap_limits(memory_limits, middle_bytes, low_first)
+        ):
+            high_bytes = middle_bytes
         else:
-            low = middle + 1
-    found = _capped(limits, low, low_first)
-    if not _fits(parts, found):
-        return list(limits)
+            low_bytes = middle_bytes + 1
+    capped_limits = _cap_limits(memory_limits, low_bytes, low_first)
+    if not _fit_limits(module_groups, capped_limits):
+        return list(memory_limits)
     if low_first:
-        return [_least_first(parts, found, limits[0]), *found[1:]]
-    return [*found[:-1], limits[-1]]
+        return [
+            _smallest_first_limit(module_groups, capped_limits, memory_limits[0]),
+            *capped_limits[1:],
+        ]
+    return [*capped_limits[:-1], memory_limits[-1]]
 
 
-def _capped(limits: Sequence[int], cap: int, low_first: bool) -> list[int]:
+def _cap_limits(memory_limits: Sequence[int], cap: int, low_first: bool) -> list[int]:
     if not low_first:
-        return [min(limit, cap) for limit in limits]
-    rest = [min(limit, cap) for limit in limits[1:]]
-    return [limits[0] if cap >= max(limits[1:]) else 0, *rest]
+        return [min(limit, cap) for limit in memory_limits]
+    capped_limits = [min(limit, cap) for limit in memory_limits[1:]]
+    return [memory_limits[0] if cap >= max(memory_limits[1:]) else 0, *capped_limits]
 
 
-def _least_first(parts: Sequence[Atom], found: Sequence[int], limit: int) -> int:
+def _smallest_first_limit(
+    module_groups: Sequence[ModuleGroup], capped_limits: Sequence[int], first_limit: int
+) -> int:
     """Return the smallest limit of the first device at which everything fits."""
-    if _fits(parts, [0, *found[1:]]):
+    if _fit_limits(module_groups, [0, *capped_limits[1:]]):
         return 0
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high) // 2
-        if _fits(parts, [middle, *found[1:]]):
-            high = middle
+    low_bytes, high_bytes = 0, first_limit
+    while low_bytes < high_bytes:
+        middle_bytes = (low_bytes + high_bytes) // 2
+        if _fit_limits(module_groups, [middle_bytes, *capped_limits[1:]]):
+            high_bytes = middle_bytes
         else:
-            low = middle + 1
-    return low
+            low_bytes = middle_bytes + 1
+    return low_bytes
 
 
-def _fits(parts: Sequence[Atom], limits: Sequence[int]) -> bool:
-    devices = [Device(number, limit) for number, limit in enumerate(limits)]
-    return len(_fill(parts, devices, 0)) == len(parts)
+def _fit_limits(
+    module_groups: Sequence[ModuleGroup], memory_limits: Sequence[int]
+) -> bool:
+    devices = [
+        Device(device_index, limit) for device_index, limit in enumerate(memory_limits)
+    ]
+    return len(_fill_devices(module_groups, devices, 0)) == len(module_groups)
 
 
 def readable(num_bytes: int) -> str:

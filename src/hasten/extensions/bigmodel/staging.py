@@ -13,9 +13,9 @@ class Span:
     start: int
     stop: int
 
-    def meets(self, other: Span) -> bool:
+    def meets(self, other_span: Span) -> bool:
         """Return whether the two ranges overlap."""
-        return self.start < other.stop and other.start < self.stop
+        return self.start < other_span.stop and other_span.start < self.stop
 
 
 class Ring:
@@ -30,17 +30,27 @@ class Ring:
         self, key: Hashable, size: int, keep: Collection[Hashable]
     ) -> tuple[Span, list[Hashable]] | None:
         """Return a range for `key` and the evicted keys; None if the keys in `keep` leave no space."""
-        fixed = [span for other, span in self.held.items() if other in keep]
-        for start in (self._next, 0, *sorted(span.stop for span in fixed)):
-            span = Span(start, start + size)
-            if span.stop <= self.capacity and not any(
-                span.meets(other) for other in fixed
+        fixed_spans = [
+            free_span for other_key, free_span in self.held.items() if other_key in keep
+        ]
+        for start in (
+            self._next,
+            0,
+            *sorted(free_span.stop for free_span in fixed_spans),
+        ):
+            free_span = Span(start, start + size)
+            if free_span.stop <= self.capacity and not any(
+                free_span.meets(other_key) for other_key in fixed_spans
             ):
-                lost = [other for other, old in self.held.items() if old.meets(span)]
-                self.drop(lost)
-                self.held[key] = span
-                self._next = span.stop
-                return span, lost
+                evicted_keys = [
+                    other_key
+                    for other_key, held_span in self.held.items()
+                    if held_span.meets(free_span)
+                ]
+                self.drop(evicted_keys)
+                self.held[key] = free_span
+                self._next = free_span.stop
+                return free_span, evicted_keys
         return None
 
     def drop(self, keys: Iterable[Hashable]) -> None:
@@ -69,31 +79,34 @@ class BlockOrder:
 
     def ahead(self) -> Iterator[int]:
         """Yield the blocks expected next, nearest first; as many as there are blocks."""
-        before, now = self._before, self._now
+        previous_block, current_block = self._before, self._now
         for _ in range(self._count):
-            following = self._after_two.get((before, now), self._after.get(now))
-            if following is None:
+            next_block = self._after_two.get(
+                (previous_block, current_block), self._after.get(current_block)
+            )
+            if next_block is None:
                 return
-            yield following
-            before, now = now, following
+            yield next_block
+            previous_block, current_block = current_block, next_block
 
 
-def spread(sizes: list[int], budget: int) -> list[int]:
+def spread_residents(sizes: list[int], budget: int) -> list[int]:
     """Return evenly spread indices within a budget of bytes, so that blocks between them can be fetched in time."""
-    total = sum(sizes)
-    if total <= budget:
+    total_bytes = sum(sizes)
+    if total_bytes <= budget:
         return list(range(len(sizes)))
-    kept, taken, seen = [], 0, 0
+    resident_indices, resident_bytes, visited_bytes = [], 0, 0
     for index, size in enumerate(sizes):
-        seen += size
+        visited_bytes += size
         if (
-            taken + size <= budget
-            and (taken + size) * total <= seen * budget + size * total // 2
+            resident_bytes + size <= budget
+            and (resident_bytes + size) * total_bytes
+            <= visited_bytes * budget + size * total_bytes // 2
         ):
-            kept.append(index)
-            taken += size
+            resident_indices.append(index)
+            resident_bytes += size
     for index, size in enumerate(sizes):  # the budget left over by rounding
-        if index not in kept and taken + size <= budget:
-            kept.append(index)
-            taken += size
-    return sorted(kept)
+        if index not in resident_indices and resident_bytes + size <= budget:
+            resident_indices.append(index)
+            resident_bytes += size
+    return sorted(resident_indices)

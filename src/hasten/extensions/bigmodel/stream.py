@@ -22,8 +22,13 @@ from torch import Tensor, nn
 
 from hasten.errors import PrepareError
 from hasten.extensions.bigmodel.packs import Pack
-from hasten.extensions.bigmodel.staging import BlockOrder, Ring, Span, spread
-from hasten.extensions.bigmodel.units import Unit, put_loose, relist, window
+from hasten.extensions.bigmodel.staging import BlockOrder, Ring, Span, spread_residents
+from hasten.extensions.bigmodel.units import (
+    Unit,
+    largest_window_bytes,
+    put_loose,
+    refresh_weight_lists,
+)
 from hasten.runtime.host_pool import HostPool
 from hasten.runtime.streams import HostLanes, Mark, lanes_for
 
@@ -35,7 +40,7 @@ _LAST_UNPACKED = 2  # packs that backward has unpacked last and may be about to 
 
 
 @dataclass(slots=True, eq=False)
-class _State:
+class _PackState:
     """Current location and status of a pack."""
 
     users: int = 0
@@ -69,30 +74,36 @@ class Streamer:
         self._lock = threading.RLock()
         self._lanes = lanes or lanes_for(device)
         self._packs = list(dict.fromkeys(pack for unit in units for pack in unit.packs))
-        self._states: dict[Pack, _State] = {pack: _State() for pack in self._packs}
+        self._states: dict[Pack, _PackState] = {
+            pack: _PackState() for pack in self._packs
+        }
         self._unpacked: list[Pack] = []
         self._order = BlockOrder(len(self.units))
         self._thread: ThreadPoolExecutor | None = None
         self._keep_some(resident_bytes)
-        streamed = [pack for pack in self._packs if self._states[pack].home is None]
-        self._ring = Ring(window(self.units, streamed, blocks_at_once))
+        streamed_packs = [
+            pack for pack in self._packs if self._states[pack].home is None
+        ]
+        self._ring = Ring(
+            largest_window_bytes(self.units, streamed_packs, blocks_at_once)
+        )
         self._arena = self._memory(self._ring.capacity)
         self._staging_buffers: list[StagingBuffer] = []
         self._storages = {self._arena.untyped_storage().data_ptr()}
-        for state in self._states.values():
-            if state.home is not None:
-                self._storages.add(state.home.untyped_storage().data_ptr())
+        for pack_state in self._states.values():
+            if pack_state.home is not None:
+                self._storages.add(pack_state.home.untyped_storage().data_ptr())
         self._closed = False
 
     @property
     def device_bytes(self) -> int:
         """Device memory held for weights."""
-        homes = (
-            state.home.numel()
-            for state in self._states.values()
-            if state.home is not None
+        home_sizes = (
+            pack_state.home.numel()
+            for pack_state in self._states.values()
+            if pack_state.home is not None
         )
-        return self._arena.numel() + sum(homes)
+        return self._arena.numel() + sum(home_sizes)
 
     @property
     def host_bytes(self) -> int:
@@ -104,20 +115,26 @@ class Streamer:
         )
 
     def _keep_some(self, budget: int) -> None:
-        outer = [pack for unit in self.units if unit.resident for pack in unit.packs]
-        for pack in outer:
+        outer_packs = [
+            pack for unit in self.units if unit.resident for pack in unit.packs
+        ]
+        for pack in outer_packs:
             self._give_home(pack)
-        rest = [pack for pack in self._packs if self._states[pack].home is None]
-        for index in spread([pack.num_bytes for pack in rest], budget):
-            self._give_home(rest[index])
+        unplaced_packs = [
+            pack for pack in self._packs if self._states[pack].home is None
+        ]
+        for index in spread_residents(
+            [pack.num_bytes for pack in unplaced_packs], budget
+        ):
+            self._give_home(unplaced_packs[index])
 
     def _give_home(self, pack: Pack) -> Tensor:
         """Return dedicated memory for the pack."""
-        state = self._states[pack]
-        if state.home is None:
-            state.home = self._memory(pack.num_bytes)
+        pack_state = self._states[pack]
+        if pack_state.home is None:
+            pack_state.home = self._memory(pack.num_bytes)
             pack.views.clear()
-        return state.home
+        return pack_state.home
 
     def _memory(self, num_bytes: int) -> Tensor:
         """Allocate memory for weights on the device."""
@@ -129,7 +146,7 @@ class Streamer:
         """Make the weights of a unit available, and start to fetch those of the next ones."""
         unit = self.units[index]
         self._lock.acquire()
-        entered: list[Pack] = []
+        entered_packs: list[Pack] = []
         try:
             if self._closed:
                 raise PrepareError(
@@ -140,16 +157,16 @@ class Streamer:
             unit.move_others(self.device)
             for pack in unit.packs:
                 self._states[pack].users += 1
-                entered.append(pack)
+                entered_packs.append(pack)
             for pack in unit.packs:
                 self._demand(pack)
             self._prefetch(unit.packs)
             for pack in unit.packs:
                 self._await(pack)
                 self._swap_in(pack)
-            relist(unit.recurrent)
+            refresh_weight_lists(unit.recurrent)
         except BaseException:
-            self._leave(unit, entered)
+            self._leave(unit, entered_packs)
             raise
 
     def release(self, index: int) -> None:
@@ -157,190 +174,202 @@ class Streamer:
         unit = self.units[index]
         self._leave(unit, unit.packs)
 
-    def _leave(self, unit: Unit, entered: Sequence[Pack]) -> None:
+    def _leave(self, unit: Unit, entered_packs: Sequence[Pack]) -> None:
         try:
-            for pack in entered:
-                state = self._states[pack]
-                state.users -= 1
-                if state.users == 0:
+            for pack in entered_packs:
+                pack_state = self._states[pack]
+                pack_state.users -= 1
+                if pack_state.users == 0:
                     for entry in (*pack.entries, *pack.loose):
                         entry.put(entry.rest)
-            relist(unit.recurrent)
+            refresh_weight_lists(unit.recurrent)
         finally:
             self._lock.release()
 
     def _swap_in(self, pack: Pack) -> None:
-        state = self._states[pack]
-        for entry, view in zip(pack.entries, self._views(pack, state), strict=True):
+        pack_state = self._states[pack]
+        for entry, view in zip(
+            pack.entries, self._views(pack, pack_state), strict=True
+        ):
             entry.put(view)
         for entry in pack.loose:
             put_loose(entry, self.device)
 
-    def _views(self, pack: Pack, state: _State) -> list[Tensor]:
-        if state.home is not None:
-            return pack.views_at(state.home, 0)
-        assert state.span is not None, "the pack is on the device"
-        return pack.views_at(self._arena, state.span.start)
+    def _views(self, pack: Pack, pack_state: _PackState) -> list[Tensor]:
+        if pack_state.home is not None:
+            return pack.views_at(pack_state.home, 0)
+        assert pack_state.span is not None, "the pack is on the device"
+        return pack.views_at(self._arena, pack_state.span.start)
 
     # ---------------------------------------------------------------------------------------------------- fetching
     def _demand(self, pack: Pack) -> None:
         """Ensure that the pack is on the device or being copied, evicting others if necessary."""
-        state = self._states[pack]
-        if self._is_current(pack, state):
+        pack_state = self._states[pack]
+        if self._is_current(pack, pack_state):
             return
-        _end_read(state)
+        _finish_read(pack_state)
         if (
-            state.home is None
-            and state.span is None
+            pack_state.home is None
+            and pack_state.span is None
             and not self._take_span(pack, self._fixed(()))
         ):
             # nested units that the buffer cannot hold together
-            home = self._give_home(pack)
-            self._storages.add(home.untyped_storage().data_ptr())
-        self._fetch(pack, state)
+            home_memory = self._give_home(pack)
+            self._storages.add(home_memory.untyped_storage().data_ptr())
+        self._fetch(pack, pack_state)
 
     def _prefetch(self, using: Sequence[Pack]) -> None:
         """Fetch the next packs while there is space that is not needed sooner."""
-        sooner: list[Pack] = list(using)
+        sooner_packs: list[Pack] = list(using)
         for index in islice(self._order.ahead(), _LOOK_AHEAD):
             for pack in self.units[index].packs:
-                state = self._states[pack]
-                if pack in sooner:
+                pack_state = self._states[pack]
+                if pack in sooner_packs:
                     continue
-                sooner.append(pack)
-                if self._is_current(pack, state):
+                sooner_packs.append(pack)
+                if self._is_current(pack, pack_state):
                     continue
-                if state.users:
+                if pack_state.users:
                     return
-                _end_read(state)
+                _finish_read(pack_state)
                 if (
-                    state.home is None
-                    and state.span is None
-                    and not self._take_span(pack, self._fixed(sooner))
+                    pack_state.home is None
+                    and pack_state.span is None
+                    and not self._take_span(pack, self._fixed(sooner_packs))
                 ):
                     return
-                self._fetch(pack, state)
+                self._fetch(pack, pack_state)
 
-    def _is_current(self, pack: Pack, state: _State) -> bool:
+    def _is_current(self, pack: Pack, pack_state: _PackState) -> bool:
         """Return whether the copy on the device, or the one in progress, equals the pack's current weights."""
-        return bool(state.stamp) and state.stamp == (0, *pack.stamp())
+        return bool(pack_state.stamp) and pack_state.stamp == (0, *pack.stamp())
 
-    def _fixed(self, sooner: Sequence[Pack]) -> set[Pack]:
+    def _fixed(self, sooner_packs: Sequence[Pack]) -> set[Pack]:
         """Return the packs that must not be evicted."""
-        held = {
+        used_packs = {
             pack
-            for pack, state in self._states.items()
-            if state.span is not None and state.users
+            for pack, pack_state in self._states.items()
+            if pack_state.span is not None and pack_state.users
         }
-        return held | set(self._unpacked) | set(sooner)
+        return used_packs | set(self._unpacked) | set(sooner_packs)
 
-    def _take_span(self, pack: Pack, fixed: set[Pack]) -> bool:
-        found = self._ring.take(pack, pack.num_bytes, fixed)
-        if found is None:
+    def _take_span(self, pack: Pack, fixed_packs: set[Pack]) -> bool:
+        placed_span = self._ring.take(pack, pack.num_bytes, fixed_packs)
+        if placed_span is None:
             return False
-        self._states[pack].span, lost = found
-        for other in lost:
-            evicted = self._states[other]  # type: ignore[index]  # keys of the ring are packs
-            _end_read(evicted)
-            evicted.span, evicted.stamp = None, ()
+        self._states[pack].span, evicted_packs = placed_span
+        for evicted_pack in evicted_packs:
+            evicted_state = self._states[evicted_pack]  # type: ignore[index]  # keys of the ring are packs
+            _finish_read(evicted_state)
+            evicted_state.span, evicted_state.stamp = None, ()
         return True
 
-    def _fetch(self, pack: Pack, state: _State) -> None:
+    def _fetch(self, pack: Pack, pack_state: _PackState) -> None:
         """Queue the copy of a pack after the computations so far, which include all uses of the memory that it overwrites."""
-        state.stamp = (0, *pack.stamp())
-        if state.home is not None:
-            target = state.home
+        pack_state.stamp = (0, *pack.stamp())
+        if pack_state.home is not None:
+            target_memory = pack_state.home
         else:
-            assert state.span is not None, "the pack has a place"
-            target = self._arena[state.span.start : state.span.stop]
+            assert pack_state.span is not None, "the pack has a place"
+            target_memory = self._arena[pack_state.span.start : pack_state.span.stop]
         if not pack.num_bytes:
             return
-        computed = self._lanes.mark()
+        computed_mark = self._lanes.mark()
         if pack.segments:
-            pairs = [
-                (target[at : at + source.numel()], source)
-                for at, source in pack.segments
+            copy_pairs = [
+                (target_memory[pack_offset : pack_offset + source.numel()], source)
+                for pack_offset, source in pack.segments
             ]
-            state.ready = self._lanes.fetch(pairs, computed)
+            pack_state.ready = self._lanes.fetch(copy_pairs, computed_mark)
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="hasten-stream")
-        state.coming = self._thread.submit(
-            _read, weakref.ref(self), pack, target[: pack.num_bytes], computed
+        pack_state.coming = self._thread.submit(
+            _read_in_thread,
+            weakref.ref(self),
+            pack,
+            target_memory[: pack.num_bytes],
+            computed_mark,
         )
 
-    def read(self, pack: Pack, target: Tensor, computed: Mark) -> Mark:
+    def read(self, pack: Pack, target_memory: Tensor, computed_mark: Mark) -> Mark:
         """Fill a pack's memory on the device from files or pageable memory; runs on the fetching thread."""
         with torch.inference_mode(False), torch.no_grad():
-            if target.is_cpu:
-                pack.read_into(target)
+            if target_memory.is_cpu:
+                pack.read_into(target_memory)
                 return None
-            buffer = self._next_staging_buffer()
-            self._lanes.host_waits(buffer.sent)
-            memory = buffer.memory[: pack.num_bytes]
-            pack.read_into(memory)
-            buffer.sent = self._lanes.fetch([(target, memory)], computed)
-            return buffer.sent
+            staging_buffer = self._next_staging_buffer()
+            self._lanes.host_waits(staging_buffer.sent)
+            staging_memory = staging_buffer.memory[: pack.num_bytes]
+            pack.read_into(staging_memory)
+            staging_buffer.sent = self._lanes.fetch(
+                [(target_memory, staging_memory)], computed_mark
+            )
+            return staging_buffer.sent
 
     def _next_staging_buffer(self) -> StagingBuffer:
         """Return the buffer that was filled before the last one; both are allocated on first use."""
         if not self._staging_buffers:
             num_bytes = max(pack.num_bytes for pack in self._packs if not pack.segments)
-            pool = HostPool(pinned=True)
-            pool.reserve(2 * num_bytes)
+            host_pool = HostPool(pinned=True)
+            host_pool.reserve(2 * num_bytes)
             self._staging_buffers = [
-                StagingBuffer(pool.cut(num_bytes)[2]) for _ in range(2)
+                StagingBuffer(host_pool.cut(num_bytes)[2]) for _ in range(2)
             ]
         self._staging_buffers.reverse()
         return self._staging_buffers[0]
 
     def _await(self, pack: Pack) -> None:
         """Make the device compute only after the pack's copy is complete."""
-        state = self._states[pack]
-        if state.coming is not None:
-            coming, state.coming = state.coming, None
+        pack_state = self._states[pack]
+        if pack_state.coming is not None:
+            pending_read, pack_state.coming = pack_state.coming, None
             try:
-                state.ready = coming.result()
+                pack_state.ready = pending_read.result()
             except BaseException:
-                state.stamp = ()
+                pack_state.stamp = ()
                 raise
-        self._lanes.compute_waits(state.ready)
+        self._lanes.compute_waits(pack_state.ready)
 
     # ---------------------------------------------------------------------------------------------------- autograd
     def locate(self, tensor: Tensor) -> tuple[Pack, int] | None:
         """Return the pack in use that holds a tensor's memory, and the byte offset; None if there is none."""
         address = tensor.data_ptr()
-        for pack, state in self._states.items():
-            base = None
-            if state.home is not None:
-                base = state.home.data_ptr()
-            elif state.span is not None:
-                base = self._arena.data_ptr() + state.span.start
+        for pack, pack_state in self._states.items():
+            base_address = None
+            if pack_state.home is not None:
+                base_address = pack_state.home.data_ptr()
+            elif pack_state.span is not None:
+                base_address = self._arena.data_ptr() + pack_state.span.start
             if (
-                base is not None
-                and state.users
-                and 0 <= address - base < max(pack.num_bytes, 1)
+                base_address is not None
+                and pack_state.users
+                and 0 <= address - base_address < max(pack.num_bytes, 1)
             ):
-                return pack, address - base
+                return pack, address - base_address
         return None
 
     @contextmanager
     def looking_into(self, pack: Pack) -> Iterator[Tensor]:
         """Context manager that yields the bytes of a pack, copied to the device for use in backward."""
         with self._lock:
-            state = self._states[pack]
+            pack_state = self._states[pack]
             self._lanes.follow_current_stream()
             self._unpacked = [
-                *(other for other in self._unpacked if other is not pack),
+                *(
+                    other_pack
+                    for other_pack in self._unpacked
+                    if other_pack is not pack
+                ),
                 pack,
             ][-_LAST_UNPACKED:]
             self._demand(pack)
             self._await(pack)
-            if state.home is not None:
-                yield state.home
+            if pack_state.home is not None:
+                yield pack_state.home
             else:
-                assert state.span is not None, "the pack is on the device"
-                yield self._arena[state.span.start : state.span.stop]
+                assert pack_state.span is not None, "the pack is on the device"
+                yield self._arena[pack_state.span.start : pack_state.span.stop]
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor refers to memory that other weights will overwrite."""
@@ -363,9 +392,9 @@ class Streamer:
             if self._thread is not None:
                 self._thread.shutdown()
                 self._thread = None
-            for pack, state in self._states.items():
+            for pack, pack_state in self._states.items():
                 pack.views.clear()
-                state.home, state.span, state.stamp = None, None, ()
+                pack_state.home, pack_state.span, pack_state.stamp = None, None, ()
             self._ring = Ring(0)
             self._arena = torch.empty(0, dtype=torch.uint8, device=self.device)
 
@@ -385,16 +414,19 @@ class StagingBuffer:
     """Mark of the last copy from it."""
 
 
-def _end_read(state: _State) -> None:
+def _finish_read(pack_state: _PackState) -> None:
     """Wait for a read into memory that is about to be reused; its failure no longer matters."""
-    if state.coming is not None:
-        state.coming.exception()
-        state.coming = None
+    if pack_state.coming is not None:
+        pack_state.coming.exception()
+        pack_state.coming = None
 
 
-def _read(
-    streamer: weakref.ref[Streamer], pack: Pack, target: Tensor, computed: Mark
+def _read_in_thread(
+    streamer: weakref.ref[Streamer],
+    pack: Pack,
+    target_memory: Tensor,
+    computed_mark: Mark,
 ) -> Mark:
     """Run a read on the fetching thread, without keeping the streamer alive."""
     owner = streamer()
-    return None if owner is None else owner.read(pack, target, computed)
+    return None if owner is None else owner.read(pack, target_memory, computed_mark)

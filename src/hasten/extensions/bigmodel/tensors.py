@@ -15,7 +15,11 @@ from torch.autograd.graph import increment_version
 from hasten.errors import PrepareError
 from hasten.extensions.bigmodel.device_map import DType, as_dtype
 from hasten.extensions.bigmodel.dispatch import Place, device_of
-from hasten.extensions.bigmodel.placed import StreamedForward, detach, streamers_of
+from hasten.extensions.bigmodel.placed import (
+    StreamedForward,
+    end_dispatch,
+    streamers_of,
+)
 from hasten.modules import forwarding
 from hasten.modules.hooks import (
     LayerwiseCastingHook,
@@ -41,52 +45,72 @@ def set_tensor(
 
     Raises: PrepareError for an unknown name, a value of another shape, or a meta tensor without a value.
     """
-    owner, last = parent_of(module, name)
-    is_buffer = last in owner._buffers
-    now = owner._buffers[last] if is_buffer else owner._parameters.get(last)
-    if now is None:
+    owner_module, tensor_key = parent_of(module, name)
+    is_buffer = tensor_key in owner_module._buffers
+    current_tensor = (
+        owner_module._buffers[tensor_key]
+        if is_buffer
+        else owner_module._parameters.get(tensor_key)
+    )
+    if current_tensor is None:
         raise PrepareError(
-            f"{type(owner).__name__} has no parameter or buffer {last!r} to put on {device}."
+            f"{type(owner_module).__name__} has no parameter or buffer {tensor_key!r} to put on {device}."
         )
-    if now.is_meta and device.type != "meta" and value is None:
+    if current_tensor.is_meta and device.type != "meta" and value is None:
         raise PrepareError(
             f"{name} is on the meta device and has no values; pass `value` to put it on {device}."
         )
-    if value is not None and value.shape != now.shape and not (now.numel() == 0):
+    if (
+        value is not None
+        and value.shape != current_tensor.shape
+        and not (current_tensor.numel() == 0)
+    ):
         raise PrepareError(
-            f"{name} has shape {tuple(now.shape)}, but the given value has shape {tuple(value.shape)}; pass a "
+            f"{name} has shape {tuple(current_tensor.shape)}, but the given value has shape {tuple(value.shape)}; pass a "
             "value of the same shape."
         )
-    source = now if value is None else value
-    memory = 0 if source.is_meta else source.data_ptr()
-    shared = tied.get(memory, {}).get(device) if tied is not None and memory else None
+    source_tensor = current_tensor if value is None else value
+    source_address = 0 if source_tensor.is_meta else source_tensor.data_ptr()
+    shared_copy = (
+        tied.get(source_address, {}).get(device)
+        if tied is not None and source_address
+        else None
+    )
     with torch.no_grad():
-        fresh: Any = (
-            source.to(device, dtype, non_blocking=non_blocking)
-            if shared is None
-            else shared
+        moved_tensor: Any = (
+            source_tensor.to(device, dtype, non_blocking=non_blocking)
+            if shared_copy is None
+            else shared_copy
         )
     if is_buffer:
-        owner._buffers[last] = fresh
+        owner_module._buffers[tensor_key] = moved_tensor
         return
-    grads = now.requires_grad and fresh.is_floating_point()
-    if fresh is not now and (
-        shared is None
-        or not isinstance(fresh, nn.Parameter)
-        or fresh.requires_grad != grads
+    needs_grad = current_tensor.requires_grad and moved_tensor.is_floating_point()
+    if moved_tensor is not current_tensor and (
+        shared_copy is None
+        or not isinstance(moved_tensor, nn.Parameter)
+        or moved_tensor.requires_grad != needs_grad
     ):
-        kind: Any = type(now)  # Any: a subclass with another constructor
-        options = {} if kind is nn.Parameter else _options(now)
-        fresh = kind(fresh, requires_grad=grads, **options)
-    if tied is not None and memory in tied:
-        tied[memory][device] = fresh
-    owner._parameters[last] = fresh
+        tensor_class: Any = type(
+            current_tensor
+        )  # Any: a subclass with another constructor
+        options = (
+            {} if tensor_class is nn.Parameter else _constructor_options(current_tensor)
+        )
+        moved_tensor = tensor_class(moved_tensor, requires_grad=needs_grad, **options)
+    if tied is not None and source_address in tied:
+        tied[source_address][device] = moved_tensor
+    owner_module._parameters[tensor_key] = moved_tensor
 
 
-def _options(parameter: Tensor) -> dict[str, Any]:
+def _constructor_options(parameter: Tensor) -> dict[str, Any]:
     """Return the attributes of a parameter that its class takes as arguments."""
-    known = signature(type(parameter)).parameters
-    return {name: one for name, one in parameter.__dict__.items() if name in known}
+    class_arguments = signature(type(parameter)).parameters
+    return {
+        name: attribute_value
+        for name, attribute_value in parameter.__dict__.items()
+        if name in class_arguments
+    }
 
 
 def set_module_tensor_to_device(
@@ -124,30 +148,32 @@ def align_module_device(
     Without a device, offloaded parameters move to their compute device, and others stay.
     """
     streamers = streamers_of(module)
-    target = device_of(execution_device) if execution_device is not None else None
-    if target is None and streamers:
-        target = streamers[0].device
-    if target is None:
+    target_device = (
+        device_of(execution_device) if execution_device is not None else None
+    )
+    if target_device is None and streamers:
+        target_device = streamers[0].device
+    if target_device is None:
         yield
         return
-    before = {
+    original_params = {
         name: param for name, param in module._parameters.items() if param is not None
     }
     try:
-        for name, param in before.items():
-            if param.device != target:
-                set_tensor(module, name, target)
+        for name, param in original_params.items():
+            if param.device != target_device:
+                set_tensor(module, name, target_device)
         yield
     finally:
         with torch.no_grad():
-            for name, param in before.items():
-                now = module._parameters.get(name)
-                if now is not None and now is not param:
-                    if not now.is_meta:
-                        param.copy_(now)
+            for name, param in original_params.items():
+                current_tensor = module._parameters.get(name)
+                if current_tensor is not None and current_tensor is not param:
+                    if not current_tensor.is_meta:
+                        param.copy_(current_tensor)
                     module._parameters[name] = param
         # changes through .data do not count otherwise
-        increment_version(list(before.values()))
+        increment_version(list(original_params.values()))
 
 
 CASTABLE: Final = (
@@ -182,26 +208,26 @@ def attach_layerwise_casting_hooks(
         else list(skip_modules_pattern or ())
     )
 
-    def visit(part: nn.Module, name: str) -> None:
-        skipped = isinstance(part, skip_modules_classes or ()) or any(
-            re.search(one, name) for one in patterns
+    def visit(submodule: nn.Module, name: str) -> None:
+        skipped = isinstance(submodule, skip_modules_classes or ()) or any(
+            re.search(skipped_pattern, name) for skipped_pattern in patterns
         )
         if skipped:
             return
-        if isinstance(part, CASTABLE):
+        if isinstance(submodule, CASTABLE):
             add_hook_to_module(
-                part,
+                submodule,
                 LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking),
                 append=True,
             )
             return
-        for child_name, child in part.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name)
+        for child_name, child_module in submodule.named_children():
+            visit(child_module, f"{name}.{child_name}" if name else child_name)
 
     visit(module, "")
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
     """Remove every hook, placement and streaming from a module and its submodules."""
-    detach(module)
+    end_dispatch(module)
     remove_hook_from_module(module, recurse=True)

@@ -30,18 +30,18 @@ class Unit:
 
     def move_others(self, device: torch.device) -> None:
         """Move parameters that are in no pack, such as adapters added later, to the device permanently."""
-        found = list(self.module.parameters())
-        if len(found) == self.num_parameters or self.resident:
+        module_parameters = list(self.module.parameters())
+        if len(module_parameters) == self.num_parameters or self.resident:
             return
-        self.num_parameters = len(found)
-        known = {
+        self.num_parameters = len(module_parameters)
+        packed_ids = {
             id(entry.rest)
             for pack in self.packs
             for entry in (*pack.entries, *pack.loose)
         }
-        for parameter in found:
+        for parameter in module_parameters:
             if (
-                id(parameter) not in known
+                id(parameter) not in packed_ids
                 and parameter.device != device
                 and not parameter.is_meta
             ):
@@ -58,7 +58,7 @@ def put_loose(entry: PackedTensor, device: torch.device) -> None:
     )
 
 
-def relist(recurrent: Sequence[nn.RNNBase]) -> None:
+def refresh_weight_lists(recurrent: Sequence[nn.RNNBase]) -> None:
     """Refresh the weight lists of recurrent modules with their current weights."""
     for module in recurrent:
         module._flat_weights = [
@@ -66,20 +66,24 @@ def relist(recurrent: Sequence[nn.RNNBase]) -> None:
         ]
 
 
-def window(units: Sequence[Unit], streamed: Sequence[Pack], count: int) -> int:
+def largest_window_bytes(
+    units: Sequence[Unit], ring_packs: Sequence[Pack], count: int
+) -> int:
     """Return the bytes that hold any `count` consecutive units."""
-    wanted = set(streamed)
-    rows = [[pack for pack in unit.packs if pack in wanted] for unit in units]
-    rows = [row for row in rows if row]
-    most = 0
-    for start in range(len(rows)):
-        near = {
+    streamed_packs = set(ring_packs)
+    packs_by_unit = [
+        [pack for pack in unit.packs if pack in streamed_packs] for unit in units
+    ]
+    packs_by_unit = [unit_packs for unit_packs in packs_by_unit if unit_packs]
+    largest_bytes = 0
+    for start_unit in range(len(packs_by_unit)):
+        window_packs = {
             pack
-            for step in range(min(count, len(rows)))
-            for pack in rows[(start + step) % len(rows)]
+            for step in range(min(count, len(packs_by_unit)))
+            for pack in packs_by_unit[(start_unit + step) % len(packs_by_unit)]
         }
-        most = max(most, sum(pack.num_bytes for pack in near))
-    return most
+        largest_bytes = max(largest_bytes, sum(pack.num_bytes for pack in window_packs))
+    return largest_bytes
 
 
 _NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
@@ -93,7 +97,7 @@ _WHOLE = (
 
 
 @dataclass(frozen=True, slots=True)
-class FoundBlocks:
+class NamedTensor:
     """Tensor of the model under one of its names."""
 
     name: str
@@ -108,138 +112,150 @@ class UnitCut:
 
     module: nn.Module
     name: str
-    tensors: list[FoundBlocks] = field(default_factory=list)
+    tensors: list[NamedTensor] = field(default_factory=list)
     outer: bool = False
 
 
 def tensors_in(
     module: nn.Module, prefix: str, buffers: bool, recurse: bool = True
-) -> Iterator[FoundBlocks]:
+) -> Iterator[NamedTensor]:
     """Yield the parameters, and with `buffers` also buffers, of a module and its submodules, shared ones under every name."""
-    parts = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
-    for path, part in parts:
-        dot = ".".join(word for word in (prefix, path) if word)
-        dot = f"{dot}." if dot else ""
-        tables: list[Table] = (
-            [part._parameters, part._buffers] if buffers else [part._parameters]  # type: ignore[list-item]
-        )
-        for table in tables:
-            for key, tensor in table.items():
+    named_modules = (
+        module.named_modules(remove_duplicate=False) if recurse else [("", module)]
+    )
+    for module_path, submodule in named_modules:
+        name_prefix = ".".join(word for word in (prefix, module_path) if word)
+        name_prefix = f"{name_prefix}." if name_prefix else ""
+        tables: list[Table] = [submodule._parameters]  # type: ignore[list-item]
+        if buffers:
+            tables.append(submodule._buffers)
+        for tensor_table in tables:
+            for tensor_key, tensor in tensor_table.items():
                 if tensor is not None:
-                    yield FoundBlocks(dot + key, tensor, table, key)
+                    yield NamedTensor(
+                        name_prefix + tensor_key, tensor, tensor_table, tensor_key
+                    )
 
 
-def cut(
+def cut_into_units(
     model: nn.Module,
     offloaded: Callable[[str], bool],
     buffers: bool,
-    whole: Collection[str] = (),
+    undivided_classes: Collection[str] = (),
 ) -> list[UnitCut]:
     """Return the units of the offloaded tensors.
 
     Repeated blocks and modules of the classes in `whole` form one unit each; others are divided into the modules that own weights.
     """
-    blocks = {id(block) for block in repeated_blocks(model)}
-    seen: set[int] = set()
-    found: list[UnitCut] = []
+    block_ids = {id(block) for block in repeated_blocks(model)}
+    visited_ids: set[int] = set()
+    unit_cuts: list[UnitCut] = []
 
-    def visit(module: nn.Module, name: str, parent: UnitCut | None) -> None:
-        if id(module) in seen:
+    def visit(module: nn.Module, name: str, parent_cut: UnitCut | None) -> None:
+        if id(module) in visited_ids:
             return
-        seen.add(id(module))
-        together = (
-            id(module) in blocks
-            or type(module).__name__ in whole
+        visited_ids.add(id(module))
+        is_one_unit = (
+            id(module) in block_ids
+            or type(module).__name__ in undivided_classes
             or isinstance(module, _WHOLE)
         )
-        entire = together or not any(True for _ in module.children())
-        wanted = [
-            one
-            for one in tensors_in(module, name, buffers, recurse=entire)
-            if offloaded(one.name)
+        is_undivided = is_one_unit or not any(True for _ in module.children())
+        offloaded_tensors = [
+            named_tensor
+            for named_tensor in tensors_in(module, name, buffers, recurse=is_undivided)
+            if offloaded(named_tensor.name)
         ]
-        if isinstance(module, _NEVER_CALLED) and parent is not None:
-            parent.tensors += wanted
-            mine = parent
+        if isinstance(module, _NEVER_CALLED) and parent_cut is not None:
+            parent_cut.tensors += offloaded_tensors
+            module_cut = parent_cut
         else:
-            mine = UnitCut(module, name, wanted, outer=not entire)
-            found.append(mine)
-        if not entire:
+            module_cut = UnitCut(
+                module, name, offloaded_tensors, outer=not is_undivided
+            )
+            unit_cuts.append(module_cut)
+        if not is_undivided:
             for child_name, child in module.named_children():
-                visit(child, f"{name}.{child_name}" if name else child_name, mine)
+                visit(child, f"{name}.{child_name}" if name else child_name, module_cut)
 
     visit(model, "", None)
-    quantized = next(
+    quantized_name = next(
         (
             tensor.name
-            for one in found
-            for tensor in one.tensors
+            for unit_cut in unit_cuts
+            for tensor in unit_cut.tensors
             if is_bitsandbytes(tensor.tensor)
         ),
         None,
     )
-    if quantized is not None:
+    if quantized_name is not None:
         raise PrepareError(
-            f"{quantized} was quantized by bitsandbytes, whose weights cannot be offloaded, because their scales would not be moved. "
+            f"{quantized_name} was quantized by bitsandbytes, whose weights cannot be offloaded, because their scales would not be moved. "
             "Keep them on the device, or quantize to int8 or int4 with torchao, whose weights can be offloaded."
         )
-    return [one for one in found if one.tensors]
+    return [unit_cut for unit_cut in unit_cuts if unit_cut.tensors]
 
 
 def make_units(
-    cuts: list[UnitCut],
-    entry_of: Callable[[FoundBlocks, list[tuple[Table, str]]], PackedTensor],
+    unit_cuts: list[UnitCut],
+    entry_of: Callable[[NamedTensor, list[tuple[Table, str]]], PackedTensor],
 ) -> list[Unit]:
     """Return the units with their packs; tensors shared by the same units form a separate pack, fetched once for all."""
-    places: dict[int, list[tuple[Table, str]]] = {}
-    users: dict[int, list[int]] = {}
-    for number, one in enumerate(cuts):
-        for tensor in one.tensors:
-            where = places.setdefault(id(tensor.tensor), [])
+    places_by_tensor: dict[int, list[tuple[Table, str]]] = {}
+    users_by_tensor: dict[int, list[int]] = {}
+    for cut_index, unit_cut in enumerate(unit_cuts):
+        for tensor in unit_cut.tensors:
+            tensor_places = places_by_tensor.setdefault(id(tensor.tensor), [])
             if not any(
-                table is tensor.table and key == tensor.key for table, key in where
+                table is tensor.table and key == tensor.key
+                for table, key in tensor_places
             ):
-                where.append((tensor.table, tensor.key))
-            if number not in users.setdefault(id(tensor.tensor), []):
-                users[id(tensor.tensor)].append(number)
-    shared: dict[tuple[int, ...], Pack] = {}
-    made: dict[int, PackedTensor] = {}
+                tensor_places.append((tensor.table, tensor.key))
+            if cut_index not in users_by_tensor.setdefault(id(tensor.tensor), []):
+                users_by_tensor[id(tensor.tensor)].append(cut_index)
+    shared_packs: dict[tuple[int, ...], Pack] = {}
+    entries_by_tensor: dict[int, PackedTensor] = {}
     units = []
-    for number, one in enumerate(cuts):
-        packs: list[Pack] = []
-        for tensor in one.tensors:
-            group = tuple(users[id(tensor.tensor)])
-            pack = shared.get(group)
+    for cut_index, unit_cut in enumerate(unit_cuts):
+        unit_packs: list[Pack] = []
+        for tensor in unit_cut.tensors:
+            user_indices = tuple(users_by_tensor[id(tensor.tensor)])
+            pack = shared_packs.get(user_indices)
             if pack is None:
-                pack = shared[group] = Pack(
-                    one.name if len(group) == 1 else f"shared by {len(group)} blocks"
+                pack = shared_packs[user_indices] = Pack(
+                    unit_cut.name
+                    if len(user_indices) == 1
+                    else f"shared by {len(user_indices)} blocks"
                 )
-            if id(tensor.tensor) not in made:
-                made[id(tensor.tensor)] = entry = entry_of(
-                    tensor, places[id(tensor.tensor)]
+            if id(tensor.tensor) not in entries_by_tensor:
+                entries_by_tensor[id(tensor.tensor)] = entry = entry_of(
+                    tensor, places_by_tensor[id(tensor.tensor)]
                 )
                 pack.add(entry)
-            if pack not in packs:
-                packs.append(pack)
+            if pack not in unit_packs:
+                unit_packs.append(pack)
         recurrent = [
-            part for part in one.module.modules() if isinstance(part, nn.RNNBase)
+            submodule
+            for submodule in unit_cut.module.modules()
+            if isinstance(submodule, nn.RNNBase)
         ]
         units.append(
             Unit(
-                one.module,
-                one.name,
-                packs,
+                unit_cut.module,
+                unit_cut.name,
+                unit_packs,
                 recurrent,
-                resident=one.outer and _holds_units(one, cuts, number),
+                resident=unit_cut.outer
+                and _holds_units(unit_cut, unit_cuts, cut_index),
             )
         )
     return units
 
 
-def _holds_units(one: UnitCut, cuts: list[UnitCut], number: int) -> bool:
-    inside = {id(part) for part in one.module.modules()}
+def _holds_units(unit_cut: UnitCut, unit_cuts: list[UnitCut], cut_index: int) -> bool:
+    submodule_ids = {id(submodule) for submodule in unit_cut.module.modules()}
     return any(
-        id(other.module) in inside
-        for index, other in enumerate(cuts)
-        if index != number
+        id(other_cut.module) in submodule_ids
+        for index, other_cut in enumerate(unit_cuts)
+        if index != cut_index
     )

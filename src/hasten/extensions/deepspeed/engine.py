@@ -39,29 +39,29 @@ _ASK_LOCAL_RANK: Final = (
 )
 
 
-def package() -> Any:  # Any: DeepSpeed is untyped
+def import_deepspeed() -> Any:  # Any: DeepSpeed is untyped
     """Return the deepspeed module. Raises: MissingPackageError when it is absent or of another version."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # from DeepSpeed's imports
-        found = need("deepspeed", VERSIONS, "strategy='deepspeed'")
+        deepspeed_module = need("deepspeed", VERSIONS, "strategy='deepspeed'")
         # it compiles at import, which takes seconds and is only for the Muon optimizer
         with env.restored_environment():
             env.put_default("TORCHDYNAMO_DISABLE", "1")
             need("deepspeed.runtime.zero.muon.muon_optimizer")
     # it warns about optimizers that it has not tested
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    return found
+    return deepspeed_module
 
 
-class Linear:
+class LinearSwitch:
     """Switch between torch's linear function and DeepSpeed's, which is in place only while an engine computes.
 
     ZeRO-3 replaces ``torch.nn.functional.linear`` for the rest of the process, so that models without an engine would use the
     replacement too, and could not be compiled.
     """
 
-    def __init__(self, own: Callable[..., Tensor]) -> None:
-        self._own = own
+    def __init__(self, zero3_linear: Callable[..., Tensor]) -> None:
+        self._own = zero3_linear
         self._before: list[Callable[..., Tensor]] = []
 
     def enter(self, *_: object) -> None:
@@ -81,34 +81,45 @@ class Linear:
             self.leave()
 
 
-def start(
+def start_engine(
     model: nn.Module,
     optimizer: Optimizer,
-    made: EngineConfig,
+    engine_config: EngineConfig,
     plugin: DeepSpeedPlugin,
     ctx: ProcessContext,
-) -> tuple[Any, Linear | None]:  # Any: DeepSpeed is untyped
+) -> tuple[Any, LinearSwitch | None]:  # Any: DeepSpeed is untyped
     """Return an engine for the model and its optimizer, and the engine's linear function. Ranks: every rank."""
-    deepspeed = join(ctx)
+    deepspeed = join_process_group(ctx)
     _mark_leaf_modules(deepspeed, model, plugin.transformer_moe_cls_names or ())
-    given: dict[str, Any] = {"optimizer": optimizer}
+    engine_inputs: dict[str, Any] = {"optimizer": optimizer}
     if isinstance(optimizer, Placeholder):
-        groups = [{"params": group["params"]} for group in optimizer.param_groups]
-        given = {"model_parameters": groups if len(groups) > 1 else groups[0]["params"]}
+        parameter_groups = [
+            {"params": group["params"]} for group in optimizer.param_groups
+        ]
+        engine_inputs = {
+            "model_parameters": parameter_groups
+            if len(parameter_groups) > 1
+            else parameter_groups[0]["params"]
+        }
     with env.restored_environment(), warnings.catch_warnings():
         # deprecations of torch that DeepSpeed still uses
         warnings.simplefilter("ignore")
-        for name, value in _launcher_variables(ctx).items():
-            env.put_default(name, value)
-        with torchs_linear() as own:
+        for variable_name, variable_value in _launcher_variables(ctx).items():
+            env.put_default(variable_name, variable_value)
+        with torchs_linear() as zero3_linear:
             engine, *_ = deepspeed.initialize(
-                model=model, config=made.config, dist_init_required=False, **given
+                model=model,
+                config=engine_config.config,
+                dist_init_required=False,
+                **engine_inputs,
             )
     # stage 0 reduces at the window's end, so any backward works
     engine._support_torch_style_backward = True
-    return engine, Linear(own) if made.stage == 3 and made.config[
-        "zero_optimization"
-    ].get("memory_efficient_linear", True) else None
+    return engine, LinearSwitch(
+        zero3_linear
+    ) if engine_config.stage == 3 and engine_config.config["zero_optimization"].get(
+        "memory_efficient_linear", True
+    ) else None
 
 
 @contextmanager
@@ -140,9 +151,9 @@ def _launcher_variables(ctx: ProcessContext) -> dict[str, str]:
     }
 
 
-def join(ctx: ProcessContext) -> Any:  # Any: DeepSpeed is untyped
+def join_process_group(ctx: ProcessContext) -> Any:  # Any: DeepSpeed is untyped
     """Return the deepspeed module, set up with this process's group instead of a destroyed one. Ranks: every rank."""
-    deepspeed = package()
+    deepspeed = import_deepspeed()
     if not dist.is_initialized():  # DeepSpeed needs a group even for one process
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(destroy_groups)
@@ -152,8 +163,8 @@ def join(ctx: ProcessContext) -> Any:  # Any: DeepSpeed is untyped
         cpu_accelerator = need("deepspeed.accelerator.cpu_accelerator")
         deepspeed.accelerator.set_accelerator(cpu_accelerator.CPU_Accelerator())
     # ZeRO-3 reads its local rank from the environment while it runs, where a process without a launcher has none.
-    for name in _ASK_LOCAL_RANK:
-        need(name).os = SimpleNamespace(
+    for module_name in _ASK_LOCAL_RANK:
+        need(module_name).os = SimpleNamespace(
             environ={"LOCAL_RANK": str(ctx.topology.local_rank)}
         )
     comm_module = deepspeed.comm.comm
@@ -162,18 +173,18 @@ def join(ctx: ProcessContext) -> Any:  # Any: DeepSpeed is untyped
         deepspeed.utils.groups._release_process_group_references()
         _reset_counters()
         with env.restored_environment():
-            for name, value in _launcher_variables(ctx).items():
-                env.put_default(name, value)
+            for module_name, variable_value in _launcher_variables(ctx).items():
+                env.put_default(module_name, variable_value)
             deepspeed.init_distributed(
                 deepspeed.get_accelerator().communication_backend_name(), verbose=False
             )
         comm_module.cdb.hasten_world = dist.group.WORLD
-        for engine_name, name in (
+        for engine_name, module_name in (
             ("all_gather_function", "all_gather_single"),
             ("reduce_scatter_function", "reduce_scatter_single"),
         ):
             # torch<2.13 has the old names only
-            if (torch_function := getattr(dist, name, None)) is not None:
+            if (torch_function := getattr(dist, module_name, None)) is not None:
                 setattr(comm_module.cdb, engine_name, torch_function)
     return deepspeed
 
@@ -187,18 +198,20 @@ def _reset_counters() -> None:
 
 
 def _mark_leaf_modules(
-    deepspeed: Any, model: nn.Module, names: tuple[str, ...]
+    deepspeed: Any, model: nn.Module, class_names: tuple[str, ...]
 ) -> None:
     """Mark the classes whose parameters ZeRO-3 gathers together."""
-    if not names:
+    if not class_names:
         return
     module_classes = {type(module).__name__: type(module) for module in model.modules()}
-    if unknown_names := [name for name in names if name not in module_classes]:
+    if unknown_names := [name for name in class_names if name not in module_classes]:
         raise PrepareError(
             f"deepspeed.transformer_moe_cls_names names {unknown_names}, but {type(model).__name__} has no module of these classes, so their "
             f"parameters would be gathered one by one. Name classes of the model, such as {sorted(module_classes)[:3]}."
         )
-    deepspeed.utils.set_z3_leaf_modules(model, [module_classes[name] for name in names])
+    deepspeed.utils.set_z3_leaf_modules(
+        model, [module_classes[name] for name in class_names]
+    )
 
 
 # Any in this file: DeepSpeed and transformers are untyped.
@@ -216,31 +229,41 @@ def is_partitioned(model: nn.Module) -> bool:
 
 
 @contextmanager
-def building(config: dict[str, Any], ctx: ProcessContext) -> Iterator[None]:
+def partition_while_building(
+    config: dict[str, Any], ctx: ProcessContext
+) -> Iterator[None]:
     """Context manager in which constructors and transformers build partitioned models. Ranks: every rank."""
-    deepspeed = join(ctx)
+    deepspeed = join_process_group(ctx)
     with warnings.catch_warnings():
         # deprecations of torch that DeepSpeed still uses
         warnings.simplefilter("ignore")
-        init = deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=set())
-    partition_parameter: Callable[[Any], None] = init._zero_init_param
+        zero_init = deepspeed.zero.Init(
+            config_dict_or_path=config, tensor_overrides=set()
+        )
+    partition_parameter: Callable[[Any], None] = zero_init._zero_init_param
     built_parameters: list[Any] = []
 
     def partition_and_note(parameter: Any) -> None:
         partition_parameter(parameter)
         built_parameters.append(parameter)
 
-    init._zero_init_param = partition_and_note
+    zero_init._zero_init_param = partition_and_note
     # Importing transformers takes seconds; a script that builds one of its models has imported transformers already.
-    registered = RegisteredConfig(config) if "transformers" in sys.modules else None
+    registered_config = (
+        RegisteredConfig(config) if "transformers" in sys.modules else None
+    )
     try:
-        with torchs_linear(), init, _GatherAround(deepspeed.zero.GatheredParameters):
+        with (
+            torchs_linear(),
+            zero_init,
+            _GatherAround(deepspeed.zero.GatheredParameters),
+        ):
             yield
     finally:
-        if registered is not None:
-            registered.forget()
+        if registered_config is not None:
+            registered_config.forget()
     for parameter in built_parameters:
-        _convert_dtype(parameter, init.dtype)
+        _convert_dtype(parameter, zero_init.dtype)
 
 
 def _convert_dtype(parameter: Any, dtype: torch.dtype) -> None:
@@ -322,13 +345,13 @@ def make_whole(model: nn.Module, gather: Callable[..., Any]) -> None:
     """Replace the model's partitioned parameters by whole ones, for a model without an engine. Ranks: every rank."""
     whole_parameters: dict[int, nn.Parameter] = {}  # tied weights stay tied
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        for parameter_name, parameter in list(module.named_parameters(recurse=False)):
             if not hasattr(parameter, "ds_id"):
                 continue
             if id(parameter) not in whole_parameters:
                 with gather([parameter]):
-                    values = parameter.detach().clone()
+                    whole_values = parameter.detach().clone()
                 whole_parameters[id(parameter)] = nn.Parameter(
-                    values, requires_grad=parameter.requires_grad
+                    whole_values, requires_grad=parameter.requires_grad
                 )
-            setattr(module, name, whole_parameters[id(parameter)])
+            setattr(module, parameter_name, whole_parameters[id(parameter)])

@@ -38,11 +38,11 @@ class DeepSpeedOptimizer(EngineOptimizer):
     """
 
     def __init__(
-        self, engine: Any, groups: list[dict[str, Any]], made: EngineConfig
+        self, engine: Any, groups: list[dict[str, Any]], engine_config: EngineConfig
     ) -> None:  # Any: DeepSpeed is untyped
         # Optimizer.__init__ is not called: the groups are the user's, and their options were checked before.
         self.engine = engine
-        self.stage = made.stage
+        self.stage = engine_config.stage
         self.param_groups = groups
         self.state = defaultdict(dict)
         self.defaults = dict(engine.basic_optimizer.defaults)
@@ -52,7 +52,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         """The running backward has reached this engine."""
         self.schedule: Any = None
         """Scheduler that the loop steps for this engine."""
-        self._clipping = made.clipping
+        self._clipping = engine_config.clipping
         self._gradients_are_clipped = False
         self._gradients_are_final = False
         engine.set_gradient_accumulation_boundary(False)
@@ -68,7 +68,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         )
 
     def _count_passes(self) -> None:
-        before: Callable[[], None] = self.engine._backward_prologue
+        engine_prologue: Callable[[], None] = self.engine._backward_prologue
 
         def counted() -> None:
             if self.entered:  # a second output of this engine in the same loss
@@ -77,7 +77,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
                 refuse_late_backward()
             self.num_passes += 1
             self.entered = True
-            before()
+            engine_prologue()
 
         self.engine._backward_prologue = counted
 
@@ -91,8 +91,10 @@ class DeepSpeedOptimizer(EngineOptimizer):
     def in_backward(self) -> Iterator[None]:
         """Context manager for the backward of a loss that may come from this engine and from others."""
         engine, optimizer = self.engine, self.engine.optimizer
-        if callable(again := getattr(optimizer, "clear_backward_seen_flag", None)):
-            again()  # this may be the second backward after a forward
+        if callable(
+            clear_backward_flag := getattr(optimizer, "clear_backward_seen_flag", None)
+        ):
+            clear_backward_flag()  # this may be the second backward after a forward
         self.entered, engine._running_engine_backward = False, True
         try:
             yield
@@ -100,9 +102,9 @@ class DeepSpeedOptimizer(EngineOptimizer):
                 engine._backward_epilogue()
         except BaseException:
             if self.entered and callable(
-                leave := getattr(optimizer, "exit_backward", None)
+                exit_backward := getattr(optimizer, "exit_backward", None)
             ):
-                leave()
+                exit_backward()
             raise
         finally:
             self.entered = engine._running_engine_backward = False
@@ -171,30 +173,32 @@ class DeepSpeedOptimizer(EngineOptimizer):
         """Clip the window's gradients to a 2-norm and return the norm before clipping. Ranks: every rank."""
         self.finalize()
         self._gradients_are_clipped = True
-        device, wrapper = self.engine.device, self.engine.optimizer
+        device, engine_optimizer = self.engine.device, self.engine.optimizer
         if not self.num_passes:
             return torch.zeros((), device=device)
-        gradients = gradients_of(self.engine, self.stage)
+        rank_gradients = gradients_of(self.engine, self.stage)
         if self._norm is None:
-            norm = _local_norm(gradients)
+            total_norm = _local_norm(rank_gradients)
         else:
-            norm = self._norm.scaled().to(device, torch.float32)
-        norm = norm / self.loss_scale
+            total_norm = self._norm.scaled().to(device, torch.float32)
+        total_norm = total_norm / self.loss_scale
         if max_norm == 0:
             self.multiply_gradients(0.0)
-        elif hasattr(wrapper, "clip_grad"):
+        elif hasattr(engine_optimizer, "clip_grad"):
             # applied in float32, together with the unscaling
-            wrapper.clip_grad = float(max_norm)
+            engine_optimizer.clip_grad = float(max_norm)
         else:
-            clip.scale_down(gradients, max_norm, norm)
-        return norm
+            clip.scale_down(rank_gradients, max_norm, total_norm)
+        return total_norm
 
     def multiply_gradients(self, factor: float | Tensor) -> None:
         self.finalize()
         self._forget_norm()
-        gradients = gradients_of(self.engine, self.stage) if self.num_passes else ()
+        rank_gradients = (
+            gradients_of(self.engine, self.stage) if self.num_passes else ()
+        )
         with torch.no_grad():
-            for gradient in gradients:
+            for gradient in rank_gradients:
                 gradient.mul_(
                     factor.to(gradient.device) if isinstance(factor, Tensor) else factor
                 )
@@ -213,10 +217,10 @@ class DeepSpeedOptimizer(EngineOptimizer):
         if self.stage in (1, 2):
             optimizer.micro_step_id = -1
             optimizer._release_preflattened_grad_buffers()
-            for number in list(optimizer.averaged_gradients):
-                optimizer.averaged_gradients[number] = None
-            for number in list(optimizer.all_grad_tensors):
-                optimizer.all_grad_tensors[number] = None
+            for buffer_index in list(optimizer.averaged_gradients):
+                optimizer.averaged_gradients[buffer_index] = None
+            for buffer_index in list(optimizer.all_grad_tensors):
+                optimizer.all_grad_tensors[buffer_index] = None
             if optimizer.cpu_offload:
                 optimizer.reset_cpu_buffers()
                 optimizer._offload_accumulated_param_ids = set()
@@ -289,15 +293,15 @@ class DeepSpeedOptimizer(EngineOptimizer):
                 )
             if parameter_state:
                 state[parameter_index] = parameter_state
-        scale = self._loss_scaler()
+        loss_scaler = self._loss_scaler()
         return {
             "state": state,
             "param_groups": self.numbered_groups(),
             _SCALE_KEY: {}
-            if scale is None
+            if loss_scaler is None
             else {
-                name: scale_value
-                for name, scale_value in vars(scale).items()
+                scaler_field: scale_value
+                for scaler_field, scale_value in vars(loss_scaler).items()
                 if type(scale_value) in (bool, int, float)
             },
         }
@@ -325,16 +329,16 @@ class DeepSpeedOptimizer(EngineOptimizer):
         shards_by_tensor: dict[Tensor, list[tuple[int, ZeroShard]]] = defaultdict(list)
         for parameter_index, shard in self._shards_by_index().items():
             shards_by_tensor[shard.flat].append((parameter_index, shard))
-        for flat, shards in shards_by_tensor.items():
-            inner_state.pop(flat, None)
+        for flat_tensor, shards in shards_by_tensor.items():
+            inner_state.pop(flat_tensor, None)
             loaded_state: dict[str, Any] = {}
             for parameter_index, shard in shards:
                 saved_state = dict(state_dict["state"].get(parameter_index, {}))
                 master_weights = saved_state.pop(MASTER, None)
                 if master_weights is not None and shard.has_master:
-                    shard.part(flat).copy_(local_data(master_weights))
+                    shard.part(flat_tensor).copy_(local_data(master_weights))
                 elif not shard.whole:
-                    shard.part(flat).copy_(self._model_weights_of(shard))
+                    shard.part(flat_tensor).copy_(self._model_weights_of(shard))
                 for state_key, state_value in saved_state.items():
                     _store_loaded_value(
                         loaded_state,
@@ -344,7 +348,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
                         group_of_parameter[parameter_index],
                     )
             if loaded_state:
-                inner_state[flat] = loaded_state
+                inner_state[flat_tensor] = loaded_state
         for param_group, saved_group in zip(
             self.param_groups, state_dict["param_groups"], strict=True
         ):
@@ -355,10 +359,10 @@ class DeepSpeedOptimizer(EngineOptimizer):
                     if state_key != "params"
                 }
             )
-        scale = self._loss_scaler()
+        loss_scaler = self._loss_scaler()
         for state_key, state_value in state_dict.get(_SCALE_KEY, {}).items():
-            if scale is not None:
-                setattr(scale, state_key, state_value)
+            if loss_scaler is not None:
+                setattr(loss_scaler, state_key, state_value)
         if inner_state and hasattr(
             self.engine.optimizer, "_hp_optimizer_states_linked"
         ):
@@ -393,11 +397,11 @@ class DeepSpeedOptimizer(EngineOptimizer):
 
 
 def _local_norm(gradients: list[Tensor]) -> Tensor:
-    norms = [
+    gradient_norms = [
         torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
         for gradient in gradients
     ]
-    total_norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    total_norm: Tensor = torch.linalg.vector_norm(torch.stack(gradient_norms))
     return total_norm
 
 

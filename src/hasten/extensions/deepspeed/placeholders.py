@@ -54,12 +54,16 @@ class DummyScheduler:
         )
         self.lr_scheduler_callable = lr_scheduler_callable
         """Builds the scheduler from the engine's optimizer, in place of DeepSpeed's configuration."""
-        known = {
+        named_options = {
             "total_num_steps": total_num_steps,
             "warmup_num_steps": warmup_num_steps,
             **kwargs,
         }
-        self.options = {key: value for key, value in known.items() if value is not None}
+        self.options = {
+            option_name: option_value
+            for option_name, option_value in named_options.items()
+            if option_value is not None
+        }
 
     def step(self) -> None:
         """Raise StepError: the placeholder has no schedule."""

@@ -63,32 +63,45 @@ def shards_of(engine: Any, stage: int) -> Iterator[ZeroShard]:
     elif stage:
         yield from _shards_of_flat_groups(optimizer)
     elif hasattr(optimizer, "fp16_groups"):
-        for models, masters in zip(
+        for model_group, master_group in zip(
             optimizer.fp16_groups, optimizer.fp32_groups, strict=True
         ):
-            for parameter, master in zip(models, masters, strict=True):
+            for parameter, master_tensor in zip(model_group, master_group, strict=True):
                 yield ZeroShard(
-                    parameter, master, 0, 0, master.numel(), master.numel(), whole=True
+                    parameter,
+                    master_tensor,
+                    0,
+                    0,
+                    master_tensor.numel(),
+                    master_tensor.numel(),
+                    whole=True,
                 )
     else:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                size = parameter.numel()
+        for parameter_group in optimizer.param_groups:
+            for parameter in parameter_group["params"]:
+                num_elements = parameter.numel()
                 yield ZeroShard(
-                    parameter, parameter, 0, 0, size, size, whole=True, has_master=False
+                    parameter,
+                    parameter,
+                    0,
+                    0,
+                    num_elements,
+                    num_elements,
+                    whole=True,
+                    has_master=False,
                 )
 
 
 def _shards_of_flat_groups(optimizer: Any) -> Iterator[ZeroShard]:
     """Yield the shards of stages 1 and 2, where each rank updates a range of the concatenated parameters."""
     for group_index, group in enumerate(optimizer.bit16_groups):
-        flat = optimizer.single_partition_of_fp32_groups[group_index]
+        flat_tensor = optimizer.single_partition_of_fp32_groups[group_index]
         for parameter in group:
             mapping, num_elements = parameter._hp_mapping, parameter.numel()
-            is_half = parameter.dtype != flat.dtype
+            is_half = parameter.dtype != flat_tensor.dtype
             if mapping is None:
                 yield ZeroShard(
-                    parameter, flat, 0, 0, 0, num_elements, has_master=is_half
+                    parameter, flat_tensor, 0, 0, 0, num_elements, has_master=is_half
                 )
                 continue
             flat_range, parameter_range = (
@@ -97,7 +110,7 @@ def _shards_of_flat_groups(optimizer: Any) -> Iterator[ZeroShard]:
             )
             yield ZeroShard(
                 parameter,
-                flat,
+                flat_tensor,
                 flat_range.start,
                 parameter_range.start,
                 parameter_range.numel,
@@ -113,12 +126,12 @@ def _shards_of_partitioned_groups(optimizer: Any) -> Iterator[ZeroShard]:
             group_index, start, _ = optimizer.grad_position[
                 optimizer.get_param_id(parameter)
             ]
-            flat = optimizer.fp32_partitioned_groups_flat[group_index]
+            flat_tensor = optimizer.fp32_partitioned_groups_flat[group_index]
             offset, size = rank_range(parameter)
-            is_half = parameter.ds_tensor.dtype != flat.dtype
+            is_half = parameter.ds_tensor.dtype != flat_tensor.dtype
             yield ZeroShard(
                 parameter,
-                flat,
+                flat_tensor,
                 start,
                 offset,
                 size,
@@ -166,13 +179,19 @@ def gradients_of(engine: Any, stage: int) -> list[Tensor]:
         ]
     if stage == 3:
         if optimizer.offload_optimizer:
-            return [flat.grad for flat in optimizer.fp32_partitioned_groups_flat]
+            return [
+                flat_tensor.grad
+                for flat_tensor in optimizer.fp32_partitioned_groups_flat
+            ]
     elif optimizer.cpu_offload:
-        return [flat.grad for flat in optimizer.single_partition_of_fp32_groups]
+        return [
+            flat_tensor.grad
+            for flat_tensor in optimizer.single_partition_of_fp32_groups
+        ]
     return [
         gradient
-        for group in optimizer.averaged_gradients.values()
-        for gradient in group or ()
+        for gradient_group in optimizer.averaged_gradients.values()
+        for gradient in gradient_group or ()
         if gradient is not None
     ]
 

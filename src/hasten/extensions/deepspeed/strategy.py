@@ -19,13 +19,18 @@ from hasten import trees
 from hasten.config.root import Config
 from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.extensions.deepspeed import engine as deepspeed_engine
-from hasten.extensions.deepspeed.config import EngineConfig, Facts, stage_of, translate
+from hasten.extensions.deepspeed.config import (
+    EngineConfig,
+    RunFacts,
+    stage_of,
+    translate,
+)
 from hasten.extensions.deepspeed.config import building as partitioning
 from hasten.extensions.deepspeed.engine import (
     RegisteredConfig,
-    building,
     is_partitioned,
     make_whole,
+    partition_while_building,
 )
 from hasten.extensions.deepspeed.optimizer import DeepSpeedOptimizer
 from hasten.extensions.deepspeed.placeholders import DummyScheduler
@@ -54,7 +59,7 @@ class Engine:
     model: Any  # DeepSpeed's engine: an untyped nn.Module
     optimizer: DeepSpeedOptimizer
     made: EngineConfig
-    linear: deepspeed_engine.Linear | None
+    linear: deepspeed_engine.LinearSwitch | None
     ran: bool = False
     """A forward with gradients has run since the last backward that reached this engine."""
 
@@ -86,7 +91,7 @@ class DeepSpeedStrategy:
     name = "deepspeed"
 
     def __init__(self, config: Config, ctx: ProcessContext) -> None:
-        deepspeed_engine.package()
+        deepspeed_engine.import_deepspeed()
         plugin = config.section(DeepSpeedPlugin)
         if config.gradient_accumulation.sync_each_batch:
             raise ConfigError(
@@ -112,12 +117,14 @@ class DeepSpeedStrategy:
                 partitioning(plugin, config.mixed_precision)
             )
             # transformers starts to partition models right away
-            deepspeed_engine.join(ctx)
+            deepspeed_engine.join_process_group(ctx)
 
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
         if stage_of(self._plugin) != 3:
             return nullcontext()
-        return building(partitioning(self._plugin, self._config.mixed_precision), ctx)
+        return partition_while_building(
+            partitioning(self._plugin, self._config.mixed_precision), ctx
+        )
 
     # -- preparing ------------------------------------------------------------------------------------------------
     def prepare(
@@ -131,13 +138,14 @@ class DeepSpeedStrategy:
         make_optimizers(
             bundle.of("optimizer"), [item.value for item in models], placeholders=True
         )
-        optimizer_of_model = _owners(models, bundle.of("optimizer"))
+        optimizer_of_model = _match_optimizers(models, bundle.of("optimizer"))
         for item in models:
             optimizer = optimizer_of_model.get(id(item))
             if optimizer is None or not train:
                 if is_partitioned(item.value):
                     make_whole(
-                        item.value, deepspeed_engine.package().zero.GatheredParameters
+                        item.value,
+                        deepspeed_engine.import_deepspeed().zero.GatheredParameters,
                     )
                 request = PrepareRequest(place=item.place, train=False)
                 placed_model = self._place.apply(item.value, request, ctx, precision)
@@ -161,23 +169,23 @@ class DeepSpeedStrategy:
             self._plugin, self._facts_of_run(model, user_optimizer, bundle, ctx)
         )
         if ctx.is_main:
-            for note in engine_config.notes:
-                log.info("deepspeed: %s", note)
-        groups = [
+            for config_note in engine_config.notes:
+                log.info("deepspeed: %s", config_note)
+        parameter_groups = [
             dict(group) for group in user_optimizer.param_groups if group["params"]
         ]
-        engine, linear = deepspeed_engine.start(
+        engine, linear_switch = deepspeed_engine.start_engine(
             model, user_optimizer, engine_config, self._plugin, ctx
         )
         if ctx.device.type != "cpu":
             # DeepSpeed does not move the buffers of a model that was built partitioned
             for buffer in model.buffers():
                 buffer.data = buffer.to(ctx.device)
-        engine_optimizer = DeepSpeedOptimizer(engine, groups, engine_config)
+        engine_optimizer = DeepSpeedOptimizer(engine, parameter_groups, engine_config)
         add_schedule_to_checkpoints(engine_optimizer)
         if isinstance(user_optimizer, Placeholder):
             engine_optimizer.take_options()
-        prepared_engine = Engine(engine, engine_optimizer, engine_config, linear)
+        prepared_engine = Engine(engine, engine_optimizer, engine_config, linear_switch)
         if engine_config.stage == 3:
             _show_slices(model.parameters(), True)
         self._add_hooks(prepared_engine)
@@ -191,11 +199,11 @@ class DeepSpeedStrategy:
         optimizer: Optimizer,
         bundle: PrepareArguments,
         ctx: ProcessContext,
-    ) -> Facts:
+    ) -> RunFacts:
         batch_sizes = [
-            size
+            batch_size
             for item in bundle.of("loader")
-            if (size := getattr(item.value, "batch_size", None))
+            if (batch_size := getattr(item.value, "batch_size", None))
         ]
         choose_size = min if self._plugin.is_train_batch_min else max
         dummy_schedulers = [
@@ -203,39 +211,53 @@ class DeepSpeedStrategy:
             for item in bundle.of("scheduler")
             if isinstance(item.value, DummyScheduler)
         ]
-        return Facts(
+        return RunFacts(
             mixed_precision=self._config.mixed_precision,
             accumulation=self._config.gradient_accumulation.num_steps,
             world_size=ctx.world.size,
             micro_batch=choose_size(batch_sizes) if batch_sizes else None,
-            hidden_size=_hidden_size(model),
+            hidden_size=_read_hidden_size(model),
             optimizer=optimizer.options if isinstance(optimizer, Placeholder) else None,
             scheduler=dummy_schedulers[0].options if dummy_schedulers else None,
             on_cpu=ctx.device.type == "cpu",
         )
 
-    def _add_hooks(self, watched: Engine) -> None:
+    def _add_hooks(self, hooked_engine: Engine) -> None:
         """Register hooks that cast inputs and outputs as autocast would, and record which engines a loss may come from."""
-        dtype = _HALF_DTYPES.get(self._config.mixed_precision)
+        half_dtype = _HALF_DTYPES.get(self._config.mixed_precision)
         keeps_outputs = self._config.autocast.output_dtype == "keep"
 
         # Any: the model's arguments
         def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            watched.ran = watched.ran or torch.is_grad_enabled()
-            watched.optimizer.refresh()
-            return None if dtype is None else _cast((args, kwargs), dtype)
+            hooked_engine.ran = hooked_engine.ran or torch.is_grad_enabled()
+            hooked_engine.optimizer.refresh()
+            return (
+                None if half_dtype is None else _cast_floats((args, kwargs), half_dtype)
+            )
 
         def cast_outputs(_: nn.Module, args: Any, outputs: Any) -> Any:
-            return outputs if dtype is None or keeps_outputs else trees.to_fp32(outputs)
+            return (
+                outputs
+                if half_dtype is None or keeps_outputs
+                else trees.to_fp32(outputs)
+            )
 
-        watched.model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-        watched.model.register_forward_hook(cast_outputs)
-        evaluation = EvaluationMode()
-        watched.model.register_forward_pre_hook(evaluation.enter, prepend=True)
-        watched.model.register_forward_hook(evaluation.leave, always_call=True)
-        if watched.linear is not None:
-            watched.model.register_forward_pre_hook(watched.linear.enter, prepend=True)
-            watched.model.register_forward_hook(watched.linear.leave, always_call=True)
+        hooked_engine.model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+        hooked_engine.model.register_forward_hook(cast_outputs)
+        evaluation_mode = EvaluationMode()
+        hooked_engine.model.register_forward_pre_hook(
+            evaluation_mode.enter, prepend=True
+        )
+        hooked_engine.model.register_forward_hook(
+            evaluation_mode.leave, always_call=True
+        )
+        if hooked_engine.linear is not None:
+            hooked_engine.model.register_forward_pre_hook(
+                hooked_engine.linear.enter, prepend=True
+            )
+            hooked_engine.model.register_forward_hook(
+                hooked_engine.linear.leave, always_call=True
+            )
 
     # Any: schedulers share no base class
     def _rebind_scheduler(self, scheduler: Any) -> Any:
@@ -245,19 +267,19 @@ class DeepSpeedStrategy:
         )
         if replacement is None:
             return scheduler
-        prepared = replacement[1]
+        prepared_optimizer = replacement[1]
         if not isinstance(scheduler, DummyScheduler):
-            scheduler.optimizer = prepared
+            scheduler.optimizer = prepared_optimizer
         elif scheduler.lr_scheduler_callable is not None:
-            scheduler = scheduler.lr_scheduler_callable(prepared)
+            scheduler = scheduler.lr_scheduler_callable(prepared_optimizer)
         else:
-            scheduler = self._take_engine_scheduler(prepared)
-        prepared.schedule = prepared.schedule or scheduler
+            scheduler = self._take_engine_scheduler(prepared_optimizer)
+        prepared_optimizer.schedule = prepared_optimizer.schedule or scheduler
         return scheduler
 
     # Any: DeepSpeed is untyped
-    def _take_engine_scheduler(self, prepared: DeepSpeedOptimizer) -> Any:
-        engine = prepared.engine
+    def _take_engine_scheduler(self, prepared_optimizer: DeepSpeedOptimizer) -> Any:
+        engine = prepared_optimizer.engine
         # the loop steps it, like any scheduler
         engine_scheduler, engine.lr_scheduler = engine.lr_scheduler, None
         if engine_scheduler is None:
@@ -265,9 +287,9 @@ class DeepSpeedStrategy:
                 "a DummyScheduler was prepared, but DeepSpeed's configuration has no scheduler section, so no scheduler can be created. "
                 'Add {"scheduler": {"type": "WarmupLR", "params": {...}}}, or prepare a real scheduler.'
             )
-        engine_scheduler.optimizer = prepared
-        prepared.take_options()
-        show_rates(engine_scheduler, prepared)
+        engine_scheduler.optimizer = prepared_optimizer
+        prepared_optimizer.take_options()
+        show_rates(engine_scheduler, prepared_optimizer)
         return engine_scheduler
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -277,16 +299,16 @@ class DeepSpeedStrategy:
     # Any: torch's keywords
     def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:
         passes_before = [engine.optimizer.num_passes for engine in self.engines]
-        loss, scale = divided(loss, parts), self._scale()
-        with ExitStack() as stack:
+        loss, loss_scale = divided(loss, parts), self._scale()
+        with ExitStack() as exit_stack:
             for engine in self.engines:
-                stack.enter_context(engine.optimizer.in_backward())
+                exit_stack.enter_context(engine.optimizer.in_backward())
                 if engine.linear is not None:
                     # for recomputed blocks
-                    stack.enter_context(engine.linear.in_place())
-            (loss if scale == 1.0 else loss * scale).backward(**kwargs)  # type: ignore[no-untyped-call]
-        for engine, passes in zip(self.engines, passes_before, strict=True):
-            if engine.optimizer.num_passes != passes:
+                    exit_stack.enter_context(engine.linear.in_place())
+            (loss if loss_scale == 1.0 else loss * loss_scale).backward(**kwargs)  # type: ignore[no-untyped-call]
+        for engine, num_passes in zip(self.engines, passes_before, strict=True):
+            if engine.optimizer.num_passes != num_passes:
                 engine.ran = False
 
     def forward_backward(
@@ -303,16 +325,16 @@ class DeepSpeedStrategy:
 
     def _scale(self) -> float:
         """Return the loss scale of the engines that this loss may come from."""
-        scales = {
+        loss_scales = {
             engine.optimizer.loss_scale for engine in self.engines if engine.ran
         } or {engine.optimizer.loss_scale for engine in self.engines}
-        if len(scales) > 1:
+        if len(loss_scales) > 1:
             raise StepError(
-                f"backward() was called after the forward of several engines whose loss scales differ ({sorted(scales)}), so some "
+                f"backward() was called after the forward of several engines whose loss scales differ ({sorted(loss_scales)}), so some "
                 "gradients would have the wrong scale. Use mixed_precision='bf16', or call "
                 "backward() after each engine's forward."
             )
-        return scales.pop() if scales else 1.0
+        return loss_scales.pop() if loss_scales else 1.0
 
     def clip_norm(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float
@@ -333,10 +355,12 @@ class DeepSpeedStrategy:
         """Return the optimizer of the engine that trains exactly these parameters. Raises: StepError if there is none."""
         clipped_ids = {id(parameter) for parameter in parameters}
         clipped_engines = [
-            engine for engine in self.engines if clipped_ids & _held(engine)
+            engine for engine in self.engines if clipped_ids & _trained_ids(engine)
         ]
         trained_ids = {
-            parameter_id for engine in clipped_engines for parameter_id in _held(engine)
+            parameter_id
+            for engine in clipped_engines
+            for parameter_id in _trained_ids(engine)
         }
         if len(clipped_engines) != 1 or not trained_ids <= clipped_ids:
             raise StepError(
@@ -361,57 +385,68 @@ class DeepSpeedStrategy:
     def unwrap(
         self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True
     ) -> nn.Module:
-        if (one := self._engine_of(model)) is not None:
-            module: nn.Module = one.model.module
+        if (model_engine := self._engine_of(model)) is not None:
+            module: nn.Module = model_engine.model.module
             return module
         return model if keep_precision else self._convert.undo(model)
 
     # Any: tensors and extra state
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        one = self._engine_of(model)
-        if one is None or one.made.stage < 3:
+        model_engine = self._engine_of(model)
+        if model_engine is None or model_engine.made.stage < 3:
             return dict(self.unwrap(model).state_dict())
-        one.optimizer.refresh()
-        gather = deepspeed_engine.package().zero.GatheredParameters
-        copies: dict[int, Tensor] = {}  # tied weights stay tied
-        for value in one.model.module.state_dict(keep_vars=True).values():
-            if hasattr(value, "ds_id") and id(value) not in copies:
-                with gather([value]):
-                    copies[id(value)] = value.detach().to("cpu", copy=True)
-        state = one.model.module.state_dict(keep_vars=True)
+        model_engine.optimizer.refresh()
+        gather_parameters = deepspeed_engine.import_deepspeed().zero.GatheredParameters
+        whole_copies: dict[int, Tensor] = {}  # tied weights stay tied
+        for state_tensor in model_engine.model.module.state_dict(
+            keep_vars=True
+        ).values():
+            if hasattr(state_tensor, "ds_id") and id(state_tensor) not in whole_copies:
+                with gather_parameters([state_tensor]):
+                    whole_copies[id(state_tensor)] = state_tensor.detach().to(
+                        "cpu", copy=True
+                    )
+        sharded_state = model_engine.model.module.state_dict(keep_vars=True)
         return {
-            key: copies.get(
-                id(value), value.detach() if isinstance(value, Tensor) else value
+            state_key: whole_copies.get(
+                id(state_tensor),
+                state_tensor.detach()
+                if isinstance(state_tensor, Tensor)
+                else state_tensor,
             )
-            for key, value in state.items()
+            for state_key, state_tensor in sharded_state.items()
         }
 
     @contextmanager
     def whole_weights(self, model: nn.Module) -> Iterator[None]:
-        one = self._engine_of(model)
-        if one is None:
+        model_engine = self._engine_of(model)
+        if model_engine is None:
             yield
             return
-        parameters = list(one.model.module.parameters())
-        gather = deepspeed_engine.package().zero.GatheredParameters
-        with ExitStack() as stack:
-            if one.made.stage == 3:
-                stack.enter_context(gather(parameters, modifier_rank=0))
+        parameters = list(model_engine.model.module.parameters())
+        gather_parameters = deepspeed_engine.import_deepspeed().zero.GatheredParameters
+        with ExitStack() as exit_stack:
+            if model_engine.made.stage == 3:
+                exit_stack.enter_context(gather_parameters(parameters, modifier_rank=0))
                 _show_slices(parameters, False)
-                stack.callback(_show_slices, parameters, True)
+                exit_stack.callback(_show_slices, parameters, True)
             yield
-        refresh = getattr(one.model.optimizer, "refresh_fp32_params", None)
-        if callable(refresh):
-            refresh()
+        refresh_masters = getattr(
+            model_engine.model.optimizer, "refresh_fp32_params", None
+        )
+        if callable(refresh_masters):
+            refresh_masters()
             return
         with torch.no_grad():
-            for models, masters in zip(
-                getattr(one.model.optimizer, "fp16_groups", ()),
-                getattr(one.model.optimizer, "fp32_groups", ()),
+            for model_group, master_group in zip(
+                getattr(model_engine.model.optimizer, "fp16_groups", ()),
+                getattr(model_engine.model.optimizer, "fp32_groups", ()),
                 strict=True,
             ):
-                for parameter, master in zip(models, masters, strict=True):
-                    master.copy_(parameter)
+                for parameter, master_weight in zip(
+                    model_group, master_group, strict=True
+                ):
+                    master_weight.copy_(parameter)
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         if self._engine_of(model) is not None:
@@ -480,49 +515,67 @@ def _show_slices(parameters: Iterable[Any], shown: bool) -> None:
         parameter.stored_slice = weight_slice if shown else None
 
 
-def _held(one: Engine) -> set[int]:
-    return {id(p) for group in one.optimizer.param_groups for p in group["params"]}
+def _trained_ids(trained_engine: Engine) -> set[int]:
+    return {
+        id(parameter)
+        for parameter_group in trained_engine.optimizer.param_groups
+        for parameter in parameter_group["params"]
+    }
 
 
-def _owners(models: list[Item], optimizers: list[Item]) -> dict[int, Item]:
+def _match_optimizers(models: list[Item], optimizers: list[Item]) -> dict[int, Item]:
     """Return the optimizer of each model, by the id of the model's item.
 
     Raises: PrepareError unless each optimizer belongs to exactly one model.
     """
-    found: dict[int, Item] = {}
+    optimizer_of_model: dict[int, Item] = {}
     for optimizer in optimizers:
-        params = {
-            id(p) for group in optimizer.value.param_groups for p in group["params"]
+        optimized_ids = {
+            id(parameter)
+            for parameter_group in optimizer.value.param_groups
+            for parameter in parameter_group["params"]
         }
-        name = type(optimizer.value).__name__
-        owners = [
-            item for item in models if params & {id(p) for p in item.value.parameters()}
+        class_name = type(optimizer.value).__name__
+        owner_items = [
+            item
+            for item in models
+            if optimized_ids & {id(parameter) for parameter in item.value.parameters()}
         ]
-        known = {id(p) for item in owners for p in item.value.parameters()}
-        if len(owners) != 1 or not params <= known or id(owners[0]) in found:
-            shared = bool(owners) and id(owners[0]) in found
+        owned_ids = {
+            id(parameter)
+            for item in owner_items
+            for parameter in item.value.parameters()
+        }
+        if (
+            len(owner_items) != 1
+            or not optimized_ids <= owned_ids
+            or id(owner_items[0]) in optimizer_of_model
+        ):
+            has_other_optimizer = (
+                bool(owner_items) and id(owner_items[0]) in optimizer_of_model
+            )
             raise PrepareError(
-                f"{name} has parameters of {len(owners)} of the {len(models)} models in this prepare()"
-                f"{', one of which has another optimizer' if shared else ''}; a DeepSpeed engine trains one model with one optimizer. "
+                f"{class_name} has parameters of {len(owner_items)} of the {len(models)} models in this prepare()"
+                f"{', one of which has another optimizer' if has_other_optimizer else ''}; a DeepSpeed engine trains one model with one optimizer. "
                 "Prepare each model together with an optimizer over its own parameters."
             )
-        found[id(owners[0])] = optimizer
-    return found
+        optimizer_of_model[id(owner_items[0])] = optimizer
+    return optimizer_of_model
 
 
-def _hidden_size(model: nn.Module) -> int | None:
+def _read_hidden_size(model: nn.Module) -> int | None:
     config = getattr(model, "config", None)
-    for holder in (config, getattr(config, "text_config", None)):
-        if isinstance(size := getattr(holder, "hidden_size", None), int):
+    for model_config in (config, getattr(config, "text_config", None)):
+        if isinstance(size := getattr(model_config, "hidden_size", None), int):
             return size
-        if sizes := getattr(holder, "hidden_sizes", None):
+        if sizes := getattr(model_config, "hidden_sizes", None):
             return int(max(sizes))
     return None
 
 
-def _cast(tree: Any, dtype: torch.dtype) -> Any:  # Any: the model's arguments
+def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:  # Any: the model's arguments
     return trees.map_tensors(
-        lambda x: x.to(dtype) if x.is_floating_point() else x, tree
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree
     )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from hasten.config.sections.parallel import PipelineParallelConfig
 from hasten.errors import ConfigError, PrepareError
-from hasten.extensions.pipeline.stage_plan import Range, StagePlacement, balanced
+from hasten.extensions.pipeline.stage_plan import Range, StagePlacement, balance_ranges
 from hasten.modules.names import StagePart
 from hasten.strategies.blocks import repeated_blocks
 
@@ -42,11 +42,11 @@ class StageCut:
                 for stage, (start, stop) in enumerate(self.ranges)
                 if start <= index < stop
             )
-        if any(_is_inside(name, unit) for unit in self.first):
+        if any(_is_inside(name, unit_name) for unit_name in self.first):
             return 0
         return (
             len(self.ranges) - 1
-            if any(_is_inside(name, unit) for unit in self.last)
+            if any(_is_inside(name, unit_name) for unit_name in self.last)
             else None
         )
 
@@ -60,39 +60,54 @@ class StageCut:
         )
 
 
-def decide(
-    model: nn.Module, config: PipelineParallelConfig, place: StagePlacement
+def decide_cut(
+    model: nn.Module, config: PipelineParallelConfig, stage_placement: StagePlacement
 ) -> StageCut:
     """Return the partition of the model. Raises: ConfigError or PrepareError, with advice, if it cannot be partitioned."""
-    container = _container(model, config, place.stages)
-    blocks = dict(model.get_submodule(container).named_children())
-    _check_length(container, len(blocks), place)
-    first_units, last_units = _outside(model, container, config)
-    ranges = _ranges_of_points(
-        config.split_points, list(blocks), place.stages
-    ) or _balanced_ranges(model, list(blocks.values()), first_units, last_units, place)
-    return StageCut(container, tuple(blocks), ranges, first_units, last_units, place)
+    container_name = _find_container(model, config, stage_placement.stages)
+    blocks_by_name = dict(model.get_submodule(container_name).named_children())
+    _check_length(container_name, len(blocks_by_name), stage_placement)
+    first_units, last_units = _split_outside_units(model, container_name, config)
+    stage_ranges = _ranges_of_points(
+        config.split_points, list(blocks_by_name), stage_placement.stages
+    ) or _balanced_ranges(
+        model, list(blocks_by_name.values()), first_units, last_units, stage_placement
+    )
+    return StageCut(
+        container_name,
+        tuple(blocks_by_name),
+        stage_ranges,
+        first_units,
+        last_units,
+        stage_placement,
+    )
 
 
-def _container(model: nn.Module, config: PipelineParallelConfig, stages: int) -> str:
+def _find_container(
+    model: nn.Module, config: PipelineParallelConfig, num_stages: int
+) -> str:
     model_name = type(model).__name__
     if config.split_points:
-        parents = {point.rpartition(".")[0] for point in config.split_points}
-        for point in config.split_points:
-            parent = dict(model.named_modules()).get(point.rpartition(".")[0])
-            if not isinstance(parent, _LISTS) or point.rpartition(".")[2] not in dict(
-                parent.named_children()
-            ):
+        parent_names = {
+            split_point.rpartition(".")[0] for split_point in config.split_points
+        }
+        for split_point in config.split_points:
+            parent_list = dict(model.named_modules()).get(
+                split_point.rpartition(".")[0]
+            )
+            if not isinstance(parent_list, _LISTS) or split_point.rpartition(".")[
+                2
+            ] not in dict(parent_list.named_children()):
                 raise ConfigError(
-                    f"pp_handler.split_points names {point!r}, which is not a member of a ModuleList or Sequential of "
-                    f"{model_name}; a stage must start with a block of such a list. Its lists are: {_list_some(list(_lists(model)))}."
+                    f"pp_handler.split_points names {split_point!r}, which is not a member of a ModuleList or Sequential of "
+                    f"{model_name}; a stage must start with a block of such a list. Its lists are: {_list_some(list(_block_lists(model)))}."
                 )
-        if len(parents) > 1:
+        if len(parent_names) > 1:
             raise ConfigError(
-                f"pp_handler.split_points names blocks of {len(parents)} lists ({', '.join(sorted(parents))}), but stages exchange the "
+                f"pp_handler.split_points names blocks of {len(parent_names)} lists ({', '.join(sorted(parent_names))}), but stages exchange the "
                 "output of blocks of one list. Name blocks of one list."
             )
-        return parents.pop()
+        return parent_names.pop()
     block_lists = dict.fromkeys(
         list_path.rpartition(".")[0] for list_path, _ in repeated_blocks(model)
     )
@@ -105,7 +120,7 @@ def _container(model: nn.Module, config: PipelineParallelConfig, stages: int) ->
         )
     ]
     if isinstance(model, nn.Sequential) and (
-        not outermost_lists or len(model) >= stages
+        not outermost_lists or len(model) >= num_stages
     ):
         return ""
     if len(outermost_lists) == 1:
@@ -116,157 +131,176 @@ def _container(model: nn.Module, config: PipelineParallelConfig, stages: int) ->
         else f"several lists of blocks ({', '.join(outermost_lists)})"
     )
     raise PrepareError(
-        f"{model_name} has {reason}, so it is unclear how to split it into {stages} stages. A pipeline needs one ModuleList or Sequential whose "
+        f"{model_name} has {reason}, so it is unclear how to split it into {num_stages} stages. A pipeline needs one ModuleList or Sequential whose "
         "blocks pass on one tensor; name the first blocks of the stages in pp_handler.split_points, or "
         "use tp_size or dp_shard_size for this model."
     )
 
 
-def _check_length(container: str, number: int, place: StagePlacement) -> None:
-    if number < place.stages:
+def _check_length(
+    container_name: str, num_blocks: int, stage_placement: StagePlacement
+) -> None:
+    if num_blocks < stage_placement.stages:
         raise ConfigError(
-            f"{container or 'the model'!r} has {number} blocks, fewer than the {place.stages} stages that pp_size="
-            f"{place.ranks} with {place.per_rank} on each rank requires; a stage needs at least one block. Use pp_size up to "
-            f"{number // place.per_rank}."
+            f"{container_name or 'the model'!r} has {num_blocks} blocks, fewer than the {stage_placement.stages} stages that pp_size="
+            f"{stage_placement.ranks} with {stage_placement.per_rank} on each rank requires; a stage needs at least one block. Use pp_size up to "
+            f"{num_blocks // stage_placement.per_rank}."
         )
 
 
-def _outside(
-    model: nn.Module, container: str, config: PipelineParallelConfig
+def _split_outside_units(
+    model: nn.Module, container_name: str, config: PipelineParallelConfig
 ) -> tuple[tuple[str, ...], ...]:
     """Return the modules with state outside the blocks: those before the blocks, and those after them."""
-    first: list[str] = []
-    last: list[str] = []
-    for unit, runs_before in _units_outside(model, container):
-        if unit in config.first_stage:
+    first_units: list[str] = []
+    last_units: list[str] = []
+    for unit_name, runs_before in _units_outside(model, container_name):
+        if unit_name in config.first_stage:
             runs_before = True
-        elif unit in config.last_stage:
+        elif unit_name in config.last_stage:
             runs_before = False
-        (first if runs_before else last).append(unit)
-    for setting, names in (
+        (first_units if runs_before else last_units).append(unit_name)
+    for setting, unit_names in (
         ("first_stage", config.first_stage),
         ("last_stage", config.last_stage),
     ):
-        if unknown_names := sorted(set(names) - {*first, *last}):
+        if unknown_names := sorted(set(unit_names) - {*first_units, *last_units}):
             raise ConfigError(
                 f"pp_handler.{setting} names {unknown_names[0]!r}, which is not a module with weights outside the blocks of "
-                f"{type(model).__name__}; these are: {_list_some([*first, *last])}."
+                f"{type(model).__name__}; these are: {_list_some([*first_units, *last_units])}."
             )
-    return tuple(first), tuple(last)
+    return tuple(first_units), tuple(last_units)
 
 
-def _units_outside(model: nn.Module, container: str) -> Iterator[tuple[str, bool]]:
+def _units_outside(model: nn.Module, container_name: str) -> Iterator[tuple[str, bool]]:
     """Yield the outermost modules with state outside the container, and whether they are registered before it."""
-    path_parts = container.split(".") if container else []
+    path_parts = container_name.split(".") if container_name else []
     module = model
     for depth, child_name in enumerate(path_parts):
-        prefix = ".".join(path_parts[:depth])
+        parent_path = ".".join(path_parts[:depth])
         is_before = True
-        for name, child in module.named_children():
-            if name == child_name:
+        for child_key, child in module.named_children():
+            if child_key == child_name:
                 is_before = False
             elif child.state_dict():
-                yield (f"{prefix}.{name}" if prefix else name), is_before
+                yield (
+                    (f"{parent_path}.{child_key}" if parent_path else child_key),
+                    is_before,
+                )
         module = module.get_submodule(child_name)
 
 
 def _ranges_of_points(
-    split_points: Sequence[str] | None, blocks: Sequence[str], stages: int
+    split_points: Sequence[str] | None, block_names: Sequence[str], num_stages: int
 ) -> tuple[Range, ...]:
     if not split_points:
         return ()
-    starts = sorted(
-        {0, *(blocks.index(point.rpartition(".")[2]) for point in split_points)}
+    start_indices = sorted(
+        {
+            0,
+            *(
+                block_names.index(split_point.rpartition(".")[2])
+                for split_point in split_points
+            ),
+        }
     )
-    if len(starts) != stages:
+    if len(start_indices) != num_stages:
         raise ConfigError(
-            f"pp_handler.split_points makes {len(starts)} stages, but pp_size and the schedule need {stages}. Give the first blocks of "
-            f"{stages - 1} stages; the first stage is implicit."
+            f"pp_handler.split_points makes {len(start_indices)} stages, but pp_size and the schedule need {num_stages}. Give the first blocks of "
+            f"{num_stages - 1} stages; the first stage is implicit."
         )
-    return tuple(zip(starts, [*starts[1:], len(blocks)], strict=True))
+    return tuple(
+        zip(start_indices, [*start_indices[1:], len(block_names)], strict=True)
+    )
 
 
 def _balanced_ranges(
     model: nn.Module,
     blocks: Sequence[nn.Module],
-    first: Sequence[str],
-    last: Sequence[str],
-    place: StagePlacement,
+    first_units: Sequence[str],
+    last_units: Sequence[str],
+    stage_placement: StagePlacement,
 ) -> tuple[Range, ...]:
     cost_before, cost_after = (
-        sum(work(model.get_submodule(name)) for name in unit_names)
-        for unit_names in (first, last)
+        sum(estimate_work(model.get_submodule(unit_name)) for unit_name in unit_names)
+        for unit_names in (first_units, last_units)
     )
-    costs = [work(block) for block in blocks]
-    if not any(costs):
-        costs = [1.0] * len(blocks)
-    return balanced(costs, place.stages, cost_before, cost_after)
+    block_costs = [estimate_work(block_module) for block_module in blocks]
+    if not any(block_costs):
+        block_costs = [1.0] * len(blocks)
+    return balance_ranges(block_costs, stage_placement.stages, cost_before, cost_after)
 
 
-def work(module: nn.Module) -> float:
+def estimate_work(module: nn.Module) -> float:
     """Estimate the cost of a module: the number of weights in its matrix products; embedding lookups cost nothing."""
     num_weights = 0.0
     for submodule in module.modules():
         if not isinstance(submodule, nn.Embedding):
             num_weights += sum(
-                p.numel() for p in submodule.parameters(recurse=False) if p.ndim > 1
+                parameter.numel()
+                for parameter in submodule.parameters(recurse=False)
+                if parameter.ndim > 1
             )
     return num_weights
 
 
 def part_of(model: nn.Module, cut: StageCut, rank: int) -> StagePart:
     """Return the part of the whole model on the rank at a pipeline position. Call before the model is partitioned."""
-    keys = list(model.state_dict())
-    names: dict[int, list[str]] = {}
+    state_keys = list(model.state_dict())
+    names_by_parameter: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    whole_names, copies = {}, set()
-    for names_of_one in names.values():
-        holders = dict.fromkeys(
-            holder for name in names_of_one for holder in cut.ranks_of(name)
+        names_by_parameter.setdefault(id(parameter), []).append(name)
+    whole_names, copied_names = {}, set()
+    for names_of_one in names_by_parameter.values():
+        holder_ranks = dict.fromkeys(
+            holder_rank for name in names_of_one for holder_rank in cut.ranks_of(name)
         )
-        owner = cut.ranks_of(names_of_one[0])[0]
-        if rank not in holders or rank == owner:
+        owner_rank = cut.ranks_of(names_of_one[0])[0]
+        if rank not in holder_ranks or rank == owner_rank:
             continue
-        copies.add(names_of_one[0])
+        copied_names.add(names_of_one[0])
         local_name = next(name for name in names_of_one if rank in cut.ranks_of(name))
         if local_name != names_of_one[0]:
             whole_names[local_name] = names_of_one[0]
     return StagePart(
-        tuple(keys),
-        frozenset(names_of_one[0] for names_of_one in names.values()),
-        frozenset(key for key in keys if cut.ranks_of(key)[0] == rank),
+        tuple(state_keys),
+        frozenset(names_of_one[0] for names_of_one in names_by_parameter.values()),
+        frozenset(
+            state_key for state_key in state_keys if cut.ranks_of(state_key)[0] == rank
+        ),
         tuple(
             tuple(names_of_one)
-            for names_of_one in names.values()
+            for names_of_one in names_by_parameter.values()
             if len(names_of_one) > 1
         ),
         whole_names,
-        frozenset(copies),
+        frozenset(copied_names),
     )
 
 
-def shared(model: nn.Module, cut: StageCut) -> dict[str, tuple[int, ...]]:
+def find_shared_parameters(
+    model: nn.Module, cut: StageCut
+) -> dict[str, tuple[int, ...]]:
     """Return the parameters (by first name) that several ranks hold, with the positions of those ranks."""
     holders_by_parameter: dict[int, tuple[str, dict[int, None]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        _, holders = holders_by_parameter.setdefault(id(parameter), (name, {}))
-        holders.update(dict.fromkeys(cut.ranks_of(name)))
+        _, holder_ranks = holders_by_parameter.setdefault(id(parameter), (name, {}))
+        holder_ranks.update(dict.fromkeys(cut.ranks_of(name)))
     return {
-        name: tuple(sorted(holders))
-        for name, holders in holders_by_parameter.values()
-        if len(holders) > 1
+        name: tuple(sorted(holder_ranks))
+        for name, holder_ranks in holders_by_parameter.values()
+        if len(holder_ranks) > 1
     }
 
 
-def _lists(model: nn.Module) -> Iterator[str]:
-    for name, module in model.named_modules():
+def _block_lists(model: nn.Module) -> Iterator[str]:
+    for module_name, module in model.named_modules():
         if isinstance(module, _LISTS) and len(module):
-            yield name or type(model).__name__
+            yield module_name or type(model).__name__
 
 
-def _is_inside(name: str, unit: str) -> bool:
-    return name == unit or name.startswith(f"{unit}.")
+def _is_inside(name: str, unit_name: str) -> bool:
+    return name == unit_name or name.startswith(f"{unit_name}.")
 
 
 def _list_some(names: Sequence[str]) -> str:

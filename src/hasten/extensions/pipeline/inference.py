@@ -47,45 +47,55 @@ def prepare_pipeline(
     Ranks: every rank, here and in every call, with the same arguments; weights come from rank 0.
     Raises: PrepareError or ConfigError with a remedy, for a model that cannot be split.
     """
-    handler = PipelineParallelConfig(
+    pipeline_config = PipelineParallelConfig(
         schedule="gpipe",
         num_microbatches=num_microbatches,
         split_points=None if split_points is None else tuple(split_points),
     )
     accelerator = Accelerator(
-        cpu=cpu, parallelism_config=ParallelismConfig(pp_size=-1, pp_handler=handler)
+        cpu=cpu,
+        parallelism_config=ParallelismConfig(pp_size=-1, pp_handler=pipeline_config),
     )
-    prepared = accelerator.prepare_model(model.eval(), evaluation_mode=True)
-    stage = forwarding.find(prepared, TAG)
-    if isinstance(stage, StageForward):
-        stage.gathers_output = gather_output
-        _check_whole(prepared, stage.line.cut.container, no_split_module_classes)
+    prepared_model = accelerator.prepare_model(model.eval(), evaluation_mode=True)
+    stage_forward = forwarding.find(prepared_model, TAG)
+    if isinstance(stage_forward, StageForward):
+        stage_forward.gathers_output = gather_output
+        _check_whole(
+            prepared_model, stage_forward.line.cut.container, no_split_module_classes
+        )
         log.info(
             "%s: stages behind the first begin at %s",
             type(model).__name__,
-            ", ".join(stage_starts(prepared)),
+            ", ".join(stage_starts(prepared_model)),
         )
-    forwarding.replace(prepared, _WithoutGradients())
-    return prepared
+    forwarding.replace(prepared_model, _WithoutGradients())
+    return prepared_model
 
 
 def stage_starts(model: nn.Module) -> list[str]:
     """Return the first block of each pipeline stage except the first stage; empty for a model that is not split."""
-    stage = forwarding.find(model, TAG)
-    if not isinstance(stage, StageForward):
+    stage_forward = forwarding.find(model, TAG)
+    if not isinstance(stage_forward, StageForward):
         return []
-    cut = stage.line.cut
-    prefix = f"{cut.container}." if cut.container else ""
-    return [prefix + cut.blocks[first] for first, _ in cut.ranges[1:]]
+    stage_cut = stage_forward.line.cut
+    name_prefix = f"{stage_cut.container}." if stage_cut.container else ""
+    return [
+        name_prefix + stage_cut.blocks[first_block]
+        for first_block, _ in stage_cut.ranges[1:]
+    ]
 
 
-def _check_whole(model: nn.Module, container: str, classes: Collection[str]) -> None:
+def _check_whole(
+    model: nn.Module, container_name: str, class_names: Collection[str]
+) -> None:
     """Raise if the model is split inside a module that must stay whole."""
-    parts = container.split(".") if container else []
-    for name in (".".join(parts[:depth]) for depth in range(len(parts) + 1)):
-        kind = type(model.get_submodule(name)).__name__
-        if kind in classes:
+    path_parts = container_name.split(".") if container_name else []
+    for module_name in (
+        ".".join(path_parts[:depth]) for depth in range(len(path_parts) + 1)
+    ):
+        class_name = type(model.get_submodule(module_name)).__name__
+        if class_name in class_names:
             raise ConfigError(
-                f"no_split_module_classes names {kind}, but {type(model).__name__} is cut between the blocks of "
-                f"{container!r}, which lie inside of {name or 'the model itself'!r}. Name the class of the blocks instead."
+                f"no_split_module_classes names {class_name}, but {type(model).__name__} is cut between the blocks of "
+                f"{container_name!r}, which lie inside of {module_name or 'the model itself'!r}. Name the class of the blocks instead."
             )

@@ -14,7 +14,7 @@ from hasten.comm.agreement import vote
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.errors import PrepareError
 from hasten.extensions.pipeline.passes import BlockChain, Pass, SeenCall
-from hasten.extensions.pipeline.schedule import Learnt
+from hasten.extensions.pipeline.schedule import LearntShapes
 from hasten.extensions.pipeline.stage_plan import StagePlacement
 from hasten.strategies.micro_batches import share
 from hasten.trees import Tree
@@ -26,20 +26,23 @@ class Learner:
     """Cache of the shapes of each kind of batch of each model, inferred on first use."""
 
     def __init__(
-        self, comm: ProcessGroupComm, place: StagePlacement, device: torch.device
+        self,
+        comm: ProcessGroupComm,
+        stage_placement: StagePlacement,
+        device: torch.device,
     ) -> None:
         self._comm = comm
-        self._place = place
+        self._place = stage_placement
         self._device = device
-        self._shapes = WeakKeyDictionary[nn.Module, dict[Signature, Learnt]]()
+        self._shapes = WeakKeyDictionary[nn.Module, dict[Signature, LearntShapes]]()
 
     def learn(
         self,
         model: nn.Module,
-        line: BlockChain,
+        block_chain: BlockChain,
         kind: Signature,
-        call: Callable[[], Any],
-    ) -> Learnt:
+        run_forward: Callable[[], Any],
+    ) -> LearntShapes:
         """Return the shapes of this kind of micro-batch, inferred by running `call` once. Ranks: the whole pipeline.
 
         An error here is raised on every rank of the pipeline. Buffers and random state are restored.
@@ -47,82 +50,99 @@ class Learner:
         shapes_by_kind = self._shapes.setdefault(model, {})
         if kind in shapes_by_kind:
             return shapes_by_kind[kind]
-        devices = [self._device] if self._device.type == "cuda" else []
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            learnt = self._first_pass(line, call)
-            for buffer, saved_values in buffers:
-                buffer.copy_(saved_values)
-        shapes_by_kind[kind] = learnt
-        return learnt
+        cuda_devices = [self._device] if self._device.type == "cuda" else []
+        saved_buffers = [
+            (model_buffer, model_buffer.clone()) for model_buffer in model.buffers()
+        ]
+        with torch.no_grad(), torch.random.fork_rng(devices=cuda_devices):
+            learnt_shapes = self._first_pass(block_chain, run_forward)
+            for model_buffer, saved_values in saved_buffers:
+                model_buffer.copy_(saved_values)
+        shapes_by_kind[kind] = learnt_shapes
+        return learnt_shapes
 
-    def _first_pass(self, line: BlockChain, call: Callable[[], Any]) -> Learnt:
-        learnt, error = Learnt(SeenCall()), None
-        hidden: Any = None  # Any: the output of the last stage
+    def _first_pass(
+        self, block_chain: BlockChain, run_forward: Callable[[], Any]
+    ) -> LearntShapes:
+        learnt_shapes, stage_error = LearntShapes(SeenCall()), None
+        hidden_state: Any = None  # Any: the output of the last stage
         for stage in range(self._place.stages):
-            owner = self._place.rank_of(stage)
-            if owner == self._comm.rank:
+            owner_rank = self._place.rank_of(stage)
+            if owner_rank == self._comm.rank:
                 try:
-                    hidden = self._run_stage(line, stage, hidden, learnt, call)
+                    hidden_state = self._run_stage(
+                        block_chain, stage, hidden_state, learnt_shapes, run_forward
+                    )
                 # must reach every rank of the pipeline; raised below
                 except Exception as problem:
-                    error, hidden = problem, None
+                    stage_error, hidden_state = problem, None
             if stage == 0:
-                learnt.seen = self._comm.broadcast_object(learnt.seen, owner)
+                learnt_shapes.seen = self._comm.broadcast_object(
+                    learnt_shapes.seen, owner_rank
+                )
             if stage + 1 < self._place.stages:
-                hidden = share(hidden, self._comm, owner)
-                if hidden is None:
+                hidden_state = share(hidden_state, self._comm, owner_rank)
+                if hidden_state is None:
                     break
-        vote(self._comm, error, "the first batch through the pipeline")
-        return learnt
+        vote(self._comm, stage_error, "the first batch through the pipeline")
+        return learnt_shapes
 
     def _run_stage(
         self,
-        line: BlockChain,
+        block_chain: BlockChain,
         stage: int,
-        hidden: Any,
-        learnt: Learnt,
-        call: Callable[[], Any],
+        hidden_state: Any,
+        learnt_shapes: LearntShapes,
+        run_forward: Callable[[], Any],
     ) -> Any:
         """Return the output of a stage of this rank, whose shapes are recorded."""
         if stage:
-            learnt.inputs[stage] = _shape_only(hidden)
-        line.recording = stage == 0
+            learnt_shapes.inputs[stage] = _shape_only(hidden_state)
+        block_chain.recording = stage == 0
         try:
-            output = self._run_checked(
-                line, line.begin(stage, hidden if stage else None, learnt.seen), call
+            stage_output = self._run_checked(
+                block_chain,
+                block_chain.begin(
+                    stage, hidden_state if stage else None, learnt_shapes.seen
+                ),
+                run_forward,
             )
         finally:
-            line.recording = False
-        learnt.outputs[stage] = (
-            _shape_only(output)
-            if isinstance(output, Tensor)
+            block_chain.recording = False
+        learnt_shapes.outputs[stage] = (
+            _shape_only(stage_output)
+            if isinstance(stage_output, Tensor)
             else torch.empty((), device="meta")
         )
-        return output
+        return stage_output
 
     def _run_checked(
-        self, line: BlockChain, running_pass: Pass, call: Callable[[], Any]
+        self,
+        block_chain: BlockChain,
+        running_pass: Pass,
+        run_forward: Callable[[], Any],
     ) -> Any:
         """Return the output of a stage. Raises: PrepareError if it depends on a value that another stage computes."""
-        output = line.run(running_pass, call)
-        if running_pass.stage and _has_nan(output):
-            second_pass = line.begin(
+        stage_output = block_chain.run(running_pass, run_forward)
+        if running_pass.stage and _has_nan(stage_output):
+            second_pass = block_chain.begin(
                 running_pass.stage, running_pass.received, running_pass.seen
             )
             second_pass.fill = 0.0
-            if not _has_nan(line.run(second_pass, call)):
+            if not _has_nan(block_chain.run(second_pass, run_forward)):
                 raise PrepareError(
                     f"pipeline stage {running_pass.stage} uses a value that modules of another stage compute before the blocks, but only the "
                     "hidden state of the blocks is sent between stages. Pass the value through the hidden state, compute it from the "
                     "batch, or do not use a pipeline for this model (pp_size=1)."
                 )
-        return output
+        return stage_output
 
 
-def signature(micro: Tree) -> Signature:
+def batch_signature(micro_batch: Tree) -> Signature:
     """Return the shapes and dtypes of a micro-batch."""
-    return tuple((tuple(x.shape), x.dtype) for x in trees.tensors(micro))
+    return tuple(
+        (tuple(tensor.shape), tensor.dtype) for tensor in trees.tensors(micro_batch)
+    )
 
 
 def _shape_only(tensor: Tensor) -> Tensor:
@@ -132,8 +152,8 @@ def _shape_only(tensor: Tensor) -> Tensor:
     )
 
 
-def _has_nan(output: Tree) -> bool:
+def _has_nan(stage_output: Tree) -> bool:
     return any(
-        x.is_floating_point() and bool(torch.isnan(x).any())
-        for x in trees.tensors(output)
+        tensor.is_floating_point() and bool(torch.isnan(tensor).any())
+        for tensor in trees.tensors(stage_output)
     )

@@ -31,15 +31,15 @@ from hasten.strategies.tensor.ops import RankRandomStream
 class _BlocksDone(BaseException):
     """Exception that ends a forward after the stage's last block; a BaseException, so that user code does not catch it."""
 
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
+    def __init__(self, hidden_state: Tensor) -> None:
+        self.hidden = hidden_state
 
 
 class StageDone(BaseException):
     """Exception that ends the code around a model's call, with the output of the stage."""
 
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
+    def __init__(self, hidden_state: Tensor) -> None:
+        self.hidden = hidden_state
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class RemoteModule(nn.Module):
     """Stand-in for a module of another stage, with its plain attributes and meta tensors for its parameters."""
 
     def __init__(
-        self, name: str, index: int | None, original: nn.Module, line: BlockChain
+        self, name: str, index: int | None, original: nn.Module, block_chain: BlockChain
     ) -> None:
         super().__init__()
         kept_attributes = {
@@ -87,7 +87,7 @@ class RemoteModule(nn.Module):
             for key, parameter in original.named_parameters(recurse=False)
         }
         self.__dict__["kept"] = kept_attributes
-        self.__dict__["line"] = line
+        self.__dict__["line"] = block_chain
         self.name = name
         self.index = index
 
@@ -117,11 +117,11 @@ class RemoteModule(nn.Module):
     def _skip(
         self, running_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        hidden = _hidden_state_of(args, kwargs, self.name)
+        hidden_state = _hidden_state_of(args, kwargs, self.name)
         return (
-            (hidden, *[None] * (running_pass.seen.returns - 1))
+            (hidden_state, *[None] * (running_pass.seen.returns - 1))
             if running_pass.seen.returns
-            else hidden
+            else hidden_state
         )
 
     def _placeholder(self, running_pass: Pass) -> Any:
@@ -137,10 +137,10 @@ class RemoteModule(nn.Module):
                 f"{self.name!r} was expected to run {expected_side} the blocks, based on the order in which the model registers its modules, but "
                 f"it is called on the other side. Name it: pp_handler.{remedy_setting}=({self.name!r},)."
             )
-        calls = running_pass.seen.units.get(self.name, [])
-        number = running_pass.calls[self.name]
+        recorded_outputs = running_pass.seen.units.get(self.name, [])
+        call_number = running_pass.calls[self.name]
         running_pass.calls[self.name] += 1
-        if number >= len(calls):
+        if call_number >= len(recorded_outputs):
             raise PrepareError(
                 f"{self.name!r} is called before the blocks on one pipeline stage and not on another, so its output is unknown here. A "
                 "forward must call the same modules on every stage."
@@ -148,7 +148,7 @@ class RemoteModule(nn.Module):
         device = self.__dict__["line"].device
         return trees.map_leaves(
             lambda leaf: _fill_placeholder(leaf, running_pass.fill, device),
-            calls[number],
+            recorded_outputs[call_number],
         )
 
 
@@ -159,13 +159,13 @@ class OutputShape(msgspec.Struct, frozen=True):
     dtype: torch.dtype
 
 
-def _fill_placeholder(leaf: Any, value: float, device: torch.device) -> Any:
-    if not isinstance(leaf, OutputShape):
-        return leaf
-    placeholder = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+def _fill_placeholder(shape_leaf: Any, fill_value: float, device: torch.device) -> Any:
+    if not isinstance(shape_leaf, OutputShape):
+        return shape_leaf
+    placeholder = torch.empty(shape_leaf.shape, dtype=shape_leaf.dtype, device=device)
     return (
-        placeholder.fill_(value)
-        if leaf.dtype.is_floating_point
+        placeholder.fill_(fill_value)
+        if shape_leaf.dtype.is_floating_point
         else placeholder.zero_()
     )
 
@@ -191,8 +191,8 @@ class StageForward(forwarding.Forward):
 
     tag = TAG
 
-    def __init__(self, line: BlockChain, call: Callable[..., Any]) -> None:
-        self.line = line
+    def __init__(self, block_chain: BlockChain, call: Callable[..., Any]) -> None:
+        self.line = block_chain
         self.call = call
         self.gathers_output = True
         """Whether a call returns its output on every rank, or only on the rank of the last stage."""
@@ -229,18 +229,18 @@ class BlockChain:
     def __init__(
         self,
         model: nn.Module,
-        cut: StageCut,
-        part: StagePart,
+        stage_cut: StageCut,
+        stage_part: StagePart,
         rank: int,
         device: torch.device,
     ) -> None:
-        self.cut = cut
-        self.part = part
+        self.cut = stage_cut
+        self.part = stage_part
         self.device = device
-        self.stages = cut.place.stages_of(rank)
+        self.stages = stage_cut.place.stages_of(rank)
         self.at: Pass | None = None
         self.recording = False
-        self._container = model.get_submodule(cut.container)
+        self._container = model.get_submodule(stage_cut.container)
         self._blocks: dict[int, nn.Module] = {}
         self._stand_ins: dict[int, RemoteModule] = {}
         self._streams = {stage: RankRandomStream(model, stage) for stage in self.stages}
@@ -248,18 +248,20 @@ class BlockChain:
 
     def _take_out(self, model: nn.Module, rank: int) -> None:
         """Replace the modules of other ranks by stand-ins."""
-        prefix = f"{self.cut.container}." if self.cut.container else ""
+        name_prefix = f"{self.cut.container}." if self.cut.container else ""
         for index, name in enumerate(self.cut.blocks):
             block = self._container.get_submodule(name)
-            self._stand_ins[index] = RemoteModule(prefix + name, index, block, self)
-            if rank in self.cut.ranks_of(prefix + name):
+            self._stand_ins[index] = RemoteModule(
+                name_prefix + name, index, block, self
+            )
+            if rank in self.cut.ranks_of(name_prefix + name):
                 self._blocks[index] = block
             else:
                 self._container.register_module(name, self._stand_ins[index])
         for name in (*self.cut.first, *self.cut.last):
-            unit = model.get_submodule(name)
+            outer_module = model.get_submodule(name)
             if rank not in self.cut.ranks_of(name):
-                swap(model, name, RemoteModule(name, None, unit, self))
+                swap(model, name, RemoteModule(name, None, outer_module, self))
 
     def attach(self, model: nn.Module) -> None:
         """Register the hooks that enter and leave stages; call after all other wrappers have registered their hooks."""
@@ -272,9 +274,9 @@ class BlockChain:
                 partial(_leave_stage, self, stop - 1)
             )
         for name in self.cut.first:
-            unit = model.get_submodule(name)
-            if not isinstance(unit, RemoteModule):
-                unit.register_forward_hook(partial(_record_shapes, self, name))
+            outer_module = model.get_submodule(name)
+            if not isinstance(outer_module, RemoteModule):
+                outer_module.register_forward_hook(partial(_record_shapes, self, name))
         model.register_forward_hook(partial(_return_hidden, self))
 
     def run(
@@ -282,41 +284,47 @@ class BlockChain:
     ) -> Any:  # Any: the output of the stage, or the user's result
         """Run `call`, in which the model is called once, for one stage, and return its result."""
         hidden_indices = [
-            i for i in self._blocks if not running_pass.start <= i < running_pass.stop
+            block_index
+            for block_index in self._blocks
+            if not running_pass.start <= block_index < running_pass.stop
         ]
         block_names = self.cut.blocks
-        for index in hidden_indices:
-            self._container.register_module(block_names[index], self._stand_ins[index])
-        stream, self.at = self._streams[running_pass.stage], running_pass
-        stream.begin(self._blocks[running_pass.start])
+        for block_index in hidden_indices:
+            self._container.register_module(
+                block_names[block_index], self._stand_ins[block_index]
+            )
+        random_stream, self.at = self._streams[running_pass.stage], running_pass
+        random_stream.begin(self._blocks[running_pass.start])
         try:
             return call()
         except StageDone as done:
             return done.hidden
         finally:
-            stream.end()
+            random_stream.end()
             self.at = None
-            for index in hidden_indices:
-                self._container.register_module(block_names[index], self._blocks[index])
+            for block_index in hidden_indices:
+                self._container.register_module(
+                    block_names[block_index], self._blocks[block_index]
+                )
 
-    def begin(self, stage: int, received: Tensor | None, seen: SeenCall) -> Pass:
+    def begin(self, stage: int, received: Tensor | None, seen_call: SeenCall) -> Pass:
         """Create a pass over a stage."""
         start, stop = self.cut.ranges[stage]
         return Pass(
-            stage, start, stop, stage == len(self.cut.ranges) - 1, received, seen
+            stage, start, stop, stage == len(self.cut.ranges) - 1, received, seen_call
         )
 
 
 # Any: the user's arguments and outputs
 def _enter_stage(
-    line: BlockChain,
+    block_chain: BlockChain,
     index: int,
     block: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """Pass the hidden state of the previous stage to the first block of a stage."""
-    running_pass = line.at
+    running_pass = block_chain.at
     if running_pass is None or running_pass.start != index:
         return None
     running_pass.entered = True
@@ -329,40 +337,54 @@ def _enter_stage(
 
 
 def _leave_stage(
-    line: BlockChain, index: int, block: nn.Module, args: object, output: Any
+    block_chain: BlockChain,
+    index: int,
+    block: nn.Module,
+    args: object,
+    block_output: Any,
 ) -> None:
     """End the forward after the last block of a stage."""
-    running_pass = line.at
+    running_pass = block_chain.at
     if running_pass is None or running_pass.stop - 1 != index:
         return
     running_pass.done = True
-    if line.recording:
-        running_pass.seen.returns = len(output) if isinstance(output, tuple) else 0
-    hidden = output[0] if isinstance(output, tuple) and output else output
-    if not isinstance(hidden, Tensor):
+    if block_chain.recording:
+        running_pass.seen.returns = (
+            len(block_output) if isinstance(block_output, tuple) else 0
+        )
+    hidden_state = (
+        block_output[0]
+        if isinstance(block_output, tuple) and block_output
+        else block_output
+    )
+    if not isinstance(hidden_state, Tensor):
         raise PrepareError(
-            f"a {type(block).__name__} returned a {type(output).__name__}, but pipeline stages exchange one tensor. Let blocks "
+            f"a {type(block).__name__} returned a {type(block_output).__name__}, but pipeline stages exchange one tensor. Let blocks "
             "return the hidden state, alone or first in a tuple."
         )
     if not running_pass.final:
-        raise _BlocksDone(hidden)
+        raise _BlocksDone(hidden_state)
 
 
 def _record_shapes(
-    line: BlockChain, name: str, unit: nn.Module, args: object, output: Any
+    block_chain: BlockChain,
+    name: str,
+    unit: nn.Module,
+    args: object,
+    module_output: Any,
 ) -> None:
     """Record the shapes of the outputs of a module before the blocks."""
-    running_pass = line.at
-    if line.recording and running_pass is not None and not running_pass.entered:
+    running_pass = block_chain.at
+    if block_chain.recording and running_pass is not None and not running_pass.entered:
         shapes_by_call = running_pass.seen.units.setdefault(name, [])
-        shapes_by_call.append(output_shapes(output))
+        shapes_by_call.append(output_shapes(module_output))
 
 
 def _return_hidden(
-    line: BlockChain, model: nn.Module, args: object, output: Any
+    block_chain: BlockChain, model: nn.Module, args: object, output: Any
 ) -> None:
     """End the code around the model's call with the hidden state, on all stages but the last."""
-    if line.at is not None and not line.at.final:
+    if block_chain.at is not None and not block_chain.at.final:
         raise StageDone(output)
 
 

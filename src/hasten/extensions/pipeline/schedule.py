@@ -35,7 +35,7 @@ _IGNORED: Final = -100
 
 
 @dataclass(slots=True)
-class Learnt:
+class LearntShapes:
     """Shapes of one kind of micro-batch, from one pass through the pipeline."""
 
     seen: SeenCall
@@ -61,46 +61,53 @@ class _StageModule(nn.Module):
     """A stage for torch's schedules: maps the previous stage's hidden state to the next hidden state, or to the loss."""
 
     def __init__(
-        self, model: nn.Module, line: BlockChain, stage: int, seen: SeenCall, work: Work
+        self,
+        model: nn.Module,
+        block_chain: BlockChain,
+        stage: int,
+        seen_call: SeenCall,
+        step_work: Work,
     ) -> None:
         super().__init__()
         self.model = model
-        self.line = line
+        self.line = block_chain
         self.stage = stage
-        self.seen = seen
-        self.work = work
+        self.seen = seen_call
+        self.work = step_work
 
     def forward(self, *received: Tensor, where: Tensor) -> Tensor:
         """Return the output of this stage for micro-batch number `where`."""
-        work, line = self.work, self.line
-        assert work.loss_of is not None, "a step is running"
-        micro, loss_of = work.micros[int(where)], work.loss_of
-        running_pass = line.begin(
+        step_work, block_chain = self.work, self.line
+        assert step_work.loss_of is not None, "a step is running"
+        micro_batch, loss_of = step_work.micros[int(where)], step_work.loss_of
+        running_pass = block_chain.begin(
             self.stage, received[0] if self.stage else None, self.seen
         )
-        result = line.run(running_pass, lambda: loss_of(self.model, micro))
+        stage_output = block_chain.run(
+            running_pass, lambda: loss_of(self.model, micro_batch)
+        )
         if not running_pass.final:
-            hidden: Tensor = result
-            return hidden.contiguous()
-        loss, loss_share = checked_loss(result), work.shares[int(where)]
+            hidden_state: Tensor = stage_output
+            return hidden_state.contiguous()
+        loss, loss_share = checked_loss(stage_output), step_work.shares[int(where)]
         weighted_loss = loss.detach().float() * loss_share
         if isinstance(loss_share, Tensor):
             leave_if_weightless(loss, loss_share)
             weighted_loss = torch.where(
                 loss_share == 0, torch.zeros_like(weighted_loss), weighted_loss
             )  # a mean over no labels is NaN
-        work.losses.append(weighted_loss)
-        return loss * (loss_share * work.factor)
+        step_work.losses.append(weighted_loss)
+        return loss * (loss_share * step_work.factor)
 
 
-def checked_loss(loss: Any) -> Tensor:  # Any: result of the user's function
+def checked_loss(returned_loss: Any) -> Tensor:  # Any: result of the user's function
     """Return the loss as a scalar. Raises: StepError if it is not a tensor with one element."""
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss.reshape(())
+    if isinstance(returned_loss, Tensor) and returned_loss.numel() == 1:
+        return returned_loss.reshape(())
     description = (
-        f"a tensor of shape {tuple(loss.shape)}"
-        if isinstance(loss, Tensor)
-        else f"a {type(loss).__name__}"
+        f"a tensor of shape {tuple(returned_loss.shape)}"
+        if isinstance(returned_loss, Tensor)
+        else f"a {type(returned_loss).__name__}"
     )
     raise StepError(
         f"loss_of returned {description}, but there is one loss per micro-batch. Return the mean over its samples."
@@ -113,47 +120,47 @@ class Stepper:
     def __init__(
         self,
         model: nn.Module,
-        line: BlockChain,
-        learnt: Learnt,
-        count: int,
+        block_chain: BlockChain,
+        learnt: LearntShapes,
+        num_micro_batches: int,
         schedule: PipelineSchedule,
         comm: ProcessGroupComm,
     ) -> None:
         self._work = Work()
-        self._first = 0 in line.stages
-        self._where = torch.arange(count)
-        num_stages = len(line.cut.ranges)
+        self._first = 0 in block_chain.stages
+        self._where = torch.arange(num_micro_batches)
+        num_stages = len(block_chain.cut.ranges)
         stages = []
-        for stage in line.stages:
-            module = _StageModule(model, line, stage, learnt.seen, self._work)
+        for stage in block_chain.stages:
+            module = _StageModule(model, block_chain, stage, learnt.seen, self._work)
             example_input = learnt.inputs[stage] if stage else self._where[:1]
             stages.append(
                 PipelineStage(
                     module,
                     stage,
                     num_stages,
-                    line.device,
+                    block_chain.device,
                     input_args=(example_input,),
                     output_args=(learnt.outputs[stage],),
                     group=comm.group,
                 )
             )
-        self._schedule = _make_schedule(schedule, stages, count)
+        self._schedule = _make_schedule(schedule, stages, num_micro_batches)
 
     def step(
         self,
-        micros: Sequence[Tree],
+        micro_batches: Sequence[Tree],
         loss_of: LossOf,
-        factor: Tensor | float,
-        shares: Sequence[Tensor | float],
+        loss_factor: Tensor | float,
+        loss_shares: Sequence[Tensor | float],
     ) -> Tensor | None:
         """Run forward and backward of all micro-batches; return the weighted loss on the rank of the last stage, else None."""
-        work = self._work
-        work.micros, work.loss_of, work.factor, work.shares = (
-            micros,
+        step_work = self._work
+        step_work.micros, step_work.loss_of, step_work.factor, step_work.shares = (
+            micro_batches,
             loss_of,
-            factor,
-            shares,
+            loss_factor,
+            loss_shares,
         )
         args = (self._where,) if self._first else ()
         try:
@@ -164,38 +171,38 @@ class Stepper:
                 return_outputs=False,
                 where=self._where,
             )
-            return torch.stack(work.losses).sum() if work.losses else None
+            return torch.stack(step_work.losses).sum() if step_work.losses else None
         except RuntimeError as error:
             # torch wraps errors of a stage
             if isinstance(error.__cause__, HastenError):
                 raise error.__cause__ from None
             raise
         finally:
-            work.micros, work.loss_of = (), None
-            work.losses.clear()
+            step_work.micros, step_work.loss_of = (), None
+            step_work.losses.clear()
 
 
 def _make_schedule(
-    schedule: PipelineSchedule, stages: list[Any], count: int
+    schedule: PipelineSchedule, stages: list[Any], num_micro_batches: int
 ) -> Any:  # Any: torch's classes share a private base
-    options: dict[str, Any] = {
-        "n_microbatches": count,
+    schedule_options: dict[str, Any] = {
+        "n_microbatches": num_micro_batches,
         "loss_fn": _return_loss,
         "scale_grads": False,
     }
     match schedule:
         case "gpipe":
-            return ScheduleGPipe(stages[0], **options)
+            return ScheduleGPipe(stages[0], **schedule_options)
         case "1f1b":
-            return Schedule1F1B(stages[0], **options)
+            return Schedule1F1B(stages[0], **schedule_options)
         case "interleaved_1f1b":
-            return ScheduleInterleaved1F1B(stages, **options)
+            return ScheduleInterleaved1F1B(stages, **schedule_options)
         case "interleaved_zero_bubble":
-            return ScheduleInterleavedZeroBubble(stages, **options)
+            return ScheduleInterleavedZeroBubble(stages, **schedule_options)
         case "zbv_zero_bubble":
-            return ScheduleZBVZeroBubble(stages, **options)
+            return ScheduleZBVZeroBubble(stages, **schedule_options)
         case "loop_bfs":
-            return ScheduleLoopedBFS(stages, **options)
+            return ScheduleLoopedBFS(stages, **schedule_options)
         case other:
             assert_never(other)
 

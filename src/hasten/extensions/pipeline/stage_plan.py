@@ -18,34 +18,39 @@ IN_A_V: Final = "zbv_zero_bubble"
 """Schedule with two stages per rank, whose stages are ordered down the ranks and back up."""
 
 
-def balanced(
-    costs: Sequence[float], parts: int, before: float = 0.0, after: float = 0.0
+def balance_ranges(
+    block_costs: Sequence[float],
+    num_ranges: int,
+    cost_before: float = 0.0,
+    cost_after: float = 0.0,
 ) -> tuple[Range, ...]:
     """Return contiguous ranges of at least one block each, with the lowest possible maximum cost.
 
     `before` and `after` are additional costs of the first and of the last range. Among equally good partitions the most even
     one is chosen.
     """
-    assert 1 <= parts <= len(costs), f"{len(costs)} blocks do not make {parts} parts"
-    cost_sums = [0.0, *accumulate(costs)]
-    num_blocks = len(costs)
+    assert 1 <= num_ranges <= len(block_costs), (
+        f"{len(block_costs)} blocks do not make {num_ranges} parts"
+    )
+    cost_sums = [0.0, *accumulate(block_costs)]
+    num_blocks = len(block_costs)
 
     def cost(start: int, stop: int) -> float:
         return (
             cost_sums[stop]
             - cost_sums[start]
-            + (before if start == 0 else 0.0)
-            + (after if stop == num_blocks else 0.0)
+            + (cost_before if start == 0 else 0.0)
+            + (cost_after if stop == num_blocks else 0.0)
         )
 
     best_partitions = {
         stop: ((cost(0, stop), cost(0, stop) ** 2), [(0, stop)])
-        for stop in range(1, num_blocks - parts + 2)
+        for stop in range(1, num_blocks - num_ranges + 2)
     }
-    for num_parts in range(2, parts + 1):
+    for num_parts in range(2, num_ranges + 1):
         longer_partitions = {}
-        for stop in range(num_parts, num_blocks - parts + num_parts + 1):
-            candidates = [
+        for stop in range(num_parts, num_blocks - num_ranges + num_parts + 1):
+            longer_ranges = [
                 (
                     (
                         max(highest_cost, cost(start, stop)),
@@ -56,7 +61,9 @@ def balanced(
                 for start, ((highest_cost, spread), ranges) in best_partitions.items()
                 if start < stop
             ]
-            longer_partitions[stop] = min(candidates, key=lambda item: item[0])
+            longer_partitions[stop] = min(
+                longer_ranges, key=lambda candidate: candidate[0]
+            )
         best_partitions = longer_partitions
     return tuple(best_partitions[num_blocks][1])
 
@@ -86,7 +93,7 @@ class StagePlacement:
         )
 
 
-def placement(
+def place_stages(
     schedule: PipelineSchedule, ranks: int, stages_per_rank: int | None
 ) -> StagePlacement:
     """Return the placement of a schedule's stages. Raises: ConfigError for an unsupported number of stages per rank."""

@@ -23,11 +23,16 @@ from hasten.config.sections.parallel import (
     PipelineParallelConfig,
 )
 from hasten.errors import PrepareError, StepError
-from hasten.extensions.pipeline.cut import StageCut, decide, part_of, shared
-from hasten.extensions.pipeline.learn import Learner, Signature, signature
+from hasten.extensions.pipeline.cut import (
+    StageCut,
+    decide_cut,
+    find_shared_parameters,
+    part_of,
+)
+from hasten.extensions.pipeline.learn import Learner, Signature, batch_signature
 from hasten.extensions.pipeline.passes import BlockChain, StageForward
 from hasten.extensions.pipeline.schedule import (
-    Learnt,
+    LearntShapes,
     LossOf,
     Stepper,
     WeightOf,
@@ -38,7 +43,7 @@ from hasten.extensions.pipeline.schedule import (
 from hasten.extensions.pipeline.stage_plan import (
     check_microbatches,
     default_microbatches,
-    placement,
+    place_stages,
 )
 from hasten.modules import forwarding
 from hasten.modules.names import TAG, is_dtensor, named_parameters, whole_of
@@ -71,15 +76,18 @@ def average_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
             ).append(parameter)
     for alike_parameters in parameters_by_kind.values():
         gradient_parts = [
-            _local_part(p.grad)
-            if p.grad is not None
-            else torch.zeros_like(_local_part(p))
-            for p in alike_parameters
+            _local_part(parameter_of_kind.grad)
+            if parameter_of_kind.grad is not None
+            else torch.zeros_like(_local_part(parameter_of_kind))
+            for parameter_of_kind in alike_parameters
         ]
         has_gradient = gradient_parts[0].new_tensor(
-            [float(p.grad is not None) for p in alike_parameters]
+            [
+                float(parameter_of_kind.grad is not None)
+                for parameter_of_kind in alike_parameters
+            ]
         )
-        averaged = comm.all_reduce(
+        averaged_gradients = comm.all_reduce(
             torch.cat(
                 [
                     has_gradient,
@@ -88,14 +96,14 @@ def average_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
             ),
             "mean",
         )
-        flags = averaged[: len(alike_parameters)].tolist()
+        gradient_shares = averaged_gradients[: len(alike_parameters)].tolist()
         offset = len(alike_parameters)
         for parameter, gradient_part, share_of_ranks in zip(
-            alike_parameters, gradient_parts, flags, strict=True
+            alike_parameters, gradient_parts, gradient_shares, strict=True
         ):
             if share_of_ranks:
                 gradient_part.copy_(
-                    averaged[offset : offset + gradient_part.numel()].view_as(
+                    averaged_gradients[offset : offset + gradient_part.numel()].view_as(
                         gradient_part
                     )
                 )
@@ -108,10 +116,10 @@ def _local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
 
 
-def _set_gradient(parameter: nn.Parameter, part: Tensor) -> None:
+def _set_gradient(parameter: nn.Parameter, gradient_part: Tensor) -> None:
     if is_dtensor(parameter):
         parameter.grad = type(parameter.data).from_local(  # type: ignore[attr-defined]  # a method of DTensor
-            part,
+            gradient_part,
             parameter.device_mesh,
             parameter.placements,
             run_check=False,
@@ -119,7 +127,7 @@ def _set_gradient(parameter: nn.Parameter, part: Tensor) -> None:
             stride=parameter.stride(),
         )
     else:
-        parameter.grad = part
+        parameter.grad = gradient_part
 
 
 @dataclass(slots=True)
@@ -183,9 +191,9 @@ class Pipeline:
         self._comm = comm
         self._ctx = ctx
         self._peers = ctx.groups(*LOSS)
-        others = ctx.groups(*(axis for axis in AXES if axis is not Axis.PP))
-        self._stage_ctx = replace(ctx, world=others)
-        self._place = placement(config.schedule, comm.size, config.stages_per_rank)
+        within_ranks = ctx.groups(*(axis for axis in AXES if axis is not Axis.PP))
+        self._stage_ctx = replace(ctx, world=within_ranks)
+        self._place = place_stages(config.schedule, comm.size, config.stages_per_rank)
         self._count = config.num_microbatches or default_microbatches(
             config.schedule, comm.size
         )
@@ -208,25 +216,33 @@ class Pipeline:
             return model
         ctx, rank = self._ctx, self._comm.rank
         with agree(ctx.world, f"splitting {type(model).__name__} into pipeline stages"):
-            cut = decide(model, self._config, self._place)
+            stage_cut = decide_cut(model, self._config, self._place)
             _prepare_settings(model)
-        source = source_of(model, self._fsdp, ctx)
-        if source is WeightSource.RANK_0:
+        weight_source = source_of(model, self._fsdp, ctx)
+        if weight_source is WeightSource.RANK_0:
             _allocate_meta_tensors(model, ctx.device)
-        if source is not WeightSource.NO_RANK:
+        if weight_source is not WeightSource.NO_RANK:
             copy_from_rank_0(model, ctx)
-        ranks_by_tie = shared(model, cut)
+        ranks_by_tie = find_shared_parameters(model, stage_cut)
         held_ties = {
-            name: tuple(self._comm.ranks[i] for i in positions)
-            for name, positions in ranks_by_tie.items()
-            if rank in positions
+            tied_name: tuple(
+                self._comm.ranks[pipeline_rank] for pipeline_rank in pipeline_ranks
+            )
+            for tied_name, pipeline_ranks in ranks_by_tie.items()
+            if rank in pipeline_ranks
         }
-        groups = {ranks: group_of(ranks) for ranks in dict.fromkeys(held_ties.values())}
+        tie_groups = {
+            ranks: group_of(ranks) for ranks in dict.fromkeys(held_ties.values())
+        }
         if ctx.is_main:
-            log.info(_describe_stages(model, cut, ranks_by_tie))
-        line = BlockChain(model, cut, part_of(model, cut, rank), rank, ctx.device)
-        forwarding.replace(model, StageForward(line, self._call))
-        self._ties[model] = {name: groups[ranks] for name, ranks in held_ties.items()}
+            log.info(_describe_stages(model, stage_cut, ranks_by_tie))
+        block_chain = BlockChain(
+            model, stage_cut, part_of(model, stage_cut, rank), rank, ctx.device
+        )
+        forwarding.replace(model, StageForward(block_chain, self._call))
+        self._ties[model] = {
+            tied_name: tie_groups[ranks] for tied_name, ranks in held_ties.items()
+        }
         return model
 
     def apply(
@@ -237,18 +253,18 @@ class Pipeline:
         precision: Precision,
     ) -> nn.Module:
         wrapped_model = self._within.apply(model, request, self._stage_ctx, precision)
-        line = self._line(wrapped_model)
+        block_chain = self._line(wrapped_model)
         if wrapped_model not in self._shared:
-            line.attach(wrapped_model)
-            ties, stage_part = self._ties.get(wrapped_model, {}), line.part
-            weights = SharedWeights()
-            for name, parameter in named_parameters(wrapped_model):
-                whole_name = stage_part.whole_name(name)
+            block_chain.attach(wrapped_model)
+            ties, stage_part = self._ties.get(wrapped_model, {}), block_chain.part
+            shared_weights = SharedWeights()
+            for parameter_name, parameter in named_parameters(wrapped_model):
+                whole_name = stage_part.whole_name(parameter_name)
                 if whole_name in ties:
-                    weights.members.append((parameter, ties[whole_name]))
+                    shared_weights.members.append((parameter, ties[whole_name]))
                 if whole_name in stage_part.copies:
                     self._copies[id(parameter)] = parameter
-            self._shared[wrapped_model] = weights
+            self._shared[wrapped_model] = shared_weights
         return wrapped_model
 
     def undo(self, model: nn.Module) -> nn.Module:
@@ -263,7 +279,7 @@ class Pipeline:
             max_norm,
             norm_type,
             across=self._comm,
-            counts=lambda one: id(one) not in self._copies,
+            counts=lambda parameter: id(parameter) not in self._copies,
         )
 
     def _line(self, model: nn.Module) -> BlockChain:
@@ -285,38 +301,51 @@ class Pipeline:
         weight: WeightOf | None = None,
     ) -> Tensor:
         """Run forward and backward of a batch in micro-batches; return its loss on every stage. Ranks: every rank."""
-        line, count, device = self._line(model), self._count, self._ctx.device
-        rows = check_rows(trees.batch_size(batch), count)
-        total = rows * count
+        block_chain, num_micro_batches, device = (
+            self._line(model),
+            self._count,
+            self._ctx.device,
+        )
+        micro_rows = check_rows(trees.batch_size(batch), num_micro_batches)
+        total_rows = micro_rows * num_micro_batches
         micro_batches = [
-            trees.slice_rows(batch, slice(i * rows, (i + 1) * rows), total)
-            for i in range(count)
+            trees.slice_rows(
+                batch,
+                slice(batch_index * micro_rows, (batch_index + 1) * micro_rows),
+                total_rows,
+            )
+            for batch_index in range(num_micro_batches)
         ]
         batch_kind = (
             "train",
             model.training,
             weight is None,
-            *signature(micro_batches[0]),
+            *batch_signature(micro_batches[0]),
         )
         stepper = self._steppers.setdefault(model, {}).get(batch_kind)
         if stepper is None:
-            if weight is None and count > 1:
+            if weight is None and num_micro_batches > 1:
                 refuse_unweighted(batch)
             stepper = self._steppers[model][batch_kind] = self._new_stepper(
-                model, line, batch_kind, micro_batches[0], loss_of
+                model, block_chain, batch_kind, micro_batches[0], loss_of
             )
-        loss_shares: Sequence[Tensor | float] = [1 / count] * count
+        loss_shares: Sequence[Tensor | float] = [
+            1 / num_micro_batches
+        ] * num_micro_batches
         total_weight: Number | None = None
         if weight is not None:
-            amounts = [
+            batch_weights = [
                 checked_weight(weight(micro_batch)) for micro_batch in micro_batches
             ]
-            total_weight, loss_shares = sum(amounts), relative_weights(amounts, device)
-        factor = weigh(torch.ones((), device=device), total_weight)
-        weights = self._shared[model]
-        weights.set_aside()
-        loss = stepper.step(micro_batches, loss_of, factor, loss_shares)
-        weights.exchange()
+            total_weight, loss_shares = (
+                sum(batch_weights),
+                relative_weights(batch_weights, device),
+            )
+        loss_factor = weigh(torch.ones((), device=device), total_weight)
+        shared_weights = self._shared[model]
+        shared_weights.set_aside()
+        loss = stepper.step(micro_batches, loss_of, loss_factor, loss_shares)
+        shared_weights.exchange()
         if not self._is_paused and not self._is_sharded:
             average_gradients(model.parameters(), self._peers)
         own_loss = torch.zeros((), device=device) if loss is None else loss
@@ -327,7 +356,7 @@ class Pipeline:
     def _new_stepper(
         self,
         model: nn.Module,
-        line: BlockChain,
+        block_chain: BlockChain,
         kind: Signature,
         micro: Tree,
         loss_of: LossOf,
@@ -339,9 +368,14 @@ class Pipeline:
                 _refuse_batch_norm(model, self._count)
             return checked_loss(loss_of(model, micro))
 
-        learnt = self._learner.learn(model, line, kind, first)
+        learnt_shapes = self._learner.learn(model, block_chain, kind, first)
         return Stepper(
-            model, line, learnt, self._count, self._config.schedule, self._comm
+            model,
+            block_chain,
+            learnt_shapes,
+            self._count,
+            self._config.schedule,
+            self._comm,
         )
 
     @property
@@ -350,19 +384,19 @@ class Pipeline:
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        before, self._is_paused = self._is_paused, True
+        was_paused, self._is_paused = self._is_paused, True
         try:
             with self._within.no_sync(model):
                 yield
         finally:
-            self._is_paused = before
+            self._is_paused = was_paused
 
     # -- forward only ---------------------------------------------------------------------------------------------
     def _call(
         self, forward: StageForward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return the output of the whole model; None on ranks that do not receive it. Ranks: every rank of the pipeline."""
-        model, line = forward.module, forward.line
+        model, block_chain = forward.module, forward.line
         if torch.is_grad_enabled():
             raise StepError(
                 f"{type(model).__name__} was called with gradients enabled, but its layers are on {self._comm.size} pipeline "
@@ -375,32 +409,40 @@ class Pipeline:
                 "stage does not have the keys of other stages. Call generate(..., use_cache=False) on every rank, or save the model "
                 "(accelerator.save_model) and generate in a process with the whole model."
             )
-        rows = trees.batch_size((args, kwargs))
-        size = max(1, -(-(rows or 1) // self._count))
-        row_slices = [slice(start, start + size) for start in range(0, rows or 1, size)]
+        num_rows = trees.batch_size((args, kwargs))
+        micro_rows = max(1, -(-(num_rows or 1) // self._count))
+        row_slices = [
+            slice(start_row, start_row + micro_rows)
+            for start_row in range(0, num_rows or 1, micro_rows)
+        ]
         micro_batches = (
             [
-                trees.slice_rows((args, kwargs), row_slice, rows)
+                trees.slice_rows((args, kwargs), row_slice, num_rows)
                 for row_slice in row_slices
             ]
-            if rows
+            if num_rows
             else [(args, kwargs)]
         )
-        learnt: list[Learnt] = []
+        learnt_shapes: list[LearntShapes] = []
         for micro_batch in micro_batches:
-            kind = ("forward", model.training, *signature(micro_batch))
-            learnt.append(
+            batch_kind = ("forward", model.training, *batch_signature(micro_batch))
+            learnt_shapes.append(
                 self._learner.learn(
-                    model, line, kind, partial(forward.through, *micro_batch)
+                    model,
+                    block_chain,
+                    batch_kind,
+                    partial(forward.through, *micro_batch),
                 )
             )
-        outputs = self._run_through(line, forward, micro_batches, learnt)
+        micro_outputs = self._run_through(
+            block_chain, forward, micro_batches, learnt_shapes
+        )
         last_rank = self._place.rank_of(self._place.stages - 1)
-        result = (
+        whole_output = (
             _join_outputs(
-                outputs,
+                micro_outputs,
                 [
-                    min(row_slice.stop, rows or 1) - row_slice.start
+                    min(row_slice.stop, num_rows or 1) - row_slice.start
                     for row_slice in row_slices
                 ],
             )
@@ -408,15 +450,17 @@ class Pipeline:
             else None
         )
         return (
-            share(result, self._comm, last_rank) if forward.gathers_output else result
+            share(whole_output, self._comm, last_rank)
+            if forward.gathers_output
+            else whole_output
         )
 
     def _run_through(
         self,
-        line: BlockChain,
+        block_chain: BlockChain,
         forward: StageForward,
         micro_batches: list[Any],
-        learnt: list[Learnt],
+        learnt_shapes: list[LearntShapes],
     ) -> list[Any]:  # Any: arguments and outputs of the model
         """Return the outputs of all micro-batches, on the rank of the last stage."""
         rank_of, own_rank, ranks, group = (
@@ -426,34 +470,43 @@ class Pipeline:
             self._comm.group,
         )
         local_outputs: dict[tuple[int, int], Tensor] = {}
-        sends: list[tuple[Any, Tensor]] = []  # Any: torch's work handles
-        outputs: list[Any] = []
-        for stage in line.stages:
-            for number, (args, kwargs) in enumerate(micro_batches):
-                received = None
+        pending_sends: list[tuple[Any, Tensor]] = []  # Any: torch's work handles
+        final_outputs: list[Any] = []
+        for stage in block_chain.stages:
+            for batch_index, (args, kwargs) in enumerate(micro_batches):
+                received_hidden = None
                 if stage and rank_of(stage - 1) == own_rank:
-                    received = local_outputs.pop((stage - 1, number))
+                    received_hidden = local_outputs.pop((stage - 1, batch_index))
                 elif stage:
-                    received = torch.empty_like(
-                        learnt[number].inputs[stage],
-                        device=line.device,
+                    received_hidden = torch.empty_like(
+                        learnt_shapes[batch_index].inputs[stage],
+                        device=block_chain.device,
                         requires_grad=False,
                     )
-                    dist.recv(received, ranks[rank_of(stage - 1)], group=group)
-                running_pass = line.begin(stage, received, learnt[number].seen)
-                output = line.run(running_pass, partial(forward.through, args, kwargs))
+                    dist.recv(received_hidden, ranks[rank_of(stage - 1)], group=group)
+                running_pass = block_chain.begin(
+                    stage, received_hidden, learnt_shapes[batch_index].seen
+                )
+                stage_output = block_chain.run(
+                    running_pass, partial(forward.through, args, kwargs)
+                )
                 if running_pass.final:
-                    outputs.append(output)
+                    final_outputs.append(stage_output)
                 elif rank_of(stage + 1) == own_rank:
-                    local_outputs[stage, number] = output
+                    local_outputs[stage, batch_index] = stage_output
                 else:
-                    sent = output.detach().contiguous()
-                    sends.append(
-                        (dist.isend(sent, ranks[rank_of(stage + 1)], group=group), sent)
+                    sent_tensor = stage_output.detach().contiguous()
+                    pending_sends.append(
+                        (
+                            dist.isend(
+                                sent_tensor, ranks[rank_of(stage + 1)], group=group
+                            ),
+                            sent_tensor,
+                        )
                     )
-        for handle, _ in sends:
-            handle.wait()
-        return outputs
+        for send_handle, _ in pending_sends:
+            send_handle.wait()
+        return final_outputs
 
     # -- state ----------------------------------------------------------------------------------------------------
     # Any: tensors and extra state
@@ -461,32 +514,40 @@ class Pipeline:
         """Return the unsharded state of all stages on the CPU of the main process; {} elsewhere. Ranks: every rank."""
         stage_part = self._line(model).part
         own_state: dict[str, Any] = {}
-        for key, value in model.state_dict(keep_vars=True).items():
-            if is_dtensor(value):
-                value = whole_of(value)
-            own_state[key] = value.detach() if isinstance(value, Tensor) else value
+        for state_key, state_tensor in model.state_dict(keep_vars=True).items():
+            if is_dtensor(state_tensor):
+                state_tensor = whole_of(state_tensor)
+            own_state[state_key] = (
+                state_tensor.detach()
+                if isinstance(state_tensor, Tensor)
+                else state_tensor
+            )
         whole_state: dict[str, Any] = {}
-        for position in range(self._comm.size):
+        for pipeline_rank in range(self._comm.size):
             stage_state = share(
                 {
-                    key: own_state[key]
-                    for key in own_state
-                    if key in stage_part.own_keys
+                    state_key: own_state[state_key]
+                    for state_key in own_state
+                    if state_key in stage_part.own_keys
                 },
                 self._comm,
-                position,
+                pipeline_rank,
             )
             if self._ctx.is_main:
                 whole_state |= {
-                    key: value.cpu() if isinstance(value, Tensor) else value
-                    for key, value in stage_state.items()
+                    state_key: state_tensor.cpu()
+                    if isinstance(state_tensor, Tensor)
+                    else state_tensor
+                    for state_key, state_tensor in stage_state.items()
                 }
-        for first, *tied_names in stage_part.ties:
+        for first_name, *tied_names in stage_part.ties:
             whole_state |= {
-                name: whole_state[first] for name in tied_names if first in whole_state
+                tied_name: whole_state[first_name]
+                for tied_name in tied_names
+                if first_name in whole_state
             }
         return (
-            {key: whole_state[key] for key in stage_part.state_keys}
+            {state_key: whole_state[state_key] for state_key in stage_part.state_keys}
             if self._ctx.is_main
             else {}
         )
@@ -535,32 +596,32 @@ def _prepare_settings(model: nn.Module) -> None:
             f"{type(model).__name__} recomputes activations around the calls of its blocks, where pipeline stages begin. Turn its "
             "gradient checkpointing off, and set fsdp.activation_checkpointing=True or recompute."
         )
-    for key in ("config", "generation_config"):
+    for settings_name in ("config", "generation_config"):
         # Any: transformers' settings of the model
-        settings: Any = getattr(model, key, None)
-        if getattr(settings, "use_cache", False):
-            settings.use_cache = False
+        model_settings: Any = getattr(model, settings_name, None)
+        if getattr(model_settings, "use_cache", False):
+            model_settings.use_cache = False
             log.info(
                 "%s: %s.use_cache is set to False: a stage does not have the keys of other stages",
                 type(model).__name__,
-                key,
+                settings_name,
             )
 
 
-def _refuse_batch_norm(model: nn.Module, count: int) -> None:
+def _refuse_batch_norm(model: nn.Module, num_micro_batches: int) -> None:
     """Raise for a layer that normalises over the batch, of which it would see one micro-batch at a time."""
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    name = next(
+    norm_classes = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    norm_name = next(
         (
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, kinds) and module.training
+            norm_name
+            for norm_name, module in model.named_modules()
+            if isinstance(module, norm_classes) and module.training
         ),
         None,
     )
-    if name is not None:
+    if norm_name is not None:
         raise StepError(
-            f"{name!r} normalises by the mean and variance of its batch, but under pipeline parallelism it sees one of {count} "
+            f"{norm_name!r} normalises by the mean and variance of its batch, but under pipeline parallelism it sees one of {num_micro_batches} "
             "micro-batches at a time, so the results would differ from those of the whole batch. Use GroupNorm or LayerNorm, freeze its "
             "statistics with .eval(), or set pp_handler.num_microbatches=1 with schedule='gpipe'."
         )
@@ -576,7 +637,7 @@ def _allocate_meta_tensors(model: nn.Module, device: torch.device) -> None:
 
 
 # Any: the model's outputs
-def _join_outputs(outputs: list[Any], rows: list[int]) -> Any:
+def _join_outputs(outputs: list[Any], row_numbers: list[int]) -> Any:
     """Concatenate the outputs of micro-batches along rows; scalars are averaged, weighted by rows."""
     if len(outputs) == 1:
         return outputs[0]
@@ -585,7 +646,7 @@ def _join_outputs(outputs: list[Any], rows: list[int]) -> Any:
         if micro_outputs[0].ndim:
             return torch.cat(micro_outputs)
         row_counts = torch.tensor(
-            rows, dtype=torch.float32, device=micro_outputs[0].device
+            row_numbers, dtype=torch.float32, device=micro_outputs[0].device
         )
         return (torch.stack(micro_outputs) * row_counts).sum() / row_counts.sum()
 
@@ -593,14 +654,18 @@ def _join_outputs(outputs: list[Any], rows: list[int]) -> Any:
 
 
 def _describe_stages(
-    model: nn.Module, cut: StageCut, ties: Mapping[str, tuple[int, ...]]
+    model: nn.Module, stage_cut: StageCut, ties: Mapping[str, tuple[int, ...]]
 ) -> str:
     """Return a summary of the first block of each stage and its rank."""
     stages = ", ".join(
-        f"stage {stage} on pp {cut.place.rank_of(stage)} from block {cut.blocks[start]}"
-        for stage, (start, _) in enumerate(cut.ranges)
+        f"stage {stage} on pp {stage_cut.place.rank_of(stage)} from block {stage_cut.blocks[start]}"
+        for stage, (start, _) in enumerate(stage_cut.ranges)
     )
-    text = f"{type(model).__name__} is split into {len(cut.ranges)} stages: {stages}"
+    stage_summary = (
+        f"{type(model).__name__} is split into {len(stage_cut.ranges)} stages: {stages}"
+    )
     if ties:
-        text += "; held by several ranks, with summed gradients: " + ", ".join(ties)
-    return text
+        stage_summary += "; held by several ranks, with summed gradients: " + ", ".join(
+            ties
+        )
+    return stage_summary

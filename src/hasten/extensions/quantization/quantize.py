@@ -43,37 +43,41 @@ def replace_linears(
     """Replace the named linear layers of the model by bitsandbytes layers, in place and one after another."""
     library = bnb()
     for name in names:
-        owner, _, last = name.rpartition(".")
+        owner_name, _, layer_name = name.rpartition(".")
         setattr(
-            model.get_submodule(owner),
-            last,
-            _converted(library, model.get_submodule(name), settings),
+            model.get_submodule(owner_name),
+            layer_name,
+            _quantize_linear(library, model.get_submodule(name), settings),
         )
     return model
 
 
 # Any: classes of bitsandbytes
-def _converted(library: Any, layer: nn.Module, settings: BnbSettings) -> nn.Module:
+def _quantize_linear(
+    library: Any, layer: nn.Module, settings: BnbSettings
+) -> nn.Module:
     assert isinstance(layer, nn.Linear), "only linear layers are exchanged"
     weight = layer.weight.detach()
     with torch.device("meta"):
-        made: nn.Module = _empty(library, layer, settings)
-    kept: dict[str, Any] = {"requires_grad": False}
+        quantized_layer: nn.Module = _empty_linear(library, layer, settings)
+    weight_options: dict[str, Any] = {"requires_grad": False}
     if settings.kind == "llm_int8":
-        made.weight = library.Int8Params(weight, has_fp16_weights=False, **kept)
+        quantized_layer.weight = library.Int8Params(
+            weight, has_fp16_weights=False, **weight_options
+        )
     else:
-        kept |= {
+        weight_options |= {
             "quant_type": settings.kind,
             "compress_statistics": settings.double_quantization,
-            "module": made,
+            "module": quantized_layer,
         }
-        made.weight = library.Params4bit(weight, **kept)
-    made.bias = layer.bias
+        quantized_layer.weight = library.Params4bit(weight, **weight_options)
+    quantized_layer.bias = layer.bias
     # quantization happens in this move
-    return made.to(weight.device).train(layer.training)
+    return quantized_layer.to(weight.device).train(layer.training)
 
 
-def _empty(library: Any, layer: nn.Linear, settings: BnbSettings) -> Any:
+def _empty_linear(library: Any, layer: nn.Linear, settings: BnbSettings) -> Any:
     sizes = (layer.in_features, layer.out_features, layer.bias is not None)
     if settings.kind == "llm_int8":
         return library.Linear8bitLt(
@@ -115,53 +119,59 @@ def quantize_weights(
             model, chosen_linears(model, skip_modules), BnbSettings(kind=kind)
         )
     quantization = need("torchao.quantization", ">=0.12", why="quantized weights")
-    chosen = set(chosen_linears(model, skip_modules))
+    linear_names = set(chosen_linears(model, skip_modules))
     if kind == "int4":
-        _check_groups(model, chosen, group_size or 128)
+        _check_groups(model, linear_names, group_size or 128)
     quantization.quantize_(
-        model, _config(quantization, kind, group_size), lambda _, name: name in chosen
+        model,
+        _torchao_config(quantization, kind, group_size),
+        lambda _, name: name in linear_names,
     )
     return model
 
 
 def chosen_linears(model: nn.Module, skip: Collection[str]) -> list[str]:
     """Return the names of the linear layers to quantize. Raises: PrepareError for a layer on the meta device."""
-    parts = (
-        (name, part)
-        for name, part in model.named_modules()
-        if isinstance(part, nn.Linear)
+    named_linears = (
+        (name, linear_layer)
+        for name, linear_layer in model.named_modules()
+        if isinstance(linear_layer, nn.Linear)
     )
-    found = {
-        name: part
-        for name, part in parts
-        if name and not any(one in name for one in skip)
+    linear_layers = {
+        name: linear_layer
+        for name, linear_layer in named_linears
+        if name and not any(skipped_name in name for skipped_name in skip)
     }
-    empty = [name for name, part in found.items() if part.weight.is_meta]
+    empty = [
+        name
+        for name, linear_layer in linear_layers.items()
+        if linear_layer.weight.is_meta
+    ]
     if empty:
         raise PrepareError(
             f"{empty[0]} is on the meta device and has no weights to quantize. Load them first."
         )
-    return list(found)
+    return list(linear_layers)
 
 
 def _check_groups(model: nn.Module, names: Collection[str], group_size: int) -> None:
     """Raise unless the inputs of all these layers are split evenly into groups. Raises: ConfigError."""
-    widths = {
+    input_widths = {
         name: model.get_submodule(name).get_parameter("weight").shape[1]
         for name in names
     }
-    uneven = [name for name, width in widths.items() if width % group_size]
-    if uneven:
-        name = min(uneven)
-        divisor = math.gcd(*widths.values(), group_size)
+    uneven_names = [name for name, width in input_widths.items() if width % group_size]
+    if uneven_names:
+        name = min(uneven_names)
+        divisor = math.gcd(*input_widths.values(), group_size)
         raise ConfigError(
-            f"{name} has {widths[name]} inputs, which int4 cannot split into groups of {group_size} with one scale each. Pass "
+            f"{name} has {input_widths[name]} inputs, which int4 cannot split into groups of {group_size} with one scale each. Pass "
             f"group_size={divisor}, or add it to skip_modules."
         )
 
 
 # Any: classes of torchao
-def _config(quantization: Any, kind: str, group_size: int | None) -> Any:
+def _torchao_config(quantization: Any, kind: str, group_size: int | None) -> Any:
     if kind == "int8":
         return quantization.Int8WeightOnlyConfig(group_size=group_size)
     if kind == "int4":
@@ -185,16 +195,16 @@ def dequantize_weights(model: nn.Module) -> nn.Module:
     """
     for name, layer in list(model.named_modules()):
         if is_four_bit(layer):
-            made = _plain_linear(name, layer)
-            owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, made)
+            plain_layer = _plain_linear(name, layer)
+            owner_name, _, layer_name = name.rpartition(".")
+            setattr(model.get_submodule(owner_name), layer_name, plain_layer)
             continue
         for key, parameter in list(layer.named_parameters(recurse=False)):
             if is_torchao(parameter):
                 # Any: the classes of torchao share no public base
-                whole: Any = parameter.data
+                quantized_weight: Any = parameter.data
                 values = getattr(
-                    whole, "get_original_weight", whole.dequantize
+                    quantized_weight, "get_original_weight", quantized_weight.dequantize
                 )  # NF4Tensor's dequantize is another one
                 layer._parameters[key] = nn.Parameter(values(), requires_grad=False)
             elif is_bitsandbytes(parameter):
@@ -206,18 +216,20 @@ def dequantize_weights(model: nn.Module) -> nn.Module:
 
 
 def _plain_linear(name: str, layer: Any) -> nn.Linear:  # Any: a class of bitsandbytes
-    state = getattr(layer.weight, "quant_state", None)
-    if state is None or is_dtensor(layer.weight):
+    quant_state = getattr(layer.weight, "quant_state", None)
+    if quant_state is None or is_dtensor(layer.weight):
         raise PrepareError(
             f"{name}.weight is sharded, or was never quantized, so its values are not all here; save the adapters, build and quantize "
             "the model again on one process, and dequantize that."
         )
-    values = need("bitsandbytes.functional", why="four-bit weights").dequantize_4bit(
-        layer.weight.data, state
-    )
-    sizes = (layer.in_features, layer.out_features, layer.bias is not None)
+    plain_weight = need(
+        "bitsandbytes.functional", why="four-bit weights"
+    ).dequantize_4bit(layer.weight.data, quant_state)
+    layer_sizes = (layer.in_features, layer.out_features, layer.bias is not None)
     with torch.device("meta"):
-        made = nn.Linear(*sizes)
-    made.weight = nn.Parameter(values.to(state.dtype), requires_grad=False)
-    made.bias = layer.bias
-    return made.train(layer.training)
+        plain_layer = nn.Linear(*layer_sizes)
+    plain_layer.weight = nn.Parameter(
+        plain_weight.to(quant_state.dtype), requires_grad=False
+    )
+    plain_layer.bias = layer.bias
+    return plain_layer.train(layer.training)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.extensions.bigmodel.dispatch import Place, device_of
-from hasten.extensions.bigmodel.placed import moved
+from hasten.extensions.bigmodel.placed import move_tensors
 from hasten.extensions.bigmodel.tensors import TiedMap, set_tensor
 from hasten.extensions.bigmodel.units import tensors_in
 from hasten.modules.hooks import (
@@ -196,13 +196,15 @@ class AlignDevicesHook(ModelHook):
         device = self._execution_device()
         if device is None:
             return args, kwargs
-        return moved(args, device), moved(kwargs, device, self._is_skipped())
+        return move_tensors(args, device), move_tensors(
+            kwargs, device, self._is_skipped()
+        )
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         if self.offload:
             self.take_away(module)
         if self.io_same_device and self.input_device is not None:
-            output = moved(output, self.input_device, self._is_skipped())
+            output = move_tensors(output, self.input_device, self._is_skipped())
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:

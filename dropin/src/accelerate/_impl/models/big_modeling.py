@@ -36,7 +36,7 @@ from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import like
 from hasten.extensions.bigmodel import dispatch
 from hasten.extensions.bigmodel import tensors as casting
-from hasten.extensions.bigmodel.device_map import OFFLOAD, WAYS, owner_in
+from hasten.extensions.bigmodel.device_map import MAP_METHODS, OFFLOAD, owner_in
 from hasten.extensions.bigmodel.placed import Immovable, streamers_of
 from hasten.modules import meta
 from hasten.modules.forwarding import is_dispatched
@@ -308,7 +308,7 @@ def _worked_out(
 ) -> Any:
     if not isinstance(ways, str):
         return ways
-    if ways not in WAYS:
+    if ways not in MAP_METHODS:
         raise ValueError(message("unknown_device_map"))
     options = {"no_split_module_classes": no_split, "dtype": dtype}
     if ways != "sequential":

@@ -19,7 +19,7 @@ from accelerate._impl.models.modeling import set_module_tensor_to_device
 from accelerate._impl.settings.general import BnbQuantizationConfig
 from accelerate._impl.surface.messages import message
 from hasten.extensions import bigmodel
-from hasten.extensions.bigmodel.device_map import WAYS
+from hasten.extensions.bigmodel.device_map import MAP_METHODS
 from hasten.extensions.bigmodel.offload_files import offload_weight
 from hasten.extensions.quantization.quantize import (
     BnbSettings,
@@ -188,7 +188,7 @@ def quantize_and_offload_8bit(
 def _one_device(device_map: Any) -> torch.device:
     """Return the device all weights go to. Raises: ValueError when parts are to be elsewhere, or for an unknown way."""
     process_device = ambient.device()
-    if device_map is None or device_map in WAYS:
+    if device_map is None or device_map in MAP_METHODS:
         return process_device
     if isinstance(device_map, str):
         raise ValueError(message("unknown_device_map"))

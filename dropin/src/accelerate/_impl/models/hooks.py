@@ -14,7 +14,7 @@ from accelerate._impl.models.align import AlignDevicesHook
 from accelerate._impl.models.hooked import Planned
 from accelerate._impl.surface.shown import like
 from hasten.extensions.bigmodel import dispatch
-from hasten.extensions.bigmodel.placed import StreamedForward, detach
+from hasten.extensions.bigmodel.placed import StreamedForward, end_dispatch
 from hasten.modules import forwarding, hooks
 from hasten.modules.hooks import ModelHook, SequentialHook, hook_of
 
@@ -82,7 +82,7 @@ def add_hook_to_module(
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     if recurse or forwarding.find(module, StreamedForward.tag) is not None:
-        detach(module)
+        end_dispatch(module)
     module = hooks.remove_hook_from_module(module, recurse)
     for submodule in module.modules() if recurse else [module]:
         for name in ("_hf_hook", "_old_forward"):

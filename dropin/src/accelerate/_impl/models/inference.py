@@ -16,8 +16,13 @@ from accelerate._impl.models.planning import infer_auto_device_map
 from accelerate._impl.tensors import copy_tensor_to_devices
 from hasten import trees
 from hasten.checkpoint.export import parse_size
-from hasten.extensions.bigmodel.device_map import clean_device_map, tree
-from hasten.extensions.bigmodel.placement_plan import Device, atoms, balanced, place
+from hasten.extensions.bigmodel.device_map import clean_device_map, module_nodes
+from hasten.extensions.bigmodel.placement_plan import (
+    Device,
+    balance_limits,
+    group_modules,
+    place_modules,
+)
 from hasten.extensions.pipeline.inference import stage_starts
 
 # Any in this file: arguments and outputs of the user's model.
@@ -124,13 +129,14 @@ def generate_device_map(
         return infer_auto_device_map(
             model, None, no_split_module_classes, clean_result=False
         )
-    model_atoms = atoms(tree(model, no_split_module_classes))
+    model_atoms = group_modules(module_nodes(model, no_split_module_classes))
     model_bytes = sum(atom.num_bytes for atom in model_atoms)
     limits = [
         parse_size(max_memory[rank]) if max_memory else model_bytes
         for rank in range(num_processes)
     ]
     devices = [
-        Device(rank, limit) for rank, limit in enumerate(balanced(model_atoms, limits))
+        Device(rank, limit)
+        for rank, limit in enumerate(balance_limits(model_atoms, limits))
     ]
-    return clean_device_map(dict(place(model_atoms, devices).places))
+    return clean_device_map(dict(place_modules(model_atoms, devices).places))
