@@ -446,6 +446,11 @@ class Trainer:
             "rate": self.optimizer.param_groups[0]["lr"]
         }
         held["drawn"] = float(torch.rand(()))
+        owned_ids = {
+            id(parameter)
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        }
         for name, parameter in self.accelerator.unwrap_model(
             self.net
         ).named_parameters():
@@ -453,7 +458,8 @@ class Trainer:
                 "weight": parameter.detach(),
                 **self.optimizer.state.get(parameter, {}),
             }
-            if parameter.grad is not None:
+            # a checkpoint holds no gradients: those without an optimizer begin anew
+            if parameter.grad is not None and id(parameter) in owned_ids:
                 entries["gradient"] = parameter.grad
             for key, value in entries.items():
                 own = value.to_local() if isinstance(value, DTensor) else value
