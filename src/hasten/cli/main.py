@@ -20,6 +20,10 @@ COMMANDS: Final = MappingProxyType(
             "hasten.cli.launch_cmd:main",
             "start a script on all devices and machines",
         ),
+        "completion": (
+            "hasten.cli.completion_cmd:main",
+            "print the completion of commands and flags for bash, zsh or fish",
+        ),
     }
 )
 """Subcommands of the core: the function `(argv) -> exit code` of each, as "module:function", and one line of help."""

@@ -227,7 +227,6 @@ def test_forged_states_of_loaders(kind: str) -> None:
         "witness": None,
         "generator": None,
         "ahead": False,
-        "workers_ran": None,
         "batches": 3,
     }
     del state["witness"]

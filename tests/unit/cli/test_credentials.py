@@ -139,7 +139,7 @@ def test_the_report_of_an_older_run_masks_what_its_files_show(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "words",
-    [["config", "show"], ["config", "show", "--why"], ["config", "show", "--json"]],
+    [["config", "show"], ["config", "show", "--why"]],
 )
 def test_config_show_masks(
     words: list[str],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from hasten.cli.main import main
+from hasten.cli.main import commands, main
 from hasten.errors import DataError
 from hasten.extensions.predict.program import one_batch
 
@@ -71,3 +73,22 @@ def test_flags_of_other_launchers_are_translated(
     assert f"did you mean {setting}?" in capsys.readouterr().err.replace(
         "-per-", "_per_"
     ).replace("processes-", "processes_")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_command_is_completed(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
+    script, errors = capsys.readouterr()
+    assert not errors
+    assert all(re.search(rf"\b{name}\b", script) for name in commands())
+    flags = ("num_processes", "kubernetes_image", "global-batch", "budget")
+    assert all(re.search(rf"(--|-l ){flag}\b", script) for flag in flags)
+    if shell != "bash":
+        return
+    question = f"{script}\nCOMP_WORDS=(hasten launch --num_p) COMP_CWORD=2; _hasten; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(
+        ["bash", "-c", question], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["--num_processes"]
