@@ -43,8 +43,8 @@ class PrepareArguments:
         """Return the bundle of these objects. Raises: PrepareError naming an object of an unsupported kind."""
         return cls(
             [
-                Item(kind_of(value), value, ok)
-                for value, ok in zip(objects, place, strict=True)
+                Item(kind_of(value), value, may_move)
+                for value, may_move in zip(objects, place, strict=True)
             ]
         )
 
@@ -76,8 +76,8 @@ class PreparedObjects:
 
     def index_of(self, model: nn.Module) -> int:
         """Return the index of a prepared model. Raises: PrepareError for any other."""
-        for index, known in enumerate(self.models):
-            if known is model:
+        for index, prepared_model in enumerate(self.models):
+            if prepared_model is model:
                 return index
         raise PrepareError(
             f"a {type(model).__name__} was given that this Accelerator has not prepared, so nothing is known of its "
@@ -86,14 +86,14 @@ class PreparedObjects:
 
     def clear(self) -> None:
         """Remove all objects."""
-        for held in (
+        for prepared_objects in (
             self.models,
             self.optimizers,
             self.schedulers,
             self.loaders,
             self.averages,
         ):
-            held.clear()
+            prepared_objects.clear()
 
 
 def kind_of(value: Any) -> Kind:  # Any: an argument of the user
@@ -110,18 +110,18 @@ def kind_of(value: Any) -> Kind:  # Any: an argument of the user
         return "scheduler"
     if isinstance(value, DataLoader):
         return "loader"
-    hint = (
+    advice = (
         "wrap the dataset in a torch.utils.data.DataLoader"
         if isinstance(value, Dataset)
         else "leave it out"
     )
     raise PrepareError(
         f"prepare() got an object of type {type(value).__name__}, which is not a model, optimizer, scheduler or "
-        f"DataLoader, so nothing would be done with it; {hint}."
+        f"DataLoader, so nothing would be done with it; {advice}."
     )
 
 
 def is_factory(value: Any) -> bool:  # Any: an argument of the user
     """Return whether `value` makes an optimizer when called with parameters: an optimizer class, or a partial of one."""
-    made = value.func if isinstance(value, functools.partial) else value
-    return isinstance(made, type) and issubclass(made, Optimizer)
+    optimizer_class = value.func if isinstance(value, functools.partial) else value
+    return isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)

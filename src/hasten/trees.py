@@ -33,54 +33,62 @@ def children(tree: Tree) -> list[tuple[str | int, Tree]]:
     if isinstance(tree, Mapping):
         return list(tree.items())
     if isinstance(tree, (list, tuple)):
-        names = getattr(tree, "_fields", None)
-        return list(zip(names, tree, strict=True)) if names else list(enumerate(tree))
+        field_names = getattr(tree, "_fields", None)
+        return (
+            list(zip(field_names, tree, strict=True))
+            if field_names
+            else list(enumerate(tree))
+        )
     return [
         (field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)
     ]
 
 
-def rebuild(tree: Tree, parts: Sequence[Tree]) -> Tree:
+def rebuild(tree: Tree, new_children: Sequence[Tree]) -> Tree:
     """Return a container like `tree` with `parts` in place of its children, in the same order."""
     if isinstance(tree, (Mapping, UserDict)):
-        return _rebuild_mapping(tree, parts)
+        return _rebuild_mapping(tree, new_children)
     if isinstance(tree, tuple):
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+        return (
+            type(tree)(*new_children)
+            if hasattr(tree, "_fields")
+            else type(tree)(new_children)
+        )
     if isinstance(tree, list):
-        return type(tree)(parts)
-    return _rebuild_dataclass(tree, parts)
+        return type(tree)(new_children)
+    return _rebuild_dataclass(tree, new_children)
 
 
-def _rebuild_mapping(tree: Any, parts: Sequence[Tree]) -> Tree:
-    named = dict(zip(tree, parts, strict=True))
+def _rebuild_mapping(tree: Any, new_children: Sequence[Tree]) -> Tree:
+    children_by_key = dict(zip(tree, new_children, strict=True))
     if type(tree) is dict:
-        return named
+        return children_by_key
     # ModelOutput: an OrderedDict whose keys are also fields
     if dataclasses.is_dataclass(tree):
         make: Callable[..., Tree] = type(tree)
-        return make(**named)
+        return make(**children_by_key)
     # keeps default factories and extra attributes of dict subclasses
-    fresh = copy.copy(tree)
-    if not hasattr(fresh, "__setitem__"):
-        return named
-    for key, part in named.items():
-        fresh[key] = part
-    return fresh
+    new_mapping = copy.copy(tree)
+    if not hasattr(new_mapping, "__setitem__"):
+        return children_by_key
+    for key, new_child in children_by_key.items():
+        new_mapping[key] = new_child
+    return new_mapping
 
 
-def _rebuild_dataclass(tree: Tree, parts: Sequence[Tree]) -> Tree:
+def _rebuild_dataclass(tree: Tree, new_children: Sequence[Tree]) -> Tree:
     # __init__ may require arguments that are not stored in fields
-    fresh = copy.copy(tree)
-    for field, part in zip(dataclasses.fields(tree), parts, strict=True):
-        object.__setattr__(fresh, field.name, part)
-    return fresh
+    new_instance = copy.copy(tree)
+    for field, new_child in zip(dataclasses.fields(tree), new_children, strict=True):
+        object.__setattr__(new_instance, field.name, new_child)
+    return new_instance
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
     """Return the same tree with `fn` applied to every leaf, tensors and plain values alike."""
     if isinstance(tree, Tensor) or not is_container(tree):
         return fn(tree)
-    return rebuild(tree, [map_leaves(fn, part) for _, part in children(tree)])
+    return rebuild(tree, [map_leaves(fn, child) for _, child in children(tree)])
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
@@ -89,7 +97,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
         return fn(tree)
     if not is_container(tree):
         return tree
-    return rebuild(tree, [map_tensors(fn, part) for _, part in children(tree)])
+    return rebuild(tree, [map_tensors(fn, child) for _, child in children(tree)])
 
 
 def zip_tensors(fn: Callable[..., Any], first: Tree, *others: Tree) -> Tree:
@@ -98,11 +106,11 @@ def zip_tensors(fn: Callable[..., Any], first: Tree, *others: Tree) -> Tree:
         return fn(first, *others)
     if not is_container(first):
         return first
-    rows = zip(
-        *([part for _, part in children(tree)] for tree in (first, *others)),
+    child_rows = zip(
+        *([child for _, child in children(tree)] for tree in (first, *others)),
         strict=True,
     )
-    return rebuild(first, [zip_tensors(fn, *row) for row in rows])
+    return rebuild(first, [zip_tensors(fn, *child_row) for child_row in child_rows])
 
 
 def paths(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -110,36 +118,36 @@ def paths(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     if isinstance(tree, Tensor) or not is_container(tree):
         yield path, tree
         return
-    for key, part in children(tree):
-        yield from paths(part, (*path, key))
+    for key, child in children(tree):
+        yield from paths(child, (*path, key))
 
 
 def leaves(tree: Tree) -> list[Any]:
     """Return every leaf, in order."""
-    found: list[Any] = []
-    _collect(tree, found)
-    return found
+    tree_leaves: list[Any] = []
+    _collect_leaves(tree, tree_leaves)
+    return tree_leaves
 
 
-def _collect(tree: Tree, found: list[Any]) -> None:
+def _collect_leaves(tree: Tree, tree_leaves: list[Any]) -> None:
     if isinstance(tree, Tensor) or not is_container(tree):
-        found.append(tree)
+        tree_leaves.append(tree)
         return
-    for part in _parts(tree):
-        if type(part) is Tensor:  # the common leaf, without a recursive call
-            found.append(part)
+    for child in _child_values(tree):
+        if type(child) is Tensor:  # the common leaf, without a recursive call
+            tree_leaves.append(child)
         else:
-            _collect(part, found)
+            _collect_leaves(child, tree_leaves)
 
 
-def _parts(tree: Tree) -> Collection[Tree]:
+def _child_values(tree: Tree) -> Collection[Tree]:
     """Return the children of one container, without their keys."""
-    kind = type(tree)
-    if kind is tuple or kind is list:
+    tree_type = type(tree)
+    if tree_type is tuple or tree_type is list:
         return tree  # type: ignore[no-any-return]  # a tuple or list, by its type
-    if kind is dict:
+    if tree_type is dict:
         return tree.values()  # type: ignore[no-any-return]  # a dict's, by its type
-    return [part for _, part in children(tree)]
+    return [child for _, child in children(tree)]
 
 
 def tensors(tree: Tree) -> list[Tensor]:
@@ -149,8 +157,8 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 def replace_tensors(tree: Tree, fresh: Sequence[Tensor]) -> Tree:
     """Return the same tree with its tensors replaced by `fresh`, in order."""
-    source = iter(fresh)
-    return map_tensors(lambda _: next(source), tree)
+    new_tensors = iter(fresh)
+    return map_tensors(lambda _: next(new_tensors), tree)
 
 
 def to_device(
@@ -162,27 +170,31 @@ def to_device(
     """Return the tree with tensors, and other objects that have `.to`, on `device`; values under `skip_keys` are not moved."""
     if isinstance(tree, Tensor):
         return tree.to(device, non_blocking=non_blocking)
-    kind = type(tree)
+    tree_type = type(tree)
     # the common batches, on the hot path
-    if not skip_keys and (kind is dict or kind is tuple or kind is list):
-        moved = [
-            part.to(device, non_blocking=non_blocking)
-            if type(part) is Tensor
-            else to_device(part, device, non_blocking)
-            for part in (tree.values() if kind is dict else tree)
+    if not skip_keys and (tree_type is dict or tree_type is tuple or tree_type is list):
+        moved_children = [
+            child.to(device, non_blocking=non_blocking)
+            if type(child) is Tensor
+            else to_device(child, device, non_blocking)
+            for child in (tree.values() if tree_type is dict else tree)
         ]
-        if kind is list:
-            return moved
-        return tuple(moved) if kind is tuple else dict(zip(tree, moved, strict=True))
+        if tree_type is list:
+            return moved_children
+        return (
+            tuple(moved_children)
+            if tree_type is tuple
+            else dict(zip(tree, moved_children, strict=True))
+        )
     if hasattr(tree, "to") or isinstance(tree, UserDict) or not is_container(tree):
         return _move_object(tree, device, non_blocking, skip_keys)
     return rebuild(
         tree,
         [
-            part
+            child
             if key in skip_keys
-            else to_device(part, device, non_blocking, skip_keys)
-            for key, part in children(tree)
+            else to_device(child, device, non_blocking, skip_keys)
+            for key, child in children(tree)
         ],
     )
 
@@ -197,20 +209,20 @@ def _move_object(
         return rebuild(
             value,
             [
-                part
+                child
                 if key in skip_keys
-                else to_device(part, device, non_blocking, skip_keys)
-                for key, part in value.items()
+                else to_device(child, device, non_blocking, skip_keys)
+                for key, child in value.items()
             ],
         )
-    move = getattr(value, "to", None)
-    if not callable(move) or isinstance(value, (torch.nn.Module, type)):
+    move_method = getattr(value, "to", None)
+    if not callable(move_method) or isinstance(value, (torch.nn.Module, type)):
         return value
     try:
-        return move(device, non_blocking=non_blocking)
+        return move_method(device, non_blocking=non_blocking)
     # a `.to` without the argument non_blocking: the plain move is just as correct
     except TypeError:
-        return move(device)
+        return move_method(device)
 
 
 def batch_size(tree: Tree) -> int | None:
@@ -244,5 +256,5 @@ def concat(trees: Sequence[Tree], dim: int = 0) -> Tree:
 
 def to_fp32(tree: Tree) -> Tree:
     """Return the tree with half-precision tensors converted to float32."""
-    half = (torch.float16, torch.bfloat16)
-    return map_tensors(lambda x: x.float() if x.dtype in half else x, tree)
+    half_dtypes = (torch.float16, torch.bfloat16)
+    return map_tensors(lambda x: x.float() if x.dtype in half_dtypes else x, tree)

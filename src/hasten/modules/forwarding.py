@@ -74,8 +74,8 @@ class GraphForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        bound: Callable[..., Any] = self.__func__.__get__(self.module)
-        return bound
+        bound_forward: Callable[..., Any] = self.__func__.__get__(self.module)
+        return bound_forward
 
     # Any: the user's arguments and outputs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,18 +98,26 @@ class LateHead(Forward):
 
 def _overridden(module: nn.Module) -> dict[str, Any]:
     """Return the `forward` in the module's `__dict__` before the first replacement, as a dict; empty if none."""
-    first: Any = module.__dict__.get(FORWARD)
-    while isinstance(first, Forward):
-        first = first.inner
-    own = getattr(first, "__func__", None) is getattr(type(module), FORWARD)
-    return {} if first is None or own else {FORWARD: first}
+    original_forward: Any = module.__dict__.get(FORWARD)
+    while isinstance(original_forward, Forward):
+        original_forward = original_forward.inner
+    is_class_forward = getattr(original_forward, "__func__", None) is getattr(
+        type(module), FORWARD
+    )
+    return (
+        {}
+        if original_forward is None or is_class_forward
+        else {FORWARD: original_forward}
+    )
 
 
 def replace(module: nn.Module, forward: Forward) -> None:
     """Make `forward` the module's forward, wrapping the current one."""
     forward.module = module
-    own = isinstance(module, GraphModule) and FORWARD not in module.__dict__
-    forward.inner = GraphForward(module) if own else module.forward
+    is_graph_forward = (
+        isinstance(module, GraphModule) and FORWARD not in module.__dict__
+    )
+    forward.inner = GraphForward(module) if is_graph_forward else module.forward
     # as functools.wraps() would copy them
     for name in ("__name__", "__qualname__", "__doc__"):
         forward.__dict__[name] = getattr(forward.inner, name, "forward")
@@ -135,16 +143,16 @@ def is_dispatched(model: nn.Module) -> bool:
 
 def restore(module: nn.Module, tag: str) -> bool:
     """Remove the replacement with `tag` from this module; returns whether there was one."""
-    outer: Forward | None = None
+    outer_forward: Forward | None = None
     forward = module.__dict__.get(FORWARD)
     while isinstance(forward, Forward):
         if forward.tag == tag:
-            if outer is not None:
-                outer.inner = forward.inner
+            if outer_forward is not None:
+                outer_forward.inner = forward.inner
             else:
                 _put_back(module, forward.inner)
             return True
-        outer, forward = forward, forward.inner
+        outer_forward, forward = forward, forward.inner
     return False
 
 

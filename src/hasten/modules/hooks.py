@@ -97,17 +97,21 @@ def add_hook_to_module(
     module: nn.Module, hook: ModelHook, append: bool = False
 ) -> nn.Module:
     """Attach `hook` to a module's forward; it replaces an earlier hook unless `append` is set."""
-    earlier = hook_of(module)
-    if earlier is not None and append:
-        chain = [
-            *(earlier.hooks if isinstance(earlier, SequentialHook) else [earlier]),
+    earlier_hook = hook_of(module)
+    if earlier_hook is not None and append:
+        chained_hooks = [
+            *(
+                earlier_hook.hooks
+                if isinstance(earlier_hook, SequentialHook)
+                else [earlier_hook]
+            ),
             hook,
         ]
         forwarding.restore(module, HookForward.tag)
         module = hook.init_hook(module)
-        forwarding.replace(module, HookForward(SequentialHook(*chain)))
+        forwarding.replace(module, HookForward(SequentialHook(*chained_hooks)))
         return module
-    if earlier is not None:
+    if earlier_hook is not None:
         module = remove_hook_from_module(module)
     module = hook.init_hook(module)
     forwarding.replace(module, HookForward(hook))

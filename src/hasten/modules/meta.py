@@ -21,10 +21,10 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     Buffers are computed as usual, since a checkpoint may not hold them; with `include_buffers` they are on meta too.
     A forward of such a module on real inputs raises until its weights are loaded.
     """
-    built: dict[int, nn.Module] = {}
-    with _placed(torch.device("meta"), bool(include_buffers), built):
+    built_modules: dict[int, nn.Module] = {}
+    with _placed(torch.device("meta"), bool(include_buffers), built_modules):
         yield
-    for module in built.values():
+    for module in built_modules.values():
         module.register_forward_pre_hook(refuse_meta, with_kwargs=True)
 
 
@@ -39,27 +39,33 @@ def init_on_device(
 
 @contextmanager
 def _placed(
-    device: torch.device, include_buffers: bool, built: dict[int, nn.Module]
+    device: torch.device, include_buffers: bool, built_modules: dict[int, nn.Module]
 ) -> Iterator[None]:
     register_parameter, register_buffer = (
         nn.Module.register_parameter,
         nn.Module.register_buffer,
     )
     # One parameter for all names of a tied one. Replaced parameters are freed, so the whole model never takes memory.
-    moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+    moved_params: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register_parameter(module, name, param)
         if param is None:
             return
-        built[id(module)] = module
-        known = moved.get(id(param))
+        built_modules[id(module)] = module
+        moved_param = moved_params.get(id(param))
         # Python reuses the ids of freed objects
-        if known is None or known[0]() is not param:
-            there = param if param.device == device else _like(param, device)
-            known = moved[id(param)] = (weakref.ref(param), there)
-            moved[id(there)] = (weakref.ref(there), there)
-        module._parameters[name] = known[1]
+        if moved_param is None or moved_param[0]() is not param:
+            param_on_device = param if param.device == device else _like(param, device)
+            moved_param = moved_params[id(param)] = (
+                weakref.ref(param),
+                param_on_device,
+            )
+            moved_params[id(param_on_device)] = (
+                weakref.ref(param_on_device),
+                param_on_device,
+            )
+        module._parameters[name] = moved_param[1]
 
     def buffer(
         module: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True
@@ -85,15 +91,17 @@ def _placed(
 def _like(param: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Return the parameter on another device, of the same class and with the same attributes."""
     attributes = dict(param.__dict__)
-    kind = type(param)
-    if kind is nn.Parameter:
-        fresh = nn.Parameter(
+    param_class = type(param)
+    if param_class is nn.Parameter:
+        new_param = nn.Parameter(
             param.detach().to(device), requires_grad=param.requires_grad
         )
     else:
-        fresh = kind(param.detach().to(device), requires_grad=param.requires_grad)
-    fresh.__dict__.update(attributes)
-    return fresh
+        new_param = param_class(
+            param.detach().to(device), requires_grad=param.requires_grad
+        )
+    new_param.__dict__.update(attributes)
+    return new_param
 
 
 class _EmptyWeightsError(PrepareError, RuntimeError):
@@ -106,15 +114,15 @@ def refuse_meta(
     """Raise in a forward pre-hook if real inputs meet meta weights; the hook removes itself once the weights are loaded."""
     if "forward" in module.__dict__:
         return  # the replacement of the forward may load the weights itself
-    empty = [
+    meta_params = [
         name
         for name, param in module._parameters.items()
         if param is not None and param.is_meta
     ]
-    if empty:
+    if meta_params:
         if any(not tensor.is_meta for tensor in tensors((args, kwargs))):
             raise _EmptyWeightsError(
-                f"{type(module).__name__} was called, but its {empty[0]} was built on the meta device and has no values. Load the "
+                f"{type(module).__name__} was called, but its {meta_params[0]} was built on the meta device and has no values. Load the "
                 "weights first: load_checkpoint_and_dispatch(model, folder, device_map='auto'), "
                 "load_checkpoint_in_model(model, folder), or model.to_empty(device=...) and an initialisation."
             )
@@ -128,5 +136,5 @@ def refuse_meta(
 
 def meta_names(model: nn.Module) -> list[str]:
     """Return the names of parameters and buffers that are still on the meta device."""
-    found = [*model.named_parameters(), *model.named_buffers()]
-    return [name for name, tensor in found if tensor.is_meta]
+    named_weights = [*model.named_parameters(), *model.named_buffers()]
+    return [name for name, tensor in named_weights if tensor.is_meta]

@@ -39,26 +39,26 @@ def canonical_name(name: str, model: nn.Module | None = None) -> str:
     With the `model` of the name, `module` is removed exactly where a wrapper added it. Without it, as for a key in
     a file, only leading ones are removed.
     """
-    parts = name.split(".")
+    name_parts = name.split(".")
     if model is None:
-        while len(parts) > 1 and parts[0] in ("module", *_WRAPPER_PARTS):
-            parts = parts[1:]
-        return plain_name(".".join(parts))
-    kept: list[str] = []
-    here: object = model
-    for part in parts:
-        wrapped = part in _WRAPPER_PARTS or (
-            part == "module" and isinstance(here, _WRAPPER_CLASSES)
+        while len(name_parts) > 1 and name_parts[0] in ("module", *_WRAPPER_PARTS):
+            name_parts = name_parts[1:]
+        return plain_name(".".join(name_parts))
+    unwrapped_parts: list[str] = []
+    submodule: object = model
+    for name_part in name_parts:
+        is_wrapper_part = name_part in _WRAPPER_PARTS or (
+            name_part == "module" and isinstance(submodule, _WRAPPER_CLASSES)
         )
-        if not wrapped:
-            kept.append(part)
-        here = _child(here, part)
-    return ".".join(kept)
+        if not is_wrapper_part:
+            unwrapped_parts.append(name_part)
+        submodule = _child(submodule, name_part)
+    return ".".join(unwrapped_parts)
 
 
-def _child(module: object, part: str) -> object:
+def _child(module: object, child_name: str) -> object:
     """Return the submodule `part` without __getattr__, which wrappers forward to the wrapped module."""
-    return module._modules.get(part) if isinstance(module, nn.Module) else None
+    return module._modules.get(child_name) if isinstance(module, nn.Module) else None
 
 
 def named_parameters(
@@ -81,10 +81,12 @@ def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Return the groups of canonical names that refer to the same parameter, in the model's order."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in named_parameters(model, tied=True):
-        names = by_id.setdefault(id(parameter), [])
-        if name not in names:
-            names.append(name)
-    return tuple(tuple(names) for names in by_id.values() if len(names) > 1)
+        tied_names = by_id.setdefault(id(parameter), [])
+        if name not in tied_names:
+            tied_names.append(name)
+    return tuple(
+        tuple(tied_names) for tied_names in by_id.values() if len(tied_names) > 1
+    )
 
 
 TAG = "pipeline"
@@ -120,22 +122,24 @@ class StagePart:
 def stage_part(model: nn.Module) -> StagePart | None:
     """Return the portion of the whole model that `model` holds; None for a whole model."""
     # split by an engine, not by a forward of hasten
-    if (own := model.__dict__.get("stage_part")) is not None:
-        found: StagePart = own
-        return found
+    if (engine_part := model.__dict__.get("stage_part")) is not None:
+        stage: StagePart = engine_part
+        return stage
     if forwarding.FORWARD not in model.__dict__:
         return None
     forward = forwarding.find(model, TAG)
-    part: StagePart | None = getattr(forward, "part", None)
-    return part
+    forward_part: StagePart | None = getattr(forward, "part", None)
+    return forward_part
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return whether `value` is a DTensor."""
     if type(value) is Tensor or type(value) is nn.Parameter:
         return False
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and isinstance(value, kind)
+    dtensor_class = getattr(
+        sys.modules.get("torch.distributed.tensor"), "DTensor", None
+    )
+    return dtensor_class is not None and isinstance(value, dtensor_class)
 
 
 def whole_of(value: DTensor) -> Tensor:
@@ -146,11 +150,11 @@ def whole_of(value: DTensor) -> Tensor:
     replicate = placements().Replicate()
     for axis, placement in enumerate(value.placements):
         if placement != replicate:
-            lying = [
-                replicate if other == axis else known
-                for other, known in enumerate(value.placements)
+            new_placements = [
+                replicate if mesh_axis == axis else axis_placement
+                for mesh_axis, axis_placement in enumerate(value.placements)
             ]
-            value = value.redistribute(placements=lying)
+            value = value.redistribute(placements=new_placements)
     return value.to_local()
 
 
@@ -167,14 +171,14 @@ def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
     """
     if not is_dtensor(parameter) or local.shape != local_tensor(parameter).shape:
         return local
-    made: Any = torch.empty_like(
+    dtensor: Any = torch.empty_like(
         parameter, dtype=local.dtype, device=local.device, requires_grad=False
     )
     # under autograd, to_local() returns a view, whose memory is not the one to replace
-    made._local_tensor.set_(
+    dtensor._local_tensor.set_(
         local.untyped_storage(), local.storage_offset(), local.shape, local.stride()
     )
-    return made  # type: ignore[no-any-return]
+    return dtensor  # type: ignore[no-any-return]
 
 
 def placements() -> Any:  # Any: an untyped module of torch

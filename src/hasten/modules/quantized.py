@@ -34,10 +34,10 @@ class ByteLayout:
 def is_torchao(tensor: Tensor) -> bool:
     """Return True for a quantized tensor of torchao, which is made of plain tensors; one that is cast while it trains is none."""
     tensor = tensor.data if isinstance(tensor, nn.Parameter) else tensor
-    library, _, part = type(tensor).__module__.partition(".")
+    library, _, submodule = type(tensor).__module__.partition(".")
     return (
         library == "torchao"
-        and not part.startswith("float8.")
+        and not submodule.startswith("float8.")
         and hasattr(tensor, "__tensor_flatten__")
     )
 
@@ -55,35 +55,41 @@ def is_four_bit(layer: nn.Module) -> bool:
 
 def to_bytes(tensor: Tensor) -> tuple[Tensor, ByteLayout]:
     """Return the inner tensors of a quantized tensor as one column of bytes, and their layout."""
-    whole: Any = tensor.detach()
-    names, context = whole.__tensor_flatten__()
-    pieces: list[Tensor] = []
-    inner: list[tuple[str, torch.dtype, torch.Size, int]] = []
+    weight: Any = tensor.detach()
+    names, context = weight.__tensor_flatten__()
+    byte_pieces: list[Tensor] = []
+    inner_layouts: list[tuple[str, torch.dtype, torch.Size, int]] = []
     position = 0
     for name in names:
-        piece = getattr(whole, name).contiguous()
+        inner_tensor = getattr(weight, name).contiguous()
         # a single value may have any stride
-        raw = piece.as_strided((piece.numel(),), (1,)).view(torch.uint8)
-        rest = -len(raw) % _ALIGNED
-        inner.append((name, piece.dtype, piece.shape, position))
-        pieces += [raw, raw.new_zeros(rest)]
-        position += len(raw) + rest
-    layout = ByteLayout(type(whole), context, whole.shape, whole.stride(), tuple(inner))
-    return torch.cat(pieces).unsqueeze(1), layout
+        raw_bytes = inner_tensor.as_strided((inner_tensor.numel(),), (1,)).view(
+            torch.uint8
+        )
+        num_padding_bytes = -len(raw_bytes) % _ALIGNED
+        inner_layouts.append((name, inner_tensor.dtype, inner_tensor.shape, position))
+        byte_pieces += [raw_bytes, raw_bytes.new_zeros(num_padding_bytes)]
+        position += len(raw_bytes) + num_padding_bytes
+    layout = ByteLayout(
+        type(weight), context, weight.shape, weight.stride(), tuple(inner_layouts)
+    )
+    return torch.cat(byte_pieces).unsqueeze(1), layout
 
 
 def from_bytes(data: Tensor, layout: ByteLayout) -> Tensor:
     """Return the quantized tensor whose inner tensors are views of these bytes."""
-    flat = data.reshape(-1)
-    inner = {}
-    for name, dtype, shape, start in layout.inner:
-        length = shape.numel() * dtype.itemsize
-        inner[name] = flat.narrow(0, start, length).view(dtype).view(shape)
+    flat_bytes = data.reshape(-1)
+    inner_tensors = {}
+    for name, dtype, shape, first_byte in layout.inner:
+        num_bytes = shape.numel() * dtype.itemsize
+        inner_tensors[name] = (
+            flat_bytes.narrow(0, first_byte, num_bytes).view(dtype).view(shape)
+        )
     context = _on_device(layout.context, data.device)
-    made: Tensor = layout.kind.__tensor_unflatten__(
-        inner, context, layout.size, layout.stride
+    weight: Tensor = layout.kind.__tensor_unflatten__(
+        inner_tensors, context, layout.size, layout.stride
     )
-    return made
+    return weight
 
 
 def copy_inner_tensors(source: Tensor, target: Tensor) -> None:
@@ -103,7 +109,7 @@ def _on_device(context: Any, device: torch.device) -> Any:
     if (
         is_dataclass(context)
         and not isinstance(context, type)
-        and any(f.name == "device" for f in fields(context))
+        and any(field.name == "device" for field in fields(context))
     ):
         return replace(context, device=device)
     return context
@@ -120,13 +126,13 @@ class UnpackedInForward:
         layer.register_forward_hook(self._restore, always_call=True)
 
     def _unpack(self, layer: nn.Module, inputs: object) -> None:
-        held = layer._parameters[self._name]
-        assert held is not None, "the layer has lost its weight"
+        parameter = layer._parameters[self._name]
+        assert parameter is not None, "the layer has lost its weight"
         _check_bytes(layer, self._name)
-        if held.dtype == torch.uint8 and type(held.data) is Tensor:
-            self._bytes = held
+        if parameter.dtype == torch.uint8 and type(parameter.data) is Tensor:
+            self._bytes = parameter
             layer._parameters[self._name] = nn.Parameter(
-                from_bytes(held.data, self._layout), requires_grad=False
+                from_bytes(parameter.data, self._layout), requires_grad=False
             )
 
     def _restore(self, layer: nn.Module, inputs: object, outputs: object) -> None:
@@ -154,9 +160,11 @@ class PackedLayers:
         for name, parameter in list(layer.named_parameters(recurse=False)):
             if is_torchao(parameter):
                 _check_frozen(f"{prefix}.{name}", parameter)
-                data, layout = to_bytes(parameter.data)
-                self.num_bytes += len(data)
-                layer._parameters[name] = nn.Parameter(data, requires_grad=False)
+                weight_bytes, layout = to_bytes(parameter.data)
+                self.num_bytes += len(weight_bytes)
+                layer._parameters[name] = nn.Parameter(
+                    weight_bytes, requires_grad=False
+                )
                 UnpackedInForward(layer, name, layout)
 
     def _pack_four_bit(self, prefix: str, layer: Any, device: torch.device) -> None:
@@ -164,17 +172,17 @@ class PackedLayers:
         _check_frozen(f"{prefix}.weight", weight)
         # undoes the layout that bitsandbytes uses for inference on some processors
         layer.state_dict()
-        state = getattr(layer.weight, _STATE_ATTRIBUTE, None)
-        if state is None or weight.is_meta:
+        quant_state = getattr(layer.weight, _STATE_ATTRIBUTE, None)
+        if quant_state is None or weight.is_meta:
             raise PrepareError(
                 f"{prefix}.weight is a four-bit weight without values or scales on this rank ({weight.device}), so it cannot be "
                 "sharded; load and quantize the model on every rank (move the layer to a device) before prepare()."
             )
-        state.to(device)
-        data = layer.weight.data.contiguous().view(torch.uint8).reshape(-1, 1)
-        self.num_bytes += len(data)
-        layer.weight = nn.Parameter(data, requires_grad=False)
-        layer.quant_state, layer.quant_storage = state, torch.uint8
+        quant_state.to(device)
+        weight_bytes = layer.weight.data.contiguous().view(torch.uint8).reshape(-1, 1)
+        self.num_bytes += len(weight_bytes)
+        layer.weight = nn.Parameter(weight_bytes, requires_grad=False)
+        layer.quant_state, layer.quant_storage = quant_state, torch.uint8
         # that layout cannot be gathered from shards
         layer.support_avx512bf16_for_cpu = False
         layer.register_forward_pre_hook(_check_four_bit)
@@ -202,10 +210,14 @@ class PackedLayers:
 
 def _check_bytes(layer: nn.Module, name: str) -> None:
     """Raise StepError if the gathered bytes of a quantized weight were converted to numbers of another dtype."""
-    held = layer._parameters[name]
-    if held is not None and type(held.data) is Tensor and held.dtype != torch.uint8:
+    parameter = layer._parameters[name]
+    if (
+        parameter is not None
+        and type(parameter.data) is Tensor
+        and parameter.dtype != torch.uint8
+    ):
         raise StepError(
-            f"the bytes of a quantized weight of {type(layer).__name__} were converted to {held.dtype}, as FSDP2 of torch "
+            f"the bytes of a quantized weight of {type(layer).__name__} were converted to {parameter.dtype}, as FSDP2 of torch "
             f"{torch.__version__} does under mixed precision, so their values are lost. Use mixed_precision='no' with a base model in "
             "bfloat16, or a newer torch."
         )
@@ -221,21 +233,21 @@ def frozen_integers() -> Iterator[None]:
 
     torch<2.12: fully_shard() creates every sharded parameter with gradients, and freezes it afterwards.
     """
-    before = vars(nn.Parameter)["__new__"]
+    original_new = vars(nn.Parameter)["__new__"]
 
     def new(
         cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True
     ) -> Any:
-        whole = isinstance(data, Tensor) and not (
+        is_integer = isinstance(data, Tensor) and not (
             data.is_floating_point() or data.is_complex()
         )
-        return before.__func__(cls, data, requires_grad and not whole)
+        return original_new.__func__(cls, data, requires_grad and not is_integer)
 
     nn.Parameter.__new__ = new  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        nn.Parameter.__new__ = before  # type: ignore[method-assign]
+        nn.Parameter.__new__ = original_new  # type: ignore[method-assign]
 
 
 def _check_frozen(name: str, weight: Tensor) -> None:
@@ -248,8 +260,8 @@ def _check_frozen(name: str, weight: Tensor) -> None:
 
 def state_tensors(state: Any) -> Iterator[Tensor]:
     """Yield the tensors of a quantization state of bitsandbytes, with those of nested scales."""
-    found = (state.absmax, state.code, getattr(state, "offset", None))
-    yield from (tensor for tensor in found if isinstance(tensor, Tensor))
+    candidate_tensors = (state.absmax, state.code, getattr(state, "offset", None))
+    yield from (tensor for tensor in candidate_tensors if isinstance(tensor, Tensor))
     if getattr(state, "state2", None) is not None:
         yield from state_tensors(state.state2)
 
@@ -263,18 +275,22 @@ def restore_states_on_load(model: nn.Module) -> None:
 
 
 def _restore_state(layer: Any, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    start = f"{prefix}weight."
-    entries = {
-        key.removeprefix(start): value
+    key_prefix = f"{prefix}weight."
+    state_entries = {
+        key.removeprefix(key_prefix): value
         for key, value in state.items()
-        if key.startswith(start)
+        if key.startswith(key_prefix)
     }
-    if entries:
-        known = (
+    if state_entries:
+        quant_state = (
             layer.quant_state
             if layer.quant_state is not None
             else layer.weight.quant_state
         )
-        made = type(known).from_dict(qs_dict=entries, device=known.absmax.device)
-        for old, new in zip(state_tensors(known), state_tensors(made), strict=True):
-            old.copy_(new)
+        loaded_state = type(quant_state).from_dict(
+            qs_dict=state_entries, device=quant_state.absmax.device
+        )
+        for current_tensor, loaded_tensor in zip(
+            state_tensors(quant_state), state_tensors(loaded_state), strict=True
+        ):
+            current_tensor.copy_(loaded_tensor)

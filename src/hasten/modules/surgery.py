@@ -15,38 +15,38 @@ def parent_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), child
 
 
-def swap(model: nn.Module, name: str, fresh: nn.Module) -> nn.Module:
+def swap(model: nn.Module, name: str, new_module: nn.Module) -> nn.Module:
     """Replace the module called `name` by `fresh`; returns the old module."""
     parent, child = parent_of(model, name)
-    old = parent.get_submodule(child)
-    parent.register_module(child, fresh)
-    return old
+    old_module = parent.get_submodule(child)
+    parent.register_module(child, new_module)
+    return old_module
 
 
 def swap_where(
     model: nn.Module,
-    wanted: Callable[[str, nn.Module], bool],
-    make: Callable[[str, nn.Module], nn.Module],
+    is_replaced: Callable[[str, nn.Module], bool],
+    make_module: Callable[[str, nn.Module], nn.Module],
 ) -> list[str]:
     """Replace every wanted module by `make(name, module)`; returns the names.
 
     A module with several names is made once and replaced under all of them. Submodules of a replaced module are
     skipped.
     """
-    done: list[str] = []
-    fresh: dict[int, nn.Module] = {}
+    replaced_names: list[str] = []
+    new_modules: dict[int, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if (
             not name
-            or any(name.startswith(f"{outer}.") for outer in done)
-            or not wanted(name, module)
+            or any(name.startswith(f"{outer}.") for outer in replaced_names)
+            or not is_replaced(name, module)
         ):
             continue
-        if id(module) not in fresh:
-            fresh[id(module)] = make(name, module)
-        swap(model, name, fresh[id(module)])
-        done.append(name)
-    return done
+        if id(module) not in new_modules:
+            new_modules[id(module)] = make_module(name, module)
+        swap(model, name, new_modules[id(module)])
+        replaced_names.append(name)
+    return replaced_names
 
 
 def linear_names(model: nn.Module) -> list[str]:
@@ -58,7 +58,7 @@ def linear_names(model: nn.Module) -> list[str]:
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of the model: modules of one class that a ModuleList or Sequential repeats."""
-    found: dict[int, nn.Module] = {}
+    blocks_by_id: dict[int, nn.Module] = {}
     for module in model.modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
             continue
@@ -66,14 +66,16 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         if len(classes) == 1 and any(
             True for child in module for _ in child.children()
         ):
-            found.update((id(child), child) for child in module)
-    return list(found.values())
+            blocks_by_id.update((id(child), child) for child in module)
+    return list(blocks_by_id.values())
 
 
 def num_parameters(model: nn.Module, trainable_only: bool = False) -> int:
     """Return the number of parameters; shared ones count once."""
     return sum(
-        p.numel() for p in model.parameters() if p.requires_grad or not trainable_only
+        parameter.numel()
+        for parameter in model.parameters()
+        if parameter.requires_grad or not trainable_only
     )
 
 
@@ -112,14 +114,16 @@ def module_bytes(
 
     A tensor shared by two modules counts in both, and once in every module that contains both.
     """
-    special = special_dtypes or {}
-    held: dict[str, dict[int, int]] = {"": {}}
+    dtypes_by_name = special_dtypes or {}
+    sizes_by_module: dict[str, dict[int, int]] = {"": {}}
     for name, tensor in named_tensors(model):
-        size = tensor_bytes(tensor, special.get(name, dtype))
-        parts = name.split(".")
-        for depth in range(len(parts) + 1):
-            held.setdefault(".".join(parts[:depth]), {}).setdefault(id(tensor), size)
-    return {name: sum(sizes.values()) for name, sizes in held.items()}
+        size = tensor_bytes(tensor, dtypes_by_name.get(name, dtype))
+        name_parts = name.split(".")
+        for depth in range(len(name_parts) + 1):
+            sizes_by_module.setdefault(".".join(name_parts[:depth]), {}).setdefault(
+                id(tensor), size
+            )
+    return {name: sum(sizes.values()) for name, sizes in sizes_by_module.items()}
 
 
 _DROPOUTS: Final = (
@@ -135,13 +139,13 @@ _DROPOUTS: Final = (
 def may_draw(model: nn.Module) -> bool:
     """Return whether any module has a dropout rate above zero, as a layer or as an attribute passed to attention."""
     for module in model.modules():
-        rates = [
+        dropout_rates = [
             value
             for name, value in vars(module).items()
             if "drop" in name.lower() and isinstance(value, float)
         ]
         if isinstance(module, _DROPOUTS):
-            rates.append(module.p)
-        if any(rate > 0 for rate in rates):
+            dropout_rates.append(module.p)
+        if any(dropout_rate > 0 for dropout_rate in dropout_rates):
             return True
     return False

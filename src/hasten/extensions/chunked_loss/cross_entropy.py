@@ -54,11 +54,13 @@ class LogitsChange(NamedTuple):
             logits.mul_(self.before).tanh_()
         return logits if self.after == 1.0 else logits.mul_(self.after)
 
-    def chain_(self, grad: Tensor, changed: Tensor | None) -> Tensor:
+    def chain_(self, grad: Tensor, changed_logits: Tensor | None) -> Tensor:
         """Turn the gradient of the changed logits into that of the logits, in place; returns it."""
         if self.capped:
-            assert changed is not None, "the changed logits of a capped chunk are kept"
-            slope = changed.div_(self.after).square_().neg_().add_(1)
+            assert changed_logits is not None, (
+                "the changed logits of a capped chunk are kept"
+            )
+            slope = changed_logits.div_(self.after).square_().neg_().add_(1)
             grad.mul_(slope).mul_(self.before)
         return grad if self.after == 1.0 else grad.mul_(self.after)
 
@@ -80,10 +82,10 @@ class _LossSettings(NamedTuple):
         """Dtype of the softmax and of sums over chunks."""
         return torch.promote_types(self.compute, torch.float32)
 
-    def chunks(self, number: int) -> Iterator[slice]:
+    def chunks(self, num_tokens: int) -> Iterator[slice]:
         """Yield the row ranges of `number` tokens."""
-        for start in range(0, number, self.rows):
-            yield slice(start, min(start + self.rows, number))
+        for start in range(0, num_tokens, self.rows):
+            yield slice(start, min(start + self.rows, num_tokens))
 
 
 class _Chunk(NamedTuple):
@@ -95,18 +97,26 @@ class _Chunk(NamedTuple):
     total: Tensor
     """Sum of the shares over the whole vocabulary."""
     local: Tensor
-    mine: Tensor | None
+    is_own_target: Tensor | None
     changed: Tensor | None
 
-    def gradient_(self, factors: Tensor, how: _LossSettings) -> Tensor:
+    def gradient_(self, factors: Tensor, settings: _LossSettings) -> Tensor:
         """Return the gradient of `factors * losses` with respect to the logits, in the memory of the shares."""
-        grad = self.shares.mul_((factors / self.total).unsqueeze(-1))
-        if how.smoothing:
-            grad.sub_((factors * (how.smoothing / how.vocabulary)).unsqueeze(-1))
-        picked = factors * (how.smoothing - 1)
-        picked = picked if self.mine is None else picked.masked_fill(~self.mine, 0)
-        grad.scatter_add_(-1, self.local.unsqueeze(-1), picked.unsqueeze(-1))
-        return how.change.chain_(grad, self.changed)
+        logit_grad = self.shares.mul_((factors / self.total).unsqueeze(-1))
+        if settings.smoothing:
+            logit_grad.sub_(
+                (factors * (settings.smoothing / settings.vocabulary)).unsqueeze(-1)
+            )
+        target_factors = factors * (settings.smoothing - 1)
+        target_factors = (
+            target_factors
+            if self.is_own_target is None
+            else target_factors.masked_fill(~self.is_own_target, 0)
+        )
+        logit_grad.scatter_add_(
+            -1, self.local.unsqueeze(-1), target_factors.unsqueeze(-1)
+        )
+        return settings.change.chain_(logit_grad, self.changed)
 
 
 def _without_autocast(x: Tensor) -> torch.autocast:
@@ -119,39 +129,51 @@ def _chunk_losses(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    how: _LossSettings,
+    settings: _LossSettings,
 ) -> _Chunk:
     """Compute the losses of a chunk of tokens. Ranks: those that share the vocabulary."""
-    logits = F.linear(hidden.to(how.compute), weight, bias)
-    logits = how.change.apply_(logits.to(how.sums))
-    changed = logits.clone() if how.change.capped else None
-    largest = logits.amax(-1)
-    if how.group is not None:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=how.group)
-    local, is_own = _locate_targets(target, weight.shape[0], how)
-    target_logits = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+    logits = F.linear(hidden.to(settings.compute), weight, bias)
+    logits = settings.change.apply_(logits.to(settings.sums))
+    changed_logits = logits.clone() if settings.change.capped else None
+    largest_logit = logits.amax(-1)
+    if settings.group is not None:
+        dist.all_reduce(largest_logit, dist.ReduceOp.MAX, group=settings.group)
+    local_target, is_own = _locate_targets(target, weight.shape[0], settings)
+    target_logits = logits.gather(-1, local_target.unsqueeze(-1)).squeeze(-1)
     target_logits = (
         target_logits if is_own is None else target_logits.masked_fill(~is_own, 0)
     )
-    logit_sums = logits.sum(-1) if how.smoothing else torch.zeros_like(target_logits)
-    shares = logits.sub_(largest.unsqueeze(-1)).exp_()
-    sums = torch.stack([shares.sum(-1), target_logits, logit_sums])
-    if how.group is not None:
-        dist.all_reduce(sums, group=how.group)
-    losses = sums[0].log() + largest - (1 - how.smoothing) * sums[1]
-    if how.smoothing:
-        losses = losses - sums[2] * (how.smoothing / how.vocabulary)
-    return _Chunk(losses, shares, sums[0], local, is_own, changed)
+    logit_sums = (
+        logits.sum(-1) if settings.smoothing else torch.zeros_like(target_logits)
+    )
+    shares = logits.sub_(largest_logit.unsqueeze(-1)).exp_()
+    vocabulary_sums = torch.stack([shares.sum(-1), target_logits, logit_sums])
+    if settings.group is not None:
+        dist.all_reduce(vocabulary_sums, group=settings.group)
+    losses = (
+        vocabulary_sums[0].log()
+        + largest_logit
+        - (1 - settings.smoothing) * vocabulary_sums[1]
+    )
+    if settings.smoothing:
+        losses = losses - vocabulary_sums[2] * (
+            settings.smoothing / settings.vocabulary
+        )
+    return _Chunk(
+        losses, shares, vocabulary_sums[0], local_target, is_own, changed_logits
+    )
 
 
 def _locate_targets(
-    target: Tensor, number: int, how: _LossSettings
+    target: Tensor, num_rows: int, settings: _LossSettings
 ) -> tuple[Tensor, Tensor | None]:
     """Return the targets as rows of this rank's weight, and which of them it holds; None if it holds all."""
-    if how.group is None:
+    if settings.group is None:
         return target, None
-    local = target - how.first
-    return local.clamp(0, number - 1), (local >= 0) & (local < number)
+    local_target = target - settings.first
+    return local_target.clamp(0, num_rows - 1), (local_target >= 0) & (
+        local_target < num_rows
+    )
 
 
 class _Gradients:
@@ -165,7 +187,7 @@ class _Gradients:
         needs_gradient: tuple[bool, ...],
         settings: _LossSettings,
     ) -> None:
-        self._how, self._wanted = settings, needs_gradient
+        self._settings, self._needs_gradient = settings, needs_gradient
         self.hidden = torch.empty_like(hidden) if needs_gradient[0] else None
         self.weight = (
             torch.zeros(weight.shape, dtype=settings.sums, device=weight.device)
@@ -182,11 +204,11 @@ class _Gradients:
         """Add the contribution of a chunk, from the gradient of its logits."""
         if self.bias is not None:
             self.bias += grad.sum(0)
-        grad = grad.to(self._how.compute)
+        grad = grad.to(self._settings.compute)
         if self.hidden is not None:
             self.hidden[rows] = grad @ weight
         if self.weight is not None:
-            self.weight += grad.t() @ hidden[rows].to(self._how.compute)
+            self.weight += grad.t() @ hidden[rows].to(self._settings.compute)
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -210,14 +232,14 @@ class _WeightedSum(torch.autograd.Function):
             weight.to(settings.compute),
             None if bias is None else bias.to(settings.compute),
         )
-        total = torch.zeros((), dtype=settings.sums, device=hidden.device)
+        loss_sum = torch.zeros((), dtype=settings.sums, device=hidden.device)
         grads = _Gradients(hidden, weight, bias, needs_gradient, settings)
         with _without_autocast(hidden):
             for rows in settings.chunks(hidden.shape[0]):
                 chunk = _chunk_losses(
                     hidden[rows], cast_weight, cast_bias, target[rows], settings
                 )
-                total += (chunk.losses * factors[rows]).sum()
+                loss_sum += (chunk.losses * factors[rows]).sum()
                 if any(needs_gradient):
                     grads.add(
                         rows,
@@ -227,7 +249,7 @@ class _WeightedSum(torch.autograd.Function):
                     )
         ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        return total
+        return loss_sum
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -259,12 +281,12 @@ class _TokenLosses(torch.autograd.Function):
             None if bias is None else bias.to(settings.compute),
         )
         with _without_autocast(hidden):
-            ranges = settings.chunks(hidden.shape[0])
+            chunk_ranges = settings.chunks(hidden.shape[0])
             loss_parts = [
                 _chunk_losses(
                     hidden[rows], cast_weight, cast_bias, target[rows], settings
                 ).losses
-                for rows in ranges
+                for rows in chunk_ranges
             ]
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.how, ctx.wanted = settings, needs_gradient
@@ -353,7 +375,7 @@ class Head(NamedTuple):
     change: LogitsChange = LogitsChange()
 
 
-def summed_loss(
+def compute_loss(
     hidden: Tensor,
     head: Head,
     target: Tensor,
@@ -384,8 +406,8 @@ def summed_loss(
     factors = is_counted.to(settings.sums)
     # a class that no rank holds; a whole head's own look-up notices it
     if settings.group is not None:
-        outside = is_counted & ((target < 0) | (target >= head.vocabulary))
-        factors = factors.masked_fill(outside, torch.nan)
+        is_outside = is_counted & ((target < 0) | (target >= head.vocabulary))
+        factors = factors.masked_fill(is_outside, torch.nan)
     if token_weights is not None:
         factors = factors * token_weights.to(settings.sums)
     if options.reduction == "none" or weighs_with_gradient:
@@ -395,9 +417,9 @@ def summed_loss(
         losses = losses.masked_fill(~is_counted, 0) * factors
         if options.reduction == "none":
             return losses
-        total = losses.sum()
+        loss_sum = losses.sum()
     else:
-        total = _WeightedSum.apply(
+        loss_sum = _WeightedSum.apply(
             hidden,
             head.weight,
             head.bias,
@@ -406,29 +428,29 @@ def summed_loss(
             settings,
             needs_gradient,
         )  # type: ignore[no-untyped-call]
-    return total / factors.sum() if options.reduction == "mean" else total
+    return loss_sum / factors.sum() if options.reduction == "mean" else loss_sum
 
 
 def _choose_settings(hidden: Tensor, head: Head, options: LossOptions) -> _LossSettings:
     tokens, width = hidden.shape
-    rows = options.chunk_tokens
-    if rows is None:
+    chunk_rows = options.chunk_tokens
+    if chunk_rows is None:
         # as many tokens as make the chunk's logits about as large as half of the weight's gradient, and at least 8 chunks
-        rows = min(max(512, width // 2), max(_SMALLEST, -(-tokens // 8)))
-    ranks = 1 if head.group is None else head.group.size()
-    first = (
+        chunk_rows = min(max(512, width // 2), max(_SMALLEST, -(-tokens // 8)))
+    num_ranks = 1 if head.group is None else head.group.size()
+    first_entry = (
         0
         if head.group is None
-        else min(head.group.rank() * -(-head.vocabulary // ranks), head.vocabulary)
+        else min(head.group.rank() * -(-head.vocabulary // num_ranks), head.vocabulary)
     )
     return _LossSettings(
         compute=head.compute,
-        rows=rows,
+        rows=chunk_rows,
         smoothing=options.label_smoothing,
         change=head.change,
         vocabulary=head.vocabulary,
-        first=first,
-        group=head.group if ranks > 1 else None,
+        first=first_entry,
+        group=head.group if num_ranks > 1 else None,
     )
 
 
@@ -445,10 +467,10 @@ def _check_present(head: Head) -> None:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which a linear layer multiplies `x` here: autocast's, or its own."""
-    kind = x.device.type
+    device_type = x.device.type
     return (
-        torch.get_autocast_dtype(kind)
-        if torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+        torch.get_autocast_dtype(device_type)
+        if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64
         else x.dtype
     )
 
@@ -496,10 +518,14 @@ class ChunkedCrossEntropyLoss(nn.Module):
         """
         _check_shapes(hidden, weight, target, bias, token_weights)
         head, hidden = self._head(hidden, weight, bias)
-        flat = None if token_weights is None else token_weights.flatten()
+        flat_weights = None if token_weights is None else token_weights.flatten()
         try:
-            loss = summed_loss(
-                hidden.flatten(0, -2), head, target.flatten(), self.options, flat
+            loss = compute_loss(
+                hidden.flatten(0, -2),
+                head,
+                target.flatten(),
+                self.options,
+                flat_weights,
             )
         except (RuntimeError, IndexError) as error:
             if "out of bounds" not in str(error):
@@ -521,10 +547,10 @@ class ChunkedCrossEntropyLoss(nn.Module):
         if not isinstance(weight, DTensor):
             return Head(weight, bias, None, vocabulary, compute_dtype(hidden)), hidden
         mesh = weight.device_mesh
-        names = mesh.mesh_dim_names or ()
-        if names != (self.vocabulary_axis,) or weight.placements != (Shard(0),):
+        axis_names = mesh.mesh_dim_names or ()
+        if axis_names != (self.vocabulary_axis,) or weight.placements != (Shard(0),):
             raise ConfigError(
-                f"the head's weight is a DTensor with placements {weight.placements} over the mesh axes {names or 'without names'}; "
+                f"the head's weight is a DTensor with placements {weight.placements} over the mesh axes {axis_names or 'without names'}; "
                 f"only a vocabulary sharded over the axis {self.vocabulary_axis!r}, whose ranks hold the same tokens, can be "
                 "summed over ranks. Under FSDP2 compute the loss inside the model's forward, where the weight is whole; with a "
                 "tensor-parallel axis of another name give vocabulary_axis=."

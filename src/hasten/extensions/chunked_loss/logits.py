@@ -21,7 +21,7 @@ from hasten.extensions.chunked_loss.cross_entropy import (
     LogitsChange,
     LossOptions,
     compute_dtype,
-    summed_loss,
+    compute_loss,
 )
 from hasten.modules import forwarding
 from hasten.strategies.tensor.ops import gather
@@ -128,7 +128,7 @@ class LazyLogits(Tensor):
             source,
             None,
         )
-        logits.version = _version(head.weight)
+        logits.version = _weight_version(head.weight)
         return logits
 
     def whole(self) -> Tensor:
@@ -155,21 +155,21 @@ class LazyLogits(Tensor):
 
     def _check(self) -> None:
         """Raise if the weights are others than in the forward pass."""
-        freed = (
+        is_freed = (
             not torch.compiler.is_compiling()
             and self.head.weight.untyped_storage().size() == 0
         )
-        if freed or self._outdated():
+        if is_freed or self._is_outdated():
             raise StepError(
                 "these logits of a model with a chunked loss are computed when they are used, and the head's weights have been "
-                f"{'freed' if freed else 'changed'} since the forward pass, so that they would be others. Use them before "
+                f"{'freed' if is_freed else 'changed'} since the forward pass, so that they would be others. Use them before "
                 "optimizer.step(), or keep what you need of them: `outputs.logits.detach()`."
             )
 
-    def _outdated(self) -> bool:
-        return _version(self.head.weight) != self.version
+    def _is_outdated(self) -> bool:
+        return _weight_version(self.head.weight) != self.version
 
-    def _like(
+    def _with_changes(
         self,
         hidden: Tensor | None = None,
         head: Head | None = None,
@@ -193,21 +193,21 @@ class LazyLogits(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args else kwargs.get("input")
+        logits = args[0] if args else kwargs.get("input")
         if (
-            isinstance(first, LazyLogits)
-            and getattr(first, "head", None) is not None
-            and first.made is None
+            isinstance(logits, LazyLogits)
+            and getattr(logits, "head", None) is not None
+            and logits.made is None
         ):
-            answer = first._answered(func, args, kwargs)
+            answer = logits._answer(func, args, kwargs)
             if answer is not NotImplemented:
                 return answer
             if _is_in_place(func):
-                first.made = first.whole()
+                logits.made = logits.whole()
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*_whole(args), **_whole(kwargs))
+            return func(*_compute_logits(args), **_compute_logits(kwargs))
 
-    def _answered(
+    def _answer(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Return the function's result as far as it needs no logits; NotImplemented otherwise."""
@@ -227,13 +227,13 @@ class LazyLogits(Tensor):
         if func in _SHAPES:
             shape = func(self.plain, *args[1:], **kwargs).shape
             if shape and shape[-1] == self.head.vocabulary:
-                return self._like(
+                return self._with_changes(
                     self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
                 )
             return NotImplemented
         if func is Tensor.__getitem__ and _leaves_last(args[1], self.plain.ndim):
-            return self._like(self.hidden[args[1]])
-        return self._changed(func, args, kwargs)
+            return self._with_changes(self.hidden[args[1]])
+        return self._change_logits(func, args, kwargs)
 
     def _cast(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -244,54 +244,65 @@ class LazyLogits(Tensor):
             Tensor.bfloat16: torch.bfloat16,
         }
         if func in dtypes_by_function:
-            return self._like(dtype=dtypes_by_function[func])
-        values = [*args, *kwargs.values()]
+            return self._with_changes(dtype=dtypes_by_function[func])
+        cast_arguments = [*args, *kwargs.values()]
         is_supported = all(
-            isinstance(value, torch.dtype) or value == self.hidden.device
-            for value in values
+            isinstance(argument, torch.dtype) or argument == self.hidden.device
+            for argument in cast_arguments
         )
         dtype = next(
-            (value for value in values if isinstance(value, torch.dtype)), None
+            (
+                argument
+                for argument in cast_arguments
+                if isinstance(argument, torch.dtype)
+            ),
+            None,
         )
         if not is_supported or dtype == torch.float64:
             return NotImplemented
-        return self._like(dtype=dtype)
+        return self._with_changes(dtype=dtype)
 
-    def _changed(
+    def _change_logits(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Return scaled or soft-capped logits, or logits with a bias added; NotImplemented for another function."""
         change = self.head.change
         if func in _TANH and len(args) == 1:
-            capped = change.tanh()
+            capped_change = change.tanh()
             return (
                 NotImplemented
-                if capped is None
-                else self._like(head=self.head._replace(change=capped))
+                if capped_change is None
+                else self._with_changes(head=self.head._replace(change=capped_change))
             )
         if len(args) != 2 or kwargs:
             return NotImplemented
-        other = args[1]
+        operand = args[1]
         if (
-            isinstance(other, (int, float))
-            and not isinstance(other, bool)
+            isinstance(operand, (int, float))
+            and not isinstance(operand, bool)
             and func in _PRODUCTS | _QUOTIENTS
         ):
-            factor = float(other) if func in _PRODUCTS else 1 / float(other)
-            return self._like(head=self.head._replace(change=change.scaled(factor)))
-        if func in _SUMS and self._is_bias(other):
-            flat = other.flatten()
-            bias = flat if self.head.bias is None else self.head.bias + flat
-            dtype = torch.promote_types(self.plain.dtype, other.dtype)
-            return self._like(head=self.head._replace(bias=bias), dtype=dtype)
+            factor = float(operand) if func in _PRODUCTS else 1 / float(operand)
+            return self._with_changes(
+                head=self.head._replace(change=change.scaled(factor))
+            )
+        if func in _SUMS and self._is_bias(operand):
+            flat_bias = operand.flatten()
+            bias = flat_bias if self.head.bias is None else self.head.bias + flat_bias
+            dtype = torch.promote_types(self.plain.dtype, operand.dtype)
+            return self._with_changes(head=self.head._replace(bias=bias), dtype=dtype)
         return NotImplemented
 
-    def _is_bias(self, other: Any) -> bool:
-        fits = (
-            isinstance(other, Tensor)
-            and other.numel() == other.shape[-1:].numel() == self.head.vocabulary
+    def _is_bias(self, operand: Any) -> bool:
+        has_bias_shape = (
+            isinstance(operand, Tensor)
+            and operand.numel() == operand.shape[-1:].numel() == self.head.vocabulary
         )
-        return fits and self.head.group is None and self.head.change == LogitsChange()
+        return (
+            has_bias_shape
+            and self.head.group is None
+            and self.head.change == LogitsChange()
+        )
 
     def _cross_entropy(
         self,
@@ -311,7 +322,7 @@ class LazyLogits(Tensor):
         )
         if by_class or self.hidden.ndim != 2 or target.ndim != 1:
             return NotImplemented
-        if self._outdated():
+        if self._is_outdated():
             self._check()
         options = LossOptions(
             ignore_index=ignore_index,
@@ -324,25 +335,29 @@ class LazyLogits(Tensor):
             and not self.head.weight.untyped_storage().size()
         ):
             self.source.gather()
-        return summed_loss(self.hidden, self.head, target, options)
+        return compute_loss(self.hidden, self.head, target, options)
 
 
 def _leaves_last(index: Any, ndim: int) -> bool:
     """Return whether an index of a tensor takes all of its last dimension."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if any(part is None for part in parts):
+    index_parts = index if isinstance(index, tuple) else (index,)
+    if any(index_part is None for index_part in index_parts):
         return False
-    used = sum(
-        part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
-        for part in parts
+    num_indexed_dims = sum(
+        index_part.ndim
+        if isinstance(index_part, Tensor) and index_part.dtype == torch.bool
+        else 1
+        for index_part in index_parts
     )
-    if any(part is Ellipsis for part in parts):
-        last = parts[-1]
-        return isinstance(last, slice) and last == slice(None)
-    return used < ndim or (isinstance(parts[-1], slice) and parts[-1] == slice(None))
+    if any(index_part is Ellipsis for index_part in index_parts):
+        last_index = index_parts[-1]
+        return isinstance(last_index, slice) and last_index == slice(None)
+    return num_indexed_dims < ndim or (
+        isinstance(index_parts[-1], slice) and index_parts[-1] == slice(None)
+    )
 
 
-def _version(x: Tensor) -> int:
+def _weight_version(x: Tensor) -> int:
     """Return the number of in-place changes; while a graph is traced, none happens between forward pass and loss."""
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
@@ -350,7 +365,7 @@ def _version(x: Tensor) -> int:
 def _is_in_place(func: Callable[..., Any]) -> bool:
     """Return whether a function changes its first argument."""
     name = getattr(func, "__name__", "")
-    augmented = name.startswith("__i") and name not in (
+    is_augmented = name.startswith("__i") and name not in (
         "__int__",
         "__index__",
         "__invert__",
@@ -358,19 +373,19 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
     )
     return (
         name == "__setitem__"
-        or augmented
+        or is_augmented
         or (name.endswith("_") and not name.endswith("__"))
     )
 
 
-def _whole(values: Any) -> Any:
+def _compute_logits(values: Any) -> Any:
     """Return the arguments with computed logits."""
     if isinstance(values, LazyLogits):
         return values.whole()
     if isinstance(values, (list, tuple)):
-        return type(values)([_whole(value) for value in values])
+        return type(values)([_compute_logits(value) for value in values])
     if isinstance(values, dict):
-        return {key: _whole(value) for key, value in values.items()}
+        return {key: _compute_logits(value) for key, value in values.items()}
     return values
 
 
@@ -385,8 +400,8 @@ class ChunkedHead(forwarding.LateHead):
         if forwarding.find(self.module, "tensor") or (
             self.gathered_by is not None and not torch.is_grad_enabled()
         ):
-            made: Tensor = self.inner(x)
-            return made
+            logits: Tensor = self.inner(x)
+            return logits
         assert isinstance(self.module, nn.Linear), "use_chunked_loss checked it"
         weight, bias = self.module.weight, self.module.bias
         head = Head(weight, bias, None, weight.shape[0], compute_dtype(x))
@@ -427,7 +442,7 @@ def use_chunked_loss(
 
     Raises: PrepareError for a model without a known head, or a head that is not a plain linear layer.
     """
-    layer, name = _head_of(model, head)
+    layer, name = _find_head(model, head)
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         raise PrepareError(
             f"the head {name!r} of {type(model).__name__} is a {type(layer).__name__}, which computes more than a plain linear "
@@ -443,15 +458,15 @@ def use_chunked_loss(
     )
 
 
-def _head_of(model: nn.Module, head: nn.Module | str | None) -> tuple[nn.Module, str]:
+def _find_head(model: nn.Module, head: nn.Module | str | None) -> tuple[nn.Module, str]:
     if isinstance(head, str):
         return model.get_submodule(head), head
     if head is None:
         # of a wrapper such as DistributedDataParallel
-        inner: Any = getattr(model, "module", model)
+        unwrapped_model: Any = getattr(model, "module", model)
         head = (
-            inner.get_output_embeddings()
-            if hasattr(inner, "get_output_embeddings")
+            unwrapped_model.get_output_embeddings()
+            if hasattr(unwrapped_model, "get_output_embeddings")
             else None
         )
     if head is None:

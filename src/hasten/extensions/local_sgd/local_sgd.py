@@ -14,7 +14,7 @@ from hasten.errors import ArgumentError, ConfigError
 from hasten.optim.clock import StepClock
 
 
-class Trains(Protocol):
+class TrainingAccelerator(Protocol):
     """The members of an Accelerator that Local SGD uses."""
 
     @property
@@ -42,7 +42,7 @@ class LocalSGD:
 
     def __init__(
         self,
-        accelerator: Trains,
+        accelerator: TrainingAccelerator,
         model: nn.Module,
         local_sgd_steps: int,
         enabled: bool = True,
@@ -51,8 +51,12 @@ class LocalSGD:
             raise ArgumentError(
                 f"LocalSGD(accelerator={accelerator!r}) got a {type(accelerator).__name__}, which runs no training. Give the Accelerator."
             )
-        every: object = local_sgd_steps
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        num_steps: object = local_sgd_steps
+        if (
+            isinstance(num_steps, bool)
+            or not isinstance(num_steps, int)
+            or num_steps < 1
+        ):
             raise ConfigError(
                 f"local_sgd_steps={local_sgd_steps!r} is not a whole number of at least 1; parameters would never be averaged. "
                 "Set it to the number of updates between two averages, e.g. 8."
@@ -96,19 +100,21 @@ class LocalSGD:
 
     @torch.no_grad()
     def _average(self) -> None:
-        by_place: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        parameters_by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in self._model.parameters():
             if parameter.requires_grad:
-                by_place.setdefault((parameter.device, parameter.dtype), []).append(
-                    parameter
-                )
+                parameters_by_kind.setdefault(
+                    (parameter.device, parameter.dtype), []
+                ).append(parameter)
         # one collective per dtype, not one per parameter
-        for same in by_place.values():
-            flat = self._accelerator.reduce(
-                torch.cat([p.reshape(-1) for p in same]), reduction="mean"
+        for alike_parameters in parameters_by_kind.values():
+            flat_mean = self._accelerator.reduce(
+                torch.cat([p.reshape(-1) for p in alike_parameters]), reduction="mean"
             )
             for old, mean in zip(
-                same, flat.split([p.numel() for p in same]), strict=True
+                alike_parameters,
+                flat_mean.split([p.numel() for p in alike_parameters]),
+                strict=True,
             ):
                 old.copy_(mean.view_as(old))
         self._averaged_at = self.num_steps

@@ -47,7 +47,7 @@ class Muon(Optimizer):
         adjust_lr_fn: AdjustLr | None = None,
         iteration_dtype: torch.dtype | None = None,
     ) -> None:
-        _check(
+        _check_options(
             lr=lr,
             weight_decay=weight_decay,
             momentum=momentum,
@@ -91,21 +91,27 @@ class Muon(Optimizer):
         parameters = [
             parameter for parameter in group["params"] if parameter.grad is not None
         ]
-        alike: dict[object, list[Tensor]] = {}
+        parameters_by_layout: dict[object, list[Tensor]] = {}
         for parameter in parameters:
-            alike.setdefault(_layout(parameter), []).append(parameter)
-        for members in alike.values():
+            parameters_by_layout.setdefault(_shard_layout(parameter), []).append(
+                parameter
+            )
+        for members in parameters_by_layout.values():
             directions = [self._direction(parameter, group) for parameter in members]
             first = members[0]
-            orthogonal = _orthogonalised(
+            orthogonal_shards = _orthogonalise_shards(
                 first, directions, _Iteration.of(group, self._dtype, first)
             )
-            rate = group["lr"] * _rate_factor(group["adjust_lr_fn"], first.shape)
+            learning_rate = group["lr"] * _rate_factor(
+                group["adjust_lr_fn"], first.shape
+            )
             weights = [local_tensor(parameter) for parameter in members]
             if group["weight_decay"]:
                 torch._foreach_mul_(weights, 1.0 - group["lr"] * group["weight_decay"])
-            for weight, update in zip(weights, orthogonal, strict=True):
-                weight.add_(update.to(weight.device, weight.dtype), alpha=-rate)
+            for weight, update in zip(weights, orthogonal_shards, strict=True):
+                weight.add_(
+                    update.to(weight.device, weight.dtype), alpha=-learning_rate
+                )
 
     # Any: a group's options
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
@@ -123,20 +129,27 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(
                 parameter, memory_format=torch.preserve_format
             )
-        momentum, slope = local_tensor(state["momentum_buffer"]), local_tensor(gradient)
-        momentum.lerp_(slope.to(momentum.dtype), 1.0 - group["momentum"])
+        local_momentum, local_gradient = (
+            local_tensor(state["momentum_buffer"]),
+            local_tensor(gradient),
+        )
+        local_momentum.lerp_(
+            local_gradient.to(local_momentum.dtype), 1.0 - group["momentum"]
+        )
         return (
-            slope.to(momentum.dtype).lerp(momentum, group["momentum"])
+            local_gradient.to(local_momentum.dtype).lerp(
+                local_momentum, group["momentum"]
+            )
             if group["nesterov"]
-            else momentum
+            else local_momentum
         )
 
 
-def _check(**options: Any) -> None:  # Any: options of every type
-    for name in ("lr", "weight_decay"):
-        if not options[name] >= 0.0:
+def _check_options(**options: Any) -> None:  # Any: options of every type
+    for option in ("lr", "weight_decay"):
+        if not options[option] >= 0.0:
             raise ConfigError(
-                f"Muon({name}={options[name]}) is negative; set {name} to 0 or more."
+                f"Muon({option}={options[option]}) is negative; set {option} to 0 or more."
             )
     if not 0.0 <= options["momentum"] < 1.0:
         raise ConfigError(
@@ -175,36 +188,40 @@ class _Iteration:
     def of(
         cls, group: dict[str, Any], dtype: torch.dtype | None, parameter: Tensor
     ) -> _Iteration:
-        local = local_tensor(parameter)
-        device = local.device
+        local_shard = local_tensor(parameter)
+        device = local_shard.device
         # offloaded to the host
         if is_dtensor(parameter) and parameter.device_mesh.device_type != device.type:
-            kind = parameter.device_mesh.device_type
-            device = torch.device(kind, torch.get_device_module(kind).current_device())
-        chosen = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+            device_type = parameter.device_mesh.device_type
+            device = torch.device(
+                device_type, torch.get_device_module(device_type).current_device()
+            )
+        iteration_dtype = dtype or (
+            torch.float32 if device.type == "cpu" else torch.bfloat16
+        )
         return cls(
             tuple(group["ns_coefficients"]),
             group["eps"],
             group["ns_steps"],
-            chosen,
+            iteration_dtype,
             device,
         )
 
     def run(self, matrices: Tensor) -> Tensor:
         """Return the matrices, stacked along the first dimension, with singular values close to one."""
-        tall = matrices.shape[-2] > matrices.shape[-1]
+        is_tall = matrices.shape[-2] > matrices.shape[-1]
         x = matrices.to(self.device, self.dtype)
-        x = x.mT if tall else x
+        x = x.mT if is_tall else x
         x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=self.eps)
         a, b, c = self.coefficients
         for _ in range(self.steps):
             gram = x @ x.mT
             polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
             x = torch.baddbmm(x, polynomial, x, beta=a)
-        return x.mT if tall else x
+        return x.mT if is_tall else x
 
 
-def _layout(parameter: Tensor) -> tuple[object, ...]:
+def _shard_layout(parameter: Tensor) -> tuple[object, ...]:
     """Return a key that is equal for parameters whose shards can be exchanged together."""
     mesh = (
         (id(parameter.device_mesh), parameter.placements)
@@ -214,37 +231,40 @@ def _layout(parameter: Tensor) -> tuple[object, ...]:
     return (tuple(parameter.shape), parameter.dtype, parameter.device, mesh)
 
 
-def _orthogonalised(
+def _orthogonalise_shards(
     like: Tensor, directions: Sequence[Tensor], iteration: _Iteration
 ) -> list[Tensor]:
     """Return the local shards of the orthogonalised matrices, whose local shards are `directions`."""
-    axes = _sharded_axes(like) if is_dtensor(like) else []
-    if not axes or not is_dtensor(like):
-        return list(_whole(torch.stack(list(directions)), iteration))
-    plain = placements().Shard
+    sharded_axes = _sharded_axes(like) if is_dtensor(like) else []
+    if not sharded_axes or not is_dtensor(like):
+        return list(_orthogonalise_stack(torch.stack(list(directions)), iteration))
+    shard_class = placements().Shard
     # Any: shards have a dimension, other placements none
-    kinds: list[Any] = [like.placements[axis] for axis in axes]
+    axis_placements: list[Any] = [like.placements[axis] for axis in sharded_axes]
     # whole matrices on each rank
-    if like.ndim == 3 and all(type(kind) is plain and kind.dim == 0 for kind in kinds):
-        return list(_whole(torch.stack(list(directions)), iteration))
-    if len(axes) == 1 and type(kinds[0]) is plain:
-        group = like.device_mesh.get_group(axes[0])
-        return _Exchange(group, kinds[0].dim, tuple(like.shape), iteration).run(
-            directions
-        )
-    return _gathered(like, directions, iteration)
+    if like.ndim == 3 and all(
+        type(placement) is shard_class and placement.dim == 0
+        for placement in axis_placements
+    ):
+        return list(_orthogonalise_stack(torch.stack(list(directions)), iteration))
+    if len(sharded_axes) == 1 and type(axis_placements[0]) is shard_class:
+        group = like.device_mesh.get_group(sharded_axes[0])
+        return _Exchange(
+            group, axis_placements[0].dim, tuple(like.shape), iteration
+        ).run(directions)
+    return _orthogonalise_gathered(like, directions, iteration)
 
 
 def _sharded_axes(parameter: DTensor) -> list[int]:
-    kinds = parameter.placements
+    axis_placements = parameter.placements
     return [
         axis
-        for axis, kind in enumerate(kinds)
-        if not kind.is_replicate() and parameter.device_mesh.size(axis) > 1
+        for axis, placement in enumerate(axis_placements)
+        if not placement.is_replicate() and parameter.device_mesh.size(axis) > 1
     ]
 
 
-def _whole(stacked: Tensor, iteration: _Iteration) -> Tensor:
+def _orthogonalise_stack(stacked: Tensor, iteration: _Iteration) -> Tensor:
     """Orthogonalise whole matrices, or whole stacks of matrices, stacked along the first dimension."""
     if not stacked.numel():
         return stacked
@@ -262,31 +282,38 @@ class _Exchange:
 
     def run(self, directions: Sequence[Tensor]) -> list[Tensor]:
         """Return the local shards of the orthogonalised matrices. Ranks: every rank of the group."""
-        size = self.group.size()
+        num_ranks = self.group.size()
         rounds = [
-            directions[start : start + size]
-            for start in range(0, len(directions), size)
+            directions[start : start + num_ranks]
+            for start in range(0, len(directions), num_ranks)
         ]
-        found: list[Tensor] = []
+        local_shards: list[Tensor] = []
         sending = self._send(rounds[0])
         returning: tuple[dist.Work, Tensor, int] | None = None
-        for number, members in enumerate(rounds):
+        for round_index, members in enumerate(rounds):
             matrix = self._receive(sending, len(members))
-            if number + 1 < len(rounds):
+            if round_index + 1 < len(rounds):
                 # under way while this round's matrix is computed
-                sending = self._send(rounds[number + 1])
-            whole = None if matrix is None else _whole(matrix[None], self.iteration)[0]
+                sending = self._send(rounds[round_index + 1])
+            matrix_update = (
+                None
+                if matrix is None
+                else _orthogonalise_stack(matrix[None], self.iteration)[0]
+            )
             if returning is not None:
-                found += self._returned(returning)
-            returning = self._return(whole, len(members))
+                local_shards += self._returned(returning)
+            returning = self._return(matrix_update, len(members))
         assert returning is not None
-        return found + self._returned(returning)
+        return local_shards + self._returned(returning)
 
     def _sizes(self) -> list[int]:
         """Return the extent of each rank's shard along the sharded dimension, as torch splits it."""
-        total, size = self.shape[self.dim], self.group.size()
-        step = -(-total // size)
-        return [max(0, min(step, total - rank * step)) for rank in range(size)]
+        full_extent, num_ranks = self.shape[self.dim], self.group.size()
+        shard_extent = -(-full_extent // num_ranks)
+        return [
+            max(0, min(shard_extent, full_extent - rank * shard_extent))
+            for rank in range(num_ranks)
+        ]
 
     def _numel(self, extent: int) -> int:
         return math.prod(self.shape) // max(1, self.shape[self.dim]) * extent
@@ -294,30 +321,42 @@ class _Exchange:
     def _send(self, members: Sequence[Tensor]) -> tuple[dist.Work, Tensor]:
         """Start to send the shard of matrix i to rank i."""
         rank = self.group.rank()
-        given = torch.cat([member.reshape(-1) for member in members]).to(
+        send_buffer = torch.cat([member.reshape(-1) for member in members]).to(
             self.iteration.device, self.iteration.dtype
         )
-        own = self._numel(self._sizes()[rank])
-        receives = (
+        num_own_values = self._numel(self._sizes()[rank])
+        receive_sizes = (
             [self._numel(extent) for extent in self._sizes()]
             if rank < len(members)
             else [0] * self.group.size()
         )
-        taken = given.new_empty(sum(receives))
-        sends = [own if peer < len(members) else 0 for peer in range(self.group.size())]
+        receive_buffer = send_buffer.new_empty(sum(receive_sizes))
+        send_sizes = [
+            num_own_values if peer < len(members) else 0
+            for peer in range(self.group.size())
+        ]
         work = dist.all_to_all_single(
-            taken, given, receives, sends, group=self.group, async_op=True
+            receive_buffer,
+            send_buffer,
+            receive_sizes,
+            send_sizes,
+            group=self.group,
+            async_op=True,
         )
         assert work is not None
-        return work, taken
+        return work, receive_buffer
 
-    def _receive(self, sending: tuple[dist.Work, Tensor], count: int) -> Tensor | None:
+    def _receive(
+        self, sending: tuple[dist.Work, Tensor], num_matrices: int
+    ) -> Tensor | None:
         """Return this rank's whole matrix of the round; None if there are fewer matrices than ranks."""
-        work, taken = sending
+        work, receive_buffer = sending
         work.wait()
-        if self.group.rank() >= count:
+        if self.group.rank() >= num_matrices:
             return None
-        shards = torch.split(taken, [self._numel(extent) for extent in self._sizes()])
+        shards = torch.split(
+            receive_buffer, [self._numel(extent) for extent in self._sizes()]
+        )
         return torch.cat(
             [
                 shard.view(self._shard_shape(extent))
@@ -330,78 +369,85 @@ class _Exchange:
         return (*self.shape[: self.dim], extent, *self.shape[self.dim + 1 :])
 
     def _return(
-        self, whole: Tensor | None, count: int
+        self, matrix: Tensor | None, num_matrices: int
     ) -> tuple[dist.Work, Tensor, int]:
         """Start to send each rank its shard of this rank's orthogonalised matrix."""
-        rank, size = self.group.rank(), self.group.size()
-        own = self._numel(self._sizes()[rank])
-        if whole is None:
-            given, sends = (
+        rank, num_ranks = self.group.rank(), self.group.size()
+        num_own_values = self._numel(self._sizes()[rank])
+        if matrix is None:
+            send_buffer, send_sizes = (
                 torch.empty(
                     0, dtype=self.iteration.dtype, device=self.iteration.device
                 ),
-                [0] * size,
+                [0] * num_ranks,
             )
         else:
-            given = torch.cat(
+            send_buffer = torch.cat(
                 [
                     shard.reshape(-1)
-                    for shard in torch.split(whole, self._sizes(), dim=self.dim)
+                    for shard in torch.split(matrix, self._sizes(), dim=self.dim)
                 ]
             )
-            sends = [self._numel(extent) for extent in self._sizes()]
-        taken = given.new_empty(own * count)
-        receives = [own if peer < count else 0 for peer in range(size)]
+            send_sizes = [self._numel(extent) for extent in self._sizes()]
+        receive_buffer = send_buffer.new_empty(num_own_values * num_matrices)
+        receive_sizes = [
+            num_own_values if peer < num_matrices else 0 for peer in range(num_ranks)
+        ]
         work = dist.all_to_all_single(
-            taken, given, receives, sends, group=self.group, async_op=True
+            receive_buffer,
+            send_buffer,
+            receive_sizes,
+            send_sizes,
+            group=self.group,
+            async_op=True,
         )
         assert work is not None
-        return work, taken, count
+        return work, receive_buffer, num_matrices
 
     def _returned(self, returning: tuple[dist.Work, Tensor, int]) -> list[Tensor]:
         """Return this rank's shards of a round's orthogonalised matrices."""
-        work, taken, count = returning
+        work, receive_buffer, num_matrices = returning
         work.wait()
         shape = self._shard_shape(self._sizes()[self.group.rank()])
-        return [shard.view(shape) for shard in taken.view(count, -1)]
+        return [shard.view(shape) for shard in receive_buffer.view(num_matrices, -1)]
 
 
-def _gathered(
+def _orthogonalise_gathered(
     like: DTensor, directions: Sequence[Tensor], iteration: _Iteration
 ) -> list[Tensor]:
     """Orthogonalise matrices sharded along several mesh axes: gather, compute each on one rank, share the results."""
-    mesh, tensors = like.device_mesh, placements()
-    where = mesh.get_coordinate()
-    assert where is not None
-    size, index = mesh.size(), 0
-    for axis, coordinate in enumerate(where):
-        index = index * mesh.size(axis) + coordinate
-    found: list[Tensor] = []
-    for start in range(0, len(directions), size):
-        members = directions[start : start + size]
-        wholes = [
-            _whole_of(member.to(iteration.device, iteration.dtype), like)
+    mesh, tensor_module = like.device_mesh, placements()
+    mesh_coordinate = mesh.get_coordinate()
+    assert mesh_coordinate is not None
+    num_ranks, rank_index = mesh.size(), 0
+    for axis, coordinate in enumerate(mesh_coordinate):
+        rank_index = rank_index * mesh.size(axis) + coordinate
+    local_shards: list[Tensor] = []
+    for start in range(0, len(directions), num_ranks):
+        members = directions[start : start + num_ranks]
+        matrices = [
+            _gather_matrix(member.to(iteration.device, iteration.dtype), like)
             for member in members
         ]
-        mine = (
-            _whole(wholes[index][None], iteration)
-            if index < len(members)
-            else torch.zeros_like(wholes[0])[None]
+        own_update = (
+            _orthogonalise_stack(matrices[rank_index][None], iteration)
+            if rank_index < len(members)
+            else torch.zeros_like(matrices[0])[None]
         )
         for axis in reversed(range(mesh.ndim)):
-            mine = _all_gathered(mine.contiguous(), mesh.get_group(axis))
-        for whole in mine[: len(members)]:
-            spread = tensors.distribute_tensor(
-                whole.contiguous(), mesh, like.placements, src_data_rank=None
+            own_update = _gather_tensors(own_update.contiguous(), mesh.get_group(axis))
+        for matrix in own_update[: len(members)]:
+            sharded_matrix = tensor_module.distribute_tensor(
+                matrix.contiguous(), mesh, like.placements, src_data_rank=None
             )
-            found.append(spread.to_local())
-    return found
+            local_shards.append(sharded_matrix.to_local())
+    return local_shards
 
 
-def _whole_of(local: Tensor, like: DTensor) -> Tensor:
+def _gather_matrix(local: Tensor, like: DTensor) -> Tensor:
     """Return the whole tensor of which every rank gives its shard, gathered along one mesh axis after the other."""
-    tensors = placements()
-    whole = tensors.DTensor.from_local(
+    tensor_module = placements()
+    matrix = tensor_module.DTensor.from_local(
         local,
         like.device_mesh,
         like.placements,
@@ -409,20 +455,21 @@ def _whole_of(local: Tensor, like: DTensor) -> Tensor:
         shape=like.shape,
         stride=like.stride(),
     )
-    kinds = list(like.placements)
+    axis_placements = list(like.placements)
     axes = sorted(
-        range(len(kinds)), key=lambda axis: (type(kinds[axis]) is tensors.Shard, -axis)
+        range(len(axis_placements)),
+        key=lambda axis: (type(axis_placements[axis]) is tensor_module.Shard, -axis),
     )  # the inner cut first
     for axis in axes:
-        kinds[axis] = tensors.Replicate()
-        whole = whole.redistribute(placements=kinds)
-    found: Tensor = whole.to_local()
-    return found
+        axis_placements[axis] = tensor_module.Replicate()
+        matrix = matrix.redistribute(placements=axis_placements)
+    local_matrix: Tensor = matrix.to_local()
+    return local_matrix
 
 
-def _all_gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather_tensors(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1:
         return tensor
-    made = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(made, tensor, group=group)
-    return torch.cat(made)
+    gathered_tensors = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(gathered_tensors, tensor, group=group)
+    return torch.cat(gathered_tensors)

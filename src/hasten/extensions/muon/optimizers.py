@@ -59,13 +59,13 @@ class ParameterSplit:
             for name in members:
                 by_reason.setdefault(self.reasons[name], []).append(name)
             for reason, names in by_reason.items():
-                count = sum(members[name].numel() for name in names)
-                more = (
+                num_values = sum(members[name].numel() for name in names)
+                num_hidden_text = (
                     f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
                 )
                 lines.append(
-                    f"{title:<6} {len(names):>4} tensors {count:>14,} values  {reason}: "
-                    f"{', '.join(names[:_SHOWN])}{more}"
+                    f"{title:<6} {len(names):>4} tensors {num_values:>14,} values  {reason}: "
+                    f"{', '.join(names[:_SHOWN])}{num_hidden_text}"
                 )
         return "\n".join(lines)
 
@@ -102,9 +102,9 @@ def optimizers(
     split = split_parameters(model, adamw)
     if show:
         on_main(lambda: sys.stderr.write(f"{split}\n"))
-    made: list[Optimizer] = []
+    model_optimizers: list[Optimizer] = []
     if split.muon:
-        made.append(
+        model_optimizers.append(
             Muon(
                 list(split.muon.items()),
                 lr=lr,
@@ -115,18 +115,30 @@ def optimizers(
     if split.adamw:
         groups = [
             {
-                "params": [(name, p) for name, p in split.adamw.items() if p.ndim >= 2],
+                "params": [
+                    (name, parameter)
+                    for name, parameter in split.adamw.items()
+                    if parameter.ndim >= 2
+                ],
                 "weight_decay": weight_decay,
             },
             {
-                "params": [(name, p) for name, p in split.adamw.items() if p.ndim < 2],
+                "params": [
+                    (name, parameter)
+                    for name, parameter in split.adamw.items()
+                    if parameter.ndim < 2
+                ],
                 "weight_decay": 0.0,
             },
         ]
-        fused = all(p.device.type == "cuda" for p in split.adamw.values())
-        filled = [group for group in groups if group["params"]]
-        made.append(AdamW(filled, lr=adamw_lr, betas=betas, fused=fused or None))
-    return made
+        can_fuse = all(
+            parameter.device.type == "cuda" for parameter in split.adamw.values()
+        )
+        filled_groups = [group for group in groups if group["params"]]
+        model_optimizers.append(
+            AdamW(filled_groups, lr=adamw_lr, betas=betas, fused=can_fuse or None)
+        )
+    return model_optimizers
 
 
 def split_parameters(model: nn.Module, adamw: Sequence[str] = ()) -> ParameterSplit:
@@ -135,31 +147,35 @@ def split_parameters(model: nn.Module, adamw: Sequence[str] = ()) -> ParameterSp
     Raises: ConfigError if a pattern matches no parameter, or the model has no trainable parameters.
     """
     split = ParameterSplit()
-    special: dict[int, str] = {}
-    for key, reason_found in _special(model):
-        special.setdefault(key, reason_found)  # a tied head is an embedding
-    matched: set[str] = set()
+    special_reasons: dict[int, str] = {}
+    for parameter_id, reason_found in _find_special_parameters(model):
+        special_reasons.setdefault(
+            parameter_id, reason_found
+        )  # a tied head is an embedding
+    matched_patterns: set[str] = set()
     for name, parameter in named_parameters(model):
         if not parameter.requires_grad:
             continue
         pattern = next((pattern for pattern in adamw if re.search(pattern, name)), None)
         if pattern is not None:
-            matched.add(pattern)
+            matched_patterns.add(pattern)
             reason: str | None = f"matches {pattern!r}"
         else:
-            reason = special.get(id(parameter)) or _reason_for_adamw(name, parameter)
+            reason = special_reasons.get(id(parameter)) or _reason_for_adamw(
+                name, parameter
+            )
         (split.muon if reason is None else split.adamw)[name] = parameter
         split.reasons[name] = reason or (
             "hidden matrix" if parameter.ndim == 2 else "stack of hidden matrices"
         )
-    unused = [
+    unused_patterns = [
         pattern
         for pattern in adamw
         if not any(re.search(pattern, name) for name in split.reasons)
     ]
-    if unused:
+    if unused_patterns:
         raise ConfigError(
-            f"optimizers(adamw={list(adamw)}): {unused[0]!r} matches no trainable parameter of {type(model).__name__}, such as "
+            f"optimizers(adamw={list(adamw)}): {unused_patterns[0]!r} matches no trainable parameter of {type(model).__name__}, such as "
             f"{list(split.reasons)[:3]}; correct the pattern or remove it."
         )
     if not split.reasons:
@@ -180,14 +196,14 @@ def _reason_for_adamw(name: str, parameter: nn.Parameter) -> str | None:
     return None
 
 
-def _special(model: nn.Module) -> Iterator[tuple[int, str]]:
+def _find_special_parameters(model: nn.Module) -> Iterator[tuple[int, str]]:
     """Yield the ids of parameters that Muon does not suit because of their module, with the reason."""
-    vocabularies: set[int] = set()
+    vocabulary_sizes: set[int] = set()
     heads: list[nn.Module] = []
-    last: nn.Module | None = None
+    last_layer: nn.Module | None = None
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            vocabularies.add(module.num_embeddings)
+            vocabulary_sizes.add(module.num_embeddings)
             yield id(module.weight), "embedding"
         elif isinstance(module, _CONVOLUTIONS):
             yield id(module.weight), "convolution"
@@ -195,18 +211,18 @@ def _special(model: nn.Module) -> Iterator[tuple[int, str]]:
             isinstance(weight := getattr(module, "weight", None), torch.Tensor)
             and weight.ndim == 2
         ):
-            last = module
+            last_layer = module
             if name.rpartition(".")[2] in _HEADS:
                 heads.append(module)
-    output = getattr(model, "get_output_embeddings", lambda: None)()
-    heads += [module for module in (output,) if isinstance(module, nn.Module)]
+    output_layer = getattr(model, "get_output_embeddings", lambda: None)()
+    heads += [module for module in (output_layer,) if isinstance(module, nn.Module)]
     heads += [
         module
         for module in model.modules()
-        if isinstance(module, nn.Linear) and module.out_features in vocabularies
+        if isinstance(module, nn.Linear) and module.out_features in vocabulary_sizes
     ]
-    if not heads and last is not None:
-        heads = [last]
+    if not heads and last_layer is not None:
+        heads = [last_layer]
     for module in heads:
         for parameter in module.parameters():
             if parameter.ndim >= 2:

@@ -68,15 +68,15 @@ class PackedBatchSampler(Sampler[list[int]]):
             )
 
     def _pack(self, lengths: Sequence[int], too_long: TooLong) -> list[list[int]]:
-        order: Sequence[int] = range(len(lengths))
+        sample_order: Sequence[int] = range(len(lengths))
         if self.shuffle:
-            order = torch.randperm(
+            sample_order = torch.randperm(
                 len(lengths), generator=torch.Generator().manual_seed(self.seed)
             ).tolist()
         packs: list[list[int]] = []
         # (free tokens, pack), sorted: the fullest pack that fits comes first
-        free: list[tuple[int, int]] = []
-        for index in order:
+        free_packs: list[tuple[int, int]] = []
+        for index in sample_order:
             length = lengths[index]
             if length > self.max_tokens:
                 if too_long == "error":
@@ -88,15 +88,15 @@ class PackedBatchSampler(Sampler[list[int]]):
                     self.skipped.append(index)
                     continue
                 length = self.max_tokens
-            place = bisect_left(free, (length, -1))
-            if place < len(free):
-                left, number = free.pop(place)
-                packs[number].append(index)
+            pack_position = bisect_left(free_packs, (length, -1))
+            if pack_position < len(free_packs):
+                num_free_tokens, pack_index = free_packs.pop(pack_position)
+                packs[pack_index].append(index)
             else:
-                left, number = self.max_tokens, len(packs)
+                num_free_tokens, pack_index = self.max_tokens, len(packs)
                 packs.append([index])
-            if left - length > 0:
-                insort(free, (left - length, number))
+            if num_free_tokens - length > 0:
+                insort(free_packs, (num_free_tokens - length, pack_index))
         return packs
 
     def set_epoch(self, epoch: int) -> None:
@@ -107,28 +107,30 @@ class PackedBatchSampler(Sampler[list[int]]):
         return len(self._packs)
 
     def __iter__(self) -> Iterator[list[int]]:
-        size = self.balance
+        group_size = self.balance
         groups = [
-            self._packs[start : start + size]
-            for start in range(0, len(self._packs), size)
+            self._packs[start : start + group_size]
+            for start in range(0, len(self._packs), group_size)
         ]
         # comes last, so that groups stay aligned
-        rest = groups.pop() if groups and len(groups[-1]) < size else []
+        last_group = groups.pop() if groups and len(groups[-1]) < group_size else []
         if self.shuffle:
             generator = torch.Generator().manual_seed(
                 self.seed + 1_000_003 * (self.epoch + 1)
             )
-            order = torch.randperm(len(groups), generator=generator).tolist()
-            groups = [groups[number] for number in order]
-            if size > 1:  # no rank always has the largest pack
+            group_order = torch.randperm(len(groups), generator=generator).tolist()
+            groups = [groups[group_index] for group_index in group_order]
+            if group_size > 1:  # no rank always has the largest pack
                 groups = [
                     [
-                        group[i]
-                        for i in torch.randperm(size, generator=generator).tolist()
+                        group[pack_index]
+                        for pack_index in torch.randperm(
+                            group_size, generator=generator
+                        ).tolist()
                     ]
                     for group in groups
                 ]
-        for pack in chain(*groups, rest):
+        for pack in chain(*groups, last_group):
             yield list(pack)
 
 
@@ -169,40 +171,50 @@ class PackedCollator:
 
     # Any: lists, arrays or tensors
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        rows = [self._fields(number, sample) for number, sample in enumerate(samples)]
-        lengths = [len(row["input_ids"]) for row in rows]
-        batch: dict[str, Any] = {
+        rows = [
+            self._fields(sample_index, sample)
+            for sample_index, sample in enumerate(samples)
+        ]
+        sample_lengths = [len(row["input_ids"]) for row in rows]
+        fields: dict[str, Any] = {
             name: torch.cat([row[name] for row in rows]) for name in rows[0]
         }
-        batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])
-        padding = 0 if self.pad_to is None else self.pad_to - sum(lengths)
-        if padding < 0:
+        fields["position_ids"] = torch.cat(
+            [torch.arange(length) for length in sample_lengths]
+        )
+        num_padding = 0 if self.pad_to is None else self.pad_to - sum(sample_lengths)
+        if num_padding < 0:
             raise DataError(
-                f"a pack has {sum(lengths)} tokens, more than pad_to={self.pad_to}; set pad_to to max_tokens or more."
+                f"a pack has {sum(sample_lengths)} tokens, more than pad_to={self.pad_to}; set pad_to to max_tokens or more."
             )
-        if padding:
-            lengths.append(padding)
-            for name, value in batch.items():
-                batch[name] = torch.cat(
-                    [value, self._filler(name, padding, value.dtype)]
+        if num_padding:
+            sample_lengths.append(num_padding)
+            for name, field in fields.items():
+                fields[name] = torch.cat(
+                    [field, self._filler(name, num_padding, field.dtype)]
                 )
         if self.shift_labels:
-            batch["shift_labels"] = torch.cat(
-                [batch["labels"][1:], batch["labels"].new_full((1,), IGNORED)]
+            fields["shift_labels"] = torch.cat(
+                [fields["labels"][1:], fields["labels"].new_full((1,), IGNORED)]
             )
-            batch["labels"] = batch["shift_labels"].clone()
-        found: dict[str, Any] = {name: value[None] for name, value in batch.items()}
+            fields["labels"] = fields["shift_labels"].clone()
+        packed_batch: dict[str, Any] = {
+            name: field[None] for name, field in fields.items()
+        }
         if self.shift_labels and not self.transformers:
-            del found["labels"]
+            del packed_batch["labels"]
         if self.transformers:
-            found["use_cache"] = False
+            packed_batch["use_cache"] = False
         else:
-            found["num_tokens"] = num_label_tokens(batch["labels"])
+            packed_batch["num_tokens"] = num_label_tokens(fields["labels"])
         if self.cu_seqlens:
-            ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-            found |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
-            found |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
-        return found
+            sample_ends = torch.tensor([0, *sample_lengths]).cumsum(0).to(torch.int32)
+            packed_batch |= {"cu_seq_lens_q": sample_ends, "cu_seq_lens_k": sample_ends}
+            packed_batch |= {
+                "max_length_q": max(sample_lengths),
+                "max_length_k": max(sample_lengths),
+            }
+        return packed_batch
 
     # Any: lists, arrays or tensors
     def _fields(self, number: int, sample: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -219,12 +231,12 @@ class PackedCollator:
         fields.pop("attention_mask", None)
         fields.pop("position_ids", None)
         length = len(fields["input_ids"])
-        wrong = next(
+        wrong_name = next(
             (name for name, value in fields.items() if len(value) != length), None
         )
-        if wrong is not None:
+        if wrong_name is not None:
             raise DataError(
-                f"field {wrong!r} of sample {number} has {len(fields[wrong])} values and input_ids {length}; fields of a packed "
+                f"field {wrong_name!r} of sample {number} has {len(fields[wrong_name])} values and input_ids {length}; fields of a packed "
                 "sample have one value per token."
             )
         labels = fields.get("labels", fields["input_ids"]).clone()
@@ -253,8 +265,8 @@ def sample_numbers(position_ids: Tensor) -> Tensor:
 
 def packed_attention_mask(position_ids: Tensor, causal: bool = True) -> Tensor:
     """Return a boolean mask (batch, 1, tokens, tokens) for `scaled_dot_product_attention`: True where a token may attend."""
-    numbers = sample_numbers(position_ids)
-    mask = numbers[:, None, :, None] == numbers[:, None, None, :]
+    sample_ids = sample_numbers(position_ids)
+    mask = sample_ids[:, None, :, None] == sample_ids[:, None, None, :]
     if causal:
         size = position_ids.shape[-1]
         mask = (
@@ -269,14 +281,14 @@ def packed_attention_mask(position_ids: Tensor, causal: bool = True) -> Tensor:
 # Any: torch's BlockMask
 def packed_block_mask(position_ids: Tensor, causal: bool = True) -> Any:
     """Return the same mask as `packed_attention_mask` for FlexAttention, which skips blocks without attention."""
-    numbers = sample_numbers(position_ids)
+    sample_ids = sample_numbers(position_ids)
     size = position_ids.shape[-1]
 
     def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = numbers[row, query] == numbers[row, key]
-        return same & (query >= key) if causal else same
+        is_same_sample = sample_ids[row, query] == sample_ids[row, key]
+        return is_same_sample & (query >= key) if causal else is_same_sample
 
-    create = need("torch.nn.attention.flex_attention").create_block_mask
-    return create(
+    create_mask = need("torch.nn.attention.flex_attention").create_block_mask
+    return create_mask(
         attends, len(position_ids), None, size, size, device=str(position_ids.device)
     )
