@@ -56,73 +56,89 @@ class Shuffle:
         assert (
             not positions.size or 0 <= positions.min() <= positions.max() < self.size
         ), "a position past the end"
-        values = self._encrypt(positions)
-        outside = np.flatnonzero(values >= self.size)
-        while outside.size:
-            values[outside] = walked = self._encrypt(values[outside])
-            outside = outside[walked >= self.size]
-        return values
+        indices = self._encrypt(positions)
+        outside_positions = np.flatnonzero(indices >= self.size)
+        while outside_positions.size:
+            indices[outside_positions] = next_indices = self._encrypt(
+                indices[outside_positions]
+            )
+            outside_positions = outside_positions[next_indices >= self.size]
+        return indices
 
-    def _encrypt(self, x: Indices) -> Indices:
+    def _encrypt(self, positions: Indices) -> Indices:
         """Apply an alternating Feistel network once: a bijection of the next power of two.
 
         Both halves have at most 31 bits, so the rounds run on 32-bit numbers, which vectorise eight at a time.
         """
-        bits = (self.size - 1).bit_length()
-        low_bits = bits // 2
-        low = (x & ((1 << low_bits) - 1)).astype(np.uint32)
-        high = (x >> low_bits).astype(np.uint32)
+        num_bits = (self.size - 1).bit_length()
+        low_bits = num_bits // 2
+        low_half = (positions & ((1 << low_bits) - 1)).astype(np.uint32)
+        high_half = (positions >> low_bits).astype(np.uint32)
         keys = self._keys
-        for turn in range(0, 2 * _ROUNDS, 4):
-            low ^= _hash_bits(high, keys[turn], keys[turn + 1], low_bits)
-            high ^= _hash_bits(low, keys[turn + 2], keys[turn + 3], bits - low_bits)
-        out = high.astype(np.int64)
-        out <<= low_bits
-        out |= low
-        return out
+        for round_index in range(0, 2 * _ROUNDS, 4):
+            low_half ^= _hash_bits(
+                high_half, keys[round_index], keys[round_index + 1], low_bits
+            )
+            high_half ^= _hash_bits(
+                low_half,
+                keys[round_index + 2],
+                keys[round_index + 3],
+                num_bits - low_bits,
+            )
+        indices = high_half.astype(np.int64)
+        indices <<= low_bits
+        indices |= low_half
+        return indices
 
 
 def derive_seed(*numbers: int) -> int:
     """Return a 63-bit seed from several numbers; different parts give unrelated seeds."""
-    state = 0
+    mixed_state = 0
     for number in numbers:
-        state = _mix((state + _GOLDEN + (number & _MASK)) & _MASK)
-    return state >> 1
+        mixed_state = _mix_bits((mixed_state + _GOLDEN + (number & _MASK)) & _MASK)
+    return mixed_state >> 1
 
 
 def _hash_bits(
-    x: NDArray[np.uint32], key: np.uint32, tweak: np.uint32, num_bits: int
+    numbers: NDArray[np.uint32], key: np.uint32, tweak: np.uint32, num_bits: int
 ) -> NDArray[np.uint32]:
     """Return `num_bits` well-mixed bits of each value under two keys."""
-    h = x ^ key
-    h *= _STRETCH
-    h ^= h >> _FOLD
-    h += tweak
-    h *= _SPREAD
-    h >>= np.uint32(32 - num_bits)
-    return h
+    hashes = numbers ^ key
+    hashes *= _STRETCH
+    hashes ^= hashes >> _FOLD
+    hashes += tweak
+    hashes *= _SPREAD
+    hashes >>= np.uint32(32 - num_bits)
+    return hashes
 
 
 def _sorted_by_hash(size: int, keys: NDArray[np.uint32]) -> Indices:
     """Return `range(size)` sorted by a 62-bit hash of each number."""
     positions = np.arange(size, dtype=np.uint32)
-    high, low = (
-        _hash_bits(positions ^ keys[turn], keys[turn + 1], keys[turn + 2], 31)
-        for turn in (0, 3)
+    high_bits, low_bits = (
+        _hash_bits(
+            positions ^ keys[key_index], keys[key_index + 1], keys[key_index + 2], 31
+        )
+        for key_index in (0, 3)
     )
-    return np.argsort((high.astype(np.uint64) << np.uint64(31)) | low).astype(np.int64)
+    return np.argsort((high_bits.astype(np.uint64) << np.uint64(31)) | low_bits).astype(
+        np.int64
+    )
 
 
-def _key_stream(seed: int, epoch: int, count: int) -> list[int]:
-    state = derive_seed(seed, epoch)
-    return [_mix((state + (turn + 1) * _GOLDEN) & _MASK) for turn in range(count)]
+def _key_stream(seed: int, epoch: int, num_keys: int) -> list[int]:
+    key_seed = derive_seed(seed, epoch)
+    return [
+        _mix_bits((key_seed + (key_index + 1) * _GOLDEN) & _MASK)
+        for key_index in range(num_keys)
+    ]
 
 
-def _mix(x: int) -> int:
+def _mix_bits(number: int) -> int:
     """Apply the finaliser of splitmix64: every input bit affects every output bit."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+    return number ^ (number >> 31)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,49 +210,58 @@ class LoaderPlan:
 
     def steps(self, size: int, start: int = 0) -> int:
         """Return the number of batches this rank reads from position `start` of an epoch of `size` units."""
-        full, tail = divmod(max(size - start, 0), self.global_batch)
-        return full + int(self.tail(size, start) is not None if tail else 0)
+        num_full_steps, tail_size = divmod(max(size - start, 0), self.global_batch)
+        return num_full_steps + int(
+            self.tail(size, start) is not None if tail_size else 0
+        )
 
     def tail(self, size: int, start: int = 0) -> RankShare | None:
         """Return this rank's share of the last, short step of the epoch, if there is one."""
-        left = max(size - start, 0) % self.global_batch
-        if left == 0 or self.drop_last:
+        num_left = max(size - start, 0) % self.global_batch
+        if num_left == 0 or self.drop_last:
             return None
-        share = self.part(left, size - left)
+        share = self.part(num_left, size - num_left)
         return share if share.rows else None
 
     def share(self, size: int, step: int, start: int = 0) -> RankShare:
         """Return this rank's share of the `step`-th step after position `start`."""
-        first = start + step * self.global_batch
-        if first + self.global_batch <= size:
-            return self.part(self.global_batch, first)
+        first_unit = start + step * self.global_batch
+        if first_unit + self.global_batch <= size:
+            return self.part(self.global_batch, first_unit)
         share = self.tail(size, start)
         assert share is not None, (
             f"step {step} is past the end of {size} units from {start}"
         )
         return share
 
-    def assign(self, size: int, start: int = 0, chunk: int = 8192) -> Iterator[Indices]:
+    def assign(
+        self, size: int, start: int = 0, chunk_size: int = 8192
+    ) -> Iterator[Indices]:
         """Yield this rank's positions, step by step, as rows of arrays that hold about `chunk` positions each.
 
         The last array may be one shorter row: the tail, whose padding wraps to the start of the epoch.
         """
         full_share = self.part(self.global_batch)
-        full = max(size - start, 0) // self.global_batch
-        per_chunk = max(chunk // max(full_share.rows, 1), 1)
+        num_full_steps = max(size - start, 0) // self.global_batch
+        per_chunk = max(chunk_size // max(full_share.rows, 1), 1)
         offsets = start + full_share.first + np.arange(full_share.rows, dtype=np.int64)
-        for first in range(0, full, per_chunk):
-            steps = np.arange(first, min(first + per_chunk, full), dtype=np.int64)
+        for first_step in range(0, num_full_steps, per_chunk):
+            steps = np.arange(
+                first_step, min(first_step + per_chunk, num_full_steps), dtype=np.int64
+            )
             yield steps[:, None] * self.global_batch + offsets
-        tail = self.tail(size, start)
-        if tail is not None:
+        tail_share = self.tail(size, start)
+        if tail_share is not None:
             yield (
-                np.arange(tail.first, tail.first + tail.rows, dtype=np.int64) % size
+                np.arange(
+                    tail_share.first, tail_share.first + tail_share.rows, dtype=np.int64
+                )
+                % size
             )[None, :]
 
     def part(self, left: int, first: int = 0, shard: int | None = None) -> RankShare:
         """Return the share of this rank, or of `shard`, in a step of `left` units that starts at `first`."""
-        share = cut(
+        share = split_units(
             left,
             self.num_shards,
             self.shard if shard is None else shard,
@@ -261,12 +286,16 @@ def plan_rows(
     Raises: ConfigError when a global batch cannot be split over the ranks.
     """
     if split and (batch_size % num_shards if even else batch_size < num_shards):
-        smaller = batch_size // num_shards * num_shards
-        choices = f"{smaller} or {smaller + num_shards}" if smaller else f"{num_shards}"
+        smaller_size = batch_size // num_shards * num_shards
+        choices = (
+            f"{smaller_size} or {smaller_size + num_shards}"
+            if smaller_size
+            else f"{num_shards}"
+        )
         raise ConfigError(
             f"split_batches=True with batch_size={batch_size} over {num_shards} data-parallel processes leaves some "
             f"with fewer samples than others in every step, which biases averaged gradients. Set batch_size to "
-            f"{choices}{', or even_batches=False to accept unequal shares' if even and smaller else ''}."
+            f"{choices}{', or even_batches=False to accept unequal shares' if even and smaller_size else ''}."
         )
     return LoaderPlan(
         num_shards=num_shards,
@@ -304,7 +333,7 @@ def plan_batches(
     )
 
 
-def cut(
+def split_units(
     size: int, num_shards: int, shard: int, even: bool, full_size: int | None = None
 ) -> RankShare:
     """Return the share of `shard` in `size` units, or in the `full_size` units of a full step if given.
@@ -312,12 +341,14 @@ def cut(
     An even share may extend past the end, into padding.
     """
     if full_size is not None:
-        rows = -(-full_size // num_shards)
-        real = min(max(size - shard * rows, 0), rows)
-        return RankShare(shard * rows, rows if even else real, real)
+        num_rows = -(-full_size // num_shards)
+        num_real = min(max(size - shard * num_rows, 0), num_rows)
+        return RankShare(shard * num_rows, num_rows if even else num_real, num_real)
     if even:
-        rows = -(-size // num_shards)
-        return RankShare(shard * rows, rows, min(max(size - shard * rows, 0), rows))
-    rows, longer = divmod(size, num_shards)
-    num_rows = rows + (shard < longer)
-    return RankShare(shard * rows + min(shard, longer), num_rows, num_rows)
+        num_rows = -(-size // num_shards)
+        return RankShare(
+            shard * num_rows, num_rows, min(max(size - shard * num_rows, 0), num_rows)
+        )
+    num_rows, num_longer = divmod(size, num_shards)
+    share_rows = num_rows + (shard < num_longer)
+    return RankShare(shard * num_rows + min(shard, num_longer), share_rows, share_rows)

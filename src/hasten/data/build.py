@@ -15,17 +15,23 @@ from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.batch_plan import ALONE, DataRanks, plan_rows
 from hasten.data.dispatch import DispatchSource, IndexedReader, StreamReader
-from hasten.data.foreign import ForeignSplit, is_hub_stream, plainly
+from hasten.data.foreign import ForeignSplit, is_exactly, is_hub_stream
 from hasten.data.loader import Loader, LoaderIteration, LoaderParts, MakeMove, Move
 from hasten.data.position import Position
 from hasten.data.prefetch import LookAhead, Prefetch
 from hasten.data.rank_check import LoaderAgreement, agree_on_loader
 from hasten.data.sampler import (
     PlannedSampler,
-    assignment_of,
+    assign_indices,
     refuse_full_padding,
 )
-from hasten.data.source import Ahead, BatchSource, IndexedSource, engine_of, plain_move
+from hasten.data.source import (
+    Ahead,
+    BatchSource,
+    IndexedSource,
+    copy_loader,
+    move_on_request,
+)
 from hasten.data.stream import StreamSource
 from hasten.data.stream_shard import Cutting, Sharing
 from hasten.errors import ConfigError, DataError, PrepareError
@@ -71,57 +77,65 @@ def prepare_loader(
         )
     if already_sharded is None:
         already_sharded = config.already_sharded
-    data_ranks = ALONE if ctx.mesh == _ONE_RANK else _data_ranks(ctx)
-    agreed = _agreed(loader, ctx, config, data_ranks, seed, already_sharded)
-    is_sharded = agreed.sharded and data_ranks.num_shards > 1
-    pinned = _pins(loader, device, config)
-    engine = engine_of(loader, pin_memory=True) if pinned else loader
-    iteration = LoaderIteration(Position(seed=agreed.seed))
-    shown: dict[str, Any] = {"pin_memory": True} if pinned else {}
+    data_ranks = ALONE if ctx.mesh == _ONE_RANK else _find_data_ranks(ctx)
+    agreement = _agree_with_ranks(
+        loader, ctx, config, data_ranks, seed, already_sharded
+    )
+    is_sharded = agreement.sharded and data_ranks.num_shards > 1
+    is_pinned = _needs_pinning(loader, device, config)
+    engine = copy_loader(loader, pin_memory=True) if is_pinned else loader
+    iteration = LoaderIteration(Position(seed=agreement.seed))
+    shown_attributes: dict[str, Any] = {"pin_memory": True} if is_pinned else {}
     source: BatchSource
     if isinstance(loader.dataset, IterableDataset):
-        cutting = _cutting(engine, config, data_ranks)
+        cutting = _plan_cutting(engine, config, data_ranks)
         source = _stream_source(engine, ctx, config, data_ranks, cutting, is_sharded)
-        batch_size, total = cutting.rows, cutting.step
+        batch_size, global_batch_size = cutting.rows, cutting.step
     else:
-        assignment = assignment_of(engine, ctx, config, data_ranks, is_sharded)
-        batch_size, total = assignment.plan.rows, None
+        assignment = assign_indices(engine, ctx, config, data_ranks, is_sharded)
+        batch_size, global_batch_size = assignment.plan.rows, None
         if assignment.form == "rows":
-            total = assignment.plan.global_batch * assignment.stride
+            global_batch_size = assignment.plan.global_batch * assignment.stride
         if assignment.form != "items":
-            planned = PlannedSampler(assignment, loader.sampler, iteration)
-            shown["batch_sampler"] = planned
-        depth = _depth(device, config, transfer)
-        ahead = _ahead(depth, device, transfer)
+            planned_sampler = PlannedSampler(assignment, loader.sampler, iteration)
+            shown_attributes["batch_sampler"] = planned_sampler
+        depth = _choose_depth(device, config, transfer)
+        ahead = _choose_read_ahead(depth, device, transfer)
         shard = data_ranks.shard if is_sharded else None
         source = IndexedSource(engine, assignment, ctx.rank, ahead=ahead, shard=shard)
         if config.dispatch_batches:
             num_shards = data_ranks.num_shards
-            read = IndexedSource(engine, assignment, ctx.rank, num_shards, "always")
-            source = DispatchSource(read, IndexedReader(), ctx.world, data_ranks)
+            reading_source = IndexedSource(
+                engine, assignment, ctx.rank, num_shards, "always"
+            )
+            source = DispatchSource(
+                reading_source, IndexedReader(), ctx.world, data_ranks
+            )
     if loader.batch_size is not None:
-        shown["batch_size"] = batch_size
+        shown_attributes["batch_size"] = batch_size
     loader_parts = LoaderParts(
         source=source,
         clock=clock,
         iteration=iteration,
-        move=_move(device, config, transfer),
+        move=_choose_move(device, config, transfer),
         shard=data_ranks.shard,
-        total_batch_size=total,
-        equalise=_equaliser(rng_types, loader, ctx) if ctx.world.size > 1 else None,
+        total_batch_size=global_batch_size,
+        equalise=_make_equaliser(rng_types, loader, ctx)
+        if ctx.world.size > 1
+        else None,
     )
     if getattr(loader.batch_sampler, "drop_last", loader.drop_last):
-        _warn_if_empty(source, data_ranks.num_shards, total)
-    return Loader.made(loader, loader_parts, **shown)
+        _warn_if_empty(source, data_ranks.num_shards, global_batch_size)
+    return Loader.made(loader, loader_parts, **shown_attributes)
 
 
-def _data_ranks(ctx: ProcessContext) -> DataRanks:
+def _find_data_ranks(ctx: ProcessContext) -> DataRanks:
     """Return the shards that this rank and the others read."""
     shards = tuple(ctx.mesh.index(rank, *BATCH) for rank in range(ctx.mesh.world_size))
     return DataRanks(shards[ctx.rank], ctx.mesh.size(*BATCH), shards)
 
 
-def _agreed(
+def _agree_with_ranks(
     loader: DataLoader[Any],
     ctx: ProcessContext,
     config: DataLoaderConfiguration,
@@ -135,9 +149,9 @@ def _agreed(
     elif isinstance(loader.generator, torch.Generator):
         seed = loader.generator.initial_seed()
     is_stream = isinstance(loader.dataset, IterableDataset)
-    agreed = LoaderAgreement(seed, sharded=False)
+    agreement = LoaderAgreement(seed, sharded=False)
     if ctx.world.size > 1:
-        facts = {
+        compared_settings = {
             "batch_size": loader.batch_size,
             "drop_last": loader.drop_last,
             "the kind of sampler": type(loader.sampler).__name__,
@@ -147,16 +161,16 @@ def _agreed(
             "pad": config.pad,
         }
         reads_samples = not (config.dispatch_batches and is_stream)
-        agreed = agree_on_loader(
-            loader, facts, already_sharded, seed, ctx.world, reads_samples
+        agreement = agree_on_loader(
+            loader, compared_settings, already_sharded, seed, ctx.world, reads_samples
         )
-    is_sharded = agreed.sharded or bool(already_sharded)
+    is_sharded = agreement.sharded or bool(already_sharded)
     if is_sharded and config.dispatch_batches:
         raise ConfigError(
             "dispatch_batches=True with data that is already sharded: the reading rank would only see its part, and the rest would "
             "never be read. Remove one of the two."
         )
-    has_batch_size = plainly(loader.batch_sampler, BatchSampler)
+    has_batch_size = is_exactly(loader.batch_sampler, BatchSampler)
     if is_sharded and config.split_batches and not has_batch_size:
         raise ConfigError(
             "split_batches=True with data that is already sharded and a custom batch sampler: no rank has rows of another rank's "
@@ -167,9 +181,9 @@ def _agreed(
             "split_batches=True with batch_size=None: the dataset's items are whole batches, and reading each on every rank to keep "
             "a part would waste the rest. Set split_batches=False, or give the loader a batch_size."
         )
-    if agreed.split is not None:
-        _check_split(agreed.split, data_ranks, ctx)
-    return agreed
+    if agreement.split is not None:
+        _check_split(agreement.split, data_ranks, ctx)
+    return agreement
 
 
 def _check_split(
@@ -188,7 +202,9 @@ def _check_split(
         )
 
 
-def _warn_if_empty(source: BatchSource, num_shards: int, total: int | None) -> None:
+def _warn_if_empty(
+    source: BatchSource, num_shards: int, global_batch_size: int | None
+) -> None:
     if source.steps() == 0 and source.size():
         log.warning(
             "drop_last=True leaves no batch: the dataset has %s %s and a step of %d process(es) needs %s; use a smaller "
@@ -196,7 +212,7 @@ def _warn_if_empty(source: BatchSource, num_shards: int, total: int | None) -> N
             source.size(),
             source.unit,
             num_shards,
-            total or num_shards,
+            global_batch_size or num_shards,
         )
 
 
@@ -214,16 +230,18 @@ def _refuse_what_is_lost(loader: DataLoader[Any]) -> None:
         )
 
 
-def _equaliser(
-    kinds: Collection[str], loader: DataLoader[Any], ctx: ProcessContext
+def _make_equaliser(
+    rng_types: Collection[str], loader: DataLoader[Any], ctx: ProcessContext
 ) -> Callable[[], None] | None:
     """Return a function that synchronizes these generators; a loader without a generator shuffles equally anyway."""
-    types = set(kinds)
+    generator_types = set(rng_types)
     if loader.generator is None:
-        types.discard("generator")
-    if not types:
+        generator_types.discard("generator")
+    if not generator_types:
         return None
-    return partial(synchronize_rng_states, sorted(types), ctx.world, loader.generator)
+    return partial(
+        synchronize_rng_states, sorted(generator_types), ctx.world, loader.generator
+    )
 
 
 def _stream_source(
@@ -246,29 +264,36 @@ def _stream_source(
     return StreamSource(loader, cutting, dataset, group, ctx.rank)
 
 
-def _cutting(
+def _plan_cutting(
     loader: DataLoader[Any], config: DataLoaderConfiguration, data_ranks: DataRanks
 ) -> Cutting:
     """Return the cutting of this rank's blocks of a stream."""
     num_shards, shard = data_ranks.num_shards, data_ranks.shard
-    drop_last, even = bool(loader.drop_last), config.even_batches
+    drop_last, even_batches = bool(loader.drop_last), config.even_batches
     if loader.batch_size is None:
         refuse_full_padding(
             config, "batch_size=None: the stream's elements are whole batches"
         )
-        return Cutting(num_shards, shard, 1, False, drop_last, even)
+        return Cutting(num_shards, shard, 1, False, drop_last, even_batches)
     plan = plan_rows(
         batch_size=loader.batch_size,
         num_shards=num_shards,
         shard=shard,
         split=config.split_batches,
         drop_last=drop_last,
-        even=even,
+        even=even_batches,
         pad=config.pad,
     )
-    step = plan.global_batch
+    global_batch = plan.global_batch
     return Cutting(
-        num_shards, shard, plan.rows, True, drop_last, even, pad=config.pad, step=step
+        num_shards,
+        shard,
+        plan.rows,
+        True,
+        drop_last,
+        even_batches,
+        pad=config.pad,
+        step=global_batch,
     )
 
 
@@ -296,7 +321,7 @@ def _share_stream(dataset: Any, data_ranks: DataRanks) -> tuple[Sharing, Any]:
 
 
 # -- copies to the device -------------------------------------------------------------------------------------------------
-def _pins(
+def _needs_pinning(
     loader: DataLoader[Any],
     device: torch.device | None,
     config: DataLoaderConfiguration,
@@ -322,7 +347,7 @@ def _pins(
     return bool(config.pin_memory)
 
 
-def _depth(
+def _choose_depth(
     device: torch.device | None,
     config: DataLoaderConfiguration,
     transfer: MakeMove | None = None,
@@ -336,15 +361,17 @@ def _depth(
     return depth if transfer is not None or kind_of(device).side_streams else 0
 
 
-def _ahead(depth: int, device: torch.device | None, transfer: MakeMove | None) -> Ahead:
+def _choose_read_ahead(
+    depth: int, device: torch.device | None, transfer: MakeMove | None
+) -> Ahead:
     """Return the read-ahead mode: only large batches are read ahead if a side stream copies them."""
     if not depth:
         return "never"
-    always = transfer is not None or device is None or device.type == "cpu"
-    return "always" if always else "when large"
+    reads_all = transfer is not None or device is None or device.type == "cpu"
+    return "always" if reads_all else "when large"
 
 
-def _move(
+def _choose_move(
     device: torch.device | None,
     config: DataLoaderConfiguration,
     transfer: MakeMove | None = None,
@@ -352,7 +379,7 @@ def _move(
     """Return the function that moves batches to the device; None when they are not moved."""
     if device is None:
         return None
-    depth = _depth(device, config, transfer)
+    depth = _choose_depth(device, config, transfer)
     if transfer is not None:
         return transfer(depth, config.prefetch_skip_keys or ())
     if device.type == "cpu":
@@ -365,4 +392,4 @@ def _move(
             batch, device, config.non_blocking, config.prefetch_skip_keys
         )
 
-    return plain_move(put)
+    return move_on_request(put)

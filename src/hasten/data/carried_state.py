@@ -54,22 +54,23 @@ class CarriedState:
         self._owner = owner
         self._attributes = attributes
         self._baseline = {
-            path: packed for path, (_, _, packed) in self._plain().items()
+            path: packed for path, (_, _, packed) in self._plain_attributes().items()
         }
 
     def capture(self) -> dict[str, Any] | None:
         """Return the state as JSON values: generators, and attributes changed since prepare; None if there are none."""
         generators = {
-            path: _read(generator) for path, generator in self._generators().items()
+            path: _read_generator(generator)
+            for path, generator in self._generators().items()
         }
-        changed = {
+        changed_attributes = {
             path: packed
-            for path, (_, _, packed) in self._plain().items()
+            for path, (_, _, packed) in self._plain_attributes().items()
             if path in self._baseline and packed != self._baseline[path]
         }
         state: dict[str, Any] = {"generators": generators} if generators else {}
-        if changed:
-            state["attributes"] = changed
+        if changed_attributes:
+            state["attributes"] = changed_attributes
         return state or None
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:
@@ -78,44 +79,48 @@ class CarriedState:
         Raises: DataError when the object lacks attributes that were saved, or has another kind of generator.
         """
         saved = saved or {}
-        generators, plain = self._generators(), self._plain()
-        states, attributes = saved.get("generators", {}), saved.get("attributes", {})
-        lost = [path for path in states if path not in generators] + [
-            path for path in attributes if path not in plain
+        generators, plain_attributes = self._generators(), self._plain_attributes()
+        generator_states, saved_attributes = (
+            saved.get("generators", {}),
+            saved.get("attributes", {}),
+        )
+        lost_paths = [path for path in generator_states if path not in generators] + [
+            path for path in saved_attributes if path not in plain_attributes
         ]
-        if lost:
+        if lost_paths:
             raise DataError(
-                f"the loader's state holds {', '.join(lost)} of a {type(self._owner).__name__}, but the current one has no such "
+                f"the loader's state holds {', '.join(lost_paths)} of a {type(self._owner).__name__}, but the current one has no such "
                 "attribute, so its order would be different. Build it as in the saved run, or start a new epoch."
             )
-        for path, state in states.items():
-            _write(generators[path], state, path)
-        for path, (owner, name, packed) in plain.items():
-            saved_value = attributes.get(path, self._baseline.get(path))
+        for path, state in generator_states.items():
+            _write_generator(generators[path], state, path)
+        for path, (owner, name, packed) in plain_attributes.items():
+            saved_value = saved_attributes.get(path, self._baseline.get(path))
             if saved_value is not None and saved_value != packed:
-                _assign(owner, name, decode_value(saved_value))
+                _assign_attribute(owner, name, decode_value(saved_value))
 
     def generators_changed(self, since: Mapping[str, Any] | None) -> bool:
         """Return True if any generator was drawn from since a capture."""
         current_states = {
-            path: _read(generator) for path, generator in self._generators().items()
+            path: _read_generator(generator)
+            for path, generator in self._generators().items()
         }
         return bool(current_states != (since or {}).get("generators", {}))
 
     def _generators(self) -> dict[str, Any]:
         return {
-            path: value
-            for path, value, _, _ in _walk(self._owner)
-            if isinstance(value, _GENERATORS)
+            path: attribute
+            for path, attribute, _, _ in _walk_attributes(self._owner)
+            if isinstance(attribute, _GENERATORS)
         }
 
-    def _plain(self) -> dict[str, tuple[Any, str, Any]]:
+    def _plain_attributes(self) -> dict[str, tuple[Any, str, Any]]:
         """Return path -> (owner, attribute, value as JSON) of plain attributes."""
         attributes: dict[str, tuple[Any, str, Any]] = {}
         if self._attributes:
-            for path, value, owner, name in _walk(self._owner):
-                if owner is not None and _num_values(value) <= _MOST_VALUES:
-                    packed = encode_value(value)
+            for path, attribute, owner, name in _walk_attributes(self._owner):
+                if owner is not None and _num_values(attribute) <= _MOST_VALUES:
+                    packed = encode_value(attribute)
                     if packed is not None:
                         attributes[path] = (owner, name, packed)
         return attributes
@@ -146,42 +151,46 @@ class SamplerState:
             self._carried.restore(saved)
 
 
-def _walk(root: Any) -> Iterator[tuple[str, Any, Any, str]]:
+def _walk_attributes(root: Any) -> Iterator[tuple[str, Any, Any, str]]:
     """Yield (path, value, owner, attribute) of an object's content; the owner is None if assignment is impossible."""
-    waiting: deque[tuple[str, Any]] = deque([("", root)])
+    waiting_objects: deque[tuple[str, Any]] = deque([("", root)])
     seen_ids = {id(root)}
-    while waiting and len(seen_ids) < _MOST_OBJECTS:
-        prefix, holder = waiting.popleft()
-        for name, value, owner in _held(holder):
-            path = f"{prefix}.{name}" if prefix else name
-            yield path, value, owner, name
-            if id(value) not in seen_ids and _may_hold(value):
-                seen_ids.add(id(value))
-                waiting.append((path, value))
+    while waiting_objects and len(seen_ids) < _MOST_OBJECTS:
+        holder_path, holder = waiting_objects.popleft()
+        for name, attribute, owner in _list_attributes(holder):
+            path = f"{holder_path}.{name}" if holder_path else name
+            yield path, attribute, owner, name
+            if id(attribute) not in seen_ids and _may_hold_state(attribute):
+                seen_ids.add(id(attribute))
+                waiting_objects.append((path, attribute))
 
 
-def _held(holder: Any) -> Iterator[tuple[str, Any, Any]]:
+def _list_attributes(holder: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(holder, list | tuple):
-        yield from ((str(index), value, None) for index, value in enumerate(holder))
+        yield from (
+            (str(index), attribute, None) for index, attribute in enumerate(holder)
+        )
     elif isinstance(holder, dict):
-        yield from ((str(key), value, None) for key, value in holder.items())
+        yield from ((str(key), attribute, None) for key, attribute in holder.items())
     else:
-        slots = [name for kind in type(holder).__mro__ for name in _slots(kind)]
-        for name in (*getattr(holder, "__dict__", {}), *slots):
+        slot_names = [
+            name for kind in type(holder).__mro__ for name in _slot_names(kind)
+        ]
+        for name in (*getattr(holder, "__dict__", {}), *slot_names):
             if hasattr(holder, name):
                 yield name, getattr(holder, name), holder
 
 
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
+def _slot_names(kind: type) -> tuple[str, ...]:
+    slot_names = vars(kind).get("__slots__", ())
     return (
-        (slots,)
-        if isinstance(slots, str)
-        else tuple(name for name in slots if not name.startswith("__"))
+        (slot_names,)
+        if isinstance(slot_names, str)
+        else tuple(name for name in slot_names if not name.startswith("__"))
     )
 
 
-def _may_hold(value: Any) -> bool:
+def _may_hold_state(value: Any) -> bool:
     if isinstance(value, (*_FOREIGN, *_GENERATORS)):
         return False
     if isinstance(value, list | tuple | dict):
@@ -191,7 +200,7 @@ def _may_hold(value: Any) -> bool:
     ):
         return False
     return hasattr(value, "__dict__") or any(
-        _slots(kind) for kind in type(value).__mro__
+        _slot_names(kind) for kind in type(value).__mro__
     )
 
 
@@ -206,23 +215,25 @@ def _num_values(value: Any) -> int:
         return math.prod(value.shape)
     if not isinstance(value, list | tuple | set | frozenset | deque | dict):
         return 1
-    total = len(value)
+    num_values = len(value)
     for item in chain(value, value.values() if isinstance(value, dict) else ()):
-        if total > _MOST_VALUES:
+        if num_values > _MOST_VALUES:
             break
-        total += _num_values(item)
-    return total
+        num_values += _num_values(item)
+    return num_values
 
 
 def encode_value(value: Any) -> dict[str, Any] | None:
     """Return a plain value as JSON; None for other values."""
     try:
-        data, tensors = pack(value)
-        arrays = {key: _array(np.asarray(tensor)) for key, tensor in tensors.items()}
+        packed_value, tensors = pack(value)
+        arrays = {
+            key: _encode_array(np.asarray(tensor)) for key, tensor in tensors.items()
+        }
     # of a custom class, or a tensor that numpy does not have
     except (CheckpointError, TypeError, RuntimeError):
         return None
-    return {"data": data, "tensors": arrays}
+    return {"data": packed_value, "tensors": arrays}
 
 
 def decode_value(saved: Any) -> Any:
@@ -230,32 +241,32 @@ def decode_value(saved: Any) -> Any:
     return unpack(
         saved["data"],
         {
-            key: torch.from_numpy(_unarray(array))
+            key: torch.from_numpy(_decode_array(array))
             for key, array in saved["tensors"].items()
         },
     )
 
 
-def _assign(owner: Any, name: str, value: Any) -> None:
+def _assign_attribute(owner: Any, name: str, value: Any) -> None:
     """Assign an attribute; lists, dicts and arrays are changed in place, since other objects may refer to them."""
-    present = getattr(owner, name, None)
-    if isinstance(present, list) and isinstance(value, list):
-        present[:] = value
-    elif isinstance(present, dict) and isinstance(value, dict):
-        present.clear()
-        present.update(value)
+    current_value = getattr(owner, name, None)
+    if isinstance(current_value, list) and isinstance(value, list):
+        current_value[:] = value
+    elif isinstance(current_value, dict) and isinstance(value, dict):
+        current_value.clear()
+        current_value.update(value)
     elif (
-        isinstance(present, np.ndarray)
+        isinstance(current_value, np.ndarray)
         and isinstance(value, np.ndarray)
-        and present.shape == value.shape
+        and current_value.shape == value.shape
     ):
-        present[...] = value
+        current_value[...] = value
     else:
         object.__setattr__(owner, name, value)
 
 
 # -- generators ---------------------------------------------------------------------------------------------------
-def _read(generator: Any) -> Any:
+def _read_generator(generator: Any) -> Any:
     """Return a generator's state as JSON values; None for that of the operating system, which has no state."""
     if isinstance(generator, torch.Generator):
         return encode_value(generator.get_state())
@@ -272,10 +283,10 @@ def _read(generator: Any) -> Any:
     )
 
 
-def _write(generator: Any, saved: Any, path: str) -> None:
-    if saved is None:
+def _write_generator(generator: Any, saved_state: Any, path: str) -> None:
+    if saved_state is None:
         return
-    state = decode_value(saved)
+    state = decode_value(saved_state)
     try:
         if isinstance(generator, torch.Generator):
             generator.set_state(state)
@@ -284,8 +295,8 @@ def _write(generator: Any, saved: Any, path: str) -> None:
         elif isinstance(generator, np.random.RandomState):
             generator.set_state(state)
         else:
-            bits: Any = getattr(generator, "bit_generator", generator)
-            bits.state = trees.map_leaves(_number, state)
+            bit_generator: Any = getattr(generator, "bit_generator", generator)
+            bit_generator.state = trees.map_leaves(_parse_number, state)
     except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
         raise DataError(
             f"the saved state of the generator {path} does not fit a {type(generator).__name__} ({error}), so the order "
@@ -293,11 +304,11 @@ def _write(generator: Any, saved: Any, path: str) -> None:
         ) from error
 
 
-def _number(x: Any) -> Any:
-    return int(x, 16) if isinstance(x, str) and x.startswith("0x") else x
+def _parse_number(leaf: Any) -> Any:
+    return int(leaf, 16) if isinstance(leaf, str) and leaf.startswith("0x") else leaf
 
 
-def _array(array: Any) -> list[Any]:
+def _encode_array(array: Any) -> list[Any]:
     return [
         str(array.dtype),
         list(array.shape),
@@ -305,10 +316,10 @@ def _array(array: Any) -> list[Any]:
     ]
 
 
-def _unarray(saved: list[Any]) -> Any:
-    dtype, shape, text = saved
+def _decode_array(saved: list[Any]) -> Any:
+    dtype, shape, encoded_bytes = saved
     return (
-        np.frombuffer(base64.b64decode(text), dtype=np.dtype(dtype))
+        np.frombuffer(base64.b64decode(encoded_bytes), dtype=np.dtype(dtype))
         .reshape(shape)
         .copy()
     )

@@ -52,18 +52,27 @@ class _RankMessage(NamedTuple):
     error: str | None = None
 
 
-def _scatter(comm: Comm, messages: Sequence[bytes] | None) -> bytes:
+def _scatter_messages(comm: Comm, messages: Sequence[bytes] | None) -> bytes:
     """Return this member's message; only the first member passes them. Ranks: every member."""
-    sizes = rows = None
+    message_sizes = message_rows = None
     if messages is not None:
-        width = max(map(len, messages))
-        sizes = [torch.tensor([width, len(message)]) for message in messages]
-    width, length = comm.scatter(sizes, torch.empty(2, dtype=torch.int64)).tolist()
+        row_bytes = max(map(len, messages))
+        message_sizes = [
+            torch.tensor([row_bytes, len(message)]) for message in messages
+        ]
+    row_bytes, message_bytes = comm.scatter(
+        message_sizes, torch.empty(2, dtype=torch.int64)
+    ).tolist()
     if messages is not None:
-        padded = [bytearray(message.ljust(width, b"\0")) for message in messages]
-        rows = [torch.frombuffer(row, dtype=torch.uint8) for row in padded]
-    own_row = comm.scatter(rows, torch.empty(width, dtype=torch.uint8))
-    return own_row[:length].numpy().tobytes()
+        padded_messages = [
+            bytearray(message.ljust(row_bytes, b"\0")) for message in messages
+        ]
+        message_rows = [
+            torch.frombuffer(padded_message, dtype=torch.uint8)
+            for padded_message in padded_messages
+        ]
+    own_row = comm.scatter(message_rows, torch.empty(row_bytes, dtype=torch.uint8))
+    return own_row[:message_bytes].numpy().tobytes()
 
 
 class DispatchSource(OuterSource):
@@ -87,7 +96,7 @@ class DispatchSource(OuterSource):
     def open(self, position: Position) -> Iterator[Item]:
         if self._comm.size == 1:
             return self._read_alone(position)
-        return self._send(position) if self._comm.rank == 0 else self._receive()
+        return self._send(position) if self._comm.rank == 0 else self._receive_items()
 
     # Any: of the inner source
     def reached(self, start: Position, steps: int, source_state: Any) -> Position:
@@ -101,8 +110,8 @@ class DispatchSource(OuterSource):
         return DispatchSource(inner, self._reader, self._comm, self._data_ranks)
 
     def _read_alone(self, position: Position) -> Iterator[Item]:
-        for step in self._reader.rounds(self._inner, position):
-            yield from (item for item in step.items if item is not None)
+        for round_ in self._reader.rounds(self._inner, position):
+            yield from (item for item in round_.items if item is not None)
 
     def _send(self, position: Position) -> Iterator[Item]:
         rounds = self._reader.rounds(self._inner, position)
@@ -110,26 +119,28 @@ class DispatchSource(OuterSource):
         has_more = True
         while has_more:
             try:
-                step = next(rounds, None) or Round([None] * num_shards, False)
+                round_ = next(rounds, None) or Round([None] * num_shards, False)
                 messages = [
-                    encode(_RankMessage(item, step.more)) for item in step.items
+                    encode(_RankMessage(item, round_.more)) for item in round_.items
                 ]
             # the waiting ranks must learn of any error of the user's dataset
             except Exception as error:
                 message = _RankMessage(None, False, f"{type(error).__name__}: {error}")
-                _scatter(self._comm, [encode(message)] * self._comm.size)
+                _scatter_messages(self._comm, [encode(message)] * self._comm.size)
                 raise
             shard_of = self._data_ranks.shard_of
-            _scatter(self._comm, [messages[shard] for shard in shard_of])
-            has_more = step.more
-            own_item = step.items[self._data_ranks.shard]
+            _scatter_messages(
+                self._comm, [messages[rank_shard] for rank_shard in shard_of]
+            )
+            has_more = round_.more
+            own_item = round_.items[self._data_ranks.shard]
             if own_item is not None:
                 yield own_item
 
-    def _receive(self) -> Iterator[Item]:
+    def _receive_items(self) -> Iterator[Item]:
         has_more = True
         while has_more:
-            message = self._comm.codec.decode(_scatter(self._comm, None))
+            message = self._comm.codec.decode(_scatter_messages(self._comm, None))
             item, has_more, error = message
             if error is not None:
                 raise PeerFailedError(
@@ -153,24 +164,29 @@ class IndexedReader:
             "indices are cut for indexed data only"
         )
         index_batches = with_next(source.assignment.rounds(position))
-        plans: deque[tuple[list[IndexBatch | None], bool]] = deque()
+        planned_rounds: deque[tuple[list[IndexBatch | None], bool]] = deque()
 
         def flat() -> Iterator[IndexBatch]:
-            for step, following in index_batches:
-                plans.append((step, following is not None))
+            for round_batches, following in index_batches:
+                planned_rounds.append((round_batches, following is not None))
                 yield from (
-                    index_batch for index_batch in step if index_batch is not None
+                    index_batch
+                    for index_batch in round_batches
+                    if index_batch is not None
                 )
 
         items = source.read(flat(), position)
-        for first in items:
-            step, has_more = plans.popleft()
-            other_items = islice(
-                items, sum(index_batch is not None for index_batch in step) - 1
+        for first_item in items:
+            round_batches, has_more = planned_rounds.popleft()
+            following_items = islice(
+                items, sum(index_batch is not None for index_batch in round_batches) - 1
             )
-            read = chain([first], other_items)
+            round_items = chain([first_item], following_items)
             yield Round(
-                [None if index_batch is None else next(read) for index_batch in step],
+                [
+                    None if index_batch is None else next(round_items)
+                    for index_batch in round_batches
+                ],
                 has_more,
             )
 
@@ -185,9 +201,13 @@ class StreamReader:
 
     def rounds(self, source: BatchSource, position: Position) -> Iterator[Round]:
         for (rank_batches, _, _, state), following in with_next(source.open(position)):
-            left = [None] * len(rank_batches) if following is None else following[0]
-            items = [
-                None if rank_batch is None else (*rank_batch, later is None, state)
-                for rank_batch, later in zip(rank_batches, left, strict=True)
+            next_batches = (
+                [None] * len(rank_batches) if following is None else following[0]
+            )
+            rank_items = [
+                None if rank_batch is None else (*rank_batch, next_batch is None, state)
+                for rank_batch, next_batch in zip(
+                    rank_batches, next_batches, strict=True
+                )
             ]
-            yield Round(items, following is not None)
+            yield Round(rank_items, following is not None)

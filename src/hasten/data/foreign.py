@@ -23,7 +23,7 @@ _LITDATA: Final = (
 _WEB_PIPELINE: Final = ("webdataset.pipeline", "DataPipeline")
 
 
-def length_of(dataset: object) -> int | None:
+def find_length(dataset: object) -> int | None:
     """Return the dataset's length; None if it has none or raises for it, as `ChainDataset` of streams does."""
     try:
         return len(dataset) if isinstance(dataset, Sized) else None
@@ -33,7 +33,7 @@ def length_of(dataset: object) -> int | None:
 
 def is_hub_stream(dataset: object) -> bool:
     """Return True if the dataset is an IterableDataset of Hugging Face `datasets`."""
-    return _is_a(dataset, _HUB_STREAM)
+    return _is_instance_of(dataset, _HUB_STREAM)
 
 
 class ForeignSplit(NamedTuple):
@@ -45,29 +45,36 @@ class ForeignSplit(NamedTuple):
     num_ranks: int | None = None
 
 
-def split_by_itself(dataset: Any) -> ForeignSplit | None:
+def find_own_split(dataset: Any) -> ForeignSplit | None:
     """Return the split that a dataset performs itself, as its package documents; None if none is known."""
     if isinstance(dataset, ChainDataset):
-        splits = [split_by_itself(member) for member in dataset.datasets]
+        member_splits = [find_own_split(member) for member in dataset.datasets]
         return (
-            splits[0]
-            if splits and all(member == splits[0] for member in splits)
+            member_splits[0]
+            if member_splits
+            and all(member == member_splits[0] for member in member_splits)
             else None
         )
     if is_hub_stream(dataset):
-        node = getattr(dataset, "_distributed", None)  # set by split_dataset_by_node()
+        node_split = getattr(
+            dataset, "_distributed", None
+        )  # set by split_dataset_by_node()
         return (
             None
-            if node is None
+            if node_split is None
             else ForeignSplit(
-                "split_dataset_by_node() of datasets", node.rank, node.world_size
+                "split_dataset_by_node() of datasets",
+                node_split.rank,
+                node_split.world_size,
             )
         )
-    if _is_a(dataset, _MOSAIC_STREAM):
+    if _is_instance_of(dataset, _MOSAIC_STREAM):
         return ForeignSplit("StreamingDataset of mosaicml-streaming")
-    if any(_is_a(dataset, kind) for kind in _LITDATA):
+    if any(_is_instance_of(dataset, class_name) for class_name in _LITDATA):
         return ForeignSplit(f"{type(dataset).__name__} of litdata")
-    if _is_a(dataset, _WEB_PIPELINE) and any(map(_splits_shards, dataset.pipeline)):
+    if _is_instance_of(dataset, _WEB_PIPELINE) and any(
+        map(_splits_shards, dataset.pipeline)
+    ):
         return ForeignSplit("the split_by_node or resampled stage of webdataset")
     return None
 
@@ -75,9 +82,11 @@ def split_by_itself(dataset: Any) -> ForeignSplit | None:
 def _splits_shards(stage: Any) -> bool:
     """Return True if a stage of a webdataset pipeline gives each node separate shards."""
     function = getattr(stage, "func", stage)  # unwraps functools.partial
-    kind = function if hasattr(function, "__name__") else type(function)
-    ours = str(getattr(kind, "__module__", "")).split(".")[0] == "webdataset"
-    return ours and kind.__name__ in (
+    stage_class = function if hasattr(function, "__name__") else type(function)
+    is_webdataset = (
+        str(getattr(stage_class, "__module__", "")).split(".")[0] == "webdataset"
+    )
+    return is_webdataset and stage_class.__name__ in (
         "split_by_node",
         "ResampledShards",
         "resampled_",
@@ -98,7 +107,7 @@ def has_plain_state(stream: Any) -> bool:
 
 def shares_epochs(stream: Any) -> bool:
     """Return True for a stream of mosaicml-streaming: all readers of a machine must start its iterators together."""
-    return _is_a(stream, _MOSAIC_STREAM)
+    return _is_instance_of(stream, _MOSAIC_STREAM)
 
 
 def state_loses_samples(stream: Any, in_worker: bool = False) -> bool:
@@ -109,8 +118,9 @@ def state_loses_samples(stream: Any, in_worker: bool = False) -> bool:
     which reads only some of the shards, its state cannot be loaded: `datasets` compares it with that of all shards.
     """
     return any(
-        _is_a(inner_stream, _HUB_BUFFER) and (inner_stream.buffer_size > 1 or in_worker)
-        for inner_stream in parts_of(stream)
+        _is_instance_of(inner_stream, _HUB_BUFFER)
+        and (inner_stream.buffer_size > 1 or in_worker)
+        for inner_stream in list_components(stream)
     )
 
 
@@ -119,7 +129,7 @@ def has_fixed_shard_order(stream: Any) -> bool:
     return is_hub_stream(stream) and stream.num_shards > 1
 
 
-def begin_anew(stream: Any, epoch: int) -> None:
+def restart_stream(stream: Any, epoch: int) -> None:
     """Make a stream of another package start the epoch from the beginning.
 
     A stream of `datasets` discards a state loaded earlier. That of mosaicml-streaming counts its epochs in memory that the
@@ -135,18 +145,18 @@ def begin_anew(stream: Any, epoch: int) -> None:
         stream.next_epoch = epoch
 
 
-def own_epoch(stream: Any) -> None:
+def detach_epoch_counter(stream: Any) -> None:
     """Give a worker's copy of a stream of `datasets` a separate epoch counter.
 
     Workers share one counter, and `set_epoch()` reads it before it adds the difference: two workers at the same
     time add it twice, and then read an epoch in another order.
     """
-    for inner_stream in parts_of(stream):
-        counter = (
+    for inner_stream in list_components(stream):
+        epoch_counter = (
             vars(inner_stream).get("_epoch") if is_hub_stream(inner_stream) else None
         )
-        if isinstance(counter, Tensor) and counter.is_shared():  # type: ignore[no-untyped-call]
-            inner_stream._epoch = counter.clone()
+        if isinstance(epoch_counter, Tensor) and epoch_counter.is_shared():  # type: ignore[no-untyped-call]
+            inner_stream._epoch = epoch_counter.clone()
 
 
 def is_torchdata(value: object) -> bool:
@@ -154,7 +164,7 @@ def is_torchdata(value: object) -> bool:
     return type(value).__module__.startswith("torchdata.")
 
 
-def plainly(value: object, kind: type[T]) -> TypeGuard[T]:
+def is_exactly(value: object, kind: type[T]) -> TypeGuard[T]:
     """Return True if `value` is exactly of that class, or torchdata's version of it, not of a user's subclass."""
     value_type = type(value)
     return value_type is kind or (
@@ -162,24 +172,32 @@ def plainly(value: object, kind: type[T]) -> TypeGuard[T]:
     )
 
 
-def _is_a(value: object, name: tuple[str, str]) -> bool:
-    return any((base.__module__, base.__name__) == name for base in type(value).__mro__)
+def _is_instance_of(value: object, class_name: tuple[str, str]) -> bool:
+    return any(
+        (base.__module__, base.__name__) == class_name for base in type(value).__mro__
+    )
 
 
-def parts_of(stream: Any, depth: int = 12) -> Iterator[Any]:
+def list_components(stream: Any, depth: int = 12) -> Iterator[Any]:
     """Yield the objects a stream is built from, found by attribute; `datasets` adds about two per transformation."""
-    waiting, seen_ids = [(stream, depth)], set()
-    while waiting:
-        component, left = waiting.pop()
+    waiting_components, seen_ids = [(stream, depth)], set()
+    while waiting_components:
+        component, depth_left = waiting_components.pop()
         if id(component) in seen_ids:
             continue
         seen_ids.add(id(component))
         yield component
-        if left:
-            inner = vars(component).values() if hasattr(component, "__dict__") else ()
-            inner = component if isinstance(component, list | tuple) else inner
-            waiting += [
-                (value, left - 1) for value in inner if _may_hold_streams(value)
+        if depth_left:
+            inner_objects = (
+                vars(component).values() if hasattr(component, "__dict__") else ()
+            )
+            inner_objects = (
+                component if isinstance(component, list | tuple) else inner_objects
+            )
+            waiting_components += [
+                (value, depth_left - 1)
+                for value in inner_objects
+                if _may_hold_streams(value)
             ]
 
 

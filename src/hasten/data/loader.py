@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.data.batch_plan import derive_seed
 from hasten.data.position import Position, decode, encode
-from hasten.data.source import BatchSource, Item, forward_epoch, samples_of_last_batch
+from hasten.data.source import BatchSource, Item, count_last_samples, forward_epoch
 from hasten.errors import ArgumentError, PrepareError
 from hasten.optim.clock import LoaderCursor, StepClock
 
@@ -166,21 +166,21 @@ class Loader(DataLoader[Any]):
         if not self.parts.cursor.num_again:
             loaders.opening(self.parts.cursor)
         # takes its epoch with the first batch: progress bars make iterators without use
-        iterator = self._hand_out()
+        iterator = self._yield_batches()
         iteration.iterator, iteration.requested_at = weakref.ref(iterator), loaders.now
         return iterator
 
     def _end_unread_pass(self) -> None:
         """End a loaded pass that was requested, and not continued before another loader ran out: the loop over both is over."""
         iteration = self.parts.iteration
-        unread = (
+        was_unread = (
             iteration.iterator is not None
             and iteration.requested_at <= self.parts.clock.loaders.exhausted_at
         )
-        if unread and iteration.fresh and iteration.start.consumed:
+        if was_unread and iteration.fresh and iteration.start.consumed:
             iteration.place(iteration.start.begin(iteration.start.epoch + 1))
 
-    def _begin(self) -> tuple[Iterator[Item], Position]:
+    def _begin_pass(self) -> tuple[Iterator[Item], Position]:
         """Start an iteration at the loader's position; a skipping copy starts `skip` batches into that epoch."""
         parts = self.parts
         if not parts.iteration.fresh:
@@ -188,8 +188,10 @@ class Loader(DataLoader[Any]):
         parts.clock.keep_position(parts.cursor)
         position = parts.iteration.start
         if parts.skip:
-            first = parts.source.skipped(replace(position, consumed=0), parts.skip)
-            position = replace(first, batches=parts.skip)
+            skipped_position = parts.source.skipped(
+                replace(position, consumed=0), parts.skip
+            )
+            position = replace(skipped_position, batches=parts.skip)
         # a resumed epoch has saved states
         if parts.equalise is not None and position.consumed == 0:
             parts.equalise()
@@ -205,18 +207,20 @@ class Loader(DataLoader[Any]):
             None,
             None,
         )
-        size, total = parts.source.size(), parts.total_batch_size
+        num_units, global_batch_size = parts.source.size(), parts.total_batch_size
         # the length of a stream is not asked for
-        is_length_known = size is not None and total is not None
-        steps = parts.source.steps() if is_length_known else None
+        is_length_known = num_units is not None and global_batch_size is not None
+        num_steps = parts.source.steps() if is_length_known else None
         cursor.pads_like = (
-            None if steps is None else (size, position.consumed, total, steps)
+            None
+            if num_steps is None
+            else (num_units, position.consumed, global_batch_size, num_steps)
         )
         if not cursor.opened:
             parts.clock.loaders.opening(cursor)
         return items if parts.move is None else parts.move(items), position
 
-    def _hand_out(self) -> Iterator[Any]:
+    def _yield_batches(self) -> Iterator[Any]:
         """Yield the batches from the loader's position to the end of its epoch."""
         parts = self.parts
         cursor, iteration, clock = parts.cursor, parts.iteration, parts.clock
@@ -224,33 +228,42 @@ class Loader(DataLoader[Any]):
             cursor.num_again -= 1
             cursor.num_ended += 1
             return
-        active, run_parts, total = clock.loaders, clock.parts, parts.total_batch_size
-        for tell in run_parts.pass_begins:
-            tell(cursor)
-        items, pass_start = self._begin()
+        active_loaders, run_parts, global_batch_size = (
+            clock.loaders,
+            clock.parts,
+            parts.total_batch_size,
+        )
+        for call_part in run_parts.pass_begins:
+            call_part(cursor)
+        items, pass_start = self._begin_pass()
         with clock.watching(cursor):
-            for batch, padding, last, source_state in items:
+            for batch, padding, is_last, source_state in items:
                 if iteration.start is pass_start:  # not superseded by a later pass
                     iteration.steps += 1
                     iteration.source_state = source_state
-                active.moving(cursor)
+                active_loaders.moving(cursor)
                 cursor.batch += 1
                 cursor.num_real, cursor.num_rows = (
                     (None, None) if padding is None else padding
                 )
-                cursor.at_end, cursor.given = last, batch
-                cursor.num_samples = total
-                if last:
-                    source, steps = self.parts.source, iteration.steps
-                    cursor.num_samples = samples_of_last_batch(
-                        source, pass_start, steps, cursor, total, self.batch_size
+                cursor.at_end, cursor.given = is_last, batch
+                cursor.num_samples = global_batch_size
+                if is_last:
+                    source, num_steps = self.parts.source, iteration.steps
+                    cursor.num_samples = count_last_samples(
+                        source,
+                        pass_start,
+                        num_steps,
+                        cursor,
+                        global_batch_size,
+                        self.batch_size,
                     )
                 cursor.passes_at_batch = clock.num_passes
-                for tell in run_parts.batch_ready:
-                    tell(cursor)
+                for call_part in run_parts.batch_ready:
+                    call_part(cursor)
                 yield batch
-                for tell in run_parts.batch:
-                    tell(cursor)
+                for call_part in run_parts.batch:
+                    call_part(cursor)
                 if clock.every > 1:
                     clock.keep_position(cursor)
             if iteration.start is pass_start:
@@ -287,17 +300,17 @@ class Loader(DataLoader[Any]):
         )
 
     def __len__(self) -> int:
-        steps = self.parts.source.steps()
-        if steps is None:
-            kind = (
+        num_steps = self.parts.source.steps()
+        if num_steps is None:
+            reason = (
                 "its dataset is a stream"
                 if isinstance(self.dataset, IterableDataset)
                 else "its sampler has none"
             )
             raise TypeError(
-                f"this loader has no length: {kind}. Count batches while iterating, or implement __len__."
+                f"this loader has no length: {reason}. Count batches while iterating, or implement __len__."
             )
-        return max(steps - self.parts.skip, 0)
+        return max(num_steps - self.parts.skip, 0)
 
     def is_running(self) -> bool:
         """Return True if a pass over this loader runs."""
@@ -332,26 +345,28 @@ class Loader(DataLoader[Any]):
         source, iteration = self.parts.source, self.parts.iteration
         if self.parts.cursor.num_again:
             return len(self)
-        skips = self.parts.skip > 0  # counts from the epoch's first batch
-        if not iteration.fresh or not iteration.start.consumed or skips:
+        skips_batches = self.parts.skip > 0  # counts from the epoch's first batch
+        if not iteration.fresh or not iteration.start.consumed or skips_batches:
             return 0
-        position, steps, size = iteration.start, source.steps(), source.size()
-        if source.unit == "stream" or steps is None or size is None:
+        position, num_steps, num_units = iteration.start, source.steps(), source.size()
+        if source.unit == "stream" or num_steps is None or num_units is None:
             return position.batches
-        first, every = replace(position, consumed=0), range(steps + 1)
-        done = (
+        epoch_start, step_numbers = replace(position, consumed=0), range(num_steps + 1)
+        num_done = (
             bisect_right(
-                every,
+                step_numbers,
                 position.consumed,
-                key=lambda number: source.skipped(first, number).consumed,
+                key=lambda number: source.skipped(epoch_start, number).consumed,
             )
             - 1
         )
-        left = bisect_left(
-            every, size, key=lambda number: source.skipped(position, number).consumed
+        num_left = bisect_left(
+            step_numbers,
+            num_units,
+            key=lambda number: source.skipped(position, number).consumed,
         )
         # with another world size, steps need not start where the saved ones ended
-        return max(done, steps - left)
+        return max(num_done, num_steps - num_left)
 
     def set_epoch(self, epoch: int) -> None:
         """Start at `epoch` when iterated next; without a call, every pass takes the next epoch."""
@@ -365,9 +380,9 @@ class Loader(DataLoader[Any]):
             iteration.place(iteration.upcoming())
         if iteration.iterator is not None and iteration.iterator() is None:
             self._end_unread_pass()
-        return self._encoded(iteration.steps)
+        return self._encode_position(iteration.steps)
 
-    def _encoded(self, steps: int) -> dict[str, Any]:
+    def _encode_position(self, steps: int) -> dict[str, Any]:
         """Return the position after `steps` batches of the pass that runs or comes next."""
         iteration, source = self.parts.iteration, self.parts.source
         position = iteration.start
@@ -388,7 +403,7 @@ class Loader(DataLoader[Any]):
             if not self.is_running():
                 iteration.place(iteration.upcoming())
             elif self.parts.clock.num_passes == cursor.passes_before:
-                return self._encoded(0)
+                return self._encode_position(0)
         return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import (
 from hasten.comm.base import Comm
 from hasten.data.batch_plan import Indices, Shuffle, derive_seed
 from hasten.data.carried_state import SamplerState
-from hasten.data.foreign import length_of, plainly
+from hasten.data.foreign import find_length, is_exactly
 from hasten.data.position import Part, Position, Witness
 from hasten.data.random_states import OwnRng, RandomStates
 from hasten.errors import ConfigError, DataError, PeerFailedError
@@ -71,8 +71,10 @@ class ComputedOrder:
 
     def draw(self, position: Position) -> Iterator[int]:
         index_at, size = self.seek(position), self.size()
-        for first in range(0, size, 4096):
-            yield from index_at(np.arange(first, min(first + 4096, size))).tolist()
+        for first_position in range(0, size, 4096):
+            yield from index_at(
+                np.arange(first_position, min(first_position + 4096, size))
+            ).tolist()
 
 
 class DistributedOrder:
@@ -121,7 +123,7 @@ class SharedOrder:
         self._first_units: list[Any] = []
 
     def size(self) -> int | None:
-        return length_of(self._sampler)
+        return find_length(self._sampler)
 
     def begin(self, position: Position) -> Position:
         if position.generator is None:
@@ -131,7 +133,7 @@ class SharedOrder:
 
     def witness(self, consumed: int) -> Witness | None:
         """Return a checksum of the order's first units that were consumed; None if they are not plain numbers."""
-        return _witness(self._first_units[:consumed])
+        return _compute_witness(self._first_units[:consumed])
 
     def seek(self, position: Position) -> None:
         return None
@@ -141,14 +143,14 @@ class SharedOrder:
             self._sampler.set_epoch(position.epoch)
         seed = derive_seed(position.seed, position.epoch)
         with closing(OwnRng(seed, self._process)) as rng:
-            chunks = self._chunks(rng)
+            chunks = self._draw_chunks(rng)
             self._first_units = next(chunks)
             self._check(position, self._first_units)
             yield from self._first_units
             for chunk in chunks:
                 yield from chunk
 
-    def _chunks(self, rng: OwnRng) -> Iterator[list[Any]]:
+    def _draw_chunks(self, rng: OwnRng) -> Iterator[list[Any]]:
         """Yield the units in lists, of which the last one is shorter. Ranks: every rank."""
         units: Iterator[Any] | None = None
         is_full = True
@@ -163,7 +165,7 @@ class SharedOrder:
                 # errors of the user's sampler must reach the waiting ranks
                 except Exception as raised:
                     error = raised
-            chunk = self._share(chunk, error)
+            chunk = self._share_chunk(chunk, error)
             is_full = len(chunk) == _CHUNK
             yield chunk
 
@@ -171,7 +173,7 @@ class SharedOrder:
         """Raise DataError when the saved run's order started with other units."""
         if (
             position.witness is None
-            or _witness(chunk[: position.witness[0]]) == position.witness
+            or _compute_witness(chunk[: position.witness[0]]) == position.witness
         ):
             return
         raise DataError(
@@ -180,36 +182,41 @@ class SharedOrder:
             "draw from a generator that is an attribute of the sampler."
         )
 
-    def _share(self, chunk: list[Any], error: Exception | None) -> list[Any]:
+    def _share_chunk(
+        self, first_rank_chunk: list[Any], sampler_error: Exception | None
+    ) -> list[Any]:
         if self._comm.size > 1:
-            peer_error, chunk = self._comm.broadcast_object(
-                (None if error is None else repr(error), chunk)
+            peer_error, first_rank_chunk = self._comm.broadcast_object(
+                (
+                    None if sampler_error is None else repr(sampler_error),
+                    first_rank_chunk,
+                )
             )
-            if peer_error is not None and error is None:
+            if peer_error is not None and sampler_error is None:
                 raise PeerFailedError(
                     f"the sampler raised {peer_error} on rank {self._comm.ranks[0]}, which draws for all ranks, so this rank has no indices. "
                     "See the traceback of that rank."
                 )
-        if error is not None:
-            raise error
-        return chunk
+        if sampler_error is not None:
+            raise sampler_error
+        return first_rank_chunk
 
 
-def plain_unit(unit: Any) -> Any:
+def to_plain_unit(unit: Any) -> Any:
     """Return an index, or a batch of them, as numbers and texts. Raises: TypeError for other types."""
     if isinstance(unit, str):
         return str(unit)
     if isinstance(unit, list | tuple):
-        return [plain_unit(index) for index in unit]
+        return [to_plain_unit(index) for index in unit]
     return operator.index(unit)
 
 
-def _witness(units: list[Any]) -> Witness | None:  # Any: units are of any type
+def _compute_witness(units: list[Any]) -> Witness | None:  # Any: units are of any type
     try:
-        text = repr([plain_unit(unit) for unit in units])
+        units_text = repr([to_plain_unit(unit) for unit in units])
     except TypeError:
         return None
-    return (len(units), zlib.crc32(text.encode())) if units else None
+    return (len(units), zlib.crc32(units_text.encode())) if units else None
 
 
 Fit = Literal["longest", "shortest", "own"]
@@ -242,24 +249,24 @@ class PartOrder:
 
     def _common_size(self) -> int:
         """Return the number of units that every rank yields. Raises: DataError if a shard is empty or has no length."""
-        sizes = [size for size in self._sizes if size is not None]
-        if len(sizes) < len(self._sizes):
+        known_sizes = [size for size in self._sizes if size is not None]
+        if len(known_sizes) < len(self._sizes):
             raise DataError(
                 "the sampler of data that is already sharded has no length, so the ranks cannot end an epoch together. Implement "
                 "__len__, or set even_batches=False."
             )
-        ranks = [
+        empty_ranks = [
             self._comm.ranks[member]
-            for member in range(len(sizes))
-            if not sizes[member]
+            for member in range(len(known_sizes))
+            if not known_sizes[member]
         ]
-        if self._fit == "longest" and 0 < len(ranks) < len(sizes):
+        if self._fit == "longest" and 0 < len(empty_ranks) < len(known_sizes):
             raise DataError(
-                f"the part of rank(s) {', '.join(map(str, ranks))} of {len(sizes)} has no samples, so these ranks could not take part in a "
+                f"the part of rank(s) {', '.join(map(str, empty_ranks))} of {len(known_sizes)} has no samples, so these ranks could not take part in a "
                 "step. Give every rank a part with samples; with drop_last=True the epoch ends with the shortest part, with "
                 "even_batches=False each rank ends separately."
             )
-        return max(sizes) if self._fit == "longest" else min(sizes)
+        return max(known_sizes) if self._fit == "longest" else min(known_sizes)
 
     def part(self, num_parts: int) -> Part:
         """Return the shard as recorded in positions; a sampler's length may change from epoch to epoch."""
@@ -279,10 +286,10 @@ class PartOrder:
         seek_inner = self.inner.seek(position)
         if seek_inner is None:
             return None
-        size, prepared = self.inner.size() or 0, self._sizes[self._comm.rank]
-        if size != prepared and self._fit != "own":
+        size, prepared_size = self.inner.size() or 0, self._sizes[self._comm.rank]
+        if size != prepared_size and self._fit != "own":
             raise DataError(
-                f"this rank's part of the data has {size} samples, and had {prepared} when it was prepared; other ranks rely on that "
+                f"this rank's part of the data has {size} samples, and had {prepared_size} when it was prepared; other ranks rely on that "
                 "number, so some would wait forever. Prepare a new loader, or keep the length."
             )
         self._num_drawn = size
@@ -295,14 +302,14 @@ class PartOrder:
             yield from units
             return
         self._sizes = self._comm.all_gather_object(self.inner.size())
-        yield from islice(self._repeated(units), self._common_size())
+        yield from islice(self._repeat_units(units), self._common_size())
         if self._fit == "longest" and next(units, None) is not None:
             raise DataError(
                 "a sampler of data that is already sharded yields more indices than its length, so samples would be lost. Correct "
                 "__len__, or set even_batches=False."
             )
 
-    def _repeated(self, units: Iterator[Any]) -> Iterator[Any]:
+    def _repeat_units(self, units: Iterator[Any]) -> Iterator[Any]:
         """Yield the units, and then those at the start again and again."""
         first_units: list[Any] = []
         num_units = 0
@@ -314,12 +321,12 @@ class PartOrder:
         yield from cycle(first_units)
 
 
-def fit_of(even: bool, drop_last: bool) -> Fit:
+def choose_fit(even: bool, drop_last: bool) -> Fit:
     """Return the fit of shards of different size."""
     return "own" if not even else "shortest" if drop_last else "longest"
 
 
-def order_of(
+def choose_order(
     sampler: Any,  # Any: a sampler is any iterable of indices
     *,
     seekable: bool,
@@ -328,10 +335,10 @@ def order_of(
     """Return the order for a user's sampler or batch sampler."""
     if isinstance(sampler, DistributedSampler):
         return DistributedOrder(sampler)
-    if plainly(sampler, SequentialSampler):
+    if is_exactly(sampler, SequentialSampler):
         return ComputedOrder(sampler, shuffled=False)
     if (
-        plainly(sampler, RandomSampler)
+        is_exactly(sampler, RandomSampler)
         and seekable
         and not sampler.replacement
         and sampler._num_samples is None

@@ -73,9 +73,11 @@ def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
     """Return the position as JSON values, with the facts needed to refuse a loader it does not belong to."""
     state: dict[str, Any] = {"version": _VERSION, "unit": unit, "size": size}
     for field in fields(position):
-        value = getattr(position, field.name)
-        if field.name in ("epoch", "consumed", "seed") or value != field.default:
-            state[field.name] = list(value) if isinstance(value, tuple) else value
+        field_value = getattr(position, field.name)
+        if field.name in ("epoch", "consumed", "seed") or field_value != field.default:
+            state[field.name] = (
+                list(field_value) if isinstance(field_value, tuple) else field_value
+            )
     # of other loaders, another world size has another number
     if unit != "stream" or not position.consumed:
         state.pop("batches", None)
@@ -113,8 +115,8 @@ def decode(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
             "kind, so the position is invalid. Prepare the loader of the saved run."
         )
     # shards are compared when they are read
-    sizes = "part" not in state and (size is not None or unit == "stream")
-    if state["consumed"] and sizes and state["size"] != size:
+    compares_sizes = "part" not in state and (size is not None or unit == "stream")
+    if state["consumed"] and compares_sizes and state["size"] != size:
         raise DataError(
             f"the loader's state is {state['consumed']} {unit} into an epoch of {state['size']}, and this loader's "
             f"epoch has {size}; its order is different, so samples would be repeated or lost. Restore the dataset, "
@@ -125,9 +127,9 @@ def decode(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
 
 def _check_stream(state: Mapping[str, Any]) -> None:
     """Raise msgspec.ValidationError unless a stream's state has one value per worker."""
-    stream = msgspec.convert(state, _StreamRecord)
-    for values in (stream.positions, stream.states, stream.rngs, stream.origins):
-        if values is not None and len(values) != stream.workers:
+    record = msgspec.convert(state, _StreamRecord)
+    for values in (record.positions, record.states, record.rngs, record.origins):
+        if values is not None and len(values) != record.workers:
             raise msgspec.ValidationError(
-                f"{len(values)} values for {stream.workers} workers - at `$.stream`"
+                f"{len(values)} values for {record.workers} workers - at `$.stream`"
             )

@@ -23,10 +23,10 @@ _IN_LINE_BYTES: Final = 1 << 16
 """Batches up to this size are copied synchronously. A copy of 64 KiB takes the device a few microseconds, and CUDA puts
 that much pageable memory into its command buffer without waiting; a side stream costs the host more than it saves."""
 _TIMED_COPIES: Final = 8
-_PATIENCE_S: Final = 0.5e-3
+_MAX_COPY_S: Final = 0.5e-3
 """Synchronous copies that block the host longer than this wait for the device, and use the side stream instead."""
 # bytes of unpinned tensors from which on staging runs in a thread
-_WORTH_A_THREAD: Final = 1 << 20
+_THREAD_MIN_BYTES: Final = 1 << 20
 
 
 class InLine:
@@ -48,7 +48,7 @@ class InLine:
 
     def takes(self, batch: Any) -> bool:
         """Return True if the batch is small, or holds an object whose memory a side stream would reuse too early."""
-        return host_bytes(batch) <= self._limit
+        return count_host_bytes(batch) <= self._limit
 
     def copy(self, batch: Any) -> Any:
         """Return the batch on the device."""
@@ -56,13 +56,15 @@ class InLine:
             return trees.to_device(
                 batch, self._device, self._non_blocking, self.skip_keys
             )
-        begun = time.perf_counter()
-        moved = trees.to_device(batch, self._device, self._non_blocking, self.skip_keys)
-        self._fastest_s = min(self._fastest_s, time.perf_counter() - begun)
+        start_s = time.perf_counter()
+        moved_batch = trees.to_device(
+            batch, self._device, self._non_blocking, self.skip_keys
+        )
+        self._fastest_s = min(self._fastest_s, time.perf_counter() - start_s)
         self._timed += 1
-        if self._timed == _TIMED_COPIES and self._fastest_s > _PATIENCE_S:
+        if self._timed == _TIMED_COPIES and self._fastest_s > _MAX_COPY_S:
             self._limit = -1
-        return moved
+        return moved_batch
 
 
 class Slot:
@@ -74,7 +76,7 @@ class Slot:
         self.done = done
         """Event recorded on the side stream after the slot's latest copy."""
         self.used = False
-        self._allocate = allocate or _pinned
+        self._allocate = allocate or _allocate_pinned
         self._buffers: list[Tensor] = []
         self._views: list[Tensor] = []
         self._next = 0
@@ -97,19 +99,19 @@ class Slot:
             or x.is_neg()
         ):
             return x.pin_memory()
-        index = self._next
+        buffer_index = self._next
         self._next += 1
-        if index == len(self._buffers):
+        if buffer_index == len(self._buffers):
             self._buffers.append(self._allocate(x.nbytes))
-            self._views.append(self._buffers[index])
-        view = self._views[index]
-        if view.shape != x.shape or view.dtype != x.dtype:
-            if self._buffers[index].nbytes < x.nbytes:
-                self._buffers[index] = self._allocate(x.nbytes)
-            view = self._views[index] = (
-                self._buffers[index][: x.nbytes].view(x.dtype).view(x.shape)
+            self._views.append(self._buffers[buffer_index])
+        buffer_view = self._views[buffer_index]
+        if buffer_view.shape != x.shape or buffer_view.dtype != x.dtype:
+            if self._buffers[buffer_index].nbytes < x.nbytes:
+                self._buffers[buffer_index] = self._allocate(x.nbytes)
+            buffer_view = self._views[buffer_index] = (
+                self._buffers[buffer_index][: x.nbytes].view(x.dtype).view(x.shape)
             )
-        return view.copy_(x)
+        return buffer_view.copy_(x)
 
 
 class CopyStream:
@@ -135,7 +137,7 @@ class CopyStream:
             for x in trees.tensors(batch)
             if x.device.type == "cpu" and not x.is_pinned()
         )
-        if num_bytes < _WORTH_A_THREAD:
+        if num_bytes < _THREAD_MIN_BYTES:
             return self._copy(batch, slot)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="hasten-staging")
@@ -144,14 +146,14 @@ class CopyStream:
     def hand_over(self, sent: Sent) -> Any:
         """Return the batch, ready for use on the current stream of the calling thread."""
         batch, slot = sent.result() if isinstance(sent, Future) else sent
-        current = torch.accelerator.current_stream(self._device)
-        current.wait_event(slot.done)
-        kind = self._device.type
+        current_stream = torch.accelerator.current_stream(self._device)
+        current_stream.wait_event(slot.done)
+        device_type = self._device.type
         for leaf in trees.leaves(batch):
-            record = getattr(leaf, "record_stream", None)
-            is_elsewhere = isinstance(leaf, Tensor) and leaf.device.type != kind
-            if record is not None and not is_elsewhere:
-                record(current)
+            record_stream = getattr(leaf, "record_stream", None)
+            is_elsewhere = isinstance(leaf, Tensor) and leaf.device.type != device_type
+            if record_stream is not None and not is_elsewhere:
+                record_stream(current_stream)
         return batch
 
     def close(self) -> None:
@@ -162,12 +164,14 @@ class CopyStream:
 
     def _copy(self, batch: Any, slot: Slot) -> tuple[Any, Slot]:
         slot.take()
-        pinned = _pin(batch, self._skip_keys, slot)
+        pinned_batch = _pin_batch(batch, self._skip_keys, slot)
         with self._stream:
-            moved = trees.to_device(pinned, self._device, True, self._skip_keys)
+            moved_batch = trees.to_device(
+                pinned_batch, self._device, True, self._skip_keys
+            )
             slot.done.record(self._stream)
         slot.used = True
-        return moved, slot
+        return moved_batch, slot
 
 
 Sent = tuple[Any, Slot] | Future[tuple[Any, Slot]]
@@ -187,27 +191,27 @@ class Prefetch:
     def __call__(self, items: Iterator[Item]) -> Iterator[Item]:
         in_line = InLine(self._device, self._skip_keys)
         for item in items:
-            batch, real, last, state = item
+            batch, padding, is_last, source_state = item
             if not in_line.takes(batch):
-                if isinstance(state, ReadAhead):
-                    state.now = True
-                yield from self._ahead(item, items, in_line)
+                if isinstance(source_state, ReadAhead):
+                    source_state.now = True
+                yield from self._prefetch(item, items, in_line)
                 return
-            yield in_line.copy(batch), real, last, state
+            yield in_line.copy(batch), padding, is_last, source_state
 
-    def _ahead(
+    def _prefetch(
         self, first: Item, items: Iterator[Item], in_line: InLine
     ) -> Iterator[Item]:
         """Yield the first large batch and those after it; small ones stay in order and are copied synchronously."""
-        queue: deque[tuple[Padding | None, bool, Any]] = deque()
+        item_queue: deque[tuple[Padding | None, bool, Any]] = deque()
         with Queue(self._device, self._depth, in_line) as batches:
-            for batch, real, last, state in chain([first], items):
+            for batch, padding, is_last, source_state in chain([first], items):
                 batches.append(batch)
-                queue.append((real, last, state))
-                if len(queue) > self._depth:
-                    yield batches.popleft(), *queue.popleft()
-            while queue:
-                yield batches.popleft(), *queue.popleft()
+                item_queue.append((padding, is_last, source_state))
+                if len(item_queue) > self._depth:
+                    yield batches.popleft(), *item_queue.popleft()
+            while item_queue:
+                yield batches.popleft(), *item_queue.popleft()
 
 
 class Queue:
@@ -225,26 +229,26 @@ class Queue:
 
     def append(self, batch: Any) -> None:
         """Append a batch, and start its copy if it is large."""
-        small = self._in_line.takes(batch)
-        if not small and self._copy_stream is None:
+        is_small = self._in_line.takes(batch)
+        if not is_small and self._copy_stream is None:
             self._copy_stream = CopyStream(
                 self._device, self._depth, self._in_line.skip_keys
             )
         self._batches.append(
             (
                 batch
-                if small or self._copy_stream is None
+                if is_small or self._copy_stream is None
                 else self._copy_stream.send(batch),
-                small,
+                is_small,
             )
         )
 
     def popleft(self) -> Any:
         """Return the first batch, on the device."""
-        batch, small = self._batches.popleft()
+        batch, is_small = self._batches.popleft()
         return (
             self._in_line.copy(batch)
-            if small or self._copy_stream is None
+            if is_small or self._copy_stream is None
             else self._copy_stream.hand_over(batch)
         )
 
@@ -258,10 +262,10 @@ class Queue:
 
 def with_next(steps: Iterator[T]) -> Iterator[tuple[T, T | None]]:
     """Yield each step together with the one that follows it."""
-    ahead = next(steps, None)
-    while ahead is not None:
-        step, ahead = ahead, next(steps, None)
-        yield step, ahead
+    next_step = next(steps, None)
+    while next_step is not None:
+        step, next_step = next_step, next(steps, None)
+        yield step, next_step
 
 
 class LookAhead:
@@ -271,54 +275,58 @@ class LookAhead:
         self._depth = depth
 
     def __call__(self, items: Iterator[Item]) -> Iterator[Item]:
-        queue: deque[Item] = deque()
+        item_queue: deque[Item] = deque()
         for item in items:
-            queue.append(item)
-            if len(queue) > self._depth:
-                yield queue.popleft()
-        yield from queue
+            item_queue.append(item)
+            if len(item_queue) > self._depth:
+                yield item_queue.popleft()
+        yield from item_queue
 
 
-def host_bytes(batch: Any) -> float:
+def count_host_bytes(batch: Any) -> float:
     """Return the number of bytes of a batch's tensors.
 
     An object that hides its tensors counts as infinitely many with `record_stream`, which lets a side stream copy it,
     and as infinitely few without.
     """
-    kind = type(batch)
-    if kind is Tensor:
+    batch_type = type(batch)
+    if batch_type is Tensor:
         return int(batch.nbytes)
-    if kind is dict:
-        items = batch.values()
-    elif kind is tuple or kind is list:
-        items = batch
+    if batch_type is dict:
+        batch_leaves = batch.values()
+    elif batch_type is tuple or batch_type is list:
+        batch_leaves = batch
     elif isinstance(batch, Tensor):
         return batch.numel() * batch.element_size()
     elif trees.is_container(batch):
-        items = [item for _, item in trees.children(batch)]
+        batch_leaves = [batch_leaf for _, batch_leaf in trees.children(batch)]
     else:
         if not hasattr(batch, "to"):
             return 0
         return math.inf if hasattr(batch, "record_stream") else -math.inf
-    total: float = 0
-    for item in items:
-        total += item.nbytes if type(item) is Tensor else host_bytes(item)
-    return total
+    num_bytes: float = 0
+    for batch_leaf in batch_leaves:
+        num_bytes += (
+            batch_leaf.nbytes
+            if type(batch_leaf) is Tensor
+            else count_host_bytes(batch_leaf)
+        )
+    return num_bytes
 
 
-def _pin(batch: Any, skip_keys: Collection[str], slot: Slot) -> Any:
+def _pin_batch(batch: Any, skip_keys: Collection[str], slot: Slot) -> Any:
     """Return the batch with its host tensors in pinned memory, from which copies run asynchronously."""
     if isinstance(batch, Tensor):
         return slot.staged(batch)
     if not trees.is_container(batch):
-        pin = getattr(batch, "pin_memory", None)
-        return pin() if callable(pin) else batch
-    items = [
-        item if key in skip_keys else _pin(item, skip_keys, slot)
+        pin_method = getattr(batch, "pin_memory", None)
+        return pin_method() if callable(pin_method) else batch
+    pinned_items = [
+        item if key in skip_keys else _pin_batch(item, skip_keys, slot)
         for key, item in trees.children(batch)
     ]
-    return trees.rebuild(batch, items)
+    return trees.rebuild(batch, pinned_items)
 
 
-def _pinned(num_bytes: int) -> Tensor:
+def _allocate_pinned(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

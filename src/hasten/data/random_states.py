@@ -62,7 +62,7 @@ class NumpyGenerator:
 
     def install(self) -> None:
         """Make np.random's functions draw from this generator."""
-        _install(self.bits)
+        _install_bits(self.bits)
         if self._state is not None and self._state["has_gauss"]:
             np.random.set_state(self._state)
 
@@ -85,16 +85,16 @@ class NumpyGenerator:
 
     def write(self, state: NumpyState) -> None:
         """Install this generator with a state."""
-        _install(self.bits)
+        _install_bits(self.bits)
         np.random.set_state(state)
         self._state, self._memory = state, self._read_memory()
 
     def _read_memory(self) -> bytes | None:
         """Return the memory of the generator's state, which every draw changes; None if its size is unknown."""
-        return _memory_of(self.bits) if self._comparable else None
+        return _read_memory_of(self.bits) if self._comparable else None
 
 
-def _memory_of(bits: np.random.MT19937) -> bytes:
+def _read_memory_of(bits: np.random.MT19937) -> bytes:
     return ctypes.string_at(bits.ctypes.state_address, _NUMPY_BYTES)
 
 
@@ -103,19 +103,19 @@ def _is_known_layout() -> bool:
     """Return True if the memory of an MT19937 is its words and its index; else states are read after every block."""
     bits = np.random.MT19937(0)
     bits.random_raw(3)
-    return _memory_of(bits) == _words_and_index(bits.state)
+    return _read_memory_of(bits) == _pack_words_and_index(bits.state)
 
 
-def _words_and_index(state: Any) -> bytes:
-    inner = state["state"]
-    return np.append(inner["key"], inner["pos"]).astype(np.uint32).tobytes()
+def _pack_words_and_index(state: Any) -> bytes:
+    key_state = state["state"]
+    return np.append(key_state["key"], key_state["pos"]).astype(np.uint32).tobytes()
 
 
-def _install(bits: Any) -> None:
+def _install_bits(bits: Any) -> None:
     np.random.set_bit_generator(bits)  # type: ignore[attr-defined] # public, and missing in numpy's stubs
 
 
-def _installed() -> Any:
+def _installed_bits() -> Any:
     return np.random.get_bit_generator()  # type: ignore[attr-defined] # public, and missing in numpy's stubs
 
 
@@ -133,9 +133,9 @@ class RandomStates:
     def read(self) -> States:
         """Return the current states. Raises: DataError if np.random draws from a generator that cannot be saved."""
         numpy = self._current().read()
-        if (kind := numpy["bit_generator"]) != "MT19937":
+        if (bits_name := numpy["bit_generator"]) != "MT19937":
             raise DataError(
-                f"numpy's global generator is a {kind}, whose state hasten does not save, so data could not be reproduced on "
+                f"numpy's global generator is a {bits_name}, whose state hasten does not save, so data could not be reproduced on "
                 "resume. Use np.random's default MT19937, or draw from a separate Generator."
             )
         return States(torch.get_rng_state(), random.getstate(), numpy)
@@ -143,18 +143,18 @@ class RandomStates:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Context manager that restores the states on exit. Inside, np.random has another generator: seed it first."""
-        outside = self._current()
-        outside.read()
+        outside_generator = self._current()
+        outside_generator.read()
         torch_state, python_state = torch.get_rng_state(), random.getstate()
-        inside = self.borrow()
-        inside.install()
+        inside_generator = self.borrow()
+        inside_generator.install()
         try:
             yield
         finally:
             torch.set_rng_state(torch_state)
             random.setstate(python_state)
-            outside.install()
-            self.give_back(inside)
+            outside_generator.install()
+            self.give_back(inside_generator)
 
     def borrow(self) -> NumpyGenerator:
         """Return a generator in any state; making one takes 0.2 ms, so that generators are reused."""
@@ -166,7 +166,7 @@ class RandomStates:
         self._unused.append(generator)
 
     def _current(self) -> NumpyGenerator:
-        bits = _installed()
+        bits = _installed_bits()
         if self._outside is None or self._outside.bits is not bits:
             self._outside = NumpyGenerator(bits)
         return self._outside
@@ -186,31 +186,33 @@ class OwnRng:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Context manager that draws from these states; only np.random's are restored on exit (see RandomStates.kept)."""
-        outside_bits = _installed()
-        numpy = self._numpy = (
+        outside_bits = _installed_bits()
+        numpy_generator = self._numpy = (
             self._process.borrow() if self._numpy is None else self._numpy
         )
         if self._states is None:
-            numpy.install()
+            numpy_generator.install()
             seed_everything(self._seed)
             self._states = States(
-                torch.get_rng_state(), random.getstate(), numpy.read()
+                torch.get_rng_state(), random.getstate(), numpy_generator.read()
             )
         else:
             torch.set_rng_state(self._states.torch)
             random.setstate(self._states.python)
             if self._loaded:
-                numpy.write(self._states.numpy)
+                numpy_generator.write(self._states.numpy)
             else:
-                numpy.install()
+                numpy_generator.install()
             self._loaded = False
         try:
             yield
         finally:
-            states = States(torch.get_rng_state(), random.getstate(), numpy.read())
-            self._drawn = self._drawn or not states.same(self._states)
-            self._states = states
-            _install(outside_bits)
+            exit_states = States(
+                torch.get_rng_state(), random.getstate(), numpy_generator.read()
+            )
+            self._drawn = self._drawn or not exit_states.same(self._states)
+            self._states = exit_states
+            _install_bits(outside_bits)
 
     def close(self) -> None:
         """Give numpy's generator back; the states are not entered again."""
@@ -237,12 +239,16 @@ def seed_everything(seed: int) -> None:
 
 def encode_states(states: States) -> dict[str, Any]:
     """Return the states as JSON values."""
-    version, words, gauss = states.python
+    version, python_words, gauss = states.python
     return {
-        "torch": _text(bytes(states.torch.numpy())),
-        "python": [version, _text(np.array(words, dtype=np.uint32).tobytes()), gauss],
+        "torch": _encode_bytes(bytes(states.torch.numpy())),
+        "python": [
+            version,
+            _encode_bytes(np.array(python_words, dtype=np.uint32).tobytes()),
+            gauss,
+        ],
         "numpy": [
-            _text(_words_and_index(states.numpy)),
+            _encode_bytes(_pack_words_and_index(states.numpy)),
             states.numpy["has_gauss"],
             states.numpy["gauss"],
         ],
@@ -252,35 +258,35 @@ def encode_states(states: States) -> dict[str, Any]:
 def decode_states(saved: Mapping[str, Any]) -> States:
     """Return the states that `encode_states` wrote, after testing them on unused generators. Raises: DataError."""
     try:
-        version, words, gauss = saved["python"]
-        numbers = np.frombuffer(base64.b64decode(words), dtype=np.uint32)
-        if len(numbers) != _PYTHON_WORDS:
-            raise ValueError(f"{len(numbers)} words instead of {_PYTHON_WORDS}")
-        python = (version, tuple(numbers.tolist()), gauss)
-        random.Random().setstate(python)
-        text, has_gauss, cached = saved["numpy"]
-        raw = base64.b64decode(text)
-        if len(raw) != _NUMPY_BYTES:
-            raise ValueError(f"{len(raw)} bytes instead of {_NUMPY_BYTES}")
-        *key, pos = np.frombuffer(raw, dtype=np.uint32).tolist()
-        numpy = {
+        version, encoded_words, gauss = saved["python"]
+        word_numbers = np.frombuffer(base64.b64decode(encoded_words), dtype=np.uint32)
+        if len(word_numbers) != _PYTHON_WORDS:
+            raise ValueError(f"{len(word_numbers)} words instead of {_PYTHON_WORDS}")
+        python_state = (version, tuple(word_numbers.tolist()), gauss)
+        random.Random().setstate(python_state)
+        encoded_words_and_index, has_gauss, cached_normal = saved["numpy"]
+        raw_bytes = base64.b64decode(encoded_words_and_index)
+        if len(raw_bytes) != _NUMPY_BYTES:
+            raise ValueError(f"{len(raw_bytes)} bytes instead of {_NUMPY_BYTES}")
+        *key_words, word_index = np.frombuffer(raw_bytes, dtype=np.uint32).tolist()
+        numpy_state = {
             "bit_generator": "MT19937",
-            "state": {"key": np.array(key, dtype=np.uint32), "pos": pos},
+            "state": {"key": np.array(key_words, dtype=np.uint32), "pos": word_index},
             "has_gauss": int(has_gauss),
-            "gauss": float(cached),
+            "gauss": float(cached_normal),
         }
-        np.random.RandomState().set_state(numpy)
-        state = torch.from_numpy(
+        np.random.RandomState().set_state(numpy_state)
+        torch_state = torch.from_numpy(
             np.frombuffer(base64.b64decode(saved["torch"]), dtype=np.uint8).copy()
         )
-        torch.Generator().set_state(state)
+        torch.Generator().set_state(torch_state)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DataError(
             f"the loader's state holds random states that cannot be read ({error}), so data would be drawn differently. "
             f"Use another checkpoint, or start a new epoch."
         ) from error
-    return States(state, python, numpy)
+    return States(torch_state, python_state, numpy_state)
 
 
-def _text(raw: bytes) -> str:
-    return base64.b64encode(raw).decode()
+def _encode_bytes(raw_bytes: bytes) -> str:
+    return base64.b64encode(raw_bytes).decode()

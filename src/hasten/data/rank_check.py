@@ -25,14 +25,14 @@ from hasten.comm.base import Comm
 from hasten.data.carried_state import CarriedState, SamplerState
 from hasten.data.foreign import (
     ForeignSplit,
+    find_length,
+    find_own_split,
     has_fixed_shard_order,
-    length_of,
-    plainly,
-    split_by_itself,
+    is_exactly,
 )
-from hasten.data.order import plain_unit
+from hasten.data.order import to_plain_unit
 from hasten.data.random_states import RandomStates, seed_everything
-from hasten.data.source import Forwarding, engine_of
+from hasten.data.source import Forwarding, copy_loader
 from hasten.errors import DataError
 from hasten.runtime.logs import get_logger
 
@@ -74,14 +74,14 @@ def agree_on_loader(
 
     Ranks: every rank. Raises: DataError on every rank, with the values of each rank.
     """
-    split = split_by_itself(loader.dataset) if already_sharded is None else None
+    split = find_own_split(loader.dataset) if already_sharded is None else None
     facts = {
         **settings,
         "already_sharded": already_sharded,
         "whether it splits itself": split is not None,
         _LENGTH: None
         if already_sharded or split is not None
-        else length_of(loader.dataset),
+        else find_length(loader.dataset),
     }
     facts_of_ranks: list[tuple[dict[str, Any], int]] = comm.all_gather_object(
         (facts, seed)
@@ -94,7 +94,7 @@ def agree_on_loader(
     if already_sharded:
         return LoaderAgreement(seed, True)
     if isinstance(loader.dataset, IterableDataset):
-        _draw_alike(loader.dataset, comm)
+        _equalise_generators(loader.dataset, comm)
     if split is not None:
         log.info(
             "the dataset is already split over the ranks by %s, so each rank reads its part",
@@ -109,10 +109,11 @@ def agree_on_loader(
 
 
 def _refuse_difference(name: str, values: list[Any], comm: Comm) -> None:
-    if all(value == values[0] for value in values):
+    if all(rank_value == values[0] for rank_value in values):
         return
-    table = ", ".join(
-        f"rank {comm.ranks[member]}: {value}" for member, value in enumerate(values)
+    values_of_ranks = ", ".join(
+        f"rank {comm.ranks[member]}: {rank_value}"
+        for member, rank_value in enumerate(values)
     )
     advice = (
         " If the dataset of each rank already is its part of the data, set DataLoaderConfiguration(already_sharded=True) or call "
@@ -121,12 +122,12 @@ def _refuse_difference(name: str, values: list[Any], comm: Comm) -> None:
         else ""
     )
     raise DataError(
-        f"the ranks prepare loaders that differ in {name} ({table}), so some would run out of batches while "
+        f"the ranks prepare loaders that differ in {name} ({values_of_ranks}), so some would run out of batches while "
         f"the others wait for them. Give every rank the whole dataset and the same settings; prepare() splits it.{advice}"
     )
 
 
-def _different_data(difference: str, num_ranks: int) -> DataError:
+def _different_data_error(difference: str, num_ranks: int) -> DataError:
     return DataError(
         f"the ranks were given different data: {difference}. prepare() splits a loader, so each rank would read 1/{num_ranks} of its "
         "data and the rest would be lost. Give every rank the same dataset and sampler: call set_seed(0) before random data is made or "
@@ -135,19 +136,19 @@ def _different_data(difference: str, num_ranks: int) -> DataError:
     )
 
 
-def _draw_alike(stream: Any, comm: Comm) -> None:
+def _equalise_generators(stream: Any, comm: Comm) -> None:
     """Set the stream's generators to their states on the first rank, since ranks that share it must draw equally."""
-    carried = CarriedState(stream, attributes=False)
-    generators = carried.capture()
+    stream_state = CarriedState(stream, attributes=False)
+    generators = stream_state.capture()
     generators_of_ranks = comm.all_gather_object(generators)
     if has_fixed_shard_order(stream) and any(
-        others != generators for others in generators_of_ranks
+        rank_generators != generators for rank_generators in generators_of_ranks
     ):
         raise DataError(
             f"the stream's {stream.num_shards} shards are shuffled without a seed, so every rank has them in another "
             f"order and samples would be lost or read twice. Give shuffle() a seed."
         )
-    carried.restore(generators_of_ranks[0])
+    stream_state.restore(generators_of_ranks[0])
 
 
 # -- indices that samplers draw ----------------------------------------------------------------------------------------
@@ -158,26 +159,28 @@ def _compare_samplers(loader: DataLoader[Any], comm: Comm) -> None:
     can be drawn twice: all ranks use the first rank's indices.
     """
     batches = loader.batch_sampler
-    has_own_batches = batches is not None and not plainly(batches, BatchSampler)
+    has_own_batches = batches is not None and not is_exactly(batches, BatchSampler)
     sampler: Any = batches if has_own_batches else loader.sampler
-    kinds = (SequentialSampler, RandomSampler, DistributedSampler)
-    if any(plainly(sampler, kind) for kind in kinds) or hasattr(sampler, "__next__"):
+    torch_samplers = (SequentialSampler, RandomSampler, DistributedSampler)
+    if any(
+        is_exactly(sampler, sampler_class) for sampler_class in torch_samplers
+    ) or hasattr(sampler, "__next__"):
         return
-    state = SamplerState(sampler)
-    saved_state = state.capture()
+    sampler_state = SamplerState(sampler)
+    saved_state = sampler_state.capture()
     try:
         first_units, units_again = _draw_units(sampler), _draw_units(sampler)
     # the user's sampler: the training loop raises its error when it draws
     except Exception:
         first_units = units_again = None
     finally:
-        state.restore(saved_state)
+        sampler_state.restore(saved_state)
     is_comparable = first_units is not None and first_units == units_again
     units_of_ranks = comm.all_gather_object(first_units if is_comparable else None)
     if None in units_of_ranks:
         return
     if any(units != units_of_ranks[0] for units in units_of_ranks):
-        raise _different_data(
+        raise _different_data_error(
             f"{type(sampler).__name__} yields different indices on every rank",
             comm.size,
         )
@@ -186,7 +189,7 @@ def _compare_samplers(loader: DataLoader[Any], comm: Comm) -> None:
 def _draw_units(sampler: Any) -> list[Any] | None:
     with RandomStates().kept():
         seed_everything(0)
-        return [plain_unit(unit) for unit in islice(iter(sampler), _NUM_UNITS)]
+        return [to_plain_unit(unit) for unit in islice(iter(sampler), _NUM_UNITS)]
 
 
 # -- first samples -----------------------------------------------------------------------------------------------------
@@ -198,7 +201,7 @@ def _compare_first_samples(loader: DataLoader[Any], comm: Comm) -> None:
     if None in checksums or len(set(checksums)) == 1:
         return
     if samples_differ(comm.all_gather_object(_read_first_samples(loader, 2))):
-        raise _different_data(
+        raise _different_data_error(
             f"the first samples of {type(loader.dataset).__name__} differ between ranks",
             comm.size,
         )
@@ -209,7 +212,7 @@ def _read_first_samples(
 ) -> list[list[Sample]] | None:
     """Read the first samples, in a worker if the loader has any; None if they cannot be read."""
     dataset: Any = loader.dataset
-    size = length_of(dataset) or 0
+    size = find_length(dataset) or 0
     is_stream = isinstance(dataset, IterableDataset)
     if not is_stream and not size:
         return None
@@ -218,33 +221,33 @@ def _read_first_samples(
         if is_stream
         else FirstItems(dataset, size, num_turns)
     )
-    engine = engine_of(
+    engine = copy_loader(
         loader,
         dataset=first_samples,
         batch_size=None,
         batch_sampler=None,
         drop_last=False,
         sampler=count() if is_stream else range(len(first_samples)),
-        collate_fn=leaves_of_turn,
+        collate_fn=summarise_turn,
         num_workers=min(loader.num_workers, 1),
         persistent_workers=False,
         pin_memory=False,
     )
     engine.generator = torch.Generator().manual_seed(0)
-    carried = CarriedState(dataset)
-    saved_state = carried.capture()
-    turns: list[list[Sample]] = [[] for _ in range(num_turns)]
+    dataset_state = CarriedState(dataset)
+    saved_state = dataset_state.capture()
+    samples_by_turn: list[list[Sample]] = [[] for _ in range(num_turns)]
     try:
         with RandomStates().kept():
-            for turn, leaves in engine:
-                turns[turn].append(leaves)
+            for turn, sample in engine:
+                samples_by_turn[turn].append(sample)
     # the user's dataset: the training loop raises its error when it reads
     except Exception as error:
         log.info("the first samples could not be compared between ranks: %r", error)
         return None
     finally:
-        carried.restore(saved_state)
-    return turns
+        dataset_state.restore(saved_state)
+    return samples_by_turn
 
 
 class FirstItems(Forwarding):
@@ -253,8 +256,8 @@ class FirstItems(Forwarding):
     def __init__(self, dataset: Any, size: int, num_turns: int) -> None:
         self.hasten_dataset = dataset
         num_items = min(size, _NUM_SAMPLES)
-        step = (size - 1) / max(num_items - 1, 1)
-        self.hasten_indices = [int(number * step) for number in range(num_items)]
+        index_step = (size - 1) / max(num_items - 1, 1)
+        self.hasten_indices = [int(number * index_step) for number in range(num_items)]
         self.hasten_num_turns = num_turns
 
     def __len__(self) -> int:
@@ -283,23 +286,23 @@ class FirstElements(Forwarding, IterableDataset[Any]):
                 yield turn, element
 
 
-def leaves_of_turn(turn_and_sample: tuple[int, Any]) -> tuple[int, Sample]:
+def summarise_turn(turn_and_sample: tuple[int, Any]) -> tuple[int, Sample]:
     """Return (turn, leaves) for an element of FirstItems or FirstElements."""
     turn, sample = turn_and_sample
-    return turn, leaves_of(sample)
+    return turn, summarise_sample(sample)
 
 
-def leaves_of(sample: Any) -> Sample:
+def summarise_sample(sample: Any) -> Sample:
     """Return the first values of a sample by path; objects of unknown classes are left out."""
     leaves: Sample = {}
     for path, value in islice(trees.paths(sample), _MAX_LEAVES):
-        leaf = _leaf(value)
+        leaf = _summarise_leaf(value)
         if leaf is not None:
             leaves[repr(path)] = leaf
     return leaves
 
 
-def _leaf(value: Any) -> Leaf | None:
+def _summarise_leaf(value: Any) -> Leaf | None:
     if value is None or isinstance(value, bool | int | str | bytes):
         return [f"{type(value).__name__} {zlib.crc32(repr(value).encode())}"]
     if isinstance(value, float):
@@ -307,19 +310,23 @@ def _leaf(value: Any) -> Leaf | None:
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_meta:
             return None
-        numbers = value.detach().cpu()
-        value = (numbers.double() if value.is_floating_point() else numbers).numpy()
+        host_tensor = value.detach().cpu()
+        value = (
+            host_tensor.double() if value.is_floating_point() else host_tensor
+        ).numpy()
     if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in "biuf":
         return None
-    flat = np.ravel(value)
-    last = max(flat.size - 1, 0)
-    positions = np.linspace(0, last, min(_NUM_VALUES, flat.size)).astype(np.int64)
-    values = flat[positions].tolist()
+    flat_numbers = np.ravel(value)
+    last_position = max(flat_numbers.size - 1, 0)
+    positions = np.linspace(
+        0, last_position, min(_NUM_VALUES, flat_numbers.size)
+    ).astype(np.int64)
+    picked_numbers = flat_numbers[positions].tolist()
     # images are subject to rounding
     if value.dtype.kind == "f" or value.dtype == np.uint8:
-        mean = float(flat.mean(dtype=np.float64)) if values else 0.0
-        return [f"real {value.shape}", mean, *values]
-    return [f"exact {value.shape} {zlib.crc32(repr(values).encode())}"]
+        mean = float(flat_numbers.mean(dtype=np.float64)) if picked_numbers else 0.0
+        return [f"real {value.shape}", mean, *picked_numbers]
+    return [f"exact {value.shape} {zlib.crc32(repr(picked_numbers).encode())}"]
 
 
 def samples_differ(turns_of_ranks: Sequence[Sequence[list[Sample]] | None]) -> bool:
@@ -340,8 +347,8 @@ def samples_differ(turns_of_ranks: Sequence[Sequence[list[Sample]] | None]) -> b
             for turns in all_turns
             for samples in turns
         ]
-        is_steady = all(map(_alike, readings[::2], readings[1::2]))
-        is_equal = all(_alike(readings[0], reading) for reading in readings)
+        is_steady = all(map(_are_close, readings[::2], readings[1::2]))
+        is_equal = all(_are_close(readings[0], reading) for reading in readings)
         num_steady += is_steady
         num_equal += is_equal
         exact_values = {leaf[0] for leaf in readings[0] if leaf and len(leaf) == 1}
@@ -350,7 +357,7 @@ def samples_differ(turns_of_ranks: Sequence[Sequence[list[Sample]] | None]) -> b
     return num_equal < num_steady
 
 
-def _alike(leaves: list[Leaf | None], other_leaves: list[Leaf | None]) -> bool:
+def _are_close(leaves: list[Leaf | None], other_leaves: list[Leaf | None]) -> bool:
     return all(map(_is_close, leaves, other_leaves))
 
 

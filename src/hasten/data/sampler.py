@@ -18,18 +18,18 @@ from hasten.data.batch_plan import (
     DataRanks,
     Indices,
     LoaderPlan,
-    cut,
     plan_batches,
     plan_rows,
+    split_units,
 )
-from hasten.data.foreign import plainly
+from hasten.data.foreign import is_exactly
 from hasten.data.order import (
     DistributedOrder,
     PartOrder,
     SampleOrder,
     check_distributed,
-    fit_of,
-    order_of,
+    choose_fit,
+    choose_order,
 )
 from hasten.data.position import Part, Position, Unit
 from hasten.errors import ConfigError, DataError
@@ -81,7 +81,7 @@ class Assignment:
             return self
         order = self.order
         if isinstance(order, PartOrder):
-            order = order.fitted(fit_of(even, self.plan.drop_last))
+            order = order.fitted(choose_fit(even, self.plan.drop_last))
         return replace(self, order=order, plan=replace(self.plan, even=even))
 
     def index_batches(
@@ -93,19 +93,21 @@ class Assignment:
 
         Raises: DataError when the position cannot be reached with the user's DistributedSampler.
         """
-        start = self._start(position)
-        seek = self._seek(position)
-        if seek is not None:
-            computed_batches = self._sought(seek, start)
+        first_unit = self._start(position)
+        index_at = self._seek(position)
+        if index_at is not None:
+            computed_batches = self._compute_batches(index_at, first_unit)
             return (
-                self._padded(computed_batches, start)
+                self._mark_padding(computed_batches, first_unit)
                 if isinstance(self.order, PartOrder)
                 else computed_batches
             )
         shards = [self.plan.shard]
         index_batches = (
             round_[0]
-            for round_ in self._drawn(self.order.draw(position), start, shards, ends)
+            for round_ in self._draw_rounds(
+                self.order.draw(position), first_unit, shards, ends
+            )
         )
         if self.split is not None:
             index_batches = (
@@ -118,28 +120,33 @@ class Assignment:
 
     def batch_of(self, position: Position, step: int) -> list[int] | None:
         """Return the dataset indices of this rank's `step`-th batch from `position`, without padding; None if unknown."""
-        seek, size = self._seek(position), self.order.size()
-        if seek is None or size is None:
+        index_at, size = self._seek(position), self.order.size()
+        if index_at is None or size is None:
             return None
         share = self.plan.share(size, step, self._start(position))
-        real = self._num_real(share.real, share.first)
-        indices: list[int] = seek(
-            np.arange(share.first, share.first + real, dtype=np.int64)
+        num_real = self._num_real(share.real, share.first)
+        indices: list[int] = index_at(
+            np.arange(share.first, share.first + num_real, dtype=np.int64)
         ).tolist()
         return indices
 
     def rounds(self, position: Position) -> Iterator[list[IndexBatch | None]]:
         """Yield the batches of all ranks, step by step, for the rank that reads for all; None for ranks without one."""
-        start = self._start(position)
-        seek = self._seek(position)
-        if seek is not None:
+        first_unit = self._start(position)
+        index_at = self._seek(position)
+        if index_at is not None:
             shards = range(self.plan.num_shards)
             return map(
                 list,
-                zip_longest(*(self._sought(seek, start, shard) for shard in shards)),
+                zip_longest(
+                    *(
+                        self._compute_batches(index_at, first_unit, shard)
+                        for shard in shards
+                    )
+                ),
             )
-        rounds = self._drawn(
-            self.order.draw(position), start, range(self.plan.num_shards)
+        rounds = self._draw_rounds(
+            self.order.draw(position), first_unit, range(self.plan.num_shards)
         )
         return rounds if self.split is None else map(self._shares_of, rounds)
 
@@ -160,7 +167,7 @@ class Assignment:
         if saved == current_part:
             return
         if saved is None or current_part is None or saved[0] != current_part[0]:
-            was, current_words = (
+            saved_words, current_words = (
                 "the whole data"
                 if shard_part is None
                 else f"one of {shard_part[0]} parts"
@@ -172,7 +179,7 @@ class Assignment:
                 else f"on {saved[0]} data-parallel processes, with already_sharded=True"
             )
             raise DataError(
-                f"the loader's state is inside an epoch of {was}, and this rank reads {current_words}; samples would be lost or "
+                f"the loader's state is inside an epoch of {saved_words}, and this rank reads {current_words}; samples would be lost or "
                 f"repeated. Resume {advice}, or start a new epoch."
             )
         raise DataError(
@@ -180,42 +187,52 @@ class Assignment:
             f"its order is different, so samples would be repeated or lost. Restore the part, or start a new epoch."
         )
 
-    def _padded(
-        self, index_batches: Iterator[IndexBatch], done: int
+    def _mark_padding(
+        self, index_batches: Iterator[IndexBatch], num_done: int
     ) -> Iterator[IndexBatch]:
         """Yield the batches of indices of a shard, with units past its end marked as padding."""
-        for indices, real, last in index_batches:
-            rows = len(indices) if self.form == "rows" else 1
+        for indices, num_real, is_last in index_batches:
+            num_rows = len(indices) if self.form == "rows" else 1
             yield (
                 indices,
-                self._real_or_none(rows if real is None else real, rows, done),
-                last,
+                self._real_or_none(
+                    num_rows if num_real is None else num_real, num_rows, num_done
+                ),
+                is_last,
             )
-            done += self.plan.rows
+            num_done += self.plan.rows
 
     def _seek(self, position: Position) -> Callable[[Indices], Indices] | None:
         return self.order.seek(position) if self.form != "batches" else None
 
-    def _sought(
+    def _compute_batches(
         self, seek: Callable[[Indices], Indices], start: int, shard: int | None = None
     ) -> Iterator[IndexBatch]:
         plan = self.plan if shard is None else replace(self.plan, shard=shard)
         size = self.order.size()
         assert size is not None, "an order that can be computed has a size"
-        rows = self.form == "rows"
-        left, tail = plan.steps(size, start), plan.tail(size, start)
+        has_rows = self.form == "rows"
+        num_left, tail_share = plan.steps(size, start), plan.tail(size, start)
         for positions in plan.assign(size, start):
             index_rows = seek(positions.reshape(-1)).reshape(positions.shape)
             for indices in cast(list[list[int]], index_rows.tolist()):
-                left -= 1
-                if left:
-                    yield (indices if rows else indices[0], None, False)
+                num_left -= 1
+                if num_left:
+                    yield (indices if has_rows else indices[0], None, False)
                 else:
-                    real = None if tail is None or tail.real == tail.rows else tail.real
-                    yield (indices if rows else indices[0], real, True)
+                    num_real = (
+                        None
+                        if tail_share is None or tail_share.real == tail_share.rows
+                        else tail_share.real
+                    )
+                    yield (indices if has_rows else indices[0], num_real, True)
 
-    def _drawn(
-        self, units: Iterator[Any], start: int, shards: Sequence[int], ends: bool = True
+    def _draw_rounds(
+        self,
+        units: Iterator[Any],
+        start: int,
+        shards: Sequence[int],
+        looks_ahead: bool = True,
     ) -> Iterator[list[IndexBatch | None]]:
         """Yield batches cut from units that can only be drawn sequentially."""
         plan = self.plan
@@ -223,18 +240,20 @@ class Assignment:
         units = chain(first_units, units)
         deque(islice(units, start), maxlen=0)
         block = list(islice(units, plan.global_batch))
-        done = start
+        num_done = start
         while block:
-            ahead = ends or (self.fill is not None and self._is_short(block, self.fill))
-            following = self._following(units, block) if ahead else None
+            reads_next = looks_ahead or (
+                self.fill is not None and self._is_short(block, self.fill)
+            )
+            next_block = self._next_block(units, block) if reads_next else None
             yield [
-                self._index_batch(block, following, first_units, shard, done)
+                self._index_batch(block, next_block, first_units, shard, num_done)
                 for shard in shards
             ]
-            done += plan.rows
-            block = self._following(units, block) if following is None else following
+            num_done += plan.rows
+            block = self._next_block(units, block) if next_block is None else next_block
 
-    def _following(self, units: Iterator[Any], block: list[Any]) -> list[Any]:
+    def _next_block(self, units: Iterator[Any], block: list[Any]) -> list[Any]:
         return (
             list(islice(units, self.plan.global_batch))
             if len(block) == self.plan.global_batch
@@ -244,75 +263,85 @@ class Assignment:
     def _index_batch(
         self,
         block: list[Any],
-        following: list[Any] | None,
+        next_block: list[Any] | None,
         first_units: list[Any],
         shard: int,
-        done: int,
+        num_done: int,
     ) -> IndexBatch | None:
-        plan, rows = self.plan, self.fill
+        plan, fill_rows = self.plan, self.fill
         if (
-            rows
+            fill_rows
             and plan.even
             and not plan.drop_last
-            and following == []
-            and self._is_short(block, rows)
+            and next_block == []
+            and self._is_short(block, fill_rows)
         ):
-            filled = self._filled(rows, block, first_units, shard)
-            return filled if self._num_real(1, done) else (filled[0], 0, filled[2])
-        own_units, real = self._take(block, first_units, shard)
+            filled_batch = self._fill_rows(fill_rows, block, first_units, shard)
+            return (
+                filled_batch
+                if self._num_real(1, num_done)
+                else (filled_batch[0], 0, filled_batch[2])
+            )
+        own_units, num_real = self._take_share(block, first_units, shard)
         if not own_units:
             return None
-        last = (
-            following is not None and not self._take(following, first_units, shard)[0]
+        is_last = (
+            next_block is not None
+            and not self._take_share(next_block, first_units, shard)[0]
         )
         return (
             own_units if self.form == "rows" else own_units[0],
-            self._real_or_none(real, len(own_units), done),
-            last,
+            self._real_or_none(num_real, len(own_units), num_done),
+            is_last,
         )
 
-    def _is_short(self, block: list[Any], rows: int) -> bool:
-        return len(block) < self.plan.global_batch or len(block[-1]) < rows
+    def _is_short(self, block: list[Any], fill_rows: int) -> bool:
+        return len(block) < self.plan.global_batch or len(block[-1]) < fill_rows
 
-    def _filled(
-        self, rows: int, block: list[Any], first_units: list[Any], shard: int
+    def _fill_rows(
+        self, fill_rows: int, block: list[Any], first_units: list[Any], shard: int
     ) -> IndexBatch:
         """Return a rank's share of the last batches together, filled with rows from the start of the epoch."""
-        left, first = (
+        left_rows, first_rows = (
             [row for batch in batches for row in batch]
             for batches in (block, first_units)
         )
-        share = cut(
-            len(left), self.plan.num_shards, shard, True, rows * self.plan.num_shards
+        share = split_units(
+            len(left_rows),
+            self.plan.num_shards,
+            shard,
+            True,
+            fill_rows * self.plan.num_shards,
         )
-        own_rows = left[share.first : share.first + rows]
-        pads = range(max(share.first, len(left)), share.first + rows)
+        own_rows = left_rows[share.first : share.first + fill_rows]
+        pad_positions = range(max(share.first, len(left_rows)), share.first + fill_rows)
         own_rows.extend(
-            first[(row_index - len(left)) % len(first)] for row_index in pads
+            first_rows[(row_index - len(left_rows)) % len(first_rows)]
+            for row_index in pad_positions
         )
-        return (own_rows, None if share.real == rows else share.real, True)
+        return (own_rows, None if share.real == fill_rows else share.real, True)
 
-    def _take(
+    def _take_share(
         self, block: list[Any], first_units: list[Any], shard: int
     ) -> tuple[list[Any], int]:
         """Return a rank's share of a block, padded from the start of the epoch, and the number of real units in it."""
         plan = self.plan
         if not block or (len(block) < plan.global_batch and plan.drop_last):
             return [], 0
-        share = cut(len(block), plan.num_shards, shard, plan.even, plan.whole)
+        share = split_units(len(block), plan.num_shards, shard, plan.even, plan.whole)
         own_units = block[share.first : share.first + share.rows]
-        pads = range(max(share.first, len(block)), share.first + share.rows)
+        pad_positions = range(max(share.first, len(block)), share.first + share.rows)
         own_units.extend(
             first_units[(unit_index - len(block)) % len(first_units)]
-            for unit_index in pads
+            for unit_index in pad_positions
         )
         return own_units, share.real
 
-    def _real_or_none(self, real: int, rows: int, done: int) -> int | None:
-        real = self._num_real(real, done)
-        return None if real == rows else real
+    def _real_or_none(self, num_real: int, num_rows: int, num_done: int) -> int | None:
+        num_real = self._num_real(num_real, num_done)
+        return None if num_real == num_rows else num_real
 
-    def _num_real(self, real: int, done: int) -> int:
+    def _num_real(self, num_units: int, num_done: int) -> int:
         """Return the number of the `real` units from index `done` of this rank's order on that are not padding."""
         num_own_units = (
             self.order.num_real()
@@ -320,7 +349,9 @@ class Assignment:
             else None
         )
         return (
-            real if num_own_units is None else min(max(num_own_units - done, 0), real)
+            num_units
+            if num_own_units is None
+            else min(max(num_own_units - num_done, 0), num_units)
         )
 
     def _shares_of(self, round_: list[IndexBatch | None]) -> list[IndexBatch | None]:
@@ -333,9 +364,10 @@ class Assignment:
         assert self.split is not None, "only split assignments share batches"
         num_shares, size, even = self.split[0], len(index_batch[0]), self.plan.even
         full_size = self.fill if size <= (self.fill or 0) else None
-        rank_share = cut(size, num_shares, share, even, full_size)
+        rank_share = split_units(size, num_shares, share, even, full_size)
         if (
-            full_size is None and not cut(size, num_shares, num_shares - 1, even).rows
+            full_size is None
+            and not split_units(size, num_shares, num_shares - 1, even).rows
         ):  # raised on every rank, also on those with rows
             raise DataError(
                 f"a batch of {size} rows cannot be split over {num_shares} data-parallel processes, so some would have no samples in "
@@ -348,15 +380,19 @@ class Assignment:
             index_batch[0][row_index % size]
             for row_index in range(rank_share.first, rank_share.first + rank_share.rows)
         ]
-        real = (
+        num_real = (
             rank_share.real
             if index_batch[1] is None
             else min(max(index_batch[1] - rank_share.first, 0), rank_share.real)
         )
-        return (indices, None if real == rank_share.rows else real, index_batch[2])
+        return (
+            indices,
+            None if num_real == rank_share.rows else num_real,
+            index_batch[2],
+        )
 
 
-def assignment_of(
+def assign_indices(
     loader: DataLoader[Any],
     ctx: ProcessContext,
     config: DataLoaderConfiguration,
@@ -368,13 +404,13 @@ def assignment_of(
     Ranks: every rank. Raises: ConfigError or DataError when the loader cannot be split this way.
     """
     dispatch, split = bool(config.dispatch_batches), config.split_batches
-    batches = loader.batch_sampler
-    sampler: Any = loader.sampler if batches is None else batches
-    if plainly(batches, BatchSampler):
-        sampler = batches.sampler
+    batch_sampler = loader.batch_sampler
+    sampler: Any = loader.sampler if batch_sampler is None else batch_sampler
+    if is_exactly(batch_sampler, BatchSampler):
+        sampler = batch_sampler.sampler
     # the rank that reads for all, and a rank with a separate shard, draw independently
     comm = LocalComm() if dispatch or sharded else ctx.world
-    order = order_of(sampler, seekable=config.use_seedable_sampler, comm=comm)
+    order = choose_order(sampler, seekable=config.use_seedable_sampler, comm=comm)
     stride = 1
     if isinstance(order, DistributedOrder):
         check_distributed(
@@ -384,33 +420,38 @@ def assignment_of(
     elif sharded:
         group, fit = (
             ctx.groups(*BATCH),
-            fit_of(config.even_batches, _drops_last(batches)),
+            choose_fit(config.even_batches, _drops_last(batch_sampler)),
         )
-        sizes = group.all_gather_object(order.size())
-        stride, order = data_ranks.num_shards, PartOrder(order, group, sizes, fit)
+        part_sizes = group.all_gather_object(order.size())
+        stride, order = data_ranks.num_shards, PartOrder(order, group, part_sizes, fit)
         order.size()  # raises on every rank if the parts do not fit together
-    if not plainly(batches, BatchSampler):
-        return _whole_batches(
-            order, batches, config, ALONE if sharded else data_ranks, split, stride
+    if not is_exactly(batch_sampler, BatchSampler):
+        return _assign_batches(
+            order,
+            batch_sampler,
+            config,
+            ALONE if sharded else data_ranks,
+            split,
+            stride,
         )
-    batch_size = batches.batch_size
+    batch_size = batch_sampler.batch_size
     if isinstance(order, PartOrder):  # the rank's rows of each step, all from its shard
         batch_size, data_ranks, split = (
-            _plan(batch_size, batches, config, data_ranks, split).rows,
+            _plan_rows(batch_size, batch_sampler, config, data_ranks, split).rows,
             ALONE,
             False,
         )
     return Assignment(
         order,
-        _plan(batch_size, batches, config, data_ranks, split),
+        _plan_rows(batch_size, batch_sampler, config, data_ranks, split),
         "rows",
         stride=stride,
     )
 
 
-def _plan(
+def _plan_rows(
     batch_size: int,
-    batches: BatchSampler,
+    batch_sampler: BatchSampler,
     config: DataLoaderConfiguration,
     data_ranks: DataRanks,
     split: bool,
@@ -420,60 +461,67 @@ def _plan(
         num_shards=data_ranks.num_shards,
         shard=data_ranks.shard,
         split=split,
-        drop_last=batches.drop_last,
+        drop_last=batch_sampler.drop_last,
         even=config.even_batches,
         pad=config.pad,
     )
 
 
-def _whole_batches(
+def _assign_batches(
     order: SampleOrder,
-    batches: Any,  # Any: the user's batch sampler
+    batch_sampler: Any,  # Any: the user's batch sampler
     config: DataLoaderConfiguration,
     data_ranks: DataRanks,
     split: bool,
     stride: int,
 ) -> Assignment:
     """Return the assignment of batches that the user formed: by a batch sampler, or as items of the dataset."""
-    fill = getattr(batches, "batch_size", None) if config.pad == "full" else None
-    if fill is None:
-        items = "batch_size=None: the dataset's items are whole batches"
-        what = (
-            items
-            if batches is None
-            else f"{type(batches).__name__}, a batch sampler without batch_size"
+    fill_rows = (
+        getattr(batch_sampler, "batch_size", None) if config.pad == "full" else None
+    )
+    if fill_rows is None:
+        items_text = "batch_size=None: the dataset's items are whole batches"
+        description = (
+            items_text
+            if batch_sampler is None
+            else f"{type(batch_sampler).__name__}, a batch sampler without batch_size"
         )
-        refuse_full_padding(config, what)
+        refuse_full_padding(config, description)
     plan = plan_batches(
         num_shards=data_ranks.num_shards,
         shard=data_ranks.shard,
         split=split,
-        drop_last=_drops_last(batches),
+        drop_last=_drops_last(batch_sampler),
         even=config.even_batches,
     )
     shares = (
         (data_ranks.num_shards, data_ranks.shard)
-        if split and batches is not None
+        if split and batch_sampler is not None
         else None
     )
     return Assignment(
-        order, plan, "items" if batches is None else "batches", shares, stride, fill
+        order,
+        plan,
+        "items" if batch_sampler is None else "batches",
+        shares,
+        stride,
+        fill_rows,
     )
 
 
-def _drops_last(batches: Any) -> bool:  # Any: the user's batch sampler
-    return bool(getattr(batches, "drop_last", False))
+def _drops_last(batch_sampler: Any) -> bool:  # Any: the user's batch sampler
+    return bool(getattr(batch_sampler, "drop_last", False))
 
 
-def refuse_full_padding(config: DataLoaderConfiguration, what: str) -> None:
+def refuse_full_padding(config: DataLoaderConfiguration, description: str) -> None:
     """Raise ConfigError for pad="full" where the number of rows of a full batch is unknown."""
     if config.pad == "full":
         raise ConfigError(
-            f'pad="full" with {what}, so the size of a full batch is unknown. Give the batch sampler a batch_size, or the loader one, or set pad="least".'
+            f'pad="full" with {description}, so the size of a full batch is unknown. Give the batch sampler a batch_size, or the loader one, or set pad="least".'
         )
 
 
-Picked = tuple[list[Any], int]
+SeededIndices = tuple[list[Any], int]
 """A batch of indices, and the seed for drawing its samples. A plain tuple: one is pickled for every batch."""
 
 
@@ -540,8 +588,8 @@ class Feed:
             return
         for index_batch in index_batches:
             notes.append(index_batch)
-            picked: Picked = (
+            seeded_indices: SeededIndices = (
                 index_batch[0] if self._batched else [index_batch[0]],
                 next(seeds),
             )
-            yield picked
+            yield seeded_indices

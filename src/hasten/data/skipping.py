@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from hasten.data.loader import Loader
-from hasten.data.source import engine_of
+from hasten.data.source import copy_loader
 from hasten.errors import ConfigError
 
 # Any in this file: batches and indices are objects of the user.
@@ -79,9 +79,9 @@ def skip_first_batches(
         )
         return stream
     if dataloader.batch_sampler is None:
-        return engine_of(
+        return copy_loader(
             dataloader, sampler=SkippedItems(dataloader.sampler, num_batches)
         )
-    return engine_of(
+    return copy_loader(
         dataloader, batch_sampler=SkippedBatches(dataloader.batch_sampler, num_batches)
     )

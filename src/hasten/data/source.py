@@ -19,7 +19,7 @@ from hasten.data.foreign import is_torchdata
 from hasten.data.order import PartOrder, SharedOrder
 from hasten.data.position import Position, Unit
 from hasten.data.random_states import RandomStates, seed_everything
-from hasten.data.sampler import Assignment, Feed, IndexBatch, Picked
+from hasten.data.sampler import Assignment, Feed, IndexBatch, SeededIndices
 from hasten.errors import DataError
 from hasten.optim.loader_progress import LoaderCursor
 
@@ -133,12 +133,12 @@ class IndexedSource:
         self._rank = rank
         self._batches_per_step = batches_per_step
         self._feed = Feed(batched=assignment.form != "items")
-        replaced: dict[str, Any] = {"batch_sampler": self._feed}
+        engine_settings: dict[str, Any] = {"batch_sampler": self._feed}
         if assignment.form == "items":
-            replaced = {"batch_sampler": None, "sampler": self._feed}
+            engine_settings = {"batch_sampler": None, "sampler": self._feed}
         if loader.num_workers:
-            replaced["dataset"] = WorkerDataset(loader.dataset)
-        self.engine = engine_of(loader, **replaced)
+            engine_settings["dataset"] = WorkerDataset(loader.dataset)
+        self.engine = copy_loader(loader, **engine_settings)
 
     def size(self) -> int | None:
         order = self.assignment.order
@@ -162,30 +162,38 @@ class IndexedSource:
     ) -> Generator[Item]:
         """Yield the batches of the given batches of indices, which start at `position`."""
         if not self._loader.num_workers and self._ahead == "never":
-            notes = self._feed.load(index_batches, None)
-            return self._read(iter(self.engine), notes, position)
+            expected_batches = self._feed.load(index_batches, None)
+            return self._read(iter(self.engine), expected_batches, position)
         plan = self.assignment.plan
-        first = (
+        first_number = (
             position.consumed
             // (plan.global_batch * self.assignment.stride)
             * self._batches_per_step
         )
         seed_of = partial(
-            seed_of_batch,
+            derive_batch_seed,
             position.seed,
             position.epoch,
             plan.shard if self._shard is None else self._shard,
         )
         if self._loader.num_workers:
-            notes = self._feed.load(index_batches, map(seed_of, count(first)))
-            return self._read(iter(self.engine), notes, position)
-        notes, batches = self._feed.load(index_batches, None), iter(self.engine)
+            expected_batches = self._feed.load(
+                index_batches, map(seed_of, count(first_number))
+            )
+            return self._read(iter(self.engine), expected_batches, position)
+        expected_batches, batches = (
+            self._feed.load(index_batches, None),
+            iter(self.engine),
+        )
         switch = ReadAhead(position.ahead) if self._ahead == "when large" else None
         return self._read(
-            self._seeded(batches, seed_of, first, switch), notes, position, switch
+            self._read_seeded(batches, seed_of, first_number, switch),
+            expected_batches,
+            position,
+            switch,
         )
 
-    def _seeded(
+    def _read_seeded(
         self,
         batches: Iterator[Any],
         seed_of: Callable[[int], int],
@@ -196,12 +204,12 @@ class IndexedSource:
 
         Batches that are read on request draw from the training's states, as in a plain loop.
         """
-        for number in count(first):
+        for batch_number in count(first):
             if switch is not None and not switch.now:
                 batch = next(batches, _END)
             else:
                 with self._process.kept():
-                    seed_everything(seed_of(number))
+                    seed_everything(seed_of(batch_number))
                     batch = next(batches, _END)
             if batch is _END:
                 return
@@ -209,17 +217,23 @@ class IndexedSource:
 
     def reached(self, start: Position, steps: int, source_state: Any) -> Position:
         order, stride, shard_part = self.assignment.order, self.assignment.stride, None
-        first = start.consumed // stride
-        consumed = first + steps * self.assignment.plan.global_batch
+        first_unit = start.consumed // stride
+        consumed = first_unit + steps * self.assignment.plan.global_batch
         if isinstance(order, PartOrder):
             shard_part, order = order.part(stride), order.inner
         elif (size := order.size()) is not None:
-            consumed = min(consumed, max(size, first))
+            consumed = min(consumed, max(size, first_unit))
         consumed *= stride
         witness = order.witness(consumed) if isinstance(order, SharedOrder) else None
-        ahead = source_state.now if isinstance(source_state, ReadAhead) else start.ahead
+        reads_ahead = (
+            source_state.now if isinstance(source_state, ReadAhead) else start.ahead
+        )
         return replace(
-            start, consumed=consumed, witness=witness, ahead=ahead, part=shard_part
+            start,
+            consumed=consumed,
+            witness=witness,
+            ahead=reads_ahead,
+            part=shard_part,
         )
 
     def skipped(self, start: Position, num_batches: int) -> Position:
@@ -247,8 +261,8 @@ class IndexedSource:
         switch: ReadAhead | None = None,
     ) -> Generator[Item]:
         is_whole_batch = self.assignment.form == "items"
-        take = notes.popleft
-        number = 0
+        take_expected = notes.popleft
+        num_read = 0
         while True:
             try:
                 batch = next(batches)
@@ -256,25 +270,25 @@ class IndexedSource:
                 return
             # of the user's dataset or a worker: any type, re-raised unchanged
             except Exception as error:
-                self._explain(error, notes, position, number)
+                self._raise_explained(error, notes, position, num_read)
             if not notes:
                 raise DataError(
                     f"{type(self._loader).__name__} returned an unexpected batch (rank {self._rank}, batch "
-                    f"{number}): it overrides how a DataLoader iterates, so samples cannot be split over ranks. "
+                    f"{num_read}): it overrides how a DataLoader iterates, so samples cannot be split over ranks. "
                     f"Prepare a plain DataLoader, and wrap the prepared one."
                 )
-            indices, real, last = take()
-            number += 1
+            indices, num_real, is_last = take_expected()
+            num_read += 1
             yield (
                 batch,
                 None
-                if real is None
-                else Padding(real, None if is_whole_batch else len(indices)),
-                last,
+                if num_real is None
+                else Padding(num_real, None if is_whole_batch else len(indices)),
+                is_last,
                 switch,
             )
 
-    def _explain(
+    def _raise_explained(
         self,
         error: Exception,
         notes: deque[IndexBatch],
@@ -282,19 +296,19 @@ class IndexedSource:
         number: int,
     ) -> NoReturn:
         """Add rank, epoch, batch and indices to the error as a note, and re-raise it."""
-        where = f"rank {self._rank}, epoch {position.epoch}, batch {number} after position {position.consumed}"
+        location = f"rank {self._rank}, epoch {position.epoch}, batch {number} after position {position.consumed}"
         indices = notes[0][0] if notes else "unknown"
         if isinstance(indices, list) and len(indices) > _SHOWN_INDICES:
             indices = (
                 f"{indices[:_SHOWN_INDICES]} and {len(indices) - _SHOWN_INDICES} more"
             )
         error.add_note(
-            f"hasten: reading failed on {where}; dataset indices of that batch: {indices}."
+            f"hasten: reading failed on {location}; dataset indices of that batch: {indices}."
         )
         raise error
 
 
-def engine_of(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
+def copy_loader(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
     """Return a copy of the user's loader with the settings in `replaced` changed and no workers started."""
     # it counts a position itself; ours counts batches returned to users
     if is_torchdata(loader):
@@ -307,7 +321,7 @@ def engine_of(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
     return engine
 
 
-def own_copy(leaf: Any) -> Any:
+def clone_leaf(leaf: Any) -> Any:
     """Return a clone of a tensor, so that users may change it in place; other leaves are returned unchanged."""
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
@@ -345,23 +359,23 @@ class WorkerDataset(Forwarding):
     def __len__(self) -> int:
         return len(self.hasten_dataset)
 
-    def __getitems__(self, picked: Picked) -> Any:
+    def __getitems__(self, picked: SeededIndices) -> Any:
         indices, seed = picked
         seed_everything(seed)
-        fetch = getattr(self.hasten_dataset, "__getitems__", None)
+        get_items = getattr(self.hasten_dataset, "__getitems__", None)
         return (
-            fetch(indices)
-            if fetch
-            else [_sample(self.hasten_dataset, index) for index in indices]
+            get_items(indices)
+            if get_items
+            else [_read_sample(self.hasten_dataset, index) for index in indices]
         )
 
-    def __getitem__(self, picked: Picked) -> Any:
+    def __getitem__(self, picked: SeededIndices) -> Any:
         (index,), seed = picked
         seed_everything(seed)
-        return _sample(self.hasten_dataset, index)
+        return _read_sample(self.hasten_dataset, index)
 
 
-def _sample(dataset: Any, index: Any) -> Any:
+def _read_sample(dataset: Any, index: Any) -> Any:
     try:
         return dataset[index]
     except Exception as error:  # of the user's dataset: any type, re-raised unchanged
@@ -369,12 +383,12 @@ def _sample(dataset: Any, index: Any) -> Any:
         raise
 
 
-def seed_of_batch(seed: int, epoch: int, shard: int, number: int) -> int:
+def derive_batch_seed(seed: int, epoch: int, shard: int, number: int) -> int:
     """Return the seed of batch `number` of an epoch on one rank."""
     return derive_seed(seed, epoch, shard, number, 2)
 
 
-def samples_of_last_batch(
+def count_last_samples(
     source: BatchSource,
     start: Position,
     num_batches: int,
@@ -407,11 +421,13 @@ def forward_epoch(target: object, epoch: int) -> None:
 
 
 # Any: a batch of the user's
-def plain_move(put: Callable[[Any], Any]) -> Callable[[Iterable[Item]], Iterator[Item]]:
+def move_on_request(
+    put_on_device: Callable[[Any], Any],
+) -> Callable[[Iterable[Item]], Iterator[Item]]:
     """Return a move that transfers one batch at a time, when it is requested."""
 
     def move(items: Iterable[Item]) -> Iterator[Item]:
-        for batch, padding, last, source_state in items:
-            yield put(batch), padding, last, source_state
+        for batch, padding, is_last, source_state in items:
+            yield put_on_device(batch), padding, is_last, source_state
 
     return move

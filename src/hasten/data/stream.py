@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 from hasten import trees
 from hasten.comm.base import Comm
 from hasten.data.batch_plan import Padding, derive_seed
-from hasten.data.foreign import has_fixed_shard_order, length_of, shares_epochs
+from hasten.data.foreign import find_length, has_fixed_shard_order, shares_epochs
 from hasten.data.position import Position, Unit
 from hasten.data.random_states import RandomStates, decode_states, encode_states
-from hasten.data.source import Item, engine_of, own_copy
+from hasten.data.source import Item, clone_leaf, copy_loader
 from hasten.data.stream_shard import (
     BlockCollate,
     Cutting,
@@ -54,11 +54,13 @@ class StreamSource:
         self._num_workers = max(loader.num_workers, 1)
         self._process = RandomStates()
         self._shard = StreamShard(dataset, cutting, loader.num_workers, self._process)
-        fixed = has_fixed_shard_order(loader.dataset)
-        self._made_with = self._shard.hasten_carried.capture() if fixed else None
+        has_fixed_order = has_fixed_shard_order(loader.dataset)
+        self._prepared_state = (
+            self._shard.hasten_carried.capture() if has_fixed_order else None
+        )
         # states of the datasets of persistent workers
         self._ends: list[Any] = [None] * self._num_workers
-        self.engine = engine_of(
+        self.engine = copy_loader(
             loader,
             dataset=self._shard,
             batch_size=None,
@@ -70,7 +72,7 @@ class StreamSource:
     def size(self) -> int | None:
         """Return the stream's length if its end can be computed: one reader, the same stream on all ranks."""
         is_known = self._cutting.sharing == "strided" and self._num_workers == 1
-        return length_of(self._dataset) if is_known else None
+        return find_length(self._dataset) if is_known else None
 
     def steps(self) -> int | None:
         size = self.size()
@@ -82,59 +84,72 @@ class StreamSource:
     def remember(self, position: Position) -> Position:
         if position.stream is not None:
             return position
-        persistent = self._loader.num_workers and self._loader.persistent_workers
+        has_persistent_workers = (
+            self._loader.num_workers and self._loader.persistent_workers
+        )
         current_origin = self._shard.hasten_carried.capture()
-        workers = tuple(
+        worker_states = tuple(
             WorkerState(
-                origin=(end if persistent and end is not None else current_origin)
+                origin=(
+                    end
+                    if has_persistent_workers and end is not None
+                    else current_origin
+                )
             )
             for end in self._ends
         )
         return (
             position
-            if all(worker.origin is None for worker in workers)
-            else self._encode(position, StreamState(workers, 0))
+            if all(worker_state.origin is None for worker_state in worker_states)
+            else self._encode(position, StreamState(worker_states, 0))
         )
 
-    def _first(self, position: Position) -> Any:
+    def _read_first_batch(self, position: Position) -> Any:
         """Return the first batch of the epoch of `position`; None when it has none. Call before `open`."""
-        twin = self.copied()
+        first_source = self.copied()
         seed = derive_seed(position.seed, position.epoch, 5)
-        twin.engine.generator = torch.Generator().manual_seed(seed)
-        start = twin._decode(position)
-        beginning = StreamState(
-            tuple(WorkerState(origin=worker.origin) for worker in start.workers), 0
+        first_source.engine.generator = torch.Generator().manual_seed(seed)
+        resumed_state = first_source._decode(position)
+        epoch_start = StreamState(
+            tuple(
+                WorkerState(origin=worker.origin) for worker in resumed_state.workers
+            ),
+            0,
         )
-        carried = self._shard.hasten_carried
-        saved_state = carried.capture()
-        if all(worker.origin is None for worker in start.workers):
-            carried.restore(None)
-        items = twin._items(beginning, position)
-        item = next(items, None)
-        items.close()  # ends its workers
+        dataset_state = self._shard.hasten_carried
+        saved_state = dataset_state.capture()
+        if all(worker.origin is None for worker in resumed_state.workers):
+            dataset_state.restore(None)
+        first_items = first_source._open_items(epoch_start, position)
+        first_item = next(first_items, None)
+        first_items.close()  # ends its workers
         # without workers, the dataset itself has been read
-        carried.restore(saved_state)
-        return None if item is None else item[0]
+        dataset_state.restore(saved_state)
+        return None if first_item is None else first_item[0]
 
     def open(self, position: Position) -> Iterator[Item]:
         start = self._decode(position)
         cutting = self._cutting
-        agrees = self._comm.size > 1 and cutting.even and self.size() is None
+        exchanges_ends = self._comm.size > 1 and cutting.even and self.size() is None
         # Ranks with separate shards may run out before others, and then repeat the epoch's first batch.
-        pads = agrees and cutting.sharing != "strided" and not cutting.drop_last
-        first = self._first(position) if pads and start.position else None
+        may_pad = (
+            exchanges_ends and cutting.sharing != "strided" and not cutting.drop_last
+        )
+        first_batch = (
+            self._read_first_batch(position) if may_pad and start.position else None
+        )
         # persistent workers of an earlier epoch do not see the new start
         if position.stream is not None:
             self.engine.__dict__["_iterator"] = None
-        if first is not None and shares_epochs(self._loader.dataset):
+        if first_batch is not None and shares_epochs(self._loader.dataset):
             # the first iterator has counted the epoch on every rank
             self._comm.barrier("first batch of a stream")
-        items = self._items(start, position)
-        if not agrees:
-            return looking_ahead(items)
-        return agreed(items, self._comm, cutting.drop_last, start, first)
+        items = self._open_items(start, position)
+        if not exchanges_ends:
+            return mark_last_item(items)
+        return end_together(items, self._comm, cutting.drop_last, start, first_batch)
 
-    def _items(self, start: StreamState, position: Position) -> Generator[Item]:
+    def _open_items(self, start: StreamState, position: Position) -> Generator[Item]:
         """Yield the batches from a state on."""
         shard = self._shard
         shard.hasten_serial += 1
@@ -154,37 +169,41 @@ class StreamSource:
         return self._encode(start, source_state)
 
     def _encode(self, position: Position, state: StreamState) -> Position:
-        workers = state.workers
-        stream: dict[str, Any] = {
+        worker_states = state.workers
+        stream_state: dict[str, Any] = {
             "workers": self._num_workers,
-            "positions": [worker.position for worker in workers],
+            "positions": [worker_state.position for worker_state in worker_states],
             "turn": state.turn,
         }
-        if any(worker.state is not None for worker in workers):
-            stream["states"] = [worker.state for worker in workers]
-        if any(worker.rng is not None for worker in workers):
-            stream["rngs"] = [
-                None if worker.rng is None else encode_states(worker.rng)
-                for worker in workers
+        if any(worker_state.state is not None for worker_state in worker_states):
+            stream_state["states"] = [
+                worker_state.state for worker_state in worker_states
             ]
-        if any(worker.origin is not None for worker in workers):
-            stream["origins"] = [worker.origin for worker in workers]
+        if any(worker_state.rng is not None for worker_state in worker_states):
+            stream_state["rngs"] = [
+                None if worker_state.rng is None else encode_states(worker_state.rng)
+                for worker_state in worker_states
+            ]
+        if any(worker_state.origin is not None for worker_state in worker_states):
+            stream_state["origins"] = [
+                worker_state.origin for worker_state in worker_states
+            ]
         if self._cutting.sharing != "strided":
-            stream["shards"] = self._cutting.num_shards
-        return replace(position, consumed=state.position, stream=stream)
+            stream_state["shards"] = self._cutting.num_shards
+        return replace(position, consumed=state.position, stream=stream_state)
 
     def skipped(self, start: Position, num_batches: int) -> Position:
-        rounds, num_extra = divmod(num_batches, self._num_workers)
-        size = self._cutting.plan.global_batch
+        num_rounds, num_extra = divmod(num_batches, self._num_workers)
+        round_size = self._cutting.plan.global_batch
         origins = (start.stream or {}).get("origins", (None,))
-        workers = tuple(
+        worker_states = tuple(
             WorkerState(
-                (rounds + (worker < num_extra)) * size,
+                (num_rounds + (worker < num_extra)) * round_size,
                 origin=origins[worker % len(origins)],
             )
             for worker in range(self._num_workers)
         )
-        return self._encode(start, StreamState(workers, num_extra))
+        return self._encode(start, StreamState(worker_states, num_extra))
 
     def change(self, name: str, value: Any) -> None:
         setattr(
@@ -202,10 +221,10 @@ class StreamSource:
     def _decode(self, position: Position) -> StreamState:
         if position.stream is None:
             return StreamState((WorkerState(),) * self._num_workers, 0)
-        saved, stream = position.stream["workers"], position.stream
-        origins = stream.get("origins", (None,) * saved)
-        if self._made_with is not None and any(
-            origin not in (None, self._made_with) for origin in origins
+        num_saved_workers, stream = position.stream["workers"], position.stream
+        origins = stream.get("origins", (None,) * num_saved_workers)
+        if self._prepared_state is not None and any(
+            origin not in (None, self._prepared_state) for origin in origins
         ):
             raise DataError(
                 "the stream's shards are shuffled without a seed, or with a different one than in the saved run, so their order cannot "
@@ -216,45 +235,50 @@ class StreamSource:
         if not any(stream["positions"]):
             return StreamState(
                 tuple(
-                    WorkerState(origin=origins[worker % saved])
+                    WorkerState(origin=origins[worker % num_saved_workers])
                     for worker in range(self._num_workers)
                 ),
                 0,
             )
         self._check(stream)
-        rngs = [
+        random_states = [
             None if rng is None else decode_states(rng)
-            for rng in stream.get("rngs", (None,) * saved)
+            for rng in stream.get("rngs", (None,) * num_saved_workers)
         ]
-        states = stream.get("states", (None,) * saved)
+        states = stream.get("states", (None,) * num_saved_workers)
         return StreamState(
-            tuple(map(WorkerState, stream["positions"], states, rngs, origins)),
+            tuple(
+                map(WorkerState, stream["positions"], states, random_states, origins)
+            ),
             stream["turn"],
         )
 
     def _check(self, stream: Mapping[str, Any]) -> None:
         """Raise DataError unless a position inside an epoch was saved with as many workers and the same sharding."""
-        saved = stream["workers"]
-        if saved != self._num_workers:
+        num_saved_workers = stream["workers"]
+        if num_saved_workers != self._num_workers:
             raise DataError(
-                f"the stream's position was saved with {saved} reading worker(s), and this loader has "
+                f"the stream's position was saved with {num_saved_workers} reading worker(s), and this loader has "
                 f"{self._num_workers}; each worker reads a different part, so samples would be lost or repeated. "
-                f"Set num_workers={saved}."
+                f"Set num_workers={num_saved_workers}."
             )
-        shards = stream.get("shards", self._cutting.num_shards)
+        num_saved_shards = stream.get("shards", self._cutting.num_shards)
         has_own_shard = self._cutting.sharing != "strided"
-        if shards != self._cutting.num_shards or ("shards" in stream) != has_own_shard:
+        if (
+            num_saved_shards != self._cutting.num_shards
+            or ("shards" in stream) != has_own_shard
+        ):
             raise DataError(
-                f"the stream's position was saved with the dataset's shards split over {shards} rank(s), and there are "
+                f"the stream's position was saved with the dataset's shards split over {num_saved_shards} rank(s), and there are "
                 f"{self._cutting.num_shards} now; the parts of the ranks differ, so samples would be lost or "
-                f"repeated. Resume on {shards} data-parallel processes, or use dispatch_batches=True from the start."
+                f"repeated. Resume on {num_saved_shards} data-parallel processes, or use dispatch_batches=True from the start."
             )
 
     def _read(
         self, blocks: Iterator[Any], start: StreamState, position: Position
     ) -> Generator[Item]:
-        workers = list(start.workers)
-        number = 0
+        worker_states = list(start.workers)
+        num_read = 0
         in_process = not self._loader.num_workers
         while True:
             try:
@@ -265,41 +289,41 @@ class StreamSource:
             # of the user's dataset or a worker: any type, re-raised unchanged
             except Exception as error:
                 error.add_note(
-                    f"hasten: reading the stream failed on rank {self._rank}, epoch {position.epoch}, batch {number} after "
+                    f"hasten: reading the stream failed on rank {self._rank}, epoch {position.epoch}, batch {num_read} after "
                     f"element {position.consumed}."
                 )
                 raise
-            batch, padding, (_, worker, state, blank) = block
-            if blank == "begin":
-                workers[worker] = state
-            elif blank == "end":
+            batch, padding, (_, worker, state, blank_kind) = block
+            if blank_kind == "begin":
+                worker_states[worker] = state
+            elif blank_kind == "end":
                 self._ends[worker] = state.origin
-            if blank:
+            if blank_kind:
                 continue
-            workers[worker] = state
-            number += 1
+            worker_states[worker] = state
+            num_read += 1
             yield (
                 batch,
                 padding,
                 False,
-                StreamState(tuple(workers), (worker + 1) % self._num_workers),
+                StreamState(tuple(worker_states), (worker + 1) % self._num_workers),
             )
 
 
-def looking_ahead(items: Iterator[Item]) -> Iterator[Item]:
+def mark_last_item(items: Iterator[Item]) -> Iterator[Item]:
     """Yield the same items, with the last one marked."""
-    ahead = next(items, None)
-    while ahead is not None:
-        item, ahead = ahead, next(items, None)
-        yield item if ahead is not None else ended(item)
+    next_item = next(items, None)
+    while next_item is not None:
+        item, next_item = next_item, next(items, None)
+        yield item if next_item is not None else mark_as_last(item)
 
 
-def agreed(
+def end_together(
     items: Iterator[Item],
     comm: Comm,
     drop_last: bool,
     start: StreamState,
-    first: Any = None,
+    first_batch: Any = None,
 ) -> Iterator[Item]:
     """Yield the same items for a step count common to all ranks, with one small exchange per step before each batch.
 
@@ -309,10 +333,10 @@ def agreed(
 
     Raises: DataError on every rank when some rank has no batch; PeerFailedError when reading failed on another rank.
     """
-    item, error = _next(items)
-    if first is None and item is not None:
-        first = trees.map_leaves(own_copy, item[0])
-    gathered = _share_ends(
+    item, error = _read_next(items)
+    if first_batch is None and item is not None:
+        first_batch = trees.map_leaves(clone_leaf, item[0])
+    rank_ends = _share_ends(
         comm,
         _FAILED
         if error
@@ -322,25 +346,30 @@ def agreed(
         if start.position
         else _EMPTY,
     )
-    _raise_failures(gathered, error, comm)
-    has_next = _has_next_step(gathered, comm, drop_last)
-    state = start
+    _raise_failures(rank_ends, error, comm)
+    has_next = _has_next_step(rank_ends, comm, drop_last)
+    stream_state = start
     while has_next:
-        batch, padding, _, state = (
-            (trees.map_leaves(own_copy, first), Padding(0, None), False, state)
+        batch, padding, _, stream_state = (
+            (
+                trees.map_leaves(clone_leaf, first_batch),
+                Padding(0, None),
+                False,
+                stream_state,
+            )
             if item is None
             else item
         )
-        item, error = _next(items)
-        gathered = _share_ends(
+        item, error = _read_next(items)
+        rank_ends = _share_ends(
             comm, _FAILED if error else _MORE if item is not None else _ENDED
         )
-        _raise_failures(gathered, error, comm)
-        has_next = _has_next_step(gathered, comm, drop_last)
-        yield batch, padding, not has_next, state
+        _raise_failures(rank_ends, error, comm)
+        has_next = _has_next_step(rank_ends, comm, drop_last)
+        yield batch, padding, not has_next, stream_state
 
 
-def _next(items: Iterator[Item]) -> tuple[Item | None, Exception | None]:
+def _read_next(items: Iterator[Item]) -> tuple[Item | None, Exception | None]:
     """Return the next item, or the error: errors of the user's stream must reach the waiting ranks."""
     try:
         return next(items, None), None
@@ -349,41 +378,43 @@ def _next(items: Iterator[Item]) -> tuple[Item | None, Exception | None]:
 
 
 def _share_ends(comm: Comm, own_end: int) -> list[int]:
-    gathered: list[int] = (
+    rank_ends: list[int] = (
         comm.all_gather(torch.tensor([own_end], dtype=torch.int64)).flatten().tolist()
     )
-    return gathered
+    return rank_ends
 
 
-def _raise_failures(gathered: list[int], error: Exception | None, comm: Comm) -> None:
+def _raise_failures(rank_ends: list[int], error: Exception | None, comm: Comm) -> None:
     if error is not None:
         raise error
-    failed = [
-        comm.ranks[member] for member, end in enumerate(gathered) if end == _FAILED
+    failed_ranks = [
+        comm.ranks[member] for member, end in enumerate(rank_ends) if end == _FAILED
     ]
-    if failed:
+    if failed_ranks:
         raise PeerFailedError(
-            f"reading the stream failed on rank(s) {', '.join(map(str, failed))}, so this rank cannot take a step with them. See the "
+            f"reading the stream failed on rank(s) {', '.join(map(str, failed_ranks))}, so this rank cannot take a step with them. See the "
             "traceback of that rank."
         )
 
 
-def _has_next_step(gathered: list[int], comm: Comm, drop_last: bool) -> bool:
-    empty = [comm.ranks[member] for member, end in enumerate(gathered) if end == _EMPTY]
-    if empty and len(empty) < len(gathered) and not drop_last:
+def _has_next_step(rank_ends: list[int], comm: Comm, drop_last: bool) -> bool:
+    empty_ranks = [
+        comm.ranks[member] for member, end in enumerate(rank_ends) if end == _EMPTY
+    ]
+    if empty_ranks and len(empty_ranks) < len(rank_ends) and not drop_last:
         raise DataError(
-            f"the stream has no sample for rank(s) {', '.join(map(str, empty))} of {len(gathered)}, so these ranks could not take part in a "
-            f"step. Give the dataset at least {len(gathered)} shards, or samples for every rank; "
+            f"the stream has no sample for rank(s) {', '.join(map(str, empty_ranks))} of {len(rank_ends)}, so these ranks could not take part in a "
+            f"step. Give the dataset at least {len(rank_ends)} shards, or samples for every rank; "
             f"drop_last=True ends the epoch with the shortest rank, even_batches=False ends each rank separately."
         )
     return (
-        all(end == _MORE for end in gathered)
+        all(end == _MORE for end in rank_ends)
         if drop_last
-        else any(end == _MORE for end in gathered)
+        else any(end == _MORE for end in rank_ends)
     )
 
 
-def ended(item: Item) -> Item:
+def mark_as_last(item: Item) -> Item:
     """Return the item, marked as the epoch's last."""
     batch, padding, _, state = item
     return batch, padding, True, state

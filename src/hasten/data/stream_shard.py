@@ -17,10 +17,10 @@ from hasten.config.sections.loop import Pad
 from hasten.data.batch_plan import LoaderPlan, Padding, derive_seed
 from hasten.data.carried_state import CarriedState
 from hasten.data.foreign import (
-    begin_anew,
+    detach_epoch_counter,
     has_plain_state,
     is_hub_stream,
-    own_epoch,
+    restart_stream,
     state_loses_samples,
 )
 from hasten.data.random_states import OwnRng, RandomStates, States, seed_everything
@@ -139,49 +139,55 @@ class StreamShard(Forwarding, IterableDataset[SampleBlock]):
         )
 
     def __iter__(self) -> Iterator[SampleBlock]:
-        info = get_worker_info()
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        worker_info = get_worker_info()
+        worker, num_workers = (
+            (0, 1) if worker_info is None else (worker_info.id, worker_info.num_workers)
+        )
         epoch, serial, seed = self.hasten_control.tolist()
-        dataset, cutting, carried = (
+        dataset, cutting, dataset_state = (
             self.hasten_dataset,
             self.hasten_cutting,
             self.hasten_carried,
         )
-        if info is not None:
+        if worker_info is not None:
             set_epoch = getattr(dataset, "set_epoch", None)
             if callable(set_epoch):
-                own_epoch(dataset)
+                detach_epoch_counter(dataset)
                 set_epoch(epoch)
-        start = self.hasten_start if self.hasten_serial == serial else None
-        state, turn = (
-            (WorkerState(), 0) if start is None else (start.workers[worker], start.turn)
+        start_state = self.hasten_start if self.hasten_serial == serial else None
+        worker_state, turn = (
+            (WorkerState(), 0)
+            if start_state is None
+            else (start_state.workers[worker], start_state.turn)
         )
         # without an origin, nothing had changed since prepare
-        if state.origin is not None or state.position:
-            carried.restore(state.origin)
-        state = state._replace(origin=carried.capture())
+        if worker_state.origin is not None or worker_state.position:
+            dataset_state.restore(worker_state.origin)
+        worker_state = worker_state._replace(origin=dataset_state.capture())
         # Ranks that read the same elements draw the same numbers; so do ranks that shuffle before they split.
-        alike = cutting.sharing in ("strided", "given")
+        draws_alike = cutting.sharing in ("strided", "given")
         seed_numbers = (
-            (seed, epoch, worker) if alike else (seed, epoch, worker, cutting.shard)
+            (seed, epoch, worker)
+            if draws_alike
+            else (seed, epoch, worker, cutting.shard)
         )
         rng = OwnRng(derive_seed(*seed_numbers, 3), self.hasten_process)
-        begin_anew(dataset, epoch)
+        restart_stream(dataset, epoch)
         with rng.entered():
-            stream = _part_of(dataset, cutting, worker, num_workers)
+            stream = _select_shard(dataset, cutting, worker, num_workers)
         cutter = _Cutter(stream, cutting, worker, rng, (seed, epoch))
         # in a single process, the dataset itself can be inspected
-        end = carried if info is not None else None
+        end_state = dataset_state if worker_info is not None else None
         # evaluated now, not when a block is requested
-        return cutter.blocks(state, worker < turn, end)
+        return cutter.blocks(worker_state, worker < turn, end_state)
 
 
-def _part_of(dataset: Any, cutting: Cutting, worker: int, num_workers: int) -> Any:
+def _select_shard(dataset: Any, cutting: Cutting, worker: int, num_workers: int) -> Any:
     """Return the stream that one worker reads."""
     if cutting.sharing != "asked":
         return dataset
-    index = cutting.shard * num_workers + worker
-    return dataset.shard(num_shards=cutting.num_shards * num_workers, index=index)
+    shard_index = cutting.shard * num_workers + worker
+    return dataset.shard(num_shards=cutting.num_shards * num_workers, index=shard_index)
 
 
 class _Cutter:
@@ -248,31 +254,31 @@ class _Cutter:
         while True:
             with self._rng.entered():
                 num_wanted = self._num_first - len(first_elements)
-                round_ = _round(elements, plan, self._shards, num_wanted)
+                round_ = _read_round(elements, plan, self._shards, num_wanted)
             first_elements += round_.first[: max(num_wanted, 0)]
-            full = round_.taken == plan.global_batch
-            if not round_.taken or (not full and plan.drop_last):
+            is_full = round_.taken == plan.global_batch
+            if not round_.taken or (not is_full and plan.drop_last):
                 break
             # After its end, a stream's state may mean the next epoch's start, so the stream is read up to the position.
-            state = self._state() if full else None
+            stream_state = self._state() if is_full else None
             position += round_.taken
-            rng = self._rng.state() if state is not None else None
-            samples = tuple(
+            random_states = self._rng.state() if stream_state is not None else None
+            rank_samples = tuple(
                 self._samples_of(round_, first_elements, shard, position)
                 for shard in self._shards
             )
-            if any(samples):
+            if any(rank_samples):
                 yield SampleBlock(
-                    samples,
+                    rank_samples,
                     self._worker,
-                    WorkerState(position, state, rng, start.origin),
+                    WorkerState(position, stream_state, random_states, start.origin),
                 )
-            if not full:
+            if not is_full:
                 break
-        carried = None if end is None else end.capture()
-        if carried is not None:
+        end_state = None if end is None else end.capture()
+        if end_state is not None:
             yield SampleBlock(
-                (), self._worker, WorkerState(position, origin=carried), blank="end"
+                (), self._worker, WorkerState(position, origin=end_state), blank="end"
             )
 
     def _samples_of(
@@ -282,15 +288,15 @@ class _Cutter:
         share = self._plan.part(round_.taken, shard=shard)
         if not share.rows:
             return None
-        end = share.first + share.rows
-        own_samples = round_.held[share.first - round_.begin : end - round_.begin]
-        pads = range(max(share.first, round_.taken), end)
+        share_end = share.first + share.rows
+        own_samples = round_.held[share.first - round_.begin : share_end - round_.begin]
+        pad_positions = range(max(share.first, round_.taken), share_end)
         own_samples.extend(
             first_elements[(element_index - round_.taken) % len(first_elements)]
-            for element_index in pads
+            for element_index in pad_positions
         )
-        name = self._names[shard - self._shards.start]
-        seed = derive_seed(*self._seeds, name, self._worker, position, 4)
+        seed_shard = self._names[shard - self._shards.start]
+        seed = derive_seed(*self._seeds, seed_shard, self._worker, position, 4)
         return RankSamples(
             own_samples if self._batched else own_samples[0],
             None if share.real == share.rows else share.real,
@@ -301,13 +307,15 @@ class _Cutter:
         """Return the epoch's first elements, if padding may need them, and the stream from the position on."""
         stream = self._stream
         # chain stays exhausted: litdata streams restart on the next call
-        elements: Iterator[Any] = chain(iter(stream))
+        stream_elements: Iterator[Any] = chain(iter(stream))
         if not start.position:
-            return [], elements
-        first_elements = list(islice(elements, min(self._num_first, start.position)))
+            return [], stream_elements
+        first_elements = list(
+            islice(stream_elements, min(self._num_first, start.position))
+        )
         if start.state is None:
-            _skip(elements, start.position - len(first_elements))
-            return first_elements, elements
+            _skip_elements(stream_elements, start.position - len(first_elements))
+            return first_elements, stream_elements
         stream.load_state_dict(start.state)
         return first_elements, chain(iter(stream))
 
@@ -366,7 +374,7 @@ class _Round(NamedTuple):
     """Number of elements in the round."""
 
 
-def _round(
+def _read_round(
     elements: Iterator[Any], plan: LoaderPlan, shards: range, num_first: int
 ) -> _Round:
     """Read one round and hold the elements that may belong to these ranks.
@@ -374,30 +382,38 @@ def _round(
     The last round may be shorter and is then spread over the ranks, so a rank's share is known when the round ends.
     The longer the round, the fewer of its first elements can belong to a rank: at most a quarter of a round is held.
     """
-    full = plan.part(plan.global_batch, shard=shards[-1])
-    end, first, held_elements, begin, taken = (
-        full.first + full.rows,
+    full_share = plan.part(plan.global_batch, shard=shards[-1])
+    num_needed, first_elements, kept_elements, first_position, num_taken = (
+        full_share.first + full_share.rows,
         [],
         deque[Any](),
         0,
         0,
     )
-    while taken < end and (
-        piece := list(islice(elements, min(full.rows, end - taken)))
+    while num_taken < num_needed and (
+        next_elements := list(
+            islice(elements, min(full_share.rows, num_needed - num_taken))
+        )
     ):
-        first += piece[: max(num_first - taken, 0)]
-        held_elements.extend(piece)
-        taken += len(piece)
-        while begin < min(plan.part(taken, shard=shards[0]).first, taken):
-            held_elements.popleft()
-            begin += 1
-    taken += _skip(elements, plan.global_batch - taken) if taken == end else 0
-    return _Round(first, list(held_elements), begin, taken)
+        first_elements += next_elements[: max(num_first - num_taken, 0)]
+        kept_elements.extend(next_elements)
+        num_taken += len(next_elements)
+        while first_position < min(
+            plan.part(num_taken, shard=shards[0]).first, num_taken
+        ):
+            kept_elements.popleft()
+            first_position += 1
+    num_taken += (
+        _skip_elements(elements, plan.global_batch - num_taken)
+        if num_taken == num_needed
+        else 0
+    )
+    return _Round(first_elements, list(kept_elements), first_position, num_taken)
 
 
-def _skip(elements: Iterator[Any], count: int) -> int:
+def _skip_elements(elements: Iterator[Any], max_skipped: int) -> int:
     """Skip up to `count` elements; return the number skipped."""
-    passed = 0
-    for _ in islice(elements, max(count, 0)):
-        passed += 1
-    return passed
+    num_skipped = 0
+    for _ in islice(elements, max(max_skipped, 0)):
+        num_skipped += 1
+    return num_skipped

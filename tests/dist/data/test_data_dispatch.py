@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hasten.comm.base import Comm
-from hasten.data.dispatch import _scatter
+from hasten.data.dispatch import _scatter_messages
 from hasten.data.loader import Loader
 from hasten.errors import CommError, PeerFailedError
 from hasten.runtime.context import ProcessContext
@@ -61,7 +61,7 @@ def test_any_tree_of_any_size_is_scattered(ctx: ProcessContext) -> None:
             for rank in range(ctx.world.size)
         ]
         messages = list(map(codec.encode, parts)) if ctx.rank == 0 else None
-        got = codec.decode(_scatter(ctx.world, messages))
+        got = codec.decode(_scatter_messages(ctx.world, messages))
         mine = parts[ctx.rank]
         for key in ("a", "c", "empty", "complex", "view"):
             assert torch.equal(got[key], mine[key])

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hasten import optional
-from hasten.data.foreign import split_by_itself
+from hasten.data.foreign import find_own_split
 from hasten.errors import DataError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
@@ -112,8 +112,8 @@ def test_webdataset_splits_by_node(ctx: ProcessContext, tmp_path: Path) -> None:
                 urls, shardshuffle=False, empty_check=False, **settings
             ).map(to_number)
 
-    assert split_by_itself(build(nodesplitter=wds.split_by_node)) is not None
-    assert split_by_itself(build(nodesplitter=None)) is None
+    assert find_own_split(build(nodesplitter=wds.split_by_node)) is not None
+    assert find_own_split(build(nodesplitter=None)) is None
     check(ctx, lambda: build(nodesplitter=wds.split_by_node), 20)
     check(ctx, lambda: build(nodesplitter=None), 20)
 
@@ -149,7 +149,7 @@ def test_litdata_splits_by_rank(
 ) -> None:
     litdata = optional.need("litdata", ">=0.2")
     folder = str(ctx_folder(ctx, chunks))
-    assert split_by_itself(litdata.StreamingDataset(folder)) is not None
+    assert find_own_split(litdata.StreamingDataset(folder)) is not None
 
     def build() -> Any:
         return litdata.StreamingDataset(folder, shuffle=shuffle)
@@ -226,4 +226,4 @@ def test_mosaicml_streaming_splits_by_rank(
         check(ctx, build, size, repeats=not divided, collate_fn=to_tensor)
         if ctx.world.size == 1:
             check(ctx, build, size, collate_fn=to_tensor, num_workers=2)
-    assert split_by_itself(made[0]) is not None
+    assert find_own_split(made[0]) is not None

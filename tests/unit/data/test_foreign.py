@@ -19,11 +19,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as stateful_samplers
 
 from hasten.data.foreign import (
-    begin_anew,
+    detach_epoch_counter,
+    is_exactly,
     is_hub_stream,
     is_torchdata,
-    own_epoch,
-    plainly,
+    restart_stream,
     state_loses_samples,
 )
 
@@ -113,7 +113,7 @@ def test_a_stream_begins_anew_after_a_state_was_loaded() -> None:
         next(elements)
     stream.load_state_dict(stream.state_dict())
     assert next(iter(stream)) == {"x": 5}
-    begin_anew(stream, 0)
+    restart_stream(stream, 0)
     assert [row["x"] for row in stream] == list(range(24))
 
 
@@ -132,7 +132,7 @@ def test_the_copies_of_a_stream_in_workers_count_epochs_apart(
     twin.__dict__.update(stream.__dict__)
     twin.set_epoch(1)
     assert stream.epoch == 1, "datasets shares the counter between workers"
-    own_epoch(wrap(twin))
+    detach_epoch_counter(wrap(twin))
     twin.set_epoch(2)
     assert (stream.epoch, twin.epoch) == (1, 2)
 
@@ -142,9 +142,9 @@ def test_torchdata_classes_stand_for_those_of_torch() -> None:
     data = list(range(4))
     loader: Any = StatefulDataLoader(data, batch_size=2, shuffle=True)
     assert is_torchdata(loader)
-    assert plainly(loader.batch_sampler, BatchSampler)
-    assert plainly(loader.sampler, RandomSampler)
-    assert plainly(stateful_samplers.RandomSampler(data), RandomSampler)
+    assert is_exactly(loader.batch_sampler, BatchSampler)
+    assert is_exactly(loader.sampler, RandomSampler)
+    assert is_exactly(stateful_samplers.RandomSampler(data), RandomSampler)
     assert not is_torchdata(DataLoader(data))  # type: ignore[arg-type]
-    assert plainly(torch.utils.data.SequentialSampler(data), SequentialSampler)
-    assert not plainly(type("Mine", (RandomSampler,), {})(data), RandomSampler)
+    assert is_exactly(torch.utils.data.SequentialSampler(data), SequentialSampler)
+    assert not is_exactly(type("Mine", (RandomSampler,), {})(data), RandomSampler)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hasten.data.batch_plan import LoaderPlan, cut, plan_batches, plan_rows
+from hasten.data.batch_plan import LoaderPlan, plan_batches, plan_rows, split_units
 from hasten.errors import ConfigError
 
 
@@ -31,7 +31,9 @@ def plans(
 
 def read(plan: LoaderPlan, size: int, start: int = 0) -> list[list[int]]:
     return [
-        row for chunk in plan.assign(size, start, chunk=16) for row in chunk.tolist()
+        row
+        for chunk in plan.assign(size, start, chunk_size=16)
+        for row in chunk.tolist()
     ]
 
 
@@ -45,7 +47,8 @@ def check_law(size: int, everyone: list[LoaderPlan]) -> None:
     # full steps do not know the size: what holds at 25 holds in between
     if full and size % 25 == 0:
         whole = np.concatenate(
-            [next(plan.assign(size, chunk=10_000))[:full] for plan in everyone], axis=1
+            [next(plan.assign(size, chunk_size=10_000))[:full] for plan in everyone],
+            axis=1,
         )
         assert np.array_equal(whole.ravel(), np.arange(full * plan.global_batch))
     if left and not plan.drop_last:
@@ -164,7 +167,7 @@ def test_one_step_costs_the_same_at_any_world_size() -> None:
 
 def test_a_rank_of_1024_computes_only_its_own_indices() -> None:
     plan = plans(4, 1024, split=False, drop_last=False, even=True)[1000]
-    chunk = next(plan.assign(10**12, chunk=64))
+    chunk = next(plan.assign(10**12, chunk_size=64))
     assert chunk.shape == (16, 4)
     assert np.array_equal(
         chunk[:2], [[4000, 4001, 4002, 4003], [8096, 8097, 8098, 8099]]
@@ -173,9 +176,9 @@ def test_a_rank_of_1024_computes_only_its_own_indices() -> None:
 
 def test_cut_covers_without_gap_for_every_share() -> None:
     for size, world in itertools.product(range(30), range(1, 9)):
-        uneven = [cut(size, world, shard, False) for shard in range(world)]
+        uneven = [split_units(size, world, shard, False) for shard in range(world)]
         assert sum(share.rows for share in uneven) == size
-        even = [cut(size, world, shard, True) for shard in range(world)]
+        even = [split_units(size, world, shard, True) for shard in range(world)]
         assert sum(share.real for share in even) == size
         assert len({share.rows for share in even}) == 1
 

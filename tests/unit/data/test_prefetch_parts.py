@@ -16,7 +16,7 @@ from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data import build, prefetch
 from hasten.data.batch_plan import Padding
 from hasten.data.prefetch import InLine, LookAhead, Prefetch, Queue, Slot
-from hasten.data.source import Item, plain_move
+from hasten.data.source import Item, move_on_request
 from tests.support.loaders import prepared
 
 
@@ -47,18 +47,18 @@ def test_the_size_of_a_batch_is_that_of_its_tensors() -> None:
         UserDict({"x": x, "y": y}),
         Pair(x, y),
     ):
-        assert prefetch.host_bytes(batch) == 64 + 16
-    assert prefetch.host_bytes(x) == 64
-    assert prefetch.host_bytes(torch.nn.Parameter(x)) == 64
-    assert prefetch.host_bytes({"n": 3, "names": ["a"]}) == 0
+        assert prefetch.count_host_bytes(batch) == 64 + 16
+    assert prefetch.count_host_bytes(x) == 64
+    assert prefetch.count_host_bytes(torch.nn.Parameter(x)) == 64
+    assert prefetch.count_host_bytes({"n": 3, "names": ["a"]}) == 0
 
 
 def test_objects_that_hide_their_tensors_are_prefetched_if_they_can_be_recorded() -> (
     None
 ):
     x = torch.ones(3)
-    assert prefetch.host_bytes([x, {"object": Movable(x)}]) == -math.inf
-    assert prefetch.host_bytes(Recorded(x)) == math.inf
+    assert prefetch.count_host_bytes([x, {"object": Movable(x)}]) == -math.inf
+    assert prefetch.count_host_bytes(Recorded(x)) == math.inf
     assert InLine(torch.device("cpu")).takes(Movable(x))
     assert not InLine(torch.device("cpu")).takes(Recorded(x))
 
@@ -127,7 +127,7 @@ def test_two_tensors_of_a_batch_never_share_a_buffer() -> None:
 
 def test_the_move_is_chosen_by_device_and_setting() -> None:
     def chosen(device: str | None, **settings: Any) -> Any:
-        return build._move(
+        return build._choose_move(
             None if device is None else torch.device(device),
             DataLoaderConfiguration(**settings),
         )
@@ -140,9 +140,11 @@ def test_the_move_is_chosen_by_device_and_setting() -> None:
     assert chosen("cuda:0", prefetch=5)._depth == 5
     assert (
         chosen("cuda:0", prefetch=0).__qualname__
-        == plain_move(lambda batch: batch).__qualname__
+        == move_on_request(lambda batch: batch).__qualname__
     )
-    assert chosen("mps").__qualname__ == plain_move(lambda batch: batch).__qualname__
+    assert (
+        chosen("mps").__qualname__ == move_on_request(lambda batch: batch).__qualname__
+    )
 
 
 def test_batches_that_workers_read_for_a_gpu_are_pinned() -> None:
@@ -155,7 +157,7 @@ def test_batches_that_workers_read_for_a_gpu_are_pinned() -> None:
             pin_memory=own,
         )
         place = None if device is None else torch.device(device)
-        return build._pins(loader, place, DataLoaderConfiguration(**settings))
+        return build._needs_pinning(loader, place, DataLoaderConfiguration(**settings))
 
     assert pins("cuda:0")
     assert not pins("cuda:0", workers=0)
@@ -168,7 +170,7 @@ def test_batches_that_workers_read_for_a_gpu_are_pinned() -> None:
 
 
 def test_plain_moves_keep_what_the_cursor_says() -> None:
-    move = plain_move(lambda batch: batch + 1)
+    move = move_on_request(lambda batch: batch + 1)
     padded = Padding(1, 2)
     items: list[Item] = [(1, None, False, "a"), (2, padded, True, "b")]
     assert list(move(iter(items))) == [(2, None, False, "a"), (3, padded, True, "b")]

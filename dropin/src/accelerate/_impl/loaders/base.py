@@ -39,7 +39,7 @@ from hasten.data.dispatch import DispatchSource
 from hasten.data.loader import Loader, LoaderIteration, LoaderParts, Move
 from hasten.data.position import Position
 from hasten.data.skipping import SkippingLoader
-from hasten.data.source import BatchSource, Item, forward_epoch, plain_move
+from hasten.data.source import BatchSource, Item, forward_epoch, move_on_request
 from hasten.optim.clock import LoaderCursor, StepClock
 from hasten.optional import need
 from hasten.runtime.mesh_plan import BATCH
@@ -499,11 +499,11 @@ class DataLoaderDispatcher(PreparedLoader):
     def move(self) -> Move | None:
         """Return the copier of batches to the device; those that are dealt out have been read ahead already."""
         if ambient.start().world.size > 1:
-            return None if self.device is None else plain_move(self.put)
+            return None if self.device is None else move_on_request(self.put)
         ahead = OneAhead(self.device, self.put)
         if self.slice_fn is slice_tensors:
             return ahead
-        cut = plain_move(
+        cut = move_on_request(
             lambda batch: self._cut(batch, slice(0, find_batch_size(batch)))
         )
         return lambda items: ahead(cut(items))

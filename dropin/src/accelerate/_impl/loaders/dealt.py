@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate._impl.tensors import find_batch_size
 from hasten import trees
-from hasten.data.batch_plan import cut
+from hasten.data.batch_plan import split_units
 from hasten.data.dispatch import Round
 from hasten.data.position import Position
 from hasten.data.prefetch import with_next
@@ -77,7 +77,7 @@ class Dealt:
         global_batch = trees.concat(batches)
         size = trees.batch_size(global_batch) or 0
         shares = [
-            cut(size, self.num_shards, shard, self.even)
+            split_units(size, self.num_shards, shard, self.even)
             for shard in range(self.num_shards)
         ]
         num_missing = shares[-1].first + shares[-1].rows - size
