@@ -200,24 +200,24 @@ def to_device(
 
 
 def _move_object(
-    value: Any,
+    movable: Any,
     device: torch.device | str,
     non_blocking: bool,
     skip_keys: Collection[str],
 ) -> Any:  # Any: a batch object of a user's class
-    if isinstance(value, UserDict) and (skip_keys or not hasattr(value, "to")):
+    if isinstance(movable, UserDict) and (skip_keys or not hasattr(movable, "to")):
         return rebuild(
-            value,
+            movable,
             [
                 child
                 if key in skip_keys
                 else to_device(child, device, non_blocking, skip_keys)
-                for key, child in value.items()
+                for key, child in movable.items()
             ],
         )
-    move_method = getattr(value, "to", None)
-    if not callable(move_method) or isinstance(value, (torch.nn.Module, type)):
-        return value
+    move_method = getattr(movable, "to", None)
+    if not callable(move_method) or isinstance(movable, (torch.nn.Module, type)):
+        return movable
     try:
         return move_method(device, non_blocking=non_blocking)
     # a `.to` without the argument non_blocking: the plain move is just as correct

@@ -150,7 +150,7 @@ class DataRanks:
     shard_of: tuple[int, ...]
 
 
-ALONE: Final = DataRanks(0, 1, (0,))
+SINGLE_RANK: Final = DataRanks(0, 1, (0,))
 """The data-parallel ranks for a rank whose order is independent of other ranks."""
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from hasten import trees
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
-from hasten.data.batch_plan import ALONE, DataRanks, plan_rows
+from hasten.data.batch_plan import SINGLE_RANK, DataRanks, plan_rows
 from hasten.data.dispatch import DispatchSource, IndexedReader, StreamReader
 from hasten.data.foreign import ForeignSplit, is_exactly, is_hub_stream
 from hasten.data.loader import Loader, LoaderIteration, LoaderParts, MakeMove, Move
@@ -77,7 +77,7 @@ def prepare_loader(
         )
     if already_sharded is None:
         already_sharded = config.already_sharded
-    data_ranks = ALONE if ctx.mesh == _ONE_RANK else _find_data_ranks(ctx)
+    data_ranks = SINGLE_RANK if ctx.mesh == _ONE_RANK else _find_data_ranks(ctx)
     agreement = _agree_with_ranks(
         loader, ctx, config, data_ranks, seed, already_sharded
     )

@@ -26,8 +26,8 @@ from hasten.errors import CheckpointError, DataError
 
 # Any in this file: attributes of the user's objects.
 # of one attribute; longer ones are data rather than state
-_MOST_VALUES: Final = 100_000
-_MOST_OBJECTS: Final = 2_000
+_MAX_VALUES: Final = 100_000
+_MAX_OBJECTS: Final = 2_000
 _GENERATORS: Final = (
     torch.Generator,
     random.Random,
@@ -119,7 +119,7 @@ class CarriedState:
         attributes: dict[str, tuple[Any, str, Any]] = {}
         if self._attributes:
             for path, attribute, owner, name in _walk_attributes(self._owner):
-                if owner is not None and _num_values(attribute) <= _MOST_VALUES:
+                if owner is not None and _num_values(attribute) <= _MAX_VALUES:
                     packed = encode_value(attribute)
                     if packed is not None:
                         attributes[path] = (owner, name, packed)
@@ -155,7 +155,7 @@ def _walk_attributes(root: Any) -> Iterator[tuple[str, Any, Any, str]]:
     """Yield (path, value, owner, attribute) of an object's content; the owner is None if assignment is impossible."""
     waiting_objects: deque[tuple[str, Any]] = deque([("", root)])
     seen_ids = {id(root)}
-    while waiting_objects and len(seen_ids) < _MOST_OBJECTS:
+    while waiting_objects and len(seen_ids) < _MAX_OBJECTS:
         holder_path, holder = waiting_objects.popleft()
         for name, attribute, owner in _list_attributes(holder):
             path = f"{holder_path}.{name}" if holder_path else name
@@ -217,7 +217,7 @@ def _num_values(value: Any) -> int:
         return 1
     num_values = len(value)
     for item in chain(value, value.values() if isinstance(value, dict) else ()):
-        if num_values > _MOST_VALUES:
+        if num_values > _MAX_VALUES:
             break
         num_values += _num_values(item)
     return num_values

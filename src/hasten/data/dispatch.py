@@ -24,7 +24,7 @@ class Round(NamedTuple):
     """One step: an item for every data-parallel rank that has one, and whether another step follows."""
 
     items: list[Item | None]
-    more: bool
+    has_more: bool
 
 
 class DispatchReader(Protocol):
@@ -48,7 +48,7 @@ class _RankMessage(NamedTuple):
     """Message for one rank in one step."""
 
     item: Item | None
-    more: bool
+    has_more: bool
     error: str | None = None
 
 
@@ -121,7 +121,7 @@ class DispatchSource(OuterSource):
             try:
                 round_ = next(rounds, None) or Round([None] * num_shards, False)
                 messages = [
-                    encode(_RankMessage(item, round_.more)) for item in round_.items
+                    encode(_RankMessage(item, round_.has_more)) for item in round_.items
                 ]
             # the waiting ranks must learn of any error of the user's dataset
             except Exception as error:
@@ -132,7 +132,7 @@ class DispatchSource(OuterSource):
             _scatter_messages(
                 self._comm, [messages[rank_shard] for rank_shard in shard_of]
             )
-            has_more = round_.more
+            has_more = round_.has_more
             own_item = round_.items[self._data_ranks.shard]
             if own_item is not None:
                 yield own_item

@@ -123,11 +123,13 @@ class Loader(DataLoader[Any]):
         )
 
     @classmethod
-    def made(cls, user: DataLoader[Any], parts: LoaderParts, **shown: Any) -> Loader:
+    def made(
+        cls, user: DataLoader[Any], components: LoaderParts, **shown: Any
+    ) -> Loader:
         """Return a loader with the user's attributes, except those in `shown`."""
         loader = cls.__new__(cls)
         loader.__dict__.update(user.__dict__)
-        loader.__dict__.update(_iterator=None, parts=parts, **shown)
+        loader.__dict__.update(_iterator=None, parts=components, **shown)
         return loader
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -182,24 +184,24 @@ class Loader(DataLoader[Any]):
 
     def _begin_pass(self) -> tuple[Iterator[Item], Position]:
         """Start an iteration at the loader's position; a skipping copy starts `skip` batches into that epoch."""
-        parts = self.parts
-        if not parts.iteration.fresh:
-            parts.iteration.place(parts.iteration.upcoming())
-        parts.clock.keep_position(parts.cursor)
-        position = parts.iteration.start
-        if parts.skip:
-            skipped_position = parts.source.skipped(
-                replace(position, consumed=0), parts.skip
+        components = self.parts
+        if not components.iteration.fresh:
+            components.iteration.place(components.iteration.upcoming())
+        components.clock.keep_position(components.cursor)
+        position = components.iteration.start
+        if components.skip:
+            skipped_position = components.source.skipped(
+                replace(position, consumed=0), components.skip
             )
-            position = replace(skipped_position, batches=parts.skip)
+            position = replace(skipped_position, batches=components.skip)
         # a resumed epoch has saved states
-        if parts.equalise is not None and position.consumed == 0:
-            parts.equalise()
+        if components.equalise is not None and position.consumed == 0:
+            components.equalise()
         self._set_seeds(position)
-        position = parts.source.begin(position)
-        parts.iteration.enter(position)
-        items = parts.source.open(position)
-        cursor = parts.cursor
+        position = components.source.begin(position)
+        components.iteration.enter(position)
+        items = components.source.open(position)
+        cursor = components.cursor
         cursor.epoch, cursor.batch, cursor.at_end, cursor.num_real, cursor.num_rows = (
             position.epoch,
             0,
@@ -207,23 +209,30 @@ class Loader(DataLoader[Any]):
             None,
             None,
         )
-        num_units, global_batch_size = parts.source.size(), parts.total_batch_size
+        num_units, global_batch_size = (
+            components.source.size(),
+            components.total_batch_size,
+        )
         # the length of a stream is not asked for
         is_length_known = num_units is not None and global_batch_size is not None
-        num_steps = parts.source.steps() if is_length_known else None
+        num_steps = components.source.steps() if is_length_known else None
         cursor.pads_like = (
             None
             if num_steps is None
             else (num_units, position.consumed, global_batch_size, num_steps)
         )
         if not cursor.opened:
-            parts.clock.loaders.opening(cursor)
-        return items if parts.move is None else parts.move(items), position
+            components.clock.loaders.opening(cursor)
+        return items if components.move is None else components.move(items), position
 
     def _yield_batches(self) -> Iterator[Any]:
         """Yield the batches from the loader's position to the end of its epoch."""
-        parts = self.parts
-        cursor, iteration, clock = parts.cursor, parts.iteration, parts.clock
+        components = self.parts
+        cursor, iteration, clock = (
+            components.cursor,
+            components.iteration,
+            components.clock,
+        )
         if cursor.num_again:  # the resumed epoch had completed this pass
             cursor.num_again -= 1
             cursor.num_ended += 1
@@ -231,7 +240,7 @@ class Loader(DataLoader[Any]):
         active_loaders, run_parts, global_batch_size = (
             clock.loaders,
             clock.parts,
-            parts.total_batch_size,
+            components.total_batch_size,
         )
         for call_part in run_parts.pass_begins:
             call_part(cursor)
@@ -270,11 +279,11 @@ class Loader(DataLoader[Any]):
                 iteration.place(pass_start.begin(pass_start.epoch + 1))
 
     def _set_seeds(self, position: Position) -> None:
-        parts = self.parts
-        engine = parts.source.engine
+        components = self.parts
+        engine = components.source.engine
         if engine is not self:
             engine.generator = torch.Generator().manual_seed(
-                derive_seed(position.seed, position.epoch, parts.shard, 1)
+                derive_seed(position.seed, position.epoch, components.shard, 1)
             )
         forward_epoch(self.dataset, position.epoch)
 
@@ -420,20 +429,20 @@ class Loader(DataLoader[Any]):
     @contextmanager
     def even(self, even_batches: bool) -> Iterator[None]:
         """Context manager in which epochs start with this `even_batches` instead of the configured one."""
-        parts = self.parts
-        self.parts = replace(parts, source=parts.source.copied(even_batches))
+        components = self.parts
+        self.parts = replace(components, source=components.source.copied(even_batches))
         try:
             yield
         finally:
-            self.parts = parts
+            self.parts = components
 
     def skipping(self, num_batches: int) -> Loader:
         """Return the same loader, starting every epoch `num_batches` later; it shares this loader's position."""
-        parts = replace(
+        components = replace(
             self.parts,
             source=self.parts.source.copied(),
             skip=self.parts.skip + num_batches,
         )
         loader = copy.copy(self)
-        loader.__dict__.update(_iterator=None, parts=parts)
+        loader.__dict__.update(_iterator=None, parts=components)
         return loader

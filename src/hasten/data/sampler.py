@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.batch_plan import (
-    ALONE,
+    SINGLE_RANK,
     DataRanks,
     Indices,
     LoaderPlan,
@@ -85,7 +85,7 @@ class Assignment:
         return replace(self, order=order, plan=replace(self.plan, even=even))
 
     def index_batches(
-        self, position: Position, ends: bool = True
+        self, position: Position, looks_ahead: bool = True
     ) -> Iterator[IndexBatch]:
         """Yield this rank's batches from `position` to the end of its epoch.
 
@@ -106,7 +106,7 @@ class Assignment:
         index_batches = (
             round_[0]
             for round_ in self._draw_rounds(
-                self.order.draw(position), first_unit, shards, ends
+                self.order.draw(position), first_unit, shards, looks_ahead
             )
         )
         if self.split is not None:
@@ -416,7 +416,7 @@ def assign_indices(
         check_distributed(
             order.sampler, data_ranks.num_shards, data_ranks.shard, dispatch
         )
-        stride, data_ranks, split = data_ranks.num_shards, ALONE, False
+        stride, data_ranks, split = data_ranks.num_shards, SINGLE_RANK, False
     elif sharded:
         group, fit = (
             ctx.groups(*BATCH),
@@ -430,7 +430,7 @@ def assign_indices(
             order,
             batch_sampler,
             config,
-            ALONE if sharded else data_ranks,
+            SINGLE_RANK if sharded else data_ranks,
             split,
             stride,
         )
@@ -438,7 +438,7 @@ def assign_indices(
     if isinstance(order, PartOrder):  # the rank's rows of each step, all from its shard
         batch_size, data_ranks, split = (
             _plan_rows(batch_size, batch_sampler, config, data_ranks, split).rows,
-            ALONE,
+            SINGLE_RANK,
             False,
         )
     return Assignment(

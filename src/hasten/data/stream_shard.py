@@ -383,7 +383,7 @@ def _read_round(
     The longer the round, the fewer of its first elements can belong to a rank: at most a quarter of a round is held.
     """
     full_share = plan.part(plan.global_batch, shard=shards[-1])
-    num_needed, first_elements, kept_elements, first_position, num_taken = (
+    num_needed, first_elements, round_elements, first_position, num_taken = (
         full_share.first + full_share.rows,
         [],
         deque[Any](),
@@ -396,19 +396,19 @@ def _read_round(
         )
     ):
         first_elements += next_elements[: max(num_first - num_taken, 0)]
-        kept_elements.extend(next_elements)
+        round_elements.extend(next_elements)
         num_taken += len(next_elements)
         while first_position < min(
             plan.part(num_taken, shard=shards[0]).first, num_taken
         ):
-            kept_elements.popleft()
+            round_elements.popleft()
             first_position += 1
     num_taken += (
         _skip_elements(elements, plan.global_batch - num_taken)
         if num_taken == num_needed
         else 0
     )
-    return _Round(first_elements, list(kept_elements), first_position, num_taken)
+    return _Round(first_elements, list(round_elements), first_position, num_taken)
 
 
 def _skip_elements(elements: Iterator[Any], max_skipped: int) -> int:

@@ -115,8 +115,8 @@ def refuse_meta(
     if "forward" in module.__dict__:
         return  # the replacement of the forward may load the weights itself
     meta_params = [
-        name
-        for name, param in module._parameters.items()
+        param_name
+        for param_name, param in module._parameters.items()
         if param is not None and param.is_meta
     ]
     if meta_params:
@@ -128,13 +128,13 @@ def refuse_meta(
             )
         return
     if not torch.compiler.is_compiling():
-        for key, hook in list(module._forward_pre_hooks.items()):
+        for hook_key, hook in list(module._forward_pre_hooks.items()):
             if hook is refuse_meta:
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                del module._forward_pre_hooks[hook_key]
+                module._forward_pre_hooks_with_kwargs.pop(hook_key, None)
 
 
 def meta_names(model: nn.Module) -> list[str]:
     """Return the names of parameters and buffers that are still on the meta device."""
     named_weights = [*model.named_parameters(), *model.named_buffers()]
-    return [name for name, tensor in named_weights if tensor.is_meta]
+    return [weight_name for weight_name, tensor in named_weights if tensor.is_meta]

@@ -33,13 +33,13 @@ def plain_name(name: str) -> str:
     return ".".join(filterfalse(_WRAPPER_PARTS.__contains__, name.split(".")))
 
 
-def canonical_name(name: str, model: nn.Module | None = None) -> str:
+def canonical_name(parameter_name: str, model: nn.Module | None = None) -> str:
     """Return `name` without the parts that wrappers (DDP, compile, checkpointing, FSDP) add.
 
     With the `model` of the name, `module` is removed exactly where a wrapper added it. Without it, as for a key in
     a file, only leading ones are removed.
     """
-    name_parts = name.split(".")
+    name_parts = parameter_name.split(".")
     if model is None:
         while len(name_parts) > 1 and name_parts[0] in ("module", *_WRAPPER_PARTS):
             name_parts = name_parts[1:]

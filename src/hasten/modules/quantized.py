@@ -34,9 +34,9 @@ class ByteLayout:
 def is_torchao(tensor: Tensor) -> bool:
     """Return True for a quantized tensor of torchao, which is made of plain tensors; one that is cast while it trains is none."""
     tensor = tensor.data if isinstance(tensor, nn.Parameter) else tensor
-    library, _, submodule = type(tensor).__module__.partition(".")
+    package_name, _, submodule = type(tensor).__module__.partition(".")
     return (
-        library == "torchao"
+        package_name == "torchao"
         and not submodule.startswith("float8.")
         and hasattr(tensor, "__tensor_flatten__")
     )
@@ -49,27 +49,29 @@ def is_bitsandbytes(tensor: Tensor) -> bool:
 
 def is_four_bit(layer: nn.Module) -> bool:
     """Return True for a layer of bitsandbytes with weights of four bits, sharded or whole."""
-    library = sys.modules.get("bitsandbytes.nn")
-    return library is not None and isinstance(layer, library.Linear4bit)
+    bnb_module = sys.modules.get("bitsandbytes.nn")
+    return bnb_module is not None and isinstance(layer, bnb_module.Linear4bit)
 
 
 def to_bytes(tensor: Tensor) -> tuple[Tensor, ByteLayout]:
     """Return the inner tensors of a quantized tensor as one column of bytes, and their layout."""
     weight: Any = tensor.detach()
-    names, context = weight.__tensor_flatten__()
+    inner_names, context = weight.__tensor_flatten__()
     byte_pieces: list[Tensor] = []
     inner_layouts: list[tuple[str, torch.dtype, torch.Size, int]] = []
-    position = 0
-    for name in names:
-        inner_tensor = getattr(weight, name).contiguous()
+    byte_position = 0
+    for inner_name in inner_names:
+        inner_tensor = getattr(weight, inner_name).contiguous()
         # a single value may have any stride
         raw_bytes = inner_tensor.as_strided((inner_tensor.numel(),), (1,)).view(
             torch.uint8
         )
         num_padding_bytes = -len(raw_bytes) % _ALIGNED
-        inner_layouts.append((name, inner_tensor.dtype, inner_tensor.shape, position))
+        inner_layouts.append(
+            (inner_name, inner_tensor.dtype, inner_tensor.shape, byte_position)
+        )
         byte_pieces += [raw_bytes, raw_bytes.new_zeros(num_padding_bytes)]
-        position += len(raw_bytes) + num_padding_bytes
+        byte_position += len(raw_bytes) + num_padding_bytes
     layout = ByteLayout(
         type(weight), context, weight.shape, weight.stride(), tuple(inner_layouts)
     )
@@ -80,9 +82,9 @@ def from_bytes(data: Tensor, layout: ByteLayout) -> Tensor:
     """Return the quantized tensor whose inner tensors are views of these bytes."""
     flat_bytes = data.reshape(-1)
     inner_tensors = {}
-    for name, dtype, shape, first_byte in layout.inner:
+    for inner_name, dtype, shape, first_byte in layout.inner:
         num_bytes = shape.numel() * dtype.itemsize
-        inner_tensors[name] = (
+        inner_tensors[inner_name] = (
             flat_bytes.narrow(0, first_byte, num_bytes).view(dtype).view(shape)
         )
     context = _on_device(layout.context, data.device)
@@ -95,8 +97,8 @@ def from_bytes(data: Tensor, layout: ByteLayout) -> Tensor:
 def copy_inner_tensors(source: Tensor, target: Tensor) -> None:
     """Copy the values of a quantized tensor into another of the same layout."""
     weight: Any = target.detach()
-    names, _ = weight.__tensor_flatten__()
-    for name in names:
+    inner_names, _ = weight.__tensor_flatten__()
+    for name in inner_names:
         getattr(weight, name).copy_(getattr(source, name))
 
 

@@ -35,24 +35,26 @@ def swap_where(
     """
     replaced_names: list[str] = []
     new_modules: dict[int, nn.Module] = {}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
+    for module_name, module in list(model.named_modules(remove_duplicate=False)):
         if (
-            not name
-            or any(name.startswith(f"{outer}.") for outer in replaced_names)
-            or not is_replaced(name, module)
+            not module_name
+            or any(module_name.startswith(f"{outer}.") for outer in replaced_names)
+            or not is_replaced(module_name, module)
         ):
             continue
         if id(module) not in new_modules:
-            new_modules[id(module)] = make_module(name, module)
-        swap(model, name, new_modules[id(module)])
-        replaced_names.append(name)
+            new_modules[id(module)] = make_module(module_name, module)
+        swap(model, module_name, new_modules[id(module)])
+        replaced_names.append(module_name)
     return replaced_names
 
 
 def linear_names(model: nn.Module) -> list[str]:
     """Return the names of the model's linear layers, in order of registration."""
     return [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear)
+        module_name
+        for module_name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
     ]
 
 
@@ -92,17 +94,19 @@ def named_tensors(
     """Yield every parameter and buffer under every name it has, shared ones repeated."""
     yield from model.named_parameters(remove_duplicate=False)
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in own_buffers(module, persistent_only):
-            yield (f"{prefix}.{name}" if prefix else name), buffer
+        for buffer_name, buffer in own_buffers(module, persistent_only):
+            yield (f"{prefix}.{buffer_name}" if prefix else buffer_name), buffer
 
 
 def own_buffers(
     module: nn.Module, persistent_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers registered on the module itself; with `persistent_only`, only those in its state dict."""
-    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        if not persistent_only or name not in module._non_persistent_buffers_set:
-            yield name, buffer
+    for buffer_name, buffer in module.named_buffers(
+        recurse=False, remove_duplicate=False
+    ):
+        if not persistent_only or buffer_name not in module._non_persistent_buffers_set:
+            yield buffer_name, buffer
 
 
 def module_bytes(
@@ -116,14 +120,17 @@ def module_bytes(
     """
     dtypes_by_name = special_dtypes or {}
     sizes_by_module: dict[str, dict[int, int]] = {"": {}}
-    for name, tensor in named_tensors(model):
-        size = tensor_bytes(tensor, dtypes_by_name.get(name, dtype))
-        name_parts = name.split(".")
+    for tensor_name, tensor in named_tensors(model):
+        num_bytes = tensor_bytes(tensor, dtypes_by_name.get(tensor_name, dtype))
+        name_parts = tensor_name.split(".")
         for depth in range(len(name_parts) + 1):
             sizes_by_module.setdefault(".".join(name_parts[:depth]), {}).setdefault(
-                id(tensor), size
+                id(tensor), num_bytes
             )
-    return {name: sum(sizes.values()) for name, sizes in sizes_by_module.items()}
+    return {
+        tensor_name: sum(tensor_sizes.values())
+        for tensor_name, tensor_sizes in sizes_by_module.items()
+    }
 
 
 _DROPOUTS: Final = (
@@ -140,9 +147,9 @@ def may_draw(model: nn.Module) -> bool:
     """Return whether any module has a dropout rate above zero, as a layer or as an attribute passed to attention."""
     for module in model.modules():
         dropout_rates = [
-            value
-            for name, value in vars(module).items()
-            if "drop" in name.lower() and isinstance(value, float)
+            attribute
+            for attribute_name, attribute in vars(module).items()
+            if "drop" in attribute_name.lower() and isinstance(attribute, float)
         ]
         if isinstance(module, _DROPOUTS):
             dropout_rates.append(module.p)

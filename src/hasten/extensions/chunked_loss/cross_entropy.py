@@ -200,15 +200,17 @@ class _Gradients:
             else None
         )
 
-    def add(self, rows: slice, grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    def add(
+        self, rows: slice, logit_grad: Tensor, hidden: Tensor, weight: Tensor
+    ) -> None:
         """Add the contribution of a chunk, from the gradient of its logits."""
         if self.bias is not None:
-            self.bias += grad.sum(0)
-        grad = grad.to(self._settings.compute)
+            self.bias += logit_grad.sum(0)
+        logit_grad = logit_grad.to(self._settings.compute)
         if self.hidden is not None:
-            self.hidden[rows] = grad @ weight
+            self.hidden[rows] = logit_grad @ weight
         if self.weight is not None:
-            self.weight += grad.t() @ hidden[rows].to(self._settings.compute)
+            self.weight += logit_grad.t() @ hidden[rows].to(self._settings.compute)
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -297,7 +299,7 @@ class _TokenLosses(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, loss_grad: Tensor) -> Any:
         hidden, weight, bias, target = ctx.saved_tensors
         settings: _LossSettings = ctx.how
         cast_weight, cast_bias = (
@@ -312,7 +314,7 @@ class _TokenLosses(torch.autograd.Function):
                 )
                 grads.add(
                     rows,
-                    chunk.gradient_(grad[rows].to(settings.sums), settings),
+                    chunk.gradient_(loss_grad[rows].to(settings.sums), settings),
                     hidden,
                     cast_weight,
                 )
@@ -432,11 +434,11 @@ def compute_loss(
 
 
 def _choose_settings(hidden: Tensor, head: Head, options: LossOptions) -> _LossSettings:
-    tokens, width = hidden.shape
+    num_tokens, width = hidden.shape
     chunk_rows = options.chunk_tokens
     if chunk_rows is None:
         # as many tokens as make the chunk's logits about as large as half of the weight's gradient, and at least 8 chunks
-        chunk_rows = min(max(512, width // 2), max(_SMALLEST, -(-tokens // 8)))
+        chunk_rows = min(max(512, width // 2), max(_SMALLEST, -(-num_tokens // 8)))
     num_ranks = 1 if head.group is None else head.group.size()
     first_entry = (
         0

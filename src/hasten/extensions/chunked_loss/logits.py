@@ -442,19 +442,22 @@ def use_chunked_loss(
 
     Raises: PrepareError for a model without a known head, or a head that is not a plain linear layer.
     """
-    layer, name = _find_head(model, head)
-    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+    head_layer, head_name = _find_head(model, head)
+    if (
+        not isinstance(head_layer, nn.Linear)
+        or type(head_layer).forward is not nn.Linear.forward
+    ):
         raise PrepareError(
-            f"the head {name!r} of {type(model).__name__} is a {type(layer).__name__}, which computes more than a plain linear "
+            f"the head {head_name!r} of {type(model).__name__} is a {type(head_layer).__name__}, which computes more than a plain linear "
             "layer, so that a loss from its weight alone would be another. Leave this head as it is (adapters, quantised layers), "
             "or pass head= with the torch.nn.Linear that returns the logits."
         )
-    forwarding.restore(layer, ChunkedHead.tag)
-    forwarding.replace(layer, ChunkedHead(chunk_tokens))
+    forwarding.restore(head_layer, ChunkedHead.tag)
+    forwarding.replace(head_layer, ChunkedHead(chunk_tokens))
     log.info(
         "chunked loss: logits of %s (%d classes) are computed for the loss in chunks",
-        name,
-        layer.out_features,
+        head_name,
+        head_layer.out_features,
     )
 
 
@@ -470,16 +473,16 @@ def _find_head(model: nn.Module, head: nn.Module | str | None) -> tuple[nn.Modul
             else None
         )
     if head is None:
-        linears = [
-            name
-            for name, module in model.named_modules()
+        linear_names = [
+            layer_name
+            for layer_name, module in model.named_modules()
             if isinstance(module, nn.Linear)
         ]
         raise PrepareError(
             f"{type(model).__name__} does not say which layer computes its logits (it has no method get_output_embeddings), so nothing can be "
-            f"computed in chunks. Name the layer with head=; its last linear layer is {(linears or ['none'])[-1]!r}."
+            f"computed in chunks. Name the layer with head=; its last linear layer is {(linear_names or ['none'])[-1]!r}."
         )
     return head, next(
-        (name for name, module in model.named_modules() if module is head),
+        (layer_name for layer_name, module in model.named_modules() if module is head),
         type(head).__name__,
     )

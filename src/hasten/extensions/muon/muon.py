@@ -167,10 +167,10 @@ def _check_options(**options: Any) -> None:  # Any: options of every type
 
 def _rate_factor(kind: AdjustLr | None, shape: Sequence[int]) -> float:
     """Return the factor of the learning rate for a matrix of this shape."""
-    rows, columns = shape[-2:]
+    num_rows, num_columns = shape[-2:]
     if kind == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1.0, rows / columns))
+        return 0.2 * math.sqrt(max(num_rows, num_columns))
+    return math.sqrt(max(1.0, num_rows / num_columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,15 +210,19 @@ class _Iteration:
     def run(self, matrices: Tensor) -> Tensor:
         """Return the matrices, stacked along the first dimension, with singular values close to one."""
         is_tall = matrices.shape[-2] > matrices.shape[-1]
-        x = matrices.to(self.device, self.dtype)
-        x = x.mT if is_tall else x
-        x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=self.eps)
+        scaled_matrices = matrices.to(self.device, self.dtype)
+        scaled_matrices = scaled_matrices.mT if is_tall else scaled_matrices
+        scaled_matrices = scaled_matrices / scaled_matrices.norm(
+            dim=(-2, -1), keepdim=True
+        ).clamp(min=self.eps)
         a, b, c = self.coefficients
         for _ in range(self.steps):
-            gram = x @ x.mT
+            gram = scaled_matrices @ scaled_matrices.mT
             polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            x = torch.baddbmm(x, polynomial, x, beta=a)
-        return x.mT if is_tall else x
+            scaled_matrices = torch.baddbmm(
+                scaled_matrices, polynomial, scaled_matrices, beta=a
+            )
+        return scaled_matrices.mT if is_tall else scaled_matrices
 
 
 def _shard_layout(parameter: Tensor) -> tuple[object, ...]:
@@ -311,8 +315,8 @@ class _Exchange:
         full_extent, num_ranks = self.shape[self.dim], self.group.size()
         shard_extent = -(-full_extent // num_ranks)
         return [
-            max(0, min(shard_extent, full_extent - rank * shard_extent))
-            for rank in range(num_ranks)
+            max(0, min(shard_extent, full_extent - shard_rank * shard_extent))
+            for shard_rank in range(num_ranks)
         ]
 
     def _numel(self, extent: int) -> int:
@@ -320,14 +324,14 @@ class _Exchange:
 
     def _send(self, members: Sequence[Tensor]) -> tuple[dist.Work, Tensor]:
         """Start to send the shard of matrix i to rank i."""
-        rank = self.group.rank()
+        own_rank = self.group.rank()
         send_buffer = torch.cat([member.reshape(-1) for member in members]).to(
             self.iteration.device, self.iteration.dtype
         )
-        num_own_values = self._numel(self._sizes()[rank])
+        num_own_values = self._numel(self._sizes()[own_rank])
         receive_sizes = (
             [self._numel(extent) for extent in self._sizes()]
-            if rank < len(members)
+            if own_rank < len(members)
             else [0] * self.group.size()
         )
         receive_buffer = send_buffer.new_empty(sum(receive_sizes))
@@ -372,8 +376,8 @@ class _Exchange:
         self, matrix: Tensor | None, num_matrices: int
     ) -> tuple[dist.Work, Tensor, int]:
         """Start to send each rank its shard of this rank's orthogonalised matrix."""
-        rank, num_ranks = self.group.rank(), self.group.size()
-        num_own_values = self._numel(self._sizes()[rank])
+        own_rank, num_ranks = self.group.rank(), self.group.size()
+        num_own_values = self._numel(self._sizes()[own_rank])
         if matrix is None:
             send_buffer, send_sizes = (
                 torch.empty(

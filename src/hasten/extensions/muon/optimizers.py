@@ -56,16 +56,23 @@ class ParameterSplit:
         lines = []
         for title, members in (("Muon", self.muon), ("AdamW", self.adamw)):
             by_reason: dict[str, list[str]] = {}
-            for name in members:
-                by_reason.setdefault(self.reasons[name], []).append(name)
-            for reason, names in by_reason.items():
-                num_values = sum(members[name].numel() for name in names)
+            for parameter_name in members:
+                by_reason.setdefault(self.reasons[parameter_name], []).append(
+                    parameter_name
+                )
+            for reason, parameter_names in by_reason.items():
+                num_values = sum(
+                    members[parameter_name].numel()
+                    for parameter_name in parameter_names
+                )
                 num_hidden_text = (
-                    f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+                    f", and {len(parameter_names) - _SHOWN} more"
+                    if len(parameter_names) > _SHOWN
+                    else ""
                 )
                 lines.append(
-                    f"{title:<6} {len(names):>4} tensors {num_values:>14,} values  {reason}: "
-                    f"{', '.join(names[:_SHOWN])}{num_hidden_text}"
+                    f"{title:<6} {len(parameter_names):>4} tensors {num_values:>14,} values  {reason}: "
+                    f"{', '.join(parameter_names[:_SHOWN])}{num_hidden_text}"
                 )
         return "\n".join(lines)
 
@@ -116,16 +123,16 @@ def optimizers(
         groups = [
             {
                 "params": [
-                    (name, parameter)
-                    for name, parameter in split.adamw.items()
+                    (parameter_name, parameter)
+                    for parameter_name, parameter in split.adamw.items()
                     if parameter.ndim >= 2
                 ],
                 "weight_decay": weight_decay,
             },
             {
                 "params": [
-                    (name, parameter)
-                    for name, parameter in split.adamw.items()
+                    (parameter_name, parameter)
+                    for parameter_name, parameter in split.adamw.items()
                     if parameter.ndim < 2
                 ],
                 "weight_decay": 0.0,
@@ -153,25 +160,29 @@ def split_parameters(model: nn.Module, adamw: Sequence[str] = ()) -> ParameterSp
             parameter_id, reason_found
         )  # a tied head is an embedding
     matched_patterns: set[str] = set()
-    for name, parameter in named_parameters(model):
+    for parameter_name, parameter in named_parameters(model):
         if not parameter.requires_grad:
             continue
-        pattern = next((pattern for pattern in adamw if re.search(pattern, name)), None)
+        pattern = next(
+            (pattern for pattern in adamw if re.search(pattern, parameter_name)), None
+        )
         if pattern is not None:
             matched_patterns.add(pattern)
             reason: str | None = f"matches {pattern!r}"
         else:
             reason = special_reasons.get(id(parameter)) or _reason_for_adamw(
-                name, parameter
+                parameter_name, parameter
             )
-        (split.muon if reason is None else split.adamw)[name] = parameter
-        split.reasons[name] = reason or (
+        (split.muon if reason is None else split.adamw)[parameter_name] = parameter
+        split.reasons[parameter_name] = reason or (
             "hidden matrix" if parameter.ndim == 2 else "stack of hidden matrices"
         )
     unused_patterns = [
         pattern
         for pattern in adamw
-        if not any(re.search(pattern, name) for name in split.reasons)
+        if not any(
+            re.search(pattern, parameter_name) for parameter_name in split.reasons
+        )
     ]
     if unused_patterns:
         raise ConfigError(

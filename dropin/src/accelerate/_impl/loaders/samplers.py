@@ -118,7 +118,9 @@ class BatchSamplerShard(BatchSampler):
         # quirk: LAST_BATCH_IS_FULL
         return (
             index_batch[0]
-            for index_batch in self._assignment.index_batches(Position(), ends=False)
+            for index_batch in self._assignment.index_batches(
+                Position(), looks_ahead=False
+            )
         )
 
 
@@ -168,7 +170,9 @@ class IterableDatasetShard(IterableDataset[Any]):
         ):
             # a stream without a set_epoch of its own gets an order for the epoch
             generator.manual_seed(epoch)
-        for index_batch in self._assignment.index_batches(Position(), ends=False):
+        for index_batch in self._assignment.index_batches(
+            Position(), looks_ahead=False
+        ):
             yield from index_batch[0]
 
 
