@@ -34,11 +34,9 @@ def children(tree: Tree) -> list[tuple[str | int, Tree]]:
         return list(tree.items())
     if isinstance(tree, (list, tuple)):
         field_names = getattr(tree, "_fields", None)
-        return (
-            list(zip(field_names, tree, strict=True))
-            if field_names
-            else list(enumerate(tree))
-        )
+        if field_names:
+            return list(zip(field_names, tree, strict=True))
+        return list(enumerate(tree))
     return [
         (field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)
     ]
@@ -49,11 +47,9 @@ def rebuild(tree: Tree, new_children: Sequence[Tree]) -> Tree:
     if isinstance(tree, (Mapping, UserDict)):
         return _rebuild_mapping(tree, new_children)
     if isinstance(tree, tuple):
-        return (
-            type(tree)(*new_children)
-            if hasattr(tree, "_fields")
-            else type(tree)(new_children)
-        )
+        if hasattr(tree, "_fields"):
+            return type(tree)(*new_children)
+        return type(tree)(new_children)
     if isinstance(tree, list):
         return type(tree)(new_children)
     return _rebuild_dataclass(tree, new_children)
@@ -181,11 +177,9 @@ def to_device(
         ]
         if tree_type is list:
             return moved_children
-        return (
-            tuple(moved_children)
-            if tree_type is tuple
-            else dict(zip(tree, moved_children, strict=True))
-        )
+        if tree_type is tuple:
+            return tuple(moved_children)
+        return dict(zip(tree, moved_children, strict=True))
     if hasattr(tree, "to") or isinstance(tree, UserDict) or not is_container(tree):
         return _move_object(tree, device, non_blocking, skip_keys)
     return rebuild(
@@ -237,7 +231,9 @@ def slice_rows(tree: Tree, rows: slice, size: int | None = None) -> Tree:
     """Return the tree with each tensor sliced to `rows`; with `size`, only tensors that have `size` rows are sliced."""
 
     def take(x: Tensor) -> Tensor:
-        return x[rows] if x.ndim and (size is None or x.shape[0] == size) else x
+        if x.ndim and (size is None or x.shape[0] == size):
+            return x[rows]
+        return x
 
     return map_tensors(take, tree)
 

@@ -358,7 +358,9 @@ def _choose_depth(
     if device.type == "cpu":
         return config.prefetch or 0
     depth = _DEFAULT_DEPTH if config.prefetch is None else config.prefetch
-    return depth if transfer is not None or kind_of(device).side_streams else 0
+    if transfer is not None or kind_of(device).side_streams:
+        return depth
+    return 0
 
 
 def _choose_read_ahead(

@@ -183,11 +183,9 @@ def _list_attributes(holder: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def _slot_names(kind: type) -> tuple[str, ...]:
     slot_names = vars(kind).get("__slots__", ())
-    return (
-        (slot_names,)
-        if isinstance(slot_names, str)
-        else tuple(name for name in slot_names if not name.startswith("__"))
-    )
+    if isinstance(slot_names, str):
+        return (slot_names,)
+    return tuple(name for name in slot_names if not name.startswith("__"))
 
 
 def _may_hold_state(value: Any) -> bool:
@@ -305,7 +303,9 @@ def _write_generator(generator: Any, saved_state: Any, path: str) -> None:
 
 
 def _parse_number(leaf: Any) -> Any:
-    return int(leaf, 16) if isinstance(leaf, str) and leaf.startswith("0x") else leaf
+    if isinstance(leaf, str) and leaf.startswith("0x"):
+        return int(leaf, 16)
+    return leaf
 
 
 def _encode_array(array: Any) -> list[Any]:

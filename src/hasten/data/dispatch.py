@@ -96,7 +96,9 @@ class DispatchSource(OuterSource):
     def open(self, position: Position) -> Iterator[Item]:
         if self._comm.size == 1:
             return self._read_alone(position)
-        return self._send(position) if self._comm.rank == 0 else self._receive_items()
+        if self._comm.rank == 0:
+            return self._send(position)
+        return self._receive_items()
 
     # Any: of the inner source
     def reached(self, start: Position, steps: int, source_state: Any) -> Position:

@@ -49,24 +49,21 @@ def find_own_split(dataset: Any) -> ForeignSplit | None:
     """Return the split that a dataset performs itself, as its package documents; None if none is known."""
     if isinstance(dataset, ChainDataset):
         member_splits = [find_own_split(member) for member in dataset.datasets]
-        return (
-            member_splits[0]
-            if member_splits
-            and all(member == member_splits[0] for member in member_splits)
-            else None
-        )
+        if member_splits and all(
+            member == member_splits[0] for member in member_splits
+        ):
+            return member_splits[0]
+        return None
     if is_hub_stream(dataset):
         node_split = getattr(
             dataset, "_distributed", None
         )  # set by split_dataset_by_node()
-        return (
-            None
-            if node_split is None
-            else ForeignSplit(
-                "split_dataset_by_node() of datasets",
-                node_split.rank,
-                node_split.world_size,
-            )
+        if node_split is None:
+            return None
+        return ForeignSplit(
+            "split_dataset_by_node() of datasets",
+            node_split.rank,
+            node_split.world_size,
         )
     if _is_instance_of(dataset, _MOSAIC_STREAM):
         return ForeignSplit("StreamingDataset of mosaicml-streaming")

@@ -63,7 +63,9 @@ class LoaderIteration:
 
     def upcoming(self) -> Position:
         """Return the start of the next iteration. An abandoned iteration is over: the next one takes the next epoch."""
-        return self.start if self.fresh else self.start.begin(self.start.epoch + 1)
+        if self.fresh:
+            return self.start
+        return self.start.begin(self.start.epoch + 1)
 
     def enter(self, position: Position) -> None:
         """Record that an iteration starts at `position`."""
@@ -302,11 +304,9 @@ class Loader(DataLoader[Any]):
         if start is None:
             start, steps = self.current()
         assignment = getattr(self.parts.source, "assignment", None)
-        return (
-            None
-            if assignment is None or steps == 0
-            else assignment.batch_of(start, steps - 1)
-        )
+        if assignment is None or steps == 0:
+            return None
+        return assignment.batch_of(start, steps - 1)
 
     def __len__(self) -> int:
         num_steps = self.parts.source.steps()
@@ -330,11 +330,9 @@ class Loader(DataLoader[Any]):
     def is_midway(self) -> bool:
         """Return True if a resume starts inside an epoch: a pass runs, was left by `break`, or was resumed but not run."""
         iteration = self.parts.iteration
-        return (
-            iteration.start.consumed > 0
-            if iteration.fresh
-            else self.parts.cursor.left or self.is_running()
-        )
+        if iteration.fresh:
+            return iteration.start.consumed > 0
+        return self.parts.cursor.left or self.is_running()
 
     def end_pass(self, resumed: bool = False) -> None:
         """Reset the count of an epoch's passes and end a pass left by `break`: the next pass starts the next epoch.

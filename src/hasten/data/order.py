@@ -63,11 +63,9 @@ class ComputedOrder:
         return position
 
     def seek(self, position: Position) -> Callable[[Indices], Indices]:
-        return (
-            Shuffle(self.size(), position.seed, position.epoch).at
-            if self.shuffled
-            else lambda positions: positions
-        )
+        if self.shuffled:
+            return Shuffle(self.size(), position.seed, position.epoch).at
+        return lambda positions: positions
 
     def draw(self, position: Position) -> Iterator[int]:
         index_at, size = self.seek(position), self.size()
@@ -216,7 +214,9 @@ def _compute_witness(units: list[Any]) -> Witness | None:  # Any: units are of a
         units_text = repr([to_plain_unit(unit) for unit in units])
     except TypeError:
         return None
-    return (len(units), zlib.crc32(units_text.encode())) if units else None
+    if units:
+        return (len(units), zlib.crc32(units_text.encode()))
+    return None
 
 
 Fit = Literal["longest", "shortest", "own"]
@@ -245,7 +245,9 @@ class PartOrder:
         return PartOrder(self.inner, self._comm, self._sizes, fit)
 
     def size(self) -> int | None:
-        return self.inner.size() if self._fit == "own" else self._common_size()
+        if self._fit == "own":
+            return self.inner.size()
+        return self._common_size()
 
     def _common_size(self) -> int:
         """Return the number of units that every rank yields. Raises: DataError if a shard is empty or has no length."""
@@ -266,7 +268,9 @@ class PartOrder:
                 "step. Give every rank a part with samples; with drop_last=True the epoch ends with the shortest part, with "
                 "even_batches=False each rank ends separately."
             )
-        return max(known_sizes) if self._fit == "longest" else min(known_sizes)
+        if self._fit == "longest":
+            return max(known_sizes)
+        return min(known_sizes)
 
     def part(self, num_parts: int) -> Part:
         """Return the shard as recorded in positions; a sampler's length may change from epoch to epoch."""
@@ -323,7 +327,11 @@ class PartOrder:
 
 def choose_fit(even: bool, drop_last: bool) -> Fit:
     """Return the fit of shards of different size."""
-    return "own" if not even else "shortest" if drop_last else "longest"
+    if not even:
+        return "own"
+    if drop_last:
+        return "shortest"
+    return "longest"
 
 
 def choose_order(

@@ -246,11 +246,9 @@ class Queue:
     def popleft(self) -> Any:
         """Return the first batch, on the device."""
         batch, is_small = self._batches.popleft()
-        return (
-            self._in_line.copy(batch)
-            if is_small or self._copy_stream is None
-            else self._copy_stream.hand_over(batch)
-        )
+        if is_small or self._copy_stream is None:
+            return self._in_line.copy(batch)
+        return self._copy_stream.hand_over(batch)
 
     def __enter__(self) -> Queue:
         return self
@@ -303,7 +301,9 @@ def count_host_bytes(batch: Any) -> float:
     else:
         if not hasattr(batch, "to"):
             return 0
-        return math.inf if hasattr(batch, "record_stream") else -math.inf
+        if hasattr(batch, "record_stream"):
+            return math.inf
+        return -math.inf
     num_bytes: float = 0
     for batch_leaf in batch_leaves:
         num_bytes += (

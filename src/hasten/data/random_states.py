@@ -91,7 +91,9 @@ class NumpyGenerator:
 
     def _read_memory(self) -> bytes | None:
         """Return the memory of the generator's state, which every draw changes; None if its size is unknown."""
-        return _read_memory_of(self.bits) if self._comparable else None
+        if self._comparable:
+            return _read_memory_of(self.bits)
+        return None
 
 
 def _read_memory_of(bits: np.random.MT19937) -> bytes:
@@ -158,7 +160,9 @@ class RandomStates:
 
     def borrow(self) -> NumpyGenerator:
         """Return a generator in any state; making one takes 0.2 ms, so that generators are reused."""
-        return self._unused.pop() if self._unused else NumpyGenerator()
+        if self._unused:
+            return self._unused.pop()
+        return NumpyGenerator()
 
     def give_back(self, generator: NumpyGenerator) -> None:
         """Make a generator that was borrowed available to others."""

@@ -62,9 +62,9 @@ class Assignment:
     @property
     def part(self) -> Part | None:
         """The shard of this rank, if the data is sharded already."""
-        return (
-            self.order.part(self.stride) if isinstance(self.order, PartOrder) else None
-        )
+        if isinstance(self.order, PartOrder):
+            return self.order.part(self.stride)
+        return None
 
     @property
     def unit(self) -> Unit:
@@ -97,11 +97,9 @@ class Assignment:
         index_at = self._seek(position)
         if index_at is not None:
             computed_batches = self._compute_batches(index_at, first_unit)
-            return (
-                self._mark_padding(computed_batches, first_unit)
-                if isinstance(self.order, PartOrder)
-                else computed_batches
-            )
+            if isinstance(self.order, PartOrder):
+                return self._mark_padding(computed_batches, first_unit)
+            return computed_batches
         shards = [self.plan.shard]
         index_batches = (
             round_[0]
@@ -148,7 +146,9 @@ class Assignment:
         rounds = self._draw_rounds(
             self.order.draw(position), first_unit, range(self.plan.num_shards)
         )
-        return rounds if self.split is None else map(self._shares_of, rounds)
+        if self.split is None:
+            return rounds
+        return map(self._shares_of, rounds)
 
     def _start(self, position: Position) -> int:
         if position.consumed:
@@ -203,7 +203,9 @@ class Assignment:
             num_done += self.plan.rows
 
     def _seek(self, position: Position) -> Callable[[Indices], Indices] | None:
-        return self.order.seek(position) if self.form != "batches" else None
+        if self.form != "batches":
+            return self.order.seek(position)
+        return None
 
     def _compute_batches(
         self, seek: Callable[[Indices], Indices], start: int, shard: int | None = None
@@ -254,11 +256,9 @@ class Assignment:
             block = self._next_block(units, block) if next_block is None else next_block
 
     def _next_block(self, units: Iterator[Any], block: list[Any]) -> list[Any]:
-        return (
-            list(islice(units, self.plan.global_batch))
-            if len(block) == self.plan.global_batch
-            else []
-        )
+        if len(block) == self.plan.global_batch:
+            return list(islice(units, self.plan.global_batch))
+        return []
 
     def _index_batch(
         self,
@@ -277,11 +277,9 @@ class Assignment:
             and self._is_short(block, fill_rows)
         ):
             filled_batch = self._fill_rows(fill_rows, block, first_units, shard)
-            return (
-                filled_batch
-                if self._num_real(1, num_done)
-                else (filled_batch[0], 0, filled_batch[2])
-            )
+            if self._num_real(1, num_done):
+                return filled_batch
+            return (filled_batch[0], 0, filled_batch[2])
         own_units, num_real = self._take_share(block, first_units, shard)
         if not own_units:
             return None
@@ -348,11 +346,9 @@ class Assignment:
             if isinstance(self.order, DistributedOrder | PartOrder)
             else None
         )
-        return (
-            num_units
-            if num_own_units is None
-            else min(max(num_own_units - num_done, 0), num_units)
-        )
+        if num_own_units is None:
+            return num_units
+        return min(max(num_own_units - num_done, 0), num_units)
 
     def _shares_of(self, round_: list[IndexBatch | None]) -> list[IndexBatch | None]:
         assert self.split is not None, "only split assignments share batches"

@@ -143,7 +143,9 @@ class IndexedSource:
     def size(self) -> int | None:
         order = self.assignment.order
         size = None if isinstance(order, PartOrder) else order.size()
-        return None if size is None else size * self.assignment.stride
+        if size is None:
+            return None
+        return size * self.assignment.stride
 
     def steps(self) -> int | None:
         return self.assignment.steps()
@@ -152,7 +154,9 @@ class IndexedSource:
         return self.assignment.order.begin(position)
 
     def remember(self, position: Position) -> Position:
-        return self.begin(position) if position.generator is None else position
+        if position.generator is None:
+            return self.begin(position)
+        return position
 
     def open(self, position: Position) -> Generator[Item]:
         return self.read(self.assignment.index_batches(position), position)
@@ -363,11 +367,9 @@ class WorkerDataset(Forwarding):
         indices, seed = picked
         seed_everything(seed)
         get_items = getattr(self.hasten_dataset, "__getitems__", None)
-        return (
-            get_items(indices)
-            if get_items
-            else [_read_sample(self.hasten_dataset, index) for index in indices]
-        )
+        if get_items:
+            return get_items(indices)
+        return [_read_sample(self.hasten_dataset, index) for index in indices]
 
     def __getitem__(self, picked: SeededIndices) -> Any:
         (index,), seed = picked

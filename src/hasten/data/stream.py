@@ -76,7 +76,9 @@ class StreamSource:
 
     def steps(self) -> int | None:
         size = self.size()
-        return None if size is None else self._cutting.plan.steps(size)
+        if size is None:
+            return None
+        return self._cutting.plan.steps(size)
 
     def begin(self, position: Position) -> Position:
         return position
@@ -98,11 +100,9 @@ class StreamSource:
             )
             for end in self._ends
         )
-        return (
-            position
-            if all(worker_state.origin is None for worker_state in worker_states)
-            else self._encode(position, StreamState(worker_states, 0))
-        )
+        if all(worker_state.origin is None for worker_state in worker_states):
+            return position
+        return self._encode(position, StreamState(worker_states, 0))
 
     def _read_first_batch(self, position: Position) -> Any:
         """Return the first batch of the epoch of `position`; None when it has none. Call before `open`."""
@@ -407,11 +407,9 @@ def _has_next_step(rank_ends: list[int], comm: Comm, drop_last: bool) -> bool:
             f"step. Give the dataset at least {len(rank_ends)} shards, or samples for every rank; "
             f"drop_last=True ends the epoch with the shortest rank, even_batches=False ends each rank separately."
         )
-    return (
-        all(end == _MORE for end in rank_ends)
-        if drop_last
-        else any(end == _MORE for end in rank_ends)
-    )
+    if drop_last:
+        return all(end == _MORE for end in rank_ends)
+    return any(end == _MORE for end in rank_ends)
 
 
 def mark_as_last(item: Item) -> Item:

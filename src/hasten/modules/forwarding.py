@@ -104,11 +104,9 @@ def _overridden(module: nn.Module) -> dict[str, Any]:
     is_class_forward = getattr(original_forward, "__func__", None) is getattr(
         type(module), FORWARD
     )
-    return (
-        {}
-        if original_forward is None or is_class_forward
-        else {FORWARD: original_forward}
-    )
+    if original_forward is None or is_class_forward:
+        return {}
+    return {FORWARD: original_forward}
 
 
 def replace(module: nn.Module, forward: Forward) -> None:

@@ -90,7 +90,9 @@ class HookForward(forwarding.Forward):
 def hook_of(module: nn.Module) -> ModelHook | None:
     """Return the hook attached to this module, or None."""
     forward = forwarding.find(module, HookForward.tag)
-    return forward.hook if isinstance(forward, HookForward) else None
+    if isinstance(forward, HookForward):
+        return forward.hook
+    return None
 
 
 def add_hook_to_module(

@@ -58,7 +58,9 @@ def canonical_name(parameter_name: str, model: nn.Module | None = None) -> str:
 
 def _child(module: object, child_name: str) -> object:
     """Return the submodule `part` without __getattr__, which wrappers forward to the wrapped module."""
-    return module._modules.get(child_name) if isinstance(module, nn.Module) else None
+    if isinstance(module, nn.Module):
+        return module._modules.get(child_name)
+    return None
 
 
 def named_parameters(

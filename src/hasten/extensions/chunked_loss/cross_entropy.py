@@ -40,7 +40,9 @@ class LogitsChange(NamedTuple):
 
     def tanh(self) -> LogitsChange | None:
         """Return this change followed by a hyperbolic tangent; None after an earlier one."""
-        return None if self.capped else LogitsChange(before=self.after, capped=True)
+        if self.capped:
+            return None
+        return LogitsChange(before=self.after, capped=True)
 
     def applied(self, logits: Tensor) -> Tensor:
         """Return the changed logits, differentiable."""
@@ -52,7 +54,9 @@ class LogitsChange(NamedTuple):
         """Change the logits in place; returns them."""
         if self.capped:
             logits.mul_(self.before).tanh_()
-        return logits if self.after == 1.0 else logits.mul_(self.after)
+        if self.after == 1.0:
+            return logits
+        return logits.mul_(self.after)
 
     def chain_(self, grad: Tensor, changed_logits: Tensor | None) -> Tensor:
         """Turn the gradient of the changed logits into that of the logits, in place; returns it."""
@@ -292,11 +296,9 @@ class _TokenLosses(torch.autograd.Function):
             ]
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.how, ctx.wanted = settings, needs_gradient
-        return (
-            torch.cat(loss_parts)
-            if loss_parts
-            else torch.zeros(0, dtype=settings.sums, device=hidden.device)
-        )
+        if loss_parts:
+            return torch.cat(loss_parts)
+        return torch.zeros(0, dtype=settings.sums, device=hidden.device)
 
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor) -> Any:
@@ -430,7 +432,9 @@ def compute_loss(
             settings,
             needs_gradient,
         )  # type: ignore[no-untyped-call]
-    return loss_sum / factors.sum() if options.reduction == "mean" else loss_sum
+    if options.reduction == "mean":
+        return loss_sum / factors.sum()
+    return loss_sum
 
 
 def _choose_settings(hidden: Tensor, head: Head, options: LossOptions) -> _LossSettings:
@@ -470,11 +474,9 @@ def _check_present(head: Head) -> None:
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which a linear layer multiplies `x` here: autocast's, or its own."""
     device_type = x.device.type
-    return (
-        torch.get_autocast_dtype(device_type)
-        if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64
-        else x.dtype
-    )
+    if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device_type)
+    return x.dtype
 
 
 class ChunkedCrossEntropyLoss(nn.Module):
@@ -536,7 +538,9 @@ class ChunkedCrossEntropyLoss(nn.Module):
                 f"a target is not one of the head's {head.vocabulary} classes ({error}), so that its token has no loss. Mark "
                 f"tokens to leave out with ignore_index, which is {self.options.ignore_index}."
             ) from error
-        return loss.view(target.shape) if self.options.reduction == "none" else loss
+        if self.options.reduction == "none":
+            return loss.view(target.shape)
+        return loss
 
     def _head(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None

@@ -269,11 +269,9 @@ class LazyLogits(Tensor):
         change = self.head.change
         if func in _TANH and len(args) == 1:
             capped_change = change.tanh()
-            return (
-                NotImplemented
-                if capped_change is None
-                else self._with_changes(head=self.head._replace(change=capped_change))
-            )
+            if capped_change is None:
+                return NotImplemented
+            return self._with_changes(head=self.head._replace(change=capped_change))
         if len(args) != 2 or kwargs:
             return NotImplemented
         operand = args[1]
@@ -359,7 +357,9 @@ def _leaves_last(index: Any, ndim: int) -> bool:
 
 def _weight_version(x: Tensor) -> int:
     """Return the number of in-place changes; while a graph is traced, none happens between forward pass and loss."""
-    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+    if torch.compiler.is_compiling() or x.is_inference():
+        return 0
+    return x._version
 
 
 def _is_in_place(func: Callable[..., Any]) -> bool:

@@ -136,13 +136,11 @@ class Muon(Optimizer):
         local_momentum.lerp_(
             local_gradient.to(local_momentum.dtype), 1.0 - group["momentum"]
         )
-        return (
-            local_gradient.to(local_momentum.dtype).lerp(
+        if group["nesterov"]:
+            return local_gradient.to(local_momentum.dtype).lerp(
                 local_momentum, group["momentum"]
             )
-            if group["nesterov"]
-            else local_momentum
-        )
+        return local_momentum
 
 
 def _check_options(**options: Any) -> None:  # Any: options of every type

@@ -286,7 +286,9 @@ def packed_block_mask(position_ids: Tensor, causal: bool = True) -> Any:
 
     def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         is_same_sample = sample_ids[row, query] == sample_ids[row, key]
-        return is_same_sample & (query >= key) if causal else is_same_sample
+        if causal:
+            return is_same_sample & (query >= key)
+        return is_same_sample
 
     create_mask = need("torch.nn.attention.flex_attention").create_block_mask
     return create_mask(
