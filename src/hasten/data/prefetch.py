@@ -194,7 +194,7 @@ class Prefetch:
             batch, padding, is_last, source_state = item
             if not in_line.takes(batch):
                 if isinstance(source_state, ReadAhead):
-                    source_state.now = True
+                    source_state.is_enabled = True
                 yield from self._prefetch(item, items, in_line)
                 return
             yield in_line.copy(batch), padding, is_last, source_state

@@ -32,9 +32,9 @@ Ahead = Literal["never", "always", "when large"]
 
 @dataclass(slots=True)
 class ReadAhead:
-    """Switch of an epoch that may be read ahead; `now` enables it from the next batch on."""
+    """Switch of an epoch that may be read ahead; `is_enabled` enables it from the next batch on."""
 
-    now: bool = False
+    is_enabled: bool = False
 
 
 _SHOWN_INDICES: Final = 32
@@ -209,7 +209,7 @@ class IndexedSource:
         Batches that are read on request draw from the training's states, as in a plain loop.
         """
         for batch_number in count(first):
-            if switch is not None and not switch.now:
+            if switch is not None and not switch.is_enabled:
                 batch = next(batches, _END)
             else:
                 with self._process.kept():
@@ -230,7 +230,9 @@ class IndexedSource:
         consumed *= stride
         witness = order.witness(consumed) if isinstance(order, SharedOrder) else None
         reads_ahead = (
-            source_state.now if isinstance(source_state, ReadAhead) else start.ahead
+            source_state.is_enabled
+            if isinstance(source_state, ReadAhead)
+            else start.ahead
         )
         return replace(
             start,
