@@ -78,7 +78,7 @@ def main(
     except HastenError as error:
         from hasten.launch import failure  # only needed by a launch that failed
 
-        failure.leave(str(error))
+        failure.write_verdict(str(error))
         raise
 
 

@@ -136,36 +136,38 @@ class LaunchPlan:
 
     def render(self) -> str:
         """Return the plan as readable text in shell syntax, with credentials masked."""
-        lines = [f"launcher: {self.launcher}"]
-        lines += [f"note: {note}" for note in self.notes]
+        plan_lines = [f"launcher: {self.launcher}"]
+        plan_lines += [f"note: {note}" for note in self.notes]
         if self.meeting is not None:
-            lines.append("rendezvous: " + _meeting_words(self.meeting))
+            plan_lines.append("rendezvous: " + _meeting_words(self.meeting))
         if self.launcher == "torchrun":
-            lines.append("restarts: " + str(self.supervision.max_restarts))
-        for planned in self.files:
-            text = planned.text if planned.public else masked(planned.text)
-            lines += [
-                f"file {planned.path}:",
-                *("    " + row for row in text.splitlines()),
-            ]
-        index = 0
-        for proc in self.procs:
-            last = index + proc.count - 1
-            title = (
-                f"process {index}"
-                if proc.count == 1
-                else f"processes {index}-{last} (LOCAL_RANK counts up)"
+            plan_lines.append("restarts: " + str(self.supervision.max_restarts))
+        for planned_file in self.files:
+            shown_text = (
+                planned_file.text if planned_file.public else masked(planned_file.text)
             )
-            index = last + 1
-            lines += [
-                f"{title}:",
+            plan_lines += [
+                f"file {planned_file.path}:",
+                *("    " + text_row for text_row in shown_text.splitlines()),
+            ]
+        first_index = 0
+        for proc in self.procs:
+            last_index = first_index + proc.count - 1
+            process_title = (
+                f"process {first_index}"
+                if proc.count == 1
+                else f"processes {first_index}-{last_index} (LOCAL_RANK counts up)"
+            )
+            first_index = last_index + 1
+            plan_lines += [
+                f"{process_title}:",
                 *(
-                    f"    {name}={shlex.quote(masked_value(name, value))} \\"
-                    for name, value in sorted(proc.env.items())
+                    f"    {variable_name}={shlex.quote(masked_value(variable_name, variable_value))} \\"
+                    for variable_name, variable_value in sorted(proc.env.items())
                 ),
             ]
-            lines.append("    " + masked(shlex.join(proc.argv)))
-        return "\n".join(lines)
+            plan_lines.append("    " + masked(shlex.join(proc.argv)))
+        return "\n".join(plan_lines)
 
 
 def _meeting_words(meeting: Meeting) -> str:
@@ -173,19 +175,24 @@ def _meeting_words(meeting: Meeting) -> str:
         return f"one machine, {meeting.address}, " + (
             f"port {meeting.port}" if meeting.port else "a free port"
         )
-    low, high = meeting.min_machines, meeting.max_machines
-    count = f"{high} machines" if low == high else f"{low} to {high} machines"
-    rank = (
+    min_machines, max_machines = meeting.min_machines, meeting.max_machines
+    machines_text = (
+        f"{max_machines} machines"
+        if min_machines == max_machines
+        else f"{min_machines} to {max_machines} machines"
+    )
+    rank_text = (
         "this machine's rank is assigned there"
         if meeting.machine_rank is None
         else f"rank {meeting.machine_rank}"
     )
-    options = "".join(
-        f", {name}={value}" for name, value in sorted(meeting.options.items())
+    options_text = "".join(
+        f", {option_name}={option_value}"
+        for option_name, option_value in sorted(meeting.options.items())
     )
     return (
-        f"{count} at {meeting.address}:{meeting.port} ({meeting.kind}), {rank}, "
-        f"waiting up to {meeting.join_timeout_s:g} s{options}"
+        f"{machines_text} at {meeting.address}:{meeting.port} ({meeting.kind}), {rank_text}, "
+        f"waiting up to {meeting.join_timeout_s:g} s{options_text}"
     )
 
 
@@ -253,7 +260,7 @@ _MEMORY: Final = (
     (Path("/proc/meminfo"), r"^MemTotal:\s+(\d+) kB", 1024),
     (Path("/sys/fs/cgroup/memory.max"), r"^(\d+)$", 1),
 )
-_VISIBLE: Final = (
+_VISIBLE_DEVICES: Final = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
@@ -298,21 +305,23 @@ class Host:
         return f"{self.num_devices} x {self.device_name or self.device}"
 
 
-def look() -> Host:
+def look_at_host() -> Host:
     """Return the current state of this machine."""
-    env = environment.snapshot()
-    device, count, name = _find_devices(env)
-    programs = ("sbatch", "kubectl", "gcloud")
+    variables = environment.snapshot()
+    device, num_devices, device_name = _find_devices(variables)
+    cluster_programs = ("sbatch", "kubectl", "gcloud")
     return Host(
         name=socket.gethostname(),
         cores=usable_cores(),
         device=device,
-        num_devices=count,
-        device_name=name,
-        env=env,
+        num_devices=num_devices,
+        device_name=device_name,
+        env=variables,
         python=sys.executable,
-        programs=frozenset(p for p in programs if shutil.which(p)),
-        memory_bytes=_memory(),
+        programs=frozenset(
+            program for program in cluster_programs if shutil.which(program)
+        ),
+        memory_bytes=_memory_limit_bytes(),
     )
 
 
@@ -323,32 +332,36 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _memory() -> int:
+def _memory_limit_bytes() -> int:
     """Return the host memory in bytes, or the container's limit if that is lower; 0 if unknown."""
     limits_bytes = []
-    for path, pattern, unit in _MEMORY:
+    for limit_file, pattern, unit_bytes in _MEMORY:
         try:
-            match = re.search(pattern, path.read_text(), re.MULTILINE)
+            limit_match = re.search(pattern, limit_file.read_text(), re.MULTILINE)
         except OSError:  # not Linux, or no container: the other file may have the value
             continue
-        limits_bytes += [int(match[1]) * unit] if match else []
+        limits_bytes += [int(limit_match[1]) * unit_bytes] if limit_match else []
     return min(limits_bytes, default=0)
 
 
 def _find_devices(env: Mapping[str, str]) -> tuple[DeviceKind, int, str]:
     """Return the kind, usable number and name of the accelerators; the first kind found wins."""
-    if (names := _nvidia_names()) and (count := _visible(env, len(names))):
-        return "cuda", count, names[0]
-    if (count := _rocm_count()) and (count := _visible(env, count)):
-        return "rocm", count, "AMD GPU"
-    if count := len(
+    if (nvidia_names := _nvidia_names()) and (
+        num_devices := _count_visible(env, len(nvidia_names))
+    ):
+        return "cuda", num_devices, nvidia_names[0]
+    if (num_devices := _rocm_count()) and (
+        num_devices := _count_visible(env, num_devices)
+    ):
+        return "rocm", num_devices, "AMD GPU"
+    if num_devices := len(
         [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
     ):
-        return "tpu", count, "TPU"
-    if count := len(list(Path("/dev").glob("davinci[0-9]*"))):
-        return "npu", count, "Ascend NPU"
-    if count := _xpu_count():
-        return "xpu", count, "Intel GPU"
+        return "tpu", num_devices, "TPU"
+    if num_devices := len(list(Path("/dev").glob("davinci[0-9]*"))):
+        return "npu", num_devices, "Ascend NPU"
+    if num_devices := _xpu_count():
+        return "xpu", num_devices, "Intel GPU"
     if sys.platform == "darwin" and os.uname().machine == "arm64":
         return "mps", 1, "Apple GPU"
     return "cpu", 0, ""
@@ -356,9 +369,11 @@ def _find_devices(env: Mapping[str, str]) -> tuple[DeviceKind, int, str]:
 
 def _nvidia_names() -> list[str]:
     """Return one name per NVIDIA device (or MIG slice), as reported by the driver; empty without a working driver."""
-    listing = _output(["nvidia-smi", "-L"]) if shutil.which("nvidia-smi") else ""
-    slices = re.findall(r"^\s+(MIG [^\s:]+)", listing, re.MULTILINE)
-    return slices or re.findall(r"^GPU \d+: (.+?) \(UUID", listing, re.MULTILINE)
+    listing = (
+        _command_output(["nvidia-smi", "-L"]) if shutil.which("nvidia-smi") else ""
+    )
+    mig_slices = re.findall(r"^\s+(MIG [^\s:]+)", listing, re.MULTILINE)
+    return mig_slices or re.findall(r"^GPU \d+: (.+?) \(UUID", listing, re.MULTILINE)
 
 
 def _rocm_count() -> int:
@@ -370,23 +385,32 @@ def _rocm_count() -> int:
 def _xpu_count() -> int:
     if not shutil.which("xpu-smi"):
         return 0
-    listing = _output(["xpu-smi", "discovery"])
+    listing = _command_output(["xpu-smi", "discovery"])
     return len(re.findall(r"Device ID|\|\s*\d+\s*\|", listing))
 
 
-def _visible(env: Mapping[str, str], present: int) -> int:
+def _count_visible(env: Mapping[str, str], num_present: int) -> int:
     """Return the number of the `present` devices that the environment variables leave visible."""
-    for name in _VISIBLE:
-        if name in env:
-            ids = [item for item in env[name].split(",") if item.strip()]
-            stop = next(
-                (i for i, item in enumerate(ids) if item.strip() == "-1"), len(ids)
+    for variable_name in _VISIBLE_DEVICES:
+        if variable_name in env:
+            device_ids = [
+                device_id
+                for device_id in env[variable_name].split(",")
+                if device_id.strip()
+            ]
+            num_visible = next(
+                (
+                    index
+                    for index, device_id in enumerate(device_ids)
+                    if device_id.strip() == "-1"
+                ),
+                len(device_ids),
             )
-            return min(stop, present)
-    return present
+            return min(num_visible, num_present)
+    return num_present
 
 
-def _output(command: list[str]) -> str:
+def _command_output(command: list[str]) -> str:
     """Return the output of a command; empty if it fails, as it does on a machine without a working driver."""
     try:
         return subprocess.run(

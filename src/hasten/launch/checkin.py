@@ -62,110 +62,126 @@ class Report:
 
 def gather_reports(
     store: Store,
-    index: int,
-    count: int,
+    machine_index: int,
+    num_machines: int,
     report: Report,
     *,
     timeout_s: float,
-    waiting: Callable[[str], None] = lambda words: None,
+    report_waiting: Callable[[str], None] = lambda words: None,
 ) -> list[Report]:
     """Return every participant's report, in order of index.
 
     Ranks: every participant, once per round (the store's keys must be fresh).
     Raises: LaunchError on every participant if two have the same index, or if some have not reported after `timeout_s`.
     """
-    if store.add(f"claim/{index}", 1) > 1:
-        rival_report = Report.decode(store.get(f"report/{index}"))
-        message = (
-            f"{report.host} ({report.address}) and {rival_report.host} ({rival_report.address}) both claim to be machine {index} of "
-            f"{count}; each must be different. Correct --machine_rank (or the cluster's variables) on one of them."
+    if store.add(f"claim/{machine_index}", 1) > 1:
+        rival_report = Report.decode(store.get(f"report/{machine_index}"))
+        claim_message = (
+            f"{report.host} ({report.address}) and {rival_report.host} ({rival_report.address}) both claim to be machine {machine_index} of "
+            f"{num_machines}; each must be different. Correct --machine_rank (or the cluster's variables) on one of them."
         )
-        store.set("broken", message)
-        raise LaunchError(message)
-    store.set(f"report/{index}", report.encode())
-    _wait_for_all(store, count, timeout_s=timeout_s, waiting=waiting)
-    return [Report.decode(store.get(f"report/{i}")) for i in range(count)]
+        store.set("broken", claim_message)
+        raise LaunchError(claim_message)
+    store.set(f"report/{machine_index}", report.encode())
+    _wait_for_all(
+        store, num_machines, timeout_s=timeout_s, report_waiting=report_waiting
+    )
+    return [
+        Report.decode(store.get(f"report/{machine_index}"))
+        for machine_index in range(num_machines)
+    ]
 
 
 def _wait_for_all(
     store: Store,
-    count: int,
+    num_machines: int,
     *,
     timeout_s: float,
-    waiting: Callable[[str], None],
+    report_waiting: Callable[[str], None],
 ) -> None:
     """Wait until all participants have reported, logging the missing ones; raise if any of them found a fault."""
-    start, next_word = time.monotonic(), 5.0
-    keys = [f"report/{i}" for i in range(count)]
+    start_s, next_word = time.monotonic(), 5.0
+    report_keys = [f"report/{machine_index}" for machine_index in range(num_machines)]
     while True:
         if store.check(["broken"]):
             raise LaunchError(store.get("broken").decode())
-        if store.check(keys):
+        if store.check(report_keys):
             return
-        elapsed = time.monotonic() - start
-        if elapsed > min(timeout_s, next_word):
-            missing = [
-                f"machine {i}" for i, key in enumerate(keys) if not store.check([key])
+        elapsed_s = time.monotonic() - start_s
+        if elapsed_s > min(timeout_s, next_word):
+            missing_machines = [
+                f"machine {machine_index}"
+                for machine_index, report_key in enumerate(report_keys)
+                if not store.check([report_key])
             ]
-            words = f"{', '.join(missing)} of {count}"
-            if elapsed > timeout_s:
+            missing_text = f"{', '.join(missing_machines)} of {num_machines}"
+            if elapsed_s > timeout_s:
                 raise LaunchError(
-                    f"{words} did not check in within {timeout_s:g} s, so the job cannot start. "
+                    f"{missing_text} did not check in within {timeout_s:g} s, so the job cannot start. "
                     f"Start the same command there, check that it reaches this address, or raise "
                     f"--rdzv_conf join_timeout=SECONDS."
                 )
-            waiting(f"waiting for {words} ({elapsed:.0f} s)")
+            report_waiting(f"waiting for {missing_text} ({elapsed_s:.0f} s)")
             next_word *= 2
-        time.sleep(0.01 if elapsed < 1 else 0.1)
+        time.sleep(0.01 if elapsed_s < 1 else 0.1)
 
 
-def disagreements(reports: Sequence[Report]) -> list[str]:
+def list_differences(reports: Sequence[Report]) -> list[str]:
     """Return one line per difference in settings, code or versions, with the machines and the values."""
     differences: list[str] = []
-    if len({r.config for r in reports}) > 1:
+    if len({report.config for report in reports}) > 1:
         differences += _setting_differences(reports) or [
-            _values("the settings", reports, lambda r: r.config)
+            _format_difference("the settings", reports, lambda report: report.config)
         ]
-    if len({r.code for r in reports}) > 1:
-        programs = sorted({r.program for r in reports})
+    if len({report.code for report in reports}) > 1:
+        programs = sorted({report.program for report in reports})
         differences.append(
-            _values(f"the code of {', '.join(programs)}", reports, lambda r: r.code)
+            _format_difference(
+                f"the code of {', '.join(programs)}",
+                reports,
+                lambda report: report.code,
+            )
         )
-    for package in sorted({p for r in reports for p in r.versions}):
-        if len({r.versions.get(package) for r in reports}) > 1:
+    for package in sorted({p for report in reports for p in report.versions}):
+        if len({report.versions.get(package) for report in reports}) > 1:
             differences.append(
-                _values(
+                _format_difference(
                     package,
                     reports,
-                    lambda r, p=package: r.versions.get(p, "absent"),  # type: ignore[misc]
+                    lambda report, p=package: report.versions.get(p, "absent"),  # type: ignore[misc]
                 )
             )
     return differences
 
 
 def _setting_differences(reports: Sequence[Report]) -> list[str]:
-    names = sorted({name for r in reports for name in r.settings})
+    setting_names = sorted(
+        {setting_name for report in reports for setting_name in report.settings}
+    )
     return [
-        _values(
-            f"the setting {name}",
+        _format_difference(
+            f"the setting {setting_name}",
             reports,
-            lambda r, n=name: r.settings.get(n, "its default"),  # type: ignore[misc]
+            lambda report, n=setting_name: report.settings.get(n, "its default"),  # type: ignore[misc]
         )
-        for name in names
-        if len({r.settings.get(name) for r in reports}) > 1
+        for setting_name in setting_names
+        if len({report.settings.get(setting_name) for report in reports}) > 1
     ]
 
 
-def _values(
-    subject: str, reports: Sequence[Report], read: Callable[[Report], str]
+def _format_difference(
+    subject: str, reports: Sequence[Report], read_value: Callable[[Report], str]
 ) -> str:
     """Return `what` followed by each value and the hosts that have it, the most common value first."""
-    holders: dict[str, list[str]] = {}
+    hosts_by_value: dict[str, list[str]] = {}
     for report in reports:
-        holders.setdefault(read(report), []).append(report.host)
-    ordered = sorted(holders.items(), key=lambda item: -len(item[1]))
+        hosts_by_value.setdefault(read_value(report), []).append(report.host)
+    values_and_hosts = sorted(
+        hosts_by_value.items(), key=lambda value_and_hosts: -len(value_and_hosts[1])
+    )
     return f"{subject}: " + "; ".join(
-        f"{value} on {', '.join(dict.fromkeys(hosts))}" for value, hosts in ordered
+        f"{value} on {', '.join(dict.fromkeys(hosts))}"
+        for value, hosts in values_and_hosts
     )
 
 
@@ -176,40 +192,50 @@ def check_agreement(
 
     Raises: LaunchError that lists every difference, or the actual number of processes if it is not the requested one.
     """
-    total = sum(r.num_processes for r in reports)
-    if expected_world_size is not None and total != expected_world_size:
-        counts = ", ".join(f"{r.num_processes} on {r.host}" for r in reports)
+    num_processes = sum(report.num_processes for report in reports)
+    if expected_world_size is not None and num_processes != expected_world_size:
+        process_counts = ", ".join(
+            f"{report.num_processes} on {report.host}" for report in reports
+        )
         raise LaunchError(
-            f"num_processes={expected_world_size} is the total over all machines, but they start {total} ({counts}). Correct "
+            f"num_processes={expected_world_size} is the total over all machines, but they start {num_processes} ({process_counts}). Correct "
             "--num_processes, or remove it to use every device."
         )
-    if differences := disagreements(reports):
-        lines = "\n".join(f"  - {line}" for line in differences)
+    if differences := list_differences(reports):
+        difference_lines = "\n".join(f"  - {difference}" for difference in differences)
         raise LaunchError(
-            f"the machines differ, so the job would diverge or hang:\n{lines}\n"
+            f"the machines differ, so the job would diverge or hang:\n{difference_lines}\n"
             f"Use the same files and packages on every machine (or allow the difference: --check_in warn)."
         )
 
 
 def rank_table(reports: Sequence[Report]) -> str:
     """Return an aligned table of the machines and the ranks on each."""
-    rows = [("machine", "ranks", "host", "address", "device")]
+    table_rows = [("machine", "ranks", "host", "address", "device")]
     first_rank = 0
     for index, report in enumerate(reports):
         last_rank = first_rank + report.num_processes - 1
-        ranks = (
+        ranks_text = (
             f"{first_rank}-{last_rank}" if last_rank > first_rank else str(first_rank)
         )
-        rows.append((str(index), ranks, report.host, report.address, report.device))
+        table_rows.append(
+            (str(index), ranks_text, report.host, report.address, report.device)
+        )
         first_rank = last_rank + 1
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    column_widths = [
+        max(len(table_row[column]) for table_row in table_rows)
+        for column in range(len(table_rows[0]))
+    ]
     return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+        "  ".join(
+            cell.ljust(width)
+            for cell, width in zip(table_row, column_widths, strict=True)
+        ).rstrip()
+        for table_row in table_rows
     )
 
 
-_PACKAGES: Final = (
+_COMPARED_PACKAGES: Final = (
     "hasten",
     "torch",
     "numpy",
@@ -221,7 +247,7 @@ _PACKAGES: Final = (
     "torch_xla",
 )
 # Settings that may differ between machines.
-_LOCAL: Final = frozenset(
+_MACHINE_SETTINGS: Final = frozenset(
     f"launch.{name}"
     for name in (
         *(
@@ -265,43 +291,48 @@ def make_report(
     plan: LaunchPlan, config: Config, host: Host, *, is_alone: bool
 ) -> Report:
     """Return this machine's report; without the digests on a single machine, which has nothing to compare with."""
-    count = sum(proc.count for proc in plan.procs)
-    device = f"cpu ({host.cores} cores)" if config.cpu else host.device_words
+    num_processes = sum(proc.count for proc in plan.procs)
+    device_text = f"cpu ({host.cores} cores)" if config.cpu else host.device_words
     if is_alone or plan.target is None:
-        return Report(host=host.name, address="", num_processes=count, device=device)
-    settings = dict(changed_settings(config))
+        return Report(
+            host=host.name, address="", num_processes=num_processes, device=device_text
+        )
+    shared_settings = dict(changed_settings(config))
     return Report(
         host=host.name,
         address="",
-        num_processes=count,
-        device=device,
+        num_processes=num_processes,
+        device=device_text,
         machine_rank=plan.meeting.machine_rank if plan.meeting else None,
-        config=_digest(repr(sorted(settings.items())).encode()),
+        config=_short_digest(repr(sorted(shared_settings.items())).encode()),
         code=code_digest(plan.target),
         program="the notebook's function"
         if plan.target.name == CELL
         else plan.target.name,
         versions=package_versions(),
         settings={
-            name: str(masked_value(name, value)) for name, value in settings.items()
+            setting_name: str(masked_value(setting_name, setting_value))
+            for setting_name, setting_value in shared_settings.items()
         },
     )
 
 
 def changed_settings(section: Section, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the dotted name and value of each non-default setting that must be the same on every machine."""
-    for name in section.__dataclass_fields__:
-        value, path = getattr(section, name), f"{prefix}{name}"
-        if isinstance(value, Section):
-            yield from changed_settings(value, f"{path}.")
-        elif path not in _LOCAL and value != default_of(type(section), name):
-            yield path, repr(value)
+    for field_name in section.__dataclass_fields__:
+        field_value, dotted_name = getattr(section, field_name), f"{prefix}{field_name}"
+        if isinstance(field_value, Section):
+            yield from changed_settings(field_value, f"{dotted_name}.")
+        elif dotted_name not in _MACHINE_SETTINGS and field_value != default_of(
+            type(section), field_name
+        ):
+            yield dotted_name, repr(field_value)
 
 
 def package_versions() -> dict[str, str]:
     """Return the versions of packages that must match across machines, without importing them."""
     versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    for package in _COMPARED_PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -311,23 +342,25 @@ def package_versions() -> dict[str, str]:
 
 def code_digest(target: Target) -> str:
     """Return a digest of the program and of the files in its folder that it imports, directly or indirectly."""
-    path = _program_file(target)
-    if path is None:
+    program_path = _program_file(target)
+    if program_path is None:
         return ""
     file_contents: dict[Path, bytes] = {}
-    todo = [path]
-    while todo and len(file_contents) < _MAX_FILES:
-        file = todo.pop()
-        if file in file_contents:
+    pending_files = [program_path]
+    while pending_files and len(file_contents) < _MAX_FILES:
+        source_file = pending_files.pop()
+        if source_file in file_contents:
             continue
-        file_contents[file] = file.read_bytes()
-        if file.suffix == ".py":
-            todo += _local_imports(file_contents[file], path.parent)
+        file_contents[source_file] = source_file.read_bytes()
+        if source_file.suffix == ".py":
+            pending_files += _local_imports(
+                file_contents[source_file], program_path.parent
+            )
     digested_parts = (
-        f"{file.relative_to(path.parent)}\0".encode() + text
-        for file, text in sorted(file_contents.items())
+        f"{source_file.relative_to(program_path.parent)}\0".encode() + source_bytes
+        for source_file, source_bytes in sorted(file_contents.items())
     )
-    return _digest(b"\0".join(digested_parts))
+    return _short_digest(b"\0".join(digested_parts))
 
 
 def _program_file(target: Target) -> Path | None:
@@ -337,39 +370,46 @@ def _program_file(target: Target) -> Path | None:
         return Path(target.args[0], SOURCE)
     if target.module:
         try:
-            spec = importlib.util.find_spec(target.name)
+            module_spec = importlib.util.find_spec(target.name)
         except (ImportError, ValueError):  # the workers report the full error
             return None
-        return Path(spec.origin).resolve() if spec is not None and spec.origin else None
-    path = Path(target.name)
-    return path.resolve() if path.is_file() else None
+        return (
+            Path(module_spec.origin).resolve()
+            if module_spec is not None and module_spec.origin
+            else None
+        )
+    script_path = Path(target.name)
+    return script_path.resolve() if script_path.is_file() else None
 
 
 def _local_imports(source: bytes, folder: Path) -> list[Path]:
     """Return the files under `folder` that a module imports."""
     try:
-        tree = ast.parse(source)
+        syntax_tree = ast.parse(source)
     except (SyntaxError, ValueError):  # the workers report the full error
         return []
-    names: list[str] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names += [
-                node.module,
-                *(f"{node.module}.{alias.name}" for alias in node.names),
+    module_names: list[str] = []
+    for syntax_node in ast.walk(syntax_tree):
+        if isinstance(syntax_node, ast.Import):
+            module_names += [alias.name for alias in syntax_node.names]
+        elif isinstance(syntax_node, ast.ImportFrom) and syntax_node.module:
+            module_names += [
+                syntax_node.module,
+                *(f"{syntax_node.module}.{alias.name}" for alias in syntax_node.names),
             ]
     imported_files: list[Path] = []
-    for name in names:
-        base = folder.joinpath(*name.split("."))
+    for module_name in module_names:
+        module_path = folder.joinpath(*module_name.split("."))
         imported_files += [
-            file
-            for file in (base.with_suffix(".py"), base / "__init__.py")
-            if file.is_file()
+            source_file
+            for source_file in (
+                module_path.with_suffix(".py"),
+                module_path / "__init__.py",
+            )
+            if source_file.is_file()
         ]
     return imported_files
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:12]
+def _short_digest(digested_bytes: bytes) -> str:
+    return hashlib.sha256(digested_bytes).hexdigest()[:12]

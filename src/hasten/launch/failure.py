@@ -47,7 +47,7 @@ class Failure:
 
 
 # Error messages of a rank whose peer failed.
-_SECONDARY: Final = re.compile(
+_LOST_CONNECTION: Final = re.compile(
     r"PeerFailedError|MissingRanksError|[Cc]onnection (closed|reset) by peer|[Cc]onnection closed by remote|Broken pipe|"
     r"remote process exited|Socket (Timeout|closed)|NCCL communicator was aborted|DistNetworkError|"
     r"Connection refused|failed to recv, got 0 bytes",
@@ -109,23 +109,33 @@ def first_failure(failures: Iterable[Failure]) -> Failure:
     If all errors are lost connections, a rank that exited without an error (`code` 0) is the cause.
     """
     failures = list(failures)
-    failed = [f for f in failures if f.code != 0]
-    left = [f for f in failures if f.code == 0]
-    if left and all(f.stopped or _is_echo(f) for f in failed):
-        return min(left, key=lambda f: (f.time, f.rank))
-    return min(failed, key=lambda f: (f.stopped, _is_echo(f), f.time, f.rank))
+    failed_ranks = [failure for failure in failures if failure.code != 0]
+    early_exits = [failure for failure in failures if failure.code == 0]
+    if early_exits and all(
+        failure.stopped or _is_echo(failure) for failure in failed_ranks
+    ):
+        return min(early_exits, key=lambda failure: (failure.time, failure.rank))
+    return min(
+        failed_ranks,
+        key=lambda failure: (
+            failure.stopped,
+            _is_echo(failure),
+            failure.time,
+            failure.rank,
+        ),
+    )
 
 
 def _is_echo(failure: Failure) -> bool:
-    return failure.echo or bool(_SECONDARY.search(failure.summary))
+    return failure.echo or bool(_LOST_CONNECTION.search(failure.summary))
 
 
 def hint_for(failure: Failure, python: str = "python") -> str | None:
     """Return a hint for a known cause, or None."""
-    text = failure.traceback or failure.summary
-    for pattern, words in _HINTS:
-        if text and re.search(pattern, text):
-            return words.format(host=failure.host, python=python)
+    failure_text = failure.traceback or failure.summary
+    for pattern, hint_text in _HINTS:
+        if failure_text and re.search(pattern, failure_text):
+            return hint_text.format(host=failure.host, python=python)
     if failure.code == 0:
         return (
             "a rank that ends early (sys.exit, return, a loop that ended early) is missing in the next collective of the others: let "
@@ -162,50 +172,54 @@ def end_words(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     try:
-        name = signal.Signals(-code).name
+        signal_name = signal.Signals(-code).name
     except ValueError:
         return f"signal {-code}"
-    return f"killed by {name}" if -code == signal.SIGKILL else f"signal {name}"
+    return (
+        f"killed by {signal_name}"
+        if -code == signal.SIGKILL
+        else f"signal {signal_name}"
+    )
 
 
 def read_failure(
     rank: int, host: str, code: int, pid: int, *, error_file: str, time: float
 ) -> Failure:
     """Return the failure of a rank, including the error that the rank recorded, if any."""
-    recorded = _recorded(Path(error_file)) if error_file else {}
+    recorded_error = _read_error_record(Path(error_file)) if error_file else {}
     # the rank had already failed when the launcher stopped it
-    if recorded and code == -signal.SIGTERM:
+    if recorded_error and code == -signal.SIGTERM:
         code = 1
     return Failure(
         rank=rank,
         host=host,
         code=code,
-        time=recorded.get("time", time),
+        time=recorded_error.get("time", time),
         pid=pid,
-        summary=recorded.get("summary", ""),
-        traceback=recorded.get("traceback", ""),
+        summary=recorded_error.get("summary", ""),
+        traceback=recorded_error.get("traceback", ""),
         stopped=code == -signal.SIGTERM,
-        echo=recorded.get("echo", False),
+        echo=recorded_error.get("echo", False),
     )
 
 
-def _recorded(path: Path) -> dict[str, Any]:
+def _read_error_record(path: Path) -> dict[str, Any]:
     """Return the error that hasten's bootstrap or torch's @record wrote in the failing process; empty without one."""
     try:
-        data = json.loads(path.read_text())
+        error_record = json.loads(path.read_text())
     # killed before or during the write: only the exit code is known
     except (OSError, ValueError):
         return {}
-    if "hasten" in data:
-        return dict(data["hasten"])
-    message = data.get("message")
-    if not isinstance(message, dict):
-        return {"summary": str(message)}
-    extra = message.get("extraInfo", {})
+    if "hasten" in error_record:
+        return dict(error_record["hasten"])
+    torch_message = error_record.get("message")
+    if not isinstance(torch_message, dict):
+        return {"summary": str(torch_message)}
+    extra_info = torch_message.get("extraInfo", {})
     return {
-        "summary": str(message.get("message", "")),
-        "traceback": str(extra.get("py_callstack", "")),
-        "time": float(extra.get("timestamp", 0)),
+        "summary": str(torch_message.get("message", "")),
+        "traceback": str(extra_info.get("py_callstack", "")),
+        "time": float(extra_info.get("timestamp", 0)),
     }
 
 
@@ -213,106 +227,120 @@ def render_failure(
     failures: Sequence[Failure],
     *,
     python: str = "python",
-    full: bool = False,
-    lost: Sequence[str] = (),
+    is_full: bool = False,
+    lost_machines: Sequence[str] = (),
 ) -> str:
     """Return the report of a failed job: summary, hint, and finally the traceback of the first failure.
 
     With `full` (under --debug) the other ranks' tracebacks precede it. `lost` lists machines that stopped responding.
     """
-    first = first_failure(failures)
-    if first.code == STALLED:
-        words = (
-            first.summary.partition(": ")[2]
+    first_cause = first_failure(failures)
+    if first_cause.code == STALLED:
+        stall_text = (
+            first_cause.summary.partition(": ")[2]
             or "the ranks waited for each other without progress"
         )
-        return f"the job was ended because it stalled: {words}.\nThe full report is above; docs/trust.md explains it."
+        return f"the job was ended because it stalled: {stall_text}.\nThe full report is above; docs/trust.md explains it."
     later_failures = sorted(
-        (f for f in failures if f != first and f.code != 0), key=lambda f: f.rank
+        (
+            failure
+            for failure in failures
+            if failure != first_cause and failure.code != 0
+        ),
+        key=lambda failure: failure.rank,
     )
     order_text = (
         "failed first"
-        if first.code
+        if first_cause.code
         else "exited first, while other ranks still needed it"
     )
-    lines = [
-        f"rank {first.rank} on {first.host} (pid {first.pid}) {order_text}: {end_words(first.code)}"
+    report_lines = [
+        f"rank {first_cause.rank} on {first_cause.host} (pid {first_cause.pid}) {order_text}: {end_words(first_cause.code)}"
     ]
-    if lost:
-        lines = [
-            f"{' and '.join(lost)} no longer responds: probably the first failure, check it",
-            *lines,
+    if lost_machines:
+        report_lines = [
+            f"{' and '.join(lost_machines)} no longer responds: probably the first failure, check it",
+            *report_lines,
         ]
-    lines += [f"  {line}" for line in _summaries(later_failures)]
-    if hint := hint_for(first, python):
-        lines.append(f"hint: {hint}")
+    report_lines += [
+        f"  {summary_line}" for summary_line in _summary_lines(later_failures)
+    ]
+    if hint := hint_for(first_cause, python):
+        report_lines.append(f"hint: {hint}")
     for later_failure in later_failures:
-        if full and later_failure.traceback:
-            lines += [
+        if is_full and later_failure.traceback:
+            report_lines += [
                 "",
                 f"rank {later_failure.rank} on {later_failure.host}:",
                 later_failure.traceback.rstrip(),
             ]
-    lines.append("")
-    if not first.code and (
-        echo := next((f for f in later_failures if f.traceback), None)
+    report_lines.append("")
+    if not first_cause.code and (
+        echo_failure := next(
+            (failure for failure in later_failures if failure.traceback), None
+        )
     ):
-        lines += [
-            f"traceback of rank {echo.rank} on {echo.host}, which lost the connection:",
-            echo.traceback.rstrip(),
+        report_lines += [
+            f"traceback of rank {echo_failure.rank} on {echo_failure.host}, which lost the connection:",
+            echo_failure.traceback.rstrip(),
         ]
-    elif first.traceback:
+    elif first_cause.traceback:
         # a program that never started
-        title = "traceback" if first.traceback.startswith("Traceback") else "error"
-        lines += [
-            f"{title} of rank {first.rank} on {first.host}:",
-            first.traceback.rstrip(),
+        title = (
+            "traceback" if first_cause.traceback.startswith("Traceback") else "error"
+        )
+        report_lines += [
+            f"{title} of rank {first_cause.rank} on {first_cause.host}:",
+            first_cause.traceback.rstrip(),
         ]
     else:
-        lines.append(
-            f"rank {first.rank} has no Python traceback; its last output is above."
+        report_lines.append(
+            f"rank {first_cause.rank} has no Python traceback; its last output is above."
         )
-    return "\n".join(lines)
+    return "\n".join(report_lines)
 
 
-def _summaries(failures: Sequence[Failure]) -> list[str]:
+def _summary_lines(failures: Sequence[Failure]) -> list[str]:
     """Return one line per group of the other ranks with the same exit status."""
-    groups: dict[str, list[int]] = {}
+    ranks_by_end: dict[str, list[int]] = {}
     for failure in failures:
         if failure.stopped:
-            words = "stopped by the launcher"
+            end_text = "stopped by the launcher"
         else:
             first_sentence = (
                 failure.summary.splitlines()[-1].partition(". ")[0]
                 if failure.summary
                 else ""
             )
-            words = end_words(failure.code) + (
+            end_text = end_words(failure.code) + (
                 f": {first_sentence}" if first_sentence else ""
             )
-        groups.setdefault(words, []).append(failure.rank)
-    return [f"{ranks_in_words(ranks)}: {words}" for words, ranks in groups.items()]
+        ranks_by_end.setdefault(end_text, []).append(failure.rank)
+    return [
+        f"{ranks_in_words(ended_ranks)}: {end_text}"
+        for end_text, ended_ranks in ranks_by_end.items()
+    ]
 
 
-VARIABLE: Final = "HASTEN_VERDICT_FILE"
+VERDICT_VARIABLE: Final = "HASTEN_VERDICT_FILE"
 """Variable with the path of the file that receives the reason of a failed launch."""
 
 
-def leave(words: str, env: Mapping[str, str] | None = None) -> None:
+def write_verdict(words: str, env: Mapping[str, str] | None = None) -> None:
     """Write the reason of a failed launch to the file named by `VARIABLE`; an existing file is not overwritten."""
-    path = (environment.snapshot() if env is None else env).get(VARIABLE)
-    if path and not Path(path).exists():
-        Path(path).write_text(words)
-
-
-def failure_words(first: Failure, *, many_machines: bool = False) -> str:
-    """Return one sentence about the failure that ended the job."""
-    host = f" on {first.host}" if many_machines else ""
-    host += f" (pid {first.pid})" if first.pid else ""
-    if first.summary:
-        return f"rank {first.rank}{host} failed: {first.summary} (its traceback is in the output above)"
-    if not first.code:
-        return f"rank {first.rank}{host} ended early, while other ranks still needed it; see the output above"
-    return (
-        f"rank {first.rank}{host} failed: {end_words(first.code)}; see the output above"
+    verdict_path = (environment.snapshot() if env is None else env).get(
+        VERDICT_VARIABLE
     )
+    if verdict_path and not Path(verdict_path).exists():
+        Path(verdict_path).write_text(words)
+
+
+def failure_words(failure: Failure, *, many_machines: bool = False) -> str:
+    """Return one sentence about the failure that ended the job."""
+    host_text = f" on {failure.host}" if many_machines else ""
+    host_text += f" (pid {failure.pid})" if failure.pid else ""
+    if failure.summary:
+        return f"rank {failure.rank}{host_text} failed: {failure.summary} (its traceback is in the output above)"
+    if not failure.code:
+        return f"rank {failure.rank}{host_text} ended early, while other ranks still needed it; see the output above"
+    return f"rank {failure.rank}{host_text} failed: {end_words(failure.code)}; see the output above"

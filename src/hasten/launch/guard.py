@@ -46,7 +46,7 @@ class SignalGuard:
         self._lets_save = saving_grace_s is not None
         self._saving_grace_s = grace_s if saving_grace_s is None else saving_grace_s
         self._last_words = last_words
-        self._first: tuple[int, float] | None = None
+        self._first_signal: tuple[int, float] | None = None
         self._ended = threading.Event()
         self._read, self._write = os.pipe()
         self._thread = threading.Thread(
@@ -54,13 +54,14 @@ class SignalGuard:
         )
         self._old_fd = -1
         self._old_handlers: dict[int, object] = {}
-        self._settled = False
+        self._has_code = False
 
     def __enter__(self) -> Self:
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
         self._old_handlers = {
-            number: signal.signal(number, self._raise) for number in STOPPING
+            number: signal.signal(number, self._raise_interrupted)
+            for number in STOPPING
         }
         self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread.start()
@@ -75,7 +76,7 @@ class SignalGuard:
         self._ended.set()
         signal.set_wakeup_fd(self._old_fd)
         for number, handler in self._old_handlers.items():
-            if not self._settled:
+            if not self._has_code:
                 signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
         self._thread.join()
         os.close(self._read)
@@ -91,41 +92,43 @@ class SignalGuard:
 
         The handlers remain installed for the rest of the process, because the other machines rely on the code.
         """
-        self._settled = True
+        self._has_code = True
         self._ended.set()
         self.hold()
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, frame: os._exit(code))
 
     @staticmethod
-    def _raise(number: int, frame: FrameType | None) -> None:
+    def _raise_interrupted(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number)
 
     def _watch(self) -> None:
         while not self._ended.wait(0.1):
-            for number in self._signals():
-                if self._first is None:
-                    self._first = (number, time.monotonic())
+            for number in self._read_signals():
+                if self._first_signal is None:
+                    self._first_signal = (number, time.monotonic())
                 elif not (
-                    self._lets_save and number in SAVING and self._first[0] in SAVING
+                    self._lets_save
+                    and number in SAVING
+                    and self._first_signal[0] in SAVING
                 ):
                     self._end(number, "a second signal")
-            if self._first is not None:
-                number, since = self._first
-                grace = self._saving_grace_s if number in SAVING else self._grace_s
-                grace = grace if list(self._groups()) else 2.0
-                if time.monotonic() - since > grace:
-                    self._end(number, f"no process ended within {grace:g} s")
+            if self._first_signal is not None:
+                number, first_signal_s = self._first_signal
+                grace_s = self._saving_grace_s if number in SAVING else self._grace_s
+                grace_s = grace_s if list(self._groups()) else 2.0
+                if time.monotonic() - first_signal_s > grace_s:
+                    self._end(number, f"no process ended within {grace_s:g} s")
 
-    def _signals(self) -> list[int]:
+    def _read_signals(self) -> list[int]:
         try:
-            return [n for n in os.read(self._read, 64) if n in STOPPING]
+            return [number for number in os.read(self._read, 64) if number in STOPPING]
         except BlockingIOError:
             return []
 
-    def _end(self, number: int, why: str) -> None:
+    def _end(self, number: int, reason: str) -> None:
         self._last_words(
-            f"{signal.Signals(number).name}, {why}: all processes are killed now"
+            f"{signal.Signals(number).name}, {reason}: all processes are killed now"
         )
         kill_groups(self._groups())
         os._exit(128 + number)

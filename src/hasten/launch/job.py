@@ -24,11 +24,11 @@ from hasten.launch.base import (
     LaunchRequest,
     LaunchTarget,
     Target,
-    look,
+    look_at_host,
 )
 from hasten.launch.cluster import slurm
 from hasten.launch.run import complete, execute
-from hasten.launch.shape import decide
+from hasten.launch.shape import decide_shape
 from hasten.launch.targets import all_targets, choose_target
 from hasten.optional import check_installed
 from hasten.runtime.mesh_plan import Axis, mesh_of, mesh_table, mesh_title
@@ -52,20 +52,31 @@ class Job:
 
         Raises: ConfigError for axis sizes that do not match the number of processes.
         """
-        meeting, count = self.plan.meeting, sum(proc.count for proc in self.plan.procs)
+        meeting, num_processes = (
+            self.plan.meeting,
+            sum(proc.count for proc in self.plan.procs),
+        )
         if meeting is None or meeting.min_machines != meeting.max_machines:
             return ""
-        spec = mesh_of(self.request.config, count, count * meeting.max_machines)
-        if spec.size(Axis.DP_REPLICATE) == spec.world_size and spec.ep == 1:
+        mesh_spec = mesh_of(
+            self.request.config, num_processes, num_processes * meeting.max_machines
+        )
+        if (
+            mesh_spec.size(Axis.DP_REPLICATE) == mesh_spec.world_size
+            and mesh_spec.ep == 1
+        ):
             return ""
-        title = f"mesh: {mesh_title(spec)} = {spec.world_size} process{'' if spec.world_size == 1 else 'es'}"
-        table = [title, *("    " + row for row in mesh_table(spec, count))]
-        return "\n".join([*table, ""])
+        table_title = f"mesh: {mesh_title(mesh_spec)} = {mesh_spec.world_size} process{'' if mesh_spec.world_size == 1 else 'es'}"
+        table_lines = [
+            table_title,
+            *("    " + row for row in mesh_table(mesh_spec, num_processes)),
+        ]
+        return "\n".join([*table_lines, ""])
 
     def run(self) -> int:
         """Run the job to completion and return its exit code."""
-        run = self.launch_target.run if self.launch_target is not None else None
-        return (run or execute)(self.plan, self.request.config, self.host)
+        run_target = self.launch_target.run if self.launch_target is not None else None
+        return (run_target or execute)(self.plan, self.request.config, self.host)
 
 
 def prepare(
@@ -84,49 +95,54 @@ def prepare(
         raise ConfigError(
             f"config_file={config_file!r} contains a NUL character, and no file system accepts one; remove it."
         )
-    host = host or look()
-    env = {name: value for name, value in host.env.items() if name != handoff.VARIABLE}
-    resolved = effective(env, config_file, settings)
+    host = host or look_at_host()
+    variables = {
+        name: value for name, value in host.env.items() if name != handoff.VARIABLE
+    }
+    resolved = effective(variables, config_file, settings)
     absent.check(resolved.entries)
-    launch = resolved.config.launch
+    launch_settings = resolved.config.launch
     if not words:
         raise ConfigError(
             "no script was given, so there is nothing to start: `launch [settings] script.py`. See `launch --help`."
         )
-    target = Target(
-        words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python
+    program = Target(
+        words[0],
+        tuple(words[1:]),
+        module=launch_settings.module,
+        no_python=launch_settings.no_python,
     )
     request = LaunchRequest(
         resolved.config,
-        target,
+        program,
         handoff.pack(resolved.entries),
-        flags=_absolute(typed),
+        flags=_absolute_flags(typed),
         folder=str(Path.cwd()),
         entries=resolved.entries,
     )
     launch_target = choose_target(request)
     if launch_target is None or not launch_target.runs_in_image:
-        if not launch.no_python:
+        if not launch_settings.no_python:
             _check_engine(resolved.config)
-        _check_script(target)
+        _check_script(program)
     for surveying_target in (
         _machine_targets() if launch_target is None else [launch_target]
     ):
         if surveying_target.survey is not None:
             host = surveying_target.survey(request, host)
-    plan = (
+    launch_plan = (
         make_plan(request, host)
         if launch_target is None
         else launch_target.plan(request, host)
     )
-    return Job(request, resolved, host, complete(plan, host.env), launch_target)
+    return Job(request, resolved, host, complete(launch_plan, host.env), launch_target)
 
 
 def _check_engine(config: Config) -> None:
-    package = package_of(config.strategy)
+    engine_package = package_of(config.strategy)
     try:
-        if package is not None:
-            check_installed(package, why=f"strategy={config.strategy!r}")
+        if engine_package is not None:
+            check_installed(engine_package, why=f"strategy={config.strategy!r}")
     except MissingPackageError as error:
         raise ConfigError(str(error)) from error
 
@@ -134,19 +150,21 @@ def _check_engine(config: Config) -> None:
 def _check_script(target: Target) -> None:
     if target.module or target.no_python:
         return
-    path = Path(target.name)
-    if path.is_dir() and not (path / "__main__.py").is_file():
+    script_path = Path(target.name)
+    if script_path.is_dir() and not (script_path / "__main__.py").is_file():
         raise ConfigError(
             f"{target.name!r} is a folder without a __main__.py, so it cannot be run; give a script, such as "
-            f"{path / 'train.py'}."
+            f"{script_path / 'train.py'}."
         )
-    if path.exists():
+    if script_path.exists():
         return
-    folder = Path(target.name).parent
-    names = (
-        [str(folder / p.name) for p in folder.glob("*.py")] if folder.is_dir() else []
+    script_folder = Path(target.name).parent
+    script_names = (
+        [str(script_folder / script.name) for script in script_folder.glob("*.py")]
+        if script_folder.is_dir()
+        else []
     )
-    similar_names = get_close_matches(target.name, names, n=1)
+    similar_names = get_close_matches(target.name, script_names, n=1)
     hint = (
         f"did you mean {similar_names[0]}?"
         if similar_names
@@ -157,17 +175,19 @@ def _check_script(target: Target) -> None:
     )
 
 
-def _absolute(flags: Sequence[str]) -> tuple[str, ...]:
+def _absolute_flags(flags: Sequence[str]) -> tuple[str, ...]:
     """Return the flags with an absolute path of the settings file, because a batch job starts in another folder."""
-    words = list(flags)
-    for index, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name in ("--config_file", "--config-file"):
+    absolute_flags = list(flags)
+    for index, flag_word in enumerate(absolute_flags):
+        flag_name, equals, flag_value = flag_word.partition("=")
+        if flag_name in ("--config_file", "--config-file"):
             if equals:
-                words[index] = f"{name}={Path(value).absolute()}"
-            elif index + 1 < len(words):
-                words[index + 1] = str(Path(words[index + 1]).absolute())
-    return tuple(words)
+                absolute_flags[index] = f"{flag_name}={Path(flag_value).absolute()}"
+            elif index + 1 < len(absolute_flags):
+                absolute_flags[index + 1] = str(
+                    Path(absolute_flags[index + 1]).absolute()
+                )
+    return tuple(absolute_flags)
 
 
 def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
@@ -175,24 +195,24 @@ def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
 
     Raises: ConfigError for settings that contradict each other or this machine.
     """
-    target = choose_target(request)
-    if target is not None:
-        return target.plan(request, host)
-    shape = decide(request, host)
-    name = _launcher(request, shape)
-    if name != "task":
+    launch_target = choose_target(request)
+    if launch_target is not None:
+        return launch_target.plan(request, host)
+    job_shape = decide_shape(request, host)
+    launcher_name = _own_launcher(request, job_shape)
+    if launcher_name != "task":
         for machine_target in _machine_targets():
             assert machine_target.plan_machine is not None, "it is one of these targets"
-            plan = machine_target.plan_machine(request, host, shape)
-            if plan is not None:
-                return plan
-    match name:
+            machine_plan = machine_target.plan_machine(request, host, job_shape)
+            if machine_plan is not None:
+                return machine_plan
+    match launcher_name:
         case "single":
-            return torchrun.plan_single(request, host, shape)
+            return torchrun.plan_single(request, host, job_shape)
         case "torchrun":
-            return torchrun.plan(request, host, shape)
+            return torchrun.plan(request, host, job_shape)
         case "task":
-            return slurm.plan_task(request, host, shape)
+            return slurm.plan_task(request, host, job_shape)
         case other:
             assert_never(other)
 
@@ -202,16 +222,16 @@ def _machine_targets() -> list[LaunchTarget]:
     return [target for target in all_targets() if target.plan_machine is not None]
 
 
-def _launcher(request: LaunchRequest, shape: JobShape) -> OwnLauncher:
-    launch = request.config.launch
-    if launch.launcher == "slurm" and shape.allocation.rank is None:
+def _own_launcher(request: LaunchRequest, shape: JobShape) -> OwnLauncher:
+    launch_settings = request.config.launch
+    if launch_settings.launcher == "slurm" and shape.allocation.rank is None:
         if not shape.allocation.source:
             raise ConfigError(
                 "launcher=slurm reads its ranks from SLURM, but srun did not start this command. "
                 "Start it with srun, or write a batch script with --submit slurm."
             )
         return "torchrun"
-    if launch.launcher == "single" and (
+    if launch_settings.launcher == "single" and (
         shape.num_processes > 1 or shape.max_machines > 1
     ):
         raise ConfigError(
@@ -220,25 +240,29 @@ def _launcher(request: LaunchRequest, shape: JobShape) -> OwnLauncher:
         )
     if shape.allocation.rank is not None:
         return "task"
-    if launch.launcher in ("single", "torchrun"):
-        return cast(OwnLauncher, launch.launcher)
+    if launch_settings.launcher in ("single", "torchrun"):
+        return cast(OwnLauncher, launch_settings.launcher)
     is_single_process = shape.num_processes == 1 and shape.max_machines == 1
-    return "torchrun" if _needs_agent(launch) or not is_single_process else "single"
-
-
-def _needs_agent(launch: LaunchConfig) -> bool:
-    """Return whether a setting needs the elastic agent; a single process is otherwise started without it."""
-    meeting = (
-        launch.rdzv_conf,
-        launch.rdzv_endpoint,
-        launch.rdzv_id,
-        launch.log_dir,
-        launch.tee,
-    )
-    plain = LaunchConfig()
     return (
-        launch.max_restarts > 0
-        or any(value is not None for value in meeting)
-        or launch.rdzv_backend != plain.rdzv_backend
-        or launch.role != plain.role
+        "torchrun"
+        if _needs_agent(launch_settings) or not is_single_process
+        else "single"
+    )
+
+
+def _needs_agent(launch_settings: LaunchConfig) -> bool:
+    """Return whether a setting needs the elastic agent; a single process is otherwise started without it."""
+    meeting_settings = (
+        launch_settings.rdzv_conf,
+        launch_settings.rdzv_endpoint,
+        launch_settings.rdzv_id,
+        launch_settings.log_dir,
+        launch_settings.tee,
+    )
+    defaults = LaunchConfig()
+    return (
+        launch_settings.max_restarts > 0
+        or any(value is not None for value in meeting_settings)
+        or launch_settings.rdzv_backend != defaults.rdzv_backend
+        or launch_settings.role != defaults.role
     )

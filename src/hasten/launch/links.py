@@ -28,7 +28,7 @@ class Links:
         Path(path).write_text(yaml.safe_dump(asdict(self), sort_keys=False), "utf-8")
 
 
-def read(path: Path | str) -> Links:
+def read_links(path: Path | str) -> Links:
     """Return the link speeds in a file written by `Links.write`.
 
     Raises: ConfigError for a file that cannot be read, has missing or unknown fields, or holds an invalid speed.
@@ -40,19 +40,23 @@ def read(path: Path | str) -> Links:
         raise ConfigError(
             f"the link speeds in {path} cannot be read: {str(error).splitlines()[0]}; measure them with `hasten test --links {path}`."
         ) from error
-    names = {spec.name for spec in fields(Links)}
-    speeds = (
-        [content.get(name) for name in ("node_gb_s", "network_gb_s")]
+    field_names = {link_field.name for link_field in fields(Links)}
+    link_speeds = (
+        [content.get(field_name) for field_name in ("node_gb_s", "network_gb_s")]
         if isinstance(content, dict)
         else []
     )
-    good = all(
+    has_valid_speeds = all(
         speed is None or (isinstance(speed, int | float) and speed > 0)
-        for speed in speeds
+        for speed in link_speeds
     )
-    if not isinstance(content, dict) or content.keys() != names or not good:
+    if (
+        not isinstance(content, dict)
+        or content.keys() != field_names
+        or not has_valid_speeds
+    ):
         raise ConfigError(
-            f"{path} does not hold link speeds (the fields are {', '.join(sorted(names))}, speeds are above 0), so it says nothing about "
+            f"{path} does not hold link speeds (the fields are {', '.join(sorted(field_names))}, speeds are above 0), so it says nothing about "
             f"this cluster; measure them with `hasten test --links {path}`."
         )
     return Links(**content)

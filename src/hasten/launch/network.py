@@ -44,9 +44,9 @@ def owns_address(address: str) -> bool:
 
 
 def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
-    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe_socket:
         try:
-            probe.bind(sockaddr)
+            probe_socket.bind(sockaddr)
         except OSError:  # not an address of this machine
             return False
         return True
@@ -58,10 +58,10 @@ def address_towards(peer: str) -> str:
         family, _, _, _, sockaddr = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[
             0
         ]
-        with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+        with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe_socket:
             # a datagram socket sends nothing here, it only selects the route
-            probe.connect(sockaddr)
-            return str(probe.getsockname()[0])
+            probe_socket.connect(sockaddr)
+            return str(probe_socket.getsockname()[0])
     except OSError:
         return peer
 
@@ -78,17 +78,17 @@ def address_for_others(peer: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that has the IPv4 `address`, or None if it cannot be found."""
-    for _, name in socket.if_nameindex():
-        if _interface_address(name) == address:
-            return name
+    for _, interface_name in socket.if_nameindex():
+        if _interface_address(interface_name) == address:
+            return interface_name
     return None
 
 
 def _interface_address(name: str) -> str | None:
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe_socket:
         request = array.array("B", struct.pack("256s", name.encode()[:15]))
         try:
-            fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request, True)
+            fcntl.ioctl(probe_socket.fileno(), _SIOCGIFADDR, request, True)
         # an interface without an IPv4 address, or a system without this call
         except OSError:
             return None
@@ -100,7 +100,7 @@ def is_loopback(address: str) -> bool:
     return address in _LOOPBACK
 
 
-def reachable(address: str, port: int, timeout_s: float = 1.0) -> bool:
+def is_reachable(address: str, port: int, timeout_s: float = 1.0) -> bool:
     """Return whether something accepts connections at `address`:`port`."""
     try:
         with closing(socket.create_connection((address, port), timeout=timeout_s)):

@@ -34,32 +34,35 @@ RESULT: Final = "result.pkl"
 def run(folder: Path) -> None:
     """Call the notebook's function; the first rank writes its return value to the folder."""
     # Written by the notebook's process into a folder that only its user can open.
-    function, args, sources = pickle.loads((folder / CALL).read_bytes())
+    function, args, cell_sources = pickle.loads((folder / CALL).read_bytes())
     linecache.cache.update(
-        {name: (len(lines), None, lines, name) for name, lines in sources.items()}
+        {
+            file_name: (len(lines), None, lines, file_name)
+            for file_name, lines in cell_sources.items()
+        }
     )
-    result = function(*args)
+    return_value = function(*args)
     if Topology.from_env(environment.snapshot()).is_main:
-        _keep(result, folder / RESULT)
+        _write_result(return_value, folder / RESULT)
 
 
-def _keep(result: object, path: Path) -> None:
+def _write_result(return_value: object, result_path: Path) -> None:
     try:
-        data = cloudpickle.dumps(result)
+        pickled_value = cloudpickle.dumps(return_value)
     except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
         raise LaunchError(
-            f"the function returned a {type(result).__qualname__}, which cannot be sent back to the notebook ({error}). "
+            f"the function returned a {type(return_value).__qualname__}, which cannot be sent back to the notebook ({error}). "
             f"Return plain data or tensors, or save it to a file."
         ) from error
-    draft = path.with_suffix(".draft")
-    draft.write_bytes(data)
-    draft.replace(path)
+    draft_path = result_path.with_suffix(".draft")
+    draft_path.write_bytes(pickled_value)
+    draft_path.replace(result_path)
 
 
-_STOP_S: Final = 25.0
+_STOP_TIMEOUT_S: Final = 25.0
 _VERDICT: Final = "verdict.txt"
 # Launcher settings in error messages, and their names as arguments of `notebook_launcher`.
-_NAMES_HERE: Final = (
+_ARGUMENT_NAMES: Final = (
     ("--main_process_ip", "master_addr"),
     ("--machine_rank", "node_rank"),
     ("num_machines", "num_nodes"),
@@ -93,7 +96,7 @@ def notebook_launcher(
     fails, or when the function or its result cannot be pickled.
     """
     has_several_machines = num_nodes > 1
-    flags = _flags(
+    flags = _launch_flags(
         num_processes=None if has_several_machines else num_processes,
         processes_per_machine=num_processes if has_several_machines else None,
         mixed_precision=mixed_precision,
@@ -103,7 +106,7 @@ def notebook_launcher(
         num_machines=num_nodes if has_several_machines else None,
         rdzv_backend=rdzv_backend,
         rdzv_endpoint=rdzv_endpoint or None,
-        rdzv_conf=_pairs(rdzv_conf),
+        rdzv_conf=_format_options(rdzv_conf),
         rdzv_id=rdzv_id,
         max_restarts=max_restarts or None,
         monitor_interval=monitor_interval,
@@ -112,9 +115,9 @@ def notebook_launcher(
         quiet=None if has_several_machines else "true",
     )
     with tempfile.TemporaryDirectory(prefix="hasten-notebook-") as folder:
-        home = Path(folder)
-        (home / CALL).write_bytes(_packed(function, tuple(args)))
-        (home / SOURCE).write_text(_source_of(function))
+        job_folder = Path(folder)
+        (job_folder / CALL).write_bytes(_pickle_call(function, tuple(args)))
+        (job_folder / SOURCE).write_text(_source_of(function))
         command = [
             sys.executable,
             "-m",
@@ -125,12 +128,12 @@ def notebook_launcher(
             CELL,
             folder,
         ]
-        code = _run(command, home / _VERDICT)
-        if code != 0:
-            raise LaunchError(_failure_words(home / _VERDICT, code))
-        result = home / RESULT
+        exit_code = _run_launcher(command, job_folder / _VERDICT)
+        if exit_code != 0:
+            raise LaunchError(_failure_words(job_folder / _VERDICT, exit_code))
+        result_path = job_folder / RESULT
         # Written by the process that this call started, into a folder that only this user can open.
-        return pickle.loads(result.read_bytes()) if result.exists() else None
+        return pickle.loads(result_path.read_bytes()) if result_path.exists() else None
 
 
 def debug_launcher(
@@ -140,27 +143,31 @@ def debug_launcher(
     return notebook_launcher(function, args, num_processes=num_processes, cpu=True)
 
 
-def _flags(**settings: object) -> list[str]:
+def _launch_flags(**settings: object) -> list[str]:
     return [
-        f"--{name}={value}" for name, value in settings.items() if value is not None
+        f"--{flag_name}={flag_value}"
+        for flag_name, flag_value in settings.items()
+        if flag_value is not None
     ]
 
 
-def _pairs(conf: Mapping[str, Any] | str | None) -> str | None:
+def _format_options(conf: Mapping[str, Any] | str | None) -> str | None:
     if not conf:
         return None
     if isinstance(conf, str):
         return conf
-    return ",".join(f"{name}={value}" for name, value in conf.items())
+    return ",".join(
+        f"{option_name}={option_value}" for option_name, option_value in conf.items()
+    )
 
 
-def _packed(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
         return bytes(cloudpickle.dumps((function, args, _cell_sources())))
     except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
-        name = getattr(function, "__qualname__", repr(function))
+        function_name = getattr(function, "__qualname__", repr(function))
         raise LaunchError(
-            f"the function {name} or its arguments cannot be sent to the new processes ({error}): they use an object that cannot be "
+            f"the function {function_name} or its arguments cannot be sent to the new processes ({error}): they use an object that cannot be "
             "pickled. Create it inside the function, or pass plain data."
         ) from error
 
@@ -175,22 +182,26 @@ def _source_of(function: Callable[..., Any]) -> str:
 
 def _cell_sources() -> dict[str, list[str]]:
     """Return the source of the notebook's cells, which exist in no file, so that remote tracebacks can show it."""
-    entries = [
-        (name, entry)
-        for name, entry in linecache.cache.items()
-        if len(entry) == 4 and entry[1] is None
+    cached_entries = [
+        (file_name, cached_entry)
+        for file_name, cached_entry in linecache.cache.items()
+        if len(cached_entry) == 4 and cached_entry[1] is None
     ]
-    return {name: entry[2] for name, entry in entries if not Path(name).exists()}
+    return {
+        file_name: cached_entry[2]
+        for file_name, cached_entry in cached_entries
+        if not Path(file_name).exists()
+    }
 
 
-def _run(command: Sequence[str], verdict_file: Path) -> int:
+def _run_launcher(command: Sequence[str], verdict_file: Path) -> int:
     """Run the launcher and copy its output into the cell; Ctrl-C and the stop button end it."""
     env = environment.snapshot()
-    folders = [entry for entry in sys.path if entry]
+    path_folders = [folder for folder in sys.path if folder]
     variables = {
-        "PYTHONPATH": ":".join(dict.fromkeys(folders)),
+        "PYTHONPATH": ":".join(dict.fromkeys(path_folders)),
         PARENT_PID: str(getpid()),
-        verdict.VARIABLE: str(verdict_file),
+        verdict.VERDICT_VARIABLE: str(verdict_file),
     }
     with subprocess.Popen(
         command,
@@ -205,23 +216,23 @@ def _run(command: Sequence[str], verdict_file: Path) -> int:
             return launcher.wait()
         # on any interruption of the cell, stop the processes first
         except BaseException:
-            _stop(launcher)
+            _stop_launcher(launcher)
             raise
 
 
 def _copy_output(launcher: subprocess.Popen[bytes]) -> None:
     """Copy output in chunks rather than lines, so that progress bars update."""
     assert launcher.stdout is not None, "the launcher's output is piped"
-    decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-    while piece := launcher.stdout.read1(65536):  # type: ignore[attr-defined]  # a buffered reader
-        sys.stdout.write(decode(piece))
+    decode_chunk = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+    while output_chunk := launcher.stdout.read1(65536):  # type: ignore[attr-defined]  # a buffered reader
+        sys.stdout.write(decode_chunk(output_chunk))
         sys.stdout.flush()
 
 
-def _stop(launcher: subprocess.Popen[bytes]) -> None:
+def _stop_launcher(launcher: subprocess.Popen[bytes]) -> None:
     launcher.send_signal(signal.SIGTERM)
     try:
-        launcher.wait(_STOP_S)
+        launcher.wait(_STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         launcher.kill()
         launcher.wait()
@@ -231,13 +242,17 @@ def _failure_words(verdict_file: Path, code: int) -> str:
     """Return the launcher's reason for a failed launch, with settings renamed to their notebook arguments."""
     if not verdict_file.exists():
         return f"the processes ended with exit code {code} without reporting an error; see the output above."
-    words = verdict_file.read_text()
-    names = [
+    reason_text = verdict_file.read_text()
+    renamed_settings = [
         f"{setting_name} is {argument_name}"
-        for setting_name, argument_name in _NAMES_HERE
-        if setting_name in words
+        for setting_name, argument_name in _ARGUMENT_NAMES
+        if setting_name in reason_text
     ]
-    return f"{words} (In a notebook {', '.join(names)}.)" if names else words
+    return (
+        f"{reason_text} (In a notebook {', '.join(renamed_settings)}.)"
+        if renamed_settings
+        else reason_text
+    )
 
 
 if __name__ == "__main__":

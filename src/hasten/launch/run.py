@@ -49,8 +49,8 @@ def memory_folder(memory: Path = _MEMORY) -> Iterator[Path | None]:
         yield None
         return
     prefix = f"hasten-{os.geteuid()}-"
-    for left in memory.glob(f"{prefix}*"):
-        _remove_if_left(left)
+    for stale_folder in memory.glob(f"{prefix}*"):
+        _remove_if_stale(stale_folder)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=memory))  # mode 0700
     descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -61,7 +61,7 @@ def memory_folder(memory: Path = _MEMORY) -> Iterator[Path | None]:
         os.close(descriptor)
 
 
-def _remove_if_left(folder: Path) -> None:
+def _remove_if_stale(folder: Path) -> None:
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:  # just being created, or owned by another user
@@ -78,10 +78,10 @@ def _remove_if_left(folder: Path) -> None:
 PARENT_PID: Final = "HASTEN_PARENT_PID"
 """Process id of the program that started the launcher, such as a notebook; the launcher exits with that program."""
 
-_GRACE_S: Final = 15.0
+_STOP_GRACE_S: Final = 15.0
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """Print a message to stderr, so that it does not mix with the program's output."""
     sys.stdout.flush()
     sys.stderr.write(f"[hasten] {text}\n")
@@ -92,22 +92,23 @@ def complete(plan: LaunchPlan, env: Mapping[str, str]) -> LaunchPlan:
     """Return the plan with GLOO_SOCKET_IFNAME set to the network interface that reaches the other machines."""
     if plan.meeting is None or "GLOO_SOCKET_IFNAME" in env:
         return plan
-    local = (
+    local_address = (
         "127.0.0.1"
         if plan.meeting.alone
         else network.address_towards(plan.meeting.address)
     )
-    name = (
-        network.interface_of(local)
-        if plan.meeting.alone or not local.startswith("127.")
+    interface_name = (
+        network.interface_of(local_address)
+        if plan.meeting.alone or not local_address.startswith("127.")
         else None
     )
-    if name is None:
+    if interface_name is None:
         return plan
     procs = tuple(
-        replace(p, env={**p.env, "GLOO_SOCKET_IFNAME": name}) for p in plan.procs
+        replace(proc, env={**proc.env, "GLOO_SOCKET_IFNAME": interface_name})
+        for proc in plan.procs
     )
-    note = f"GLOO_SOCKET_IFNAME={name}: the interface of {local}"
+    note = f"GLOO_SOCKET_IFNAME={interface_name}: the interface of {local_address}"
     return replace(plan, procs=procs, notes=(*plan.notes, note))
 
 
@@ -116,20 +117,20 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
 
     Raises: LaunchError if something could not be started.
     """
-    if parent := host.env.get(PARENT_PID):
-        die_with(int(parent))
+    if parent_pid := host.env.get(PARENT_PID):
+        die_with(int(parent_pid))
     _check_submitter(plan, host)
-    for planned in plan.files:
-        _write(planned)
+    for planned_file in plan.files:
+        _write_planned(planned_file)
     match plan.launcher:
         case "torchrun":
             return _run_agent(plan, config, host)
         case "single":
             return _run_watched(plan.procs[0], config.launch.stop_grace_s)
         case "task":
-            return _become(plan.procs[0])
+            return _exec_rank(plan.procs[0])
         case _ if plan.submitter is not None:
-            return _submit(plan, config)
+            return _submit_job(plan, config)
         case _:
             return _run_foreign(plan.procs[0], config.launch.stop_grace_s)
 
@@ -144,15 +145,15 @@ def _check_submitter(plan: LaunchPlan, host: Host) -> None:
         )
 
 
-def _submit(plan: LaunchPlan, config: Config) -> int:
+def _submit_job(plan: LaunchPlan, config: Config) -> int:
     """Submit what was written, if that was asked for; say what was done and what is left to do."""
-    say(f"wrote {plan.files[0].path}")
+    print_message(f"wrote {plan.files[0].path}")
     for note in plan.notes if not config.launch.quiet else ():
-        say(f"note: {note}")
+        print_message(f"note: {note}")
     return _run_foreign(plan.procs[0], config.launch.stop_grace_s) if plan.procs else 0
 
 
-def _write(planned: PlannedFile) -> None:
+def _write_planned(planned: PlannedFile) -> None:
     path = Path(planned.path)
     try:
         path.write_text(planned.text)
@@ -188,73 +189,88 @@ def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
         _make_log_dir(plan.supervision.log_dir)
     report = make_report(plan, config, host, is_alone=plan.meeting.alone)
     (proc,) = plan.procs
-    variables = dict(proc.env)
-    with environment.restored_environment(), memory_folder() as memory:
-        if memory is not None:
-            variables[environment.MEMORY_FOLDER] = str(memory)
-        outside = environment.snapshot()
+    worker_variables = dict(proc.env)
+    with environment.restored_environment(), memory_folder() as memory_path:
+        if memory_path is not None:
+            worker_variables[environment.MEMORY_FOLDER] = str(memory_path)
+        outer_environment = environment.snapshot()
         # Torch reads its log level when imported; without this, the launcher's store warns about every unnamed client.
         environment.replace_environment(
-            {"TORCH_CPP_LOG_LEVEL": "WARNING" if config.debug else "ERROR", **outside}
+            {
+                "TORCH_CPP_LOG_LEVEL": "WARNING" if config.debug else "ERROR",
+                **outer_environment,
+            }
         )
         # imports torch, which planning does not need
-        agent = import_module("hasten.launch.elastic.agent")
-        handled = {
+        agent_module = import_module("hasten.launch.elastic.agent")
+        signal_variables = {
             "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(
                 number.name for number in (*STOPPING, signal.SIGQUIT)
             )
         }
         environment.replace_environment(
-            {**handled, **outside, **variables, LAUNCHER_PID: str(os.getpid())}
+            {
+                **signal_variables,
+                **outer_environment,
+                **worker_variables,
+                LAUNCHER_PID: str(os.getpid()),
+            }
         )
         run_agent: Callable[[LaunchPlan, Report, Callable[[str], None]], int] = (
-            agent.run_agent
+            agent_module.run_agent
         )
-        return run_agent(plan, report, say)
+        return run_agent(plan, report, print_message)
 
 
 def _run_watched(proc: Proc, stop_grace_s: float) -> int:
     """Run one hasten worker and report its failure."""
     with tempfile.TemporaryDirectory(prefix="hasten-launch-") as scratch:
         error_file = str(Path(scratch) / "error.json")
-        env = {
+        worker_environment = {
             **environment.snapshot(),
             **proc.env,
             ERROR_FILE: error_file,
             LAUNCHER_PID: str(os.getpid()),
         }
-        code, pid, stopped_by = _wait(proc.argv, env, stop_grace_s)
+        exit_code, pid, stopped_by = _run_and_wait(
+            proc.argv, worker_environment, stop_grace_s
+        )
         if stopped_by is not None:
-            code, end_text = end_after_signal(stopped_by, [code])
-            say(
+            exit_code, end_text = end_after_signal(stopped_by, [exit_code])
+            print_message(
                 f"{signal.Signals(stopped_by).name}: all processes of this machine {end_text}"
             )
-            return code
-        if code == 0:
+            return exit_code
+        if exit_code == 0:
             return 0
         failure = read_failure(
-            0, socket.gethostname(), code, pid, error_file=error_file, time=time.time()
+            0,
+            socket.gethostname(),
+            exit_code,
+            pid,
+            error_file=error_file,
+            time=time.time(),
         )
         failure = replace(failure, stopped=False)
-        verdict.leave(verdict.failure_words(failure))
-        if failure.traceback or code < 0:
-            say(render_failure([failure], python=sys.executable))
+        verdict.write_verdict(verdict.failure_words(failure))
+        if failure.traceback or exit_code < 0:
+            print_message(render_failure([failure], python=sys.executable))
         return failure.exit_code
 
 
 def _run_foreign(proc: Proc, stop_grace_s: float) -> int:
     """Run another launcher's command, which reports the failures of its processes itself."""
-    code, _, stopped_by = _wait(
+    exit_code, _, stopped_by = _run_and_wait(
         proc.argv, {**environment.snapshot(), **proc.env}, stop_grace_s
     )
     if stopped_by is not None:
         return 128 + stopped_by
-    if code != 0:
-        say(f"{proc.argv[0]} ended with {end_words(code)}")
-    return 128 - code if code < 0 else code
+    if exit_code != 0:
+        print_message(f"{proc.argv[0]} ended with {end_words(exit_code)}")
+    return 128 - exit_code if exit_code < 0 else exit_code
 
 
-def _wait(
+def _run_and_wait(
     argv: tuple[str, ...], env: Mapping[str, str], stop_grace_s: float
 ) -> tuple[int, int, int | None]:
     """Run a command, forwarding signals, and kill its group on failure; return exit code, pid and the stop signal."""
@@ -267,9 +283,9 @@ def _wait(
     stopped_by: int | None = None
     guard = SignalGuard(
         lambda: [child.pid],
-        grace_s=_GRACE_S,
+        grace_s=_STOP_GRACE_S,
         saving_grace_s=stop_grace_s,
-        last_words=say,
+        last_words=print_message,
     )
     try:
         with guard:
@@ -288,6 +304,6 @@ def _wait(
             kill_groups([child.pid])
 
 
-def _become(proc: Proc) -> int:
+def _exec_rank(proc: Proc) -> int:
     """Replace this process with the rank, so that the cluster's launcher monitors the rank itself."""
     os.execve(proc.argv[0], list(proc.argv), {**environment.snapshot(), **proc.env})

@@ -15,58 +15,64 @@ from hasten.launch.base import Allocation, Host, JobShape, LaunchRequest, Target
 from hasten.runtime.env import CONFIG
 from hasten.runtime.topology import DEFAULT_PORT, Topology, jobset_host
 
-_LEAST_PROCESS_BYTES: Final = 64 * 1024**2
+_MIN_PROCESS_BYTES: Final = 64 * 1024**2
 """Lower bound for the memory of a process: a Python process that has imported torch uses more."""
 
 
-def decide(request: LaunchRequest, host: Host) -> JobShape:
+def decide_shape(request: LaunchRequest, host: Host) -> JobShape:
     """Return the shape determined by the settings, the cluster and the machine.
 
     Raises: ConfigError when they contradict each other; TopologyError when the cluster's variables contradict each other.
     """
-    config, launch = request.config, request.config.launch
+    config, launch_settings = request.config, request.config.launch
     notes: list[str] = []
     allocation = read_allocation(host.env)
     if allocation.source:
         notes.append(f"{allocation.source} says: {_allocation_words(allocation)}")
-    low, high = _machines(launch, allocation)
-    rank = _machine_rank(launch, allocation, high)
+    min_machines, max_machines = _machine_range(launch_settings, allocation)
+    machine_rank = _machine_rank(launch_settings, allocation, max_machines)
     use_cpu = config.cpu or host.device == "cpu"
     _check_devices(request, host)
-    count, expected, why = _processes(
-        request, host, allocation, high, elastic=low != high
+    num_processes, expected_world_size, reason = _local_processes(
+        request, host, allocation, max_machines, elastic=min_machines != max_machines
     )
-    notes.append(why)
-    env = {CONFIG: request.handoff} if request.handoff else {}
-    if launch.gpu_ids != "all" and not use_cpu:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.gpu_ids))
-    threads, thread_note = _threads(launch, host, count)
-    if threads is not None:
-        env["OMP_NUM_THREADS"] = str(threads)
+    notes.append(reason)
+    worker_variables = {CONFIG: request.handoff} if request.handoff else {}
+    if launch_settings.gpu_ids != "all" and not use_cpu:
+        worker_variables["CUDA_VISIBLE_DEVICES"] = ",".join(
+            map(str, launch_settings.gpu_ids)
+        )
+    num_threads, thread_note = _thread_count(launch_settings, host, num_processes)
+    if num_threads is not None:
+        worker_variables["OMP_NUM_THREADS"] = str(num_threads)
     notes += [thread_note] if thread_note else []
     return JobShape(
-        num_processes=count,
-        min_machines=low,
-        max_machines=high,
-        machine_rank=rank,
-        expected_world_size=expected,
+        num_processes=num_processes,
+        min_machines=min_machines,
+        max_machines=max_machines,
+        machine_rank=machine_rank,
+        expected_world_size=expected_world_size,
         use_cpu=use_cpu,
-        env=tuple(sorted(env.items())),
+        env=tuple(sorted(worker_variables.items())),
         notes=tuple(notes),
         allocation=allocation,
     )
 
 
-def elsewhere(request: LaunchRequest, host: Host, per_machine: int | None) -> JobShape:
+def remote_shape(
+    request: LaunchRequest, host: Host, per_machine: int | None
+) -> JobShape:
     """Return the shape of a job that another launcher starts on its machines; this host's devices are not counted."""
-    threads, note = _threads(request.config.launch, host, per_machine or 1)
-    env = {CONFIG: request.handoff} if request.handoff else {}
-    if threads is not None:
-        env["OMP_NUM_THREADS"] = str(threads)
+    num_threads, thread_note = _thread_count(
+        request.config.launch, host, per_machine or 1
+    )
+    worker_variables = {CONFIG: request.handoff} if request.handoff else {}
+    if num_threads is not None:
+        worker_variables["OMP_NUM_THREADS"] = str(num_threads)
     return JobShape(
         num_processes=per_machine or 1,
-        env=tuple(sorted(env.items())),
-        notes=(note,) if note else (),
+        env=tuple(sorted(worker_variables.items())),
+        notes=(thread_note,) if thread_note else (),
     )
 
 
@@ -85,116 +91,137 @@ def worker_argv(target: Target, host: Host) -> tuple[str, ...]:
     )
 
 
-def _machines(launch: LaunchConfig, allocation: Allocation) -> tuple[int, int]:
+def _machine_range(
+    launch_settings: LaunchConfig, allocation: Allocation
+) -> tuple[int, int]:
     """Return the smallest and largest number of machines."""
-    if launch.nnodes is not None:
-        low, high = split_range(launch.nnodes)
-        if "num_machines" in given(launch) and launch.num_machines not in (1, high):
+    if launch_settings.nnodes is not None:
+        min_machines, max_machines = split_range(launch_settings.nnodes)
+        if "num_machines" in given(
+            launch_settings
+        ) and launch_settings.num_machines not in (1, max_machines):
             raise ConfigError(
-                f"num_machines={launch.num_machines} contradicts nnodes={launch.nnodes!r}. Give one of them."
+                f"num_machines={launch_settings.num_machines} contradicts nnodes={launch_settings.nnodes!r}. Give one of them."
             )
-        return low, high
-    explicit = "num_machines" in given(launch) and launch.num_machines > 1
-    if explicit and allocation.num_machines not in (1, launch.num_machines):
+        return min_machines, max_machines
+    is_explicit = (
+        "num_machines" in given(launch_settings) and launch_settings.num_machines > 1
+    )
+    if is_explicit and allocation.num_machines not in (1, launch_settings.num_machines):
         raise ConfigError(
-            f"num_machines={launch.num_machines}, but {allocation.source} started this command on "
+            f"num_machines={launch_settings.num_machines}, but {allocation.source} started this command on "
             f"{allocation.num_machines} machines. Remove num_machines (it is read from the cluster), or make them agree."
         )
-    if explicit:
-        return launch.num_machines, launch.num_machines
+    if is_explicit:
+        return launch_settings.num_machines, launch_settings.num_machines
     return allocation.min_machines, allocation.num_machines
 
 
 def _machine_rank(
-    launch: LaunchConfig, allocation: Allocation, machines: int
+    launch_settings: LaunchConfig, allocation: Allocation, num_machines: int
 ) -> int | None:
-    if machines == 1:
-        if launch.machine_rank:
+    if num_machines == 1:
+        if launch_settings.machine_rank:
             raise ConfigError(
-                f"machine_rank={launch.machine_rank} with one machine: ranks count from 0. Set num_machines to the number of machines, "
+                f"machine_rank={launch_settings.machine_rank} with one machine: ranks count from 0. Set num_machines to the number of machines, "
                 "or remove machine_rank."
             )
         return 0
     rank = (
-        launch.machine_rank
-        if launch.machine_rank is not None
+        launch_settings.machine_rank
+        if launch_settings.machine_rank is not None
         else allocation.machine_rank
     )
-    if rank is not None and rank >= machines:
+    if rank is not None and rank >= num_machines:
         raise ConfigError(
-            f"machine_rank={rank} with {machines} machines: ranks count from 0 to {machines - 1}. "
+            f"machine_rank={rank} with {num_machines} machines: ranks count from 0 to {num_machines - 1}. "
             f"Correct --machine_rank on this machine, or num_machines on all."
         )
     return rank
 
 
 def _check_devices(request: LaunchRequest, host: Host) -> None:
-    launch, config = request.config.launch, request.config
-    if config.cpu and launch.multi_gpu:
+    launch_settings, config = request.config.launch, request.config
+    if config.cpu and launch_settings.multi_gpu:
         raise ConfigError(
             "cpu and multi_gpu contradict each other. Remove one of them."
         )
-    if config.cpu and launch.gpu_ids != "all":
+    if config.cpu and launch_settings.gpu_ids != "all":
         raise ConfigError(
-            f"cpu and gpu_ids={_ids(launch)} contradict each other. Remove one of them."
+            f"cpu and gpu_ids={_gpu_ids_text(launch_settings)} contradict each other. Remove one of them."
         )
-    if launch.multi_gpu and host.device == "cpu":
+    if launch_settings.multi_gpu and host.device == "cpu":
         raise ConfigError(
             f"multi_gpu was requested, but no usable accelerator was found on {host.name}. "
             f"Check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or pass --cpu."
         )
-    if launch.gpu_ids != "all" and host.device == "cpu":
+    if launch_settings.gpu_ids != "all" and host.device == "cpu":
         raise ConfigError(
-            f"gpu_ids={_ids(launch)} names devices, but no usable accelerator was found on {host.name}, so none of them can be used. "
+            f"gpu_ids={_gpu_ids_text(launch_settings)} names devices, but no usable accelerator was found on {host.name}, so none of them can be used. "
             f"Check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or remove gpu_ids."
         )
-    if launch.gpu_ids != "all" and "CUDA_VISIBLE_DEVICES" not in host.env:
-        absent = [i for i in launch.gpu_ids if not 0 <= i < host.num_devices]
-        if absent:
+    if launch_settings.gpu_ids != "all" and "CUDA_VISIBLE_DEVICES" not in host.env:
+        absent_ids = [
+            device_id
+            for device_id in launch_settings.gpu_ids
+            if not 0 <= device_id < host.num_devices
+        ]
+        if absent_ids:
             raise ConfigError(
-                f"gpu_ids={_ids(launch)} names {absent}, but {host.name} has {host.num_devices} devices, counted from 0; "
+                f"gpu_ids={_gpu_ids_text(launch_settings)} names {absent_ids}, but {host.name} has {host.num_devices} devices, counted from 0; "
                 f"a process on a missing device cannot start. Name devices below {host.num_devices}."
             )
 
 
-def _processes(
+def _local_processes(
     request: LaunchRequest,
     host: Host,
     allocation: Allocation,
-    machines: int,
+    num_machines: int,
     *,
     elastic: bool,
 ) -> tuple[int, int | None, str]:
     """Return the processes on this machine, the total if a number was given, and the reason."""
-    launch = request.config.launch
-    per, total = launch.processes_per_machine, launch.num_processes
-    if per is not None:
-        if total is not None and machines == 1 and total != per:
+    launch_settings = request.config.launch
+    per_machine, num_processes = (
+        launch_settings.processes_per_machine,
+        launch_settings.num_processes,
+    )
+    if per_machine is not None:
+        if (
+            num_processes is not None
+            and num_machines == 1
+            and num_processes != per_machine
+        ):
             raise ConfigError(
-                f"num_processes={total} contradicts processes_per_machine={per}. Give one of them."
+                f"num_processes={num_processes} contradicts processes_per_machine={per_machine}. Give one of them."
             )
         return (
-            _fits(request, host, per),
-            total,
-            f"{per} on this machine: processes_per_machine",
+            _check_count(request, host, per_machine),
+            num_processes,
+            f"{per_machine} on this machine: processes_per_machine",
         )
-    if total is not None:
+    if num_processes is not None:
         if elastic:
             raise ConfigError(
-                f"num_processes={total} over a changing number of machines (nnodes={launch.nnodes}) has no meaning. "
+                f"num_processes={num_processes} over a changing number of machines (nnodes={launch_settings.nnodes}) has no meaning. "
                 f"Give processes_per_machine instead, or neither to use every device."
             )
-        if total % machines:
+        if num_processes % num_machines:
             raise ConfigError(
-                f"num_processes={total} cannot be split evenly over {machines} machines. "
+                f"num_processes={num_processes} cannot be split evenly over {num_machines} machines. "
                 f"Give processes_per_machine on each, or remove both to use every device."
             )
-        local_count = total // machines
-        split = f"{total} / {machines} machines" if machines > 1 else "num_processes"
+        local_count = num_processes // num_machines
+        split_text = (
+            f"{num_processes} / {num_machines} machines"
+            if num_machines > 1
+            else "num_processes"
+        )
         return (
-            _fits(request, host, local_count),
-            total,
-            f"{local_count} on this machine: {split}",
+            _check_count(request, host, local_count),
+            num_processes,
+            f"{local_count} on this machine: {split_text}",
         )
     if allocation.per_machine is not None:
         return (
@@ -204,65 +231,82 @@ def _processes(
         )
     if request.config.cpu or host.device == "cpu":
         return 1, None, "1 on this machine: the CPU (give num_processes for more)"
-    count = host.num_devices if launch.gpu_ids == "all" else len(launch.gpu_ids)
+    num_devices = (
+        host.num_devices
+        if launch_settings.gpu_ids == "all"
+        else len(launch_settings.gpu_ids)
+    )
     return (
-        count,
+        num_devices,
         None,
-        f"{count} on this machine: one for each device ({host.device_words})",
+        f"{num_devices} on this machine: one for each device ({host.device_words})",
     )
 
 
-def _fits(request: LaunchRequest, host: Host, count: int) -> int:
+def _check_count(request: LaunchRequest, host: Host, num_processes: int) -> int:
     """Return `count` if there is a device for each process, or enough memory on the CPU."""
-    launch = request.config.launch
+    launch_settings = request.config.launch
     if request.config.cpu or host.device == "cpu":
-        check_memory(host, count)
-        return count
-    devices = host.num_devices if launch.gpu_ids == "all" else len(launch.gpu_ids)
-    if count > devices:
+        check_memory(host, num_processes)
+        return num_processes
+    num_devices = (
+        host.num_devices
+        if launch_settings.gpu_ids == "all"
+        else len(launch_settings.gpu_ids)
+    )
+    if num_processes > num_devices:
         raise ConfigError(
-            f"{count} processes were requested on {host.name}, which has {devices} usable devices ({host.device_words}): two processes "
-            f"cannot share one. Request at most {devices}, widen gpu_ids, or pass --cpu."
+            f"{num_processes} processes were requested on {host.name}, which has {num_devices} usable devices ({host.device_words}): two processes "
+            f"cannot share one. Request at most {num_devices}, widen gpu_ids, or pass --cpu."
         )
-    return count
+    return num_processes
 
 
-def check_memory(host: Host, count: int) -> None:
+def check_memory(host: Host, num_processes: int) -> None:
     """Raise unless the memory of this machine can hold `count` processes. Raises: ConfigError."""
-    max_processes = max(host.cores, host.memory_bytes // _LEAST_PROCESS_BYTES)
-    if host.memory_bytes and count > max_processes:
+    max_processes = max(host.cores, host.memory_bytes // _MIN_PROCESS_BYTES)
+    if host.memory_bytes and num_processes > max_processes:
         raise ConfigError(
-            f"{count} processes were requested on {host.name}, whose memory of {host.memory_bytes / 1024**3:.3g} GiB is too small: each "
-            f"needs at least {_LEAST_PROCESS_BYTES // 1024**2} MiB. Request at most {max_processes}, or for more machines."
+            f"{num_processes} processes were requested on {host.name}, whose memory of {host.memory_bytes / 1024**3:.3g} GiB is too small: each "
+            f"needs at least {_MIN_PROCESS_BYTES // 1024**2} MiB. Request at most {max_processes}, or for more machines."
         )
 
 
-def _threads(launch: LaunchConfig, host: Host, count: int) -> tuple[int | None, str]:
+def _thread_count(
+    launch_settings: LaunchConfig, host: Host, num_processes: int
+) -> tuple[int | None, str]:
     """Return OMP_NUM_THREADS and a note: as set, else cores per process; None (torch's default) for one process."""
-    if launch.num_cpu_threads_per_process is not None:
-        return launch.num_cpu_threads_per_process, ""
+    if launch_settings.num_cpu_threads_per_process is not None:
+        return launch_settings.num_cpu_threads_per_process, ""
     if "OMP_NUM_THREADS" in host.env:
         return None, ""
-    if count == 1:
+    if num_processes == 1:
         return None, ""
-    threads = max(1, host.cores // count)
-    return threads, f"OMP_NUM_THREADS={threads}: {host.cores} cores / {count} processes"
-
-
-def _ids(launch: LaunchConfig) -> str:
+    num_threads = max(1, host.cores // num_processes)
     return (
-        launch.gpu_ids
-        if isinstance(launch.gpu_ids, str)
-        else ",".join(map(str, launch.gpu_ids))
+        num_threads,
+        f"OMP_NUM_THREADS={num_threads}: {host.cores} cores / {num_processes} processes",
+    )
+
+
+def _gpu_ids_text(launch_settings: LaunchConfig) -> str:
+    return (
+        launch_settings.gpu_ids
+        if isinstance(launch_settings.gpu_ids, str)
+        else ",".join(map(str, launch_settings.gpu_ids))
     )
 
 
 def _allocation_words(allocation: Allocation) -> str:
     if allocation.rank is not None:
         return f"this is rank {allocation.rank.rank} of {allocation.rank.world_size}"
-    low, high = allocation.min_machines, allocation.num_machines
-    machines = f"{high} machines" if low == high else f"{low} to {high} machines"
-    return f"{machines}, this is {'one of them' if allocation.machine_rank is None else allocation.machine_rank}"
+    min_machines, max_machines = allocation.min_machines, allocation.num_machines
+    machines_text = (
+        f"{max_machines} machines"
+        if min_machines == max_machines
+        else f"{min_machines} to {max_machines} machines"
+    )
+    return f"{machines_text}, this is {'one of them' if allocation.machine_rank is None else allocation.machine_rank}"
 
 
 def read_allocation(env: Mapping[str, str]) -> Allocation:
@@ -270,16 +314,21 @@ def read_allocation(env: Mapping[str, str]) -> Allocation:
 
     Raises: TopologyError if the variables contradict each other.
     """
-    return _elastic_pods(env) or _pods(env) or _tasks(env) or Allocation()
+    return (
+        _elastic_pod_allocation(env)
+        or _pod_allocation(env)
+        or _task_allocation(env)
+        or Allocation()
+    )
 
 
-def _elastic_pods(env: Mapping[str, str]) -> Allocation | None:
+def _elastic_pod_allocation(env: Mapping[str, str]) -> Allocation | None:
     """Return the allocation in torchrun's variables (PET_*), as the Kubernetes training operator sets them."""
     if "PET_NNODES" not in env:
         return None
-    low, high = split_range(env["PET_NNODES"], "PET_NNODES")
-    rank = env.get("PET_NODE_RANK") or env.get("JOB_COMPLETION_INDEX", "")
-    per = env.get("PET_NPROC_PER_NODE", "")
+    min_machines, max_machines = split_range(env["PET_NNODES"], "PET_NNODES")
+    rank_text = env.get("PET_NODE_RANK") or env.get("JOB_COMPLETION_INDEX", "")
+    per_pod = env.get("PET_NPROC_PER_NODE", "")
     endpoint = env.get("PET_RDZV_ENDPOINT", "")
     address = (
         env.get("PET_MASTER_ADDR")
@@ -287,25 +336,25 @@ def _elastic_pods(env: Mapping[str, str]) -> Allocation | None:
         or endpoint.rpartition(":")[0]
         or None
     )
-    port = (
+    port_text = (
         env.get("PET_MASTER_PORT")
         or env.get("MASTER_PORT")
         or endpoint.rpartition(":")[2]
     )
-    if high == 1 and not per.isdecimal():
+    if max_machines == 1 and not per_pod.isdecimal():
         return None
     return Allocation(
         source="Kubernetes (PET_*)",
-        num_machines=high,
-        min_machines=low,
-        machine_rank=int(rank) if rank.isdecimal() else None,
+        num_machines=max_machines,
+        min_machines=min_machines,
+        machine_rank=int(rank_text) if rank_text.isdecimal() else None,
         address=address,
-        port=int(port) if port.isdecimal() else DEFAULT_PORT,
-        per_machine=int(per) if per.isdecimal() else None,
+        port=int(port_text) if port_text.isdecimal() else DEFAULT_PORT,
+        per_machine=int(per_pod) if per_pod.isdecimal() else None,
     )
 
 
-def _pods(env: Mapping[str, str]) -> Allocation | None:
+def _pod_allocation(env: Mapping[str, str]) -> Allocation | None:
     """Return the allocation of one command per pod: RANK of WORLD_SIZE (or NODE_RANK of NNODES), without LOCAL_RANK."""
     address = env.get("MASTER_ADDR") or jobset_host(env)
     if "LOCAL_RANK" in env or not address:
@@ -315,26 +364,26 @@ def _pods(env: Mapping[str, str]) -> Allocation | None:
         ("RANK", "WORLD_SIZE"),
         ("JOB_COMPLETION_INDEX", "NNODES"),
     ):
-        rank, size = env.get(rank_name, ""), env.get(size_name, "")
-        if rank.isdecimal() and size.isdecimal() and int(size) > 1:
-            if int(rank) >= int(size):
+        rank_text, size_text = env.get(rank_name, ""), env.get(size_name, "")
+        if rank_text.isdecimal() and size_text.isdecimal() and int(size_text) > 1:
+            if int(rank_text) >= int(size_text):
                 raise TopologyError(
-                    f"{rank_name}={rank} with {size_name}={size} is impossible: machines count from 0 to {size_name}-1. "
+                    f"{rank_name}={rank_text} with {size_name}={size_text} is impossible: machines count from 0 to {size_name}-1. "
                     f"Make the variables agree, or unset those of another launcher."
                 )
-            port = env.get("MASTER_PORT", "")
+            port_text = env.get("MASTER_PORT", "")
             return Allocation(
                 source=f"{rank_name} and {size_name}",
-                num_machines=int(size),
-                min_machines=int(size),
-                machine_rank=int(rank),
+                num_machines=int(size_text),
+                min_machines=int(size_text),
+                machine_rank=int(rank_text),
                 address=address,
-                port=int(port) if port.isdecimal() else DEFAULT_PORT,
+                port=int(port_text) if port_text.isdecimal() else DEFAULT_PORT,
             )
     return None
 
 
-def _tasks(env: Mapping[str, str]) -> Allocation | None:
+def _task_allocation(env: Mapping[str, str]) -> Allocation | None:
     """Return the allocation of a command started by srun or mpirun: one per machine, or one per rank."""
     if "LOCAL_RANK" in env:
         return None
@@ -359,10 +408,14 @@ def split_range(text: str, name: str = "--nnodes") -> tuple[int, int]:
 
     Raises: ConfigError for anything else.
     """
-    low, _, high = text.strip().partition(":")
-    high = high or low
-    if low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high):
-        return int(low), int(high)
+    low_text, _, high_text = text.strip().partition(":")
+    high_text = high_text or low_text
+    if (
+        low_text.isdecimal()
+        and high_text.isdecimal()
+        and 1 <= int(low_text) <= int(high_text)
+    ):
+        return int(low_text), int(high_text)
     raise ConfigError(
         f"{name}={text!r} is not a number of machines; write one number, or min:max such as 2:4."
     )

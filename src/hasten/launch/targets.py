@@ -40,25 +40,27 @@ def choose_target(request: LaunchRequest) -> LaunchTarget | None:
         )
     if chosen_targets:
         return chosen_targets[0]
-    launch = request.config.launch
-    names = [target.name for target in targets]
-    if launch.submit is not None:
-        raise _unknown_name("submit", launch.submit, names)
+    launch_settings = request.config.launch
+    target_names = [target.name for target in targets]
+    if launch_settings.submit is not None:
+        raise _unknown_name("submit", launch_settings.submit, target_names)
     machine_launchers = [
         *OWN_LAUNCHERS,
         *(target.name for target in targets if target.plan_machine is not None),
     ]
-    if launch.launcher not in machine_launchers:
-        raise _unknown_name("launcher", launch.launcher, [*OWN_LAUNCHERS, *names])
+    if launch_settings.launcher not in machine_launchers:
+        raise _unknown_name(
+            "launcher", launch_settings.launcher, [*OWN_LAUNCHERS, *target_names]
+        )
     return None
 
 
-def _unknown_name(setting: str, value: str, names: list[str]) -> ConfigError:
-    similar_names = get_close_matches(value, names, n=1)
+def _unknown_name(setting: str, value: str, target_names: list[str]) -> ConfigError:
+    similar_names = get_close_matches(value, target_names, n=1)
     hint = (
         f"did you mean {similar_names[0]!r}?"
         if similar_names
-        else f"installed are {', '.join(sorted(names))}."
+        else f"installed are {', '.join(sorted(target_names))}."
     )
     return ConfigError(
         f"{setting}={value!r} names no launch target, so nothing can start the processes; {hint}"

@@ -28,17 +28,17 @@ def plan(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan:
 
     Raises: ConfigError if the machines could not find each other with these settings.
     """
-    argv = worker_argv(request.target, host)
+    worker_command = worker_argv(request.target, host)
     notes = list(shape.notes)
     check_tee(request.config.launch.tee, shape.num_processes)
     meeting = make_meeting(request, host, shape, notes)
-    env = dict(shape.env)
+    worker_variables = dict(shape.env)
     if meeting.kind == "c10d":
         # the shared store would give restarted workers stale addresses
-        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        worker_variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return LaunchPlan(
         launcher="torchrun",
-        procs=(Proc(argv, env, shape.num_processes),),
+        procs=(Proc(worker_command, worker_variables, shape.num_processes),),
         notes=tuple(notes),
         meeting=meeting,
         supervision=supervision(request, shape),
@@ -59,18 +59,18 @@ def plan_single(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPl
 
 def supervision(request: LaunchRequest, shape: JobShape) -> Supervision:
     """Return the agent's settings for the processes of this request."""
-    launch = request.config.launch
+    launch_settings = request.config.launch
     return Supervision(
-        max_restarts=launch.max_restarts,
-        monitor_interval_s=launch.monitor_interval,
-        stop_grace_s=launch.stop_grace_s,
-        role=launch.role,
-        log_dir=launch.log_dir,
-        tee=launch.tee,
-        quiet=launch.quiet,
+        max_restarts=launch_settings.max_restarts,
+        monitor_interval_s=launch_settings.monitor_interval,
+        stop_grace_s=launch_settings.stop_grace_s,
+        role=launch_settings.role,
+        log_dir=launch_settings.log_dir,
+        tee=launch_settings.tee,
+        quiet=launch_settings.quiet,
         debug=request.config.debug,
         expected_world_size=shape.expected_world_size,
-        check_in=launch.check_in,
+        check_in=launch_settings.check_in,
     )
 
 
@@ -78,34 +78,34 @@ def make_meeting(
     request: LaunchRequest, host: Host, shape: JobShape, notes: list[str]
 ) -> Meeting:
     """Return the rendezvous of the machines; notes are added to `notes`."""
-    launch = request.config.launch
-    options = parse_options(launch.rdzv_conf)
-    timeout_s = _seconds(
-        options.pop("join_timeout", None) or options.pop("timeout", None)
+    launch_settings = request.config.launch
+    rdzv_options = parse_options(launch_settings.rdzv_conf)
+    timeout_s = _timeout_seconds(
+        rdzv_options.pop("join_timeout", None) or rdzv_options.pop("timeout", None)
     )
-    kind = _kind(launch, shape, notes)
-    address, port = _endpoint(launch, shape)
+    meeting_kind = _meeting_kind(launch_settings, shape, notes)
+    address, port = _meeting_endpoint(launch_settings, shape)
     run_id = (
-        launch.rdzv_id
+        launch_settings.rdzv_id
         or host.env.get("SLURM_JOB_ID")
         or host.env.get("JOBSET_NAME")
         or "hasten"
     )
-    if shape.min_machines != shape.max_machines and launch.max_restarts == 0:
+    if shape.min_machines != shape.max_machines and launch_settings.max_restarts == 0:
         notes.append(
             "max_restarts=0: losing a machine ends the job; set --max_restarts to continue with the others"
         )
-    if not launch.same_network and shape.max_machines > 1:
+    if not launch_settings.same_network and shape.max_machines > 1:
         notes.append(
             f"same_network=false has no effect: every machine must reach {address}:{port}"
         )
-    if options and kind == "fixed":
+    if rdzv_options and meeting_kind == "fixed":
         raise ConfigError(
-            f"rdzv_conf has {', '.join(sorted(options))}, which the static rendezvous does not support; it supports join_timeout. "
+            f"rdzv_conf has {', '.join(sorted(rdzv_options))}, which the static rendezvous does not support; it supports join_timeout. "
             "Remove them, or choose --rdzv_backend c10d."
         )
     return Meeting(
-        kind=kind,
+        kind=meeting_kind,
         min_machines=shape.min_machines,
         max_machines=shape.max_machines,
         machine_rank=shape.machine_rank,
@@ -113,12 +113,14 @@ def make_meeting(
         port=port,
         run_id=run_id,
         join_timeout_s=timeout_s,
-        options=options,
+        options=rdzv_options,
     )
 
 
-def _kind(launch: LaunchConfig, shape: JobShape, notes: list[str]) -> MeetingKind:
-    if launch.rdzv_backend == "c10d":
+def _meeting_kind(
+    launch_settings: LaunchConfig, shape: JobShape, notes: list[str]
+) -> MeetingKind:
+    if launch_settings.rdzv_backend == "c10d":
         return "c10d"
     if shape.min_machines == shape.max_machines:
         return "fixed"
@@ -126,74 +128,78 @@ def _kind(launch: LaunchConfig, shape: JobShape, notes: list[str]) -> MeetingKin
     return "c10d"
 
 
-def _endpoint(launch: LaunchConfig, shape: JobShape) -> tuple[str, int]:
+def _meeting_endpoint(
+    launch_settings: LaunchConfig, shape: JobShape
+) -> tuple[str, int]:
     """Return the address and port of machine 0."""
-    host, _, port_text = (launch.rdzv_endpoint or "").rpartition(":")
-    if launch.rdzv_endpoint and not (host and port_text.isdecimal()):
+    endpoint_host, _, port_text = (launch_settings.rdzv_endpoint or "").rpartition(":")
+    if launch_settings.rdzv_endpoint and not (endpoint_host and port_text.isdecimal()):
         raise ConfigError(
-            f"rdzv_endpoint={launch.rdzv_endpoint!r} is not host:port, such as 10.0.0.1:29500."
+            f"rdzv_endpoint={launch_settings.rdzv_endpoint!r} is not host:port, such as 10.0.0.1:29500."
         )
-    address = launch.main_process_ip or host or shape.allocation.address
-    port = launch.main_process_port
-    if port is None and port_text:
-        port = int(port_text)
+    rendezvous_host = (
+        launch_settings.main_process_ip or endpoint_host or shape.allocation.address
+    )
+    rendezvous_port = launch_settings.main_process_port
+    if rendezvous_port is None and port_text:
+        rendezvous_port = int(port_text)
     if shape.max_machines == 1:
-        return address or "127.0.0.1", port or 0
-    if address is None:
+        return rendezvous_host or "127.0.0.1", rendezvous_port or 0
+    if rendezvous_host is None:
         raise ConfigError(
             f"{shape.max_machines} machines need a rendezvous address. Give every machine the same "
             f"--main_process_ip (the address of machine 0); under SLURM start with srun and it is read."
         )
-    if port == 0:
+    if rendezvous_port == 0:
         raise ConfigError(
             "main_process_port=0 picks a free port on one machine, which the other machines cannot know. "
             "Give all machines the same --main_process_port."
         )
-    return address, port or shape.allocation.port or DEFAULT_PORT
+    return rendezvous_host, rendezvous_port or shape.allocation.port or DEFAULT_PORT
 
 
-def check_tee(text: str | None, num_processes: int) -> None:
+def check_tee(tee_text: str | None, num_processes: int) -> None:
     """Raise unless `tee` is valid and names only local ranks that this machine starts.
 
     Raises: ConfigError otherwise.
     """
-    if text is None:
+    if tee_text is None:
         return
-    is_valid = re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text)
+    is_valid = re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", tee_text)
     if is_valid is None:
         raise ConfigError(
-            f"tee={text!r} is neither 0, 1, 2 or 3 (none, stdout, stderr, both) nor a list of rank:n such as 0:3,1:2, so it is "
+            f"tee={tee_text!r} is neither 0, 1, 2 or 3 (none, stdout, stderr, both) nor a list of rank:n such as 0:3,1:2, so it is "
             f"unclear what to print; correct it."
         )
-    absent = [
+    absent_ranks = [
         rank_mode
-        for rank_mode in text.split(",")
+        for rank_mode in tee_text.split(",")
         if ":" in rank_mode and int(rank_mode.partition(":")[0]) >= num_processes
     ]
-    if absent:
+    if absent_ranks:
         raise ConfigError(
-            f"tee={text!r} names local rank {absent[0].partition(':')[0]}, but this machine starts {num_processes} process(es), "
+            f"tee={tee_text!r} names local rank {absent_ranks[0].partition(':')[0]}, but this machine starts {num_processes} process(es), "
             f"counted from 0; name ranks below {num_processes}."
         )
 
 
-def parse_options(text: str | None) -> dict[str, str]:
+def parse_options(options_text: str | None) -> dict[str, str]:
     """Return the pairs in `a=1,b=2`.
 
     Raises: ConfigError for an item that is not a pair.
     """
     pairs: dict[str, str] = {}
-    for pair in (text or "").split(","):
+    for pair in (options_text or "").split(","):
         if not pair.strip():
             continue
-        name, equals, value = pair.partition("=")
-        if not equals or not name.strip():
-            raise ConfigError(f"rdzv_conf={text!r}: {pair!r} is not key=value.")
-        pairs[name.strip()] = value.strip()
+        option_name, equals, option_value = pair.partition("=")
+        if not equals or not option_name.strip():
+            raise ConfigError(f"rdzv_conf={options_text!r}: {pair!r} is not key=value.")
+        pairs[option_name.strip()] = option_value.strip()
     return pairs
 
 
-def _seconds(text: str | None) -> float:
+def _timeout_seconds(text: str | None) -> float:
     if text is None:
         return _JOIN_TIMEOUT_S
     try:

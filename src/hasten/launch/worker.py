@@ -38,21 +38,21 @@ _PACKAGE: Final = Path(__file__).parent.parent
 
 def main() -> None:
     """Run the program named on the command line."""
-    args = sys.argv[1:]
-    env = environment.snapshot()
-    if error_file := env.get(ERROR_FILE):
+    program_args = sys.argv[1:]
+    variables = environment.snapshot()
+    if error_file := variables.get(ERROR_FILE):
         sys.excepthook = recording_hook(Path(error_file), sys.excepthook)
     else:
         sys.excepthook = trimming_hook(sys.excepthook)
     _enable_faulthandler()
     _write_whole_lines()
-    if launcher_pid := env.get(LAUNCHER_PID):
+    if launcher_pid := variables.get(LAUNCHER_PID):
         die_with(int(launcher_pid))
     try:
-        if args[:1] == ["-m"]:
-            _run_module(args[1], args[2:])
+        if program_args[:1] == ["-m"]:
+            _run_module(program_args[1], program_args[2:])
         else:
-            _run_script(args[0], args[1:])
+            _run_script(program_args[0], program_args[1:])
     except SystemExit as end:
         if end.code == PREEMPTED:
             _keep_exit_code()
@@ -99,19 +99,21 @@ def trimming_hook(printing: Hook) -> Hook:
 def write_error(path: Path, error: BaseException, trace: TracebackType | None) -> None:
     """Write `error` in the format read by torch's elastic agent, with hasten's additional fields."""
     # Without a frame of the user's program the message is sufficient; the cause is in hasten or runpy.
-    text = "".join(
+    traceback_text = "".join(
         traceback.format_exception(type(error), error, trace, chain=trace is not None)
     )
-    if len(text) > _MAX_TRACEBACK_CHARS:
-        half = _MAX_TRACEBACK_CHARS // 2
-        text = f"{text[:half]}\n  … {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+    if len(traceback_text) > _MAX_TRACEBACK_CHARS:
+        half_chars = _MAX_TRACEBACK_CHARS // 2
+        traceback_text = f"{traceback_text[:half_chars]}\n  … {len(traceback_text) - 2 * half_chars} characters left out …\n{traceback_text[-half_chars:]}"
     # An error that all ranks raise together has a `__cause__` only on the ranks that failed themselves.
-    echo = isinstance(error, HastenError) and error.agreed and error.__cause__ is None
+    is_echo = (
+        isinstance(error, HastenError) and error.agreed and error.__cause__ is None
+    )
     last_words.write_error(
         path,
         "".join(traceback.format_exception_only(type(error), error)).strip(),
-        text,
-        echo=echo,
+        traceback_text,
+        echo=is_echo,
     )
 
 
@@ -153,8 +155,10 @@ def without_bootstrap(
         user_trace.tb_frame.f_code.co_filename
     ):
         user_trace = user_trace.tb_next
-    tells = isinstance(error, SyntaxError | ImportError | OSError | HastenError)
-    return user_trace or (None if tells else trace)
+    explains_itself = isinstance(
+        error, SyntaxError | ImportError | OSError | HastenError
+    )
+    return user_trace or (None if explains_itself else trace)
 
 
 def _is_bootstrap(file: str) -> bool:
@@ -164,23 +168,29 @@ def _is_bootstrap(file: str) -> bool:
 
 
 def _run_script(script: str, args: list[str]) -> None:
-    path = Path(script)
-    if path.is_dir() or path.suffix in (".zip", ".pyz", ".pyc"):
+    script_path = Path(script)
+    if script_path.is_dir() or script_path.suffix in (".zip", ".pyz", ".pyc"):
         sys.argv[:] = [script, *args]
-        _set_first_path(str(path.resolve().parent) if path.suffix == ".pyc" else script)
+        _set_first_path(
+            str(script_path.resolve().parent)
+            if script_path.suffix == ".pyc"
+            else script
+        )
         runpy.run_path(script, run_name="__main__")
         return
-    full = str(path.absolute())
+    absolute_path = str(script_path.absolute())
     try:
-        code = compile(path.read_bytes(), full, "exec", dont_inherit=True)
+        program_code = compile(
+            script_path.read_bytes(), absolute_path, "exec", dont_inherit=True
+        )
     except (SyntaxError, ValueError) as error:
         # such as for NUL characters: Python does not name the file
         if not getattr(error, "filename", None):
-            error.add_note(f"in {full}")
+            error.add_note(f"in {absolute_path}")
         raise
     sys.argv[:] = [script, *args]
-    _set_first_path(str(path.resolve().parent))
-    _run_as_main(code, full)
+    _set_first_path(str(script_path.resolve().parent))
+    _run_as_main(program_code, absolute_path)
 
 
 def _set_first_path(folder: str) -> None:

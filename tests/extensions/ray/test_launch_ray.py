@@ -11,7 +11,7 @@ from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.errors import CheckpointError, ConfigError, DeviceError, MissingPackageError
 from hasten.extensions.ray import in_worker as public
-from hasten.extensions.ray.launch_target import failures_of, run_program, verdict
+from hasten.extensions.ray.launch_target import failures_of, run_program, verdict_words
 from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Target
 from hasten.launch.job import make_plan
 from hasten.optional import available, check_installed
@@ -130,7 +130,7 @@ def test_a_dead_actor_is_a_lost_rank_and_comes_before_its_echoes() -> None:
     )
     failures = failures_of(GroupError(r0=echo, r3=dead))
     assert [(one.rank, one.lost) for one in failures] == [(0, False), (3, True)]
-    words = verdict(failures)
+    words = verdict_words(failures)
     assert words.startswith(
         "rank 3 (Ray actor with pid 41 on b7) was lost: its node has died. The other ranks cannot"
     )
@@ -143,7 +143,7 @@ def test_an_error_of_the_program_comes_before_lost_connections() -> None:
             r0=RuntimeError("Connection closed by peer"), r1=ValueError("bad label 7")
         )
     )
-    assert verdict(failures).startswith("rank 1 failed: ValueError: bad label 7")
+    assert verdict_words(failures).startswith("rank 1 failed: ValueError: bad label 7")
     assert failures_of(ValueError("another error")) == []
 
 
@@ -162,12 +162,12 @@ class _FileSystem:
     ],
 )
 def test_ray_storage_has_a_url(kind: str, expected: str) -> None:
-    assert public.location(_FileSystem(kind), "/a/b") == expected
+    assert public.fsspec_location(_FileSystem(kind), "/a/b") == expected
 
 
 def test_storage_that_hasten_cannot_open_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"of type 'mock'.*Choose a storage_path"):
-        public.location(_FileSystem("mock"), "x")
+        public.fsspec_location(_FileSystem("mock"), "x")
 
 
 @pytest.mark.skipif(available("ray"), reason="the error of a machine without ray")

@@ -14,8 +14,8 @@ from hasten.errors import LaunchError
 from hasten.launch.checkin import (
     Report,
     check_agreement,
-    disagreements,
     gather_reports,
+    list_differences,
     rank_table,
 )
 
@@ -89,7 +89,7 @@ def meet(
                 count,
                 mine,
                 timeout_s=timeout_s,
-                waiting=say,
+                report_waiting=say,
             )
         except LaunchError as error:
             return str(error)
@@ -128,7 +128,7 @@ def test_differences_name_machines_and_values() -> None:
         report(1),
         report(2, versions={"torch": "2.11.0", "hasten": "0.1.0"}, code="other"),
     ]
-    assert disagreements(reports) == [
+    assert list_differences(reports) == [
         "the code of train.py: k on h0, h1; other on h2",
         "torch: 2.13.0 on h0, h1; 2.11.0 on h2",
     ]
@@ -139,7 +139,7 @@ def test_a_changed_setting_is_named_by_itself() -> None:
         0, config="a", settings={"mixed_precision": "'bf16'", "strategy": "'ddp'"}
     )
     right = report(1, config="b", settings={"strategy": "'ddp'"})
-    assert disagreements([left, right]) == [
+    assert list_differences([left, right]) == [
         "the setting mixed_precision: 'bf16' on h0; its default on h1"
     ]
     with pytest.raises(LaunchError, match=r"the machines differ(.|\n)*--check_in warn"):
@@ -147,7 +147,7 @@ def test_a_changed_setting_is_named_by_itself() -> None:
 
 
 def test_an_absent_package_is_a_difference() -> None:
-    assert disagreements([report(0), report(1, versions={"hasten": "0.1.0"})]) == [
+    assert list_differences([report(0), report(1, versions={"hasten": "0.1.0"})]) == [
         "torch: 2.13.0 on h0; absent on h1"
     ]
 

@@ -93,7 +93,7 @@ def test_a_traceback_is_printed_once_and_last() -> None:
 
 
 def test_debug_prints_the_others_before_it() -> None:
-    text = render_failure([failed(1), failed(2, GLOO_LOST)], full=True)
+    text = render_failure([failed(1), failed(2, GLOO_LOST)], is_full=True)
     assert text.count("Traceback") == 2
     assert text.splitlines()[-1] == "ValueError: boom"
 
@@ -104,7 +104,7 @@ def test_equal_ends_share_a_line() -> None:
 
 
 def test_a_lost_machine_is_named_first() -> None:
-    text = render_failure([failed(0, GLOO_LOST)], lost=["machine 1 (host-b)"])
+    text = render_failure([failed(0, GLOO_LOST)], lost_machines=["machine 1 (host-b)"])
     assert text.startswith("machine 1 (host-b) no longer responds")
 
 

@@ -36,5 +36,5 @@ def test_the_loopback_interface_has_a_name() -> None:
 def test_ports() -> None:
     port = network.free_port()
     with socket.create_server(("", port)):
-        assert network.reachable("127.0.0.1", port)
-    assert not network.reachable("127.0.0.1", port)
+        assert network.is_reachable("127.0.0.1", port)
+    assert not network.is_reachable("127.0.0.1", port)

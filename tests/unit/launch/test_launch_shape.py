@@ -12,7 +12,7 @@ from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
 from hasten.launch.base import Host, JobShape, LaunchRequest, Target
 from hasten.launch.cluster import mpi
-from hasten.launch.shape import decide, worker_argv
+from hasten.launch.shape import decide_shape, worker_argv
 
 
 def shape(
@@ -32,7 +32,7 @@ def shape(
         num_devices=devices,
         env=env or {},
     )
-    return decide(
+    return decide_shape(
         LaunchRequest(
             Config(launch=LaunchConfig(**(launch or {})), **config),
             Target("train.py"),
@@ -194,9 +194,9 @@ def test_more_processes_than_memory_holds_are_refused() -> None:
             ConfigError,
             match=rf"{count} processes .* 1 GiB is too small.* Request at most 16",
         ):
-            decide(LaunchRequest(Config(launch=launch), Target("train.py")), host)
+            decide_shape(LaunchRequest(Config(launch=launch), Target("train.py")), host)
     assert (
-        decide(
+        decide_shape(
             LaunchRequest(
                 Config(launch=LaunchConfig(num_processes=16)), Target("train.py")
             ),
@@ -205,7 +205,7 @@ def test_more_processes_than_memory_holds_are_refused() -> None:
         == 16
     )
     with pytest.raises(ConfigError, match="is too small"):
-        mpi.plan(
+        mpi.plan_mpirun(
             LaunchRequest(
                 Config(launch=LaunchConfig(num_processes=99)), Target("train.py")
             ),

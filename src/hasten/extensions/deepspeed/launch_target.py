@@ -14,7 +14,7 @@ from hasten.launch.base import (
     PlannedFile,
     Proc,
 )
-from hasten.launch.shape import elsewhere
+from hasten.launch.shape import remote_shape
 from hasten.launch.torchrun import supervision
 from hasten.runtime.topology import DEFAULT_PORT
 
@@ -54,7 +54,7 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     per_machine = launch.processes_per_machine
     if per_machine is None and launch.num_processes is not None:
         per_machine = launch.num_processes // launch.num_machines
-    shape = elsewhere(request, host, per_machine or max(1, host.num_devices))
+    shape = remote_shape(request, host, per_machine or max(1, host.num_devices))
     options = ["--hostfile", plugin.hostfile, "--launcher", plugin.multinode_launcher]
     options += ["--include", plugin.inclusion_filter] if plugin.inclusion_filter else []
     options += ["--exclude", plugin.exclusion_filter] if plugin.exclusion_filter else []

@@ -41,21 +41,23 @@ def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
     """
     pods = plan_pods(request)
     settings: KubernetesSettings = pods.settings
-    path = f"{pods.name}-{settings.kind}.yaml"
+    manifest_path = f"{pods.name}-{settings.kind}.yaml"
     if settings.kind == "jobset":
-        documents = [_jobset(pods)]
+        documents = [_jobset_object(pods)]
     else:
-        documents = [_training_runtime(pods), _trainjob(pods)]
-    text = "---\n".join(_yaml(document) for document in documents)
+        documents = [_training_runtime(pods), _trainjob_object(pods)]
+    manifest_text = "---\n".join(_dump_yaml(document) for document in documents)
     header = (
         "# Written by `hasten launch --submit kubernetes`; docs/kubernetes.md explains the fields.\n"
-        f"# Submit: kubectl apply -f {path}\n"
+        f"# Submit: kubectl apply -f {manifest_path}\n"
     )
     return LaunchPlan(
         launcher="kubernetes",
-        procs=(Proc(("kubectl", "apply", "-f", path)),) if settings.apply else (),
-        notes=_notes(pods, path),
-        files=(PlannedFile(path, header + text, public=True),),
+        procs=(Proc(("kubectl", "apply", "-f", manifest_path)),)
+        if settings.apply
+        else (),
+        notes=_plan_notes(pods, manifest_path),
+        files=(PlannedFile(manifest_path, header + manifest_text, public=True),),
         supervision=supervision(request, JobShape(num_processes=pods.processes)),
         target=request.target,
         submitter=Submitter("kubectl", "leave --apply out to write the manifest only"),
@@ -79,13 +81,13 @@ TARGET: Final = LaunchTarget(
 )
 
 
-def _yaml(document: JsonObject) -> str:
+def _dump_yaml(document: JsonObject) -> str:
     # or PyYAML would write parts that occur twice as aliases
     unshared = json.loads(json.dumps(document))
     return yaml.safe_dump(unshared, sort_keys=False, width=120)
 
 
-def _notes(pods: PodPlan, path: str) -> tuple[str, ...]:
+def _plan_notes(pods: PodPlan, path: str) -> tuple[str, ...]:
     notes = [
         f"{pods.num_pods} pod(s) with {pods.processes} process(es) and {pods.gpus} GPU(s) each, as a {pods.settings.kind}"
     ]
@@ -101,29 +103,29 @@ def _notes(pods: PodPlan, path: str) -> tuple[str, ...]:
 # -- the two kinds ---------------------------------------------------------------------------------------------------
 
 
-def _jobset(pods: PodPlan) -> JsonObject:
-    address = f"{pods.name}-{_JOB}-0-0.{pods.name}"
-    env: list[JsonObject] = [
+def _jobset_object(pods: PodPlan) -> JsonObject:
+    first_pod = f"{pods.name}-{_JOB}-0-0.{pods.name}"
+    variables: list[JsonObject] = [
         {"name": "PET_NNODES", "value": str(pods.num_pods)},
         {"name": "PET_NPROC_PER_NODE", "value": str(pods.processes)},
         _from_field("PET_NODE_RANK", _INDEX),
-        {"name": "PET_MASTER_ADDR", "value": address},
+        {"name": "PET_MASTER_ADDR", "value": first_pod},
         {"name": "PET_MASTER_PORT", "value": str(pods.port)},
         _from_field("JOBSET_NAME", _JOBSET_LABEL.format("jobset-name")),
         _from_field("REPLICATED_JOB_NAME", _JOBSET_LABEL.format("replicatedjob-name")),
         _from_field("JOBSET_RESTART_ATTEMPT", _JOBSET_LABEL.format("restart-attempt")),
-        *_env(pods),
+        *_user_variables(pods),
     ]
     container: JsonObject = {
         "name": _JOB,
         "image": pods.settings.image,
-        "command": _command(pods),
-        "env": env,
-        **_env_from(pods),
+        "command": _escaped_command(pods),
+        "env": variables,
+        **_secret_variables(pods),
     }
-    if resources := _resources(pods):
+    if resources := _pod_resources(pods):
         container["resources"] = resources
-    job = {
+    job_spec = {
         "parallelism": pods.num_pods,
         "completions": pods.num_pods,
         "completionMode": "Indexed",
@@ -133,17 +135,17 @@ def _jobset(pods: PodPlan) -> JsonObject:
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": _metadata(pods),
-        "spec": _jobset_spec(pods, {"replicas": 1, "template": {"spec": job}}),
+        "metadata": _object_metadata(pods),
+        "spec": _jobset_spec(pods, {"replicas": 1, "template": {"spec": job_spec}}),
     }
 
 
 def _training_runtime(pods: PodPlan) -> JsonObject:
     """Return the runtime of a TrainJob, which holds what a TrainJob itself cannot express: policies, volumes, the grace period."""
-    container = {"name": _JOB, "image": pods.settings.image, **_env_from(pods)}
-    metadata = _metadata(pods)
+    container = {"name": _JOB, "image": pods.settings.image, **_secret_variables(pods)}
+    metadata = _object_metadata(pods)
     metadata["labels"][f"{_TRAINER}/framework"] = "torch"
-    template: JsonObject = {
+    job_template: JsonObject = {
         "metadata": {"labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}},
         "spec": {**_job_policy(), "template": _pod_template(pods, container)},
     }
@@ -153,28 +155,28 @@ def _training_runtime(pods: PodPlan) -> JsonObject:
         "metadata": metadata,
         "spec": {
             "mlPolicy": {"numNodes": pods.num_pods, "torch": {}},
-            "template": {"spec": _jobset_spec(pods, {"template": template})},
+            "template": {"spec": _jobset_spec(pods, {"template": job_template})},
         },
     }
 
 
-def _trainjob(pods: PodPlan) -> JsonObject:
+def _trainjob_object(pods: PodPlan) -> JsonObject:
     trainer: JsonObject = {
         "image": pods.settings.image,
-        "command": _command(pods),
+        "command": _escaped_command(pods),
         "numNodes": pods.num_pods,
         "numProcPerNode": pods.processes,
     }
-    if env := _env(pods):
-        trainer["env"] = env
-    if resources := _resources(pods):
+    if variables := _user_variables(pods):
+        trainer["env"] = variables
+    if resources := _pod_resources(pods):
         trainer["resourcesPerNode"] = resources
-    runtime = {"apiGroup": _TRAINER, "kind": "TrainingRuntime", "name": pods.name}
+    runtime_ref = {"apiGroup": _TRAINER, "kind": "TrainingRuntime", "name": pods.name}
     return {
         "apiVersion": f"{_TRAINER}/v1alpha1",
         "kind": "TrainJob",
-        "metadata": _metadata(pods),
-        "spec": {"runtimeRef": runtime, "trainer": trainer},
+        "metadata": _object_metadata(pods),
+        "spec": {"runtimeRef": runtime_ref, "trainer": trainer},
     }
 
 
@@ -190,96 +192,109 @@ def _jobset_spec(pods: PodPlan, replicated_job: JsonObject) -> JsonObject:
     }
 
 
-def _metadata(pods: PodPlan) -> JsonObject:
+def _object_metadata(pods: PodPlan) -> JsonObject:
     settings: KubernetesSettings = pods.settings
     metadata: JsonObject = {"name": pods.name}
     if settings.namespace is not None:
         metadata["namespace"] = settings.namespace
-    return metadata | _tags(pods)
+    return metadata | _labels_and_annotations(pods)
 
 
-def _tags(pods: PodPlan) -> JsonObject:
+def _labels_and_annotations(pods: PodPlan) -> JsonObject:
     """Return labels and annotations, which the job and its pods share."""
     labels = {
         "app.kubernetes.io/name": pods.name,
         "app.kubernetes.io/managed-by": "hasten",
-        **_texts(pods.settings.labels),
+        **_tag_texts(pods.settings.labels),
     }
-    annotations = _texts(pods.settings.annotations)
+    annotations = _tag_texts(pods.settings.annotations)
     return {"labels": labels, **({"annotations": annotations} if annotations else {})}
 
 
-def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+def _tag_texts(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the values as text; booleans as in YAML."""
     return {
-        name: str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in values.items()
+        tag_name: str(tag_value).lower()
+        if isinstance(tag_value, bool)
+        else str(tag_value)
+        for tag_name, tag_value in values.items()
     }
 
 
 def _job_policy() -> JsonObject:
     """Return the policy of a Job: a pod that has saved (85) or was evicted is replaced, any other end fails the Job."""
-    saved = {
+    saved_rule = {
         "action": "Ignore",
         "onExitCodes": {"operator": "In", "values": [PREEMPTED]},
     }
-    evicted = {
+    evicted_rule = {
         "action": "Ignore",
         "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
     }
-    return {"backoffLimit": 0, "podFailurePolicy": {"rules": [saved, evicted]}}
+    return {
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [saved_rule, evicted_rule]},
+    }
 
 
 def _pod_template(pods: PodPlan, container: JsonObject) -> JsonObject:
     settings: KubernetesSettings = pods.settings
-    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
-    volumes: list[JsonObject] = [
+    volume_mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    pod_volumes: list[JsonObject] = [
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}
     ]
     if settings.volume is not None:
-        claim = {"claimName": settings.volume}
-        volumes.append({"name": "checkpoints", "persistentVolumeClaim": claim})
-        mounts.append({"name": "checkpoints", "mountPath": settings.volume_path})
+        volume_claim = {"claimName": settings.volume}
+        pod_volumes.append(
+            {"name": "checkpoints", "persistentVolumeClaim": volume_claim}
+        )
+        volume_mounts.append({"name": "checkpoints", "mountPath": settings.volume_path})
     return {
-        "metadata": _tags(pods),
+        "metadata": _labels_and_annotations(pods),
         "spec": {
             "terminationGracePeriodSeconds": pods.grace_s,
             "restartPolicy": "Never",
             **settings.pod_spec,
-            "containers": [{**container, "volumeMounts": mounts}],
-            "volumes": volumes,
+            "containers": [{**container, "volumeMounts": volume_mounts}],
+            "volumes": pod_volumes,
         },
     }
 
 
-def _command(pods: PodPlan) -> list[str]:
-    return [_literal(word) for word in pods.command]
+def _escaped_command(pods: PodPlan) -> list[str]:
+    return [_escape_dollars(word) for word in pods.command]
 
 
-def _literal(text: str) -> str:
+def _escape_dollars(text: str) -> str:
     """Return the text such that Kubernetes, which expands `$(NAME)` and `$$`, passes it on as it was given."""
     return text.replace("$", "$$")
 
 
-def _env(pods: PodPlan) -> list[JsonObject]:
+def _user_variables(pods: PodPlan) -> list[JsonObject]:
     return [
-        {"name": name, "value": _literal(text)}
-        for name, text in _texts(pods.settings.env).items()
+        {"name": variable_name, "value": _escape_dollars(variable_text)}
+        for variable_name, variable_text in _tag_texts(pods.settings.env).items()
     ]
 
 
-def _env_from(pods: PodPlan) -> JsonObject:
-    sources = [{"secretRef": {"name": name}} for name in pods.settings.env_from]
-    return {"envFrom": sources} if sources else {}
+def _secret_variables(pods: PodPlan) -> JsonObject:
+    secret_sources = [
+        {"secretRef": {"name": secret_name}} for secret_name in pods.settings.env_from
+    ]
+    return {"envFrom": secret_sources} if secret_sources else {}
 
 
 def _from_field(name: str, path: str) -> JsonObject:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def _resources(pods: PodPlan) -> JsonObject:
+def _pod_resources(pods: PodPlan) -> JsonObject:
     """Return requests equal to limits, so that a pod is the last to be evicted."""
-    amounts = _texts(pods.settings.resources)
+    resource_amounts = _tag_texts(pods.settings.resources)
     if pods.gpus:
-        amounts[pods.settings.gpu_resource] = str(pods.gpus)
-    return {"requests": dict(amounts), "limits": dict(amounts)} if amounts else {}
+        resource_amounts[pods.settings.gpu_resource] = str(pods.gpus)
+    return (
+        {"requests": dict(resource_amounts), "limits": dict(resource_amounts)}
+        if resource_amounts
+        else {}
+    )

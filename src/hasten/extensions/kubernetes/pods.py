@@ -82,20 +82,24 @@ def plan_pods(request: LaunchRequest) -> PodPlan:
 
     Raises: ConfigError for settings that cannot be honoured on Kubernetes, and for credentials in the manifest.
     """
-    launch = request.config.launch
+    launch_settings = request.config.launch
     settings = request.config.section(KubernetesSettings)
-    _refuse_foreign(launch)
-    fewest, most = split_range(launch.nnodes or str(launch.num_machines))
-    if fewest != most:
+    _refuse_foreign(launch_settings)
+    min_pods, max_pods = split_range(
+        launch_settings.nnodes or str(launch_settings.num_machines)
+    )
+    if min_pods != max_pods:
         raise ConfigError(
-            f"nnodes={launch.nnodes!r} asks for an elastic number of pods, but a {settings.kind} has a fixed one, so it would wait for all "
-            f"{most}. Give --num_machines."
+            f"nnodes={launch_settings.nnodes!r} asks for an elastic number of pods, but a {settings.kind} has a fixed one, so it would wait for all "
+            f"{max_pods}. Give --num_machines."
         )
-    processes, gpus = _processes(launch, settings, most, on_cpu=request.config.cpu)
-    name = settings.name or _default_name(request.target.name)
-    if not _DNS_LABEL.fullmatch(name):
+    num_processes, num_gpus = _processes_and_gpus(
+        launch_settings, settings, max_pods, on_cpu=request.config.cpu
+    )
+    job_name = settings.name or _default_name(request.target.name)
+    if not _DNS_LABEL.fullmatch(job_name):
         raise ConfigError(
-            f"kubernetes.name={name!r} is not a DNS label, which names the job's Service and its pods: lower-case letters, digits and "
+            f"kubernetes.name={job_name!r} is not a DNS label, which names the job's Service and its pods: lower-case letters, digits and "
             f"'-', starting with a letter and not ending with '-'. Correct --kubernetes_name."
         )
     _check_image(settings)
@@ -103,19 +107,19 @@ def plan_pods(request: LaunchRequest) -> PodPlan:
     _check_variables(settings.env)
     max_restarts = settings.max_restarts
     return PodPlan(
-        name=name,
+        name=job_name,
         settings=settings,
-        num_pods=most,
-        processes=processes,
-        gpus=gpus,
-        command=_command(request, processes),
-        port=launch.main_process_port or DEFAULT_PORT,
-        grace_s=int(launch.stop_grace_s) + _GRACE_AFTER_STOP_S,
+        num_pods=max_pods,
+        processes=num_processes,
+        gpus=num_gpus,
+        command=_pod_command(request, num_processes),
+        port=launch_settings.main_process_port or DEFAULT_PORT,
+        grace_s=int(launch_settings.stop_grace_s) + _GRACE_AFTER_STOP_S,
         max_restarts=_DEFAULT_RESTARTS if max_restarts is None else max_restarts,
     )
 
 
-def _refuse_foreign(launch: LaunchConfig) -> None:
+def _refuse_foreign(launch_settings: LaunchConfig) -> None:
     """Raise for settings of other launchers, and for those that the cluster decides."""
     defaults = LaunchConfig()
     reasons = {
@@ -126,48 +130,52 @@ def _refuse_foreign(launch: LaunchConfig) -> None:
         "tpu": "the manifest requests GPUs or CPUs",
         "submit_options": "they are options of a batch script",
     }
-    for name, reason in reasons.items():
-        if getattr(launch, name) != getattr(defaults, name):
+    for setting_name, reason in reasons.items():
+        if getattr(launch_settings, setting_name) != getattr(defaults, setting_name):
             raise ConfigError(
-                f"{name}={getattr(launch, name)!r} is not supported with --submit kubernetes: {reason}. Remove {name}."
+                f"{setting_name}={getattr(launch_settings, setting_name)!r} is not supported with --submit kubernetes: {reason}. Remove {setting_name}."
             )
-    if launch.launcher not in ("auto", "torchrun"):
+    if launch_settings.launcher not in ("auto", "torchrun"):
         raise ConfigError(
-            f"launcher={launch.launcher} cannot start the processes of a pod, where no such launcher runs. Remove launcher."
+            f"launcher={launch_settings.launcher} cannot start the processes of a pod, where no such launcher runs. Remove launcher."
         )
 
 
-def _processes(
-    launch: LaunchConfig, settings: KubernetesSettings, num_pods: int, *, on_cpu: bool
+def _processes_and_gpus(
+    launch_settings: LaunchConfig,
+    settings: KubernetesSettings,
+    num_pods: int,
+    *,
+    on_cpu: bool,
 ) -> tuple[int, int]:
     """Return the processes and the GPUs of each pod."""
-    processes = launch.processes_per_machine
-    if processes is None and launch.num_processes is not None:
-        if launch.num_processes % num_pods:
+    num_processes = launch_settings.processes_per_machine
+    if num_processes is None and launch_settings.num_processes is not None:
+        if launch_settings.num_processes % num_pods:
             raise ConfigError(
-                f"num_processes={launch.num_processes} cannot be split evenly over {num_pods} pods, so the number of "
+                f"num_processes={launch_settings.num_processes} cannot be split evenly over {num_pods} pods, so the number of "
                 f"processes in a pod is unknown. Give --processes_per_machine."
             )
-        processes = launch.num_processes // num_pods
+        num_processes = launch_settings.num_processes // num_pods
     if on_cpu:
         if settings.gpus:
             raise ConfigError(
                 f"cpu and kubernetes.gpus={settings.gpus} contradict each other: the GPUs would be reserved and not used. Remove one of them."
             )
-        return processes or 1, 0
-    processes = processes or settings.gpus
-    if not processes:
+        return num_processes or 1, 0
+    num_processes = num_processes or settings.gpus
+    if not num_processes:
         raise ConfigError(
             "neither GPUs nor a number of processes were given, and this machine's devices say nothing about a pod's. Give "
             "--kubernetes_gpus, or --cpu for training on CPUs."
         )
-    gpus = processes if settings.gpus is None else settings.gpus
-    if gpus < processes:
+    num_gpus = num_processes if settings.gpus is None else settings.gpus
+    if num_gpus < num_processes:
         raise ConfigError(
-            f"{processes} processes in a pod with kubernetes.gpus={gpus}: two processes cannot share a GPU. Give --kubernetes_gpus "
-            f"{processes}, fewer processes, or --cpu."
+            f"{num_processes} processes in a pod with kubernetes.gpus={num_gpus}: two processes cannot share a GPU. Give --kubernetes_gpus "
+            f"{num_processes}, fewer processes, or --cpu."
         )
-    return processes, gpus
+    return num_processes, num_gpus
 
 
 def _default_name(script: str) -> str:
@@ -192,57 +200,57 @@ def _check_image(settings: KubernetesSettings) -> None:
 
 def _check_pod_spec(settings: KubernetesSettings) -> None:
     """Raise for fields of a pod that the manifest writes itself, and for credentials in fields and annotations."""
-    for name in settings.pod_spec:
-        if name in _WRITTEN_FIELDS:
+    for field_name in settings.pod_spec:
+        if field_name in _WRITTEN_FIELDS:
             raise ConfigError(
-                f"kubernetes.pod_spec: {name} is written by the manifest, and two values would contradict each other. Remove it; "
-                f"{_WRITTEN_FIELDS[name]} decides it."
+                f"kubernetes.pod_spec: {field_name} is written by the manifest, and two values would contradict each other. Remove it; "
+                f"{_WRITTEN_FIELDS[field_name]} decides it."
             )
     fields = {
         "pod_spec": _without_label_keys(settings.pod_spec),
         "annotations": dict(settings.annotations),
     }
-    for setting, value in fields.items():
-        if masked_tree(value) != value:
+    for setting_name, field_value in fields.items():
+        if masked_tree(field_value) != field_value:
             raise ConfigError(
-                f"kubernetes.{setting} holds what looks like a credential, and a manifest is readable by others. Put it into a Secret."
+                f"kubernetes.{setting_name} holds what looks like a credential, and a manifest is readable by others. Put it into a Secret."
             )
 
 
-def _without_label_keys(value: Any) -> Any:  # Any: JSON values
+def _without_label_keys(json_value: Any) -> Any:  # Any: JSON values
     """Return the value without fields called `key`, which name a label or a taint in tolerations and affinities."""
-    if isinstance(value, Mapping):
+    if isinstance(json_value, Mapping):
         return {
-            name: _without_label_keys(field)
-            for name, field in value.items()
-            if name != "key"
+            field_name: _without_label_keys(field_value)
+            for field_name, field_value in json_value.items()
+            if field_name != "key"
         }
-    if isinstance(value, list | tuple):
-        return [_without_label_keys(element) for element in value]
-    return value
+    if isinstance(json_value, list | tuple):
+        return [_without_label_keys(element) for element in json_value]
+    return json_value
 
 
 def _check_variables(env: Mapping[str, Any]) -> None:
-    for name, value in env.items():
-        if name in _LAUNCHER_VARIABLES or name.startswith("PET_"):
+    for variable_name, variable_value in env.items():
+        if variable_name in _LAUNCHER_VARIABLES or variable_name.startswith("PET_"):
             raise ConfigError(
-                f"kubernetes.env: {name} is set by the manifest or by the launcher in the pod, and another value would contradict it. "
+                f"kubernetes.env: {variable_name} is set by the manifest or by the launcher in the pod, and another value would contradict it. "
                 f"Remove it."
             )
-        if masked_value(name, value) != value:
+        if masked_value(variable_name, variable_value) != variable_value:
             raise ConfigError(
-                f"kubernetes.env: {name} looks like a credential, and a manifest is readable by others. Put it into a Secret and name "
+                f"kubernetes.env: {variable_name} looks like a credential, and a manifest is readable by others. Put it into a Secret and name "
                 f"that in --kubernetes_env_from."
             )
 
 
-def _command(request: LaunchRequest, processes: int) -> tuple[str, ...]:
+def _pod_command(request: LaunchRequest, processes: int) -> tuple[str, ...]:
     """Return the command of a pod: `hasten launch` with the settings as flags, whatever their source was here."""
     target = request.target
-    arguments = shlex.join(target.args)
-    if masked(arguments) != arguments:
+    program_arguments = shlex.join(target.args)
+    if masked(program_arguments) != program_arguments:
         raise ConfigError(
-            f"the script's arguments hold a credential ({masked(arguments)}), and a manifest is readable by others. Put it into a Secret, name "
+            f"the script's arguments hold a credential ({masked(program_arguments)}), and a manifest is readable by others. Put it into a Secret, name "
             f"that in --kubernetes_env_from, and read the variable in the script."
         )
     return (
@@ -259,25 +267,28 @@ def _command(request: LaunchRequest, processes: int) -> tuple[str, ...]:
 
 def _setting_flags(handoff: str) -> Iterator[str]:
     """Yield the settings of a launch as flags, without those that the manifest expresses."""
-    for entry in unpack(handoff) if handoff else ():
-        is_manifest_section = entry.path[:2] == ("launch", "kubernetes")
-        if entry.path in _MANIFEST_SETTINGS or is_manifest_section:
+    for setting_entry in unpack(handoff) if handoff else ():
+        is_manifest_section = setting_entry.path[:2] == ("launch", "kubernetes")
+        if setting_entry.path in _MANIFEST_SETTINGS or is_manifest_section:
             continue
-        if masked_value(entry.path[-1], entry.value) != entry.value:
+        if (
+            masked_value(setting_entry.path[-1], setting_entry.value)
+            != setting_entry.value
+        ):
             raise ConfigError(
-                f"{entry.name} ({entry.source}) looks like a credential, and a manifest is readable by others. Put it into a Secret, name "
+                f"{setting_entry.name} ({setting_entry.source}) looks like a credential, and a manifest is readable by others. Put it into a Secret, name "
                 f"that in --kubernetes_env_from, and remove the setting here."
             )
-        yield f"--{BY_PATH[entry.path].flag}={_flag_text(entry)}"
+        yield f"--{BY_PATH[setting_entry.path].flag}={_flag_text(setting_entry)}"
 
 
-def _flag_text(entry: SettingEntry) -> str:
-    value = entry.value
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        separator = "\n" if BY_PATH[entry.path].meta.lines else ","
-        return separator.join(map(str, value))
-    if isinstance(value, Mapping):
-        return json.dumps(value, separators=(",", ":"))
-    return "none" if value is None else str(value)
+def _flag_text(setting_entry: SettingEntry) -> str:
+    setting_value = setting_entry.value
+    if isinstance(setting_value, bool):
+        return str(setting_value).lower()
+    if isinstance(setting_value, list):
+        separator = "\n" if BY_PATH[setting_entry.path].meta.lines else ","
+        return separator.join(map(str, setting_value))
+    if isinstance(setting_value, Mapping):
+        return json.dumps(setting_value, separators=(",", ":"))
+    return "none" if setting_value is None else str(setting_value)

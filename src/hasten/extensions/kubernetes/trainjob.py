@@ -42,10 +42,10 @@ URL: Final = "KUBEFLOW_TRAINER_SERVER_URL"
 CA_CERT: Final = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
 TOKEN: Final = "KUBEFLOW_TRAINER_SERVER_TOKEN"
 
-_EVERY_S: Final = 5.0
+_POST_INTERVAL_S: Final = 5.0
 _TIMEOUT_S: Final = 5.0
 _LAST_TIMEOUT_S: Final = 2.0
-_MOST_METRICS: Final = 50
+_MAX_METRICS: Final = 50
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 
 
@@ -67,20 +67,22 @@ class StatusEndpoint:
     @classmethod
     def from_env(cls, variables: Mapping[str, str]) -> StatusEndpoint | None:
         """Return the endpoint that the TrainJob's controller has injected; None outside of a TrainJob, or if it is not safe."""
-        url = variables.get(URL, "")
-        if not url:
+        endpoint_url = variables.get(URL, "")
+        if not endpoint_url:
             return None
-        url_parts = urlsplit(url)
+        url_parts = urlsplit(endpoint_url)
         if url_parts.scheme != "https" and not (
             url_parts.scheme == "http" and url_parts.hostname in _LOOPBACK
         ):
             log.warning(
                 "%s=%s is not an https address, so the pod's token is not sent there",
                 URL,
-                url,
+                endpoint_url,
             )
             return None
-        return cls(url, variables.get(CA_CERT) or None, variables.get(TOKEN) or None)
+        return cls(
+            endpoint_url, variables.get(CA_CERT) or None, variables.get(TOKEN) or None
+        )
 
     # Any: JSON values
     def post(self, status: Mapping[str, Any], timeout_s: float) -> None:
@@ -94,13 +96,13 @@ class StatusEndpoint:
         body = json.dumps({"trainerStatus": status}).encode()
         with self._opener().open(
             Request(self.url, body, headers, method="POST"), timeout=timeout_s
-        ) as answer:
-            answer.read()
+        ) as response:
+            response.read()
 
     def _opener(self) -> OpenerDirector:
-        secure = ssl.create_default_context(cafile=self.ca_cert)
+        tls_context = ssl.create_default_context(cafile=self.ca_cert)
         return build_opener(
-            HTTPSHandler(context=secure), ProxyHandler({}), _NoRedirect()
+            HTTPSHandler(context=tls_context), ProxyHandler({}), _NoRedirect()
         )
 
 
@@ -115,7 +117,7 @@ class TrainJobStatus:
         endpoint: StatusEndpoint,
         share: Callable[[], float | None],
         step: Callable[[], int | None],
-        every_s: float = _EVERY_S,
+        every_s: float = _POST_INTERVAL_S,
     ) -> None:
         """Start the thread; `share` returns the completed share of the run, `step` its updates, or None after its end."""
         self._endpoint, self._share, self._step, self._every_s = (
@@ -146,7 +148,11 @@ class TrainJobStatus:
     def take(self, values: Mapping[str, Any]) -> None:
         """Take the newest metrics; tensors are read later, without waiting for their device."""
         self._late.give(
-            {str(name): value for name, value in values.items() if _is_number(value)}
+            {
+                str(metric_name): metric_value
+                for metric_name, metric_value in values.items()
+                if _is_number(metric_value)
+            }
         )
         self._read()
 
@@ -164,12 +170,12 @@ class TrainJobStatus:
         now_s = time.monotonic()
         if now_s - self._read_at >= self._every_s / 2:
             self._read_at = now_s
-            numbers = {
-                name: value
-                for name, value in self._late.read().items()
-                if isinstance(value, float | int)
+            latest_numbers = {
+                metric_name: metric_value
+                for metric_name, metric_value in self._late.read().items()
+                if isinstance(metric_value, float | int)
             }
-            self._metrics = MappingProxyType(numbers)
+            self._metrics = MappingProxyType(latest_numbers)
 
     def close(self) -> None:
         """Post the last state and end the thread; a second call does nothing."""
@@ -195,7 +201,7 @@ class TrainJobStatus:
         if status == self._sent:
             return
         try:
-            self._endpoint.post({**status, "lastUpdatedTime": _now()}, timeout_s)
+            self._endpoint.post({**status, "lastUpdatedTime": _utc_now()}, timeout_s)
         # the training does not depend on its display
         except (OSError, ValueError, HTTPException) as error:
             if isinstance(error, HTTPError):
@@ -212,22 +218,25 @@ class TrainJobStatus:
 
     def _status(self) -> dict[str, Any]:  # Any: JSON values
         """Return the current status in the field names of the TrainJob; values of metrics are strings."""
-        share, step = self._completed(), self._step()
+        completed_share, num_updates = self._completed_share(), self._step()
         status: dict[str, Any] = {}
-        if share is not None:
-            status["progressPercentage"] = math.floor(share * 100)
-            if (left_s := self._left_s(share)) is not None:
+        if completed_share is not None:
+            status["progressPercentage"] = math.floor(completed_share * 100)
+            if (left_s := self._left_s(completed_share)) is not None:
                 status["estimatedRemainingSeconds"] = left_s
-        metrics = {**({} if step is None else {"step": step}), **self._metrics}
+        metrics = {
+            **({} if num_updates is None else {"step": num_updates}),
+            **self._metrics,
+        }
         status["metrics"] = [
-            {"name": name, "value": f"{value:.8g}"}
-            for name, value in [*metrics.items()][:_MOST_METRICS]
+            {"name": metric_name, "value": f"{metric_value:.8g}"}
+            for metric_name, metric_value in [*metrics.items()][:_MAX_METRICS]
         ]
         return status
 
-    def _completed(self) -> float | None:
-        epochs, bar = self._share(), self._bar_share
-        return bar if epochs is None else epochs
+    def _completed_share(self) -> float | None:
+        epoch_share, bar_share = self._share(), self._bar_share
+        return bar_share if epoch_share is None else epoch_share
 
     def _left_s(self, share: float) -> int | None:
         """Return the remaining seconds at the average speed since the first report, which a resumed run starts midway."""
@@ -260,11 +269,11 @@ class TrainJobPart(RunPart):
         )
         if endpoint is None:
             return
-        clock, epochs = weakref.ref(run.clock), weakref.ref(run.epochs)
+        clock_ref, epochs_ref = weakref.ref(run.clock), weakref.ref(run.epochs)
         self.status_reporter = TrainJobStatus(
             endpoint,
-            lambda: None if (loops := epochs()) is None else loops.share(),
-            lambda: None if (steps := clock()) is None else steps.num_updates,
+            lambda: None if (loops := epochs_ref()) is None else loops.share(),
+            lambda: None if (steps := clock_ref()) is None else steps.num_updates,
         )
 
     def log(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -284,15 +293,15 @@ class TrainJobPart(RunPart):
             self.status_reporter.close()
 
 
-def _is_number(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex()
+def _is_number(metric_value: object) -> bool:
+    if isinstance(metric_value, Tensor):
+        return metric_value.numel() == 1 and not metric_value.is_complex()
     return (
-        isinstance(value, float | int)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
+        isinstance(metric_value, float | int)
+        and not isinstance(metric_value, bool)
+        and math.isfinite(metric_value)
     )
 
 
-def _now() -> str:
+def _utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

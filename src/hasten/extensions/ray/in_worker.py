@@ -35,27 +35,34 @@ def report(
     Ranks: every rank; `ray.train.report` waits for all of them.
     Raises: LaunchError outside of a Ray Train worker; CheckpointError if the checkpoint cannot be written.
     """
-    train, storage = _worker("hasten.ray.report")
+    train, storage = _train_and_storage("hasten.ray.report")
     # Any: numbers, strings and tensors, as Accelerator.log takes them
-    plain = {name: _plain(name, value) for name, value in metrics.items()}
+    reported_metrics = {
+        checkpoint_name: _plain_metric(checkpoint_name, value)
+        for checkpoint_name, value in metrics.items()
+    }
     if not save:
-        train.report(plain)
+        train.report(reported_metrics)
         return None
     # A name of the time differs after a restart, so that files of an unreported checkpoint are not mixed with new ones.
-    name = accelerator.broadcast_object_list(
+    checkpoint_name = accelerator.broadcast_object_list(
         [storage.make_default_checkpoint_dir_name()]
     )[0]
-    path = storage.build_checkpoint_path_from_name(name)
-    saved = accelerator.save_state(location(storage.storage_filesystem, path))
+    checkpoint_path = storage.build_checkpoint_path_from_name(checkpoint_name)
+    saved_path = accelerator.save_state(
+        fsspec_location(storage.storage_filesystem, checkpoint_path)
+    )
     accelerator.wait_for_saves()
-    checkpoint = train.Checkpoint(path, filesystem=storage.storage_filesystem)
+    checkpoint = train.Checkpoint(
+        checkpoint_path, filesystem=storage.storage_filesystem
+    )
     train.report(
-        plain,
+        reported_metrics,
         checkpoint=checkpoint,
-        checkpoint_dir_name=name,
+        checkpoint_dir_name=checkpoint_name,
         checkpoint_upload_mode=train.CheckpointUploadMode.NO_UPLOAD,
     )
-    return saved
+    return saved_path
 
 
 def resume(accelerator: Accelerator) -> bool:
@@ -66,11 +73,11 @@ def resume(accelerator: Accelerator) -> bool:
     Ranks: every rank.
     Raises: LaunchError outside of a Ray Train worker; CheckpointError if the checkpoint cannot be read.
     """
-    train, _ = _worker("hasten.ray.resume")
+    train, _ = _train_and_storage("hasten.ray.resume")
     checkpoint = train.get_checkpoint()
     if checkpoint is None:
         return False
-    accelerator.load_state(location(checkpoint.filesystem, checkpoint.path))
+    accelerator.load_state(fsspec_location(checkpoint.filesystem, checkpoint.path))
     return True
 
 
@@ -91,27 +98,27 @@ def fit(trainer: Any) -> Any:
 
 
 # Any: a pyarrow.fs.FileSystem, which comes with ray
-def location(filesystem: Any, path: str) -> str:
+def fsspec_location(filesystem: Any, path: str) -> str:
     """Return the path or URL under which hasten finds `path` of a file system of pyarrow.
 
     Raises: CheckpointError for a file system without an equivalent in fsspec.
     """
-    kind = str(filesystem.type_name)
-    if kind == "local":
+    filesystem_type = str(filesystem.type_name)
+    if filesystem_type == "local":
         return str(Path(path))
-    scheme = dict(_SCHEMES).get(kind)
-    if kind.startswith("py::fsspec+"):
-        scheme = kind.removeprefix("py::fsspec+")
-    if scheme is None:
+    url_scheme = dict(_SCHEMES).get(filesystem_type)
+    if filesystem_type.startswith("py::fsspec+"):
+        url_scheme = filesystem_type.removeprefix("py::fsspec+")
+    if url_scheme is None:
         raise CheckpointError(
-            f"Ray stores this run in a file system of type {kind!r} (path {path!r}), which hasten cannot open, so that no checkpoint "
+            f"Ray stores this run in a file system of type {filesystem_type!r} (path {path!r}), which hasten cannot open, so that no checkpoint "
             "can be written there. Choose a storage_path on a shared folder, in S3, Google Cloud Storage or Azure, or report a "
             "custom checkpoint with ray.train.report."
         )
-    return f"{scheme}://{path}"
+    return f"{url_scheme}://{path}"
 
 
-def _plain(name: str, value: Any) -> bool | int | float | str:
+def _plain_metric(name: str, value: Any) -> bool | int | float | str:
     logged_value = snapshot(name, value)
     return (
         logged_value
@@ -121,7 +128,7 @@ def _plain(name: str, value: Any) -> bool | int | float | str:
 
 
 # Any: the module ray.train and its storage context
-def _worker(caller: str) -> tuple[Any, Any]:
+def _train_and_storage(caller: str) -> tuple[Any, Any]:
     """Return `ray.train` and the storage of the run to which this process belongs.
 
     Raises: LaunchError outside of a Ray Train worker.

@@ -28,7 +28,7 @@ from hasten.launch.base import (
     LaunchTarget,
     Proc,
 )
-from hasten.launch.run import say
+from hasten.launch.run import print_message
 from hasten.launch.shape import split_range
 from hasten.launch.torchrun import supervision
 from hasten.optional import check_installed, need
@@ -38,7 +38,7 @@ from hasten.runtime.nodelist import ranks_in_words
 VERSIONS: Final = ">=2.60,<3"
 """Versions of ray whose Train interface is used here."""
 
-_SHARED: Final = (
+_SUPPORTED_SETTINGS: Final = (
     "ray",
     *(
         "num_processes",
@@ -51,7 +51,7 @@ _SHARED: Final = (
     *("stop_grace_s", "monitor_interval", "check_in", "launcher"),
 )
 """Other settings of a launch that have a meaning, or do no harm, on Ray."""
-_PASSED: Final = (
+_PASSED_VARIABLES: Final = (
     environment.CONFIG,
     "OMP_NUM_THREADS",
     environment.LOG_LEVEL,
@@ -91,40 +91,44 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
 
     Raises: ConfigError for settings that Ray has no equivalent for.
     """
-    launch, target = request.config.launch, request.target
+    launch_settings, target = request.config.launch, request.target
     ray_settings = request.config.section(RaySettings)
-    _check(request)
-    low, high = _workers(launch.num_processes, ray_settings)
-    resources = _resources(ray_settings.resources)
-    use_gpu = not request.config.cpu and (
-        resources.get("GPU", 0) > 0 or host.device in ("cuda", "rocm")
+    _check_settings(request)
+    min_workers, max_workers = _worker_range(
+        launch_settings.num_processes, ray_settings
     )
-    run = RayRun(
-        workers=(low, high),
+    worker_resources = _worker_resources(ray_settings.resources)
+    use_gpu = not request.config.cpu and (
+        worker_resources.get("GPU", 0) > 0 or host.device in ("cuda", "rocm")
+    )
+    ray_run = RayRun(
+        workers=(min_workers, max_workers),
         use_gpu=use_gpu,
-        resources=resources,
-        max_failures=launch.max_restarts,
+        resources=worker_resources,
+        max_failures=launch_settings.max_restarts,
         address=ray_settings.address,
-        storage=_storage(ray_settings.storage, request.folder),
+        storage=_storage_path(ray_settings.storage, request.folder),
         name=ray_settings.name,
         folder=request.folder,
         module=target.module,
     )
-    env = {environment.CONFIG: request.handoff} if request.handoff else {}
-    if launch.num_cpu_threads_per_process is not None:
-        env["OMP_NUM_THREADS"] = str(launch.num_cpu_threads_per_process)
-    argv = (
+    driver_variables = {environment.CONFIG: request.handoff} if request.handoff else {}
+    if launch_settings.num_cpu_threads_per_process is not None:
+        driver_variables["OMP_NUM_THREADS"] = str(
+            launch_settings.num_cpu_threads_per_process
+        )
+    driver_command = (
         host.python,
         "-m",
         "hasten.extensions.ray.launch_target",
-        json.dumps(asdict(run)),
+        json.dumps(asdict(ray_run)),
         target.name,
         *target.args,
     )
     return LaunchPlan(
         launcher="ray",
-        procs=(Proc(argv, env),),
-        notes=(_count_words(request, low, high, use_gpu),),
+        procs=(Proc(driver_command, driver_variables),),
+        notes=(_count_words(request, min_workers, max_workers, use_gpu),),
         supervision=supervision(request, JobShape(num_processes=1)),
         target=target,
     )
@@ -143,41 +147,53 @@ TARGET: Final = LaunchTarget(
 )
 
 
-def _count_words(request: LaunchRequest, low: int, high: int, use_gpu: bool) -> str:
-    launch, workers = request.config.launch, request.config.section(RaySettings).workers
-    count = f"{high} worker(s)" if low == high else f"{low} to {high} workers"
-    why = (
+def _count_words(
+    request: LaunchRequest, min_workers: int, max_workers: int, use_gpu: bool
+) -> str:
+    launch_settings, workers = (
+        request.config.launch,
+        request.config.section(RaySettings).workers,
+    )
+    workers_text = (
+        f"{max_workers} worker(s)"
+        if min_workers == max_workers
+        else f"{min_workers} to {max_workers} workers"
+    )
+    remedy_text = (
         ""
-        if workers or launch.num_processes
+        if workers or launch_settings.num_processes
         else " (give num_processes or ray_workers for more)"
     )
-    return f"{count} of Ray Train on {'GPUs' if use_gpu else 'the CPU'}{why}, {launch.max_restarts} restart(s)"
+    return f"{workers_text} of Ray Train on {'GPUs' if use_gpu else 'the CPU'}{remedy_text}, {launch_settings.max_restarts} restart(s)"
 
 
-def _check(request: LaunchRequest) -> None:
-    launch, plain = request.config.launch, LaunchConfig()
-    without = [
+def _check_settings(request: LaunchRequest) -> None:
+    launch_settings, defaults = request.config.launch, LaunchConfig()
+    unsupported_names = [
         name
-        for name in given(launch)
-        if name not in _SHARED and getattr(launch, name) != getattr(plain, name)
+        for name in given(launch_settings)
+        if name not in _SUPPORTED_SETTINGS
+        and getattr(launch_settings, name) != getattr(defaults, name)
     ]
-    if without:
+    if unsupported_names:
         raise ConfigError(
-            f"--ray places and starts the workers itself, so that {', '.join(sorted(without))} would have no effect. Remove them, or "
+            f"--ray places and starts the workers itself, so that {', '.join(sorted(unsupported_names))} would have no effect. Remove them, or "
             "start without --ray."
         )
-    if launch.launcher != "auto":
+    if launch_settings.launcher != "auto":
         raise ConfigError(
-            f"launcher={launch.launcher} contradicts --ray. Remove one of them."
+            f"launcher={launch_settings.launcher} contradicts --ray. Remove one of them."
         )
     workers = request.config.section(RaySettings).workers
-    if workers is not None and launch.num_processes is not None:
+    if workers is not None and launch_settings.num_processes is not None:
         raise ConfigError(
-            f"num_processes={launch.num_processes} and ray_workers={workers!r} both set the number of workers. Give one of them."
+            f"num_processes={launch_settings.num_processes} and ray_workers={workers!r} both set the number of workers. Give one of them."
         )
 
 
-def _workers(num_processes: int | None, ray_settings: RaySettings) -> tuple[int, int]:
+def _worker_range(
+    num_processes: int | None, ray_settings: RaySettings
+) -> tuple[int, int]:
     if ray_settings.workers is None:
         count = num_processes or 1
         return count, count
@@ -189,26 +205,30 @@ def _workers(num_processes: int | None, ray_settings: RaySettings) -> tuple[int,
         ) from error
 
 
-def _storage(storage: str | None, folder: str) -> str | None:
+def _storage_path(storage: str | None, folder: str) -> str | None:
     """Return the storage as Ray accepts it: a URL, or an absolute path."""
     return (
         storage if storage is None or "://" in storage else str(Path(folder, storage))
     )
 
 
-def _resources(requested_amounts: Mapping[str, Any]) -> dict[str, float]:
+def _worker_resources(requested_amounts: Mapping[str, Any]) -> dict[str, float]:
     amounts: dict[str, float] = {}
-    for name, value in requested_amounts.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    for resource_name, resource_amount in requested_amounts.items():
+        if (
+            isinstance(resource_amount, bool)
+            or not isinstance(resource_amount, int | float)
+            or resource_amount < 0
+        ):
             raise ConfigError(
-                f"ray_resources: {name}={value!r} is not an amount, so that Ray could not reserve it; write numbers, such as CPU=2,GPU=1."
+                f"ray_resources: {resource_name}={resource_amount!r} is not an amount, so that Ray could not reserve it; write numbers, such as CPU=2,GPU=1."
             )
-        amounts[name] = value
+        amounts[resource_name] = resource_amount
     return amounts
 
 
 @dataclass(frozen=True, slots=True)
-class LostOrFailed:
+class WorkerEnd:
     """The end of one worker of a Ray run: an exception of its program, or the loss of its actor."""
 
     rank: int
@@ -218,60 +238,68 @@ class LostOrFailed:
     pid: int = 0
 
 
-def failures_of(error: BaseException) -> list[LostOrFailed]:
+def failures_of(error: BaseException) -> list[WorkerEnd]:
     """Return the failed workers of a `ray.train.WorkerGroupError`, by rank; empty for other errors."""
     worker_failures: Mapping[int, BaseException] = getattr(error, "worker_failures", {})
-    return [_failed(rank, worker_failures[rank]) for rank in sorted(worker_failures)]
+    return [
+        _worker_end(rank, worker_failures[rank]) for rank in sorted(worker_failures)
+    ]
 
 
-def _failed(rank: int, error: BaseException) -> LostOrFailed:
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if not kinds & {
+def _worker_end(rank: int, error: BaseException) -> WorkerEnd:
+    class_names = {kind.__name__ for kind in type(error).__mro__}
+    if not class_names & {
         "WorkerHealthCheckFailedError",
         "WorkerHealthCheckTimeoutError",
         "RayActorError",
     }:
-        return LostOrFailed(rank, f"{type(error).__name__}: {error}")
-    text = str(error)
-    host, pid = (
-        re.search(r"hostname='([^']*)'", text),
-        re.search(r"pid[=:] ?(\d+)", text),
+        return WorkerEnd(rank, f"{type(error).__name__}: {error}")
+    error_text = str(error)
+    host_match, pid_match = (
+        re.search(r"hostname='([^']*)'", error_text),
+        re.search(r"pid[=:] ?(\d+)", error_text),
     )
-    detail = re.search(r"The actor is dead because (.*)", text)
-    words = (
-        detail[1].partition(" Some common causes")[0].rstrip(". ")
-        if detail
-        else text.strip().splitlines()[0].rstrip(".")
+    reason_match = re.search(r"The actor is dead because (.*)", error_text)
+    reason_text = (
+        reason_match[1].partition(" Some common causes")[0].rstrip(". ")
+        if reason_match
+        else error_text.strip().splitlines()[0].rstrip(".")
     )
-    return LostOrFailed(
-        rank, words, True, host[1] if host else "", int(pid[1]) if pid else 0
+    return WorkerEnd(
+        rank,
+        reason_text,
+        True,
+        host_match[1] if host_match else "",
+        int(pid_match[1]) if pid_match else 0,
     )
 
 
-def lost_words(lost: Sequence[LostOrFailed]) -> str:
+def lost_words(lost_workers: Sequence[WorkerEnd]) -> str:
     """Return one message for lost ranks: which, on what machine, the reason that Ray gives, and what to do."""
-    named = ranks_in_words([worker.rank for worker in lost])
-    first = lost[0]
-    where = (
-        f" (Ray actor with pid {first.pid} on {first.host})"
-        if len(lost) == 1 and first.host
+    ranks_text = ranks_in_words([worker.rank for worker in lost_workers])
+    first_worker = lost_workers[0]
+    worker_text = (
+        f" (Ray actor with pid {first_worker.pid} on {first_worker.host})"
+        if len(lost_workers) == 1 and first_worker.host
         else ""
     )
     return (
-        f"{named}{where} was lost: {first.summary}. The other ranks cannot finish a step without it. Look for the kernel's "
+        f"{ranks_text}{worker_text} was lost: {first_worker.summary}. The other ranks cannot finish a step without it. Look for the kernel's "
         "out-of-memory killer and for a reclaimed machine; with FailureConfig(max_failures=…) or --max_restarts Ray restarts the "
         "workers, and the run continues from its last checkpoint."
     )
 
 
-def verdict(failures: Sequence[LostOrFailed]) -> str:
+def verdict_words(failures: Sequence[WorkerEnd]) -> str:
     """Return one message about the failure that ended the run: a lost rank, else the rank whose error is not an echo of another's."""
-    lost = [one for one in failures if one.lost]
-    if lost:
-        return lost_words(lost)
+    lost_workers = [failure_end for failure_end in failures if failure_end.lost]
+    if lost_workers:
+        return lost_words(lost_workers)
     records = [
-        failure.Failure(one.rank, one.host, 1, 0.0, summary=one.summary)
-        for one in failures
+        failure.Failure(
+            failure_end.rank, failure_end.host, 1, 0.0, summary=failure_end.summary
+        )
+        for failure_end in failures
     ]
     return failure.failure_words(failure.first_failure(records))
 
@@ -279,56 +307,60 @@ def verdict(failures: Sequence[LostOrFailed]) -> str:
 def main() -> None:
     """Run the program on the workers of a Ray cluster, as the JSON on the command line describes; exit with 1 if it failed."""
     run_fields = json.loads(sys.argv[1])
-    run = RayRun(**{**run_fields, "workers": tuple(run_fields["workers"])})
+    ray_run = RayRun(**{**run_fields, "workers": tuple(run_fields["workers"])})
     program = sys.argv[2:]
     ray, train = need("ray", VERSIONS, "--ray"), need("ray.train", VERSIONS, "--ray")
-    ray.init(address=run.address)
+    ray.init(address=ray_run.address)
     variables = environment.snapshot()
-    passed = {name: variables[name] for name in _PASSED if variables.get(name)}
+    passed_variables = {
+        variable_name: variables[variable_name]
+        for variable_name in _PASSED_VARIABLES
+        if variables.get(variable_name)
+    }
     trainer = need("ray.train.torch", VERSIONS, "--ray").TorchTrainer(
         run_program,
         train_loop_config={
             "program": program,
-            "module": run.module,
-            "folder": run.folder,
+            "module": ray_run.module,
+            "folder": ray_run.folder,
         },
         scaling_config=train.ScalingConfig(
-            num_workers=run.workers[0]
-            if run.workers[0] == run.workers[1]
-            else run.workers,
-            use_gpu=run.use_gpu,
-            resources_per_worker=dict(run.resources) or None,
+            num_workers=ray_run.workers[0]
+            if ray_run.workers[0] == ray_run.workers[1]
+            else ray_run.workers,
+            use_gpu=ray_run.use_gpu,
+            resources_per_worker=dict(ray_run.resources) or None,
         ),
         run_config=train.RunConfig(
-            name=run.name,
-            storage_path=run.storage,
-            failure_config=train.FailureConfig(max_failures=run.max_failures),
-            callbacks=[_announcer(train)],
-            worker_runtime_env={"env_vars": passed},
+            name=ray_run.name,
+            storage_path=ray_run.storage,
+            failure_config=train.FailureConfig(max_failures=ray_run.max_failures),
+            callbacks=[_failure_callback(train)],
+            worker_runtime_env={"env_vars": passed_variables},
         ),
     )
     try:
         trainer.fit()
     except train.TrainingFailedError as error:
         failures = failures_of(error)
-        words = verdict(failures) if failures else str(error)
-        failure.leave(words)
-        say(words)
+        verdict_text = verdict_words(failures) if failures else str(error)
+        failure.write_verdict(verdict_text)
+        print_message(verdict_text)
         sys.exit(1)
 
 
 # Any: the module ray.train and one of its callbacks; ray is optional
-def _announcer(train: Any) -> Any:
+def _failure_callback(train: Any) -> Any:
     """Return a callback that prints the lost ranks of every failure, including those after which Ray restarts the workers."""
 
     class Announcer(train.UserCallback):  # type: ignore[misc]  # its base class is found when ray is imported
         def after_exception(
             self, run_context: Any, worker_exceptions: Mapping[int, BaseException]
         ) -> None:
-            say(
-                verdict(
+            print_message(
+                verdict_words(
                     [
-                        _failed(rank, error)
+                        _worker_end(rank, error)
                         for rank, error in sorted(worker_exceptions.items())
                     ]
                 )

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Final
 
 from hasten.errors import ConfigError
-from hasten.launch.base import look
+from hasten.launch.base import look_at_host
 
 PROGRAM: Final = "hasten.extensions.selfcheck.selfcheck"
 _LIMIT_S: Final = 600.0
@@ -62,7 +62,7 @@ def chosen(only: str | None) -> list[str]:
 
 def run(only: str | None, cpu: bool) -> int:
     """Run the self-check in the chosen cells and print a line for each; return 1 if one fails, else 0."""
-    host = look()
+    host = look_at_host()
     on_cpu = cpu or host.device == "cpu"
     code = 0
     for cell in chosen(only):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hasten.config.sections.loop import PrecisionType
-from hasten.launch.base import DeviceKind, look
+from hasten.launch.base import DeviceKind, look_at_host
 
 _GIB: Final = 1024**3
 _BF16_CAPABILITY: Final = 8.0  # Ampere
@@ -53,7 +53,7 @@ class MachineFacts:
 
 def examine() -> MachineFacts:
     """Return the current state of this machine."""
-    host = look()
+    host = look_at_host()
     memory, capability = _examine_nvidia() if host.device == "cuda" else (0, 0.0)
     return MachineFacts(
         device=host.device,

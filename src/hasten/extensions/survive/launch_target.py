@@ -30,7 +30,7 @@ from hasten.launch import torchrun
 from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget
 from hasten.launch.checkin import make_report
 from hasten.launch.network import owns_address
-from hasten.launch.shape import decide
+from hasten.launch.shape import decide_shape
 from hasten.launch.worker import LAUNCHER_PID
 from hasten.optional import check_installed
 from hasten.runtime import env as environment
@@ -126,7 +126,7 @@ def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return the plan of one replica, with the rendezvous of the machines."""
     replica_entries = {entry.path: entry for entry in one_replica(request.config)}
     handoff = pack({**request.entries, **replica_entries})
-    shape = decide(request, host)
+    shape = decide_shape(request, host)
     if shape.allocation.rank is not None:
         raise ConfigError(
             f"{shape.allocation.source} has started several tasks on this machine, and with --replicas one launcher for each machine starts the replicas. "

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, TextIO
 
 from hasten.errors import LaunchError
 from hasten.launch.base import Meeting
-from hasten.launch.checkin import Report, disagreements
+from hasten.launch.checkin import Report, list_differences
 
 _EVERY_S: Final = 0.2
 """Seconds between two messages of a machine."""
@@ -326,7 +326,9 @@ class MachineServer:
                 f"{report.host} wants to be machine {'of any rank' if rank is None else rank} of {machines}, and the ranks {sorted({0, *busy})} are taken; "
                 "each must be different. Correct --machine_rank or --num_machines"
             )
-        found = disagreements([self._report, report]) if self._check_in != "off" else []
+        found = (
+            list_differences([self._report, report]) if self._check_in != "off" else []
+        )
         return rank, "the machines differ: " + "; ".join(found) if found else ""
 
     def _answer(

@@ -9,15 +9,16 @@ from typing import Final
 
 from hasten.errors import ConfigError
 from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, Mpi, Proc
-from hasten.launch.shape import check_memory, elsewhere, worker_argv
+from hasten.launch.shape import check_memory, remote_shape, worker_argv
 from hasten.launch.torchrun import supervision
 from hasten.runtime.topology import DEFAULT_PORT
 
 
 def _is_chosen(request: LaunchRequest) -> bool:
-    launch = request.config.launch
-    return launch.launcher == "mpi" or (
-        launch.launcher == "auto" and launch.mpirun_hostfile is not None
+    launch_settings = request.config.launch
+    return launch_settings.launcher == "mpi" or (
+        launch_settings.launcher == "auto"
+        and launch_settings.mpirun_hostfile is not None
     )
 
 
@@ -25,103 +26,132 @@ def _find_mpi(request: LaunchRequest, host: Host) -> Host:
     """Return the host with the installed MPI implementation and the hosts in the hostfile."""
     hostfile = request.config.launch.mpirun_hostfile
     try:
-        hosts = read_hostfile(Path(hostfile).read_text()) if hostfile else ()
+        hostfile_hosts = read_hostfile(Path(hostfile).read_text()) if hostfile else ()
     except OSError as error:
         raise ConfigError(
             f"mpirun_hostfile={hostfile!r} cannot be read: {error.strerror}."
         ) from error
     try:
-        done = subprocess.run(
+        version_run = subprocess.run(
             ["mpirun", "--version"], capture_output=True, text=True, timeout=20
         )
     # not installed here: the plan can still be shown
     except (OSError, subprocess.SubprocessError):
-        return replace(host, mpi=Mpi(hosts=hosts))
-    return replace(host, mpi=Mpi(kind_of(done.stdout + done.stderr), hosts))
+        return replace(host, mpi=Mpi(hosts=hostfile_hosts))
+    return replace(
+        host, mpi=Mpi(mpi_kind(version_run.stdout + version_run.stderr), hostfile_hosts)
+    )
 
 
-def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
+def plan_mpirun(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return a plan with one mpirun command that starts every rank; each rank reads its position from MPI's variables.
 
     Raises: ConfigError without a number of processes or a rendezvous address.
     """
-    launch, mpi = request.config.launch, host.mpi
-    machines = (
-        launch.num_machines if launch.num_machines > 1 else max(1, len(mpi.hosts))
+    launch_settings, mpi = request.config.launch, host.mpi
+    num_machines = (
+        launch_settings.num_machines
+        if launch_settings.num_machines > 1
+        else max(1, len(mpi.hosts))
     )
-    total = launch.num_processes or (launch.processes_per_machine or 0) * machines
-    if not total:
+    num_processes = (
+        launch_settings.num_processes
+        or (launch_settings.processes_per_machine or 0) * num_machines
+    )
+    if not num_processes:
         raise ConfigError(
             "mpirun needs the number of processes over all machines. Give --num_processes."
         )
-    if total % machines:
+    if num_processes % num_machines:
         raise ConfigError(
-            f"num_processes={total} cannot be split evenly over {machines} machines. Change one of them."
+            f"num_processes={num_processes} cannot be split evenly over {num_machines} machines. Change one of them."
         )
-    address = launch.main_process_ip or (mpi.hosts[0] if mpi.hosts else None)
-    if address is None and machines > 1:
+    rendezvous_host = launch_settings.main_process_ip or (
+        mpi.hosts[0] if mpi.hosts else None
+    )
+    if rendezvous_host is None and num_machines > 1:
         raise ConfigError(
-            f"{machines} machines need a rendezvous address. Give --main_process_ip, or --mpirun_hostfile, "
+            f"{num_machines} machines need a rendezvous address. Give --main_process_ip, or --mpirun_hostfile, "
             f"whose first host is used."
         )
-    per_machine = total // machines
-    if machines == 1 and not mpi.hosts:
-        check_memory(host, total)
-    shape = elsewhere(request, host, per_machine)
-    env = {
-        **dict(shape.env),
-        "MASTER_ADDR": address or "127.0.0.1",
-        "MASTER_PORT": str(launch.main_process_port or DEFAULT_PORT),
+    per_machine = num_processes // num_machines
+    if num_machines == 1 and not mpi.hosts:
+        check_memory(host, num_processes)
+    job_shape = remote_shape(request, host, per_machine)
+    rank_variables = {
+        **dict(job_shape.env),
+        "MASTER_ADDR": rendezvous_host or "127.0.0.1",
+        "MASTER_PORT": str(launch_settings.main_process_port or DEFAULT_PORT),
     }
-    if launch.mpirun_ccl is not None:
-        env["CCL_WORKER_COUNT"] = str(launch.mpirun_ccl)
-    argv = (
-        *_mpirun(mpi, launch.mpirun_hostfile, total, per_machine, env),
+    if launch_settings.mpirun_ccl is not None:
+        rank_variables["CCL_WORKER_COUNT"] = str(launch_settings.mpirun_ccl)
+    mpirun_argv = (
+        *_mpirun_words(
+            mpi,
+            launch_settings.mpirun_hostfile,
+            num_processes,
+            per_machine,
+            rank_variables,
+        ),
         *worker_argv(request.target, host),
     )
     return LaunchPlan(
         launcher="mpi",
-        procs=(Proc(argv),),
+        procs=(Proc(mpirun_argv),),
         notes=(
-            f"{total} processes, {per_machine} on each machine ({machines}), by {mpi.kind}",
-            *shape.notes,
+            f"{num_processes} processes, {per_machine} on each machine ({num_machines}), by {mpi.kind}",
+            *job_shape.notes,
         ),
-        supervision=supervision(request, shape),
+        supervision=supervision(request, job_shape),
         target=request.target,
     )
 
 
 TARGET: Final = LaunchTarget(
-    name="mpi", is_chosen=_is_chosen, plan=plan, survey=_find_mpi
+    name="mpi", is_chosen=_is_chosen, plan=plan_mpirun, survey=_find_mpi
 )
 
 
-def _mpirun(
-    mpi: Mpi, hostfile: str | None, total: int, per_machine: int, env: dict[str, str]
+def _mpirun_words(
+    mpi: Mpi,
+    hostfile: str | None,
+    num_processes: int,
+    per_machine: int,
+    rank_variables: dict[str, str],
 ) -> list[str]:
     if mpi.kind == "openmpi":
-        hosts = ["--hostfile", hostfile] if hostfile else []
-        variables = [
+        host_words = ["--hostfile", hostfile] if hostfile else []
+        variable_words = [
             word
-            for name, value in sorted(env.items())
-            for word in ("-x", f"{name}={value}")
+            for variable_name, variable_value in sorted(rank_variables.items())
+            for word in ("-x", f"{variable_name}={variable_value}")
         ]
         return [
             "mpirun",
-            *hosts,
+            *host_words,
             "-n",
-            str(total),
+            str(num_processes),
             "--map-by",
             f"ppr:{per_machine}:node",
             "--bind-to",
             "none",
-            *variables,
+            *variable_words,
         ]
-    hosts = ["-f", hostfile] if hostfile else []
-    variables = [
-        word for name, value in sorted(env.items()) for word in ("-genv", name, value)
+    host_words = ["-f", hostfile] if hostfile else []
+    variable_words = [
+        word
+        for variable_name, variable_value in sorted(rank_variables.items())
+        for word in ("-genv", variable_name, variable_value)
     ]
-    return ["mpirun", *hosts, "-n", str(total), "-ppn", str(per_machine), *variables]
+    return [
+        "mpirun",
+        *host_words,
+        "-n",
+        str(num_processes),
+        "-ppn",
+        str(per_machine),
+        *variable_words,
+    ]
 
 
 def read_hostfile(text: str) -> tuple[str, ...]:
@@ -130,7 +160,7 @@ def read_hostfile(text: str) -> tuple[str, ...]:
     return tuple(line.split()[0].partition(":")[0] for line in lines if line)
 
 
-def kind_of(version_text: str) -> str:
+def mpi_kind(version_text: str) -> str:
     """Return the MPI implementation that printed `version_text`."""
     return (
         "openmpi"

@@ -84,16 +84,19 @@ def plan_task(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan
             f"{shape.allocation.source} started {topology.local_world_size} ranks on {host.name}, which has "
             f"{host.num_devices} usable devices. Start one per device, or one per machine and let hasten start the rest."
         )
-    launch = request.config.launch
-    if launch.num_processes is not None and launch.num_processes != topology.world_size:
+    launch_settings = request.config.launch
+    if (
+        launch_settings.num_processes is not None
+        and launch_settings.num_processes != topology.world_size
+    ):
         raise ConfigError(
-            f"num_processes={launch.num_processes}, but {shape.allocation.source} started {topology.world_size} ranks. "
+            f"num_processes={launch_settings.num_processes}, but {shape.allocation.source} started {topology.world_size} ranks. "
             f"Remove num_processes, or make them agree."
         )
     address, _, port = topology.meeting_point().removeprefix("tcp://").rpartition(":")
-    if launch.main_process_ip is not None:
-        address = launch.main_process_ip
-    env = {
+    if launch_settings.main_process_ip is not None:
+        address = launch_settings.main_process_ip
+    rank_variables = {
         **dict(shape.env),
         "RANK": str(topology.rank),
         "WORLD_SIZE": str(topology.world_size),
@@ -101,14 +104,14 @@ def plan_task(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan
         "LOCAL_WORLD_SIZE": str(topology.local_world_size),
         "GROUP_RANK": str(topology.node_rank),
         "MASTER_ADDR": address.strip("[]"),
-        "MASTER_PORT": str(launch.main_process_port or port),
+        "MASTER_PORT": str(launch_settings.main_process_port or port),
     }
-    threads = max(1, host.cores // topology.local_world_size)
+    num_threads = max(1, host.cores // topology.local_world_size)
     if "OMP_NUM_THREADS" not in host.env:
-        env.setdefault("OMP_NUM_THREADS", str(threads))
+        rank_variables.setdefault("OMP_NUM_THREADS", str(num_threads))
     return LaunchPlan(
         launcher="task",
-        procs=(Proc(worker_argv(request.target, host), env),),
+        procs=(Proc(worker_argv(request.target, host), rank_variables),),
         notes=shape.notes[:1],
         supervision=supervision(request, shape),
         target=request.target,
@@ -117,68 +120,71 @@ def plan_task(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan
 
 def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return a batch script that runs this command on every machine of a new job, and the command that submits it."""
-    launch = request.config.launch
-    targets: list[LaunchTarget] = [
+    launch_settings = request.config.launch
+    extension_targets: list[LaunchTarget] = [
         offer.load() for offer in extension.offers("launch_targets").values()
     ]
     outlives_machines = any(
         target.outlives_machines is not None and target.outlives_machines(request)
-        for target in targets
+        for target in extension_targets
     )
-    user_options = _dashed(launch.submit_options)
+    user_options = _dashed_options(launch_settings.submit_options)
     if (
         "nodes" in user_options
-        and str(user_options["nodes"]) != (nodes := _nodes(launch))
-        and nodes != "1"
+        and str(user_options["nodes"])
+        != (requested_nodes := _node_range(launch_settings))
+        and requested_nodes != "1"
     ):
         raise ConfigError(
-            f"submit_options nodes={user_options['nodes']} contradicts num_machines={nodes}: the job would wait for machines that are not "
+            f"submit_options nodes={user_options['nodes']} contradicts num_machines={requested_nodes}: the job would wait for machines that are not "
             "reserved, or reserve machines that it does not use. Remove nodes."
         )
-    name = re.sub(r"[^\w.-]", "-", PurePath(request.target.name).stem) or "hasten"
-    options: dict[str, Any] = {
-        "job-name": name,
-        "nodes": _nodes(launch),
+    job_name = re.sub(r"[^\w.-]", "-", PurePath(request.target.name).stem) or "hasten"
+    batch_options: dict[str, Any] = {
+        "job-name": job_name,
+        "nodes": _node_range(launch_settings),
         **_DEFAULTS,
         **user_options,
     }
-    options.setdefault("requeue", not options.get("no-requeue"))
+    batch_options.setdefault("requeue", not batch_options.get("no-requeue"))
     if outlives_machines:
-        options.setdefault("no-kill", True)
-    command = [
+        batch_options.setdefault("no-kill", True)
+    launch_command = [
         host.python,
         "-m",
         "hasten.cli.main",
         "launch",
         *without_submit(request.flags),
     ]
-    lines = [
+    script_lines = [
         "#!/bin/bash",
-        *_directives(options),
+        *_directive_lines(batch_options),
         "",
         f"cd {shlex.quote(request.folder)} || exit",
         *_TRAP.splitlines(),
         "",
     ]
-    lines += [
+    script_lines += [
         "# One command per machine; ranks, addresses and devices are read from SLURM and the machine.",
         *(_SRUN_OUTLIVING if outlives_machines else _SRUN),
-        f"    {shlex.join(command)} \\",
+        f"    {shlex.join(launch_command)} \\",
         f"    {shlex.join([request.target.name, *request.target.args])} &",
         *_WAIT.splitlines()[1:],
         *(_CODE_OF_MACHINE_0 if outlives_machines else ()),
-        *(_REQUEUE.splitlines() if options["requeue"] else []),
+        *(_REQUEUE.splitlines() if batch_options["requeue"] else []),
         'exit "$code"',
     ]
-    path = f"{name}.sbatch"
+    script_path = f"{job_name}.sbatch"
     return LaunchPlan(
         launcher="slurm",
-        procs=(Proc(("sbatch", path)),),
+        procs=(Proc(("sbatch", script_path)),),
         notes=(
             f"the script requests one task per machine; hasten starts {'its processes' if outlives_machines else 'one process per device'}",
         ),
         submitter=Submitter("sbatch", "add --dry-run to see the script"),
-        files=(PlannedFile(path, "\n".join(lines) + "\n", executable=True),),
+        files=(
+            PlannedFile(script_path, "\n".join(script_lines) + "\n", executable=True),
+        ),
         supervision=supervision(request, JobShape(num_processes=1)),
         target=request.target,
     )
@@ -193,42 +199,49 @@ TARGET: Final = LaunchTarget(
 
 def without_submit(flags: tuple[str, ...]) -> list[str]:
     """Return the options as typed, without those that request the batch script."""
-    kept_words: list[str] = []
-    skip = False
-    for word in flags:
-        if skip:
-            skip = False
+    launch_words: list[str] = []
+    skips_next = False
+    for flag_word in flags:
+        if skips_next:
+            skips_next = False
             continue
-        name, equals, _ = word.partition("=")
-        if name in _SCRIPT_FLAGS:
-            skip = not equals and "dry" not in name
+        flag_name, equals, _ = flag_word.partition("=")
+        if flag_name in _SCRIPT_FLAGS:
+            skips_next = not equals and "dry" not in flag_name
             continue
-        kept_words.append(word)
-    return kept_words
+        launch_words.append(flag_word)
+    return launch_words
 
 
-def _nodes(launch: LaunchConfig) -> str:
+def _node_range(launch_settings: LaunchConfig) -> str:
     return (
-        launch.nnodes.replace(":", "-") if launch.nnodes else str(launch.num_machines)
+        launch_settings.nnodes.replace(":", "-")
+        if launch_settings.nnodes
+        else str(launch_settings.num_machines)
     )
 
 
-def _dashed(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.strip("-").replace("_", "-"): value for name, value in options.items()}
+def _dashed_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        option_name.strip("-").replace("_", "-"): option_value
+        for option_name, option_value in options.items()
+    }
 
 
-def _directives(options: Mapping[str, Any]) -> list[str]:
+def _directive_lines(options: Mapping[str, Any]) -> list[str]:
     """Return the #SBATCH lines; true is an option without value, false and None omit the option."""
-    lines = []
-    for name, value in options.items():
-        if value is None or value is False:
+    directive_lines = []
+    for option_name, option_value in options.items():
+        if option_value is None or option_value is False:
             continue
-        if not f"{name}{value}".isprintable():
+        if not f"{option_name}{option_value}".isprintable():
             raise ConfigError(
-                f"submit_options: {name}={value!r} contains a character that would end its #SBATCH line, and what follows would be read as "
+                f"submit_options: {option_name}={option_value!r} contains a character that would end its #SBATCH line, and what follows would be read as "
                 f"another one; remove it."
             )
-        lines.append(
-            f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={value}"
+        directive_lines.append(
+            f"#SBATCH --{option_name}"
+            if option_value is True
+            else f"#SBATCH --{option_name}={option_value}"
         )
-    return lines
+    return directive_lines

@@ -29,13 +29,13 @@ from hasten.launch.base import LaunchPlan, Meeting, Supervision
 from hasten.launch.checkin import Report
 from hasten.launch.elastic.handler import elastic_handler
 from hasten.launch.elastic.peers import (
-    COLLECT_S,
+    COLLECT_TIMEOUT_S,
     MachineLost,
     PeerMachineFailed,
     Peers,
     agreed_exit_code,
+    run_within,
     with_others,
-    within,
 )
 from hasten.launch.elastic.rendezvous import (
     CheckIn,
@@ -84,10 +84,10 @@ class MachineSupervisor:
 
     def restarts_left(self, agent_restarts: int) -> int:
         """Return the restarts left: machines of a fixed set share one budget; elastic ones use the agent's count."""
-        elastic = isinstance(self._handler, ElasticRendezvous)
+        is_elastic = isinstance(self._handler, ElasticRendezvous)
         return (
             agent_restarts
-            if elastic
+            if is_elastic
             else max(0, self._supervision.max_restarts - self._handler.round)
         )
 
@@ -97,15 +97,19 @@ class MachineSupervisor:
 
     def some_ended(self, process_ends: Sequence[End]) -> None:
         """Report ended processes, while others still run, to the ranks of this machine and to the other machines."""
-        codes = {end.rank: end.code for end in process_ends if end.code is not None}
-        if codes == self._ended:
+        exit_codes = {
+            process_end.rank: process_end.code
+            for process_end in process_ends
+            if process_end.code is not None
+        }
+        if exit_codes == self._ended:
             return
-        self._ended = codes
+        self._ended = exit_codes
         if (peers := self._handler.peers) is not None and len(peers.hosts) > 1:
             # exchanged by the thread that polls the other machines
-            peers.ended.update(codes)
+            peers.ended.update(exit_codes)
         else:
-            launcher_files.write_ended(codes, environment.snapshot())
+            launcher_files.write_ended(exit_codes, environment.snapshot())
 
     def failed(self, result: RunResult, restarts_left: int) -> int:
         """Record the failures, kill leftover processes, and return the number of restarts left."""
@@ -113,7 +117,7 @@ class MachineSupervisor:
         # loader workers of ranks that died without stopping them
         kill_groups(self.groups)
         self.groups.clear()
-        if restarts_left > 0 and self._told_elsewhere():
+        if restarts_left > 0 and self._other_was_signalled():
             # another machine received a stop signal; the scheduler restarts the whole job
             return 0
         if restarts_left > 0:
@@ -122,18 +126,20 @@ class MachineSupervisor:
             self._say(f"restart {max_restarts - restarts_left + 1} of {max_restarts}")
         return restarts_left
 
-    def _told_elsewhere(self) -> bool:
-        peers, signalled = self._handler.peers, [False]
+    def _other_was_signalled(self) -> bool:
+        peers, was_signalled = self._handler.peers, [False]
         if peers is None or not all(
-            f.code == PREEMPTED for f in self.failures if not f.stopped
+            failure.code == PREEMPTED
+            for failure in self.failures
+            if not failure.stopped
         ):
             return False
 
         def ask() -> None:
-            signalled[0] = peers.stopping()
+            was_signalled[0] = peers.stopping()
 
-        within(COLLECT_S, ask)
-        return signalled[0]
+        run_within(COLLECT_TIMEOUT_S, ask)
+        return was_signalled[0]
 
     def stopping(self, number: signal.Signals) -> int:
         """Notify the other machines, and return the seconds that the processes may take to save and exit."""
@@ -141,7 +147,7 @@ class MachineSupervisor:
             return SHUTDOWN_S
         self._guard.hold()
         if (peers := self._handler.peers) is not None:
-            within(1.0, peers.say_stopping)
+            run_within(1.0, peers.say_stopping)
         return math.ceil(self._supervision.stop_grace_s)
 
     def finished(self) -> bool:
@@ -164,35 +170,40 @@ class _Run:
     supervisor: MachineSupervisor | None = None
     agent: TorchAgent | None = None
 
-    def to_the_end(self, scratch: str) -> int:
+    def run_processes(self, scratch: str) -> int:
         """Run to completion and return the exit code of this machine's processes."""
         meeting, supervision = self.plan.meeting, self.plan.supervision
         assert meeting is not None, "a torchrun plan has a meeting"
-        self.handler = _handler(meeting, self.check_in)
+        self.handler = _rendezvous_handler(meeting, self.check_in)
         self.supervisor = MachineSupervisor(
             self.handler, supervision, self.guard, self.say
         )
-        spec, logs = _spec(self.plan, self.handler), _logs(supervision, scratch)
-        self.agent = TorchAgent(spec, logs, self.supervisor, self.supervisor.some_ended)
-        return self._outcome(self.agent, self.handler, self.supervisor)
+        worker_spec, logs_specs = (
+            _worker_spec(self.plan, self.handler),
+            _logs_specs(supervision, scratch),
+        )
+        self.agent = TorchAgent(
+            worker_spec, logs_specs, self.supervisor, self.supervisor.some_ended
+        )
+        return self._run_agent(self.agent, self.handler, self.supervisor)
 
-    def _outcome(
+    def _run_agent(
         self, agent: TorchAgent, handler: Handler, supervisor: MachineSupervisor
     ) -> int:
         """Run the processes, report their failures, and return the exit code."""
         try:
-            result: RunResult | None = agent.run()
+            run_result: RunResult | None = agent.run()
         except PeerMachineFailed as error:
             self.guard.hold()
             if not (supervisor.failures or error.failures):
-                self._fail(str(error))
+                self._say_reason(str(error))
                 return error.code
-            return self._tell_failure(
+            return self._report_failures(
                 [*supervisor.failures, *error.failures], handler.peers
             )
         except (LaunchError, RendezvousError, DistError) as error:
             self.guard.hold()
-            self._fail(
+            self._say_reason(
                 f"{error}"
                 if isinstance(error, LaunchError)
                 else f"the rendezvous failed: {error}"
@@ -202,54 +213,54 @@ class _Run:
             return STALLED if isinstance(error, MachineLost) else 1
         self.guard.hold()
         # None: the job ended while this machine was waiting to join
-        if result is None or not result.is_failed():
+        if run_result is None or not run_result.is_failed():
             # background processes of a program that succeeded are left running
             supervisor.groups.clear()
             return 0
-        return self._tell_failure(supervisor.failures, handler.peers)
+        return self._report_failures(supervisor.failures, handler.peers)
 
-    def _fail(self, words: str) -> None:
+    def _say_reason(self, words: str) -> None:
         self.say(words)
-        verdict.leave(words)
+        verdict.write_verdict(words)
 
-    def _tell_failure(self, failures: Sequence[Failure], peers: Peers | None) -> int:
+    def _report_failures(self, failures: Sequence[Failure], peers: Peers | None) -> int:
         host, time_s = socket.gethostname(), time.time()
         process_ends = self.agent.ends() if self.agent is not None else []
         left_early = [
-            Failure(end.rank, host, 0, time_s, end.pid)
-            for end in process_ends
-            if end.code == 0
+            Failure(process_end.rank, host, 0, time_s, process_end.pid)
+            for process_end in process_ends
+            if process_end.code == 0
         ]
-        failures, silent = with_others([*failures, *left_early], peers)
+        failures, silent_machines = with_others([*failures, *left_early], peers)
         self.say(
             render_failure(
                 failures,
                 python=sys.executable,
-                full=self.plan.supervision.debug,
-                lost=silent,
+                is_full=self.plan.supervision.debug,
+                lost_machines=silent_machines,
             )
         )
-        first = first_failure(failures)
-        verdict.leave(
+        first_cause = first_failure(failures)
+        verdict.write_verdict(
             verdict.failure_words(
-                first, many_machines=peers is not None and len(peers.hosts) > 1
+                first_cause, many_machines=peers is not None and len(peers.hosts) > 1
             )
         )
-        return first.exit_code or 1
+        return first_cause.exit_code or 1
 
     def stopped(self, number: int) -> int:
         """Return the exit code after a signal."""
         self.guard.hold()
-        name = signal.Signals(number).name
+        signal_name = signal.Signals(number).name
         if self.agent is None or not self.agent.num_started:
-            self.say(f"{name}: the job has not started, and nothing was saved")
+            self.say(f"{signal_name}: the job has not started, and nothing was saved")
             return 128 + number
-        codes = [end.code for end in self.agent.ends()]
-        code, end_words = end_after_signal(
-            number, codes if len(codes) == self.agent.num_started else []
+        exit_codes = [process_end.code for process_end in self.agent.ends()]
+        exit_code, end_words = end_after_signal(
+            number, exit_codes if len(exit_codes) == self.agent.num_started else []
         )
-        self.say(f"{name}: all processes of this machine {end_words}")
-        return code
+        self.say(f"{signal_name}: all processes of this machine {end_words}")
+        return exit_code
 
     def agreed(self, code: int) -> int:
         """Return the exit code on which the machines agree; later signals no longer change it."""
@@ -280,30 +291,30 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
         with_address(report, meeting), supervision, say, meeting.join_timeout_s
     )
     with tempfile.TemporaryDirectory(prefix="hasten-launch-") as scratch:
-        guard = SignalGuard(
-            lambda: run.groups(),
+        signal_guard = SignalGuard(
+            lambda: job_run.groups(),
             grace_s=SHUTDOWN_S + 5,
             saving_grace_s=supervision.stop_grace_s + 5,
             last_words=say,
         )
-        run = _Run(plan, check_in, say, guard)
-        with guard:
+        job_run = _Run(plan, check_in, say, signal_guard)
+        with signal_guard:
             try:
-                code = run.agreed(run.to_the_end(scratch))
-                if run.handler is not None:
+                exit_code = job_run.agreed(job_run.run_processes(scratch))
+                if job_run.handler is not None:
                     # not after a signal: the other machines of an elastic job may continue
-                    run.handler.shutdown()
-                return code
+                    job_run.handler.shutdown()
+                return exit_code
             except (SignalException, Interrupted) as stop:
-                return run.agreed(
-                    run.stopped(
+                return job_run.agreed(
+                    job_run.stopped(
                         stop.sigval
                         if isinstance(stop, SignalException)
                         else stop.number
                     )
                 )
             finally:
-                kill_groups(run.groups())
+                kill_groups(job_run.groups())
 
 
 def _failures_of(result: RunResult) -> list[Failure]:
@@ -313,17 +324,17 @@ def _failures_of(result: RunResult) -> list[Failure]:
         read_failure(
             rank,
             host,
-            f.exitcode,
-            f.pid,
-            error_file=str(f.error_file or ""),
+            process_failure.exitcode,
+            process_failure.pid,
+            error_file=str(process_failure.error_file or ""),
             time=time_s,
         )
-        for rank, f in result.failures.items()
+        for rank, process_failure in result.failures.items()
     ]
     return [replace(failures[0], stopped=False), *failures[1:]]
 
 
-def _spec(plan: LaunchPlan, handler: Handler) -> WorkerSpec:
+def _worker_spec(plan: LaunchPlan, handler: Handler) -> WorkerSpec:
     (proc,) = plan.procs
     return WorkerSpec(
         role=plan.supervision.role,
@@ -336,17 +347,19 @@ def _spec(plan: LaunchPlan, handler: Handler) -> WorkerSpec:
     )
 
 
-def _logs(supervision: Supervision, scratch: str) -> DefaultLogsSpecs:
+def _logs_specs(supervision: Supervision, scratch: str) -> DefaultLogsSpecs:
     """Return the log settings: terminal output by default; with log_dir files instead, or both; error files always."""
-    keep = supervision.log_dir is not None
-    tee = Std.from_str(supervision.tee) if supervision.tee else Std.NONE
-    folder = Path(supervision.log_dir or scratch)
-    folder.mkdir(parents=True, exist_ok=True)
-    redirects = Std.ALL if keep else Std.NONE
-    return DefaultLogsSpecs(log_dir=str(folder), redirects=redirects, tee=tee)
+    writes_files = supervision.log_dir is not None
+    tee_streams = Std.from_str(supervision.tee) if supervision.tee else Std.NONE
+    log_folder = Path(supervision.log_dir or scratch)
+    log_folder.mkdir(parents=True, exist_ok=True)
+    redirects = Std.ALL if writes_files else Std.NONE
+    return DefaultLogsSpecs(
+        log_dir=str(log_folder), redirects=redirects, tee=tee_streams
+    )
 
 
-def _handler(meeting: Meeting, check_in: CheckIn) -> Handler:
+def _rendezvous_handler(meeting: Meeting, check_in: CheckIn) -> Handler:
     if meeting.kind == "fixed":
         return FixedRendezvous(meeting, check_in)
     return ElasticRendezvous(
@@ -358,6 +371,6 @@ def _quieten_torch(supervision: Supervision) -> None:
     """Silence torch's elastic loggers, which repeat every failure that hasten already reports."""
     if supervision.debug:
         return
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+    for logger_name in list(logging.root.manager.loggerDict):
+        if logger_name.startswith("torch.distributed.elastic"):
+            logging.getLogger(logger_name).setLevel(logging.CRITICAL)

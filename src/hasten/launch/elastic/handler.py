@@ -53,25 +53,31 @@ def elastic_handler(meeting: Meeting, local_address: str) -> RendezvousHandler:
 
     Raises: LaunchError if the store cannot be served or reached.
     """
-    options: dict[str, str] = {
+    rdzv_options: dict[str, str] = {
         **_DEFAULTS,
         "join_timeout": f"{meeting.join_timeout_s:.0f}",
         **meeting.options,
     }
-    options.setdefault("is_host", str(_hosts(meeting)))
-    parameters = RendezvousParameters(
+    rdzv_options.setdefault("is_host", str(_is_store_host(meeting)))
+    rdzv_parameters = RendezvousParameters(
         backend="c10d",
         endpoint=f"{meeting.address}:{meeting.port}",
         run_id=meeting.run_id,
         min_nodes=meeting.min_machines,
         max_nodes=meeting.max_machines,
         local_addr=local_address,
-        **options,
+        **rdzv_options,
     )
-    within = timedelta(seconds=float(parameters.get("read_timeout", _STORE_TIMEOUT_S)))
-    store = _tcp_store(meeting, bool(parameters.get_as_bool("is_host", False)), within)
+    read_timeout = timedelta(
+        seconds=float(rdzv_parameters.get("read_timeout", _STORE_TIMEOUT_S))
+    )
+    store = _tcp_store(
+        meeting, bool(rdzv_parameters.get_as_bool("is_host", False)), read_timeout
+    )
     return create_handler(
-        store, CheckedBackend(C10dRendezvousBackend(store, meeting.run_id)), parameters
+        store,
+        CheckedBackend(C10dRendezvousBackend(store, meeting.run_id)),
+        rdzv_parameters,
     )
 
 
@@ -130,32 +136,32 @@ class _StateReader(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _hosts(meeting: Meeting) -> bool:
+def _is_store_host(meeting: Meeting) -> bool:
     if meeting.machine_rank is not None:
         return meeting.machine_rank == 0
     return network.owns_address(meeting.address)
 
 
-def _tcp_store(meeting: Meeting, hosts: bool, within: timedelta) -> Store:
+def _tcp_store(meeting: Meeting, is_host: bool, read_timeout: timedelta) -> Store:
     network.check_resolves(meeting.address)
     try:
-        if hosts:
+        if is_host:
             return serve_store(
-                meeting.address, meeting.port, within, alone=meeting.alone
+                meeting.address, meeting.port, read_timeout, alone=meeting.alone
             )
-        return join_store(meeting.address, meeting.port, within)
+        return join_store(meeting.address, meeting.port, read_timeout)
     except (DistError, OSError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise LaunchError(
                 f"port {meeting.port} on {meeting.address} is already in use, often by a run that is still alive. "
                 f"Choose another with --main_process_port."
             ) from error
-        words = (
+        problem_text = (
             "this machine cannot host the rendezvous at"
-            if hosts
+            if is_host
             else "no machine responds at"
         )
         raise LaunchError(
-            f"{words} {meeting.address}:{meeting.port} ({str(error).strip().splitlines()[0][:200]}). Start the job on the machine "
+            f"{problem_text} {meeting.address}:{meeting.port} ({str(error).strip().splitlines()[0][:200]}). Start the job on the machine "
             f"that has this address, and check --main_process_ip, --main_process_port and the firewall."
         ) from error

@@ -21,14 +21,14 @@ from hasten.launch.failure import PREEMPTED, Failure
 from hasten.runtime import env as environment
 from hasten.runtime import launcher_files
 
-COLLECT_S: Final = 3.0
-_SILENCE_S: Final = 60.0
-_NO_ANSWER_S: Final = 25.0
-_LOOK_EVERY_S: Final = 1.0
-_LOST_S: Final = 10.0
+COLLECT_TIMEOUT_S: Final = 3.0
+_HEARTBEAT_TIMEOUT_S: Final = 60.0
+_POLL_TIMEOUT_S: Final = 25.0
+_POLL_INTERVAL_S: Final = 1.0
+_EXIT_HEARTBEAT_TIMEOUT_S: Final = 10.0
 _STOPPING: Final = "stopping"
 # the thread is a daemon: one that is stuck in a dead connection is abandoned
-_CLOSE_S: Final = 0.5
+_CLOSE_TIMEOUT_S: Final = 0.5
 
 
 class PeerMachineFailed(LaunchError):
@@ -57,7 +57,7 @@ class Peers:
     _beat: int = 0
     ended: dict[int, int] = field(default_factory=dict)
     """Exit codes of this machine's ranks that have ended; shared by copies of this object."""
-    _heard: dict[int, tuple[str, float]] = field(default_factory=dict)
+    _last_beats: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def key(self, topic: str, machine: int) -> str:
         """Return the key of what a machine publishes in this round."""
@@ -70,23 +70,27 @@ class Peers:
         """
         self._beat += 1
         self.store.set(self.key("beat", self.index), str(self._beat))
-        if failures := self.published():
+        if failures := self.published_failures():
             raise PeerMachineFailed(f"machine {failures[0].host} failed", failures)
-        self._hear_of_ends()
+        self._raise_for_stopped()
         now_s = time.monotonic()
         for machine, host in enumerate(self.hosts):
             if machine == self.index:
                 continue
-            key = self.key("beat", machine)
-            beat = self.store.get(key).decode() if self.store.check([key]) else ""
-            last_beat, since_s = self._heard.setdefault(machine, (beat, now_s))
+            beat_key = self.key("beat", machine)
+            beat = (
+                self.store.get(beat_key).decode()
+                if self.store.check([beat_key])
+                else ""
+            )
+            last_beat, since_s = self._last_beats.setdefault(machine, (beat, now_s))
             if beat != last_beat:
-                self._heard[machine] = (beat, now_s)
-            elif now_s - since_s > _SILENCE_S and not self.store.check(
+                self._last_beats[machine] = (beat, now_s)
+            elif now_s - since_s > _HEARTBEAT_TIMEOUT_S and not self.store.check(
                 [self.key("done", machine)]
             ):
                 raise MachineLost(
-                    f"machine {machine} ({host}) has not responded for {_SILENCE_S:g} s: it is down, or the network to it is. The job "
+                    f"machine {machine} ({host}) has not responded for {_HEARTBEAT_TIMEOUT_S:g} s: it is down, or the network to it is. The job "
                     "cannot continue without it; check the machine, then restart the job."
                 )
 
@@ -97,18 +101,18 @@ class Peers:
             self.key("ended", self.index), json.dumps(list(exit_codes.items()))
         )
         for machine in range(len(self.hosts)):
-            key = self.key("ended", machine)
-            if machine != self.index and self.store.check([key]):
+            ended_key = self.key("ended", machine)
+            if machine != self.index and self.store.check([ended_key]):
                 exit_codes.update(
                     {
                         int(rank): int(code)
-                        for rank, code in json.loads(self.store.get(key))
+                        for rank, code in json.loads(self.store.get(ended_key))
                     }
                 )
         return exit_codes
 
-    def _hear_of_ends(self) -> None:
-        for machine, code in self._codes().items():
+    def _raise_for_stopped(self) -> None:
+        for machine, code in self._exit_codes().items():
             if machine != self.index and code not in (0, PREEMPTED):
                 raise PeerMachineFailed(
                     f"machine {machine} ({self.hosts[machine]}) was stopped (exit code {code}), and the job cannot continue without it. "
@@ -130,73 +134,88 @@ class Peers:
         Machines that publish nothing for `timeout_s`, or whose heartbeat stops, are not waited for.
         """
         self.store.set(_exit_key(self.index), str(code))
-        deadline, beats = (
+        deadline_s, last_beats = (
             time.monotonic() + timeout_s,
             dict.fromkeys(range(len(self.hosts)), ("", time.monotonic())),
         )
-        while waited := [
-            m for m in range(len(self.hosts)) if not self.store.check([_exit_key(m)])
+        while awaited_machines := [
+            awaited_machine
+            for awaited_machine in range(len(self.hosts))
+            if not self.store.check([_exit_key(awaited_machine)])
         ]:
             now_s = time.monotonic()
-            for machine in waited:
-                key = self.key("beat", machine)
-                beat = self.store.get(key).decode() if self.store.check([key]) else ""
-                if beat != beats[machine][0]:
-                    beats[machine] = (beat, now_s)
-            if now_s > deadline or all(now_s - beats[m][1] > _LOST_S for m in waited):
+            for machine in awaited_machines:
+                beat_key = self.key("beat", machine)
+                beat = (
+                    self.store.get(beat_key).decode()
+                    if self.store.check([beat_key])
+                    else ""
+                )
+                if beat != last_beats[machine][0]:
+                    last_beats[machine] = (beat, now_s)
+            if now_s > deadline_s or all(
+                now_s - last_beats[awaited_machine][1] > _EXIT_HEARTBEAT_TIMEOUT_S
+                for awaited_machine in awaited_machines
+            ):
                 break
             time.sleep(0.02)
-        return agreed_code(list(self._codes().values()))
+        return agreed_code(list(self._exit_codes().values()))
 
-    def _codes(self) -> dict[int, int]:
+    def _exit_codes(self) -> dict[int, int]:
         """Return the exit codes of the machines that have published one."""
-        keys = {m: _exit_key(m) for m in range(len(self.hosts))}
+        exit_keys = {machine: _exit_key(machine) for machine in range(len(self.hosts))}
         return {
-            m: int(self.store.get(key))
-            for m, key in keys.items()
-            if self.store.check([key])
+            machine: int(self.store.get(exit_key))
+            for machine, exit_key in exit_keys.items()
+            if self.store.check([exit_key])
         }
 
     def publish(self, failures: Sequence[Failure]) -> None:
         """Publish the failures of this machine's ranks."""
         self.store.set(
-            self.key("failed", self.index), json.dumps([f.encode() for f in failures])
+            self.key("failed", self.index),
+            json.dumps([failure.encode() for failure in failures]),
         )
 
-    def published(self) -> list[Failure]:
+    def published_failures(self) -> list[Failure]:
         """Return the failures published by other machines."""
         failures: list[Failure] = []
         for machine in range(len(self.hosts)):
-            key = self.key("failed", machine)
-            if machine != self.index and self.store.check([key]):
+            failed_key = self.key("failed", machine)
+            if machine != self.index and self.store.check([failed_key]):
                 failures += [
-                    Failure.decode(item) for item in json.loads(self.store.get(key))
+                    Failure.decode(encoded_failure)
+                    for encoded_failure in json.loads(self.store.get(failed_key))
                 ]
         return failures
 
     def collect(self, timeout_s: float) -> list[Failure]:
         """Return the failures of all other machines, waiting up to `timeout_s` for machines that are still stopping."""
-        deadline = time.monotonic() + timeout_s
-        keys = [
-            self.key("failed", m) for m in range(len(self.hosts)) if m != self.index
+        deadline_s = time.monotonic() + timeout_s
+        failed_keys = [
+            self.key("failed", machine)
+            for machine in range(len(self.hosts))
+            if machine != self.index
         ]
-        while time.monotonic() < deadline and not self.store.check(keys):
+        while time.monotonic() < deadline_s and not self.store.check(failed_keys):
             time.sleep(0.05)
-        return self.published()
+        return self.published_failures()
 
     def silent(self) -> list[str]:
         """Return the machines that have published neither a failure nor completion."""
         return [
-            f"machine {m} ({host})"
-            for m, host in enumerate(self.hosts)
-            if m != self.index
-            and not self.store.check([self.key("failed", m)])
-            and not self.store.check([self.key("done", m)])
+            f"machine {machine} ({host})"
+            for machine, host in enumerate(self.hosts)
+            if machine != self.index
+            and not self.store.check([self.key("failed", machine)])
+            and not self.store.check([self.key("done", machine)])
         ]
 
     def all_done(self) -> bool:
         """Return whether every machine's ranks have finished."""
-        return self.store.check([self.key("done", m) for m in range(len(self.hosts))])
+        return self.store.check(
+            [self.key("done", machine) for machine in range(len(self.hosts))]
+        )
 
     def waiting(self) -> int:
         """Return the number of machines that wait to restart the job."""
@@ -205,12 +224,16 @@ class Peers:
     def leave(self, timeout_s: float) -> None:
         """Leave the store; machine 0, which serves it, waits until the others have finished reading."""
         # shared by all rounds, like the exit codes
-        gone = [f"gone/{m}" for m in range(1, len(self.hosts))]
+        gone_keys = [f"gone/{machine}" for machine in range(1, len(self.hosts))]
         if self.index != 0:
             self.store.set(f"gone/{self.index}", "1")
             return
-        deadline = time.monotonic() + timeout_s
-        while gone and time.monotonic() < deadline and not self.store.check(gone):
+        deadline_s = time.monotonic() + timeout_s
+        while (
+            gone_keys
+            and time.monotonic() < deadline_s
+            and not self.store.check(gone_keys)
+        ):
             time.sleep(0.02)
 
 
@@ -219,12 +242,12 @@ def _exit_key(machine: int) -> str:
     return f"exit/{machine}"
 
 
-def agreed_code(codes: Sequence[int]) -> int:
+def agreed_code(exit_codes: Sequence[int]) -> int:
     """Return the exit code of the job, given the machines' `codes`: failure first, then preemption, then success."""
-    failed = [code for code in codes if code not in (0, PREEMPTED)]
-    if failed:
-        return failed[0]
-    return PREEMPTED if PREEMPTED in codes else 0
+    failure_codes = [code for code in exit_codes if code not in (0, PREEMPTED)]
+    if failure_codes:
+        return failure_codes[0]
+    return PREEMPTED if PREEMPTED in exit_codes else 0
 
 
 class PeerWatch:
@@ -251,9 +274,9 @@ class PeerWatch:
         """
         if self._problem is not None:
             raise self._problem
-        silent = time.monotonic() - self._last_word
-        if silent > _NO_ANSWER_S:
-            raise MachineLost(f"{self._lost} (no response for {silent:.0f} s)")
+        silent_s = time.monotonic() - self._last_word
+        if silent_s > _POLL_TIMEOUT_S:
+            raise MachineLost(f"{self._lost} (no response for {silent_s:.0f} s)")
         return self._waiting
 
     def wait_done(self) -> None:
@@ -271,24 +294,24 @@ class PeerWatch:
         """Stop polling; a thread that is stuck is abandoned until the process exits."""
         self._stop.set()
         self._wake.set()
-        self._thread.join(_CLOSE_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        announced = False
-        ended: dict[int, int] = {}
+        is_announced = False
+        exit_codes: dict[int, int] = {}
         while not self._stop.is_set():
             try:
                 self._peers.look()
-                if (codes := self._peers.ended_anywhere()) != ended:
-                    ended = codes
-                    launcher_files.write_ended(ended, environment.snapshot())
+                if (new_codes := self._peers.ended_anywhere()) != exit_codes:
+                    exit_codes = new_codes
+                    launcher_files.write_ended(exit_codes, environment.snapshot())
                 self._waiting = self._peers.waiting()
-                if self._finished and not announced:
+                if self._finished and not is_announced:
                     self._peers.store.set(
                         self._peers.key("done", self._peers.index), "1"
                     )
-                    announced = True
-                self._all_done = announced and self._peers.all_done()
+                    is_announced = True
+                self._all_done = is_announced and self._peers.all_done()
             except LaunchError as error:
                 self._problem = error
                 return
@@ -301,7 +324,7 @@ class PeerWatch:
             self._last_word = time.monotonic()
             if self._all_done:
                 return
-            self._wake.wait(0.02 if self._finished else _LOOK_EVERY_S)
+            self._wake.wait(0.02 if self._finished else _POLL_INTERVAL_S)
             self._wake.clear()
 
 
@@ -311,20 +334,26 @@ def with_others(
     """Return the failures of all machines, and the machines that no longer respond."""
     if peers is None or len(peers.hosts) == 1:
         return list(failures), []
-    known_ranks = {(f.host, f.rank) for f in failures}
+    known_ranks = {(failure.host, failure.rank) for failure in failures}
     remote_failures: list[Failure] = []
-    silent: list[str] = [] if peers.index == 0 else [f"machine 0 ({peers.hosts[0]})"]
+    silent_machines: list[str] = (
+        [] if peers.index == 0 else [f"machine 0 ({peers.hosts[0]})"]
+    )
 
     def exchange() -> None:
-        peers.publish([f for f in failures if f.host == socket.gethostname()])
-        remote_failures.extend(
-            f for f in peers.collect(COLLECT_S) if (f.host, f.rank) not in known_ranks
+        peers.publish(
+            [failure for failure in failures if failure.host == socket.gethostname()]
         )
-        silent[:] = peers.silent()
+        remote_failures.extend(
+            failure
+            for failure in peers.collect(COLLECT_TIMEOUT_S)
+            if (failure.host, failure.rank) not in known_ranks
+        )
+        silent_machines[:] = peers.silent()
 
     # Machine 0 collects the others' failures while it waits; the others treat a late answer as no answer.
-    within((2 if peers.index == 0 else 1) * COLLECT_S + 1, exchange)
-    return [*failures, *remote_failures], silent
+    run_within((2 if peers.index == 0 else 1) * COLLECT_TIMEOUT_S + 1, exchange)
+    return [*failures, *remote_failures], silent_machines
 
 
 def agreed_exit_code(peers: Peers | None, code: int, *, saving_s: float) -> int:
@@ -334,18 +363,18 @@ def agreed_exit_code(peers: Peers | None, code: int, *, saving_s: float) -> int:
     """
     if peers is None or len(peers.hosts) == 1:
         return code
-    agreed = [code]
-    wait_s = saving_s if code == PREEMPTED else COLLECT_S
+    agreed_codes = [code]
+    wait_s = saving_s if code == PREEMPTED else COLLECT_TIMEOUT_S
 
     def agree() -> None:
-        agreed[0] = peers.agree(code, wait_s)
-        peers.leave(COLLECT_S)
+        agreed_codes[0] = peers.agree(code, wait_s)
+        peers.leave(COLLECT_TIMEOUT_S)
 
-    within(wait_s + COLLECT_S + 1, agree)
-    return agreed[0]
+    run_within(wait_s + COLLECT_TIMEOUT_S + 1, agree)
+    return agreed_codes[0]
 
 
-def within(seconds: float, talk: Callable[[], None]) -> None:
+def run_within(seconds: float, talk: Callable[[], None]) -> None:
     """Run `talk` for at most `seconds`: a store call never returns once the network is down."""
 
     def run() -> None:

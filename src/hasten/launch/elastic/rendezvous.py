@@ -30,7 +30,7 @@ from hasten.runtime.store import join_store, serve_store
 
 _OPERATION_TIMEOUT: Final = timedelta(seconds=30)
 _SERVER_TIMEOUT: Final = timedelta(seconds=10)
-_LAST_WORDS_S: Final = 3.0
+_READERS_TIMEOUT_S: Final = 3.0
 
 
 @dataclass(slots=True)
@@ -44,32 +44,40 @@ class CheckIn:
     seen: tuple[str, ...] = ()
     """Encoded reports of the last round."""
 
-    def run(self, store: Store, index: int, count: int) -> list[Report]:
+    def run(self, store: Store, machine_index: int, num_machines: int) -> list[Report]:
         """Return every machine's report, after comparing them and printing the rank table on machine 0.
 
         Raises: LaunchError on every machine when they differ or some are missing.
         """
         reports = gather_reports(
             store,
-            index,
-            count,
+            machine_index,
+            num_machines,
             self.report,
             timeout_s=self.timeout_s,
-            waiting=self.say,
+            report_waiting=self.say,
         )
         try:
             check_agreement(reports, self.supervision.expected_world_size)
         except LaunchError as error:
             if self.supervision.check_in == "error":
                 raise
-            if self.supervision.check_in == "warn" and index == 0:
+            if self.supervision.check_in == "warn" and machine_index == 0:
                 self.say(f"warning: {error}")
-        encoded_reports = tuple(r.encode() for r in reports)
-        if index == 0 and not self.supervision.quiet and encoded_reports != self.seen:
-            total = sum(r.num_processes for r in reports)
-            machines = "1 machine" if count == 1 else f"{count} machines"
-            processes = "1 process" if total == 1 else f"{total} processes"
-            self.say(f"{processes} on {machines}\n{rank_table(reports)}")
+        encoded_reports = tuple(report.encode() for report in reports)
+        if (
+            machine_index == 0
+            and not self.supervision.quiet
+            and encoded_reports != self.seen
+        ):
+            num_processes = sum(report.num_processes for report in reports)
+            machines_text = (
+                "1 machine" if num_machines == 1 else f"{num_machines} machines"
+            )
+            processes_text = (
+                "1 process" if num_processes == 1 else f"{num_processes} processes"
+            )
+            self.say(f"{processes_text} on {machines_text}\n{rank_table(reports)}")
         self.seen = encoded_reports
         return reports
 
@@ -109,7 +117,7 @@ class FixedRendezvous(RendezvousHandler):
         self._stop_watch()
         while True:
             try:
-                return self._meet()
+                return self._join_round()
             except DistError as error:
                 if self._hosting or not self._may_return:
                     raise
@@ -118,33 +126,38 @@ class FixedRendezvous(RendezvousHandler):
                 )
                 self._forget_machine_0()
 
-    def _meet(self) -> RendezvousInfo:
-        control = self._connect()
+    def _join_round(self) -> RendezvousInfo:
+        control_store = self._connect()
         if self._index is None:
-            self._index = self._find_index(control)
-        control.set(self._place_key(), str(self._index))
-        self.round = self._next_round(control, self._index)
-        control.add(f"arrivals/{self.round}", 1)
-        store = PrefixStore(f"round/{self.round}", control)
-        reports = self._agreed_reports(control, store, self._index)
+            self._index = self._find_index(control_store)
+        control_store.set(self._rank_key(), str(self._index))
+        self.round = self._next_round(control_store, self._index)
+        control_store.add(f"arrivals/{self.round}", 1)
+        round_store = PrefixStore(f"round/{self.round}", control_store)
+        reports = self._agreed_reports(control_store, round_store, self._index)
         self._peers = Peers(
-            control, self._index, tuple(r.host for r in reports), self.round
+            control_store,
+            self._index,
+            tuple(report.host for report in reports),
+            self.round,
         )
         self._start_watch(self._peers)
-        address, port = self._serve_workers(store)
+        address, port = self._serve_workers(round_store)
         return RendezvousInfo(
-            store, self._index, len(reports), RendezvousStoreInfo(address, port)
+            round_store, self._index, len(reports), RendezvousStoreInfo(address, port)
         )
 
-    def _next_round(self, control: Store, index: int) -> int:
+    def _next_round(self, control_store: Store, own_index: int) -> int:
         """Return the next round that this machine has not joined; a rejoining machine has joined earlier rounds."""
-        number, local_report = self.round + 1, self._check_in.report
-        while control.check([f"round/{number}/report/{index}"]):
-            stored_report = Report.decode(control.get(f"round/{number}/report/{index}"))
-            has_begun = control.check(
+        round_number, local_report = self.round + 1, self._check_in.report
+        while control_store.check([f"round/{round_number}/report/{own_index}"]):
+            stored_report = Report.decode(
+                control_store.get(f"round/{round_number}/report/{own_index}")
+            )
+            has_begun = control_store.check(
                 [
-                    f"round/{number}/report/{i}"
-                    for i in range(self._meeting.max_machines)
+                    f"round/{round_number}/report/{machine_index}"
+                    for machine_index in range(self._meeting.max_machines)
                 ]
             )
             if not has_begun and (stored_report.host, stored_report.address) != (
@@ -153,8 +166,8 @@ class FixedRendezvous(RendezvousHandler):
             ):
                 # two machines claim one rank at the start: the check-in reports it
                 break
-            number += 1
-        return number
+            round_number += 1
+        return round_number
 
     @property
     def _may_return(self) -> bool:
@@ -165,7 +178,7 @@ class FixedRendezvous(RendezvousHandler):
         self._control = self._server = self._worker_store = self._peers = None
         self.round = -1
 
-    def _place_key(self) -> str:
+    def _rank_key(self) -> str:
         report = self._check_in.report
         return f"place/{report.host} {report.address}"
 
@@ -215,14 +228,14 @@ class FixedRendezvous(RendezvousHandler):
     def _start_watch(self, peers: Peers) -> None:
         if self._meeting.alone:
             return
-        where = f"{self._meeting.address}:{self._meeting.port}"
-        lost = (
-            f"lost contact with machine 0 at {where}: it ended, or the network is down. Check its output; the job cannot continue "
+        endpoint = f"{self._meeting.address}:{self._meeting.port}"
+        lost_message = (
+            f"lost contact with machine 0 at {endpoint}: it ended, or the network is down. Check its output; the job cannot continue "
             "without it"
         )
         # a connection used only by the watch
         watch_store = PrefixStore(f"hasten/{self._meeting.run_id}", self._join())
-        self._watch = PeerWatch(replace(peers, store=watch_store), lost)
+        self._watch = PeerWatch(replace(peers, store=watch_store), lost_message)
 
     def _stop_watch(self) -> None:
         if self._watch is not None:
@@ -242,8 +255,8 @@ class FixedRendezvous(RendezvousHandler):
         self._server.set_timeout(_OPERATION_TIMEOUT)
         self._control = PrefixStore(f"hasten/{meeting.run_id}", self._server)
         # this machine is rejoining
-        if self._index is None and self._control.check([self._place_key()]):
-            self._index = int(self._control.get(self._place_key()))
+        if self._index is None and self._control.check([self._rank_key()]):
+            self._index = int(self._control.get(self._rank_key()))
         elif (
             self._index is not None
             and self._control.add(f"taken/{self._index}", 1) == 1
@@ -272,11 +285,11 @@ class FixedRendezvous(RendezvousHandler):
 
     def _join(self) -> TCPStore:
         """Connect to machine 0, which may start later; log the wait."""
-        meeting, start, next_word = self._meeting, time.monotonic(), 5.0
-        where = f"machine 0 at {meeting.address}:{meeting.port}"
-        while not network.reachable(meeting.address, meeting.port):
-            elapsed = time.monotonic() - start
-            if elapsed > meeting.join_timeout_s:
+        meeting, start_s, next_report_s = self._meeting, time.monotonic(), 5.0
+        endpoint_text = f"machine 0 at {meeting.address}:{meeting.port}"
+        while not network.is_reachable(meeting.address, meeting.port):
+            elapsed_s = time.monotonic() - start_s
+            if elapsed_s > meeting.join_timeout_s:
                 network.check_resolves(meeting.address)
                 is_local_address = network.owns_address(
                     meeting.address
@@ -287,12 +300,12 @@ class FixedRendezvous(RendezvousHandler):
                     else ""
                 )
                 raise LaunchError(
-                    f"{where} did not respond within {meeting.join_timeout_s:g} s.{rank_hint} Start the job there with --machine_rank 0, "
+                    f"{endpoint_text} did not respond within {meeting.join_timeout_s:g} s.{rank_hint} Start the job there with --machine_rank 0, "
                     f"check main_process_ip, main_process_port and the firewall, or raise --rdzv_conf join_timeout=SECONDS."
                 )
-            if elapsed > next_word:
-                self._check_in.say(f"waiting for {where} ({elapsed:.0f} s)")
-                next_word *= 2
+            if elapsed_s > next_report_s:
+                self._check_in.say(f"waiting for {endpoint_text} ({elapsed_s:.0f} s)")
+                next_report_s *= 2
             time.sleep(0.1)
         try:
             return join_store(meeting.address, meeting.port, _OPERATION_TIMEOUT)
@@ -302,47 +315,59 @@ class FixedRendezvous(RendezvousHandler):
                 f"Check main_process_ip and main_process_port on every machine."
             ) from error
 
-    def _find_index(self, control: Store) -> int:
+    def _find_index(self, control_store: Store) -> int:
         """Return this machine's rank if none was given: such machines take the free ranks in order of name."""
-        count, report = self._meeting.max_machines, self._check_in.report
+        num_machines, report = self._meeting.max_machines, self._check_in.report
         machine_name = f"{report.host} {report.address} {time.time_ns()}"
-        control.set(f"lobby/{control.add('lobby', 1) - 1}", machine_name)
-        deadline = time.monotonic() + self._meeting.join_timeout_s
-        while control.add("lobby", 0) + control.add("placed", 0) < count:
-            if time.monotonic() > deadline:
-                present = control.add("lobby", 0) + control.add("placed", 0)
+        control_store.set(f"lobby/{control_store.add('lobby', 1) - 1}", machine_name)
+        deadline_s = time.monotonic() + self._meeting.join_timeout_s
+        while (
+            control_store.add("lobby", 0) + control_store.add("placed", 0)
+            < num_machines
+        ):
+            if time.monotonic() > deadline_s:
+                num_present = control_store.add("lobby", 0) + control_store.add(
+                    "placed", 0
+                )
                 raise LaunchError(
-                    f"only {present} of {count} machines arrived within {self._meeting.join_timeout_s:g} s. "
+                    f"only {num_present} of {num_machines} machines arrived within {self._meeting.join_timeout_s:g} s. "
                     f"Start the same command on the others, or lower --num_machines."
                 )
             time.sleep(0.05)
-        names = sorted(
-            control.get(f"lobby/{i}").decode() for i in range(control.add("lobby", 0))
+        machine_names = sorted(
+            control_store.get(f"lobby/{index}").decode()
+            for index in range(control_store.add("lobby", 0))
         )
-        free = [i for i in range(count) if not control.add(f"taken/{i}", 0)]
-        if len(free) < len(names):
+        free_ranks = [
+            index
+            for index in range(num_machines)
+            if not control_store.add(f"taken/{index}", 0)
+        ]
+        if len(free_ranks) < len(machine_names):
             raise LaunchError(
-                f"{control.add('placed', 0) + len(names)} machines arrived, but {count} were expected. Give each a different "
-                f"--machine_rank from 0 to {count - 1}, or give none."
+                f"{control_store.add('placed', 0) + len(machine_names)} machines arrived, but {num_machines} were expected. Give each a different "
+                f"--machine_rank from 0 to {num_machines - 1}, or give none."
             )
-        return free[names.index(machine_name)]
+        return free_ranks[machine_names.index(machine_name)]
 
-    def _agreed_reports(self, control: Store, store: Store, index: int) -> list[Report]:
+    def _agreed_reports(
+        self, control_store: Store, store: Store, index: int
+    ) -> list[Report]:
         """Return the reports of the check-in; if it fails, machine 0 serves it until all have read the reason."""
         try:
             return self._check_in.run(store, index, self._meeting.max_machines)
         except LaunchError:
             # of two machines that claim rank 0, one serves the store and may exit first
             with suppress(DistError):
-                num_readers = control.add(f"heard/{self.round}", 1)
-                deadline = time.monotonic() + _LAST_WORDS_S
+                num_readers = control_store.add(f"heard/{self.round}", 1)
+                deadline_s = time.monotonic() + _READERS_TIMEOUT_S
                 while (
                     self._hosting
-                    and num_readers < control.add(f"arrivals/{self.round}", 0)
-                    and time.monotonic() < deadline
+                    and num_readers < control_store.add(f"arrivals/{self.round}", 0)
+                    and time.monotonic() < deadline_s
                 ):
                     time.sleep(0.02)
-                    num_readers = control.add(f"heard/{self.round}", 0)
+                    num_readers = control_store.add(f"heard/{self.round}", 0)
             raise
 
     def _serve_workers(self, store: Store) -> tuple[str, int]:
@@ -384,20 +409,23 @@ class ElasticRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round with the machines that are present."""
-        info = self._inner.next_rendezvous()
-        store = PrefixStore("hasten", info.store)
-        store.set(f"round/{info.rank}", str(self.round + 1))
-        self._check_in.run(store, info.rank, info.world_size)
-        self.round = max(int(store.get(f"round/{i}")) for i in range(info.world_size))
+        rdzv_info = self._inner.next_rendezvous()
+        round_store = PrefixStore("hasten", rdzv_info.store)
+        round_store.set(f"round/{rdzv_info.rank}", str(self.round + 1))
+        self._check_in.run(round_store, rdzv_info.rank, rdzv_info.world_size)
+        self.round = max(
+            int(round_store.get(f"round/{machine_index}"))
+            for machine_index in range(rdzv_info.world_size)
+        )
         address = self._check_in.report.address
-        if info.rank == 0:
+        if rdzv_info.rank == 0:
             self._worker_store = serve_store(address, 0, _SERVER_TIMEOUT)
-            store.set("workers_meet", f"{address} {self._worker_store.port}")
-        address, port = store.get("workers_meet").decode().split()
+            round_store.set("workers_meet", f"{address} {self._worker_store.port}")
+        address, port = round_store.get("workers_meet").decode().split()
         return RendezvousInfo(
-            info.store,
-            info.rank,
-            info.world_size,
+            rdzv_info.store,
+            rdzv_info.rank,
+            rdzv_info.world_size,
             RendezvousStoreInfo(address, int(port)),
         )
 

@@ -79,16 +79,18 @@ class TorchAgent(LocalElasticAgent):
 
     def ends(self) -> list[End]:
         """Return the exit status of ended processes of the last start. Torch stores exit codes nowhere else."""
-        started = getattr(self._pcontext, "subprocess_handlers", {})
-        ranks = {
+        process_handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        global_ranks = {
             worker.local_rank: worker.global_rank
             for worker in self._worker_group.workers
         }
         process_ends = [
-            End(ranks[local], handler.proc.pid, handler.proc.poll())
-            for local, handler in started.items()
+            End(global_ranks[local_rank], handler.proc.pid, handler.proc.poll())
+            for local_rank, handler in process_handlers.items()
         ]
-        return [end for end in process_ends if end.code is not None]
+        return [
+            process_end for process_end in process_ends if process_end.code is not None
+        ]
 
     @property
     def num_started(self) -> int:
@@ -101,26 +103,26 @@ class TorchAgent(LocalElasticAgent):
             worker_group.spec.max_restarts - self._supervisor.restart_count()
         )
         with _signals_deferred():
-            started: dict[int, int] = super()._start_workers(worker_group)
+            pids_by_rank: dict[int, int] = super()._start_workers(worker_group)
         self._remaining_restarts = self._supervisor.restarts_left(agent_restarts)
-        self._supervisor.started(started.values())
-        return started
+        self._supervisor.started(pids_by_rank.values())
+        return pids_by_rank
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result: RunResult = super()._monitor_workers(worker_group)
-        if result.is_failed():
+        run_result: RunResult = super()._monitor_workers(worker_group)
+        if run_result.is_failed():
             self._remaining_restarts = self._supervisor.failed(
-                result, self._remaining_restarts
+                run_result, self._remaining_restarts
             )
         elif process_ends := self.ends():
             self._some_ended(process_ends)
-        return result
+        return run_result
 
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SHUTDOWN_S
     ) -> None:
-        signalled = isinstance(sys.exception(), SignalException)
-        seconds = self._supervisor.stopping(death_sig) if signalled else SHUTDOWN_S
+        is_signalled = isinstance(sys.exception(), SignalException)
+        seconds = self._supervisor.stopping(death_sig) if is_signalled else SHUTDOWN_S
         if self._pcontext is not None:
             # torch<2.12: _shutdown() does not accept a timeout
             self._pcontext.close(death_sig, seconds)
@@ -137,19 +139,19 @@ def _signals_deferred() -> Iterator[None]:
 
     Torch's handler raises. In the middle of a start it would lose the handles of running processes, which would then never be stopped.
     """
-    raising = processes._terminate_process_handler
-    received: list[int] = []
+    raising_handler = processes._terminate_process_handler
+    received_signals: list[int] = []
 
     def remember(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
+        received_signals.append(signum)
 
     processes._terminate_process_handler = remember
     try:
         yield
     finally:
-        processes._terminate_process_handler = raising
+        processes._terminate_process_handler = raising_handler
         for number in signal.valid_signals():
             if signal.getsignal(number) is remember:
-                signal.signal(number, raising)
-    if received:
-        raising(received[0], None)
+                signal.signal(number, raising_handler)
+    if received_signals:
+        raising_handler(received_signals[0], None)

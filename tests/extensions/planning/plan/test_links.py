@@ -10,7 +10,7 @@ from hasten.errors import ConfigError
 from hasten.extensions.planning.plan import hardware
 from hasten.extensions.planning.plan.speed import predict
 from hasten.extensions.planning.plan.traced import Candidate
-from hasten.launch.links import Links, read
+from hasten.launch.links import Links, read_links
 from hasten.runtime.mesh_plan import MeshSpec
 from tests.extensions.planning.plan.llama import llama
 
@@ -27,7 +27,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         Links(device="cpu", machines=1, per_machine=2, node_gb_s=0.3),
     ):
         links.write(tmp_path / "links.yaml")
-        assert read(tmp_path / "links.yaml") == links
+        assert read_links(tmp_path / "links.yaml") == links
 
 
 def test_the_table_measured_exactly_changes_nothing() -> None:
@@ -84,6 +84,6 @@ def test_a_slower_network_makes_a_slower_plan() -> None:
 def test_a_file_without_link_speeds_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "links.yaml").write_text(text)
     with pytest.raises(ConfigError, match="measure them with `hasten test --links"):
-        read(tmp_path / "links.yaml")
+        read_links(tmp_path / "links.yaml")
     with pytest.raises(ConfigError, match=r"absent\.yaml cannot be read"):
-        read(tmp_path / "absent.yaml")
+        read_links(tmp_path / "absent.yaml")

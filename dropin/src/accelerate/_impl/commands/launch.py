@@ -33,7 +33,7 @@ from hasten.cli import launch_cmd
 from hasten.config.root import Config
 from hasten.config.source import SettingEntry
 from hasten.errors import ConfigError, HastenError
-from hasten.launch.base import look
+from hasten.launch.base import look_at_host
 
 # Any in this file: values of flags.
 _ALONE = (Config().strategy, Config().parallelism)
@@ -131,7 +131,9 @@ def _on_the_cpu(words: Sequence[str]) -> list[SettingEntry]:
     launch, num_processes = config.launch, config.launch.num_processes or 1
     wants_several = launch.multi_gpu or (config.strategy, config.parallelism) != _ALONE
     elsewhere = launch.num_machines > 1 or launch.launcher not in ("auto", "single")
-    if (config.cpu and launch.multi_gpu) or not (config.cpu or look().device == "cpu"):
+    if (config.cpu and launch.multi_gpu) or not (
+        config.cpu or look_at_host().device == "cpu"
+    ):
         return []
     overrides = (
         {"multi_gpu": False, "gpu_ids": "all"}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hasten.launch.network import free_port, reachable
+from hasten.launch.network import free_port, is_reachable
 from hasten.runtime.affinity import set_affinity
 from hasten.runtime.devices import pci_address
 from hasten.runtime.topology import Topology
@@ -205,7 +205,7 @@ def override_numa_affinity(
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    return reachable("localhost", 29500 if port is None else port)
+    return is_reachable("localhost", 29500 if port is None else port)
 
 
 def count_devices() -> int:

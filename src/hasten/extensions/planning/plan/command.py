@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     known = hardware.read(given.hardware) if given.hardware else hardware.KNOWN
     accelerator = hardware.find_accelerator(given.gpu, known)
     if given.links:
-        accelerator = hardware.linked(accelerator, links.read(given.links))
+        accelerator = hardware.linked(accelerator, links.read_links(given.links))
     request = PlanRequest(
         gpus=given.gpus,
         accelerator=accelerator,

@@ -32,7 +32,7 @@ from hasten.extensions.planning.tune.tuning import (
     Values,
     in_output,
 )
-from hasten.launch.base import look
+from hasten.launch.base import look_at_host
 from hasten.runtime.bytes_plan import format_bytes
 
 _ABOUT: Final = """Every trial runs the script from its start, with the same data, and stops it after a few updates. A value is accepted
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         )
     budget = tuning.seconds(given.budget)
     tuning.check_names(given.only)
-    host = look()
+    host = look_at_host()
     on_cuda = host.device == "cuda" and not given.cpu
     machine = TunedMachine(
         cuda=on_cuda,
