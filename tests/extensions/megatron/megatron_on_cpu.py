@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from hasten.extensions.megatron.package import package
+from hasten.extensions.megatron.package import import_megatron
 
 CPU: Final = torch.device("cpu")
 
@@ -124,7 +124,7 @@ def megatron_on_cpu() -> Iterator[None]:
         stack.enter_context(
             patch.object(torch.nn.Module, "cuda", lambda module, *args: module)
         )
-        random = package("tensor_parallel.random")
+        random = import_megatron("tensor_parallel.random")
         stack.enter_context(
             patch.object(
                 random,
@@ -139,7 +139,7 @@ def megatron_on_cpu() -> Iterator[None]:
                 lambda state, *args, **kwargs: torch.set_rng_state(state),
             )
         )
-        tokens = package("transformer.moe.token_dispatcher")
+        tokens = import_megatron("transformer.moe.token_dispatcher")
         stack.enter_context(patch.object(tokens, "maybe_move_tensor_to_cpu", _counted))
         for name, stand_in in (
             ("all_gather", _all_gather),

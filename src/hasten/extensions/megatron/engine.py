@@ -15,7 +15,7 @@ from torch.nn import functional
 from hasten.errors import ConfigError
 from hasten.extensions.megatron.config import EngineArguments
 from hasten.extensions.megatron.families import ModelFacts
-from hasten.extensions.megatron.package import package, quiet
+from hasten.extensions.megatron.package import hide_warnings, import_megatron
 from hasten.extensions.megatron.settings import MegatronLMPlugin
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import device_mesh
@@ -38,67 +38,79 @@ ACTIVATION: Final = MappingProxyType[str, Callable[[Tensor], Tensor]](
 )
 
 
-def _norm(config: Any, hidden_size: int, eps: float) -> nn.Module:
+def _make_norm(config: Any, hidden_size: int, eps: float) -> nn.Module:
     """Return a norm of torch; its gradients are summed over shards of a sequence."""
     kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
-    made = kind(hidden_size, eps=eps, dtype=config.params_dtype)
-    for parameter in made.parameters():
+    norm_module = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+    for parameter in norm_module.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return made
+    return norm_module
 
 
 class Norm(nn.Module):
     """Norm for layer specs, which need a class; creates a norm of torch."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        return _norm(config, hidden_size, eps)
+        return _make_norm(config, hidden_size, eps)
 
 
-def decoder_layers(config: Any, number: int) -> Any:
+def decoder_layers(config: Any, num_layers: int) -> Any:
     """Return the spec of a rank's layers of a decoder-only model."""
-    specs = package("models.gpt.gpt_layer_specs")
-    layer = specs.get_gpt_layer_local_spec(normalization=config.normalization)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-    return package("transformer.transformer_block").TransformerBlockSubmodules(
-        layer_specs=[layer] * number, layer_norm=Norm
+    layer_specs = import_megatron("models.gpt.gpt_layer_specs")
+    layer_spec = layer_specs.get_gpt_layer_local_spec(
+        normalization=config.normalization
+    )
+    layer_spec.submodules.input_layernorm = layer_spec.submodules.pre_mlp_layernorm = (
+        Norm
+    )
+    return import_megatron("transformer.transformer_block").TransformerBlockSubmodules(
+        layer_specs=[layer_spec] * num_layers, layer_norm=Norm
     )
 
 
-def chunk_of(made: EngineArguments, facts: ModelFacts, config: Any) -> nn.Module:
+def chunk_of(
+    engine_arguments: EngineArguments, facts: ModelFacts, config: Any
+) -> nn.Module:
     """Return the layers of this pipeline stage. Ranks: every rank."""
-    state = package("parallel_state")
-    number = package("transformer.transformer_block").get_num_layers_to_build(config)
-    chunk: Any = package("models.gpt").GPTModel(
+    parallel_state = import_megatron("parallel_state")
+    num_layers = import_megatron(
+        "transformer.transformer_block"
+    ).get_num_layers_to_build(config)
+    stage_chunk: Any = import_megatron("models.gpt").GPTModel(
         config=config,
-        transformer_layer_spec=decoder_layers(config, number),
-        pre_process=state.is_pipeline_first_stage(),
-        post_process=state.is_pipeline_last_stage(),
+        transformer_layer_spec=decoder_layers(config, num_layers),
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
-        **made.model,
+        **engine_arguments.model,
     )
-    if chunk.pre_process and facts.fixed_token is not None:
-        chunk.embedding.word_embeddings.register_forward_hook(_Fixed(facts.fixed_token))
-    built: nn.Module = chunk
-    return built
+    if stage_chunk.pre_process and facts.fixed_token is not None:
+        stage_chunk.embedding.word_embeddings.register_forward_hook(
+            _FixedEmbedding(facts.fixed_token)
+        )
+    built_chunk: nn.Module = stage_chunk
+    return built_chunk
 
 
-class _Fixed:
+class _FixedEmbedding:
     """Forward hook that keeps the gradient of one token's embedding at zero, like `padding_idx` in torch."""
 
     def __init__(self, token: int) -> None:
         self._token = token
 
-    def __call__(self, words: Any, inputs: tuple[Tensor, ...], found: Tensor) -> Tensor:
-        fixed = inputs[0] == self._token
+    def __call__(
+        self, words: Any, inputs: tuple[Tensor, ...], embeddings: Tensor
+    ) -> Tensor:
+        is_fixed = inputs[0] == self._token
         # this tensor-parallel rank's shard of (tokens, batch, width)
         if words.reduce_scatter_embeddings:
-            parts = package("parallel_state")
-            ranks, own = (
-                parts.get_tensor_model_parallel_world_size(),
-                parts.get_tensor_model_parallel_rank(),
+            parallel_state = import_megatron("parallel_state")
+            num_ranks, own_rank = (
+                parallel_state.get_tensor_model_parallel_world_size(),
+                parallel_state.get_tensor_model_parallel_rank(),
             )
-            fixed = fixed.t().chunk(ranks)[own]
-        return torch.where(fixed[..., None], found.detach(), found)
+            is_fixed = is_fixed.t().chunk(num_ranks)[own_rank]
+        return torch.where(is_fixed[..., None], embeddings.detach(), embeddings)
 
 
 _PLAIN: Final = MappingProxyType(
@@ -122,52 +134,58 @@ _SIZES: Final = MappingProxyType(
 """Fields of the plugin and the corresponding keywords of megatron-core."""
 
 
-def _shown(sizes: Mapping[str, int | None]) -> str:
+def _describe_sizes(parallel_sizes: Mapping[str, int | None]) -> str:
     """Return the parallel sizes that are not 1, by the names of the plugin's fields."""
-    shown = [
-        f"{field}={sizes[keyword]}"
+    shown_sizes = [
+        f"{field}={parallel_sizes[keyword]}"
         for field, keyword in _SIZES.items()
-        if sizes[keyword] not in (None, 1)
+        if parallel_sizes[keyword] not in (None, 1)
     ]
-    return ", ".join(shown) or "data parallel ranks only"
+    return ", ".join(shown_sizes) or "data parallel ranks only"
 
 
 def refuse_other_devices(ctx: ProcessContext) -> None:
     """Raise if megatron-core's calls of torch.cuda would not use the device of this process."""
     try:
-        reached = torch.device(torch.cuda.current_device()).type
+        cuda_device_type = torch.device(torch.cuda.current_device()).type
     except (RuntimeError, AssertionError):  # torch without CUDA, or no driver
-        reached = "none"
-    if reached != ctx.device.type:
+        cuda_device_type = "none"
+    if cuda_device_type != ctx.device.type:
         raise ConfigError(
             f"strategy='megatron' is not supported on {ctx.device.type!r}, because megatron-core needs CUDA; train on NVIDIA GPUs, "
             "or use strategy='fsdp' with tp_size and pp_size."
         )
 
 
-def join(plugin: MegatronLMPlugin, ctx: ProcessContext) -> None:
+def create_groups(plugin: MegatronLMPlugin, ctx: ProcessContext) -> None:
     """Create megatron-core's groups in this process's group, replacing those of a destroyed group. Ranks: every rank."""
-    state = package("parallel_state")
+    parallel_state = import_megatron("parallel_state")
     if not dist.is_initialized():
         device_mesh(ctx.mesh, ctx.device)
-    sizes = {keyword: getattr(plugin, field) for field, keyword in _SIZES.items()}
-    world, known = getattr(state, "hasten_layout", (None, {}))
-    if state.model_parallel_is_initialized():
-        if world is dist.group.WORLD and known == sizes:
+    parallel_sizes = {
+        keyword: getattr(plugin, field) for field, keyword in _SIZES.items()
+    }
+    existing_world, existing_sizes = getattr(
+        parallel_state, "hasten_layout", (None, {})
+    )
+    if parallel_state.model_parallel_is_initialized():
+        if existing_world is dist.group.WORLD and existing_sizes == parallel_sizes:
             return
-        if world is dist.group.WORLD:
+        if existing_world is dist.group.WORLD:
             raise ConfigError(
-                f"an Accelerator with {_shown(sizes)} was created in a process that already has one with {_shown(known)}, but "
+                f"an Accelerator with {_describe_sizes(parallel_sizes)} was created in a process that already has one with {_describe_sizes(existing_sizes)}, but "
                 "megatron-core supports one layout per process. Start another process."
             )
-        state.destroy_model_parallel()
-    with quiet():
-        state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
-    state.hasten_layout = (dist.group.WORLD, sizes)
+        parallel_state.destroy_model_parallel()
+    with hide_warnings():
+        parallel_state.initialize_model_parallel(
+            **parallel_sizes, create_gloo_process_groups=False
+        )
+    parallel_state.hasten_layout = (dist.group.WORLD, parallel_sizes)
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltEngine:
     """This rank's shard of a model."""
 
     wrapper: Any  # Any: megatron-core is untyped
@@ -181,42 +199,54 @@ class Built:
     """Index of this rank's first layer in the whole model."""
 
 
-def build(
-    made: EngineArguments, facts: ModelFacts, initialise: bool, seed: int, shared: bool
-) -> Built:
+def build_engine(
+    engine_arguments: EngineArguments,
+    facts: ModelFacts,
+    initialise: bool,
+    seed: int,
+    shares_state: bool,
+) -> BuiltEngine:
     """Build this rank's layers, initialised by megatron-core if `initialise` is set. Ranks: every rank."""
-    state, random = package("parallel_state"), package("tensor_parallel.random")
-    with quiet():
-        random.model_parallel_cuda_manual_seed(seed)
-        config = _transformer_config(made, initialise)
-        inner = chunk_of(made, facts, config)
-        inner.cuda(torch.cuda.current_device())
+    parallel_state, random_module = (
+        import_megatron("parallel_state"),
+        import_megatron("tensor_parallel.random"),
+    )
+    with hide_warnings():
+        random_module.model_parallel_cuda_manual_seed(seed)
+        config = _transformer_config(engine_arguments, initialise)
+        inner_chunk = chunk_of(engine_arguments, facts, config)
+        inner_chunk.cuda(torch.cuda.current_device())
         chunk = (
-            package("transformer.module").Float16Module(config, inner)
+            import_megatron("transformer.module").Float16Module(config, inner_chunk)
             if config.bf16
-            else inner
+            else inner_chunk
         )
-        parallel = package("distributed")
-        options = parallel.DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=shared
+        distributed_module = import_megatron("distributed")
+        wrapper_options = distributed_module.DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=shares_state
         )
-        wrapper = parallel.DistributedDataParallel(config, options, chunk)
-        offset = package("transformer.transformer_layer").get_transformer_layer_offset(
-            config
+        wrapper = distributed_module.DistributedDataParallel(
+            config, wrapper_options, chunk
         )
-    first, last = state.is_pipeline_first_stage(), state.is_pipeline_last_stage()
-    return Built(wrapper, inner, config, first, last, offset)
+        layer_offset = import_megatron(
+            "transformer.transformer_layer"
+        ).get_transformer_layer_offset(config)
+    first, last = (
+        parallel_state.is_pipeline_first_stage(),
+        parallel_state.is_pipeline_last_stage(),
+    )
+    return BuiltEngine(wrapper, inner_chunk, config, first, last, layer_offset)
 
 
 # Any: megatron-core is untyped
-def _transformer_config(made: EngineArguments, initialise: bool) -> Any:
-    settings = dict(made.transformer)
-    settings["activation_func"] = ACTIVATION[settings["activation_func"]]
-    settings["attention_backend"] = package("transformer.enums").AttnBackend[
-        settings["attention_backend"]
-    ]
-    for name in ("params_dtype", "pipeline_dtype", "autocast_dtype"):
-        settings[name] = getattr(torch, settings[name])
-    return package("transformer").TransformerConfig(
-        **settings, **_PLAIN, perform_initialization=initialise
+def _transformer_config(engine_arguments: EngineArguments, initialise: bool) -> Any:
+    config_settings = dict(engine_arguments.transformer)
+    config_settings["activation_func"] = ACTIVATION[config_settings["activation_func"]]
+    config_settings["attention_backend"] = import_megatron(
+        "transformer.enums"
+    ).AttnBackend[config_settings["attention_backend"]]
+    for dtype_name in ("params_dtype", "pipeline_dtype", "autocast_dtype"):
+        config_settings[dtype_name] = getattr(torch, config_settings[dtype_name])
+    return import_megatron("transformer").TransformerConfig(
+        **config_settings, **_PLAIN, perform_initialization=initialise
     )

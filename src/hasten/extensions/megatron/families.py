@@ -52,16 +52,19 @@ def model_facts(config: Any, tied: bool | None = None) -> ModelFacts:
 
     Raises: PrepareError for an architecture, or a variant of one, that the engine would compute differently.
     """
-    kind: Any = getattr(config, "model_type", None)
-    if kind not in _READERS:
+    model_type: Any = getattr(config, "model_type", None)
+    if model_type not in _READERS:
         raise PrepareError(
-            f"strategy='megatron' does not support models of type {kind!r}: the engine replaces a model's layers, so only these "
+            f"strategy='megatron' does not support models of type {model_type!r}: the engine replaces a model's layers, so only these "
             f"architectures can be trained: {', '.join(CLASSES)}, as transformers builds them. Use strategy='fsdp' for others."
         )
-    facts = _READERS[kind](config)
+    facts = _READERS[model_type](config)
     if facts.activation not in ACTIVATIONS:
-        raise _variant(
-            kind, "activation", facts.activation, f"one of {', '.join(ACTIVATIONS)}"
+        raise _variant_error(
+            model_type,
+            "activation",
+            facts.activation,
+            f"one of {', '.join(ACTIVATIONS)}",
         )
     if tied is not None:
         facts = replace(facts, tied=tied)
@@ -73,30 +76,32 @@ def check_class(names: list[str], facts: ModelFacts) -> None:
 
     Raises: PrepareError for a model with another head, whose weights the engine cannot hold.
     """
-    wanted = CLASSES[facts.family]
-    if wanted not in names:
+    class_name = CLASSES[facts.family]
+    if class_name not in names:
         raise PrepareError(
             f"strategy='megatron' does not support {names[0]}: the engine only builds {facts.family} models with a language model head; "
-            f"pass a {wanted}, or use strategy='fsdp'."
+            f"pass a {class_name}, or use strategy='fsdp'."
         )
 
 
-def _same(family: str, config: Any, **wanted: object) -> None:
+def _refuse_other_values(family: str, config: Any, **needed_values: object) -> None:
     """Raise for a value of the configuration that the engine would ignore."""
-    for name, value in wanted.items():
-        if getattr(config, name, value) != value:
-            raise _variant(family, name, getattr(config, name), str(value))
+    for option_name, needed_value in needed_values.items():
+        if getattr(config, option_name, needed_value) != needed_value:
+            raise _variant_error(
+                family, option_name, getattr(config, option_name), str(needed_value)
+            )
 
 
-def _gpt2(config: Any) -> ModelFacts:
+def _gpt2_facts(config: Any) -> ModelFacts:
     if config.embd_pdrop != config.resid_pdrop:
-        raise _variant(
+        raise _variant_error(
             "gpt2",
             "embd_pdrop",
             config.embd_pdrop,
             f"resid_pdrop ({config.resid_pdrop})",
         )
-    _same(
+    _refuse_other_values(
         "gpt2",
         config,
         scale_attn_weights=True,
@@ -123,16 +128,16 @@ def _gpt2(config: Any) -> ModelFacts:
     )
 
 
-def _llama(config: Any) -> ModelFacts:
-    rope: Any = (
+def _llama_facts(config: Any) -> ModelFacts:
+    rope_options: Any = (
         getattr(config, "rope_parameters", None)
         or getattr(config, "rope_scaling", None)
         or {}
     )
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise _variant("llama", "rope_type", kind, "'default'")
-    _same("llama", config, attention_bias=False, mlp_bias=False)
+    rope_type = rope_options.get("rope_type", rope_options.get("type", "default"))
+    if rope_type != "default":
+        raise _variant_error("llama", "rope_type", rope_type, "'default'")
+    _refuse_other_values("llama", config, attention_bias=False, mlp_bias=False)
     return ModelFacts(
         family="llama",
         layers=config.num_hidden_layers,
@@ -150,19 +155,22 @@ def _llama(config: Any) -> ModelFacts:
         hidden_dropout=0.0,
         attention_dropout=getattr(config, "attention_dropout", 0.0),
         init_std=config.initializer_range,
-        rope_base=rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0),
+        rope_base=rope_options.get("rope_theta")
+        or getattr(config, "rope_theta", 10000.0),
         gated=True,
         fixed_token=getattr(config, "pad_token_id", None),
     )
 
 
 _READERS: Final = MappingProxyType[str, Callable[[Any], ModelFacts]](
-    {"gpt2": _gpt2, "llama": _llama}
+    {"gpt2": _gpt2_facts, "llama": _llama_facts}
 )
 
 
-def _variant(family: str, name: str, value: object, needed: str) -> PrepareError:
+def _variant_error(
+    family: str, option_name: str, option_value: object, needed: str
+) -> PrepareError:
     return PrepareError(
-        f"{name}={value!r} of this {family} model is not supported by the engine, which would compute a different result; it needs "
+        f"{option_name}={option_value!r} of this {family} model is not supported by the engine, which would compute a different result; it needs "
         f"{needed}. Change it, or use strategy='fsdp'."
     )

@@ -18,9 +18,13 @@ from hasten.extensions.megatron.call import (
     next_tokens_of,
     tensors_of_call,
 )
-from hasten.extensions.megatron.engine import Built
+from hasten.extensions.megatron.engine import BuiltEngine
 from hasten.extensions.megatron.families import ModelFacts
-from hasten.extensions.megatron.package import Ranks, hushed, package
+from hasten.extensions.megatron.package import (
+    Ranks,
+    hide_engine_warnings,
+    import_megatron,
+)
 from hasten.extensions.megatron.settings import MegatronLMPlugin
 from hasten.extensions.megatron.shard_plan import (
     WORD_EMBEDDINGS,
@@ -62,7 +66,7 @@ class MegatronModel(nn.Module):
 
     def __init__(
         self,
-        built: Built,
+        built: BuiltEngine,
         facts: ModelFacts,
         config: Any,  # Any: the configuration of transformers
         ranks: Ranks,
@@ -190,7 +194,7 @@ class MegatronModel(nn.Module):
     def run(self, tensors: CallTensors) -> Any:  # Any: an output of transformers
         """Run this rank's layers. Raises: StageOutput on a stage other than the last."""
         labels = tensors.get("labels")
-        with hushed():
+        with hide_engine_warnings():
             stage_output = self.engine(*engine_arguments(tensors))
             if not self.built.last:
                 raise StageOutput(stage_output)
@@ -205,7 +209,7 @@ class MegatronModel(nn.Module):
                 or not torch.is_grad_enabled()
                 or self._plugin.return_logits
             ):
-                gather = package(
+                gather = import_megatron(
                     "tensor_parallel"
                 ).gather_from_tensor_model_parallel_region
                 returned_logits = gather(logits)[..., : self.facts.vocab]
@@ -227,7 +231,7 @@ class MegatronModel(nn.Module):
         """Return the mean cross entropy of the tokens to predict, over a vocabulary sharded over ranks."""
         next_tokens = next_tokens_of(labels)
         is_counted = next_tokens != IGNORED
-        token_losses: Tensor = package("tensor_parallel").vocab_parallel_cross_entropy(
-            logits, next_tokens.clamp(min=0)
-        )
+        token_losses: Tensor = import_megatron(
+            "tensor_parallel"
+        ).vocab_parallel_cross_entropy(logits, next_tokens.clamp(min=0))
         return (token_losses * is_counted).sum() / is_counted.sum()

@@ -14,7 +14,11 @@ from torch import Tensor
 from hasten.checkpoint.base import Slice, local_data
 from hasten.errors import CheckpointError, PrepareError
 from hasten.extensions.megatron.model import MegatronModel
-from hasten.extensions.megatron.package import hushed, package, quiet
+from hasten.extensions.megatron.package import (
+    hide_engine_warnings,
+    hide_warnings,
+    import_megatron,
+)
 from hasten.extensions.megatron.weights import slice_of
 from hasten.optim.engine import EngineOptimizer, put_where_used, refuse_late_backward
 from hasten.precision.base import APPLIED, StepResult
@@ -195,15 +199,15 @@ class MegatronOptimizer(EngineOptimizer):
         """Reduce the window's gradients over data-parallel ranks and stages, once. Ranks: every rank."""
         if self._gradients_are_final or not self.num_passes:
             return
-        with hushed():
-            package("distributed").finalize_model_grads([self.model.engine])
+        with hide_engine_warnings():
+            import_megatron("distributed").finalize_model_grads([self.model.engine])
         self._gradients_are_final = True
 
     def _prepare_gradients(self) -> None:
         """Pass the gradients to the inner optimizer, unless clipping has done so."""
         self.finalize()
         if not self._gradients_are_clipped:
-            with hushed():
+            with hide_engine_warnings():
                 self._has_overflow = bool(self.inner.prepare_grads())
 
     def clip(self, max_norm: float) -> Tensor:
@@ -224,15 +228,15 @@ class MegatronOptimizer(EngineOptimizer):
             )
         self._prepare_gradients()
         self._gradients_are_clipped = True
-        with hushed():
-            norm = (
+        with hide_engine_warnings():
+            total_norm = (
                 self.inner.get_grad_norm()
                 if max_norm == 0
                 else self.inner.clip_grad_norm(max_norm)
             )
         if max_norm == 0:
             self.model.engine.scale_gradients(0.0)
-        return torch.as_tensor(norm, device=device)
+        return torch.as_tensor(total_norm, device=device)
 
     def multiply_gradients(self, factor: float | Tensor) -> None:
         self.finalize()
@@ -255,7 +259,7 @@ class MegatronOptimizer(EngineOptimizer):
                     if option != "params"
                 }
             )
-        with hushed():
+        with hide_engine_warnings():
             applied = not self._has_overflow and bool(
                 self.inner.step_with_ready_grads()
             )
@@ -285,27 +289,31 @@ class MegatronOptimizer(EngineOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by the index of the parameter: this rank's slices, whole tensors and scalars. Local."""
-        parts, inner_state = self._shard_parts(), self.inner.optimizer.state
+        shard_parts, inner_state = self._shard_parts(), self.inner.optimizer.state
         sample_state: dict[str, Any] = next(
             (
-                inner_state[part.main]
-                for part in parts
-                if part.main is not None and inner_state.get(part.main)
+                inner_state[shard_part.main]
+                for shard_part in shard_parts
+                if shard_part.main is not None and inner_state.get(shard_part.main)
             ),
             {},
         )
         state: dict[int, dict[str, Any]] = {}
-        for parameter_index, part in enumerate(parts):
-            if part.main is None:
-                parameter_state = _state_on_other_ranks(part, sample_state)
+        for parameter_index, shard_part in enumerate(shard_parts):
+            if shard_part.main is None:
+                parameter_state = _state_on_other_ranks(shard_part, sample_state)
             else:
                 parameter_state = (
-                    {MASTER: part.stored(part.main)} if part.has_master else {}
+                    {MASTER: shard_part.stored(shard_part.main)}
+                    if shard_part.has_master
+                    else {}
                 )
-                for state_key, state_value in inner_state.get(part.main, {}).items():
+                for state_key, state_value in inner_state.get(
+                    shard_part.main, {}
+                ).items():
                     parameter_state[state_key] = (
-                        part.stored(state_value)
-                        if part.laid_out(state_value)
+                        shard_part.stored(state_value)
+                        if shard_part.laid_out(state_value)
                         else state_value
                     )
             if parameter_state:
@@ -321,8 +329,10 @@ class MegatronOptimizer(EngineOptimizer):
         self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor | Slice:
         """Allocate memory for a stored tensor of a parameter: this rank's slice of it."""
-        (part,) = parts_of(self.model, [parameter], self.inner, self._shares_state)
-        allocated = part.room(shape, dtype)
+        (shard_part,) = parts_of(
+            self.model, [parameter], self.inner, self._shares_state
+        )
+        allocated = shard_part.room(shape, dtype)
         if self._shares_state and shape and isinstance(allocated, Tensor):
             raise CheckpointError(
                 f"{key} of a parameter was stored with shape {shape}, but this run splits the optimizer state "
@@ -353,20 +363,23 @@ class MegatronOptimizer(EngineOptimizer):
         group_of_parameter = [
             group for group in self.param_groups for _ in group["params"]
         ]
-        for parameter_index, part in enumerate(self._shard_parts()):
-            if part.main is None:
+        for parameter_index, shard_part in enumerate(self._shard_parts()):
+            if shard_part.main is None:
                 continue
             saved_state = dict(state_dict["state"].get(parameter_index, {}))
             master_weights = saved_state.pop(MASTER, None)
-            if part.has_master:
-                part.main.copy_(part.weights)
+            if shard_part.has_master:
+                shard_part.main.copy_(shard_part.weights)
                 if master_weights is not None:
-                    part.inside(part.main).copy_(local_data(master_weights))
-            inner_state.pop(part.main, None)
+                    shard_part.inside(shard_part.main).copy_(local_data(master_weights))
+            inner_state.pop(shard_part.main, None)
             if saved_state:
-                inner_state[part.main] = {
+                inner_state[shard_part.main] = {
                     option: _to_inner_state(
-                        part, option, option_value, group_of_parameter[parameter_index]
+                        shard_part,
+                        option,
+                        option_value,
+                        group_of_parameter[parameter_index],
                     )
                     for option, option_value in saved_state.items()
                 }
@@ -385,29 +398,33 @@ def _wrap_optimizer(
 ) -> Any:  # Any: megatron-core is untyped
     """Wrap the user's optimizer in megatron-core's optimizer."""
     is_bf16 = bool(model.built.config.bf16)
-    with quiet():
-        config = package("optimizer").OptimizerConfig(
+    with hide_warnings():
+        optimizer_config = import_megatron("optimizer").OptimizerConfig(
             bf16=is_bf16,
             params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
             clip_grad=0.0,
             use_distributed_optimizer=shares_state,
         )
-        optimizer_classes = package("optimizer.optimizer")
+        optimizer_classes = import_megatron("optimizer.optimizer")
         if shares_state:
-            return _wrap_in_distributed_optimizer(user_optimizer, config, model)
+            return _wrap_in_distributed_optimizer(
+                user_optimizer, optimizer_config, model
+            )
         if is_bf16:
             return optimizer_classes.Float16OptimizerWithFloat16Params(
-                user_optimizer, config, None, None
+                user_optimizer, optimizer_config, None, None
             )
-        return optimizer_classes.FP32Optimizer(user_optimizer, config, None)
+        return optimizer_classes.FP32Optimizer(user_optimizer, optimizer_config, None)
 
 
 def _wrap_in_distributed_optimizer(
     user_optimizer: torch.optim.Optimizer, config: Any, model: MegatronModel
 ) -> Any:  # Any: megatron-core is untyped
     """Wrap the user's optimizer in megatron-core's distributed one. Raises: PrepareError for an unsupported class."""
-    parallel_state = package("parallel_state")
-    optimizer_class: Any = package("optimizer.distrib_optimizer").DistributedOptimizer
+    parallel_state = import_megatron("parallel_state")
+    optimizer_class: Any = import_megatron(
+        "optimizer.distrib_optimizer"
+    ).DistributedOptimizer
     if type(user_optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise PrepareError(
             f"megatron.use_distributed_optimizer=True is not supported with {type(user_optimizer).__name__}, because megatron-core only "
@@ -434,7 +451,7 @@ def _wrap_in_distributed_optimizer(
 
 
 def _state_on_other_ranks(
-    part: ShardPart, sample_state: Mapping[str, Any]
+    shard_part: ShardPart, sample_state: Mapping[str, Any]
 ) -> dict[str, Any]:  # Any: arbitrarily nested state
     """Return the state of a parameter that other data-parallel ranks update: the keys of the others, with empty slices."""
     empty_state: dict[str, Any] = {
@@ -442,11 +459,13 @@ def _state_on_other_ranks(
         for state_key, state_value in sample_state.items()
         if not isinstance(state_value, Tensor) or not state_value.ndim
     }
-    device = part.parameter.device
-    if part.has_master:
-        empty_state[MASTER] = part.stored(torch.empty(0, device=device))
+    device = shard_part.parameter.device
+    if shard_part.has_master:
+        empty_state[MASTER] = shard_part.stored(torch.empty(0, device=device))
     empty_state |= {
-        state_key: part.stored(torch.empty(0, dtype=state_value.dtype, device=device))
+        state_key: shard_part.stored(
+            torch.empty(0, dtype=state_value.dtype, device=device)
+        )
         for state_key, state_value in sample_state.items()
         if isinstance(state_value, Tensor) and state_value.ndim
     }
@@ -454,13 +473,15 @@ def _state_on_other_ranks(
 
 
 def _to_inner_state(
-    part: ShardPart, state_key: str, stored_value: Any, group: Mapping[str, Any]
+    shard_part: ShardPart, state_key: str, stored_value: Any, group: Mapping[str, Any]
 ) -> Any:  # Any: arbitrarily nested state
     """Return a stored value in the form of the inner optimizer's state."""
-    if not isinstance(stored_value, Slice) or part.main is None:
-        return put_where_used(state_key, stored_value, group, part.parameter.device)
+    if not isinstance(stored_value, Slice) or shard_part.main is None:
+        return put_where_used(
+            state_key, stored_value, group, shard_part.parameter.device
+        )
     state_tensor = torch.zeros_like(
-        part.main, dtype=stored_value.data.dtype, requires_grad=False
+        shard_part.main, dtype=stored_value.data.dtype, requires_grad=False
     )
-    part.inside(state_tensor).copy_(stored_value.data)
+    shard_part.inside(state_tensor).copy_(stored_value.data)
     return state_tensor

@@ -16,7 +16,7 @@ VERSIONS: Final = ">=0.16,<0.17"
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def hide_warnings() -> Iterator[None]:
     """Context manager that hides the engine's warnings about optional packages."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -24,7 +24,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def hushed() -> Iterator[None]:
+def hide_engine_warnings() -> Iterator[None]:
     """Context manager that hides warnings from megatron-core's modules, but not from the user's code."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.")
@@ -36,9 +36,9 @@ def hushed() -> Iterator[None]:
 
 # steps call this too, and reading the installed versions takes longer than a step
 @cache
-def package(name: str = "") -> Any:  # Any: megatron-core is untyped here
+def import_megatron(name: str = "") -> Any:  # Any: megatron-core is untyped here
     """Return megatron.core or one of its modules. Raises: MissingPackageError if it is absent or of another version."""
-    with quiet():
+    with hide_warnings():
         need("megatron", VERSIONS, "strategy='megatron'")
         return need(f"megatron.core.{name}" if name else "megatron.core")
 
@@ -55,7 +55,7 @@ class Ranks:
 
 def own_ranks() -> Ranks:
     """Return the ranks of this process; megatron-core's groups must exist."""
-    state = package("parallel_state")
+    state = import_megatron("parallel_state")
     tp = (
         state.get_tensor_model_parallel_rank(),
         state.get_tensor_model_parallel_world_size(),

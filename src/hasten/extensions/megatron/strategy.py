@@ -22,7 +22,11 @@ from hasten.extensions.megatron.config import translate
 from hasten.extensions.megatron.families import ModelFacts, check_class, model_facts
 from hasten.extensions.megatron.model import Calls, MegatronModel, StageOutput
 from hasten.extensions.megatron.optimizer import MegatronOptimizer
-from hasten.extensions.megatron.package import hushed, own_ranks, package
+from hasten.extensions.megatron.package import (
+    hide_engine_warnings,
+    import_megatron,
+    own_ranks,
+)
 from hasten.extensions.megatron.settings import MegatronLMPlugin
 from hasten.extensions.megatron.weights import shard_of_whole, to_hub, unpadded_shard
 from hasten.modules.names import StagePart
@@ -46,7 +50,7 @@ def gather_whole(model: MegatronModel, parameter: Tensor) -> Tensor:
     location = model.place_of(parameter)
     if not model.split(parameter):
         return unpadded_shard(parameter.detach(), location)
-    group = package("parallel_state").get_tensor_model_parallel_group()
+    group = import_megatron("parallel_state").get_tensor_model_parallel_group()
     whole_tensor = torch.empty(
         location.shape, dtype=parameter.dtype, device=parameter.device
     )
@@ -67,8 +71,8 @@ def find_trained_model(
     optimized_ids = {
         id(parameter)
         for item in optimizers
-        for group in item.value.param_groups
-        for parameter in group["params"]
+        for parameter_group in item.value.param_groups
+        for parameter in parameter_group["params"]
     }
     trained_models = [
         item
@@ -91,17 +95,17 @@ def groups_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, int | N
     """
     group_of_parameter = {
         id(p): group_index
-        for group_index, group in enumerate(optimizer.param_groups)
-        for p in group["params"]
+        for group_index, parameter_group in enumerate(optimizer.param_groups)
+        for p in parameter_group["params"]
     }
     group_of_name: dict[str, int | None] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for parameter_name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad and id(parameter) not in group_of_parameter:
             raise PrepareError(
-                f"{name} requires gradients, but is not in the optimizer; the engine clips and updates all trainable parameters. Add it to "
+                f"{parameter_name} requires gradients, but is not in the optimizer; the engine clips and updates all trainable parameters. Add it to "
                 "the optimizer, or call requires_grad_(False) on it."
             )
-        group_of_name[name] = (
+        group_of_name[parameter_name] = (
             group_of_parameter.get(id(parameter)) if parameter.requires_grad else None
         )
     return group_of_name
@@ -112,20 +116,20 @@ def bind_optimizer(
 ) -> None:
     """Put this rank's parameters into the optimizer's groups of the tensors they were made from."""
     parameters_by_group: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
-    for name, parameter in model.held.items():
+    for parameter_name, parameter in model.held.items():
         hub_groups = {
             groups[hub_name]
-            for hub_name in model.entries[name].hub
+            for hub_name in model.entries[parameter_name].hub
             if hub_name in groups
         }
         if len(hub_groups) != 1:
             raise PrepareError(
-                f"{', '.join(model.entries[name].hub)} are one tensor in the engine, but are in different parameter groups (or only "
+                f"{', '.join(model.entries[parameter_name].hub)} are one tensor in the engine, but are in different parameter groups (or only "
                 "some are frozen); put them into one group."
             )
         if (group_index := hub_groups.pop()) is None:
             raise PrepareError(
-                f"{model.entries[name].hub[0]} is frozen, but the engine needs gradients for every parameter of the model; train all "
+                f"{model.entries[parameter_name].hub[0]} is frozen, but the engine needs gradients for every parameter of the model; train all "
                 "parameters, or use strategy='fsdp'."
             )
         parameters_by_group[group_index].append(parameter)
@@ -144,7 +148,7 @@ class MegatronStrategy:
     name = "megatron"
 
     def __init__(self, config: Config, ctx: ProcessContext) -> None:
-        package()
+        import_megatron()
         megatron_engine.refuse_other_devices(ctx)
         for name, is_set in (
             (
@@ -218,13 +222,13 @@ class MegatronStrategy:
         group_of_name = groups_by_name(module, user_optimizer)
         source = source_of(module, self._config.fsdp, self._ctx, buffers=False)
         if source is WeightSource.RANK_0:
-            _materialise(module, self._ctx.device)
+            _allocate_meta_tensors(module, self._ctx.device)
         if source is not WeightSource.NO_RANK:
             copy_from_rank_0(module, self._ctx)
-        megatron_engine.join(self._plugin, self._ctx)
+        megatron_engine.create_groups(self._plugin, self._ctx)
         seed = int(self._ctx.world.broadcast_object(torch.initial_seed() % 2**31))
         shares_state = self._plugin.use_distributed_optimizer
-        built_engine = megatron_engine.build(
+        built_engine = megatron_engine.build_engine(
             engine_arguments, facts, source is WeightSource.NO_RANK, seed, shares_state
         )
         calls = Calls(self._evaluate, self._seed_batch)
@@ -273,7 +277,7 @@ class MegatronStrategy:
         digest = hashlib.sha256(
             f"{seed}/{batch_number}/{rank_coordinates}".encode()
         ).digest()
-        random_module = package("tensor_parallel.random")
+        random_module = import_megatron("tensor_parallel.random")
         random_module.model_parallel_cuda_manual_seed(
             int.from_bytes(digest[:5], "little"), force_reset_rng=True
         )
@@ -298,7 +302,7 @@ class MegatronStrategy:
                 "loss_of takes the model and a batch and returns the loss."
             )
         self._trained_pair()[1].passed()
-        with hushed():
+        with hide_engine_warnings():
             backpropagate(loss, parts, **kwargs)
 
     def forward_backward(
@@ -388,10 +392,10 @@ class MegatronStrategy:
                 return stage_output.hidden, None
 
         tokens = _token_ids_of(micro_batches[0])
-        run_schedule = package("pipeline_parallel").get_forward_backward_func()
+        run_schedule = import_megatron("pipeline_parallel").get_forward_backward_func()
         model.in_schedule = True
         try:
-            with hushed():
+            with hide_engine_warnings():
                 last_stage_values = run_schedule(
                     forward_step_func=forward_step,
                     data_iterator=iter(micro_batches),
@@ -446,8 +450,8 @@ class MegatronStrategy:
         if not isinstance(model, MegatronModel):
             return dict(self.unwrap(model).state_dict())
         whole_tensors = {
-            name: gather_whole(model, parameter)
-            for name, parameter in model.held.items()
+            parameter_name: gather_whole(model, parameter)
+            for parameter_name, parameter in model.held.items()
         }
         if self._pp.size > 1:
             assert isinstance(self._pp, ProcessGroupComm), (
@@ -461,7 +465,10 @@ class MegatronStrategy:
                 )
         return to_hub(
             model.entries.values(),
-            {name: tensor.cpu() for name, tensor in whole_tensors.items()},
+            {
+                parameter_name: tensor.cpu()
+                for parameter_name, tensor in whole_tensors.items()
+            },
             model.facts,
         )
 
@@ -471,7 +478,8 @@ class MegatronStrategy:
             yield
             return
         hub_weights = {
-            name: tensor.clone() for name, tensor in self.full_state_dict(model).items()
+            weight_name: tensor.clone()
+            for weight_name, tensor in self.full_state_dict(model).items()
         }
         model.hub = hub_weights
         try:
@@ -515,7 +523,7 @@ def _facts_of(module: Any) -> ModelFacts:  # Any: a model of transformers
     return facts
 
 
-def _materialise(module: nn.Module, device: torch.device) -> None:
+def _allocate_meta_tensors(module: nn.Module, device: torch.device) -> None:
     """Allocate meta tensors on the ranks that hold no values; the values come from rank 0 afterwards."""
     module._apply(
         lambda tensor: (

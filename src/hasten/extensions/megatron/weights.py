@@ -13,7 +13,9 @@ from hasten.extensions.megatron.families import ModelFacts
 from hasten.extensions.megatron.shard_plan import ShardLocation, TensorEntry
 
 
-def fuse(entry: TensorEntry, hub: Mapping[str, Tensor], facts: ModelFacts) -> Tensor:
+def fuse(
+    entry: TensorEntry, hub: Mapping[str, Tensor], model_facts: ModelFacts
+) -> Tensor:
     """Return a whole tensor of the engine's model, made from tensors of the Hub layout."""
     hub_tensors = [hub[name] for name in entry.hub]
     match entry.fusion:
@@ -32,25 +34,29 @@ def fuse(entry: TensorEntry, hub: Mapping[str, Tensor], facts: ModelFacts) -> Te
                         else hub_tensors[0]
                     ).chunk(3)
                 ),
-                facts,
+                model_facts,
             )
         case "qkv":
-            return _interleave_groups(hub_tensors, facts)
+            return _interleave_groups(hub_tensors, model_facts)
         case other:
             assert_never(other)
 
 
 def to_hub(
-    entries: Iterable[TensorEntry], tensors: Mapping[str, Tensor], facts: ModelFacts
+    entries: Iterable[TensorEntry],
+    tensors: Mapping[str, Tensor],
+    model_facts: ModelFacts,
 ) -> dict[str, Tensor]:
     """Return all tensors of the Hub layout, made from the whole tensors of the engine's model."""
     hub: dict[str, Tensor] = {}
     for entry in entries:
-        hub |= unfuse(entry, tensors[entry.name], facts)
+        hub |= unfuse(entry, tensors[entry.name], model_facts)
     return hub
 
 
-def unfuse(entry: TensorEntry, tensor: Tensor, facts: ModelFacts) -> dict[str, Tensor]:
+def unfuse(
+    entry: TensorEntry, tensor: Tensor, model_facts: ModelFacts
+) -> dict[str, Tensor]:
     """Return the tensors of the Hub layout that a whole tensor of the engine's model was made from."""
     match entry.fusion:
         case "same":
@@ -58,44 +64,46 @@ def unfuse(entry: TensorEntry, tensor: Tensor, facts: ModelFacts) -> dict[str, T
         case "transposed":
             hub_tensors = [tensor.t().contiguous()]
         case "gated":
-            hub_tensors = [part.contiguous() for part in tensor.unbind(0)]
+            hub_tensors = [gated_part.contiguous() for gated_part in tensor.unbind(0)]
         case "joint_qkv":
-            joint_qkv = torch.cat(_separate_groups(tensor, facts, 3))
+            joint_qkv = torch.cat(_separate_groups(tensor, model_facts, 3))
             hub_tensors = [
                 joint_qkv.t().contiguous() if joint_qkv.ndim == 2 else joint_qkv
             ]
         case "qkv":
-            hub_tensors = _separate_groups(tensor, facts, len(entry.hub))
+            hub_tensors = _separate_groups(tensor, model_facts, len(entry.hub))
         case other:
             assert_never(other)
     return dict(zip(entry.hub, hub_tensors, strict=True))
 
 
-def _rows_of_group(facts: ModelFacts, num_kinds: int) -> tuple[int, ...]:
+def _rows_of_group(model_facts: ModelFacts, num_kinds: int) -> tuple[int, ...]:
     """Return the rows of queries, keys and values, or of keys and values alone, in one group of heads."""
     return (
-        facts.heads // facts.groups * facts.head_dim,
-        facts.head_dim,
-        facts.head_dim,
+        model_facts.heads // model_facts.groups * model_facts.head_dim,
+        model_facts.head_dim,
+        model_facts.head_dim,
     )[3 - num_kinds :]
 
 
-def _interleave_groups(projections: list[Tensor], facts: ModelFacts) -> Tensor:
+def _interleave_groups(projections: list[Tensor], model_facts: ModelFacts) -> Tensor:
     """Interleave queries, keys and values by group of heads."""
     inner_shape = projections[0].shape[1:]
     grouped_projections = [
-        projection.reshape(facts.groups, rows, *inner_shape)
+        projection.reshape(model_facts.groups, rows, *inner_shape)
         for projection, rows in zip(
-            projections, _rows_of_group(facts, len(projections)), strict=True
+            projections, _rows_of_group(model_facts, len(projections)), strict=True
         )
     ]
     return torch.cat(grouped_projections, 1).flatten(0, 1)
 
 
-def _separate_groups(tensor: Tensor, facts: ModelFacts, num_kinds: int) -> list[Tensor]:
+def _separate_groups(
+    tensor: Tensor, model_facts: ModelFacts, num_kinds: int
+) -> list[Tensor]:
     """Separate interleaved queries, keys and values."""
-    grouped_rows = tensor.reshape(facts.groups, -1, *tensor.shape[1:])
-    projections = grouped_rows.split(_rows_of_group(facts, num_kinds), 1)  # type: ignore[no-untyped-call]
+    grouped_rows = tensor.reshape(model_facts.groups, -1, *tensor.shape[1:])
+    projections = grouped_rows.split(_rows_of_group(model_facts, num_kinds), 1)  # type: ignore[no-untyped-call]
     return [projection.flatten(0, 1).contiguous() for projection in projections]
 
 
