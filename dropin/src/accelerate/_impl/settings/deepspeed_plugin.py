@@ -313,7 +313,7 @@ class DeepSpeedPlugin:
     def _join_context(self, context: ProcessContext | None) -> None:
         """Let DeepSpeed use the processes of the run: transformers partitions a model before an engine starts."""
         if self.zero3_init_flag and context is not None and available("deepspeed"):
-            engine.join(context)
+            engine.join_process_group(context)
 
     def set_moe_leaf_modules(self, model: Any) -> None:
         """Mark the classes of `transformer_moe_cls_names`, whose parameters are gathered together, as prepare() does itself."""
