@@ -25,7 +25,7 @@ from accelerate._impl.loaders.samplers import (
 from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
 from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
-from accelerate._impl.surface.shown_property import shown_property
+from accelerate._impl.surface.shown import shown_property
 from accelerate._impl.tensors import (
     find_batch_size,
     gather_object,
