@@ -30,7 +30,7 @@ from hasten.comm.base import Comm
 
 log = logging.getLogger(__name__)
 
-Address = tuple[torch.device, int, int]
+MemoryAddress = tuple[torch.device, int, int]
 """Device, address and size of a tensor's memory."""
 
 
@@ -65,38 +65,44 @@ class HostStaging:
                 if isinstance(segment, Tensor)
             ]
         )
-        copies: dict[Address, Tensor] = {}
+        host_copies: dict[MemoryAddress, Tensor] = {}
         for batch in self._batches:
-            copies |= batch.finish()
-        staged = {}
-        for name, blob in blobs.items():
+            host_copies |= batch.finish()
+        staged_blobs = {}
+        for file_name, blob in blobs.items():
             segments: list[bytes | Tensor] = []
             for segment in blob.segments:
                 segments.append(
-                    segment if isinstance(segment, bytes) else copies[_address(segment)]
+                    segment
+                    if isinstance(segment, bytes)
+                    else host_copies[_address(segment)]
                 )
-            staged[name] = Blob(segments, blob.size)
+            staged_blobs[file_name] = Blob(segments, blob.size)
         self._batches = []
-        return staged
+        return staged_blobs
 
     def _start(self, tensors: Sequence[Tensor]) -> None:
         """Start copying those tensors whose memory is not being copied yet."""
-        known = {address for batch in self._batches for address in batch.addresses}
-        sources = {_address(tensor): tensor for tensor in tensors if is_plain(tensor)}
+        copied_addresses = {
+            address for batch in self._batches for address in batch.addresses
+        }
+        source_tensors = {
+            _address(tensor): tensor for tensor in tensors if is_plain(tensor)
+        }
         batch = _CopyBatch(
             {
                 address: tensor
-                for address, tensor in sources.items()
-                if address not in known
+                for address, tensor in source_tensors.items()
+                if address not in copied_addresses
             }
         )
-        number = len(self._batches)
-        if number == len(self._memories):
+        batch_index = len(self._batches)
+        if batch_index == len(self._memories):
             self._memories.append(torch.empty(0, dtype=torch.uint8))
-        if self._memories[number].numel() < batch.num_bytes:
-            self._memories[number] = _allocate(batch.num_bytes)
+        if self._memories[batch_index].numel() < batch.num_bytes:
+            self._memories[batch_index] = _allocate(batch.num_bytes)
         self._batches.append(batch)
-        batch.start(self._memories[number])
+        batch.start(self._memories[batch_index])
 
     def discard(self) -> None:
         """Wait for the copies in flight, then discard the record of them."""
@@ -112,62 +118,62 @@ class HostStaging:
 class _CopyBatch:
     """Tensors that are copied one behind the other into host memory, by threads."""
 
-    def __init__(self, sources: Mapping[Address, Tensor]) -> None:
-        self.addresses = list(sources)
-        sizes = [size for _, _, size in self.addresses]
-        self.num_bytes = sum(sizes)
-        self._blob = Blob(list(sources.values()), self.num_bytes)
+    def __init__(self, source_tensors: Mapping[MemoryAddress, Tensor]) -> None:
+        self.addresses = list(source_tensors)
+        tensor_sizes = [size for _, _, size in self.addresses]
+        self.num_bytes = sum(tensor_sizes)
+        self._blob = Blob(list(source_tensors.values()), self.num_bytes)
         self._starts = segment_starts(self._blob)
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pool: ThreadPoolExecutor | None = None
-        self._waiting: list[Future[None]] = []
+        self._futures: list[Future[None]] = []
 
-    def start(self, memory: Tensor) -> None:
+    def start(self, host_memory: Tensor) -> None:
         """Start the copies."""
-        self._memory = memory
+        self._memory = host_memory
         devices = devices_of(
             segment for segment in self._blob.segments if isinstance(segment, Tensor)
         )
-        buffer = HostBuffer(bool(devices))
+        pinned_buffer = HostBuffer(bool(devices))
         # on the host, more threads would wait for the interpreter lock between copies, and for each other
-        threads = default_threads() if devices else min(default_threads(), 4)
-        self._pool = worker_pool(threads, devices, "hasten-stage")
+        num_threads = default_threads() if devices else min(default_threads(), 4)
+        self._pool = worker_pool(num_threads, devices, "hasten-stage")
         for start in range(0, self.num_bytes, CHUNK_BYTES):
-            self._waiting.append(self._pool.submit(self._copy, start, buffer))
+            self._futures.append(self._pool.submit(self._copy, start, pinned_buffer))
 
-    def _copy(self, start: int, buffer: HostBuffer) -> None:
+    def _copy(self, start: int, pinned_buffer: HostBuffer) -> None:
         stop = min(start + CHUNK_BYTES, self.num_bytes)
-        for view in host_views(self._blob, start, stop, self._starts, buffer):
+        for view in host_views(self._blob, start, stop, self._starts, pinned_buffer):
             copy_bytes(
                 self._memory[start : start + len(view)],
                 torch.frombuffer(view, dtype=torch.uint8),
             )
             start += len(view)
 
-    def finish(self) -> dict[Address, Tensor]:
+    def finish(self) -> dict[MemoryAddress, Tensor]:
         """Wait for the copies and return them."""
         assert self._pool is not None, "the copies were started"
         self._pool.shutdown()
-        for copy in self._waiting:
+        for copy in self._futures:
             copy.result()
-        copies = {}
+        host_copies = {}
         for (device, pointer, size), start in zip(
             self.addresses, self._starts, strict=True
         ):
-            copies[device, pointer, size] = self._memory[start : start + size]
-        return copies
+            host_copies[device, pointer, size] = self._memory[start : start + size]
+        return host_copies
 
 
-def _address(tensor: Tensor) -> Address:
+def _address(tensor: Tensor) -> MemoryAddress:
     return tensor.device, tensor.data_ptr(), tensor.numel() * tensor.element_size()
 
 
 def _allocate(num_bytes: int) -> Tensor:
     """Return host memory in large pages where the system has them, which are ready for use sooner."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    host_memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+        host_memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(host_memory, dtype=torch.uint8)
 
 
 class AsyncWriter:
@@ -181,67 +187,75 @@ class AsyncWriter:
         """Process group of the background thread; the ranks create it together at the first background save."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._go: threading.Event | None = None
+        self._start_event: threading.Event | None = None
         self._cancelled = False
-        self._registered = False
+        self._has_exit_callback = False
         self.staging = HostStaging()
 
-    def submit(self, work: Callable[[Agreement], object], name: str) -> threading.Event:
+    def submit(
+        self, work: Callable[[Agreement], object], checkpoint_name: str
+    ) -> threading.Event:
         """Start a thread that runs `work`, in an agreement of its group, once the returned event is set; `cancel` ends the thread instead.
 
         Before setting the event, ranks can check that all of them have started their thread.
         Raises: the error of the previous save.
         """
         self.wait()
-        comm, go = self.comm, threading.Event()
-        assert comm is not None, "the ranks have made a group for the thread"
+        writer_comm, start_event = self.comm, threading.Event()
+        assert writer_comm is not None, "the ranks have made a group for the thread"
         self._cancelled = False
 
         def run() -> None:
-            go.wait()
+            start_event.wait()
             if self._cancelled:
                 return
             try:
-                with agreeing(comm, f"saving {name!r} in the background") as together:
-                    work(together)
+                with agreeing(
+                    writer_comm, f"saving {checkpoint_name!r} in the background"
+                ) as agreement:
+                    work(agreement)
             # raised on the training thread at its next save, wait or close
             except BaseException as error:
                 self._error = error
-                log.error("saving %s in the background failed: %s", name, error)
+                log.error(
+                    "saving %s in the background failed: %s", checkpoint_name, error
+                )
 
         self._finish_before_exit()
         self._thread = threading.Thread(
-            target=run, name=f"hasten-save-{name}", daemon=False
+            target=run, name=f"hasten-save-{checkpoint_name}", daemon=False
         )
-        self._go = go
+        self._start_event = start_event
         self._thread.start()
-        return go
+        return start_event
 
     def cancel(self) -> None:
         """End the thread that waits for its event, if there is one, without running its work."""
         self._cancelled = True
-        if self._go is not None:
-            self._go.set()
+        if self._start_event is not None:
+            self._start_event.set()
         if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
         self._thread = None
 
     def _finish_before_exit(self) -> None:
         """Join the thread before Python refuses new threads: at exit, thread pools close before threads are joined."""
-        if self._registered:
+        if self._has_exit_callback:
             return
-        self._registered = True
-        writer = weakref.ref(self)
+        self._has_exit_callback = True
+        writer_reference = weakref.ref(self)
 
         def join() -> None:
-            if (still := writer()) is not None and still._thread is not None:
-                still._thread.join()
+            if (
+                living_writer := writer_reference()
+            ) is not None and living_writer._thread is not None:
+                living_writer._thread.join()
 
         # Callbacks run in reverse order, so this one precedes that of concurrent.futures, which closes its pools. The
         # function is private in Python, with no public equivalent: atexit comes too late.
-        register = getattr(threading, "_register_atexit", None)
-        if register is not None:
-            register(join)
+        register_atexit = getattr(threading, "_register_atexit", None)
+        if register_atexit is not None:
+            register_atexit(join)
 
     def wait(self) -> None:
         """Wait for the save in flight, if any.
@@ -252,9 +266,9 @@ class AsyncWriter:
             self._thread.join()
         # only now: a signal handler may wait for the same save meanwhile
         self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        save_error, self._error = self._error, None
+        if save_error is not None:
+            raise save_error
 
     def close(self) -> None:
         """Wait for the save in flight and free the staging memory. Raises: the error of the save."""

@@ -59,10 +59,10 @@ class Component:
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensors held on this rank."""
-        total = 0
-        for value in self.tensors.values():
-            total += num_bytes(value)
-        return total
+        total_bytes = 0
+        for tensor in self.tensors.values():
+            total_bytes += num_bytes(tensor)
+        return total_bytes
 
     @property
     def sliced(self) -> bool:
@@ -76,30 +76,30 @@ class StateTree:
 
     components: Mapping[str, Component] = field(default_factory=dict)
 
-    def __or__(self, other: StateTree) -> StateTree:
+    def __or__(self, other_tree: StateTree) -> StateTree:
         """Return the union of both trees; a name must not appear twice."""
-        both = set(self.components) & set(other.components)
-        assert not both, f"components named twice: {sorted(both)}"
-        return StateTree({**self.components, **other.components})
+        shared_names = set(self.components) & set(other_tree.components)
+        assert not shared_names, f"components named twice: {sorted(shared_names)}"
+        return StateTree({**self.components, **other_tree.components})
 
 
-def local_data(value: Tensor | Slice) -> Tensor:
+def local_data(tensor: Tensor | Slice) -> Tensor:
     """Return the tensor this rank holds."""
-    return value.data if isinstance(value, Slice) else value
+    return tensor.data if isinstance(tensor, Slice) else tensor
 
 
-def num_bytes(value: Tensor | Slice) -> int:
+def num_bytes(tensor: Tensor | Slice) -> int:
     """Return the number of bytes that this rank holds of a tensor."""
-    tensor = local_data(value)
-    return tensor.numel() * tensor.element_size()
+    local_tensor = local_data(tensor)
+    return local_tensor.numel() * local_tensor.element_size()
 
 
 def as_stored(tensor: Tensor) -> Tensor | Slice:
     """Return a tensor in the form that checkpoints store: distributed tensors become slices, others are unchanged."""
     # the engine stores the weights elsewhere
-    if (own := getattr(tensor, "stored_slice", None)) is not None:
-        found: Slice = own(tensor)
-        return found
+    if (stored_slice := getattr(tensor, "stored_slice", None)) is not None:
+        engine_slice: Slice = stored_slice(tensor)
+        return engine_slice
     return dtensor_slice(tensor) if is_dtensor(tensor) else tensor.detach()
 
 
@@ -114,56 +114,59 @@ def dtensor_slice(tensor: DTensor) -> Slice:
             f"a tensor with placements {placements} holds partial sums, which are not a state that can be saved; reduce it before saving "
             "(call redistribute with Replicate or Shard)."
         )
-    local: Tensor = tensor.to_local()
+    local_tensor: Tensor = tensor.to_local()
     # already imported wherever a DTensor exists
-    layout = need("torch.distributed.tensor._utils")
-    shape, offset = layout.compute_local_shape_and_global_offset(
+    layout_module = need("torch.distributed.tensor._utils")
+    local_shape, global_offset = layout_module.compute_local_shape_and_global_offset(
         tensor.shape, mesh, placements
     )
-    assert tuple(shape) == tuple(local.shape), (
-        f"local shape {tuple(local.shape)}, but the layout says {tuple(shape)}"
+    assert tuple(local_shape) == tuple(local_tensor.shape), (
+        f"local shape {tuple(local_tensor.shape)}, but the layout says {tuple(local_shape)}"
     )
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "this rank holds no part of the tensor's mesh"
-    first = all(
-        index == 0
-        for index, p in zip(coordinate, placements, strict=True)
+    mesh_coordinate = mesh.get_coordinate()
+    assert mesh_coordinate is not None, "this rank holds no part of the tensor's mesh"
+    is_first = all(
+        axis_index == 0
+        for axis_index, p in zip(mesh_coordinate, placements, strict=True)
         if p.is_replicate()
     )
-    if local.numel() == 0:  # an empty shard at the end of an uneven split has no offset
-        offset = tuple(
-            min(start, total) for start, total in zip(offset, tensor.shape, strict=True)
+    if (
+        local_tensor.numel() == 0
+    ):  # an empty shard at the end of an uneven split has no offset
+        global_offset = tuple(
+            min(start, dim_size)
+            for start, dim_size in zip(global_offset, tensor.shape, strict=True)
         )
-        first = False
-    owned = first and _first_on_other_axes(mesh)
+        is_first = False
+    is_owned = is_first and _is_first_on_other_axes(mesh)
     return Slice(
-        local.detach(),
+        local_tensor.detach(),
         tuple(tensor.shape),
-        tuple(offset),
-        owned,
+        tuple(global_offset),
+        is_owned,
         tuple(mesh.mesh_dim_names or ()),
-        first,
+        is_first,
     )
 
 
-def _first_on_other_axes(mesh: DeviceMesh) -> bool:
+def _is_first_on_other_axes(mesh: DeviceMesh) -> bool:
     """Return True if this rank is the first of those that hold the same tensor on separate submeshes.
 
     Where layers are split over `tp`, the other parameters are sharded over the data-parallel axes of each `tp` rank
     identically. Pipeline stages (`pp`) hold different parameters.
     """
-    root = mesh._get_root_mesh()
-    coordinate, names, own = (
-        root.get_coordinate(),
-        root.mesh_dim_names,
+    root_mesh = mesh._get_root_mesh()
+    root_coordinate, root_axes, mesh_axes = (
+        root_mesh.get_coordinate(),
+        root_mesh.mesh_dim_names,
         mesh.mesh_dim_names,
     )
-    if coordinate is None or names is None or own is None:
+    if root_coordinate is None or root_axes is None or mesh_axes is None:
         return True
     return all(
-        index == 0
-        for index, name in zip(coordinate, names, strict=True)
-        if name not in (*own, "pp")
+        axis_index == 0
+        for axis_index, axis in zip(root_coordinate, root_axes, strict=True)
+        if axis not in (*mesh_axes, "pp")
     )
 
 
@@ -178,25 +181,25 @@ class Blob:
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
-def numbered(number: int) -> str:
+def numbered_checkpoint(number: int) -> str:
     """Return the name of an automatically numbered checkpoint."""
     return f"checkpoint_{number}"
 
 
-def number_of(name: str) -> int | None:
+def checkpoint_number(checkpoint_name: str) -> int | None:
     """Return the number in an automatic name; None for other names."""
-    match = _NUMBERED.fullmatch(name)
+    match = _NUMBERED.fullmatch(checkpoint_name)
     return int(match[1]) if match else None
 
 
-def next_number(names: Iterable[str], at_least: int) -> int:
+def next_number(checkpoint_names: Iterable[str], at_least: int) -> int:
     """Return a number above all numbers in use, and not below `at_least`."""
-    number = at_least
-    for name in names:
-        used_number = number_of(name)
+    free_number = at_least
+    for checkpoint_name in checkpoint_names:
+        used_number = checkpoint_number(checkpoint_name)
         if used_number is not None:
-            number = max(number, used_number + 1)
-    return number
+            free_number = max(free_number, used_number + 1)
+    return free_number
 
 
 class Draft(Protocol):
@@ -217,7 +220,7 @@ class Draft(Protocol):
         """Write files in parallel; they are durable when this returns. Ranks: each rank writes its files."""
         ...
 
-    def hook_files(self, known: Sequence[str]) -> list[FileRecord]:
+    def hook_files(self, written_names: Sequence[str]) -> list[FileRecord]:
         """Return the records of files that hooks created in the draft, after making them durable. Ranks: main only."""
         ...
 

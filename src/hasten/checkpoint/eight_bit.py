@@ -22,8 +22,11 @@ _MARK: Final = "tensor_class"
 
 def is_eight_bit(tensor: Tensor) -> bool:
     """Return True for the eight-bit state of torchao's optimizers, on this rank or of a distributed tensor."""
-    kind = type(local_data(as_stored(tensor)))
-    return kind.__name__ == _KIND and kind.__module__.partition(".")[0] == "torchao"
+    tensor_class = type(local_data(as_stored(tensor)))
+    return (
+        tensor_class.__name__ == _KIND
+        and tensor_class.__module__.partition(".")[0] == "torchao"
+    )
 
 
 def eight_bit_entries(tensor: Tensor) -> dict[str, Any]:
@@ -31,71 +34,95 @@ def eight_bit_entries(tensor: Tensor) -> dict[str, Any]:
 
     Raises: CheckpointError for a state whose blocks do not lie in whole shards of equal size.
     """
-    found = as_stored(tensor)
-    local: Any = local_data(found)
-    entries: dict[str, Any] = {_MARK: _KIND, "signed": bool(local.signed)}
-    if not isinstance(found, Slice):
-        return {**entries, "codes": local.codes.detach(), "scale": local.scale.detach()}
-    rows, block = local.codes.shape[0], local.block_size
-    start = found.offset[0] * prod(found.shape[1:])
-    even = (
-        found.shape[0] % rows == 0
-        and found.offset[0] % rows == 0
-        and not any(found.offset[1:])
+    stored_state = as_stored(tensor)
+    local_state: Any = local_data(stored_state)
+    state_entries: dict[str, Any] = {_MARK: _KIND, "signed": bool(local_state.signed)}
+    if not isinstance(stored_state, Slice):
+        return {
+            **state_entries,
+            "codes": local_state.codes.detach(),
+            "scale": local_state.scale.detach(),
+        }
+    num_rows, block_size = local_state.codes.shape[0], local_state.block_size
+    first_value = stored_state.offset[0] * prod(stored_state.shape[1:])
+    is_even = (
+        stored_state.shape[0] % num_rows == 0
+        and stored_state.offset[0] % num_rows == 0
+        and not any(stored_state.offset[1:])
     )
-    if not even or tuple(local.codes.shape[1:]) != found.shape[1:] or start % block:
+    if (
+        not is_even
+        or tuple(local_state.codes.shape[1:]) != stored_state.shape[1:]
+        or first_value % block_size
+    ):
         raise CheckpointError(
-            f"an eight-bit optimizer state of shape {found.shape} has {rows} rows on this rank, so its blocks of {block} values are "
+            f"an eight-bit optimizer state of shape {stored_state.shape} has {num_rows} rows on this rank, so its blocks of {block_size} values are "
             "not those of the whole tensor and it could not be resumed on other ranks; use a number of ranks that divides the rows, "
             "or AdamW of torch."
         )
-    scale = replace(
-        found,
-        data=local.scale.detach(),
-        shape=(prod(found.shape) // block,),
-        offset=(start // block,),
+    scale_slice = replace(
+        stored_state,
+        data=local_state.scale.detach(),
+        shape=(prod(stored_state.shape) // block_size,),
+        offset=(first_value // block_size,),
     )
     return {
-        **entries,
-        "codes": replace(found, data=local.codes.detach()),
-        "scale": scale,
+        **state_entries,
+        "codes": replace(stored_state, data=local_state.codes.detach()),
+        "scale": scale_slice,
     }
 
 
-def is_entries(value: Any) -> bool:
+def is_entries(state_entries: Any) -> bool:
     """Return True for what `eight_bit_entries` returned, as loaded."""
-    return isinstance(value, Mapping) and value.get(_MARK) == _KIND
+    return isinstance(state_entries, Mapping) and state_entries.get(_MARK) == _KIND
 
 
-def from_entries(entries: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+def from_entries(state_entries: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
     """Return the eight-bit state from its codes, sharded like the parameter, and all scales.
 
     Raises: CheckpointError when the blocks are split over ranks.
     """
-    codes, scale = entries["codes"], entries["scale"]
-    block, local, start = codes.numel() // scale.numel(), codes, 0
+    codes, scale = state_entries["codes"], state_entries["scale"]
+    block_size, local_codes, first_value = codes.numel() // scale.numel(), codes, 0
     if is_dtensor(codes):
-        place = dtensor_slice(codes)
-        local, start = place.data, place.offset[0] * prod(place.shape[1:])
-    if start % block or local.numel() % block or local.numel() == 0:
+        codes_slice = dtensor_slice(codes)
+        local_codes, first_value = (
+            codes_slice.data,
+            codes_slice.offset[0] * prod(codes_slice.shape[1:]),
+        )
+    if (
+        first_value % block_size
+        or local_codes.numel() % block_size
+        or local_codes.numel() == 0
+    ):
         raise CheckpointError(
-            f"an eight-bit optimizer state of shape {tuple(codes.shape)} has blocks of {block} values, and this rank would hold "
-            f"{local.numel()} values from {start} on; blocks cannot be split. Nothing was loaded. Resume on a number of ranks that divides the "
+            f"an eight-bit optimizer state of shape {tuple(codes.shape)} has blocks of {block_size} values, and this rank would hold "
+            f"{local_codes.numel()} values from {first_value} on; blocks cannot be split. Nothing was loaded. Resume on a number of ranks that divides the "
             "rows into whole blocks."
         )
-    library: Any = need(
+    torchao_module: Any = need(
         "torchao.optim.subclass_8bit", why="the optimizer's eight-bit state"
     )
-    made: Any = library.OptimState8bit.zeros(
-        local.shape, bool(entries["signed"]), block, local.device, dtype
+    local_state: Any = torchao_module.OptimState8bit.zeros(
+        local_codes.shape,
+        bool(state_entries["signed"]),
+        block_size,
+        local_codes.device,
+        dtype,
     )
-    made.codes.copy_(local)
-    made.scale.copy_(scale[start // block : (start + local.numel()) // block])
+    local_state.codes.copy_(local_codes)
+    local_state.scale.copy_(
+        scale[
+            first_value // block_size : (first_value + local_codes.numel())
+            // block_size
+        ]
+    )
     if not is_dtensor(codes):
-        return made  # type: ignore[no-any-return]
-    kind = type(codes)
-    return kind.from_local(
-        made,
+        return local_state  # type: ignore[no-any-return]
+    dtensor_class = type(codes)
+    return dtensor_class.from_local(
+        local_state,
         codes.device_mesh,
         codes.placements,
         run_check=False,

@@ -23,9 +23,9 @@ from hasten.checkpoint.format.formats import (
 from hasten.checkpoint.format.manifest import (
     FORGED,
     MANIFEST_NAME,
-    inside,
     open_outside,
     read_outside,
+    resolve_inside,
 )
 from hasten.checkpoint.reshard import whole
 from hasten.checkpoint.state_dicts import LoadReport, few, names_of_other_stages
@@ -47,7 +47,7 @@ from hasten.errors import (
 )
 from hasten.modules.names import is_dtensor, local_tensor, plain_name
 
-_UNITS = (
+_UNIT_BYTES = (
     *(("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40)),
     *(("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12), ("B", 1)),
 )
@@ -58,22 +58,26 @@ def parse_size(size: float | str) -> int:
 
     Raises: ConfigError for anything else, and for a negative size.
     """
-    found = float("nan")
+    num_bytes = float("nan")
     if isinstance(size, int | float) and not isinstance(size, bool):
-        found = size
+        num_bytes = size
     elif isinstance(size, str):
-        text = size.strip()
-        head, factor = next(
-            ((text.removesuffix(unit), n) for unit, n in _UNITS if text.endswith(unit)),
+        size_text = size.strip()
+        number_text, unit_bytes = next(
+            (
+                (size_text.removesuffix(unit), unit_size)
+                for unit, unit_size in _UNIT_BYTES
+                if size_text.endswith(unit)
+            ),
             ("", 1),
         )
         with suppress(ValueError):
-            found = float(head) * factor
-    if not 0 <= found < 2**63:
+            num_bytes = float(number_text) * unit_bytes
+    if not 0 <= num_bytes < 2**63:
         raise ConfigError(
             f"{size!r} is not a file size: bytes from 0 on are counted; write it as 10GB, 500MB or 2GiB, or give a number of bytes."
         )
-    return int(found)
+    return int(num_bytes)
 
 
 def save_model(
@@ -89,40 +93,46 @@ def save_model(
     Tied weights are stored once, under their first name; the other names are stored in the file's metadata.
     Raises: CheckpointError for tensors that are not whole.
     """
-    target = check_local(folder, "save_model(save_directory)")
-    if target.exists() and not target.is_dir():
+    model_folder = check_local(folder, "save_model(save_directory)")
+    if model_folder.exists() and not model_folder.is_dir():
         raise ConfigError(
             f"{folder} is a file, and a model is written to a folder; give the name of a folder."
         )
-    limit = parse_size(max_shard_size)
-    if limit < 1:
+    max_file_bytes = parse_size(max_shard_size)
+    if max_file_bytes < 1:
         raise ConfigError(
             f"max_shard_size={max_shard_size!r} leaves no room for a single byte in a file; set it to a size such as 5GB, or leave it out."
         )
     tensors = {
-        key: as_stored(value)
-        for key, value in state.items()
-        if isinstance(value, Tensor)
+        tensor_name: as_stored(tensor)
+        for tensor_name, tensor in state.items()
+        if isinstance(tensor, Tensor)
     }
-    extra = sorted(key for key, value in state.items() if not isinstance(value, Tensor))
-    if extra:
+    extra_names = sorted(
+        tensor_name
+        for tensor_name, tensor in state.items()
+        if not isinstance(tensor, Tensor)
+    )
+    if extra_names:
         raise CheckpointError(
-            f"the model has extra state ({', '.join(extra[:3])}) that the Hub layout cannot hold, and it would be lost. "
+            f"the model has extra state ({', '.join(extra_names[:3])}) that the Hub layout cannot hold, and it would be lost. "
             "Use save_state, or remove these entries from the state dict."
         )
-    fmt: Format = "safetensors" if safe_serialization else "torch"
-    component = Component(tensors, None, "model", fmt)
+    file_format: Format = "safetensors" if safe_serialization else "torch"
+    component = Component(tensors, None, "model", file_format)
     if component.sliced:
         raise CheckpointError(
             "the weights are sharded over ranks; gather them with accelerator.get_state_dict first."
         )
-    plans = plan_component("model", component, 0, (0,), FileLayout(limit, limit))
-    blobs = {plan.name: encode(component, plan) for plan in plans}
-    if len(plans) > 1:
+    file_plans = plan_component(
+        "model", component, 0, (0,), FileLayout(max_file_bytes, max_file_bytes)
+    )
+    blobs = {file_plan.name: encode(component, file_plan) for file_plan in file_plans}
+    if len(file_plans) > 1:
         end = "safetensors" if safe_serialization else "bin"
         stem = "model" if safe_serialization else "pytorch_model"
-        blobs[f"{stem}.{end}.index.json"] = hub_index(plans, component)
-    replace_model_files(target, blobs, disk or Disk())
+        blobs[f"{stem}.{end}.index.json"] = hub_index(file_plans, component)
+    replace_model_files(model_folder, blobs, disk or Disk())
     return list(blobs)
 
 
@@ -136,30 +146,30 @@ def replace_model_files(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> 
     check_no_checkpoint(folder)
     with (
         _explaining_errors(folder, "the model", blobs),
-        temporary_draft(folder, disk) as draft,
+        temporary_draft(folder, disk) as draft_folder,
     ):
-        write_files(draft, blobs, disk)
-        outdated = set(exported_weights(folder)) - blobs.keys()
-        indexes = [name for name in blobs if name.endswith(".json")]
-        for name in indexes:
-            disk.remove_file(folder / name)
-        for name in (*sorted(blobs.keys() - set(indexes)), *indexes):
-            disk.rename(draft / name, folder / name)
-        for name in sorted(outdated):
-            disk.remove_file(folder / name)
+        write_files(draft_folder, blobs, disk)
+        outdated_names = set(exported_weights(folder)) - blobs.keys()
+        index_names = [file_name for file_name in blobs if file_name.endswith(".json")]
+        for file_name in index_names:
+            disk.remove_file(folder / file_name)
+        for file_name in (*sorted(blobs.keys() - set(index_names)), *index_names):
+            disk.rename(draft_folder / file_name, folder / file_name)
+        for file_name in sorted(outdated_names):
+            disk.remove_file(folder / file_name)
         disk.sync_folder(folder)
 
 
 @contextmanager
 def _explaining_errors(
-    folder: Path, what: str, blobs: Mapping[str, Blob]
+    folder: Path, description: str, blobs: Mapping[str, Blob]
 ) -> Iterator[None]:
     """Context manager that raises CheckpointError in place of an OSError, and names the disk when it is full."""
     try:
         yield
     except OSError as error:
         raise cannot_write(
-            what, folder, sum(blob.size for blob in blobs.values()), error
+            description, folder, sum(blob.size for blob in blobs.values()), error
         ) from error
 
 
@@ -169,71 +179,75 @@ def read_model(folder: str | Path, allow_pickle: bool = False) -> dict[str, Tens
     Raises: a subclass of CheckpointError.
     """
     check_path(folder, "load_model(directory)")
-    root = Path(folder)
+    model_folder = Path(folder)
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    for path in weight_files(root):
-        content = read_tensors(path, allow_pickle)
-        for key, piece in content.pieces.items():
-            tensors[key] = whole([piece], key)
-        aliases.update(content.aliases)
-    for alias, key in aliases.items():
-        if key not in tensors:
+    for weight_file in weight_files(model_folder):
+        tensor_file = read_tensors(weight_file, allow_pickle)
+        for tensor_name, piece in tensor_file.pieces.items():
+            tensors[tensor_name] = whole([piece], tensor_name)
+        aliases.update(tensor_file.aliases)
+    for alias, tensor_name in aliases.items():
+        if tensor_name not in tensors:
             raise CorruptCheckpointError(
-                f"{root}: {alias} is another name of {key}, which is in no file, so the model is not whole. Nothing was loaded; "
+                f"{model_folder}: {alias} is another name of {tensor_name}, which is in no file, so the model is not whole. Nothing was loaded; "
                 "use another copy of the model."
             )
-        tensors[alias] = tensors[key]
+        tensors[alias] = tensors[tensor_name]
     return tensors
 
 
-def weight_files(root: Path) -> list[Path]:
+def weight_files(model_path: Path) -> list[Path]:
     """Return the files that hold a model's weights, given a folder, an index of shards, or a single file.
 
     Raises: IncompleteCheckpointError when there are none, CorruptCheckpointError for an invalid index.
     """
-    if root.suffix == ".json":
-        return _indexed(root.parent, root)
-    if root.is_file():
-        return [root]
-    for stem, end in (("model", "safetensors"), ("pytorch_model", "bin")):
-        if (root / f"{stem}.{end}").is_file():
-            return [inside(root, f"{stem}.{end}")]
-        index = root / f"{stem}.{end}.index.json"
-        if index.is_file():
-            return _indexed(root, index)
+    if model_path.suffix == ".json":
+        return _read_index(model_path.parent, model_path)
+    if model_path.is_file():
+        return [model_path]
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        if (model_path / f"{stem}.{suffix}").is_file():
+            return [resolve_inside(model_path, f"{stem}.{suffix}")]
+        index_path = model_path / f"{stem}.{suffix}.index.json"
+        if index_path.is_file():
+            return _read_index(model_path, index_path)
     raise IncompleteCheckpointError(
-        f"{root} holds no model.safetensors or pytorch_model.bin, nor an index of shards. Give the folder of a model."
+        f"{model_path} holds no model.safetensors or pytorch_model.bin, nor an index of shards. Give the folder of a model."
     )
 
 
-def _indexed(root: Path, index: Path) -> list[Path]:
+def _read_index(model_folder: Path, index_path: Path) -> list[Path]:
     try:
-        table = json.loads(read_outside(index))
-        names = sorted(
+        index_table = json.loads(read_outside(index_path))
+        file_names = sorted(
             set(
                 (
-                    table["weight_map"]
-                    if "metadata" in table
-                    else table.get("weight_map", table)
+                    index_table["weight_map"]
+                    if "metadata" in index_table
+                    else index_table.get("weight_map", index_table)
                 ).values()
             )
         )
-        paths = [inside(root, name) for name in names]
+        file_paths = [
+            resolve_inside(model_folder, file_name) for file_name in file_names
+        ]
     except FileNotFoundError as error:
         raise IncompleteCheckpointError(
-            f"{index} does not exist; give the folder or index of a model."
+            f"{index_path} does not exist; give the folder or index of a model."
         ) from error
     except FORGED as error:
         raise CorruptCheckpointError(
-            f"{index}: not an index of weight files ({type(error).__name__}: {error}). Nothing was loaded; use another copy of the model."
+            f"{index_path}: not an index of weight files ({type(error).__name__}: {error}). Nothing was loaded; use another copy of the model."
         ) from error
-    missing = [path.name for path in paths if not path.is_file()]
-    if missing:
+    missing_names = [
+        file_path.name for file_path in file_paths if not file_path.is_file()
+    ]
+    if missing_names:
         raise IncompleteCheckpointError(
-            f"{root}: {', '.join(missing[:4])} of the index are missing, so the model is not whole. Nothing was loaded; copy all its files."
+            f"{model_folder}: {', '.join(missing_names[:4])} of the index are missing, so the model is not whole. Nothing was loaded; copy all its files."
         )
-    return paths
+    return file_paths
 
 
 def save_object(
@@ -246,52 +260,59 @@ def save_object(
 
     Ranks: main only (or one per machine).
     """
-    target = check_local(file, "save(f)").absolute()
-    if target.is_dir():
+    target_path = check_local(file, "save(f)").absolute()
+    if target_path.is_dir():
         raise ConfigError(
-            f"save(f) got {target}, which is a folder, and an object is written to one file; add a file name."
+            f"save(f) got {target_path}, which is a folder, and an object is written to one file; add a file name."
         )
-    if target.exists() and not target.is_file():
+    if target_path.exists() and not target_path.is_file():
         raise ConfigError(
-            f"save(f) got {target}, which is a device or a pipe, and saving would replace it with a file; give another name."
+            f"save(f) got {target_path}, which is a device or a pipe, and saving would replace it with a file; give another name."
         )
-    device = disk or Disk()
+    target_disk = disk or Disk()
     if safe_serialization:
         if not isinstance(obj, Mapping) or not all(
-            isinstance(value, Tensor) for value in obj.values()
+            isinstance(tensor, Tensor) for tensor in obj.values()
         ):
             raise ConfigError(
                 "safe_serialization=True needs a flat dict of tensors; give one, or set it to False."
             )
         if (
-            sharded := next(
-                (key for key, value in obj.items() if is_dtensor(value)), None
+            sharded_name := next(
+                (
+                    tensor_name
+                    for tensor_name, tensor in obj.items()
+                    if is_dtensor(tensor)
+                ),
+                None,
             )
         ) is not None:
             raise ConfigError(
-                f"{sharded} is a part of a sharded tensor, which only this rank holds. Give the whole tensors: "
+                f"{sharded_name} is a part of a sharded tensor, which only this rank holds. Give the whole tensors: "
                 "accelerator.get_state_dict(model)."
             )
-        blob = encode_safetensors({str(key): value for key, value in obj.items()})
-        replace_files_only(target.parent, {target.name: blob}, device)
+        blob = encode_safetensors(
+            {str(tensor_name): tensor for tensor_name, tensor in obj.items()}
+        )
+        replace_files_only(target_path.parent, {target_path.name: blob}, target_disk)
         return
-    check_unlisted(target.parent, [target.name])
+    check_unlisted(target_path.parent, [target_path.name])
     with (
-        _explaining_errors(target.parent, target.name, {}),
-        temporary_draft(target.parent, device) as draft,
+        _explaining_errors(target_path.parent, target_path.name, {}),
+        temporary_draft(target_path.parent, target_disk) as draft_folder,
     ):
-        with (draft / target.name).open("wb") as written:
+        with (draft_folder / target_path.name).open("wb") as draft_file:
             try:
-                torch.save(obj, written)
+                torch.save(obj, draft_file)
             except RuntimeError as error:
                 # torch's writer hides the OSError behind a failed check
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from error
                 raise
-            written.flush()
-            device.sync(written.fileno())
-        device.rename(draft / target.name, target)
-        device.sync_folder(target.parent)
+            draft_file.flush()
+            target_disk.sync(draft_file.fileno())
+        target_disk.rename(draft_folder / target_path.name, target_path)
+        target_disk.sync_folder(target_path.parent)
 
 
 # Any: any saved object
@@ -301,22 +322,22 @@ def load_object(file: str | Path, allow_pickle: bool = False) -> Any:
     Raises: UnsafeCheckpointError for pickles that would run code, unless allowed; CorruptCheckpointError for damage.
     """
     check_path(file, "load(f)")
-    path = Path(file).expanduser().absolute()
+    object_path = Path(file).expanduser().absolute()
     try:
-        with open_outside(path) as opened:
-            begins = opened.read(9)
+        with open_outside(object_path) as object_file:
+            first_bytes = object_file.read(9)
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be opened ({error.strerror or error}), so nothing was loaded. Give a file that save() wrote."
+            f"{object_path} cannot be opened ({error.strerror or error}), so nothing was loaded. Give a file that save() wrote."
         ) from error
     try:
         # the length of a JSON header, then the header
-        if begins[8:] == b"{" and not begins.startswith(b"PK"):
-            return load_file(path)
-        return load_torch(path, allow_pickle)
+        if first_bytes[8:] == b"{" and not first_bytes.startswith(b"PK"):
+            return load_file(object_path)
+        return load_torch(object_path, allow_pickle)
     except (SafetensorError, *FORGED) as error:
         raise CorruptCheckpointError(
-            f"{path}: not a file that save() wrote, or damaged ({type(error).__name__}: {error}). "
+            f"{object_path}: not a file that save() wrote, or damaged ({type(error).__name__}: {error}). "
             "Nothing was loaded; use another copy of the file."
         ) from error
 
@@ -329,11 +350,11 @@ def replace_files_only(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> N
     check_unlisted(folder, list(blobs))
     with (
         _explaining_errors(folder, ", ".join(blobs), blobs),
-        temporary_draft(folder, disk) as draft,
+        temporary_draft(folder, disk) as draft_folder,
     ):
-        write_files(draft, blobs, disk)
-        for name in blobs:
-            disk.rename(draft / name, folder / name)
+        write_files(draft_folder, blobs, disk)
+        for file_name in blobs:
+            disk.rename(draft_folder / file_name, folder / file_name)
         disk.sync_folder(folder)
 
 
@@ -356,36 +377,42 @@ def load_weights(
     Raises: OtherModelError naming missing and unexpected tensors and those of another shape.
     """
     check_path(folder, "load_model(directory)")
-    stored = read_model(folder, allow_pickle)
-    live = {
-        plain_name(name): tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
+    stored_tensors = read_model(folder, allow_pickle)
+    live_tensors = {
+        plain_name(tensor_name): tensor
+        for tensor_name, tensor in model.state_dict(keep_vars=True).items()
         if isinstance(tensor, Tensor)
     }
     report = LoadReport(
-        missing=sorted(live.keys() - stored.keys()),
-        unexpected=sorted(stored.keys() - live.keys() - names_of_other_stages(model)),
+        missing=sorted(live_tensors.keys() - stored_tensors.keys()),
+        unexpected=sorted(
+            stored_tensors.keys() - live_tensors.keys() - names_of_other_stages(model)
+        ),
     )
     if strict and (report.missing or report.unexpected):
         raise OtherModelError(
             f"{folder}: the files lack {few(report.missing)} and have {few(report.unexpected)}, which the model does "
             "not. Nothing was loaded. Give the files of this model, or load with strict=False."
         )
-    both = sorted(live.keys() & stored.keys())
-    wrong = [name for name in both if live[name].shape != stored[name].shape]
-    if wrong:
-        name = wrong[0]
+    common_names = sorted(live_tensors.keys() & stored_tensors.keys())
+    mismatched_names = [
+        tensor_name
+        for tensor_name in common_names
+        if live_tensors[tensor_name].shape != stored_tensors[tensor_name].shape
+    ]
+    if mismatched_names:
+        tensor_name = mismatched_names[0]
         raise OtherModelError(
-            f"{folder}: {name} is {tuple(stored[name].shape)} in the files and {tuple(live[name].shape)} in the model"
-            f"{f', and {len(wrong) - 1} more differ' if len(wrong) > 1 else ''}. Nothing was loaded."
+            f"{folder}: {tensor_name} is {tuple(stored_tensors[tensor_name].shape)} in the files and {tuple(live_tensors[tensor_name].shape)} in the model"
+            f"{f', and {len(mismatched_names) - 1} more differ' if len(mismatched_names) > 1 else ''}. Nothing was loaded."
         )
     with torch.no_grad():
-        for name in both:
-            _fill(live[name], stored[name])
+        for tensor_name in common_names:
+            _fill_slice(live_tensors[tensor_name], stored_tensors[tensor_name])
     return report
 
 
-def _fill(target: Tensor, source: Tensor) -> None:
+def _fill_slice(target: Tensor, source: Tensor) -> None:
     """Copy a mapped tensor, or this rank's slice of it, into the target."""
     piece = as_stored(target)
     if isinstance(piece, Slice):

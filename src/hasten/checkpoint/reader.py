@@ -20,7 +20,7 @@ from hasten.checkpoint.format.manifest import (
     CHUNK_BYTES,
     FileRecord,
     Manifest,
-    inside,
+    resolve_inside,
     size_of,
 )
 from hasten.checkpoint.store.disk import default_threads, file_checksum
@@ -154,7 +154,9 @@ class Checkpoint:
     def _read(self, file: str) -> TensorFile:
         """Map a file. Raises: CorruptCheckpointError unless it is still the one that was verified."""
         try:
-            content = read_tensors(inside(self.folder, file), self._allow_pickle)
+            content = read_tensors(
+                resolve_inside(self.folder, file), self._allow_pickle
+            )
         except (CheckpointError, OSError):
             self.check_current()
             raise
@@ -185,7 +187,7 @@ def verify_files(
     problems: dict[str, str] = {}
     jobs: list[tuple[Path, FileRecord, int]] = []
     for file in files:
-        path = inside(folder, file.name)
+        path = resolve_inside(folder, file.name)
         if (problem := _visible_problem(path, file)) is not None:
             problems[file.name] = problem
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from hasten.checkpoint.base import CheckpointStore, number_of
+from hasten.checkpoint.base import CheckpointStore, checkpoint_number
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.config.sections.loop import ProjectConfiguration
 from hasten.errors import CheckpointError
@@ -20,7 +20,7 @@ def retire_expired(
     metrics_by_number: dict[int, Mapping[str, float | None]] = {}
     names: dict[int, str] = {}
     for name in store.names():
-        number = number_of(name)
+        number = checkpoint_number(name)
         if number is None:
             continue
         try:

@@ -10,7 +10,7 @@ from hasten.checkpoint.base import Blob, Component, Format, Slice, num_bytes
 from hasten.checkpoint.format.formats import (
     encode_safetensors,
     encode_torch,
-    tied,
+    find_tied_names,
 )
 
 SINGLE_FILE_BYTES = 2 * 1024**3
@@ -129,7 +129,7 @@ def cut(component: Component, limit: int) -> list[tuple[str, ...]]:
     Without main-only keys, files are filled as the Hub's tools fill them: on both sides of a tensor that has a file of
     its own. Names that share memory stay together, so that the tensor is stored once.
     """
-    owners = tied(component.tensors)
+    owners = find_tied_names(component.tensors)
     names: dict[str, list[str]] = {}
     for key in component.tensors:
         names.setdefault(owners.get(key, key), []).append(key)

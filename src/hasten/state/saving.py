@@ -18,7 +18,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hasten.checkpoint.async_writer import AsyncWriter
-from hasten.checkpoint.base import Format, StateTree, number_of
+from hasten.checkpoint.base import Format, StateTree, checkpoint_number
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.ownership import MachineOwners, divided, gathered, owned_by_axes
 from hasten.checkpoint.reader import open_checkpoint, read_one_version
@@ -207,7 +207,7 @@ class Saving:
             )
             save.start(together, name, self.iteration, node=node, each_node=each_node)
         save.draft.keeps_exports = self.keeps_exports
-        number = number_of(save.draft.name)
+        number = checkpoint_number(save.draft.name)
         if (
             name is None
             and number is not None
@@ -337,7 +337,7 @@ class Saving:
 
     def _header(self, name: str, metrics: dict[str, float | None]) -> Manifest:
         return Manifest(
-            number=number_of(name),
+            number=checkpoint_number(name),
             step=num_updates(self._parts),
             created_s=time.time(),
             mesh=self._mesh,

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hasten import Accelerator
 from hasten.checkpoint.export import parse_size, save_model, save_object
-from hasten.checkpoint.format.manifest import decode
+from hasten.checkpoint.format.manifest import decode_manifest
 from hasten.cli.main import main
 from hasten.errors import (
     ArgumentError,
@@ -185,7 +185,9 @@ def test_forged_times_do_not_end_a_list(
     accelerator.save_state()
     path = tmp_path / "checkpoints" / "checkpoint_0" / "manifest.json"
     plain = {
-        **msgspec.json.decode(msgspec.json.encode(decode(path.read_bytes(), "x"))),
+        **msgspec.json.decode(
+            msgspec.json.encode(decode_manifest(path.read_bytes(), "x"))
+        ),
         **forged,
     }
     body = msgspec.json.encode(plain)

@@ -20,7 +20,12 @@ from torch import nn
 from hasten import Accelerator, ProjectConfiguration
 from hasten.checkpoint.base import Component, Slice, StateTree
 from hasten.checkpoint.export import read_model, save_model
-from hasten.checkpoint.format.manifest import MANIFEST_NAME, Manifest, decode, encode
+from hasten.checkpoint.format.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+)
 from hasten.checkpoint.reader import open_checkpoint, read_one_version
 from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.disk import Disk, cannot_write
@@ -61,14 +66,14 @@ def flip_a_bit(folder: Path) -> None:
 
 
 def use_a_later_version(folder: Path) -> None:
-    manifest = decode((folder / MANIFEST_NAME).read_bytes(), "")
+    manifest = decode_manifest((folder / MANIFEST_NAME).read_bytes(), "")
     later = Manifest(
         **{
             **{key: getattr(manifest, key) for key in manifest.__struct_fields__},
             "version": 99,
         }
     )
-    (folder / MANIFEST_NAME).write_bytes(encode(later))
+    (folder / MANIFEST_NAME).write_bytes(encode_manifest(later))
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten.checkpoint.base import Blob, Component, StateTree, numbered
+from hasten.checkpoint.base import Blob, Component, StateTree, numbered_checkpoint
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.save import Save
@@ -172,4 +172,4 @@ def test_abandoned_versions_at_a_url_are_removed_after_a_day(
     save(store, "best", 1.0)
     assert len({name.partition("/")[0] for name in store.sizes("best")}) == 2
     store.begin_numbered(0)
-    assert set(store.sizes(numbered(0))) == set()
+    assert set(store.sizes(numbered_checkpoint(0))) == set()

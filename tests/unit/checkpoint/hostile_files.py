@@ -33,8 +33,8 @@ from hasten.checkpoint.format.manifest import (
     MANIFEST_NAME,
     Manifest,
     checksum,
-    decode,
-    encode,
+    decode_manifest,
+    encode_manifest,
 )
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.save import save_tree
@@ -97,7 +97,7 @@ def write_victim(root: Path) -> None:
 def reseal(folder: Path, edit: Callable[[dict[str, Any]], None] | None = None) -> None:
     """Make sizes and checksums fit again, as somebody who knows the format would."""
     path = folder / MANIFEST_NAME
-    manifest = decode(path.read_bytes(), "x")
+    manifest = decode_manifest(path.read_bytes(), "x")
     files = []
     for file in manifest.files:
         raw = (folder / file.name).read_bytes()
@@ -107,7 +107,7 @@ def reseal(folder: Path, edit: Callable[[dict[str, Any]], None] | None = None) -
         files.append(msgspec.structs.replace(file, size=len(raw), sums=sums))
     manifest = msgspec.structs.replace(manifest, files=tuple(files))
     if edit is None:
-        path.write_bytes(encode(manifest))
+        path.write_bytes(encode_manifest(manifest))
         return
     plain = msgspec.json.decode(msgspec.json.encode(manifest))
     edit(plain)

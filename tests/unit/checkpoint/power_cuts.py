@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from hasten import ProjectConfiguration
-from hasten.checkpoint.base import Component, StateTree, numbered
+from hasten.checkpoint.base import Component, StateTree, numbered_checkpoint
 from hasten.checkpoint.format.manifest import Manifest, read_manifest
 from hasten.checkpoint.format.packing import pack
 from hasten.checkpoint.reader import open_checkpoint
@@ -252,12 +252,12 @@ def kill_everywhere(
 
 def before_numbered(root: Path) -> None:
     for i in range(3):
-        save(root, numbered(i), i, Disk(), None)
+        save(root, numbered_checkpoint(i), i, Disk(), None)
 
 
 def save_numbered(root: Path, disk: Disk) -> None:
     """checkpoint_0..2 exist, checkpoint_3 is being saved with total_limit=2 when the process dies."""
-    save(root, numbered(3), 3, disk, 2)
+    save(root, numbered_checkpoint(3), 3, disk, 2)
 
 
 def judge_numbered(root: Path) -> str | None:
@@ -265,11 +265,14 @@ def judge_numbered(root: Path) -> str | None:
     top = newest(store) or ""
     if check(root, top) not in (2, 3):
         return f"the newest is {top}"
-    if check(root, numbered(2)) != 2:
+    if check(root, numbered_checkpoint(2)) != 2:
         return "checkpoint_2 was lost"
-    if top != numbered(3) and {numbered(0), numbered(1)} - set(store.names()):
+    if top != numbered_checkpoint(3) and {
+        numbered_checkpoint(0),
+        numbered_checkpoint(1),
+    } - set(store.names()):
         return "old ones were deleted before the new one was there"
-    save(root, numbered(4), 4, Disk(), 2)
+    save(root, numbered_checkpoint(4), 4, Disk(), 2)
     left = {entry.name for entry in root.iterdir()}
     if check(root, newest(store) or "") != 4 or any(
         name.startswith(".hasten") for name in left

@@ -14,8 +14,8 @@ from hasten.checkpoint.format.manifest import (
     FileRecord,
     Manifest,
     checksum,
-    decode,
-    encode,
+    decode_manifest,
+    encode_manifest,
 )
 from hasten.checkpoint.reader import verify_files
 from hasten.errors import CheckpointVersionError
@@ -136,10 +136,12 @@ def test_files_are_verified_by_it(size: int, tmp_path: Path) -> None:
 
 
 def test_other_formats_are_refused() -> None:
-    assert decode(encode(Manifest()), "here").version == FORMAT_VERSION
+    assert (
+        decode_manifest(encode_manifest(Manifest()), "here").version == FORMAT_VERSION
+    )
     for version in (FORMAT_VERSION - 1, FORMAT_VERSION + 1):
         with pytest.raises(
             CheckpointVersionError,
             match=rf"format {version} by .* reads format {FORMAT_VERSION}",
         ):
-            decode(encode(Manifest(version=version)), "here")
+            decode_manifest(encode_manifest(Manifest(version=version)), "here")

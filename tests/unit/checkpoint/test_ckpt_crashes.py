@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.checkpoint.base import Component, StateTree, numbered
+from hasten.checkpoint.base import Component, StateTree, numbered_checkpoint
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.save import save_tree
@@ -126,7 +126,9 @@ def save(root: Path, number: int, disk: Disk | None = None) -> None:
             )
         }
     )
-    save_tree(store, numbered(number), tree, Manifest(number=number), LocalComm())
+    save_tree(
+        store, numbered_checkpoint(number), tree, Manifest(number=number), LocalComm()
+    )
 
 
 class FullDisk(Disk):

@@ -24,8 +24,8 @@ from hasten.checkpoint.base import (
     CheckpointStore,
     Component,
     StateTree,
-    number_of,
-    numbered,
+    checkpoint_number,
+    numbered_checkpoint,
 )
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.retention import retire_expired
@@ -47,7 +47,7 @@ TREE = StateTree(
 
 
 def save(store: CheckpointStore, name: str) -> None:
-    save_tree(store, name, TREE, Manifest(number=number_of(name)), LocalComm())
+    save_tree(store, name, TREE, Manifest(number=checkpoint_number(name)), LocalComm())
 
 
 def names_in(folder: Path) -> list[str]:
@@ -114,10 +114,14 @@ def test_every_save_of_the_same_name_is_whole_and_the_last_commit_stays(
 def test_numbers_are_given_once(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "run")
     drafts = [store.begin_numbered(0) for _ in range(3)]
-    assert [draft.name for draft in drafts] == [numbered(0), numbered(1), numbered(2)]
-    save(store, numbered(7))
+    assert [draft.name for draft in drafts] == [
+        numbered_checkpoint(0),
+        numbered_checkpoint(1),
+        numbered_checkpoint(2),
+    ]
+    save(store, numbered_checkpoint(7))
     drafts.append(store.begin_numbered(2))
-    assert drafts[-1].name == numbered(8)
+    assert drafts[-1].name == numbered_checkpoint(8)
     for draft in drafts:
         draft.abort()
 
@@ -155,8 +159,8 @@ def test_two_runs_in_one_project_never_get_the_same_checkpoint(tmp_path: Path) -
 
 def test_a_numbered_save_never_replaces_a_folder_that_appeared(tmp_path: Path) -> None:
     draft = LocalStore(tmp_path).begin_numbered(0)
-    (tmp_path / numbered(0)).mkdir()
-    (tmp_path / numbered(0) / "file").write_text("of another tool")
+    (tmp_path / numbered_checkpoint(0)).mkdir()
+    (tmp_path / numbered_checkpoint(0) / "file").write_text("of another tool")
     files = tuple(draft.put({"part": Blob([b"abc"], 3)}).values())
     with pytest.raises(
         CheckpointError,
@@ -164,7 +168,10 @@ def test_a_numbered_save_never_replaces_a_folder_that_appeared(tmp_path: Path) -
     ):
         draft.commit(Manifest(files=files))
     draft.abort()
-    assert [path.name for path in tmp_path.rglob("*")] == [numbered(0), "file"]
+    assert [path.name for path in tmp_path.rglob("*")] == [
+        numbered_checkpoint(0),
+        "file",
+    ]
 
 
 def test_a_run_says_when_it_meets_checkpoints_of_another(
@@ -185,18 +192,18 @@ def test_a_run_says_when_it_meets_checkpoints_of_another(
     second.save_state()
     assert not caplog.text
     assert names_in(tmp_path / "checkpoints") == [
-        numbered(0),
-        numbered(1),
-        numbered(3),
+        numbered_checkpoint(0),
+        numbered_checkpoint(1),
+        numbered_checkpoint(3),
     ], "those of the first run stay"
     resumed = Accelerator(cpu=True, project_config=project)
     resumed.load_state()
     resumed.save_state()
     assert not caplog.text
     assert names_in(tmp_path / "checkpoints") == [
-        numbered(0),
-        numbered(1),
-        numbered(4),
+        numbered_checkpoint(0),
+        numbered_checkpoint(1),
+        numbered_checkpoint(4),
     ], "it continues the second run"
 
 
@@ -336,13 +343,13 @@ def test_files_that_disappear_before_the_commit_are_an_error(tmp_path: Path) -> 
 
 def test_retention_deletes_what_it_is_allowed_to(store: CheckpointStore) -> None:
     for number in range(4):
-        save(store, numbered(number))
+        save(store, numbered_checkpoint(number))
     retire_expired(
         store,
         ProjectConfiguration(total_limit=1),
         lambda manifest: manifest.number != 1,
     )
-    assert store.names() == [numbered(1), numbered(3)]
+    assert store.names() == [numbered_checkpoint(1), numbered_checkpoint(3)]
 
 
 class StillOpen(Disk):
@@ -370,15 +377,15 @@ def test_a_file_that_is_still_open_is_removed_later_without_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(3):
-        save(LocalStore(tmp_path, StillOpen()), numbered(number))
+        save(LocalStore(tmp_path, StillOpen()), numbered_checkpoint(number))
         retire_expired(
             LocalStore(tmp_path, StillOpen()),
             ProjectConfiguration(total_limit=1),
             lambda manifest: True,
         )
     assert not caplog.text
-    save(LocalStore(tmp_path), numbered(3))
-    assert names_in(tmp_path) == [numbered(2), numbered(3)]
+    save(LocalStore(tmp_path), numbered_checkpoint(3))
+    assert names_in(tmp_path) == [numbered_checkpoint(2), numbered_checkpoint(3)]
 
 
 def test_names_may_be_as_long_as_the_file_system_allows(tmp_path: Path) -> None:

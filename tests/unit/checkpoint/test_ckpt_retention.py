@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from hasten import ProjectConfiguration
-from hasten.checkpoint.base import next_number, number_of
+from hasten.checkpoint.base import checkpoint_number, next_number
 from hasten.checkpoint.retention import best, expired
 
 
@@ -55,5 +55,6 @@ def test_numbers_never_come_twice() -> None:
     )
     assert next_number(["checkpoint_3"], 20) == 20
     assert [
-        number_of(n) for n in ("checkpoint_7", "checkpoint_7x", "my_checkpoint_7")
+        checkpoint_number(n)
+        for n in ("checkpoint_7", "checkpoint_7x", "my_checkpoint_7")
     ] == [7, None, None]

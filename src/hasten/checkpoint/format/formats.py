@@ -30,7 +30,7 @@ from hasten.modules.names import local_tensor
 from hasten.runtime.devices import kind_of
 
 _METADATA = "__metadata__"
-_OURS = "hasten"
+_METADATA_KEY = "hasten"
 _ZIP: Final = b"PK\x03\x04"
 _MAX_HEADER_BYTES = 100_000_000  # the limit set by the safetensors format
 DTYPES: Final = MappingProxyType(
@@ -62,16 +62,16 @@ class MappedFile:
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
-        found = path.stat()
-        self._identity = found.st_dev, found.st_ino
+        file_status = path.stat()
+        self._identity = file_status.st_dev, file_status.st_ino
         # Any: the stubs name another base
         storage: Any = torch.UntypedStorage.from_file(str(path), False, size)
         self.data = torch.empty(0, dtype=torch.uint8).set_(storage)
 
-    def place(self, part: Tensor) -> int | None:
+    def place(self, tensor: Tensor) -> int | None:
         """Return the offset in the file at which a tensor begins; None when the tensor is a copy."""
-        start = part.data_ptr() - self.data.data_ptr()
-        return start if 0 <= start < self.data.numel() else None
+        start_offset = tensor.data_ptr() - self.data.data_ptr()
+        return start_offset if 0 <= start_offset < self.data.numel() else None
 
     def open(self) -> int | None:
         """Return a descriptor of the same file; None when the file is no longer there under its name."""
@@ -79,8 +79,8 @@ class MappedFile:
             fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError:  # the mapping stays valid, and reports a broken disk itself
             return None
-        found = os.fstat(fd)
-        if (found.st_dev, found.st_ino) == self._identity:
+        file_status = os.fstat(fd)
+        if (file_status.st_dev, file_status.st_ino) == self._identity:
             return fd
         os.close(fd)
         return None
@@ -105,7 +105,7 @@ class TensorFile:
     data: Json = None
 
 
-def dense(tensor: Tensor, key: str) -> Tensor:
+def make_dense(tensor: Tensor, tensor_name: str) -> Tensor:
     """Return the tensor as contiguous plain memory, copied only if it has another layout.
 
     Raises: CheckpointError for tensors without plain memory.
@@ -117,7 +117,7 @@ def dense(tensor: Tensor, key: str) -> Tensor:
         or tensor.device.type == "meta"
     ):
         raise CheckpointError(
-            f"{key} is a {tensor.layout} tensor on {tensor.device}, which has no plain bytes to store. Convert it to a "
+            f"{tensor_name} is a {tensor.layout} tensor on {tensor.device}, which has no plain bytes to store. Convert it to a "
             "dense tensor (or materialise it) before saving."
         )
     if tensor.is_conj() or tensor.is_neg():
@@ -127,36 +127,38 @@ def dense(tensor: Tensor, key: str) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-def tied(tensors: Mapping[str, Tensor | Slice]) -> dict[str, str]:
+def find_tied_names(tensors: Mapping[str, Tensor | Slice]) -> dict[str, str]:
     """Return the other names of tensors that share memory: alias -> the first name of the tensor.
 
     Of sharded tensors this rank's parts are compared; tensors without an address of their own are never aliases.
     """
-    first: dict[tuple[Any, ...], str] = {}
+    first_names: dict[tuple[Any, ...], str] = {}
     aliases = {}
-    for key, value in tensors.items():
-        data = value.data if isinstance(value, Slice) else local_tensor(value)
+    for tensor_name, tensor in tensors.items():
+        local_data = tensor.data if isinstance(tensor, Slice) else local_tensor(tensor)
         if (
-            data.numel() == 0
-            or data.layout is not torch.strided
-            or data.device.type == "meta"
+            local_data.numel() == 0
+            or local_data.layout is not torch.strided
+            or local_data.device.type == "meta"
         ):
             continue
         # no addresses: tied tensors are written twice
-        if data.device.type != "cpu" and kind_of(data.device).lazy:
+        if local_data.device.type != "cpu" and kind_of(local_data.device).lazy:
             continue
-        if not data.data_ptr():  # a subclass that wraps other tensors
+        if not local_data.data_ptr():  # a subclass that wraps other tensors
             continue
-        where = (
-            data.device,
-            data.data_ptr(),
-            data.dtype,
-            value.shape,
-            data.shape,
-            data.stride(),
+        memory_key = (
+            local_data.device,
+            local_data.data_ptr(),
+            local_data.dtype,
+            tensor.shape,
+            local_data.shape,
+            local_data.stride(),
         )
-        if (earlier := first.setdefault(where, key)) != key:
-            aliases[key] = earlier
+        if (
+            first_name := first_names.setdefault(memory_key, tensor_name)
+        ) != tensor_name:
+            aliases[tensor_name] = first_name
     return aliases
 
 
@@ -166,49 +168,54 @@ def encode_safetensors(
     metadata: Mapping[str, str] | None = None,
 ) -> Blob:
     """Return one safetensors file: every tensor once (tied names are recorded), `data` in its metadata."""
-    aliases = tied(tensors)
-    order: list[tuple[int, str, Tensor]] = []
-    slices: dict[str, list[list[int]]] = {}
-    for key, value in tensors.items():
-        if key in aliases:
+    aliases = find_tied_names(tensors)
+    ordered_tensors: list[tuple[int, str, Tensor]] = []
+    slice_positions: dict[str, list[list[int]]] = {}
+    for tensor_name, stored_tensor in tensors.items():
+        if tensor_name in aliases:
             continue
-        if isinstance(value, Slice):
-            slices[key], value = [list(value.shape), list(value.offset)], value.data
-        tensor = dense(value, key)
-        if tensor.dtype not in DTYPE_NAMES:
+        if isinstance(stored_tensor, Slice):
+            slice_positions[tensor_name], stored_tensor = (
+                [list(stored_tensor.shape), list(stored_tensor.offset)],
+                stored_tensor.data,
+            )
+        dense_tensor = make_dense(stored_tensor, tensor_name)
+        if dense_tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(
-                f"{key} has dtype {tensor.dtype}, which safetensors cannot hold. Convert it, or save with "
+                f"{tensor_name} has dtype {dense_tensor.dtype}, which safetensors cannot hold. Convert it, or save with "
                 "safe_serialization=False."
             )
-        order.append((-tensor.element_size(), key, tensor))
+        ordered_tensors.append(
+            (-dense_tensor.element_size(), tensor_name, dense_tensor)
+        )
     # Sorting by element size keeps every tensor aligned without padding, which the format forbids.
-    order.sort(key=itemgetter(0, 1))
-    ours: dict[str, Any] = {"aliases": aliases} if aliases else {}
+    ordered_tensors.sort(key=itemgetter(0, 1))
+    own_metadata: dict[str, Any] = {"aliases": aliases} if aliases else {}
     if data is not None:
-        ours["data"] = data
-    if slices:
-        ours["slices"] = slices
+        own_metadata["data"] = data
+    if slice_positions:
+        own_metadata["slices"] = slice_positions
     header: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
-    if ours:
-        header[_METADATA][_OURS] = json.dumps(
-            ours, allow_nan=False, separators=(",", ":")
+    if own_metadata:
+        header[_METADATA][_METADATA_KEY] = json.dumps(
+            own_metadata, allow_nan=False, separators=(",", ":")
         )
     segments: list[bytes | Tensor] = []
-    at = 0
-    for _, key, tensor in order:
-        size = tensor.numel() * tensor.element_size()
-        header[key] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + size],
+    offset = 0
+    for _, tensor_name, dense_tensor in ordered_tensors:
+        tensor_bytes = dense_tensor.numel() * dense_tensor.element_size()
+        header[tensor_name] = {
+            "dtype": DTYPE_NAMES[dense_tensor.dtype],
+            "shape": list(dense_tensor.shape),
+            "data_offsets": [offset, offset + tensor_bytes],
         }
-        at += size
-        if size:
-            segments.append(tensor)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    return Blob([head, *segments], len(head) + at)
+        offset += tensor_bytes
+        if tensor_bytes:
+            segments.append(dense_tensor)
+    header_bytes = json.dumps(header, separators=(",", ":")).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)
+    file_head = len(header_bytes).to_bytes(8, "little") + header_bytes
+    return Blob([file_head, *segments], len(file_head) + offset)
 
 
 def read_safetensors(path: Path) -> TensorFile:
@@ -220,93 +227,118 @@ def read_safetensors(path: Path) -> TensorFile:
         return _read_safetensors(path)
     except FORGED as error:
         raise CorruptCheckpointError(
-            f"{path}: not a valid safetensors file ({type(error).__name__}: {_short(error)}). Nothing was loaded; use another "
+            f"{path}: not a valid safetensors file ({type(error).__name__}: {_shorten(error)}). Nothing was loaded; use another "
             "checkpoint."
         ) from error
 
 
 def _read_safetensors(path: Path) -> TensorFile:
-    size = size_of(path)
-    with open_outside(path) as head:
-        length = int.from_bytes(head.read(8), "little")
-        if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-            raise ValueError(f"header length {length} in a file of {size} bytes")
-        header = json.loads(head.read(length))
-    ours = json.loads(header.pop(_METADATA, {}).get(_OURS, "{}"))
-    file, base = MappedFile(path, size), 8 + length
-    slices, ends, entries = ours.get("slices", {}), base, []
-    for key, entry in header.items():
-        first, last = entry["data_offsets"]
-        entries.append((int(first), int(last), key, entry))
-    pieces = {}
-    for first, last, key, entry in sorted(entries, key=itemgetter(0, 1)):
-        if base + first != ends:
-            raise ValueError(f"{key!r} begins at byte {base + first} instead of {ends}")
-        pieces[key] = _piece(
-            file, key, entry["dtype"], entry["shape"], base + first, slices.get(key)
-        )
-        ends = base + last
-        tensor = pieces[key].data
-        if last - first != tensor.numel() * tensor.element_size():
+    file_size = size_of(path)
+    with open_outside(path) as header_file:
+        header_length = int.from_bytes(header_file.read(8), "little")
+        if file_size < 8 or not 2 <= header_length <= min(
+            _MAX_HEADER_BYTES, file_size - 8
+        ):
             raise ValueError(
-                f"{key!r} of shape {list(tensor.shape)} has {last - first} bytes"
+                f"header length {header_length} in a file of {file_size} bytes"
             )
-    if ends != size:
-        raise ValueError(f"{size - ends} bytes after the last tensor")
+        header = json.loads(header_file.read(header_length))
+    own_metadata = json.loads(header.pop(_METADATA, {}).get(_METADATA_KEY, "{}"))
+    mapped_file, data_start = MappedFile(path, file_size), 8 + header_length
+    slice_positions, reached_offset, tensor_entries = (
+        own_metadata.get("slices", {}),
+        data_start,
+        [],
+    )
+    for tensor_name, tensor_entry in header.items():
+        start_offset, end_offset = tensor_entry["data_offsets"]
+        tensor_entries.append(
+            (int(start_offset), int(end_offset), tensor_name, tensor_entry)
+        )
+    pieces = {}
+    for start_offset, end_offset, tensor_name, tensor_entry in sorted(
+        tensor_entries, key=itemgetter(0, 1)
+    ):
+        if data_start + start_offset != reached_offset:
+            raise ValueError(
+                f"{tensor_name!r} begins at byte {data_start + start_offset} instead of {reached_offset}"
+            )
+        pieces[tensor_name] = _map_piece(
+            mapped_file,
+            tensor_name,
+            tensor_entry["dtype"],
+            tensor_entry["shape"],
+            data_start + start_offset,
+            slice_positions.get(tensor_name),
+        )
+        reached_offset = data_start + end_offset
+        tensor = pieces[tensor_name].data
+        if end_offset - start_offset != tensor.numel() * tensor.element_size():
+            raise ValueError(
+                f"{tensor_name!r} of shape {list(tensor.shape)} has {end_offset - start_offset} bytes"
+            )
+    if reached_offset != file_size:
+        raise ValueError(f"{file_size - reached_offset} bytes after the last tensor")
     aliases = {}
-    for alias, name in ours.get("aliases", {}).items():
-        if name not in pieces or alias in pieces:
-            raise ValueError(f"alias {alias!r} of {name!r}, which is not in the file")
-        aliases[str(alias)] = str(name)
-    return TensorFile(pieces, aliases, ours.get("data"))
+    for alias, first_name in own_metadata.get("aliases", {}).items():
+        if first_name not in pieces or alias in pieces:
+            raise ValueError(
+                f"alias {alias!r} of {first_name!r}, which is not in the file"
+            )
+        aliases[str(alias)] = str(first_name)
+    return TensorFile(pieces, aliases, own_metadata.get("data"))
 
 
-def _piece(
-    file: MappedFile,
-    key: str,
-    name: str,
+def _map_piece(
+    mapped_file: MappedFile,
+    tensor_name: str,
+    dtype_name: str,
     dims: Any,
-    start: int,
+    start_offset: int,
     position: tuple[Any, Any] | None = None,
 ) -> Piece:
     """Return a tensor of a mapped file; `position` is the shape of the global tensor and the offset in it."""
-    dtype, shape = DTYPES[name], checked_shape(dims)
-    end = start + math.prod(shape) * dtype.itemsize
-    if start < 0 or end > file.data.numel():
+    dtype, shape = DTYPES[dtype_name], checked_shape(dims)
+    end_offset = start_offset + math.prod(shape) * dtype.itemsize
+    if start_offset < 0 or end_offset > mapped_file.data.numel():
         raise ValueError(
-            f"{key!r} of shape {list(shape)} claims bytes {start}..{end} of {file.data.numel()}"
+            f"{tensor_name!r} of shape {list(shape)} claims bytes {start_offset}..{end_offset} of {mapped_file.data.numel()}"
         )
-    part = file.data[start:end]
-    if start % dtype.itemsize:  # other tools may write unaligned tensors
-        part = part.clone()
-    data = part.view(dtype).reshape(shape)
+    tensor_bytes = mapped_file.data[start_offset:end_offset]
+    if start_offset % dtype.itemsize:  # other tools may write unaligned tensors
+        tensor_bytes = tensor_bytes.clone()
+    local_data = tensor_bytes.view(dtype).reshape(shape)
     if position is None:
-        return Piece(data, shape, (0,) * len(shape), file)
-    piece = Piece(data, checked_shape(position[0]), checked_shape(position[1]), file)
-    check_piece(key, piece)
+        return Piece(local_data, shape, (0,) * len(shape), mapped_file)
+    piece = Piece(
+        local_data, checked_shape(position[0]), checked_shape(position[1]), mapped_file
+    )
+    check_piece(tensor_name, piece)
     return piece
 
 
-def checked_shape(values: Any) -> tuple[int, ...]:
+def checked_shape(stored_shape: Any) -> tuple[int, ...]:
     """Return the shape stored in a file. Raises: ValueError if it is not a shape."""
-    shape = tuple(values)
+    shape = tuple(stored_shape)
     if shape and (
         {*map(type, shape)} != {int} or min(shape) < 0 or max(shape) >= 2**62
     ):
-        raise ValueError(f"{values!r} is not a shape")
+        raise ValueError(f"{stored_shape!r} is not a shape")
     return shape
 
 
-def check_piece(key: str, piece: Piece) -> None:
+def check_piece(tensor_name: str, piece: Piece) -> None:
     """Raise ValueError unless the piece fits inside its tensor."""
-    local = piece.data.shape
-    fits = len(piece.shape) == len(piece.offset) == len(local) and all(
-        start + length <= total
-        for start, length, total in zip(piece.offset, local, piece.shape, strict=True)
+    local_shape = piece.data.shape
+    fits = len(piece.shape) == len(piece.offset) == len(local_shape) and all(
+        start + length <= dim_size
+        for start, length, dim_size in zip(
+            piece.offset, local_shape, piece.shape, strict=True
+        )
     )
     if not fits:
         raise ValueError(
-            f"piece {key!r} of {list(local)} at {piece.offset} does not fit into {piece.shape}"
+            f"piece {tensor_name!r} of {list(local_shape)} at {piece.offset} does not fit into {piece.shape}"
         )
 
 
@@ -316,43 +348,45 @@ def encode_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> Bl
     `torch.save` lays the file out with the tensor bytes left blank; the tensors follow as segments, so that they
     can be written in parallel and copied from a device piece by piece.
     """
-    owned: dict[int, Tensor] = {}
+    owned_tensors: dict[int, Tensor] = {}
     """Tensors by the id of their blank."""
     blanks: dict[str, Tensor | Slice] = {}
-    aliases = tied(tensors)
-    for key, value in tensors.items():
-        if isinstance(value, Slice):
+    aliases = find_tied_names(tensors)
+    for tensor_name, stored_tensor in tensors.items():
+        if isinstance(stored_tensor, Slice):
             raise CheckpointError(
-                f"{key} is a slice of a sharded tensor; torch files hold whole tensors only."
+                f"{tensor_name} is a slice of a sharded tensor; torch files hold whole tensors only."
             )
-        if (same := aliases.get(key)) is not None:
-            blanks[key] = blanks[same]
+        if (first_name := aliases.get(tensor_name)) is not None:
+            blanks[tensor_name] = blanks[first_name]
             continue
-        tensor = dense(value, key)
-        blanks[key] = blank = torch.empty(tensor.shape, dtype=tensor.dtype)
-        owned[id(blank)] = tensor
-    nested: Any = blanks if data is None else to_native(data, blanks)
+        dense_tensor = make_dense(stored_tensor, tensor_name)
+        blanks[tensor_name] = blank = torch.empty(
+            dense_tensor.shape, dtype=dense_tensor.dtype
+        )
+        owned_tensors[id(blank)] = dense_tensor
+    nested_state: Any = blanks if data is None else to_native(data, blanks)
     # Any: it implements the methods of a file that torch.save calls
     archive: Any = _BlankArchive()
     with skip_data():
-        torch.save(nested, archive)
-    found: dict[int, None] = {}
-    _find_storages(nested, found)
-    blob: Blob = archive.fill([owned[blank_id] for blank_id in found])
+        torch.save(nested_state, archive)
+    storage_ids: dict[int, None] = {}
+    _find_storages(nested_state, storage_ids)
+    blob: Blob = archive.fill([owned_tensors[blank_id] for blank_id in storage_ids])
     return blob
 
 
-def _find_storages(value: Any, found: dict[int, None]) -> None:
+def _find_storages(nested_state: Any, storage_ids: dict[int, None]) -> None:
     """Add the ids of the tensors of a nested value in the order in which pickle meets their storages."""
-    if isinstance(value, Tensor):
-        found.setdefault(id(value))
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            _find_storages(key, found)
-            _find_storages(inner, found)
-    elif isinstance(value, (list, tuple, set)):
-        for inner in value:
-            _find_storages(inner, found)
+    if isinstance(nested_state, Tensor):
+        storage_ids.setdefault(id(nested_state))
+    elif isinstance(nested_state, dict):
+        for state_key, inner_state in nested_state.items():
+            _find_storages(state_key, storage_ids)
+            _find_storages(inner_state, storage_ids)
+    elif isinstance(nested_state, (list, tuple, set)):
+        for inner_state in nested_state:
+            _find_storages(inner_state, storage_ids)
 
 
 class _BlankArchive:
@@ -366,9 +400,9 @@ class _BlankArchive:
         """Append bytes of the archive."""
         if not isinstance(self._parts[-1], bytearray):
             self._parts.append(bytearray())
-        last = self._parts[-1]
-        assert isinstance(last, bytearray), "it was just added"
-        last += data
+        last_bytes = self._parts[-1]
+        assert isinstance(last_bytes, bytearray), "it was just added"
+        last_bytes += data
         self._size += len(data)
         return len(data)
 
@@ -385,17 +419,17 @@ class _BlankArchive:
     def flush(self) -> None:
         """Do nothing: there is no buffer to flush."""
 
-    def fill(self, ordered: list[Tensor]) -> Blob:
+    def fill(self, ordered_tensors: list[Tensor]) -> Blob:
         """Return the file with the tensors, in the order of the archive, in their reserved space."""
         segments: list[bytes | Tensor] = []
-        tensors = iter([tensor for tensor in ordered if tensor.numel()])
-        for part in self._parts:
-            if isinstance(part, bytearray):
-                segments.append(bytes(part))
+        tensors = iter([tensor for tensor in ordered_tensors if tensor.numel()])
+        for archive_part in self._parts:
+            if isinstance(archive_part, bytearray):
+                segments.append(bytes(archive_part))
                 continue
             tensor = next(tensors)
-            assert part == tensor.nbytes, (
-                f"torch left {part} bytes for a tensor of {tensor.nbytes}"
+            assert archive_part == tensor.nbytes, (
+                f"torch left {archive_part} bytes for a tensor of {tensor.nbytes}"
             )
             segments.append(tensor)
         assert next(tensors, None) is None, "torch left space for every tensor"
@@ -408,49 +442,55 @@ def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
     Raises: UnsafeCheckpointError when it holds any other type; CorruptCheckpointError when it is damaged.
     """
     try:
-        value = load_torch(path, allow_pickle)
-        data, tensors = from_native(value)
-        pieces, flat = {}, isinstance(value, dict)
-        for key, tensor in tensors.items():
+        loaded_state = load_torch(path, allow_pickle)
+        packed_state, tensors = from_native(loaded_state)
+        pieces, is_flat = {}, isinstance(loaded_state, dict)
+        for tensor_name, tensor in tensors.items():
             if isinstance(tensor, Tensor):
-                pieces[key] = Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim())
-        for key, tensor in value.items() if isinstance(value, dict) else ():
-            flat = flat and type(key) is str and isinstance(tensor, Tensor)
+                pieces[tensor_name] = Piece(
+                    tensor, tuple(tensor.shape), (0,) * tensor.dim()
+                )
+        for tensor_name, tensor in (
+            loaded_state.items() if isinstance(loaded_state, dict) else ()
+        ):
+            is_flat = (
+                is_flat and type(tensor_name) is str and isinstance(tensor, Tensor)
+            )
     except FORGED as error:
         raise CorruptCheckpointError(
-            f"{path}: not a valid torch file ({type(error).__name__}: {_short(error)}). Nothing was loaded; use "
+            f"{path}: not a valid torch file ({type(error).__name__}: {_shorten(error)}). Nothing was loaded; use "
             "another checkpoint."
         ) from error
-    return TensorFile(pieces, {}, None if flat else data)
+    return TensorFile(pieces, {}, None if is_flat else packed_state)
 
 
 def load_torch(path: Path, allow_pickle: bool = False) -> Any:  # Any: any saved object
     """Load what `torch.save` wrote, on the CPU, mapped where possible; unrestricted only if `allow_pickle`."""
-    begins = b""
+    first_bytes = b""
     try:
-        with open_outside(path) as file:
-            begins = file.read(4)
+        with open_outside(path) as torch_file:
+            first_bytes = torch_file.read(4)
         # files older than torch 1.6 are no archives and cannot be mapped
-        mapped = begins == _ZIP
+        is_mapped = first_bytes == _ZIP
         with warnings.catch_warnings():
             # torch warns about unfamiliar pickle protocols; they end in an error below or in plain values
             warnings.filterwarnings(
                 "ignore", message="Detected pickle protocol", category=UserWarning
             )
             return torch.load(
-                path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped
+                path, map_location="cpu", weights_only=not allow_pickle, mmap=is_mapped
             )
     except pickle.UnpicklingError as error:
         if (
-            begins != _ZIP
-            and not begins.startswith(pickle.PROTO)
+            first_bytes != _ZIP
+            and not first_bytes.startswith(pickle.PROTO)
             and "GLOBAL" not in str(error)
         ):
             # text, an image, ...: not a pickle either
             raise _no_torch_file(path, error) from error
         raise UnsafeCheckpointError(
             f"{path}: holds Python objects that only an unrestricted unpickler could rebuild, which would run code from "
-            f"the file ({_short(error)}). Nothing was executed. If you trust its origin, load with "
+            f"the file ({_shorten(error)}). Nothing was executed. If you trust its origin, load with "
             "allow_pickle=True."
         ) from error
     except FORGED as error:
@@ -459,12 +499,12 @@ def load_torch(path: Path, allow_pickle: bool = False) -> Any:  # Any: any saved
 
 def _no_torch_file(path: Path, error: BaseException) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{path}: cannot be read as a torch file ({type(error).__name__}: {_short(error)}). Nothing was loaded; "
+        f"{path}: cannot be read as a torch file ({type(error).__name__}: {_shorten(error)}). Nothing was loaded; "
         "use another checkpoint."
     )
 
 
-def _short(error: BaseException) -> str:
+def _shorten(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 

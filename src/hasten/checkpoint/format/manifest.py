@@ -47,7 +47,7 @@ FORGED: Final = (
 """Errors that readers of structured files raise for invalid content."""
 _FORBIDDEN: Final = frozenset('\\:*?"<>|').union(map(chr, range(32)), chr(127))
 """Characters that some operating system does not allow in file names."""
-_KINDS: Final = (
+_FILE_KINDS: Final = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -95,13 +95,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Size of all files together."""
         return sum(map(attrgetter("size"), self.files))
 
-    def files_of(self, component: str, rank: int | None = None) -> list[FileRecord]:
+    def files_of(
+        self, component_name: str, rank: int | None = None
+    ) -> list[FileRecord]:
         """Return the files of a component, in order; of one rank if given."""
-        found = []
+        component_files = []
         for file in self.files:
-            if file.component == component and (rank is None or file.rank == rank):
-                found.append(file)
-        return found
+            if file.component == component_name and (rank is None or file.rank == rank):
+                component_files.append(file)
+        return component_files
 
 
 class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,33 +115,37 @@ class _Version(msgspec.Struct, frozen=True):
     version: int
 
 
-def encode(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest as JSON, with its checksum."""
-    body = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-    return b'{"crc32":"%08x","manifest":' % zlib.crc32(body) + body + b"}\n"
+    manifest_json = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    return (
+        b'{"crc32":"%08x","manifest":' % zlib.crc32(manifest_json)
+        + manifest_json
+        + b"}\n"
+    )
 
 
-def decode(raw: bytes, where: str) -> Manifest:
+def decode_manifest(raw_manifest: bytes, manifest_path: str) -> Manifest:
     """Decode and validate a manifest.
 
     Raises: CorruptCheckpointError, CheckpointVersionError or UnsafeCheckpointError, naming `where`.
     """
     try:
-        envelope = msgspec.json.decode(raw, type=_Envelope)
-        body = bytes(envelope.manifest)
-        if f"{zlib.crc32(body):08x}" != envelope.crc32:
+        envelope = msgspec.json.decode(raw_manifest, type=_Envelope)
+        manifest_json = bytes(envelope.manifest)
+        if f"{zlib.crc32(manifest_json):08x}" != envelope.crc32:
             raise CorruptCheckpointError(
-                f"{where}: the manifest's checksum does not match its content, so it is damaged and cannot be "
+                f"{manifest_path}: the manifest's checksum does not match its content, so it is damaged and cannot be "
                 "trusted. Load another checkpoint."
             )
-        version = msgspec.json.decode(body, type=_Version).version
+        version = msgspec.json.decode(manifest_json, type=_Version).version
         if version != FORMAT_VERSION:
             age = "a newer" if version > FORMAT_VERSION else "an older"
             raise CheckpointVersionError(
-                f"{where}: written in checkpoint format {version} by {age} version of hasten; this one reads format {FORMAT_VERSION}. "
+                f"{manifest_path}: written in checkpoint format {version} by {age} version of hasten; this one reads format {FORMAT_VERSION}. "
                 "Load it with the version of hasten that wrote it."
             )
-        manifest = msgspec.json.decode(body, type=Manifest)
+        manifest = msgspec.json.decode(manifest_json, type=Manifest)
     except (
         msgspec.MsgspecError,
         UnicodeDecodeError,
@@ -147,25 +153,25 @@ def decode(raw: bytes, where: str) -> Manifest:
         OverflowError,
     ) as error:
         raise CorruptCheckpointError(
-            f"{where}: not a manifest hasten can read ({error}); the checkpoint is damaged or was written by another "
+            f"{manifest_path}: not a manifest hasten can read ({error}); the checkpoint is damaged or was written by another "
             "tool. Load another checkpoint, or convert it with `hasten ckpt convert`."
         ) from error
-    _check(manifest, where)
+    _check_manifest(manifest, manifest_path)
     return manifest
 
 
-def _check(manifest: Manifest, where: str) -> None:
-    problem = _problem(manifest) or _missing_files(manifest)
+def _check_manifest(manifest: Manifest, manifest_path: str) -> None:
+    problem = _find_contradiction(manifest) or _find_component_without_files(manifest)
     if problem:
         raise CorruptCheckpointError(
-            f"{where}: {problem}; the manifest contradicts itself, so nothing of it can be trusted. "
+            f"{manifest_path}: {problem}; the manifest contradicts itself, so nothing of it can be trusted. "
             "Load another checkpoint."
         )
     for file in manifest.files:
-        safe_name(file.name, where)
+        safe_name(file.name, manifest_path)
 
 
-def _problem(manifest: Manifest) -> str | None:
+def _find_contradiction(manifest: Manifest) -> str | None:
     if manifest.world_size < 1:
         return f"world_size={manifest.world_size} must be positive"
     if not 0 <= manifest.created_s < _LAST_SECOND:
@@ -179,12 +185,12 @@ def _problem(manifest: Manifest) -> str | None:
         return (
             f"ranks {list(manifest.ranks)} do not fit world_size={manifest.world_size}"
         )
-    names: set[str] = set()
+    folded_names: set[str] = set()
     for file in manifest.files:
-        folded = file.name.casefold()
-        if folded in names or folded == MANIFEST_NAME:
+        folded_name = file.name.casefold()
+        if folded_name in folded_names or folded_name == MANIFEST_NAME:
             return f"file {file.name!r} is listed twice"
-        names.add(folded)
+        folded_names.add(folded_name)
         if file.size < 0 or len(file.sums) != -(-file.size // CHUNK_BYTES):
             return f"file {file.name!r} has size {file.size} but {len(file.sums)} chunk checksums"
         if file.component is not None and file.component not in manifest.components:
@@ -194,63 +200,65 @@ def _problem(manifest: Manifest) -> str | None:
     return None
 
 
-def _missing_files(manifest: Manifest) -> str | None:
-    for name, component in manifest.components.items():
+def _find_component_without_files(manifest: Manifest) -> str | None:
+    for component_name, component in manifest.components.items():
         if not component.per_rank:
-            if not manifest.files_of(name):
-                return f"component {name!r} has no file"
+            if not manifest.files_of(component_name):
+                return f"component {component_name!r} has no file"
             continue
-        held = set(map(attrgetter("rank"), manifest.files_of(name)))
-        absent = sorted(set(manifest.ranks) - held)
-        if absent:
-            return f"component {name!r} has no file of ranks {absent}"
+        ranks_with_files = set(
+            map(attrgetter("rank"), manifest.files_of(component_name))
+        )
+        missing_ranks = sorted(set(manifest.ranks) - ranks_with_files)
+        if missing_ranks:
+            return f"component {component_name!r} has no file of ranks {missing_ranks}"
     return None
 
 
-def safe_name(name: str, where: str) -> str:
+def safe_name(file_name: str, manifest_path: str) -> str:
     """Return the file name if it stays inside the checkpoint's folder on every operating system.
 
     Raises: UnsafeCheckpointError otherwise.
     """
-    parts = PurePosixPath(name).parts
-    bad = (
-        not name
-        or len(name) > 1024
-        or name.startswith("/")
-        or not _FORBIDDEN.isdisjoint(name)
-        or not {"..", "."}.isdisjoint(name.split("/"))
-        or "/".join(parts) != name
+    path_parts = PurePosixPath(file_name).parts
+    is_unsafe = (
+        not file_name
+        or len(file_name) > 1024
+        or file_name.startswith("/")
+        or not _FORBIDDEN.isdisjoint(file_name)
+        or not {"..", "."}.isdisjoint(file_name.split("/"))
+        or "/".join(path_parts) != file_name
     )
-    if bad:
+    if is_unsafe:
         raise UnsafeCheckpointError(
-            f"{where}: the manifest names the file {name[:120]!r}, which may lie outside the checkpoint's folder. "
+            f"{manifest_path}: the manifest names the file {file_name[:120]!r}, which may lie outside the checkpoint's folder. "
             "Nothing was read. Do not use this checkpoint: it was edited."
         )
-    return name
+    return file_name
 
 
-def inside(folder: Path, name: str) -> Path:
+def resolve_inside(folder: Path, file_name: str) -> Path:
     """Return the path of a file of the checkpoint; links that lead out of the folder are refused.
 
     Raises: UnsafeCheckpointError.
     """
-    path = folder / safe_name(name, str(folder))
-    roots = [folder.resolve()]
+    file_path = folder / safe_name(file_name, str(folder))
+    allowed_roots = [folder.resolve()]
     # the Hub's cache: files of a snapshot are links to shared files
     if folder.parent.name == "snapshots":
-        roots.append((folder.parent.parent / "blobs").resolve())
-    if not any(map(path.resolve().is_relative_to, roots)):
+        allowed_roots.append((folder.parent.parent / "blobs").resolve())
+    if not any(map(file_path.resolve().is_relative_to, allowed_roots)):
         raise UnsafeCheckpointError(
-            f"{path} is a link that leads out of the checkpoint, to {path.resolve()}. Nothing was read. "
+            f"{file_path} is a link that leads out of the checkpoint, to {file_path.resolve()}. Nothing was read. "
             "Copy the file into the checkpoint's folder if it really belongs there."
         )
-    return path
+    return file_path
 
 
-Bytes = bytes | bytearray | memoryview
+BytesLike = bytes | bytearray | memoryview
 
 
-def checksum(chunk: Bytes) -> str:
+def checksum(chunk: BytesLike) -> str:
     """Return the 64-bit XXH3 of a chunk as 16 hex digits.
 
     Like a CRC it detects damage of every kind, and does not protect against deliberate forgery.
@@ -264,7 +272,7 @@ def size_of(path: Path, most_bytes: int | None = None) -> int:
     Raises: OSError when it does not exist; UnsafeCheckpointError for a pipe, socket, device or folder, which could
     block the reader or never end; CorruptCheckpointError above `most_bytes`.
     """
-    return _checked(path, path.stat(), most_bytes)
+    return _checked_size(path, path.stat(), most_bytes)
 
 
 def open_outside(path: Path, most_bytes: int | None = None) -> BinaryIO:
@@ -272,11 +280,13 @@ def open_outside(path: Path, most_bytes: int | None = None) -> BinaryIO:
 
     Raises: as `size_of`.
     """
-    _checked(path, path.stat(), most_bytes)  # opening a device may already act on it
+    _checked_size(
+        path, path.stat(), most_bytes
+    )  # opening a device may already act on it
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     descriptor = os.open(path, flags)
     try:
-        _checked(path, os.fstat(descriptor), most_bytes)
+        _checked_size(path, os.fstat(descriptor), most_bytes)
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -292,39 +302,46 @@ def read_outside(path: Path, most_bytes: int = MAX_TABLE_BYTES) -> bytes:
         return file.read(most_bytes)
 
 
-def _checked(path: Path, found: os.stat_result, most_bytes: int | None) -> int:
-    if not stat.S_ISREG(found.st_mode):
-        kind = next(
-            (words for test, words in _KINDS if test(found.st_mode)), "a device"
+def _checked_size(
+    path: Path, file_status: os.stat_result, most_bytes: int | None
+) -> int:
+    if not stat.S_ISREG(file_status.st_mode):
+        file_kind = next(
+            (
+                kind_words
+                for is_kind, kind_words in _FILE_KINDS
+                if is_kind(file_status.st_mode)
+            ),
+            "a device",
         )
         raise UnsafeCheckpointError(
-            f"{path} is {kind} instead of a file, and reading it could block or never end. Nothing was read. Do not use "
+            f"{path} is {file_kind} instead of a file, and reading it could block or never end. Nothing was read. Do not use "
             "this folder unless you know why it is there."
         )
-    if most_bytes is not None and found.st_size > most_bytes:
+    if most_bytes is not None and file_status.st_size > most_bytes:
         raise CorruptCheckpointError(
-            f"{path} has {found.st_size} bytes, more than the {most_bytes} such a file can have; it was not read, since it would "
+            f"{path} has {file_status.st_size} bytes, more than the {most_bytes} such a file can have; it was not read, since it would "
             "fill the memory. Use another copy of the checkpoint."
         )
-    return found.st_size
+    return file_status.st_size
 
 
 def read_manifest(path: Path) -> Manifest | None:
     """Return the manifest in a file; None when it is missing or unreadable."""
     try:
-        return decode(read_outside(path, MAX_MANIFEST_BYTES), str(path))
+        return decode_manifest(read_outside(path, MAX_MANIFEST_BYTES), str(path))
     except (OSError, CheckpointError):
         return None
 
 
-def absent(folder: Path, files: Iterable[FileRecord]) -> list[str]:
+def missing_files(folder: Path, files: Iterable[FileRecord]) -> list[str]:
     """Return the names of files that are not in the folder with their size."""
-    names = []
+    missing_names = []
     for file in files:
         try:
-            found: int | None = (folder / file.name).stat().st_size
+            file_size: int | None = (folder / file.name).stat().st_size
         except OSError:
-            found = None
-        if found != file.size:
-            names.append(file.name)
-    return names
+            file_size = None
+        if file_size != file.size:
+            missing_names.append(file.name)
+    return missing_names

@@ -20,7 +20,7 @@ from hasten.checkpoint.base import Blob
 from hasten.checkpoint.format.manifest import (
     MANIFEST_NAME,
     Manifest,
-    encode,
+    encode_manifest,
     read_manifest,
 )
 from hasten.checkpoint.store.disk import Disk, write_files
@@ -241,7 +241,9 @@ def replace_content(
         for file in manifest.files
     ]
     notes = {**manifest.notes, _REPLACED: sorted(outdated)}
-    raw = encode(msgspec.structs.replace(manifest, files=tuple(files), notes=notes))
+    raw = encode_manifest(
+        msgspec.structs.replace(manifest, files=tuple(files), notes=notes)
+    )
     write_files(
         content.parent, {_NEXT_MANIFEST: Blob([raw], len(raw))}, disk, threads=1
     )

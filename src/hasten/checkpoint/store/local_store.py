@@ -12,19 +12,24 @@ from contextlib import contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
 
-from hasten.checkpoint.base import Blob, next_number, number_of, numbered
+from hasten.checkpoint.base import (
+    Blob,
+    checkpoint_number,
+    next_number,
+    numbered_checkpoint,
+)
 from hasten.checkpoint.format.manifest import (
     CHUNK_BYTES,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     FileRecord,
     Manifest,
-    absent,
-    decode,
-    encode,
-    inside,
+    decode_manifest,
+    encode_manifest,
+    missing_files,
     read_manifest,
     read_outside,
+    resolve_inside,
 )
 from hasten.checkpoint.store.disk import (
     FULL,
@@ -94,9 +99,9 @@ class LocalDraft:
                     ) if path.is_dir() else self._disk.remove_file(path)
             return write_files(self.folder, files, self._disk, self._threads)
 
-    def hook_files(self, known: Sequence[str]) -> list[FileRecord]:
+    def hook_files(self, written_names: Sequence[str]) -> list[FileRecord]:
         """Return the records of files that hooks created in the draft, after syncing them."""
-        records, ours = [], set(known)
+        records, ours = [], set(written_names)
         with self._explaining_full_disks(0):
             for path in sorted(self.folder.rglob("*")):
                 name = path.relative_to(self.folder).as_posix()
@@ -110,7 +115,7 @@ class LocalDraft:
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, sync, and rename the folder to its final name or replace the existing content."""
-        raw = encode(manifest)
+        raw = encode_manifest(manifest)
         with self._explaining_full_disks(len(raw)):
             write_files(
                 self.folder,
@@ -120,7 +125,7 @@ class LocalDraft:
             )
             for folder in (self.folder, *self.folder.parents[:2]):
                 self._disk.sync_folder(folder)
-            if names := absent(self.folder, manifest.files):
+            if names := missing_files(self.folder, manifest.files):
                 raise CheckpointError(
                     f"{', '.join(names[:4])} disappeared from {self.folder} before the checkpoint was committed. Nothing was saved. "
                     "Find out what deletes files there (a clean-up job?), and save again."
@@ -191,7 +196,7 @@ def check_hooked(folder: Path, name: str) -> Path:
 
     Raises: CheckpointError otherwise.
     """
-    path = inside(folder, name)
+    path = resolve_inside(folder, name)
     if name == MANIFEST_NAME:
         raise CheckpointError(
             f"a save hook wrote {MANIFEST_NAME}, the table of contents that every checkpoint has and hasten writes itself. "
@@ -257,7 +262,7 @@ class LocalStore:
 
     def begin_numbered(self, at_least: int) -> LocalDraft:
         """Return a new draft with the next free number, which no other process gets."""
-        with self._explaining_start(numbered(at_least)):
+        with self._explaining_start(numbered_checkpoint(at_least)):
             draft = self._new_draft(self._root, None, at_least)
             draft.is_numbered = True
             return draft
@@ -268,7 +273,9 @@ class LocalStore:
             remove_leftovers(base, self._disk)
             if name is None:
                 drafts = [path.name for path in base.glob(f"{DRAFT}*/*")]
-                name = numbered(next_number([*self.names(), *drafts], at_least))
+                name = numbered_checkpoint(
+                    next_number([*self.names(), *drafts], at_least)
+                )
             content, lock = create_draft(base, name, self._disk)
         return LocalDraft(self._root / name, content, lock, self._disk, self._threads)
 
@@ -314,7 +321,8 @@ class LocalStore:
         for entry in entries:
             hidden = entry.name.startswith(".hasten-")
             if not hidden and (
-                number_of(entry.name) is not None or (entry / MANIFEST_NAME).is_file()
+                checkpoint_number(entry.name) is not None
+                or (entry / MANIFEST_NAME).is_file()
             ):
                 names.append(entry.name)
         return sorted(names)
@@ -329,7 +337,9 @@ class LocalStore:
             folder = self.folder(name)
             path = folder / MANIFEST_NAME
             try:
-                return decode(read_outside(path, MAX_MANIFEST_BYTES), str(path))
+                return decode_manifest(
+                    read_outside(path, MAX_MANIFEST_BYTES), str(path)
+                )
             except FileNotFoundError as error:
                 if self.folder(name) != folder:  # it was being replaced
                     continue
@@ -350,7 +360,7 @@ class LocalStore:
         """Return the manifest after checking that every file has its size. Raises: a CheckpointError otherwise."""
         while True:
             manifest, folder = self.manifest(name), self.folder(name)
-            names = absent(folder, manifest.files)
+            names = missing_files(folder, manifest.files)
             if not names:
                 return manifest
             if self.is_current(name, manifest, folder):
@@ -375,7 +385,7 @@ class LocalStore:
         """The checkpoint's folder: local files are read in place."""
         folder = self.folder(name)
         for file in manifest.files:
-            inside(folder, file.name)
+            resolve_inside(folder, file.name)
         yield folder
 
     def delete(self, name: str) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 from pathlib import Path
 
-from hasten.checkpoint.base import CheckpointStore, number_of
+from hasten.checkpoint.base import CheckpointStore, checkpoint_number
 from hasten.checkpoint.format.manifest import MANIFEST_NAME
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.comm.agreement import Agreement
@@ -158,7 +158,7 @@ def newest(store: CheckpointStore, level: int = logging.WARNING) -> str | None:
     Raises: IncompleteCheckpointError when none of them is complete; CheckpointError for a newer one that cannot be read now, and
     CheckpointVersionError for one of another version of hasten, because an older one would take the run back.
     """
-    numbers = {name: number_of(name) for name in store.names()}
+    numbers = {name: checkpoint_number(name) for name in store.names()}
     names = sorted(
         (name for name in numbers if numbers[name] is not None),
         key=lambda name: numbers[name] or 0,
@@ -207,7 +207,7 @@ def newest_of_all(store: CheckpointStore, together: Agreement) -> str | None:
     if len(set(names)) == 1:
         return names[0]
     # machines with separate disks
-    numbers = [-1 if name is None else number_of(name) or 0 for name in names]
+    numbers = [-1 if name is None else checkpoint_number(name) or 0 for name in names]
     oldest = names[numbers.index(min(numbers))]
     if oldest is None or not all(together.share(is_complete(store, oldest))):
         raise CheckpointError(

@@ -12,7 +12,7 @@ from hasten.checkpoint.format.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     FileRecord,
-    decode,
+    decode_manifest,
     read_outside,
 )
 from hasten.errors import CheckpointError, CheckpointVersionError
@@ -34,7 +34,7 @@ def listed(folder: Path) -> Mapping[str, FileRecord]:
     """
     path = folder / MANIFEST_NAME
     try:
-        manifest = decode(read_outside(path, MAX_MANIFEST_BYTES), str(path))
+        manifest = decode_manifest(read_outside(path, MAX_MANIFEST_BYTES), str(path))
     except CheckpointVersionError:
         raise
     except (OSError, CheckpointError):  # missing or damaged: it lists nothing

@@ -21,7 +21,12 @@ from hasten.checkpoint.format.formats import (
     encode_safetensors,
     read_safetensors,
 )
-from hasten.checkpoint.format.manifest import FORGED, inside, read_outside, size_of
+from hasten.checkpoint.format.manifest import (
+    FORGED,
+    read_outside,
+    resolve_inside,
+    size_of,
+)
 from hasten.checkpoint.store.disk import Disk, as_bytes, byte_view
 from hasten.errors import CheckpointError, CorruptCheckpointError, PrepareError
 from hasten.extensions.bigmodel.device_map import tensor_of
@@ -163,7 +168,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
                 self._files[file_name] = read_safetensors(Path(file_name)).pieces
             return self._files[file_name][weight_info.get("weight_name", key)]
         return mapped_weight(
-            inside(Path(self.save_folder or "."), f"{key}.dat"), weight_info
+            resolve_inside(Path(self.save_folder or "."), f"{key}.dat"), weight_info
         )
 
     def __getitem__(self, key: str) -> Tensor:

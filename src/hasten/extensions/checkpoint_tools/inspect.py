@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.checkpoint.base import CheckpointStore, Component, StateTree, number_of
+from hasten.checkpoint.base import (
+    CheckpointStore,
+    Component,
+    StateTree,
+    checkpoint_number,
+)
 from hasten.checkpoint.export import is_checkpoint, read_model, save_model
 from hasten.checkpoint.format.formats import load_torch
 from hasten.checkpoint.format.manifest import MANIFEST_NAME, Manifest
@@ -65,7 +70,9 @@ def everything(place: str) -> list[tuple[CheckpointStore, str]]:
     """Return every checkpoint in a folder or URL and in `checkpoints` inside it, with its store, oldest first."""
     checkpoints: list[tuple[CheckpointStore, str]] = []
     for store in (open_store(place), open_store(f"{place.rstrip('/')}/checkpoints")):
-        names = sorted(store.names(), key=lambda name: (number_of(name) or -1, name))
+        names = sorted(
+            store.names(), key=lambda name: (checkpoint_number(name) or -1, name)
+        )
         checkpoints += [(store, name) for name in names]
     if not checkpoints:
         store, name = locate(place)

@@ -33,8 +33,8 @@ from hasten.checkpoint.format.formats import checked_shape
 from hasten.checkpoint.format.manifest import (
     FORGED,
     MAX_TABLE_BYTES,
-    inside,
     open_outside,
+    resolve_inside,
     size_of,
 )
 from hasten.errors import (
@@ -118,7 +118,9 @@ def check_table(table: Any, folder: Path) -> None:
         _expect(index, MetadataIndex, "a key of storage_data")
         _expect(info.relative_path, str, f"the file of {index.fqn}")
         if info.relative_path not in sizes:
-            sizes[info.relative_path] = size_of(inside(folder, info.relative_path))
+            sizes[info.relative_path] = size_of(
+                resolve_inside(folder, info.relative_path)
+            )
         checked_shape((info.offset, info.length))
         if info.offset + info.length > sizes[info.relative_path]:
             raise ValueError(

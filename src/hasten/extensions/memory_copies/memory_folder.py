@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hasten.checkpoint.base import number_of, numbered
+from hasten.checkpoint.base import checkpoint_number, numbered_checkpoint
 from hasten.checkpoint.format.manifest import (
     MANIFEST_NAME,
     FileRecord,
     Manifest,
-    decode,
-    inside,
+    decode_manifest,
+    resolve_inside,
 )
 from hasten.checkpoint.reader import verify_files
 from hasten.checkpoint.store.local_store import LocalStore
@@ -139,7 +139,7 @@ class MemoryFolder:
 
     def folder(self, copy: MemoryCopy) -> Path:
         """Return the folder of one state."""
-        return self._of(copy.ranks) / numbered(copy.step)
+        return self._of(copy.ranks) / numbered_checkpoint(copy.step)
 
     def held(self) -> list[MemoryCopy]:
         """Return the states that are complete and undamaged: every file is read and its checksums are verified."""
@@ -153,7 +153,7 @@ class MemoryFolder:
                 # interrupted by the kill that preceded this restart
                 except (CheckpointError, OSError):
                     continue
-                step = number_of(name)
+                step = checkpoint_number(name)
                 if sound and step is not None:
                     found.append(MemoryCopy(manifest.ranks, manifest.world_size, step))
         return found
@@ -166,7 +166,9 @@ class MemoryFolder:
         """Delete the states of all other steps. Ranks: the first of the machine."""
         for place in self.root.glob("ranks_*"):
             for folder in [entry for entry in place.iterdir() if entry.is_dir()]:
-                if (step := number_of(folder.name)) is not None and step not in steps:
+                if (
+                    step := checkpoint_number(folder.name)
+                ) is not None and step not in steps:
                     # incomplete from now on
                     (folder / MANIFEST_NAME).unlink(missing_ok=True)
                     shutil.rmtree(folder, ignore_errors=True)
@@ -178,7 +180,7 @@ class MemoryFolder:
     # -- states of other machines ---------------------------------------------------------------------------------
     def arriving(self, copy: MemoryCopy) -> Path:
         """Return the folder with the files of a state that is being received."""
-        return self._of(copy.ranks) / _ARRIVING / numbered(copy.step)
+        return self._of(copy.ranks) / _ARRIVING / numbered_checkpoint(copy.step)
 
     @contextmanager
     def receive(
@@ -191,9 +193,9 @@ class MemoryFolder:
         draft = self.arriving(copy)
         shutil.rmtree(draft.parent, ignore_errors=True)
         draft.mkdir(mode=0o700, parents=True)
-        manifest = decode(raw, str(draft / MANIFEST_NAME))
+        manifest = decode_manifest(raw, str(draft / MANIFEST_NAME))
         for file in manifest.files:
-            path = inside(draft, file.name)
+            path = resolve_inside(draft, file.name)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if file in alike:
                 os.link(like / file.name, path)

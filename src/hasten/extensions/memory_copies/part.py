@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hasten.accelerator.components import Components
-from hasten.checkpoint.base import numbered
-from hasten.checkpoint.format.manifest import FileRecord, Manifest, decode
+from hasten.checkpoint.base import numbered_checkpoint
+from hasten.checkpoint.format.manifest import FileRecord, Manifest, decode_manifest
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.errors import ConfigError
@@ -111,7 +111,7 @@ class MemoryCopies(RunPart):
                 )
             self._saving.write_machine(
                 self._folder.store(machine.ranks),
-                numbered(step),
+                numbered_checkpoint(step),
                 machine.index,
                 machine.ranks,
                 together,
@@ -170,7 +170,7 @@ class MemoryCopies(RunPart):
             self._folder.manifest(own) if self._first(machine) else None
         )
         raws = [raw for ranks in machine.all if (raw := shared[ranks[0]]) is not None]
-        manifests = [decode(raw, "the neighbour's manifest") for raw in raws]
+        manifests = [decode_manifest(raw, "the neighbour's manifest") for raw in raws]
         transfers = []
         for source, ranks in enumerate(machine.all):
             target = neighbour(source, len(machine.all))
@@ -313,7 +313,7 @@ class MemoryCopies(RunPart):
                         target,
                         copy,
                         raw,
-                        decode(raw, "the neighbour's manifest"),
+                        decode_manifest(raw, "the neighbour's manifest"),
                     )
                 )
             self._exchange(transfers, machine, together, like=Path())
@@ -321,7 +321,7 @@ class MemoryCopies(RunPart):
                 "machine %s got its state from a neighbour",
                 ", ".join(str(target) for _, target in moves),
             )
-        return self._folder.store(machine.ranks), numbered(choice.step)
+        return self._folder.store(machine.ranks), numbered_checkpoint(choice.step)
 
     def loaded(self, step: int | None) -> None:
         """Delete every state except the loaded one (None: one from elsewhere), since later ones are obsolete."""

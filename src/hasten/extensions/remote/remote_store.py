@@ -17,16 +17,21 @@ from typing import Any, Final
 import msgspec
 import xxhash
 
-from hasten.checkpoint.base import Blob, next_number, number_of, numbered
+from hasten.checkpoint.base import (
+    Blob,
+    checkpoint_number,
+    next_number,
+    numbered_checkpoint,
+)
 from hasten.checkpoint.format.manifest import (
     CHUNK_BYTES,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     FileRecord,
     Manifest,
-    decode,
-    encode,
-    inside,
+    decode_manifest,
+    encode_manifest,
+    resolve_inside,
     safe_name,
 )
 from hasten.checkpoint.store.disk import (
@@ -128,7 +133,7 @@ class RemoteDraft:
                 found[name] = check_hooked(self.folder, name)
         return found
 
-    def hook_files(self, known: Sequence[str]) -> list[FileRecord]:
+    def hook_files(self, written_names: Sequence[str]) -> list[FileRecord]:
         """Return an empty list: every rank's `put` has uploaded the files of its hooks."""
         return []
 
@@ -146,7 +151,7 @@ class RemoteDraft:
             manifest, notes={**manifest.notes, _FOLDER: self.token}
         )
         self._store.fs.pipe_file(
-            self._store.join_path(self.name, MANIFEST_NAME), encode(placed)
+            self._store.join_path(self.name, MANIFEST_NAME), encode_manifest(placed)
         )
         self._store.remove(self.name, sorted(outdated))
 
@@ -198,11 +203,13 @@ class RemoteStore:
 
     def begin_numbered(self, at_least: int) -> RemoteDraft:
         """Return a new draft with the next free number; of two runs that start at the same moment, the last commit stays."""
-        with self._explaining_start(numbered(at_least)):
+        with self._explaining_start(numbered_checkpoint(at_least)):
             for name in set(self._folders()) - set(self.names()):
-                if number_of(name) is not None:
+                if checkpoint_number(name) is not None:
                     self._remove_abandoned(name)
-            return self._new_draft(numbered(next_number(self._folders(), at_least)))
+            return self._new_draft(
+                numbered_checkpoint(next_number(self._folders(), at_least))
+            )
 
     def _new_draft(self, name: str) -> RemoteDraft:
         version = f"v-{int(time.time()):08x}-{secrets.token_hex(6)}"
@@ -293,7 +300,7 @@ class RemoteStore:
                 raise CorruptCheckpointError(
                     f"{where}: larger than any manifest. Use another checkpoint."
                 )
-            return decode(self.fs.cat_file(path), where)
+            return decode_manifest(self.fs.cat_file(path), where)
         except FileNotFoundError as error:
             raise IncompleteCheckpointError(
                 f"{where} does not exist, so there is no complete checkpoint at {self._url}/{name}. Give another URL."
@@ -343,7 +350,7 @@ class RemoteStore:
                     )
 
             def download(file: FileRecord) -> None:
-                target = inside(folder, safe_name(file.name, self._url))
+                target = resolve_inside(folder, safe_name(file.name, self._url))
                 target.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     self.fs.get_file(

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from hasten.checkpoint.export import save_object
-from hasten.checkpoint.format.formats import tied
+from hasten.checkpoint.format.formats import find_tied_names
 from hasten.errors import HastenError
 from hasten.modules.names import local_tensor
 from hasten.strategies.sharded_updates import update_own_shards
@@ -59,10 +59,10 @@ def test_momentum_stays_beside_its_parameter() -> None:
 
 def test_only_shards_that_share_memory_are_tied() -> None:
     weight, bias = on_the_host(torch.ones(4)), on_the_host(torch.zeros(4))
-    assert tied({"weight": weight, "bias": bias}) == {}
-    assert tied({"weight": weight, "bias": bias, "other": weight.detach()}) == {
-        "other": "weight"
-    }
+    assert find_tied_names({"weight": weight, "bias": bias}) == {}
+    assert find_tied_names(
+        {"weight": weight, "bias": bias, "other": weight.detach()}
+    ) == {"other": "weight"}
 
 
 def test_no_shard_is_lost_in_a_file(tmp_path: Path) -> None:
