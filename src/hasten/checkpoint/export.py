@@ -27,7 +27,7 @@ from hasten.checkpoint.format.manifest import (
     read_outside,
     resolve_inside,
 )
-from hasten.checkpoint.reshard import whole
+from hasten.checkpoint.reshard import join_pieces
 from hasten.checkpoint.state_dicts import LoadReport, few, names_of_other_stages
 from hasten.checkpoint.store.disk import Disk, cannot_write, write_files
 from hasten.checkpoint.store.drafts import temporary_draft
@@ -37,7 +37,7 @@ from hasten.checkpoint.store.occupied import (
     check_unlisted,
     exported_weights,
 )
-from hasten.checkpoint.writer import FileLayout, encode, hub_index, plan_component
+from hasten.checkpoint.writer import FileLayout, encode_file, hub_index, plan_component
 from hasten.errors import (
     CheckpointError,
     ConfigError,
@@ -127,7 +127,9 @@ def save_model(
     file_plans = plan_component(
         "model", component, 0, (0,), FileLayout(max_file_bytes, max_file_bytes)
     )
-    blobs = {file_plan.name: encode(component, file_plan) for file_plan in file_plans}
+    blobs = {
+        file_plan.name: encode_file(component, file_plan) for file_plan in file_plans
+    }
     if len(file_plans) > 1:
         end = "safetensors" if safe_serialization else "bin"
         stem = "model" if safe_serialization else "pytorch_model"
@@ -185,7 +187,7 @@ def read_model(folder: str | Path, allow_pickle: bool = False) -> dict[str, Tens
     for weight_file in weight_files(model_folder):
         tensor_file = read_tensors(weight_file, allow_pickle)
         for tensor_name, piece in tensor_file.pieces.items():
-            tensors[tensor_name] = whole([piece], tensor_name)
+            tensors[tensor_name] = join_pieces([piece], tensor_name)
         aliases.update(tensor_file.aliases)
     for alias, tensor_name in aliases.items():
         if tensor_name not in tensors:

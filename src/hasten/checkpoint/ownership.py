@@ -25,89 +25,123 @@ def owned_by_axes(
 
     torch may return an equal mesh from an earlier layout of this process, whose other axes are outdated.
     """
-    made = {}
-    for name, component in tree.components.items():
+    owned_components = {}
+    for component_name, component in tree.components.items():
         tensors = {
-            key: replace(value, owned=value.first and is_first(value.axes))
-            if isinstance(value, Slice)
-            and value.axes
+            tensor_name: replace(tensor, owned=tensor.first and is_first(tensor.axes))
+            if isinstance(tensor, Slice)
+            and tensor.axes
             # excludes meshes of experts and of the user
-            and set(value.axes) <= set(AXES)
-            else value
-            for key, value in component.tensors.items()
+            and set(tensor.axes) <= set(AXES)
+            else tensor
+            for tensor_name, tensor in component.tensors.items()
         }
-        made[name] = replace(component, tensors=tensors)
-    return StateTree(made)
+        owned_components[component_name] = replace(component, tensors=tensors)
+    return StateTree(owned_components)
 
 
-def divided(
+def divide_stages(
     tree: StateTree, models: Sequence[nn.Module], ctx: ProcessContext
 ) -> StateTree:
     """Return the tree with this rank's pipeline stage marked as slices of the whole model. Ranks: every rank."""
-    parts = [part for part in map(stage_part, models) if part is not None]
-    axes = {axis for part in parts for axis in part.axes} | {Axis.PP}
-    if not parts and ctx.mesh.size(Axis.PP) == 1:
+    stage_parts = [stage for stage in map(stage_part, models) if stage is not None]
+    stage_axes = {axis for stage in stage_parts for axis in stage.axes} | {Axis.PP}
+    if not stage_parts and ctx.mesh.size(Axis.PP) == 1:
         return tree
-    first = ctx.mesh.index(ctx.rank, *(axis for axis in Axis if axis not in axes)) == 0
+    is_first = (
+        ctx.mesh.index(ctx.rank, *(axis for axis in Axis if axis not in stage_axes))
+        == 0
+    )
     # another rank may hold the same stage
-    writes = first and all(part.first for part in parts)
-    stages = ctx.groups(*axes)
-    own, copies = _own_names(models)
-    made = dict(tree.components)
-    for name, component in tree.components.items():
+    is_writer = is_first and all(stage.first for stage in stage_parts)
+    stages_comm = ctx.groups(*stage_axes)
+    owned_keys, copied_prefixes = _names_of_stages(models)
+    divided_components = dict(tree.components)
+    for component_name, component in tree.components.items():
         if component.kind == "model":
-            keys = {key for key in component.tensors if f"{name}/{key}" in own}
-            made[name] = _as_part(component, keys, writes)
+            component_keys = {
+                tensor_name
+                for tensor_name in component.tensors
+                if f"{component_name}/{tensor_name}" in owned_keys
+            }
+            divided_components[component_name] = _as_slices(
+                component, component_keys, is_writer
+            )
         elif component.kind == "optimizer":
-            keys = {key for key in component.tensors if not key.startswith(copies)}
-            joined = _merged(stages.all_gather_object(component.data))
-            made[name] = replace(_as_part(component, keys, writes), data=joined)
-    return StateTree(made)
+            component_keys = {
+                tensor_name
+                for tensor_name in component.tensors
+                if not tensor_name.startswith(copied_prefixes)
+            }
+            merged_state = _merge_optimizer_states(
+                stages_comm.all_gather_object(component.data)
+            )
+            divided_components[component_name] = replace(
+                _as_slices(component, component_keys, is_writer), data=merged_state
+            )
+    return StateTree(divided_components)
 
 
-def _own_names(models: Sequence[nn.Module]) -> tuple[set[str], tuple[str, ...]]:
+def _names_of_stages(models: Sequence[nn.Module]) -> tuple[set[str], tuple[str, ...]]:
     """Return the state keys this rank writes, prefixed by model, and prefixes of optimizer state written elsewhere."""
-    own: set[str] = set()
-    copies: list[str] = []
-    for name, prefix, model in model_names(models):
-        part = stage_part(model)
-        keys = map(plain_name, model.state_dict()) if part is None else part.own_keys
-        own |= {f"{name}/{key}" for key in keys}
-        copies += (
-            [] if part is None else [f"state/{prefix}{copy}/" for copy in part.copies]
+    owned_keys: set[str] = set()
+    copied_prefixes: list[str] = []
+    for component_name, prefix, model in model_names(models):
+        stage = stage_part(model)
+        state_keys = (
+            map(plain_name, model.state_dict()) if stage is None else stage.own_keys
         )
-    return own, tuple(copies)
+        owned_keys |= {f"{component_name}/{state_key}" for state_key in state_keys}
+        copied_prefixes += (
+            [] if stage is None else [f"state/{prefix}{copy}/" for copy in stage.copies]
+        )
+    return owned_keys, tuple(copied_prefixes)
 
 
-def _as_part(component: Component, own: set[str], writes: bool) -> Component:
+def _as_slices(
+    component: Component, owned_keys: set[str], is_writer: bool
+) -> Component:
     """Return the component with whole tensors as slices, so that each rank's file holds the tensors it owns."""
     tensors: dict[str, Tensor | Slice] = {}
-    for key, value in component.tensors.items():
-        if isinstance(value, Slice):
-            tensors[key] = replace(value, owned=value.owned and key in own)
+    for tensor_name, tensor in component.tensors.items():
+        if isinstance(tensor, Slice):
+            tensors[tensor_name] = replace(
+                tensor, owned=tensor.owned and tensor_name in owned_keys
+            )
         else:
-            shape = tuple(value.shape)
-            tensors[key] = Slice(value, shape, (0,) * len(shape), writes and key in own)
+            shape = tuple(tensor.shape)
+            tensors[tensor_name] = Slice(
+                tensor,
+                shape,
+                (0,) * len(shape),
+                is_writer and tensor_name in owned_keys,
+            )
     return replace(component, tensors=tensors, main_only=frozenset())
 
 
-def _merged(everyone: Sequence[Json]) -> Json:
+def _merge_optimizer_states(states_of_stages: Sequence[Json]) -> Json:
     """Merge the optimizer state of all stages: the state of every parameter, and groups with all their parameters."""
-    first: Any = everyone[0]
-    state: dict[str, Any] = {}
-    groups = [dict(group) for group in first["param_groups"]]
-    for data in everyone:
-        other: Any = data
-        state |= {
-            name: values for name, values in other["state"].items() if name not in state
+    first_state: Any = states_of_stages[0]
+    merged_state: dict[str, Any] = {}
+    merged_groups = [dict(group) for group in first_state["param_groups"]]
+    for packed_state in states_of_stages:
+        stage_state: Any = packed_state
+        merged_state |= {
+            parameter_name: parameter_state
+            for parameter_name, parameter_state in stage_state["state"].items()
+            if parameter_name not in merged_state
         }
-        for group, more in zip(groups, other["param_groups"], strict=True):
-            group["params"] = list(dict.fromkeys([*group["params"], *more["params"]]))
-    return {**first, "state": state, "param_groups": groups}
+        for group, stage_group in zip(
+            merged_groups, stage_state["param_groups"], strict=True
+        ):
+            group["params"] = list(
+                dict.fromkeys([*group["params"], *stage_group["params"]])
+            )
+    return {**first_state, "state": merged_state, "param_groups": merged_groups}
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _PiecePosition:
     """Position of a rank's slice, sent to the other ranks ahead of the data."""
 
     offset: tuple[int, ...]
@@ -116,71 +150,82 @@ class _Piece:
     address: int
 
 
-def gathered(tree: StateTree, comm: Comm, keeps: bool) -> StateTree:
+def gather_slices(tree: StateTree, comm: Comm, keeps: bool) -> StateTree:
     """Return the tree with sliced tensors gathered whole on ranks with `keeps`; others hold empty placeholders.
 
     Tensors are gathered one at a time. Ranks: every rank; `keeps` on those that will write.
     """
-    made: dict[str, Component] = {}
-    with agreeing(comm, "gathering whole tensors") as together:
-        for name, component in tree.components.items():
-            whole = component.sliced and not component.per_rank
-            made[name] = _joined(component, together, keeps) if whole else component
-        return StateTree(made)
-
-
-def _joined(component: Component, together: Agreement, keeps: bool) -> Component:
-    positions: list[dict[str, _Piece]] = together.share(
-        {
-            key: _Piece(
-                value.offset,
-                tuple(value.data.shape),
-                value.owned,
-                value.data.data_ptr(),
+    gathered_components: dict[str, Component] = {}
+    with agreeing(comm, "gathering whole tensors") as agreement:
+        for component_name, component in tree.components.items():
+            is_gathered = component.sliced and not component.per_rank
+            gathered_components[component_name] = (
+                _gather_component(component, agreement, keeps)
+                if is_gathered
+                else component
             )
-            for key, value in component.tensors.items()
-            if isinstance(value, Slice)
+        return StateTree(gathered_components)
+
+
+def _gather_component(
+    component: Component, agreement: Agreement, keeps: bool
+) -> Component:
+    positions_of_ranks: list[dict[str, _PiecePosition]] = agreement.share(
+        {
+            tensor_name: _PiecePosition(
+                tensor.offset,
+                tuple(tensor.data.shape),
+                tensor.owned,
+                tensor.data.data_ptr(),
+            )
+            for tensor_name, tensor in component.tensors.items()
+            if isinstance(tensor, Slice)
         }
     )
-    made: dict[tuple[object, ...], Tensor] = {}
+    gathered_tensors: dict[tuple[object, ...], Tensor] = {}
     tensors: dict[str, Tensor | Slice] = {}
-    for key, value in component.tensors.items():
-        if not isinstance(value, Slice):
-            tensors[key] = value
+    for tensor_name, tensor in component.tensors.items():
+        if not isinstance(tensor, Slice):
+            tensors[tensor_name] = tensor
             continue
-        pieces = [rank[key] for rank in positions]
+        pieces = [rank_positions[tensor_name] for rank_positions in positions_of_ranks]
         # tied weights stay one tensor under two names
-        same = (*value.shape, *(piece.address for piece in pieces))
-        if not any(piece.address for piece in pieces) or same not in made:
-            made[same] = _assemble(value, pieces, together, keeps)
-        tensors[key] = made[same]
+        memory_key = (*tensor.shape, *(piece.address for piece in pieces))
+        if (
+            not any(piece.address for piece in pieces)
+            or memory_key not in gathered_tensors
+        ):
+            gathered_tensors[memory_key] = _assemble_tensor(
+                tensor, pieces, agreement, keeps
+            )
+        tensors[tensor_name] = gathered_tensors[memory_key]
     return replace(component, tensors=tensors, main_only=frozenset(tensors))
 
 
-def _assemble(
-    mine: Slice, pieces: list[_Piece], together: Agreement, keeps: bool
+def _assemble_tensor(
+    local_slice: Slice, pieces: list[_PiecePosition], agreement: Agreement, keeps: bool
 ) -> Tensor:
-    most = max(torch.Size(piece.extent).numel() for piece in pieces)
-    flat = mine.data.new_zeros(most)
-    flat[: mine.data.numel()] = mine.data.reshape(-1)
-    together.share()  # every rank has its piece ready
-    parts = together.comm.all_gather(flat)
+    max_numel = max(torch.Size(piece.extent).numel() for piece in pieces)
+    flat_piece = local_slice.data.new_zeros(max_numel)
+    flat_piece[: local_slice.data.numel()] = local_slice.data.reshape(-1)
+    agreement.share()  # every rank has its piece ready
+    flat_pieces = agreement.comm.all_gather(flat_piece)
     if not keeps:
-        return torch.zeros((), dtype=mine.data.dtype).expand(mine.shape)
-    whole = torch.empty(mine.shape, dtype=mine.data.dtype)
-    for piece, part in zip(pieces, parts, strict=True):
+        return torch.zeros((), dtype=local_slice.data.dtype).expand(local_slice.shape)
+    global_tensor = torch.empty(local_slice.shape, dtype=local_slice.data.dtype)
+    for piece, gathered_piece in zip(pieces, flat_pieces, strict=True):
         if not piece.owned:
             continue
-        target = whole
+        target = global_tensor
         for dim, (start, size) in enumerate(
             zip(piece.offset, piece.extent, strict=True)
         ):
             target = target.narrow(dim, start, size)
-        target.copy_(part[: target.numel()].reshape(piece.extent))
-    return whole
+        target.copy_(gathered_piece[: target.numel()].reshape(piece.extent))
+    return global_tensor
 
 
-Layout = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+SliceLayout = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 """Offset and local shape of every slice, by `component/name`."""
 
 
@@ -191,40 +236,51 @@ class MachineOwners:
     """
 
     def __init__(self) -> None:
-        self._layout: Layout | None = None
+        self._layout: SliceLayout | None = None
         self._owned: frozenset[str] = frozenset()
 
     def owned(
-        self, tree: StateTree, ranks: Sequence[int], together: Agreement
+        self, tree: StateTree, machine_ranks: Sequence[int], agreement: Agreement
     ) -> StateTree:
         """Return the tree with the `owned` flags set; `ranks` are those of this machine. Ranks: every rank."""
-        layout = {
-            f"{name}/{key}": (tuple(value.offset), tuple(value.data.shape))
-            for name, component in tree.components.items()
-            for key, value in component.tensors.items()
-            if isinstance(value, Slice)
-        }
-        if any(together.share(layout != self._layout)):
-            layouts: list[Layout] = together.share(layout)
-            me = together.comm.ranks[together.comm.rank]
-            before = [layouts[rank] for rank in ranks if rank < me]
-            self._owned = frozenset(
-                key
-                for key, at in layout.items()
-                if all(other.get(key) != at for other in before)
+        slice_layout = {
+            f"{component_name}/{tensor_name}": (
+                tuple(tensor.offset),
+                tuple(tensor.data.shape),
             )
-            self._layout = layout
+            for component_name, component in tree.components.items()
+            for tensor_name, tensor in component.tensors.items()
+            if isinstance(tensor, Slice)
+        }
+        if any(agreement.share(slice_layout != self._layout)):
+            layouts_of_ranks: list[SliceLayout] = agreement.share(slice_layout)
+            own_rank = agreement.comm.ranks[agreement.comm.rank]
+            earlier_layouts = [
+                layouts_of_ranks[rank] for rank in machine_ranks if rank < own_rank
+            ]
+            self._owned = frozenset(
+                tensor_name
+                for tensor_name, position in slice_layout.items()
+                if all(
+                    earlier_layout.get(tensor_name) != position
+                    for earlier_layout in earlier_layouts
+                )
+            )
+            self._layout = slice_layout
         return StateTree(
             {
-                name: replace(
+                component_name: replace(
                     component,
                     tensors={
-                        key: replace(value, owned=f"{name}/{key}" in self._owned)
-                        if isinstance(value, Slice)
-                        else value
-                        for key, value in component.tensors.items()
+                        tensor_name: replace(
+                            tensor,
+                            owned=f"{component_name}/{tensor_name}" in self._owned,
+                        )
+                        if isinstance(tensor, Slice)
+                        else tensor
+                        for tensor_name, tensor in component.tensors.items()
                     },
                 )
-                for name, component in tree.components.items()
+                for component_name, component in tree.components.items()
             }
         )

@@ -36,13 +36,13 @@ from hasten.errors import (
 from hasten.runtime.mesh_plan import AXES, BATCH
 
 Progress = Callable[[int], None]
-R = TypeVar("R")
-READING_TRIES: Final = 20
-Stamp = tuple[int, int, int, int] | None
+ResultType = TypeVar("R")
+MAX_READ_ATTEMPTS: Final = 20
+FileStamp = tuple[int, int, int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
-class FoundComponent:
+class StoredComponent:
     """A component as read from the files: pieces by name, and its JSON."""
 
     name: str
@@ -51,9 +51,11 @@ class FoundComponent:
     aliases: dict[str, str] = field(default_factory=dict)
     data: Json = None
 
-    def of(self, key: str) -> list[Piece]:
+    def of(self, tensor_name: str) -> list[Piece]:
         """Return the pieces of a tensor under this name or an alias; empty when there is none."""
-        return self.pieces.get(key) or self.pieces.get(self.aliases.get(key, ""), [])
+        return self.pieces.get(tensor_name) or self.pieces.get(
+            self.aliases.get(tensor_name, ""), []
+        )
 
     def keys(self) -> set[str]:
         """Return all names, aliases included."""
@@ -76,164 +78,194 @@ class Checkpoint:
         self.manifest = manifest
         self.folder = folder
         self._allow_pickle = allow_pickle
-        self._stamps: Mapping[str, Stamp] = {}
+        self._stamps: Mapping[str, FileStamp] = {}
         """Identities of the verified files; a file that was replaced since is refused."""
         self.is_current = is_current
 
     def same_data(self, world_size: int, mesh: Mapping[str, int]) -> bool:
         """Return True if each rank of a run reads the samples that the same rank read in the saved run."""
-        saved = self.manifest.mesh
-        for axis in AXES if saved and mesh else ():
-            if axis not in BATCH and saved.get(axis, 1) != mesh.get(axis, 1):
+        saved_mesh = self.manifest.mesh
+        for axis in AXES if saved_mesh and mesh else ():
+            if axis not in BATCH and saved_mesh.get(axis, 1) != mesh.get(axis, 1):
                 return False
         return self.manifest.world_size == world_size
 
-    def component(self, name: str, rank: int | None = None) -> FoundComponent:
+    def component(self, name: str, rank: int | None = None) -> StoredComponent:
         """Return a component; of a per-rank component, the state of `rank`.
 
         Raises: IncompleteCheckpointError when the checkpoint has no such component.
         """
-        record = self.manifest.components.get(name)
-        files = self.manifest.files_of(
-            name, rank if record is not None and record.per_rank else None
+        component_record = self.manifest.components.get(name)
+        file_records = self.manifest.files_of(
+            name,
+            rank
+            if component_record is not None and component_record.per_rank
+            else None,
         )
-        if record is None or not files:
-            whose = f" of rank {rank}" if record is not None else ""
+        if component_record is None or not file_records:
+            rank_words = f" of rank {rank}" if component_record is not None else ""
             raise IncompleteCheckpointError(
-                f"{self.folder} has no {name!r}{whose}; it holds {sorted(self.manifest.components)} of "
+                f"{self.folder} has no {name!r}{rank_words}; it holds {sorted(self.manifest.components)} of "
                 f"{self.manifest.world_size} ranks. Nothing was loaded. Prepare and register what was there when it "
                 "was saved, or load with strict=False."
             )
         pieces: dict[str, list[Piece]] = {}
         aliases: dict[str, str] = {}
-        data = None
-        for file in files:
-            content = self._read(file.name)
-            for key, piece in content.pieces.items():
-                known = pieces.setdefault(key, [])
-                if known and known[0].data.dtype != piece.data.dtype:
+        packed_state = None
+        for file_record in file_records:
+            tensor_file = self._read(file_record.name)
+            for tensor_name, piece in tensor_file.pieces.items():
+                tensor_pieces = pieces.setdefault(tensor_name, [])
+                if tensor_pieces and tensor_pieces[0].data.dtype != piece.data.dtype:
                     raise CorruptCheckpointError(
-                        f"{self.folder / file.name}: {key} has two dtypes. Nothing was loaded."
+                        f"{self.folder / file_record.name}: {tensor_name} has two dtypes. Nothing was loaded."
                     )
-                known.append(piece)
-            aliases.update(content.aliases)
-            data = content.data if content.data is not None else data
-        return FoundComponent(name, record.kind, pieces, aliases, data)
+                tensor_pieces.append(piece)
+            aliases.update(tensor_file.aliases)
+            packed_state = (
+                tensor_file.data if tensor_file.data is not None else packed_state
+            )
+        return StoredComponent(
+            name, component_record.kind, pieces, aliases, packed_state
+        )
 
-    def verify(self, together: Agreement) -> None:
+    def verify(self, agreement: Agreement) -> None:
         """Verify a share of the files on every rank, after stamping all of them. Ranks: every rank."""
-        files = self.manifest.files
-        stamps = {}
-        for file in files:
-            stamps[file.name] = stamp(self.folder / file.name)
+        file_records = self.manifest.files
+        file_stamps = {}
+        for file_record in file_records:
+            file_stamps[file_record.name] = file_stamp(self.folder / file_record.name)
         # every rank has taken its stamps before any rank starts to verify
-        together.share()
-        share = files if together.comm.size == 1 else _share_of(files, together.comm)
-        problems = verify_files(self.folder, share)
+        agreement.share()
+        rank_share = (
+            file_records
+            if agreement.comm.size == 1
+            else _share_of(file_records, agreement.comm)
+        )
+        problems = verify_files(self.folder, rank_share)
         if problems:
             self.check_current()
-            kind = (
+            error_class = (
                 IncompleteCheckpointError
                 if all("missing" in line for line in problems)
                 else CorruptCheckpointError
             )
-            raise kind(
+            raise error_class(
                 f"{self.folder}: {'; '.join(problems[:5])}{' ...' if len(problems) > 5 else ''}. Nothing was loaded. "
                 "Load an earlier checkpoint (`hasten ckpt verify` says which are sound)."
             )
-        self._stamps = stamps
+        self._stamps = file_stamps
 
     def check_current(self) -> None:
         """Raise CheckpointReplacedError if another save has replaced the checkpoint, so that its files are gone."""
         if not self.is_current():
             raise CheckpointReplacedError(
-                f"{self.folder} was replaced by other saves each of the {READING_TRIES} times that it was being read. Nothing was "
+                f"{self.folder} was replaced by other saves each of the {MAX_READ_ATTEMPTS} times that it was being read. Nothing was "
                 "loaded. Save there less often, or load another checkpoint."
             )
 
-    def _read(self, file: str) -> TensorFile:
+    def _read(self, file_name: str) -> TensorFile:
         """Map a file. Raises: CorruptCheckpointError unless it is still the one that was verified."""
         try:
-            content = read_tensors(
-                resolve_inside(self.folder, file), self._allow_pickle
+            tensor_file = read_tensors(
+                resolve_inside(self.folder, file_name), self._allow_pickle
             )
         except (CheckpointError, OSError):
             self.check_current()
             raise
-        if self._stamps and stamp(self.folder / file) != self._stamps.get(file):
+        if self._stamps and file_stamp(self.folder / file_name) != self._stamps.get(
+            file_name
+        ):
             self.check_current()
             raise CorruptCheckpointError(
-                f"{self.folder / file}: was replaced or changed after it was verified, so it may not be part of this "
+                f"{self.folder / file_name}: was replaced or changed after it was verified, so it may not be part of this "
                 "checkpoint. Nothing was loaded. Wait for the process that writes there, and load again."
             )
-        return content
+        return tensor_file
 
 
-def stamp(path: Path) -> Stamp:
+def file_stamp(path: Path) -> FileStamp:
     """Return device, inode, size and modification time of a file, to detect replacement; None if it is missing."""
     try:
-        found = path.stat()
+        file_status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return (
+        file_status.st_dev,
+        file_status.st_ino,
+        file_status.st_size,
+        file_status.st_mtime_ns,
+    )
 
 
 def verify_files(
     folder: Path,
-    files: Sequence[FileRecord],
+    file_records: Sequence[FileRecord],
     progress: Progress | None = None,
 ) -> list[str]:
     """Return the problems of the files, one line each: missing, wrong size, wrong checksum. Empty means sound."""
     problems: dict[str, str] = {}
-    jobs: list[tuple[Path, FileRecord, int]] = []
-    for file in files:
-        path = resolve_inside(folder, file.name)
-        if (problem := _visible_problem(path, file)) is not None:
-            problems[file.name] = problem
+    chunk_jobs: list[tuple[Path, FileRecord, int]] = []
+    for file_record in file_records:
+        file_path = resolve_inside(folder, file_record.name)
+        if (problem := _find_visible_problem(file_path, file_record)) is not None:
+            problems[file_record.name] = problem
             continue
-        for index in range(len(file.sums)):
-            jobs.append((path, file, index))
+        for chunk_index in range(len(file_record.sums)):
+            chunk_jobs.append((file_path, file_record, chunk_index))
 
     def verify(job: tuple[Path, FileRecord, int]) -> bool | OSError:
-        path, file, index = job
+        file_path, file_record, chunk_index = job
         try:
-            start = index * CHUNK_BYTES
-            stop = min(start + CHUNK_BYTES, file.size)
-            return file_checksum(path, start, stop) == file.sums[index]
+            start = chunk_index * CHUNK_BYTES
+            stop = min(start + CHUNK_BYTES, file_record.size)
+            return (
+                file_checksum(file_path, start, stop) == file_record.sums[chunk_index]
+            )
         except OSError as error:
             return error
 
-    bad: dict[str, list[int]] = {}
+    wrong_chunks: dict[str, list[int]] = {}
     with ThreadPoolExecutor(
         default_threads(), thread_name_prefix="hasten-verify"
-    ) as pool:
-        for (_, file, index), sound in zip(jobs, pool.map(verify, jobs), strict=True):
-            if isinstance(sound, OSError):
-                problems[file.name] = f"cannot be read: {sound}"
-            elif not sound:
-                bad.setdefault(file.name, []).append(index)
+    ) as thread_pool:
+        for (_, file_record, chunk_index), is_sound in zip(
+            chunk_jobs, thread_pool.map(verify, chunk_jobs), strict=True
+        ):
+            if isinstance(is_sound, OSError):
+                problems[file_record.name] = f"cannot be read: {is_sound}"
+            elif not is_sound:
+                wrong_chunks.setdefault(file_record.name, []).append(chunk_index)
             if progress is not None:
-                progress(min(CHUNK_BYTES, file.size - index * CHUNK_BYTES))
-    return _lines(files, problems, bad) if problems or bad else []
+                progress(min(CHUNK_BYTES, file_record.size - chunk_index * CHUNK_BYTES))
+    return (
+        _problem_lines(file_records, problems, wrong_chunks)
+        if problems or wrong_chunks
+        else []
+    )
 
 
-def _lines(
-    files: Sequence[FileRecord], problems: dict[str, str], bad: Mapping[str, list[int]]
+def _problem_lines(
+    file_records: Sequence[FileRecord],
+    problems: dict[str, str],
+    wrong_chunks: Mapping[str, list[int]],
 ) -> list[str]:
     """Return one line per problem, in the order of the files; `bad` are the chunks with a wrong checksum."""
-    for file in files:
-        if file.name in bad:
-            problem = f"has a wrong checksum in chunks {bad[file.name][:4]} of {len(file.sums)}"
-            problems.setdefault(file.name, problem)
+    for file_record in file_records:
+        if file_record.name in wrong_chunks:
+            problem = f"has a wrong checksum in chunks {wrong_chunks[file_record.name][:4]} of {len(file_record.sums)}"
+            problems.setdefault(file_record.name, problem)
     return [
-        f"{file.name} {problems[file.name]}" for file in files if file.name in problems
+        f"{file_record.name} {problems[file_record.name]}"
+        for file_record in file_records
+        if file_record.name in problems
     ]
 
 
-def _visible_problem(path: Path, file: FileRecord) -> str | None:
+def _find_visible_problem(file_path: Path, file_record: FileRecord) -> str | None:
     """Return the problem of a file that is known without reading its content; None if there is none."""
     try:
-        size = size_of(path)
+        file_size = size_of(file_path)
     except FileNotFoundError:
         return "is missing"
     except UnsafeCheckpointError:
@@ -242,17 +274,17 @@ def _visible_problem(path: Path, file: FileRecord) -> str | None:
         return f"cannot be read: {error}"
     return (
         None
-        if size == file.size
-        else f"has {size} bytes instead of {file.size} (truncated or replaced)"
+        if file_size == file_record.size
+        else f"has {file_size} bytes instead of {file_record.size} (truncated or replaced)"
     )
 
 
-def read_one_version(read: Callable[[], R]) -> R:
+def read_one_version(read: Callable[[], ResultType]) -> ResultType:
     """Return the result of `read`, which is called again if another save replaces the checkpoint meanwhile.
 
     Ranks: every rank, if `read` is collective.
     """
-    for _ in range(READING_TRIES - 1):
+    for _ in range(MAX_READ_ATTEMPTS - 1):
         try:
             return read()
         except CheckpointReplacedError:
@@ -263,7 +295,7 @@ def read_one_version(read: Callable[[], R]) -> R:
 @contextmanager
 def open_checkpoint(
     store: CheckpointStore,
-    name: str,
+    checkpoint_name: str,
     comm: Comm,
     *,
     verify: bool = True,
@@ -274,73 +306,83 @@ def open_checkpoint(
     Ranks: every rank; the ranks divide the verification, and an error on one rank is raised on all.
     Raises: IncompleteCheckpointError, CorruptCheckpointError, UnsafeCheckpointError or CheckpointVersionError.
     """
-    with ExitStack() as stack:
-        with agreeing(comm, f"reading the manifest of {name!r}") as together:
-            manifest = store.manifest(name)
-            together.share()
-            together.label = f"fetching {name!r} from {store.address}"
+    with ExitStack() as exit_stack:
+        with agreeing(
+            comm, f"reading the manifest of {checkpoint_name!r}"
+        ) as agreement:
+            manifest = store.manifest(checkpoint_name)
+            agreement.share()
+            agreement.label = f"fetching {checkpoint_name!r} from {store.address}"
             try:
                 if store.remote and comm.size > 1:
-                    folder = _download(store, name, manifest, together, stack)
+                    folder = _download(
+                        store, checkpoint_name, manifest, agreement, exit_stack
+                    )
                 else:
-                    folder = stack.enter_context(store.fetch(name, manifest))
+                    folder = exit_stack.enter_context(
+                        store.fetch(checkpoint_name, manifest)
+                    )
             except CheckpointError:
                 Checkpoint(
-                    name,
+                    checkpoint_name,
                     manifest,
-                    Path(name),
-                    is_current=lambda: store.is_current(name, manifest),
+                    Path(checkpoint_name),
+                    is_current=lambda: store.is_current(checkpoint_name, manifest),
                 ).check_current()
                 raise
             checkpoint = Checkpoint(
-                name,
+                checkpoint_name,
                 manifest,
                 folder,
                 allow_pickle,
-                is_current=lambda: store.is_current(name, manifest, folder),
+                is_current=lambda: store.is_current(checkpoint_name, manifest, folder),
             )
-            together.label = f"verifying {name!r}"
+            agreement.label = f"verifying {checkpoint_name!r}"
             if verify:
-                checkpoint.verify(together)
+                checkpoint.verify(agreement)
         yield checkpoint
 
 
 def _download(
     store: CheckpointStore,
-    name: str,
+    checkpoint_name: str,
     manifest: Manifest,
-    together: Agreement,
-    stack: ExitStack,
+    agreement: Agreement,
+    exit_stack: ExitStack,
 ) -> Path:
     """Return the folder to read from: the download of the machine's first rank, else a separate one.
 
     Mapped files stay readable after the rank that downloaded them has deleted them. Ranks: every rank.
     """
-    here = platform.node()
-    hosts: list[str] = together.share(here)
-    mine = None
-    if together.comm.rank == hosts.index(here):
-        mine = stack.enter_context(store.fetch(name, manifest))
-    folders: list[str | None] = together.share(None if mine is None else str(mine))
-    if mine is not None:
-        return mine
-    first = next(
-        Path(place)
-        for host, place in zip(hosts, folders, strict=True)
-        if host == here and place is not None
+    own_host = platform.node()
+    hosts: list[str] = agreement.share(own_host)
+    own_folder = None
+    if agreement.comm.rank == hosts.index(own_host):
+        own_folder = exit_stack.enter_context(store.fetch(checkpoint_name, manifest))
+    folders_of_ranks: list[str | None] = agreement.share(
+        None if own_folder is None else str(own_folder)
     )
-    if all((first / file.name).exists() for file in manifest.files):
-        return first
+    if own_folder is not None:
+        return own_folder
+    host_folder = next(
+        Path(rank_folder)
+        for host, rank_folder in zip(hosts, folders_of_ranks, strict=True)
+        if host == own_host and rank_folder is not None
+    )
+    if all((host_folder / file.name).exists() for file in manifest.files):
+        return host_folder
     # same host name, but a different file system
-    return stack.enter_context(store.fetch(name, manifest))
+    return exit_stack.enter_context(store.fetch(checkpoint_name, manifest))
 
 
-def _share_of(files: Sequence[FileRecord], comm: Comm) -> Sequence[FileRecord]:
+def _share_of(file_records: Sequence[FileRecord], comm: Comm) -> Sequence[FileRecord]:
     """Return this rank's share of the files, balanced by bytes."""
-    loads, mine = [0] * comm.size, []
-    for file in sorted(files, key=lambda file: (-file.size, file.name)):
-        lightest = loads.index(min(loads))
-        loads[lightest] += file.size + 4096
-        if lightest == comm.rank:
-            mine.append(file)
-    return mine
+    bytes_of_ranks, rank_share = [0] * comm.size, []
+    for file_record in sorted(
+        file_records, key=lambda file_record: (-file_record.size, file_record.name)
+    ):
+        lightest_rank = bytes_of_ranks.index(min(bytes_of_ranks))
+        bytes_of_ranks[lightest_rank] += file_record.size + 4096
+        if lightest_rank == comm.rank:
+            rank_share.append(file_record)
+    return rank_share

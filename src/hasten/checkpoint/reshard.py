@@ -33,14 +33,16 @@ from hasten.checkpoint.store.disk import (
 )
 from hasten.errors import CheckpointError, CorruptCheckpointError, OtherModelError
 
-_READ_BYTES = CHUNK_BYTES
+_MAX_READ_BYTES = CHUNK_BYTES
 """Most bytes of a read; a power of two, as torch page-locks memory in these."""
 # a smaller gap between two tensors is read and discarded rather than skipped
-_GAP_BYTES = 65536
-_THREADS_AHEAD = 4
+_MAX_GAP_BYTES = 65536
+_NUM_THREADS_AHEAD = 4
 # 1 GiB, so that the page cache still holds what was requested when it is read
-_RANGES_AHEAD = 64
-_MOST_TENSORS = 400  # a read fills at most 1024 buffers, and every tensor may need two
+_MAX_RANGES_AHEAD = 64
+_MAX_TENSORS_PER_READ = (
+    400  # a read fills at most 1024 buffers, and every tensor may need two
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +56,35 @@ class Copy:
     def place(self) -> int | None:
         """Return the offset of the bytes in the file, if they can be read without conversion."""
         target, source = self.target, self.source
-        plain = (
+        is_readable = (
             type(target) is Tensor
             and is_plain(target)
             and source.is_contiguous()
             and target.dtype == source.dtype
         )
-        return self.file.place(source) if self.file is not None and plain else None
+        return (
+            self.file.place(source) if self.file is not None and is_readable else None
+        )
 
 
 Region = tuple[tuple[int, int], ...]  # (start, length) per dim
 
 
-def overlap(
+def intersect_boxes(
     offset: Sequence[int],
     shape: Sequence[int],
-    other: Sequence[int],
-    extent: Sequence[int],
+    other_offset: Sequence[int],
+    other_shape: Sequence[int],
 ) -> Region | None:
     """Return the intersection of two boxes of a global tensor, in global coordinates; None when it is empty."""
     region = []
-    for a, n, b, m in zip(offset, shape, other, extent, strict=True):
-        start, stop = max(a, b), min(a + n, b + m)
+    for first_start, first_length, second_start, second_length in zip(
+        offset, shape, other_offset, other_shape, strict=True
+    ):
+        start, stop = (
+            max(first_start, second_start),
+            min(first_start + first_length, second_start + second_length),
+        )
         if start >= stop:
             return None
         region.append((start, stop - start))
@@ -83,71 +92,80 @@ def overlap(
 
 
 def plan_copies(
-    name: str, target: Tensor | Slice, pieces: Sequence[Piece]
+    tensor_name: str, target: Tensor | Slice, pieces: Sequence[Piece]
 ) -> list[Copy]:
     """Return the copies that fill a live tensor (or a rank's slice of one) from the pieces in a checkpoint.
 
     Raises: OtherModelError when the shape differs; CorruptCheckpointError when a region is in no file.
     """
-    live = target.data if isinstance(target, Slice) else target.detach()
-    shape = target.shape if isinstance(target, Slice) else tuple(live.shape)
-    offset = target.offset if isinstance(target, Slice) else (0,) * live.dim()
+    live_tensor = target.data if isinstance(target, Slice) else target.detach()
+    global_shape = (
+        target.shape if isinstance(target, Slice) else tuple(live_tensor.shape)
+    )
+    global_offset = (
+        target.offset if isinstance(target, Slice) else (0,) * live_tensor.dim()
+    )
     for piece in pieces:
-        if piece.shape != shape:
+        if piece.shape != global_shape:
             raise OtherModelError(
-                f"{name} has shape {tuple(shape)} here and {tuple(piece.shape)} in the checkpoint. Nothing was loaded. "
+                f"{tensor_name} has shape {tuple(global_shape)} here and {tuple(piece.shape)} in the checkpoint. Nothing was loaded. "
                 "Build the model as it was when it was saved, or load with strict=False to leave this tensor out."
             )
-    if live.numel() == 0:
+    if live_tensor.numel() == 0:
         return []
-    if live.device.type == "meta":
+    if live_tensor.device.type == "meta":
         raise CheckpointError(
-            f"{name} is on the meta device, where there is no memory to load into. Nothing was loaded. Give the model "
+            f"{tensor_name} is on the meta device, where there is no memory to load into. Nothing was loaded. Give the model "
             "memory first (prepare it, or call to_empty)."
         )
     # the common case, without computing overlaps
-    if len(pieces) == 1 and pieces[0].data.shape == live.shape == shape:
-        return [Copy(live, pieces[0].data, pieces[0].file)]
-    copies, filled = [], 0
+    if len(pieces) == 1 and pieces[0].data.shape == live_tensor.shape == global_shape:
+        return [Copy(live_tensor, pieces[0].data, pieces[0].file)]
+    copies, num_filled = [], 0
     for piece in pieces:
-        region = overlap(
-            offset, tuple(live.shape), piece.offset, tuple(piece.data.shape)
+        region = intersect_boxes(
+            global_offset,
+            tuple(live_tensor.shape),
+            piece.offset,
+            tuple(piece.data.shape),
         )
         if region is None:
             continue
         copies.append(
             Copy(
-                _cut(live, region, offset),
-                _cut(piece.data, region, piece.offset),
+                _narrow_to_region(live_tensor, region, global_offset),
+                _narrow_to_region(piece.data, region, piece.offset),
                 piece.file,
             )
         )
-        filled += copies[-1].target.numel()
-    if filled != live.numel():
+        num_filled += copies[-1].target.numel()
+    if num_filled != live_tensor.numel():
         raise CorruptCheckpointError(
-            f"{name}: the files hold {filled} of the {live.numel()} numbers this rank needs, so parts of the tensor are "
+            f"{tensor_name}: the files hold {num_filled} of the {live_tensor.numel()} numbers this rank needs, so parts of the tensor are "
             "missing (or stored twice). Nothing was loaded. If machines do not share a disk, copy all rank files "
             "into one folder."
         )
     return copies
 
 
-def _cut(tensor: Tensor, region: Region, offset: Sequence[int]) -> Tensor:
-    for dim, ((start, length), base) in enumerate(zip(region, offset, strict=True)):
+def _narrow_to_region(tensor: Tensor, region: Region, offset: Sequence[int]) -> Tensor:
+    for dim, ((start, length), region_base) in enumerate(
+        zip(region, offset, strict=True)
+    ):
         if length != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, start - base, length)
+            tensor = tensor.narrow(dim, start - region_base, length)
     return tensor
 
 
-def whole(pieces: Sequence[Piece], name: str) -> Tensor:
+def join_pieces(pieces: Sequence[Piece], tensor_name: str) -> Tensor:
     """Return the global tensor on the CPU; a view of the mapped file when a single piece covers it."""
-    first = pieces[0]
-    if len(pieces) == 1 and tuple(first.data.shape) == tuple(first.shape):
-        return first.data
-    tensor = torch.empty(first.shape, dtype=first.data.dtype)
-    for copy in plan_copies(name, tensor, pieces):
+    first_piece = pieces[0]
+    if len(pieces) == 1 and tuple(first_piece.data.shape) == tuple(first_piece.shape):
+        return first_piece.data
+    global_tensor = torch.empty(first_piece.shape, dtype=first_piece.data.dtype)
+    for copy in plan_copies(tensor_name, global_tensor, pieces):
         copy.target.copy_(copy.source)
-    return tensor
+    return global_tensor
 
 
 @dataclass(slots=True)
@@ -171,18 +189,22 @@ class _FileRange:
         if self.devices:
             self.parts = [
                 (
-                    at - self.start,
-                    at - self.start + high - low,
+                    offset - self.start,
+                    offset - self.start + high - low,
                     as_bytes(target)[low:high],
                 )
-                for at, target, low, high in self.targets
+                for offset, target, low, high in self.targets
             ]
 
-    def copy_from(self, staged: Tensor) -> None:
+    def copy_from(self, staged_bytes: Tensor) -> None:
         """Start the copies from a buffer that holds the range, and wait for them."""
-        for low, high, into in self.parts:
-            source = staged if high - low == staged.numel() else staged[low:high]
-            into.copy_(source, non_blocking=True)
+        for low, high, device_part in self.parts:
+            source = (
+                staged_bytes
+                if high - low == staged_bytes.numel()
+                else staged_bytes[low:high]
+            )
+            device_part.copy_(source, non_blocking=True)
         finish_copies(self.devices)
 
 
@@ -192,10 +214,10 @@ class _DiskReadAhead:
     A request blocks while the disk's queue is full, so it would hold up the thread that reads.
     """
 
-    def __init__(self, ranges: Sequence[_FileRange]) -> None:
-        self._ranges = iter(ranges)
+    def __init__(self, file_ranges: Sequence[_FileRange]) -> None:
+        self._ranges = iter(file_ranges)
         self._lock = threading.Lock()
-        self._distance = threading.Semaphore(_RANGES_AHEAD)
+        self._distance = threading.Semaphore(_MAX_RANGES_AHEAD)
         self._threads: list[threading.Thread] = []
         self._is_stopped = False
 
@@ -204,7 +226,7 @@ class _DiskReadAhead:
         with self._lock:
             if self._threads:
                 return
-            for _ in range(_THREADS_AHEAD):
+            for _ in range(_NUM_THREADS_AHEAD):
                 self._threads.append(
                     threading.Thread(
                         target=self._request_ranges, name="hasten-ahead", daemon=True
@@ -220,7 +242,7 @@ class _DiskReadAhead:
     def stop(self) -> None:
         """End the threads."""
         self._is_stopped = True
-        self._distance.release(_THREADS_AHEAD)
+        self._distance.release(_NUM_THREADS_AHEAD)
         for thread in self._threads:
             thread.join()
 
@@ -231,10 +253,10 @@ class _DiskReadAhead:
                 file_range = next(self._ranges, None)
             if file_range is None or self._is_stopped:
                 return
-            fd = file_range.file.open()
-            if fd is not None:
-                read_ahead(fd, file_range.start, file_range.stop)
-                os.close(fd)
+            descriptor = file_range.file.open()
+            if descriptor is not None:
+                read_ahead(descriptor, file_range.start, file_range.stop)
+                os.close(descriptor)
 
 
 def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
@@ -243,64 +265,82 @@ def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
     Raises: CheckpointError when a file can no longer be read; the tensors are then in an undefined state, which the
     caller must undo.
     """
-    targets, sources = [], []
+    target_tensors, source_tensors = [], []
     for copy in copies:
-        targets.append(copy.target)
-        sources.append(copy.source)
-    devices = devices_of([*targets, *sources])
-    groups, ranges = _grouped(copies)
-    buffer, ahead = HostBuffer(bool(devices)), _DiskReadAhead(ranges)
-    jobs: list[Callable[[], int]] = [partial(_copy, group, buffer) for group in groups]
-    jobs += [partial(_fill, file_range, buffer, ahead) for file_range in ranges]
+        target_tensors.append(copy.target)
+        source_tensors.append(copy.source)
+    devices = devices_of([*target_tensors, *source_tensors])
+    copy_groups, file_ranges = _group_copies(copies)
+    host_buffer, disk_read_ahead = (
+        HostBuffer(bool(devices)),
+        _DiskReadAhead(file_ranges),
+    )
+    copy_jobs: list[Callable[[], int]] = [
+        partial(_copy_group, copy_group, host_buffer) for copy_group in copy_groups
+    ]
+    copy_jobs += [
+        partial(_fill_range, file_range, host_buffer, disk_read_ahead)
+        for file_range in file_ranges
+    ]
     try:
-        with worker_pool(threads or default_threads(), devices, "hasten-read") as pool:
-            for done in pool.map(_guarded, jobs):
-                if isinstance(done, CheckpointError):
-                    raise done
+        with worker_pool(
+            threads or default_threads(), devices, "hasten-read"
+        ) as thread_pool:
+            for job_result in thread_pool.map(_run_guarded, copy_jobs):
+                if isinstance(job_result, CheckpointError):
+                    raise job_result
     finally:
-        ahead.stop()
-        increment_version(targets)  # as an in-place operation of torch does
+        disk_read_ahead.stop()
+        increment_version(target_tensors)  # as an in-place operation of torch does
 
 
-def _grouped(copies: Sequence[Copy]) -> tuple[list[list[Copy]], list[_FileRange]]:
+def _group_copies(copies: Sequence[Copy]) -> tuple[list[list[Copy]], list[_FileRange]]:
     """Return the copies in parts of about one chunk: byte ranges to read in file order, and groups of other copies."""
-    groups: list[list[Copy]] = []
-    places: list[tuple[str, int, int, int]] = []
-    grouped = 0
-    for number, copy in enumerate(copies):
-        size, at = copy.target.numel() * copy.target.element_size(), copy.place()
-        if copy.file is not None and at is not None:
-            places.append((str(copy.file.path), at, number, size))
+    copy_groups: list[list[Copy]] = []
+    file_places: list[tuple[str, int, int, int]] = []
+    group_bytes = 0
+    for copy_index, copy in enumerate(copies):
+        target_bytes, file_offset = (
+            copy.target.numel() * copy.target.element_size(),
+            copy.place(),
+        )
+        if copy.file is not None and file_offset is not None:
+            file_places.append(
+                (str(copy.file.path), file_offset, copy_index, target_bytes)
+            )
             continue
-        if not groups or grouped >= CHUNK_BYTES:
-            groups.append([])
-            grouped = 0
-        groups[-1].append(copy)
-        grouped += size
-    ranges: list[_FileRange] = []
-    for _, at, number, size in sorted(places):
-        file, target = copies[number].file, copies[number].target
-        assert file is not None, "only copies from a file are read"
-        for low in range(0, size, _READ_BYTES):
-            start, high = at + low, min(low + _READ_BYTES, size)
-            last = ranges[-1] if ranges else None
+        if not copy_groups or group_bytes >= CHUNK_BYTES:
+            copy_groups.append([])
+            group_bytes = 0
+        copy_groups[-1].append(copy)
+        group_bytes += target_bytes
+    file_ranges: list[_FileRange] = []
+    for _, file_offset, copy_index, target_bytes in sorted(file_places):
+        mapped_file, target = copies[copy_index].file, copies[copy_index].target
+        assert mapped_file is not None, "only copies from a file are read"
+        for low in range(0, target_bytes, _MAX_READ_BYTES):
+            read_start, high = (
+                file_offset + low,
+                min(low + _MAX_READ_BYTES, target_bytes),
+            )
+            last_range = file_ranges[-1] if file_ranges else None
             if (
-                last is None
-                or file is not last.file
-                or not 0 <= start - last.stop < _GAP_BYTES
-                or at + high - last.start > _READ_BYTES
-                or len(last.targets) >= _MOST_TENSORS
+                last_range is None
+                or mapped_file is not last_range.file
+                or not 0 <= read_start - last_range.stop < _MAX_GAP_BYTES
+                or file_offset + high - last_range.start > _MAX_READ_BYTES
+                or len(last_range.targets) >= _MAX_TENSORS_PER_READ
             ):
-                last = _FileRange(file, start, start)
-                ranges.append(last)
-            last.targets.append((start, target, low, high))
-            last.stop = at + high
-    for one in ranges:
-        one.complete()
-    return groups, ranges
+                last_range = _FileRange(mapped_file, read_start, read_start)
+                file_ranges.append(last_range)
+            last_range.targets.append((read_start, target, low, high))
+            last_range.stop = file_offset + high
+    for file_range in file_ranges:
+        file_range.complete()
+    return copy_groups, file_ranges
 
 
-def _guarded(job: Callable[[], int]) -> CheckpointError | int:
+def _run_guarded(job: Callable[[], int]) -> CheckpointError | int:
     """Run a job; return the number of bytes copied, or the error."""
     try:
         with torch.no_grad():
@@ -311,78 +351,90 @@ def _guarded(job: Callable[[], int]) -> CheckpointError | int:
         return error
 
 
-def _copy(copies: Sequence[Copy], buffer: HostBuffer) -> int:
-    num_bytes, targets = 0, []
+def _copy_group(copies: Sequence[Copy], host_buffer: HostBuffer) -> int:
+    num_bytes, target_tensors = 0, []
     for copy in copies:
         target, source = copy.target, copy.source
         num_bytes += target.numel() * target.element_size()
-        targets.append(target)
+        target_tensors.append(target)
         if (
             target.device.type == "cpu"
             and source.device.type != "cpu"
-            and _through_buffer(target, source)
+            and _needs_buffer(target, source)
         ):
-            _copy_to_host(target, source, buffer)
+            _copy_to_host(target, source, host_buffer)
         else:
             target.copy_(source)
-    finish_copies(devices_of(targets))
+    finish_copies(devices_of(target_tensors))
     return num_bytes
 
 
-def _through_buffer(target: Tensor, source: Tensor) -> bool:
+def _needs_buffer(target: Tensor, source: Tensor) -> bool:
     """Return True for a plain copy from an accelerator, which is faster through page-locked memory."""
-    same = target.dtype == source.dtype and target.shape == source.shape
-    return same and bool(devices_of([source])) and is_plain(target) and is_plain(source)
+    is_same = target.dtype == source.dtype and target.shape == source.shape
+    return (
+        is_same and bool(devices_of([source])) and is_plain(target) and is_plain(source)
+    )
 
 
-def _copy_to_host(target: Tensor, source: Tensor, buffer: HostBuffer) -> None:
+def _copy_to_host(target: Tensor, source: Tensor, host_buffer: HostBuffer) -> None:
     target, source = as_bytes(target), as_bytes(source)
     for low in range(0, source.numel(), CHUNK_BYTES):
-        part = source[low : low + CHUNK_BYTES]
-        staged = buffer.take(part.numel())
-        staged.copy_(part, non_blocking=True)
+        source_part = source[low : low + CHUNK_BYTES]
+        staged_bytes = host_buffer.take(source_part.numel())
+        staged_bytes.copy_(source_part, non_blocking=True)
         finish_copies([source.device])
-        copy_bytes(target[low : low + part.numel()], staged)
+        copy_bytes(target[low : low + source_part.numel()], staged_bytes)
 
 
-def _fill(wanted: _FileRange, buffer: HostBuffer, ahead: _DiskReadAhead) -> int:
+def _fill_range(
+    file_range: _FileRange, host_buffer: HostBuffer, disk_read_ahead: _DiskReadAhead
+) -> int:
     """Read a range and copy it to its tensors; from the mapping, if the file has lost its name."""
-    fd, size = wanted.file.open(), wanted.stop - wanted.start
-    if fd is None:
-        for at, target, low, high in wanted.targets:
-            as_bytes(target)[low:high].copy_(wanted.file.data[at : at + high - low])
-        finish_copies(wanted.devices)
-        return size
-    staged = buffer.take(size) if wanted.devices else None
-    views = _memory_of(wanted, buffer) if staged is None else [byte_view(staged)]
+    descriptor, range_bytes = file_range.file.open(), file_range.stop - file_range.start
+    if descriptor is None:
+        for offset, target, low, high in file_range.targets:
+            as_bytes(target)[low:high].copy_(
+                file_range.file.data[offset : offset + high - low]
+            )
+        finish_copies(file_range.devices)
+        return range_bytes
+    staged_bytes = host_buffer.take(range_bytes) if file_range.devices else None
+    views = (
+        _views_to_fill(file_range, host_buffer)
+        if staged_bytes is None
+        else [byte_view(staged_bytes)]
+    )
     try:
-        count = read_cached(fd, views, wanted.start)
-        if count < size:
-            ahead.start()
-        count += read_all(fd, skip(views, count), wanted.start + count)
+        num_read = read_cached(descriptor, views, file_range.start)
+        if num_read < range_bytes:
+            disk_read_ahead.start()
+        num_read += read_all(
+            descriptor, skip(views, num_read), file_range.start + num_read
+        )
     except OSError as error:
         raise CheckpointError(
-            f"{wanted.file.path}: cannot be read any more ({error}). Check the disk, and load this or another checkpoint."
+            f"{file_range.file.path}: cannot be read any more ({error}). Check the disk, and load this or another checkpoint."
         ) from error
     finally:
-        os.close(fd)
-        ahead.advance()
-    if count != size:
+        os.close(descriptor)
+        disk_read_ahead.advance()
+    if num_read != range_bytes:
         raise CorruptCheckpointError(
-            f"{wanted.file.path}: {count} of {size} bytes at {wanted.start} could be read, so it was cut off while "
+            f"{file_range.file.path}: {num_read} of {range_bytes} bytes at {file_range.start} could be read, so it was cut off while "
             "it was being loaded. Load another checkpoint."
         )
-    if staged is not None:
-        wanted.copy_from(staged)
-    return size
+    if staged_bytes is not None:
+        file_range.copy_from(staged_bytes)
+    return range_bytes
 
 
-def _memory_of(wanted: _FileRange, buffer: HostBuffer) -> list[memoryview]:
+def _views_to_fill(file_range: _FileRange, host_buffer: HostBuffer) -> list[memoryview]:
     """Return the memory to read the byte range into, piece by piece; gaps between tensors go to the buffer."""
-    views, reached = [], wanted.start
-    for at, target, low, high in wanted.targets:
-        if at > reached:
-            views.append(byte_view(buffer.take(at - reached)))
+    views, reached_offset = [], file_range.start
+    for offset, target, low, high in file_range.targets:
+        if offset > reached_offset:
+            views.append(byte_view(host_buffer.take(offset - reached_offset)))
         views.append(host_memory(target, low, high))
-        reached = at + high - low
+        reached_offset = offset + high - low
     return views

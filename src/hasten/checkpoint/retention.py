@@ -18,22 +18,25 @@ def retire_expired(
 ) -> None:
     """Delete the complete numbered checkpoints that have expired, of those that `is_own` accepts. Ranks: each disk's main."""
     metrics_by_number: dict[int, Mapping[str, float | None]] = {}
-    names: dict[int, str] = {}
-    for name in store.names():
-        number = checkpoint_number(name)
+    names_by_number: dict[int, str] = {}
+    for checkpoint_name in store.names():
+        number = checkpoint_number(checkpoint_name)
         if number is None:
             continue
         try:
-            manifest = store.check(name)
+            manifest = store.check(checkpoint_name)
         except CheckpointError:  # not deleted: whatever is left of it may be wanted
             continue
         if is_own(manifest):
-            names[number], metrics_by_number[number] = name, manifest.metrics
-    for number in expired(metrics_by_number, project):
-        store.delete(names[number])
+            names_by_number[number], metrics_by_number[number] = (
+                checkpoint_name,
+                manifest.metrics,
+            )
+    for number in find_expired(metrics_by_number, project):
+        store.delete(names_by_number[number])
 
 
-def expired(
+def find_expired(
     metrics_by_number: Mapping[int, Mapping[str, float | None]],
     project: ProjectConfiguration,
 ) -> list[int]:
@@ -41,11 +44,13 @@ def expired(
     if project.total_limit is None:
         return []
     numbers = sorted(metrics_by_number)
-    retained = set(numbers[-project.total_limit :])
+    retained_numbers = set(numbers[-project.total_limit :])
     if project.keep_every:
-        retained |= {number for number in numbers if number % project.keep_every == 0}
-    retained |= set(best(metrics_by_number, project))
-    return [number for number in numbers if number not in retained]
+        retained_numbers |= {
+            number for number in numbers if number % project.keep_every == 0
+        }
+    retained_numbers |= set(best(metrics_by_number, project))
+    return [number for number in numbers if number not in retained_numbers]
 
 
 def best(
@@ -58,7 +63,7 @@ def best(
     sign = 1.0 if project.best_mode == "min" else -1.0
     ranking = []
     for number, metrics in metrics_by_number.items():
-        metric = metrics.get(project.best_metric)
-        if metric is not None and not math.isnan(metric):
-            ranking.append((sign * metric, -number))
+        metric_value = metrics.get(project.best_metric)
+        if metric_value is not None and not math.isnan(metric_value):
+            ranking.append((sign * metric_value, -number))
     return [-negative for _, negative in sorted(ranking)[: project.keep_best]]

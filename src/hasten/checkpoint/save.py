@@ -24,7 +24,7 @@ from hasten.checkpoint.format.manifest import ComponentRecord, FileRecord, Manif
 from hasten.checkpoint.writer import (
     FileLayout,
     FilePlan,
-    encode,
+    encode_file,
     hub_index,
     plan_component,
 )
@@ -72,27 +72,32 @@ class Save:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_class: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None or self._draft is None or not self.is_main or self._is_finished:
+        if (
+            error_class is None
+            or self._draft is None
+            or not self.is_main
+            or self._is_finished
+        ):
             return
         self._is_finished = True
         try:
             self._draft.abort()
-        except OSError as problem:  # the next save removes it
+        except OSError as abort_error:  # the next save removes it
             log.warning(
                 "the draft of %s could not be removed now: %s",
                 self._draft.name,
-                problem,
+                abort_error,
             )
 
     # -- the draft --------------------------------------------------------------------------------------------------
     def start(
         self,
-        together: Agreement,
-        name: str | None,
+        agreement: Agreement,
+        checkpoint_name: str | None,
         at_least: int = 0,
         *,
         node: int = 0,
@@ -103,22 +108,28 @@ class Save:
         Without a name, the checkpoint gets the next free number from `at_least` on. `node` is the index of this rank's machine.
         Raises: CheckpointError when machines do not share the folder and `each_node` is False.
         """
-        store, comm = self.store, together.comm
-        together.label = f"starting a checkpoint in {store.address}"
+        store, comm = self.store, agreement.comm
+        agreement.label = f"starting a checkpoint in {store.address}"
         if comm.rank == 0:
             self._draft = (
-                store.begin_numbered(at_least) if name is None else store.begin(name)
+                store.begin_numbered(at_least)
+                if checkpoint_name is None
+                else store.begin(checkpoint_name)
             )
         if comm.size == 1:
             return
-        name, token = together.share(
+        checkpoint_name, draft_token = agreement.share(
             None if self._draft is None else (self._draft.name, self._draft.token)
         )[0]
         if self._draft is None:
-            self._draft = store.join(name, token)
-        seen: list[tuple[int, bool]] = together.share((node, self._draft is not None))
+            self._draft = store.join(checkpoint_name, draft_token)
+        views_of_ranks: list[tuple[int, bool]] = agreement.share(
+            (node, self._draft is not None)
+        )
         blind_ranks = [
-            rank for rank, (_, sees) in zip(comm.ranks, seen, strict=True) if not sees
+            rank
+            for rank, (_, sees_draft) in zip(comm.ranks, views_of_ranks, strict=True)
+            if not sees_draft
         ]
         if not blind_ranks:
             return
@@ -130,14 +141,16 @@ class Save:
             )
         self.ranks = tuple(
             rank
-            for rank, (other_node, _) in zip(comm.ranks, seen, strict=True)
+            for rank, (other_node, _) in zip(comm.ranks, views_of_ranks, strict=True)
             if other_node == node
         )
         if self.is_main and comm.rank != 0:
-            self._draft = store.begin(name)
-        tokens = together.share(self.draft.token if self.is_main else None)
+            self._draft = store.begin(checkpoint_name)
+        tokens_of_ranks = agreement.share(self.draft.token if self.is_main else None)
         if not self.is_main:
-            self._draft = store.join(name, tokens[comm.ranks.index(self.ranks[0])])
+            self._draft = store.join(
+                checkpoint_name, tokens_of_ranks[comm.ranks.index(self.ranks[0])]
+            )
         if self._draft is None:
             raise CheckpointError(
                 f"rank {self._rank} does not see {store.address} of its machine {node}, so its files would be missing. Nothing was "
@@ -148,7 +161,7 @@ class Save:
     def plan(
         self,
         tree: StateTree,
-        together: Agreement,
+        agreement: Agreement,
         announce: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
         """Plan this rank's files and compute their layout; no byte is copied yet.
@@ -156,118 +169,144 @@ class Save:
         `announce` is called with the tensors this rank will write before the layout, so that copies run concurrently.
         Raises: MismatchError when ranks do not save the same components.
         """
-        together.label = f"preparing the checkpoint {self.draft.name!r}"
-        if together.comm.size > 1:
-            _check_same_components(tree, together)
+        agreement.label = f"preparing the checkpoint {self.draft.name!r}"
+        if agreement.comm.size > 1:
+            _check_same_components(tree, agreement)
         own_plans: list[FilePlan] = []
-        for name, component in tree.components.items():
-            plans = plan_component(
-                name, component, self._rank, self.ranks, self._layout
+        for component_name, component in tree.components.items():
+            file_plans = plan_component(
+                component_name, component, self._rank, self.ranks, self._layout
             )
-            self._components[name] = ComponentRecord(
+            self._components[component_name] = ComponentRecord(
                 kind=component.kind, per_rank=component.per_rank
             )
-            if len(plans) > 1 and component.kind == "model" and self.is_main:
-                stem, _, end = plans[0].name.partition("-00001-of-")
-                index = f"{stem}.{end.partition('.')[2]}.index.json"
-                self.blobs[index] = hub_index(plans, component)
-            own_plans += [plan for plan in plans if plan.writer == self._rank]
+            if len(file_plans) > 1 and component.kind == "model" and self.is_main:
+                stem, _, suffix = file_plans[0].name.partition("-00001-of-")
+                index_name = f"{stem}.{suffix.partition('.')[2]}.index.json"
+                self.blobs[index_name] = hub_index(file_plans, component)
+            own_plans += [
+                file_plan for file_plan in file_plans if file_plan.writer == self._rank
+            ]
         if announce is not None:
-            tensors = []
-            for plan in own_plans:
-                values = tree.components[plan.component].tensors
-                tensors += [local_data(values[key]) for key in plan.keys]
-            announce(tensors)
-        for plan in own_plans:
-            assert plan.name not in self.blobs, (
-                f"{plan.name} belongs to {plan.component} and {self._component_of[plan.name]}"
+            written_tensors = []
+            for file_plan in own_plans:
+                component_tensors = tree.components[file_plan.component].tensors
+                written_tensors += [
+                    local_data(component_tensors[tensor_name])
+                    for tensor_name in file_plan.keys
+                ]
+            announce(written_tensors)
+        for file_plan in own_plans:
+            assert file_plan.name not in self.blobs, (
+                f"{file_plan.name} belongs to {file_plan.component} and {self._component_of[file_plan.name]}"
             )
-            self.blobs[plan.name] = encode(tree.components[plan.component], plan)
-            self._component_of[plan.name] = plan.component
+            self.blobs[file_plan.name] = encode_file(
+                tree.components[file_plan.component], file_plan
+            )
+            self._component_of[file_plan.name] = file_plan.component
 
     # -- writing ----------------------------------------------------------------------------------------------------
-    def write(self, header: Manifest, together: Agreement) -> Manifest:
+    def write(self, manifest_header: Manifest, agreement: Agreement) -> Manifest:
         """Write this rank's files, vote and commit; return the manifest on the main ranks, elsewhere the header.
 
         Safe on a background thread when `together` is of a separate group.
         Raises: CheckpointError on every rank if one failed; earlier checkpoints are unchanged.
         """
-        together.label = f"writing the checkpoint {self.draft.name!r}"
-        records = []
-        for file, record in self.draft.put(self.blobs).items():
+        agreement.label = f"writing the checkpoint {self.draft.name!r}"
+        own_records = []
+        for file_name, file_record in self.draft.put(self.blobs).items():
             # None for indexes and files of hooks
-            component = self._component_of.get(file)
-            rank = None if component is None else self._rank
-            records.append(
-                msgspec.structs.replace(record, component=component, rank=rank)
+            component_name = self._component_of.get(file_name)
+            rank = None if component_name is None else self._rank
+            own_records.append(
+                msgspec.structs.replace(
+                    file_record, component=component_name, rank=rank
+                )
             )
-        records_of_ranks: list[list[FileRecord]] = together.share(records)
-        together.label = f"committing the checkpoint {self.draft.name!r}"
-        manifest = header
+        records_of_ranks: list[list[FileRecord]] = agreement.share(own_records)
+        agreement.label = f"committing the checkpoint {self.draft.name!r}"
+        manifest = manifest_header
         if self.is_main:
-            files: dict[str, FileRecord] = {}
-            for rank, written in zip(
-                together.comm.ranks, records_of_ranks, strict=True
+            file_records: dict[str, FileRecord] = {}
+            for rank, rank_records in zip(
+                agreement.comm.ranks, records_of_ranks, strict=True
             ):
                 if rank in self.ranks:
-                    _add_records(files, written)
-            for hook_file in self.draft.hook_files(list(files)):
-                files[hook_file.name] = hook_file
+                    _add_records(file_records, rank_records)
+            for hook_file in self.draft.hook_files(list(file_records)):
+                file_records[hook_file.name] = hook_file
             manifest = msgspec.structs.replace(
-                header,
-                world_size=together.comm.size,
+                manifest_header,
+                world_size=agreement.comm.size,
                 ranks=self.ranks,
                 components=self._components,
-                files=tuple(sorted(files.values(), key=attrgetter("name"))),
+                files=tuple(sorted(file_records.values(), key=attrgetter("name"))),
             )
             self.draft.commit(manifest)
             self._is_finished = True
-        together.share()  # every disk has the new checkpoint
+        agreement.share()  # every disk has the new checkpoint
         return manifest
 
 
-def _add_records(files: dict[str, FileRecord], written: Sequence[FileRecord]) -> None:
-    for file in written:
-        if files.setdefault(file.name, file) != file:
+def _add_records(
+    file_records: dict[str, FileRecord], rank_records: Sequence[FileRecord]
+) -> None:
+    for file_record in rank_records:
+        if file_records.setdefault(file_record.name, file_record) != file_record:
             raise CheckpointError(
-                f"save hooks wrote {file.name} on several ranks with different content, and only one can be stored. "
+                f"save hooks wrote {file_record.name} on several ranks with different content, and only one can be stored. "
                 "Nothing was saved. Let the main process alone write it, or give every rank's file another name."
             )
 
 
-def _check_same_components(tree: StateTree, together: Agreement) -> None:
+def _check_same_components(tree: StateTree, agreement: Agreement) -> None:
     """Raise MismatchError unless ranks save the same components, and whole components hold the same tensors."""
-    comm = together.comm
-    described: list[Any] = []
-    for name, c in tree.components.items():
-        shapes = (
+    comm = agreement.comm
+    descriptions: list[Any] = []
+    for component_name, component in tree.components.items():
+        tensor_shapes = (
             []
-            if c.per_rank or c.sliced
-            else sorted((k, str(v.shape)) for k, v in c.tensors.items())
+            if component.per_rank or component.sliced
+            else sorted(
+                (tensor_name, str(tensor.shape))
+                for tensor_name, tensor in component.tensors.items()
+            )
         )
-        described.append((name, c.kind, c.per_rank, c.sliced, shapes))
-    digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
-    views = together.share((digest, sorted(tree.components)))
-    if len({digest for digest, _ in views}) > 1:
-        listed = "; ".join(
-            f"rank {comm.ranks[i]}: {names}" for i, (_, names) in enumerate(views)
+        descriptions.append(
+            (
+                component_name,
+                component.kind,
+                component.per_rank,
+                component.sliced,
+                tensor_shapes,
+            )
+        )
+    digest = hashlib.sha256(json.dumps(descriptions).encode()).hexdigest()
+    views_of_ranks = agreement.share((digest, sorted(tree.components)))
+    if len({digest for digest, _ in views_of_ranks}) > 1:
+        rank_descriptions = "; ".join(
+            f"rank {comm.ranks[index]}: {component_names}"
+            for index, (_, component_names) in enumerate(views_of_ranks)
         )
         raise MismatchError(
-            f"ranks do not save the same state ({listed}, or other shapes under these names), so the checkpoint would "
+            f"ranks do not save the same state ({rank_descriptions}, or other shapes under these names), so the checkpoint would "
             "be inconsistent. Prepare and register the same objects on every rank."
         )
 
 
 def save_tree(
     store: CheckpointStore,
-    name: str,
+    checkpoint_name: str,
     tree: StateTree,
-    header: Manifest,
+    manifest_header: Manifest,
     comm: Comm,
     node: int = 0,
 ) -> Manifest:
     """Save a tree as one checkpoint. Ranks: every rank."""
-    with agreeing(comm, f"saving {name!r}") as together, Save(store, comm) as save:
-        save.start(together, name, node=node)
-        save.plan(tree, together)
-        return save.write(header, together)
+    with (
+        agreeing(comm, f"saving {checkpoint_name!r}") as agreement,
+        Save(store, comm) as save,
+    ):
+        save.start(agreement, checkpoint_name, node=node)
+        save.plan(tree, agreement)
+        return save.write(manifest_header, agreement)

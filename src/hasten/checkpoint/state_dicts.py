@@ -19,8 +19,8 @@ from hasten.checkpoint.eight_bit import (
 )
 from hasten.checkpoint.format.formats import Piece
 from hasten.checkpoint.format.packing import TAG, pack, unpack
-from hasten.checkpoint.reader import FoundComponent
-from hasten.checkpoint.reshard import Copy, plan_copies, whole
+from hasten.checkpoint.reader import StoredComponent
+from hasten.checkpoint.reshard import Copy, join_pieces, plan_copies
 from hasten.errors import CheckpointError, CorruptCheckpointError, OtherModelError
 from hasten.modules.names import is_dtensor, plain_name, stage_part
 from hasten.modules.quantized import (
@@ -94,7 +94,7 @@ class ModelPlan:
 
 
 def plan_model(
-    model: nn.Module, found: FoundComponent, strict: bool = True
+    model: nn.Module, found: StoredComponent, strict: bool = True
 ) -> ModelPlan:
     """Check the model against a checkpoint and plan the copies.
 
@@ -124,11 +124,14 @@ def plan_model(
         if id(value) in live and isinstance(value, Tensor):
             _plan_tensor(plan, found, name, value, strict)
         else:
-            plan.by_method[key] = whole(found.of(name), name)
+            plan.by_method[key] = join_pieces(found.of(name), name)
     if extra.keys() & state.keys():
         values = unpack(
             extra,
-            {key: whole(pieces, key).clone() for key, pieces in found.pieces.items()},
+            {
+                key: join_pieces(pieces, key).clone()
+                for key, pieces in found.pieces.items()
+            },
         )
         plan.by_method.update(
             {state[name][0]: value for name, value in values.items() if name in state}
@@ -137,7 +140,7 @@ def plan_model(
 
 
 def _plan_tensor(
-    plan: ModelPlan, found: FoundComponent, name: str, value: Tensor, strict: bool
+    plan: ModelPlan, found: StoredComponent, name: str, value: Tensor, strict: bool
 ) -> None:
     pieces = found.of(name)
     if is_torchao(value):
@@ -156,7 +159,7 @@ def _plan_tensor(
     plan.copies += plan_copies(f"{found.name}: {name}", target, pieces)
 
 
-def extra_state(found: FoundComponent) -> dict[str, Json]:
+def extra_state(found: StoredComponent) -> dict[str, Json]:
     """Return the packed values of a model's component that are not plain tensors, by name."""
     data = found.data if isinstance(found.data, dict) else {}
     return {
@@ -342,7 +345,7 @@ class OptimizerPlan:
 def plan_optimizer(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
-    found: FoundComponent,
+    found: StoredComponent,
     strict: bool = True,
     elsewhere: frozenset[str] = frozenset(),
 ) -> OptimizerPlan:
@@ -390,7 +393,7 @@ def plan_optimizer(
 
 def _plan_state(
     plan: OptimizerPlan,
-    found: FoundComponent,
+    found: StoredComponent,
     parameters: Mapping[str, Tensor],
     elsewhere: frozenset[str],
 ) -> dict[str, Tensor | Slice]:

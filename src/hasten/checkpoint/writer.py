@@ -44,7 +44,7 @@ class FileLayout:
 
 
 def plan_component(
-    name: str,
+    component_name: str,
     component: Component,
     rank: int,
     ranks: Sequence[int],
@@ -54,116 +54,147 @@ def plan_component(
 
     For whole components the result is the same on every rank; for per-rank and sliced ones it lists this rank's file.
     """
-    kind, fmt, limits = component.kind, component.format, layout or FileLayout()
+    kind, file_format, limits = component.kind, component.format, layout or FileLayout()
     stem = (
-        limits.torch_model + name.removeprefix("model")
-        if kind == "model" and fmt == "torch"
-        else name
+        limits.torch_model + component_name.removeprefix("model")
+        if kind == "model" and file_format == "torch"
+        else component_name
     )
     if kind in limits.hidden:
         stem = f".{stem}"
-    end = (
+    suffix = (
         ".safetensors"
-        if fmt == "safetensors"
+        if file_format == "safetensors"
         else ".pt"
         if kind == "scaler"
         else ".bin"
     )
     if component.per_rank:
         # a number after the name of an object is its index
-        which = f"rank_{rank}" if kind == "object" else str(rank)
+        rank_label = f"rank_{rank}" if kind == "object" else str(rank)
         return [
             FilePlan(
-                f"{stem}_{which}{end}", name, rank, tuple(component.tensors), fmt, True
+                f"{stem}_{rank_label}{suffix}",
+                component_name,
+                rank,
+                tuple(component.tensors),
+                file_format,
+                True,
             )
         ]
     if component.sliced:
-        return _plan_slices(name, component, rank, ranks)
+        return _plan_slices(component_name, component, rank, ranks)
     if component.num_bytes <= limits.single:
         return [
-            FilePlan(stem + end, name, ranks[0], tuple(component.tensors), fmt, True)
+            FilePlan(
+                stem + suffix,
+                component_name,
+                ranks[0],
+                tuple(component.tensors),
+                file_format,
+                True,
+            )
         ]
     # nested state cannot be split; flat tensors can
-    if component.data is not None and fmt == "torch":
-        fmt, end = "safetensors", ".safetensors"
-    shards = cut(component, limits.shard)
+    if component.data is not None and file_format == "torch":
+        file_format, suffix = "safetensors", ".safetensors"
+    shard_keys = split_into_shards(component, limits.shard)
     return [
         FilePlan(
-            f"{stem}-{i + 1:05d}-of-{len(shards):05d}{end}",
-            name,
-            ranks[0] if i == 0 else ranks[i % len(ranks)],
-            keys,
-            fmt,
-            i == 0,
+            f"{stem}-{shard_index + 1:05d}-of-{len(shard_keys):05d}{suffix}",
+            component_name,
+            ranks[0] if shard_index == 0 else ranks[shard_index % len(ranks)],
+            tensor_names,
+            file_format,
+            shard_index == 0,
         )
-        for i, keys in enumerate(shards)
+        for shard_index, tensor_names in enumerate(shard_keys)
     ]
 
 
 def _plan_slices(
-    name: str, component: Component, rank: int, ranks: Sequence[int]
+    component_name: str, component: Component, rank: int, ranks: Sequence[int]
 ) -> list[FilePlan]:
-    main = rank == ranks[0]
-    keys = tuple(
-        k
-        for k, v in component.tensors.items()
-        if (v.owned if isinstance(v, Slice) else main)
+    is_main = rank == ranks[0]
+    tensor_names = tuple(
+        tensor_name
+        for tensor_name, tensor in component.tensors.items()
+        if (tensor.owned if isinstance(tensor, Slice) else is_main)
     )
-    if not keys and not main:
+    if not tensor_names and not is_main:
         return []
     return [
         FilePlan(
-            f"{name}_shard_{rank:05d}.safetensors",
-            name,
+            f"{component_name}_shard_{rank:05d}.safetensors",
+            component_name,
             rank,
-            keys,
+            tensor_names,
             "safetensors",
-            main,
+            is_main,
         )
     ]
 
 
-def cut(component: Component, limit: int) -> list[tuple[str, ...]]:
+def split_into_shards(component: Component, max_bytes: int) -> list[tuple[str, ...]]:
     """Split the keys into files of at most `limit` bytes (a larger tensor fills one file); main-only keys come first.
 
     Without main-only keys, files are filled as the Hub's tools fill them: on both sides of a tensor that has a file of
     its own. Names that share memory stay together, so that the tensor is stored once.
     """
-    owners = find_tied_names(component.tensors)
-    names: dict[str, list[str]] = {}
-    for key in component.tensors:
-        names.setdefault(owners.get(key, key), []).append(key)
-    shards: list[tuple[str, ...]] = []
-    current: list[str] = []
-    used = 0
-    for own in sorted(names, key=lambda key: key not in component.main_only):
-        size = num_bytes(component.tensors[own])
-        if size > limit and not component.main_only:
-            shards.append(tuple(names[own]))
+    first_names = find_tied_names(component.tensors)
+    aliases_by_name: dict[str, list[str]] = {}
+    for tensor_name in component.tensors:
+        aliases_by_name.setdefault(
+            first_names.get(tensor_name, tensor_name), []
+        ).append(tensor_name)
+    shard_keys: list[tuple[str, ...]] = []
+    current_shard: list[str] = []
+    used_bytes = 0
+    for first_name in sorted(
+        aliases_by_name, key=lambda tensor_name: tensor_name not in component.main_only
+    ):
+        tensor_bytes = num_bytes(component.tensors[first_name])
+        if tensor_bytes > max_bytes and not component.main_only:
+            shard_keys.append(tuple(aliases_by_name[first_name]))
             continue
-        held_by_main = not shards and own in component.main_only
-        if current and used + size > limit and not held_by_main:
-            shards.append(tuple(current))
-            current, used = [], 0
-        current += names[own]
-        used += size
-    return [*shards, tuple(current)] if current or not shards else shards
+        held_by_main = not shard_keys and first_name in component.main_only
+        if current_shard and used_bytes + tensor_bytes > max_bytes and not held_by_main:
+            shard_keys.append(tuple(current_shard))
+            current_shard, used_bytes = [], 0
+        current_shard += aliases_by_name[first_name]
+        used_bytes += tensor_bytes
+    return (
+        [*shard_keys, tuple(current_shard)]
+        if current_shard or not shard_keys
+        else shard_keys
+    )
 
 
-def hub_index(plans: Sequence[FilePlan], component: Component) -> Blob:
+def hub_index(file_plans: Sequence[FilePlan], component: Component) -> Blob:
     """Return the index that Hub tools read next to sharded weight files."""
-    weight_map = {key: plan.name for plan in plans for key in plan.keys}
-    index = {"metadata": {"total_size": component.num_bytes}, "weight_map": weight_map}
-    raw = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
-    return Blob([raw], len(raw))
+    weight_map = {
+        tensor_name: file_plan.name
+        for file_plan in file_plans
+        for tensor_name in file_plan.keys
+    }
+    index_table = {
+        "metadata": {"total_size": component.num_bytes},
+        "weight_map": weight_map,
+    }
+    raw_index = json.dumps(index_table, indent=2, sort_keys=True).encode() + b"\n"
+    return Blob([raw_index], len(raw_index))
 
 
-def encode(component: Component, plan: FilePlan) -> Blob:
+def encode_file(component: Component, file_plan: FilePlan) -> Blob:
     """Return the bytes of one planned file."""
     tensors = dict(
-        zip(plan.keys, map(component.tensors.__getitem__, plan.keys), strict=True)
+        zip(
+            file_plan.keys,
+            map(component.tensors.__getitem__, file_plan.keys),
+            strict=True,
+        )
     )
-    data = component.data if plan.with_data else None
-    if plan.format == "torch":
-        return encode_torch(tensors, data)
-    return encode_safetensors(tensors, data)
+    packed_state = component.data if file_plan.with_data else None
+    if file_plan.format == "torch":
+        return encode_torch(tensors, packed_state)
+    return encode_safetensors(tensors, packed_state)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hasten.checkpoint.base import Component, Format, StateTree
 from hasten.checkpoint.format.packing import pack, unpack
 from hasten.checkpoint.reader import Checkpoint
-from hasten.checkpoint.reshard import whole
+from hasten.checkpoint.reshard import join_pieces
 from hasten.checkpoint.state_dicts import (
     model_component,
     optimizer_component,
@@ -318,7 +318,7 @@ def load_packed(checkpoint: Checkpoint, name: str, rank: int | None) -> Any:
     found = checkpoint.component(name, rank)
     tensors = {}
     for key, pieces in found.pieces.items():
-        tensors[key] = whole(pieces, key).clone()
+        tensors[key] = join_pieces(pieces, key).clone()
     for alias, key in found.aliases.items():
         tensors[alias] = tensors[key]
     if found.data is None:

@@ -20,7 +20,12 @@ from torch.utils.hooks import RemovableHandle
 from hasten.checkpoint.async_writer import AsyncWriter
 from hasten.checkpoint.base import Format, StateTree, checkpoint_number
 from hasten.checkpoint.format.manifest import Manifest
-from hasten.checkpoint.ownership import MachineOwners, divided, gathered, owned_by_axes
+from hasten.checkpoint.ownership import (
+    MachineOwners,
+    divide_stages,
+    gather_slices,
+    owned_by_axes,
+)
 from hasten.checkpoint.reader import open_checkpoint, read_one_version
 from hasten.checkpoint.retention import retire_expired
 from hasten.checkpoint.save import Save
@@ -262,14 +267,14 @@ class Saving:
         tree = collect(self._parts, fmt, weights, position)
         world = self._ctx.world
         if world.size == 1:
-            return gathered(tree, world, keeps=True) if self.whole else tree
+            return gather_slices(tree, world, keeps=True) if self.whole else tree
         if save.ranks == world.ranks:
             tree = owned_by_axes(tree, self._is_first)
         else:  # separate disks: each machine writes everything that its ranks hold
             tree = self._machine_owners.owned(tree, save.ranks, together)
-        tree = divided(tree, self._parts.plain_models(), self._ctx)
+        tree = divide_stages(tree, self._parts.plain_models(), self._ctx)
         if self.whole:
-            tree = gathered(tree, world, save.is_main)
+            tree = gather_slices(tree, world, save.is_main)
         return with_own_state(tree, self._parts, together, position)
 
     def _is_first(self, own: tuple[str, ...]) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from hasten.checkpoint.base import Slice
 from hasten.checkpoint.format.formats import Piece
-from hasten.checkpoint.reshard import overlap, plan_copies, whole
+from hasten.checkpoint.reshard import intersect_boxes, join_pieces, plan_copies
 from hasten.errors import CorruptCheckpointError, OtherModelError
 
 
@@ -59,8 +59,8 @@ def test_overlap_is_symmetric_and_exact() -> None:
         other = {
             (i, j) for i in range(b[0], b[0] + m[0]) for j in range(b[1], b[1] + m[1])
         }
-        found = overlap(a, n, b, m)
-        assert found == overlap(b, m, a, n)
+        found = intersect_boxes(a, n, b, m)
+        assert found == intersect_boxes(b, m, a, n)
         size = 0 if found is None else found[0][1] * found[1][1]
         assert size == len(mine & other)
 
@@ -77,5 +77,5 @@ def test_missing_piece_and_wrong_shape_name_the_tensor() -> None:
         plan_copies("layer.w", torch.empty(5, 3), [half])
     both = [half, Piece(torch.ones(2, 3), (4, 3), (2, 0))]
     assert torch.equal(
-        whole(both, "w"), torch.cat([torch.zeros(2, 3), torch.ones(2, 3)])
+        join_pieces(both, "w"), torch.cat([torch.zeros(2, 3), torch.ones(2, 3)])
     )

@@ -6,7 +6,7 @@ import itertools
 
 from hasten import ProjectConfiguration
 from hasten.checkpoint.base import checkpoint_number, next_number
-from hasten.checkpoint.retention import best, expired
+from hasten.checkpoint.retention import best, find_expired
 
 
 def made(n: int) -> dict[int, dict[str, float | None]]:
@@ -20,7 +20,7 @@ def test_laws_over_all_small_policies() -> None:
             total_limit=limit, keep_best=k, best_metric="loss", keep_every=every
         )
         there = made(n)
-        gone = expired(dict(reversed(there.items())), policy)
+        gone = find_expired(dict(reversed(there.items())), policy)
         left = {number: there[number] for number in there if number not in gone}
         if limit is None:
             assert not gone
@@ -29,7 +29,7 @@ def test_laws_over_all_small_policies() -> None:
         assert set(best(there, policy)) <= left.keys()
         assert all(number % every for number in gone) if every else True
         assert len(left) <= limit + (k or 0) + (n // every + 1 if every else 0)
-        assert not expired(left, policy), "a second look deletes nothing more"
+        assert not find_expired(left, policy), "a second look deletes nothing more"
 
 
 def test_best_prefers_the_newer_of_equals_and_skips_nan() -> None:

@@ -23,113 +23,133 @@ TAG = "$"  # a JSON object with this key represents a value that JSON does not h
 
 
 # Any: the user's state
-def pack(value: Any, path: str = "") -> tuple[Json, dict[str, Tensor | Slice]]:
+def pack(state: Any, state_path: str = "") -> tuple[Json, dict[str, Tensor | Slice]]:
     """Return JSON that describes the value, and the tensors in it by name.
 
     Raises: CheckpointError naming the path of a value that cannot be stored without pickle.
     """
     tensors: dict[str, Tensor | Slice] = {}
-    return _pack(value, path, tensors, keep_tags=False), tensors
+    return _pack(state, state_path, tensors, keep_tags=False), tensors
 
 
 def _pack(
-    value: Any, path: str, tensors: dict[str, Tensor | Slice], keep_tags: bool
+    state: Any, state_path: str, tensors: dict[str, Tensor | Slice], keep_tags: bool
 ) -> Json:
     """Return JSON for a value and add its tensors; `keep_tags` leaves dicts that are tagged already unchanged."""
-    kind = type(value)
-    if value is None or kind is int or isinstance(value, bool):
-        return value  # type: ignore[no-any-return]  # one of three JSON types
-    if isinstance(value, str):
-        return str(value)
-    if kind is float:
-        return _number(value)
-    if isinstance(value, (Tensor, Slice)):
-        return {TAG: "tensor", "key": _add(value, path, tensors)}
-    inner = f"{path}/" if path else ""
-    if kind in (list, tuple):
-        items: list[Json] = []
-        for index, item in enumerate(value):
-            items.append(_pack(item, f"{inner}{index}", tensors, keep_tags))
-        return items if kind is list else {TAG: "tuple", "of": items}
+    state_class = type(state)
+    if state is None or state_class is int or isinstance(state, bool):
+        return state  # type: ignore[no-any-return]  # one of three JSON types
+    if isinstance(state, str):
+        return str(state)
+    if state_class is float:
+        return _pack_number(state)
+    if isinstance(state, (Tensor, Slice)):
+        return {TAG: "tensor", "key": _add_tensor(state, state_path, tensors)}
+    inner_path = f"{state_path}/" if state_path else ""
+    if state_class in (list, tuple):
+        packed_list: list[Json] = []
+        for index, inner_state in enumerate(state):
+            packed_list.append(
+                _pack(inner_state, f"{inner_path}{index}", tensors, keep_tags)
+            )
+        return packed_list if state_class is list else {TAG: "tuple", "of": packed_list}
     if (
-        kind is dict
-        and {*map(type, value)} <= {str}
-        and (keep_tags or TAG not in value)
+        state_class is dict
+        and {*map(type, state)} <= {str}
+        and (keep_tags or TAG not in state)
     ):
-        made: dict[str, Json] = {}
-        for key, item in value.items():
-            made[key] = _pack(item, inner + key, tensors, keep_tags)
-        return made
-    return _pack_tagged(value, path, tensors, keep_tags)
+        packed_dict: dict[str, Json] = {}
+        for state_key, inner_state in state.items():
+            packed_dict[state_key] = _pack(
+                inner_state, inner_path + state_key, tensors, keep_tags
+            )
+        return packed_dict
+    return _pack_tagged(state, state_path, tensors, keep_tags)
 
 
 def _pack_tagged(
-    value: Any, path: str, tensors: dict[str, Tensor | Slice], keep_tags: bool
+    state: Any, state_path: str, tensors: dict[str, Tensor | Slice], keep_tags: bool
 ) -> Json:
     """Return tagged JSON for a value of a type that JSON does not have."""
-    kind, inner = type(value), f"{path}/" if path else ""
-    if kind is MappingProxyType:
-        return _pack(dict(value), path, tensors, keep_tags)
-    if kind in _MAPPINGS:
-        pairs: list[Json] = [
+    state_class, inner_path = type(state), f"{state_path}/" if state_path else ""
+    if state_class is MappingProxyType:
+        return _pack(dict(state), state_path, tensors, keep_tags)
+    if state_class in _MAPPINGS:
+        packed_pairs: list[Json] = [
             [
-                _pack(key, f"{path}/key", tensors, keep_tags),
-                _pack(item, f"{inner}{key}", tensors, keep_tags),
+                _pack(state_key, f"{state_path}/key", tensors, keep_tags),
+                _pack(inner_state, f"{inner_path}{state_key}", tensors, keep_tags),
             ]
-            for key, item in value.items()
+            for state_key, inner_state in state.items()
         ]
-        return {TAG: _MAPPINGS[kind], "of": pairs}
-    if kind in (torch.Size, set, frozenset, collections.deque):
-        values = sorted(value, key=repr) if kind in (set, frozenset) else value
-        of: list[Json] = [
-            _pack(item, f"{inner}{i}", tensors, keep_tags)
-            for i, item in enumerate(values)
-        ]
-        tagged: dict[str, Json] = {TAG: kind.__name__.lower(), "of": of}
-        return (
-            {**tagged, "maxlen": value.maxlen} if kind is collections.deque else tagged
+        return {TAG: _MAPPINGS[state_class], "of": packed_pairs}
+    if state_class in (torch.Size, set, frozenset, collections.deque):
+        inner_states = (
+            sorted(state, key=repr) if state_class in (set, frozenset) else state
         )
-    return _pack_scalar(value, path, tensors)
+        packed_states: list[Json] = [
+            _pack(inner_state, f"{inner_path}{index}", tensors, keep_tags)
+            for index, inner_state in enumerate(inner_states)
+        ]
+        tagged: dict[str, Json] = {
+            TAG: state_class.__name__.lower(),
+            "of": packed_states,
+        }
+        return (
+            {**tagged, "maxlen": state.maxlen}
+            if state_class is collections.deque
+            else tagged
+        )
+    return _pack_scalar(state, state_path, tensors)
 
 
-def _add(value: Tensor | Slice, path: str, tensors: dict[str, Tensor | Slice]) -> str:
+def _add_tensor(
+    tensor: Tensor | Slice, state_path: str, tensors: dict[str, Tensor | Slice]
+) -> str:
     """Add a tensor under its path, made unique, and return its key."""
-    key, n = path, 0
-    while key in tensors:
-        n += 1
-        key = f"{path}#{n}"
-    tensors[key] = value
-    return key
+    unique_path, suffix_number = state_path, 0
+    while unique_path in tensors:
+        suffix_number += 1
+        unique_path = f"{state_path}#{suffix_number}"
+    tensors[unique_path] = tensor
+    return unique_path
 
 
-def _pack_scalar(value: Any, path: str, tensors: dict[str, Tensor | Slice]) -> Json:
-    if isinstance(value, (bytes, bytearray)):
-        return {TAG: "bytes", "of": base64.b64encode(value).decode()}
-    if isinstance(value, complex):
-        return {TAG: "complex", "of": [_number(value.real), _number(value.imag)]}
-    if isinstance(value, (torch.dtype, torch.device)):
-        return {TAG: type(value).__name__, "of": str(value).removeprefix("torch.")}
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
-        array = torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape)
-        kind = "ndarray" if isinstance(value, np.ndarray) else "npscalar"
-        return {TAG: kind, "key": _add(array, path, tensors)}
-    if isinstance(value, dt.datetime):
-        return {TAG: "datetime", "of": value.isoformat()}
-    if isinstance(value, dt.timedelta):
-        return {TAG: "timedelta", "of": _number(value.total_seconds())}
-    if isinstance(value, PurePath):
-        return {TAG: "path", "of": str(value)}
-    raise _unsupported(value, path)
+def _pack_scalar(
+    scalar: Any, state_path: str, tensors: dict[str, Tensor | Slice]
+) -> Json:
+    if isinstance(scalar, (bytes, bytearray)):
+        return {TAG: "bytes", "of": base64.b64encode(scalar).decode()}
+    if isinstance(scalar, complex):
+        return {
+            TAG: "complex",
+            "of": [_pack_number(scalar.real), _pack_number(scalar.imag)],
+        }
+    if isinstance(scalar, (torch.dtype, torch.device)):
+        return {TAG: type(scalar).__name__, "of": str(scalar).removeprefix("torch.")}
+    if isinstance(scalar, (np.ndarray, np.generic)) and scalar.dtype.kind in "biufc":
+        array_tensor = torch.from_numpy(np.ascontiguousarray(scalar)).reshape(
+            scalar.shape
+        )
+        array_kind = "ndarray" if isinstance(scalar, np.ndarray) else "npscalar"
+        return {TAG: array_kind, "key": _add_tensor(array_tensor, state_path, tensors)}
+    if isinstance(scalar, dt.datetime):
+        return {TAG: "datetime", "of": scalar.isoformat()}
+    if isinstance(scalar, dt.timedelta):
+        return {TAG: "timedelta", "of": _pack_number(scalar.total_seconds())}
+    if isinstance(scalar, PurePath):
+        return {TAG: "path", "of": str(scalar)}
+    raise _unsupported_error(scalar, state_path)
 
 
 # Any: the user's state
-def unpack(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
+def unpack(packed_state: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
     """Return the value that was given to `pack`.
 
     Raises: CorruptCheckpointError when the JSON was not written by `pack`.
     """
     try:
-        return _unpack(data, tensors)
+        return _unpack(packed_state, tensors)
     except (
         LookupError,
         TypeError,
@@ -144,98 +164,118 @@ def unpack(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
         ) from error
 
 
-def to_native(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
+def to_native(packed_state: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
     """Return the value in types that torch's restricted loader can read; other types stay tagged dicts."""
-    if isinstance(data, list):
-        return list(map(to_native, data, repeat(tensors)))
-    if not isinstance(data, dict):
-        return data
-    kind = data.get(TAG)
-    if kind == "tensor" and isinstance(data["key"], str):
-        return tensors[data["key"]]
-    if kind in ("ndarray", "npscalar"):
-        return {TAG: kind, "key": tensors[str(data["key"])]}
-    confusable = kind == "dict" and any(pair[0] == TAG for pair in _pairs_of(data))
+    if isinstance(packed_state, list):
+        return list(map(to_native, packed_state, repeat(tensors)))
+    if not isinstance(packed_state, dict):
+        return packed_state
+    packed_kind = packed_state.get(TAG)
+    if packed_kind == "tensor" and isinstance(packed_state["key"], str):
+        return tensors[packed_state["key"]]
+    if packed_kind in ("ndarray", "npscalar"):
+        return {TAG: packed_kind, "key": tensors[str(packed_state["key"])]}
+    is_confusable = packed_kind == "dict" and any(
+        pair[0] == TAG for pair in _packed_pairs(packed_state)
+    )
     if (
-        kind is None
-        or confusable
-        or kind in ("deque", "frozenset", "datetime", "timedelta", "path")
+        packed_kind is None
+        or is_confusable
+        or packed_kind in ("deque", "frozenset", "datetime", "timedelta", "path")
     ):
         return dict(
-            zip(data, map(to_native, data.values(), repeat(tensors)), strict=True)
+            zip(
+                packed_state,
+                map(to_native, packed_state.values(), repeat(tensors)),
+                strict=True,
+            )
         )
-    if "of" in data and kind in _BUILDERS:
-        return _BUILDERS[str(kind)](to_native(data["of"], tensors))
-    return _unpack(data, tensors)
+    if "of" in packed_state and packed_kind in _BUILDERS:
+        return _BUILDERS[str(packed_kind)](to_native(packed_state["of"], tensors))
+    return _unpack(packed_state, tensors)
 
 
-def from_native(value: Any) -> tuple[Json, dict[str, Tensor | Slice]]:
+def from_native(native_state: Any) -> tuple[Json, dict[str, Tensor | Slice]]:
     """Return JSON and tensors for a value made by `to_native`, or for state that other tools saved."""
     tensors: dict[str, Tensor | Slice] = {}
-    return _pack(value, "", tensors, keep_tags=True), tensors
+    return _pack(native_state, "", tensors, keep_tags=True), tensors
 
 
-def _unpack(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
-    if isinstance(data, list):
-        return list(map(_unpack, data, repeat(tensors)))
-    if not isinstance(data, dict):
-        return data
-    if TAG not in data:
+def _unpack(packed_state: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
+    if isinstance(packed_state, list):
+        return list(map(_unpack, packed_state, repeat(tensors)))
+    if not isinstance(packed_state, dict):
+        return packed_state
+    if TAG not in packed_state:
         return dict(
-            zip(data, map(_unpack, data.values(), repeat(tensors)), strict=True)
+            zip(
+                packed_state,
+                map(_unpack, packed_state.values(), repeat(tensors)),
+                strict=True,
+            )
         )
-    kind = data[TAG]
-    if kind in ("tensor", "ndarray", "npscalar"):
-        key = data["key"]
-        value = _unpack(key, tensors) if isinstance(key, dict) else tensors[str(key)]
-        return value if kind == "tensor" else _array(str(kind), value)
-    if kind in _READERS:
-        return _READERS[str(kind)](data["of"])
-    if not isinstance(data["of"], list):
-        raise TypeError(f"expected a list, found {type(data['of']).__name__}")
-    items = _unpack(data["of"], tensors)
-    if kind == "deque":
-        return collections.deque(items, maxlen=_as_maxlen(data["maxlen"]))
-    return _BUILDERS[str(kind)](items)
+    packed_kind = packed_state[TAG]
+    if packed_kind in ("tensor", "ndarray", "npscalar"):
+        tensor_key = packed_state["key"]
+        tensor = (
+            _unpack(tensor_key, tensors)
+            if isinstance(tensor_key, dict)
+            else tensors[str(tensor_key)]
+        )
+        return (
+            tensor if packed_kind == "tensor" else _make_array(str(packed_kind), tensor)
+        )
+    if packed_kind in _READERS:
+        return _READERS[str(packed_kind)](packed_state["of"])
+    if not isinstance(packed_state["of"], list):
+        raise TypeError(f"expected a list, found {type(packed_state['of']).__name__}")
+    inner_states = _unpack(packed_state["of"], tensors)
+    if packed_kind == "deque":
+        return collections.deque(
+            inner_states, maxlen=_check_max_length(packed_state["maxlen"])
+        )
+    return _BUILDERS[str(packed_kind)](inner_states)
 
 
-def _array(kind: str, value: Tensor | Slice) -> Any:
-    if isinstance(value, Slice):
-        return value
-    array = value.detach().cpu().numpy()
-    return array if kind == "ndarray" else array.reshape(-1)[0]
+def _make_array(array_kind: str, tensor: Tensor | Slice) -> Any:
+    if isinstance(tensor, Slice):
+        return tensor
+    array = tensor.detach().cpu().numpy()
+    return array if array_kind == "ndarray" else array.reshape(-1)[0]
 
 
-def _as_list(value: Json) -> list[Json]:
-    if not isinstance(value, list):
-        raise TypeError(f"expected a list, found {type(value).__name__}")
-    return value
+def _check_list(packed_list: Json) -> list[Json]:
+    if not isinstance(packed_list, list):
+        raise TypeError(f"expected a list, found {type(packed_list).__name__}")
+    return packed_list
 
 
-def _pairs_of(data: dict[str, Json]) -> list[list[Json]]:
-    return [_as_list(pair) for pair in _as_list(data["of"])]
+def _packed_pairs(packed_dict: dict[str, Json]) -> list[list[Json]]:
+    return [_check_list(pair) for pair in _check_list(packed_dict["of"])]
 
 
-def _as_maxlen(value: Json) -> int | None:
-    if value is not None and (not isinstance(value, int) or value < 0):
-        raise TypeError(f"expected a length, found {value!r}")
-    return value
+def _check_max_length(max_length: Json) -> int | None:
+    if max_length is not None and (not isinstance(max_length, int) or max_length < 0):
+        raise TypeError(f"expected a length, found {max_length!r}")
+    return max_length
 
 
-def _number(value: int | float) -> Json:
-    return value if math.isfinite(value) else {TAG: "float", "of": str(value)}
+def _pack_number(number: int | float) -> Json:
+    return number if math.isfinite(number) else {TAG: "float", "of": str(number)}
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name!r} is not a dtype")
-    return found
+def _parse_dtype(dtype_name: str) -> torch.dtype:
+    torch_dtype = getattr(torch, dtype_name)
+    if not isinstance(torch_dtype, torch.dtype):
+        raise TypeError(f"{dtype_name!r} is not a dtype")
+    return torch_dtype
 
 
-def _complex(parts: Any) -> complex:
-    real, imag = (_unpack(part, {}) for part in parts)
-    return complex(float(real), float(imag))
+def _parse_complex(packed_parts: Any) -> complex:
+    real_part, imaginary_part = (
+        _unpack(packed_part, {}) for packed_part in packed_parts
+    )
+    return complex(float(real_part), float(imaginary_part))
 
 
 # Any: checked by the callables themselves
@@ -243,8 +283,8 @@ _READERS: Final = MappingProxyType[str, Callable[[Any], Any]](
     {
         "float": lambda text: float(str(text)),
         "bytes": lambda text: base64.b64decode(str(text), validate=True),
-        "complex": _complex,
-        "dtype": lambda text: _dtype(str(text)),
+        "complex": _parse_complex,
+        "dtype": lambda text: _parse_dtype(str(text)),
         "device": lambda text: torch.device(str(text)),
         "datetime": lambda text: dt.datetime.fromisoformat(str(text)),
         "timedelta": lambda seconds: dt.timedelta(seconds=float(seconds)),
@@ -267,9 +307,9 @@ _BUILDERS: Final = MappingProxyType[str, Callable[[Any], Any]](
 )
 
 
-def _unsupported(value: Any, path: str) -> CheckpointError:
+def _unsupported_error(unsupported_state: Any, state_path: str) -> CheckpointError:
     return CheckpointError(
-        f"{path or 'the state'} holds a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored "
+        f"{state_path or 'the state'} holds a {type(unsupported_state).__module__}.{type(unsupported_state).__qualname__}, which cannot be stored "
         "without pickle, and hasten never loads pickles by itself. Return tensors, numbers, strings, lists and dicts "
         "from state_dict()."
     )

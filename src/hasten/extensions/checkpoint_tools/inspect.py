@@ -28,7 +28,7 @@ from hasten.checkpoint.reader import (
     read_one_version,
     verify_files,
 )
-from hasten.checkpoint.reshard import whole
+from hasten.checkpoint.reshard import join_pieces
 from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.locate import (
     check_local,
@@ -129,7 +129,7 @@ def _verify(store: CheckpointStore, name: str, progress: Progress | None) -> lis
                     for key, pieces in checkpoint.component(
                         component, rank
                     ).pieces.items():
-                        whole(pieces, key) if not record.per_rank else None
+                        join_pieces(pieces, key) if not record.per_rank else None
                 except CheckpointReplacedError:
                     raise
                 except CheckpointError as error:
@@ -236,7 +236,7 @@ def _tensors_of_version(place: str, component: str) -> dict[str, Tensor]:
         found = checkpoint.component(component, rank)
         tensors = {}
         for key, pieces in found.pieces.items():
-            tensors[key] = whole(pieces, key)
+            tensors[key] = join_pieces(pieces, key)
             if store.remote:  # downloaded files are gone after the block
                 tensors[key] = tensors[key].clone()
     return tensors | {alias: tensors[key] for alias, key in found.aliases.items()}

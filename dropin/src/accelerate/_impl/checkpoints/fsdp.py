@@ -408,7 +408,7 @@ def _load_whole_optimizer(
     """Fill an optimizer from a file by the names or the numbers of parameters. Ranks: every rank."""
     content = formats.read_tensors(file)
     pieces = {key: [piece] for key, piece in content.pieces.items()}
-    stored_component = reader.FoundComponent(
+    stored_component = reader.StoredComponent(
         file.name, "optimizer", pieces, dict(content.aliases), content.data
     )
     with agreeing(world, f"checking {file} against the optimizer"):

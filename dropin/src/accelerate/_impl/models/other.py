@@ -161,7 +161,7 @@ def wait_for_everyone() -> None:
 
 
 def tell_shared(tensors: Mapping[str, torch.Tensor]) -> Collection[str]:
-    repeated: Collection[str] = formats.tied(tensors)
+    repeated: Collection[str] = formats.find_tied_names(tensors)
     if repeated:
         logger.warning(
             message("shared_tensors_removed", set(repeated)), main_process_only=True
