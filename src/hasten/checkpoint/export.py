@@ -28,7 +28,7 @@ from hasten.checkpoint.format.manifest import (
     resolve_inside,
 )
 from hasten.checkpoint.reshard import join_pieces
-from hasten.checkpoint.state_dicts import LoadReport, few, names_of_other_stages
+from hasten.checkpoint.state_dicts import LoadReport, first_names, names_of_other_stages
 from hasten.checkpoint.store.disk import Disk, cannot_write, write_files
 from hasten.checkpoint.store.drafts import temporary_draft
 from hasten.checkpoint.store.locate import check_local, check_path
@@ -393,7 +393,7 @@ def load_weights(
     )
     if strict and (report.missing or report.unexpected):
         raise OtherModelError(
-            f"{folder}: the files lack {few(report.missing)} and have {few(report.unexpected)}, which the model does "
+            f"{folder}: the files lack {first_names(report.missing)} and have {first_names(report.unexpected)}, which the model does "
             "not. Nothing was loaded. Give the files of this model, or load with strict=False."
         )
     common_names = sorted(live_tensors.keys() & stored_tensors.keys())

@@ -28,7 +28,7 @@ from hasten.checkpoint.store.disk import (
     read_ahead,
     read_all,
     read_cached,
-    skip,
+    skip_bytes,
     worker_pool,
 )
 from hasten.errors import CheckpointError, CorruptCheckpointError, OtherModelError
@@ -410,7 +410,7 @@ def _fill_range(
         if num_read < range_bytes:
             disk_read_ahead.start()
         num_read += read_all(
-            descriptor, skip(views, num_read), file_range.start + num_read
+            descriptor, skip_bytes(views, num_read), file_range.start + num_read
         )
     except OSError as error:
         raise CheckpointError(

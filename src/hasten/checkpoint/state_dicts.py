@@ -35,32 +35,40 @@ from hasten.modules.quantized import (
 # -- models --------------------------------------------------------------------------------------------------------
 def model_component(
     model: nn.Module,
-    fmt: Format = "safetensors",
+    file_format: Format = "safetensors",
     weights: Mapping[str, Any] | None = None,
 ) -> Component:
     """Return the model's state as a component; `weights` replace the state when a save hook has edited it."""
     tensors: dict[str, Tensor | Slice] = {}
-    extra: dict[str, Any] = {}
-    for key, value in (
+    extra_values: dict[str, Any] = {}
+    for state_key, state_value in (
         model.state_dict(keep_vars=True) if weights is None else weights
     ).items():
-        if isinstance(value, Tensor):
-            tensors[plain_name(key)] = (
-                to_bytes(value)[0] if is_torchao(value) else as_stored(value)
+        if isinstance(state_value, Tensor):
+            tensors[plain_name(state_key)] = (
+                to_bytes(state_value)[0]
+                if is_torchao(state_value)
+                else as_stored(state_value)
             )
         else:
-            extra[plain_name(key)] = value
-    data = None
-    if extra and fmt == "torch":  # the file then holds the state dict unchanged
-        data, tensors = pack({**tensors, **extra})
-    elif extra:
-        data, more = pack(extra, "extra_state")
-        tensors.update(more)
-    buffers = set()
-    for name, _ in model.named_buffers(remove_duplicate=False):
-        buffers.add(plain_name(name))
+            extra_values[plain_name(state_key)] = state_value
+    packed_state = None
+    if (
+        extra_values and file_format == "torch"
+    ):  # the file then holds the state dict unchanged
+        packed_state, tensors = pack({**tensors, **extra_values})
+    elif extra_values:
+        packed_state, extra_tensors = pack(extra_values, "extra_state")
+        tensors.update(extra_tensors)
+    buffer_names = set()
+    for buffer_name, _ in model.named_buffers(remove_duplicate=False):
+        buffer_names.add(plain_name(buffer_name))
     return Component(
-        tensors, data, "model", fmt, main_only=frozenset(buffers & tensors.keys())
+        tensors,
+        packed_state,
+        "model",
+        file_format,
+        main_only=frozenset(buffer_names & tensors.keys()),
     )
 
 
@@ -87,103 +95,129 @@ class ModelPlan:
 
     def finish(self) -> None:
         """Load the state that cannot be copied in place."""
-        for weight, data, layout in self.quantized:
-            copy_inner_tensors(from_bytes(data, layout), weight)
+        for weight, loaded_bytes, byte_layout in self.quantized:
+            copy_inner_tensors(from_bytes(loaded_bytes, byte_layout), weight)
         if self.by_method:
             self.model.load_state_dict(self.by_method, strict=False)
 
 
 def plan_model(
-    model: nn.Module, found: StoredComponent, strict: bool = True
+    model: nn.Module, stored_component: StoredComponent, strict: bool = True
 ) -> ModelPlan:
     """Check the model against a checkpoint and plan the copies.
 
     Raises: OtherModelError naming missing and unexpected tensors and those of another shape or dtype, when strict.
     """
-    plan = ModelPlan(model)
-    state = {}
-    for key, value in model.state_dict(keep_vars=True).items():
-        state[plain_name(key)] = (key, value)
-    live = set(map(id, (*model.parameters(), *model.buffers())))
-    extra = extra_state(found) if found.data is not None else {}
-    stored = {*found.pieces, *found.aliases} - (tensor_keys(extra) if extra else set())
-    plan.report.missing = sorted(state.keys() - stored - extra.keys())
-    plan.report.unexpected = sorted((stored | extra.keys()) - state.keys())
-    if plan.report.unexpected:
-        plan.report.unexpected = sorted(
-            {*plan.report.unexpected} - names_of_other_stages(model)
+    model_plan = ModelPlan(model)
+    live_state = {}
+    for state_key, live_value in model.state_dict(keep_vars=True).items():
+        live_state[plain_name(state_key)] = (state_key, live_value)
+    live_ids = set(map(id, (*model.parameters(), *model.buffers())))
+    extra_values = (
+        extra_state(stored_component) if stored_component.data is not None else {}
+    )
+    stored_names = {*stored_component.pieces, *stored_component.aliases} - (
+        tensor_keys(extra_values) if extra_values else set()
+    )
+    model_plan.report.missing = sorted(
+        live_state.keys() - stored_names - extra_values.keys()
+    )
+    model_plan.report.unexpected = sorted(
+        (stored_names | extra_values.keys()) - live_state.keys()
+    )
+    if model_plan.report.unexpected:
+        model_plan.report.unexpected = sorted(
+            {*model_plan.report.unexpected} - names_of_other_stages(model)
         )
-    if strict and (plan.report.missing or plan.report.unexpected):
+    if strict and (model_plan.report.missing or model_plan.report.unexpected):
         raise OtherModelError(
-            f"{found.name}: the checkpoint lacks {few(plan.report.missing)} and has {few(plan.report.unexpected)}, "
+            f"{stored_component.name}: the checkpoint lacks {first_names(model_plan.report.missing)} and has {first_names(model_plan.report.unexpected)}, "
             "which the model does not. Nothing was loaded. Build the model as it was when it was saved, or load with "
             "strict=False."
         )
-    for name in sorted(state.keys() & stored):
-        key, value = state[name]
-        if id(value) in live and isinstance(value, Tensor):
-            _plan_tensor(plan, found, name, value, strict)
+    for tensor_name in sorted(live_state.keys() & stored_names):
+        state_key, live_value = live_state[tensor_name]
+        if id(live_value) in live_ids and isinstance(live_value, Tensor):
+            _plan_tensor(model_plan, stored_component, tensor_name, live_value, strict)
         else:
-            plan.by_method[key] = join_pieces(found.of(name), name)
-    if extra.keys() & state.keys():
-        values = unpack(
-            extra,
+            model_plan.by_method[state_key] = join_pieces(
+                stored_component.of(tensor_name), tensor_name
+            )
+    if extra_values.keys() & live_state.keys():
+        unpacked_values = unpack(
+            extra_values,
             {
-                key: join_pieces(pieces, key).clone()
-                for key, pieces in found.pieces.items()
+                state_key: join_pieces(pieces, state_key).clone()
+                for state_key, pieces in stored_component.pieces.items()
             },
         )
-        plan.by_method.update(
-            {state[name][0]: value for name, value in values.items() if name in state}
+        model_plan.by_method.update(
+            {
+                live_state[tensor_name][0]: live_value
+                for tensor_name, live_value in unpacked_values.items()
+                if tensor_name in live_state
+            }
         )
-    return plan
+    return model_plan
 
 
 def _plan_tensor(
-    plan: ModelPlan, found: StoredComponent, name: str, value: Tensor, strict: bool
+    model_plan: ModelPlan,
+    stored_component: StoredComponent,
+    tensor_name: str,
+    live_tensor: Tensor,
+    strict: bool,
 ) -> None:
-    pieces = found.of(name)
-    if is_torchao(value):
-        data, layout = to_bytes(value)
-        plan.quantized.append((value, data, layout))
-        value = data
-    target, stored_dtype = as_stored(value), pieces[0].data.dtype
-    if strict and stored_dtype != value.dtype:
+    pieces = stored_component.of(tensor_name)
+    if is_torchao(live_tensor):
+        tensor_bytes, byte_layout = to_bytes(live_tensor)
+        model_plan.quantized.append((live_tensor, tensor_bytes, byte_layout))
+        live_tensor = tensor_bytes
+    target, stored_dtype = as_stored(live_tensor), pieces[0].data.dtype
+    if strict and stored_dtype != live_tensor.dtype:
         raise OtherModelError(
-            f"{found.name}: {name} is {value.dtype} here and {stored_dtype} in the checkpoint; a cast would change its "
+            f"{stored_component.name}: {tensor_name} is {live_tensor.dtype} here and {stored_dtype} in the checkpoint; a cast would change its "
             "numbers. Nothing was loaded. Build the model in the dtype it was saved in, or load with strict=False."
         )
     if not strict and tuple(pieces[0].shape) != tuple(target.shape):
-        plan.report.skipped.append(name)
+        model_plan.report.skipped.append(tensor_name)
         return
-    plan.copies += plan_copies(f"{found.name}: {name}", target, pieces)
+    model_plan.copies += plan_copies(
+        f"{stored_component.name}: {tensor_name}", target, pieces
+    )
 
 
-def extra_state(found: StoredComponent) -> dict[str, Json]:
+def extra_state(stored_component: StoredComponent) -> dict[str, Json]:
     """Return the packed values of a model's component that are not plain tensors, by name."""
-    data = found.data if isinstance(found.data, dict) else {}
+    packed_state = (
+        stored_component.data if isinstance(stored_component.data, dict) else {}
+    )
     return {
-        key: value
-        for key, value in data.items()
-        if value != {TAG: "tensor", "key": key}
+        state_key: packed_value
+        for state_key, packed_value in packed_state.items()
+        if packed_value != {TAG: "tensor", "key": state_key}
     }
 
 
-def tensor_keys(data: Json) -> set[str]:
+def tensor_keys(packed_state: Json) -> set[str]:
     """Return the keys of all tensors that packed data refers to."""
-    if isinstance(data, list):
-        return {key for item in data for key in tensor_keys(item)}
-    if not isinstance(data, dict):
+    if isinstance(packed_state, list):
+        return {key for inner_state in packed_state for key in tensor_keys(inner_state)}
+    if not isinstance(packed_state, dict):
         return set()
-    own = (
-        {str(data["key"])}
-        if TAG in data and "key" in data and not isinstance(data["key"], dict)
+    own_keys = (
+        {str(packed_state["key"])}
+        if TAG in packed_state
+        and "key" in packed_state
+        and not isinstance(packed_state["key"], dict)
         else set()
     )
-    return own | {key for item in data.values() for key in tensor_keys(item)}
+    return own_keys | {
+        key for inner_state in packed_state.values() for key in tensor_keys(inner_state)
+    }
 
 
-def few(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
     """Return the first names of a list as text."""
     if not names:
         return "nothing"
@@ -205,96 +239,114 @@ def model_names(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, nn.Modu
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[int, str]:
     """Return canonical names by parameter id; from the second model on, names are prefixed with the model's number."""
-    names: dict[int, str] = {}
+    names_by_id: dict[int, str] = {}
     for _, prefix, model in model_names(models):
-        part = stage_part(model)
-        for name, parameter in model.named_parameters():
-            known = (
-                plain_name(name) if part is None else part.whole_name(plain_name(name))
+        stage = stage_part(model)
+        for local_name, parameter in model.named_parameters():
+            parameter_name = (
+                plain_name(local_name)
+                if stage is None
+                else stage.whole_name(plain_name(local_name))
             )
-            names.setdefault(id(parameter), prefix + known)
-    return names
+            names_by_id.setdefault(id(parameter), prefix + parameter_name)
+    return names_by_id
 
 
 def names_of_other_stages(model: nn.Module) -> frozenset[str]:
     """Return the names of the whole model's state that this rank's pipeline stage does not hold."""
-    part = stage_part(model)
+    stage = stage_part(model)
     return (
         frozenset()
-        if part is None
-        else frozenset(part.state_keys)
-        - {plain_name(key) for key in model.state_dict()}
+        if stage is None
+        else frozenset(stage.state_keys)
+        - {plain_name(state_key) for state_key in model.state_dict()}
     )
 
 
 def names_elsewhere(
-    models: Sequence[nn.Module], here: Mapping[int, str]
+    models: Sequence[nn.Module], own_names: Mapping[int, str]
 ) -> frozenset[str]:
     """Return the checkpoint names of the parameters that only other pipeline stages hold."""
-    found: set[str] = set()
+    stage_names: set[str] = set()
     for _, prefix, model in model_names(models):
-        part = stage_part(model)
-        found |= set() if part is None else {prefix + name for name in part.parameters}
-    return frozenset(found - set(here.values()))
+        stage = stage_part(model)
+        stage_names |= (
+            set()
+            if stage is None
+            else {prefix + parameter_name for parameter_name in stage.parameters}
+        )
+    return frozenset(stage_names - set(own_names.values()))
 
 
 # -- optimizers ----------------------------------------------------------------------------------------------------
 def optimizer_component(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    optimizer: torch.optim.Optimizer, names_by_id: Mapping[int, str]
 ) -> Component:
     """Return the optimizer's state keyed by parameter names, as `torch.load("optimizer.bin")` shows it."""
-    groups = _group_names(optimizer, names)
-    flat = list(chain.from_iterable(groups))
+    names_of_groups = _group_names(optimizer, names_by_id)
+    flat_names = list(chain.from_iterable(names_of_groups))
     by_name = optimizer.state_dict()
-    state, options = {}, []
-    for key, value in by_name["state"].items():
-        state[_name(flat, key)] = _stored(value)
-    for group, group_names in zip(by_name["param_groups"], groups, strict=True):
-        options.append({**group, "params": group_names})
-    data, tensors = pack({**by_name, "state": state, "param_groups": options})
-    return Component(tensors, data, "optimizer", "torch")
+    state_by_name, group_options = {}, []
+    for state_key, parameter_state in by_name["state"].items():
+        state_by_name[_name_of_key(flat_names, state_key)] = _as_stored_state(
+            parameter_state
+        )
+    for group, group_names in zip(
+        by_name["param_groups"], names_of_groups, strict=True
+    ):
+        group_options.append({**group, "params": group_names})
+    packed_state, tensors = pack(
+        {**by_name, "state": state_by_name, "param_groups": group_options}
+    )
+    return Component(tensors, packed_state, "optimizer", "torch")
 
 
 def _group_names(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    optimizer: torch.optim.Optimizer, names_by_id: Mapping[int, str]
 ) -> list[list[str]]:
-    groups = []
-    for number, group in enumerate(optimizer.param_groups):
+    names_of_groups = []
+    for group_index, group in enumerate(optimizer.param_groups):
         group_names = []
-        for index, parameter in enumerate(group["params"]):
-            name = names.get(id(parameter))
-            if name is None:
+        for parameter_index, parameter in enumerate(group["params"]):
+            parameter_name = names_by_id.get(id(parameter))
+            if parameter_name is None:
                 raise CheckpointError(
-                    f"{type(optimizer).__name__}: parameter {index} of parameter group {number}, of shape {tuple(parameter.shape)}, "
+                    f"{type(optimizer).__name__}: parameter {parameter_index} of parameter group {group_index}, of shape {tuple(parameter.shape)}, "
                     "is in no prepared model, so a checkpoint could not name it. Prepare its model, or remove it from the optimizer."
                 )
-            group_names.append(name)
-        groups.append(group_names)
-    return groups
+            group_names.append(parameter_name)
+        names_of_groups.append(group_names)
+    return names_of_groups
 
 
 # Any: torch uses indices; custom optimizers may add keys
-def _name(flat: Sequence[str], key: Any) -> str:
-    return flat[key] if isinstance(key, int) and 0 <= key < len(flat) else str(key)
+def _name_of_key(flat_names: Sequence[str], state_key: Any) -> str:
+    return (
+        flat_names[state_key]
+        if isinstance(state_key, int) and 0 <= state_key < len(flat_names)
+        else str(state_key)
+    )
 
 
-def _stored(value: Any) -> Any:  # Any: state is nested freely
-    if isinstance(value, Tensor):
-        if type(value) is not Tensor and is_eight_bit(value):
-            return eight_bit_entries(value)
-        found = as_stored(value)
-        if hasattr(local := local_data(found), "__tensor_flatten__"):
+def _as_stored_state(state_value: Any) -> Any:  # Any: state is nested freely
+    if isinstance(state_value, Tensor):
+        if type(state_value) is not Tensor and is_eight_bit(state_value):
+            return eight_bit_entries(state_value)
+        stored_tensor = as_stored(state_value)
+        if hasattr(local_tensor := local_data(stored_tensor), "__tensor_flatten__"):
             raise CheckpointError(
-                f"the optimizer's state holds a {type(local).__name__}, a tensor of {type(local).__module__.partition('.')[0]} that "
+                f"the optimizer's state holds a {type(local_tensor).__name__}, a tensor of {type(local_tensor).__module__.partition('.')[0]} that "
                 "checkpoints cannot hold, so a resumed run would lose it; use an optimizer with plain tensors as state, such as "
                 "AdamW of torch, or AdamW8bit of torchao."
             )
-        return found
-    if type(value) is dict:
-        return dict(zip(value, map(_stored, value.values()), strict=True))
-    if type(value) in (list, tuple):
-        return type(value)(map(_stored, value))
-    return value
+        return stored_tensor
+    if type(state_value) is dict:
+        return dict(
+            zip(state_value, map(_as_stored_state, state_value.values()), strict=True)
+        )
+    if type(state_value) in (list, tuple):
+        return type(state_value)(map(_as_stored_state, state_value))
+    return state_value
 
 
 @dataclass(slots=True)
@@ -311,10 +363,14 @@ class OptimizerPlan:
 
         torch casts state to the parameter's dtype on load; the uncast tensors are restored afterwards.
         """
-        for index, values in self.state["state"].items():
-            for key, value in values.items() if isinstance(values, dict) else ():
-                if isinstance(value, Mapping) and is_entries(value):
-                    values[key] = from_entries(value, self.parameters[index].dtype)
+        for parameter_index, loaded_state in self.state["state"].items():
+            for state_key, loaded_value in (
+                loaded_state.items() if isinstance(loaded_state, dict) else ()
+            ):
+                if isinstance(loaded_value, Mapping) and is_entries(loaded_value):
+                    loaded_state[state_key] = from_entries(
+                        loaded_value, self.parameters[parameter_index].dtype
+                    )
         try:
             self.optimizer.load_state_dict(self.state)
         except (
@@ -328,24 +384,24 @@ class OptimizerPlan:
                 f"{type(self.optimizer).__name__} does not accept the stored state ({type(error).__name__}: {error}): it "
                 "was edited, or belongs to another optimizer. The run is as it was before; load another checkpoint."
             ) from error
-        for index, values in self.state["state"].items():
-            held = self.optimizer.state.get(self.parameters[index])
-            if held is None or not isinstance(values, dict):
+        for parameter_index, loaded_state in self.state["state"].items():
+            live_state = self.optimizer.state.get(self.parameters[parameter_index])
+            if live_state is None or not isinstance(loaded_state, dict):
                 continue
-            for key, value in values.items():
-                now = held.get(key)
+            for state_key, loaded_value in loaded_state.items():
+                live_value = live_state.get(state_key)
                 if (
-                    isinstance(value, Tensor)
-                    and isinstance(now, Tensor)
-                    and now.dtype != value.dtype
+                    isinstance(loaded_value, Tensor)
+                    and isinstance(live_value, Tensor)
+                    and live_value.dtype != loaded_value.dtype
                 ):
-                    held[key] = value
+                    live_state[state_key] = loaded_value
 
 
 def plan_optimizer(
     optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
-    found: StoredComponent,
+    names_by_id: Mapping[int, str],
+    stored_component: StoredComponent,
     strict: bool = True,
     elsewhere: frozenset[str] = frozenset(),
 ) -> OptimizerPlan:
@@ -354,74 +410,96 @@ def plan_optimizer(
     `elsewhere` are parameters that other pipeline stages hold; their state is skipped.
     Raises: CheckpointError when groups or shapes differ.
     """
-    groups, live = _group_names(optimizer, names), []
+    names_of_groups, live_parameters = _group_names(optimizer, names_by_id), []
     for group in optimizer.param_groups:
-        live += group["params"]
-    flat = list(chain.from_iterable(groups))
-    plan = OptimizerPlan(optimizer, {}, live)
+        live_parameters += group["params"]
+    flat_names = list(chain.from_iterable(names_of_groups))
+    optimizer_plan = OptimizerPlan(optimizer, {}, live_parameters)
     # for state that other tools saved by position
-    by_index = dict(zip(map(str, range(len(live))), live, strict=True))
-    parameters = {**by_index, **dict(zip(flat, live, strict=True))}
-    saved = unpack(found.data, _plan_state(plan, found, parameters, elsewhere))
+    by_index = dict(
+        zip(map(str, range(len(live_parameters))), live_parameters, strict=True)
+    )
+    parameters_by_name = {
+        **by_index,
+        **dict(zip(flat_names, live_parameters, strict=True)),
+    }
+    saved_state = unpack(
+        stored_component.data,
+        _plan_state(optimizer_plan, stored_component, parameters_by_name, elsewhere),
+    )
     if (
-        not isinstance(saved, dict)
-        or not isinstance(saved.get("state"), dict)
-        or "param_groups" not in saved
+        not isinstance(saved_state, dict)
+        or not isinstance(saved_state.get("state"), dict)
+        or "param_groups" not in saved_state
     ):
         raise CorruptCheckpointError(
-            f"{found.name}: holds no optimizer state. Nothing was loaded."
+            f"{stored_component.name}: holds no optimizer state. Nothing was loaded."
         )
-    saved = _by_name(saved, flat)
+    saved_state = _keyed_by_name(saved_state, flat_names)
     if elsewhere:
-        saved = _without(saved, elsewhere)
-    _check_groups(found.name, saved["param_groups"], groups)
-    index = dict(zip(flat, range(len(flat)), strict=True))
-    if strict and (strangers := saved["state"].keys() - index.keys()):
+        saved_state = _without_other_stages(saved_state, elsewhere)
+    _check_groups(stored_component.name, saved_state["param_groups"], names_of_groups)
+    index_by_name = dict(zip(flat_names, range(len(flat_names)), strict=True))
+    if strict and (unknown_names := saved_state["state"].keys() - index_by_name.keys()):
         raise CheckpointError(
-            f"{found.name}: the checkpoint has state of {sorted(strangers)[:4]}, which this optimizer does not hold. Nothing "
+            f"{stored_component.name}: the checkpoint has state of {sorted(unknown_names)[:4]}, which this optimizer does not hold. Nothing "
             "was loaded. Create the optimizer over the parameters it had, or load with strict=False."
         )
-    state, options = {}, []
-    for name, value in saved["state"].items():
-        if name in index:
-            state[index[name]] = value
-    for saved_group, own in zip(saved["param_groups"], groups, strict=True):
-        options.append({**saved_group, "params": list(map(index.__getitem__, own))})
-    plan.state = {**saved, "state": state, "param_groups": options}
-    return plan
+    state_by_index, group_options = {}, []
+    for parameter_name, parameter_state in saved_state["state"].items():
+        if parameter_name in index_by_name:
+            state_by_index[index_by_name[parameter_name]] = parameter_state
+    for saved_group, group_names in zip(
+        saved_state["param_groups"], names_of_groups, strict=True
+    ):
+        group_options.append(
+            {**saved_group, "params": list(map(index_by_name.__getitem__, group_names))}
+        )
+    optimizer_plan.state = {
+        **saved_state,
+        "state": state_by_index,
+        "param_groups": group_options,
+    }
+    return optimizer_plan
 
 
 def _plan_state(
-    plan: OptimizerPlan,
-    found: StoredComponent,
-    parameters: Mapping[str, Tensor],
+    optimizer_plan: OptimizerPlan,
+    stored_component: StoredComponent,
+    parameters_by_name: Mapping[str, Tensor],
     elsewhere: frozenset[str],
 ) -> dict[str, Tensor | Slice]:
     """Return a tensor to load each stored tensor into, and add the copies that fill it to the plan."""
-    targets: dict[str, Tensor | Slice] = {}
-    others = dict.fromkeys(elsewhere, torch.empty(0))
+    target_tensors: dict[str, Tensor | Slice] = {}
+    placeholders = dict.fromkeys(elsewhere, torch.empty(0))
     on_device: set[int] = set()  # parameters whose step counters are on the device too
-    for group in plan.optimizer.param_groups:
+    for group in optimizer_plan.optimizer.param_groups:
         if group.get("capturable") or group.get("fused"):
             on_device.update(map(id, group["params"]))
-    for key, pieces in found.pieces.items():
-        if others and _parameter_of(key, others)[0] is not None:
-            targets[key] = torch.empty(
+    for tensor_key, pieces in stored_component.pieces.items():
+        if placeholders and _parameter_of(tensor_key, placeholders)[0] is not None:
+            target_tensors[tensor_key] = torch.empty(
                 tuple(pieces[0].shape), dtype=pieces[0].data.dtype, device="meta"
             )
             continue
-        parameter, state_key = _parameter_of(key, parameters)
-        target = targets[key] = _target(
-            plan.optimizer, parameter, state_key, pieces[0], id(parameter) in on_device
+        parameter, state_key = _parameter_of(tensor_key, parameters_by_name)
+        target = target_tensors[tensor_key] = _find_target(
+            optimizer_plan.optimizer,
+            parameter,
+            state_key,
+            pieces[0],
+            id(parameter) in on_device,
         )
-        stored = target if isinstance(target, Slice) else as_stored(target)
-        plan.copies += plan_copies(f"{found.name}: {key}", stored, pieces)
-    for alias, key in found.aliases.items():
-        targets[alias] = targets[key]
-    return targets
+        stored_target = target if isinstance(target, Slice) else as_stored(target)
+        optimizer_plan.copies += plan_copies(
+            f"{stored_component.name}: {tensor_key}", stored_target, pieces
+        )
+    for alias, tensor_key in stored_component.aliases.items():
+        target_tensors[alias] = target_tensors[tensor_key]
+    return target_tensors
 
 
-def _target(
+def _find_target(
     optimizer: torch.optim.Optimizer,
     parameter: Tensor | None,
     state_key: str,
@@ -433,12 +511,18 @@ def _target(
     if parameter is None:
         return torch.empty(shape, dtype=dtype)
     # the engine stores state in a custom layout
-    if (own := getattr(optimizer, "state_room", None)) is not None:
-        place: Tensor | Slice = own(parameter, state_key, shape, dtype)
-        return place
-    held = optimizer.state.get(parameter, {}).get(state_key) if state_key else None
-    if isinstance(held, Tensor) and tuple(held.shape) == shape and held.dtype == dtype:
-        return held
+    if (make_target := getattr(optimizer, "state_room", None)) is not None:
+        engine_target: Tensor | Slice = make_target(parameter, state_key, shape, dtype)
+        return engine_target
+    live_tensor = (
+        optimizer.state.get(parameter, {}).get(state_key) if state_key else None
+    )
+    if (
+        isinstance(live_tensor, Tensor)
+        and tuple(live_tensor.shape) == shape
+        and live_tensor.dtype == dtype
+    ):
+        return live_tensor
     if shape == () and not counts_on_device:
         return torch.empty(shape, dtype=dtype)
     if is_dtensor(parameter) and tuple(parameter.shape) == shape:
@@ -448,75 +532,103 @@ def _target(
 
 
 def _parameter_of(
-    key: str, parameters: Mapping[str, Tensor]
+    tensor_key: str, parameters_by_name: Mapping[str, Tensor]
 ) -> tuple[Tensor | None, str]:
     """Return the parameter that a stored tensor belongs to, and the key in its state; None for other tensors."""
-    if not key.startswith("state/"):
+    if not tensor_key.startswith("state/"):
         return None, ""
-    name, _, rest = key.removeprefix("state/").rpartition("/")
-    while name:
-        if name in parameters:
-            return parameters[name], rest if "/" not in rest else ""
-        name, _, more = name.rpartition("/")
-        rest = f"{more}/{rest}"
+    parameter_name, _, state_key = tensor_key.removeprefix("state/").rpartition("/")
+    while parameter_name:
+        if parameter_name in parameters_by_name:
+            return parameters_by_name[
+                parameter_name
+            ], state_key if "/" not in state_key else ""
+        parameter_name, _, last_part = parameter_name.rpartition("/")
+        state_key = f"{last_part}/{state_key}"
     return None, ""
 
 
 # Any: an optimizer's state dict
-def _without(saved: dict[str, Any], elsewhere: frozenset[str]) -> dict[str, Any]:
+def _without_other_stages(
+    saved_state: dict[str, Any], elsewhere: frozenset[str]
+) -> dict[str, Any]:
     """Return a state dict without the parameters that other pipeline stages hold."""
-    if not isinstance(saved["param_groups"], list):
-        return saved
-    groups = [
-        {**group, "params": [name for name in group["params"] if name not in elsewhere]}
+    if not isinstance(saved_state["param_groups"], list):
+        return saved_state
+    own_groups = [
+        {
+            **group,
+            "params": [
+                parameter_name
+                for parameter_name in group["params"]
+                if parameter_name not in elsewhere
+            ],
+        }
         if isinstance(group, dict) and isinstance(group.get("params"), list)
         else group
-        for group in saved["param_groups"]
+        for group in saved_state["param_groups"]
     ]
-    state = {
-        name: values for name, values in saved["state"].items() if name not in elsewhere
+    state_by_name = {
+        parameter_name: parameter_state
+        for parameter_name, parameter_state in saved_state["state"].items()
+        if parameter_name not in elsewhere
     }
-    return {**saved, "state": state, "param_groups": groups}
+    return {**saved_state, "state": state_by_name, "param_groups": own_groups}
 
 
 # Any: an optimizer's state dict
-def _by_name(saved: dict[str, Any], flat: Sequence[str]) -> dict[str, Any]:
+def _keyed_by_name(
+    saved_state: dict[str, Any], flat_names: Sequence[str]
+) -> dict[str, Any]:
     """Return a state dict keyed by parameter names, given one keyed by indices as torch's are."""
-    groups = saved["param_groups"]
-    keys: list[Any] = []
-    for group in groups if isinstance(groups, list) else ():
+    saved_groups = saved_state["param_groups"]
+    parameter_keys: list[Any] = []
+    for group in saved_groups if isinstance(saved_groups, list) else ():
         if isinstance(group, dict) and isinstance(group.get("params"), list):
-            keys += group["params"]
-    if not keys or set(map(type, keys)) != {int}:
-        return saved
+            parameter_keys += group["params"]
+    if not parameter_keys or set(map(type, parameter_keys)) != {int}:
+        return saved_state
     return {
-        **saved,
-        "state": {_name(flat, key): value for key, value in saved["state"].items()},
+        **saved_state,
+        "state": {
+            _name_of_key(flat_names, parameter_key): parameter_state
+            for parameter_key, parameter_state in saved_state["state"].items()
+        },
         "param_groups": [
-            {**group, "params": [_name(flat, key) for key in group["params"]]}
-            for group in groups
+            {
+                **group,
+                "params": [
+                    _name_of_key(flat_names, parameter_key)
+                    for parameter_key in group["params"]
+                ],
+            }
+            for group in saved_groups
         ],
     }
 
 
-def _check_groups(where: str, saved: Any, groups: list[list[str]]) -> None:
-    for group in saved if isinstance(saved, list) else [None]:
+def _check_groups(
+    component_name: str, saved_groups: Any, names_of_groups: list[list[str]]
+) -> None:
+    for group in saved_groups if isinstance(saved_groups, list) else [None]:
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
             raise CorruptCheckpointError(
-                f"{where}: its parameter groups cannot be read. Nothing was loaded."
+                f"{component_name}: its parameter groups cannot be read. Nothing was loaded."
             )
-    if len(saved) != len(groups):
+    if len(saved_groups) != len(names_of_groups):
         raise CheckpointError(
-            f"{where}: the checkpoint has {len(saved)} parameter groups, the optimizer {len(groups)}; their options "
+            f"{component_name}: the checkpoint has {len(saved_groups)} parameter groups, the optimizer {len(names_of_groups)}; their options "
             "would be mixed up. Nothing was loaded. Create the optimizer with the same groups."
         )
-    for number, (group, ours) in enumerate(zip(saved, groups, strict=True)):
-        missing, extra = (
-            set(ours) - set(group["params"]),
-            set(group["params"]) - set(ours),
+    for group_index, (group, group_names) in enumerate(
+        zip(saved_groups, names_of_groups, strict=True)
+    ):
+        missing_names, extra_names = (
+            set(group_names) - set(group["params"]),
+            set(group["params"]) - set(group_names),
         )
-        if missing or extra:
+        if missing_names or extra_names:
             raise CheckpointError(
-                f"{where}: parameter group {number} lacks {sorted(missing)[:4]} and also has {sorted(extra)[:4]}. "
+                f"{component_name}: parameter group {group_index} lacks {sorted(missing_names)[:4]} and also has {sorted(extra_names)[:4]}. "
                 "Nothing was loaded. Create the optimizer over the same parameters in the same groups."
             )

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from hasten.checkpoint.base import CheckpointStore
 from hasten.checkpoint.store.locate import (
-    join_place,
+    find_newest_of_all,
+    join_location,
     locate_existing,
-    newest_of_all,
     open_store,
 )
 from hasten.comm.agreement import Agreement
@@ -42,7 +42,7 @@ def automatic_root(project: ProjectConfiguration) -> str:
             "no folder was given and project_dir is not set, so there is no place for checkpoints. Call "
             'save_state("folder"), or set project_dir (in ProjectConfiguration or the Accelerator).'
         )
-    return join_place(project.project_dir, "checkpoints")
+    return join_location(project.project_dir, "checkpoints")
 
 
 def find_source(
@@ -69,7 +69,7 @@ def find_source(
             else (*memory.fetch(choice, together), True)
         )
     store = open_store(automatic_root(project))
-    name = newest_of_all(store, together)
+    name = find_newest_of_all(store, together)
     if memory is not None and choice is not None:
         saved_step = None if name is None else store.manifest(name).step
         if all(

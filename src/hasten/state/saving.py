@@ -33,7 +33,7 @@ from hasten.checkpoint.state_dicts import LoadReport
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import (
     check_naming,
-    join_place,
+    join_location,
     locate,
     open_store,
 )
@@ -184,7 +184,7 @@ class Saving:
             numbers = self._checked(metrics)
             with self._start(output_dir, together) as save:
                 name = save.draft.name
-                place = join_place(save.store.address, name)
+                place = join_location(save.store.address, name)
                 together.label = f"collecting the state for {name!r}"
                 header = self._header(name, numbers)
                 tree = self._tree(save, safe_serialization, together, position)
@@ -295,7 +295,7 @@ class Saving:
         """Write and commit; after a numbered save, delete the checkpoints of this run that have expired."""
         with save:
             manifest = save.write(header, together)
-        place = join_place(save.store.address, save.draft.name)
+        place = join_location(save.store.address, save.draft.name)
         self._newest = place
         if manifest.number is not None:
             self.iteration = max(self.iteration, manifest.number + 1)
@@ -474,7 +474,7 @@ class Saving:
                 plan.apply(together)
                 number = checkpoint.manifest.number
                 self._lineage = _lineage(checkpoint.manifest)
-            place = join_place(store.address, name)
+            place = join_location(store.address, name)
             if self._rank == 0:
                 log.info("loaded %s%s", place, " from memory" if from_memory else "")
         if self.newer_states is not None:

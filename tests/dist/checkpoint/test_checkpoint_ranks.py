@@ -22,7 +22,7 @@ from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.retention import retire_expired
 from hasten.checkpoint.save import Save, save_tree
 from hasten.checkpoint.store.local_store import LocalDraft, LocalStore
-from hasten.checkpoint.store.locate import newest
+from hasten.checkpoint.store.locate import find_newest
 from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import ProjectConfiguration
@@ -535,7 +535,9 @@ def test_a_job_killed_at_random_instants_always_leaves_a_whole_newest(
         store = LocalStore(tmp_path)
         if not store.names():
             continue
-        with open_checkpoint(store, newest(store) or "", LocalComm()) as checkpoint:
+        with open_checkpoint(
+            store, find_newest(store) or "", LocalComm()
+        ) as checkpoint:
             number = checkpoint.manifest.number
             values = {
                 v

@@ -17,7 +17,7 @@ from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.save import Save
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.locate import is_complete, locate, newest, open_store
+from hasten.checkpoint.store.locate import find_newest, is_complete, locate, open_store
 from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm
 from hasten.errors import ConfigError, CorruptCheckpointError, IncompleteCheckpointError
@@ -69,14 +69,14 @@ def test_what_has_no_manifest_is_never_chosen(url: str) -> None:
     store = RemoteStore(url)
     save(store, "checkpoint_0", 0.0)
     save(store, "checkpoint_1", 1.0, broken=True)
-    assert newest(store) == "checkpoint_0"
+    assert find_newest(store) == "checkpoint_0"
     with pytest.raises(
         IncompleteCheckpointError, match=r"checkpoint_1/manifest.json does not exist"
     ):
         store.manifest("checkpoint_1")
     save(store, "checkpoint_2", 2.0)
     assert store.names() == ["checkpoint_0", "checkpoint_2"]
-    assert value(store, newest(store) or "") == 2.0
+    assert value(store, find_newest(store) or "") == 2.0
     store.delete("checkpoint_0")
     assert store.names() == ["checkpoint_2"]
 

@@ -31,7 +31,7 @@ from hasten.checkpoint.save import Save
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.drafts import draft_of
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.locate import newest
+from hasten.checkpoint.store.locate import find_newest
 from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm
 
@@ -262,7 +262,7 @@ def save_numbered(root: Path, disk: Disk) -> None:
 
 def judge_numbered(root: Path) -> str | None:
     store = LocalStore(root)
-    top = newest(store) or ""
+    top = find_newest(store) or ""
     if check(root, top) not in (2, 3):
         return f"the newest is {top}"
     if check(root, numbered_checkpoint(2)) != 2:
@@ -274,7 +274,7 @@ def judge_numbered(root: Path) -> str | None:
         return "old ones were deleted before the new one was there"
     save(root, numbered_checkpoint(4), 4, Disk(), 2)
     left = {entry.name for entry in root.iterdir()}
-    if check(root, newest(store) or "") != 4 or any(
+    if check(root, find_newest(store) or "") != 4 or any(
         name.startswith(".hasten") for name in left
     ):
         return f"the next save left {left}"

@@ -21,7 +21,7 @@ from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.locate import newest
+from hasten.checkpoint.store.locate import find_newest
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError
 
@@ -159,7 +159,7 @@ def test_full_disk_keeps_the_old_checkpoint_and_leaves_nothing(
     with open_checkpoint(store, "checkpoint_0", LocalComm()) as checkpoint:
         assert checkpoint.component("model").pieces["w"][0].data[0] == 0.0
     save(tmp_path, 1)
-    assert newest(store) == "checkpoint_1"
+    assert find_newest(store) == "checkpoint_1"
 
 
 def test_real_limit_of_file_size_is_a_typed_error(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_real_limit_of_file_size_is_a_typed_error(tmp_path: Path) -> None:
             save(tmp_path, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert newest(LocalStore(tmp_path)) == "checkpoint_0"
+    assert find_newest(LocalStore(tmp_path)) == "checkpoint_0"
 
 
 def test_folder_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:

@@ -31,7 +31,12 @@ from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.retention import retire_expired
 from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.disk import Disk
-from hasten.checkpoint.store.drafts import DRAFT, LOCK_NAME, TRASH, folder_lock
+from hasten.checkpoint.store.drafts import (
+    DRAFT_PREFIX,
+    LOCK_NAME,
+    TRASH_PREFIX,
+    folder_lock,
+)
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import is_complete, open_store
 from hasten.comm.local import LocalComm
@@ -223,11 +228,11 @@ def test_drafts_of_living_processes_stay_and_those_of_dead_ones_go(
     (tmp_path / "best").mkdir()
     for base in (tmp_path, tmp_path / "best"):
         for token in ("0" * 12, "1" * 12):
-            (base / f"{DRAFT}{token}" / "best").mkdir(parents=True)
-            (base / f"{DRAFT}{token}" / LOCK_NAME).touch()
-        (base / f"{TRASH}{'2' * 12}").mkdir()
+            (base / f"{DRAFT_PREFIX}{token}" / "best").mkdir(parents=True)
+            (base / f"{DRAFT_PREFIX}{token}" / LOCK_NAME).touch()
+        (base / f"{TRASH_PREFIX}{'2' * 12}").mkdir()
     lock_files = [
-        base / f"{DRAFT}{'1' * 12}" / LOCK_NAME
+        base / f"{DRAFT_PREFIX}{'1' * 12}" / LOCK_NAME
         for base in (tmp_path, tmp_path / "best")
     ]
     holder = subprocess.Popen(
@@ -240,8 +245,8 @@ def test_drafts_of_living_processes_stay_and_those_of_dead_ones_go(
         assert holder.stdout is not None
         holder.stdout.readline()
         save(LocalStore(tmp_path), "best")
-        assert names_in(tmp_path) == [f"{DRAFT}{'1' * 12}", "best"]
-        assert f"{DRAFT}{'1' * 12}" in names_in(tmp_path / "best")
+        assert names_in(tmp_path) == [f"{DRAFT_PREFIX}{'1' * 12}", "best"]
+        assert f"{DRAFT_PREFIX}{'1' * 12}" in names_in(tmp_path / "best")
         holder.kill()
     save(LocalStore(tmp_path), "best")
     assert names_in(tmp_path) == ["best"]
@@ -360,7 +365,7 @@ class StillOpen(Disk):
         in_use = any(
             file.exists() and file.resolve().is_relative_to(path) for file in open_files
         )
-        if in_use or (path.name.startswith(TRASH) and path.is_dir()):
+        if in_use or (path.name.startswith(TRASH_PREFIX) and path.is_dir()):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
         super().remove_tree(path)
 

@@ -17,7 +17,7 @@ from torch import nn
 from hasten import Accelerator
 from hasten.checkpoint import reader
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.locate import is_complete, newest
+from hasten.checkpoint.store.locate import find_newest, is_complete
 from hasten.errors import (
     CheckpointError,
     ConfigError,
@@ -177,7 +177,7 @@ def test_only_complete_checkpoints_are_chosen(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     (root / "checkpoint_1" / "optimizer.bin").unlink()
     (root / "checkpoint_7").mkdir()
-    assert newest(LocalStore(root)) == "checkpoint_0"
+    assert find_newest(LocalStore(root)) == "checkpoint_0"
     accelerator.load_state()
     with pytest.raises(IncompleteCheckpointError, match=r"optimizer\.bin is missing"):
         accelerator.load_state(root / "checkpoint_1")

@@ -57,37 +57,45 @@ def copy_bytes(target: Tensor, source: Tensor) -> None:
 
 def is_plain(tensor: Tensor) -> bool:
     """Return True if the tensor is contiguous memory with its values unmodified, so that it can be copied as bytes."""
-    kind = tensor.device.type
-    dense = tensor.layout is torch.strided and kind != "meta" and tensor.is_contiguous()
-    return dense and not (
+    device_type = tensor.device.type
+    is_dense = (
+        tensor.layout is torch.strided
+        and device_type != "meta"
+        and tensor.is_contiguous()
+    )
+    return is_dense and not (
         tensor.is_conj()
         or tensor.is_neg()
-        or (kind != "cpu" and kind_of(tensor.device).lazy)
+        or (device_type != "cpu" and kind_of(tensor.device).lazy)
     )
 
 
 def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
     """Return the accelerators with streams that hold any of the tensors; empty when all are on the host."""
-    found: list[torch.device] = []
+    found_devices: list[torch.device] = []
     for tensor in tensors:
         device = tensor.device
-        if device.type != "cpu" and device not in found and not kind_of(device).lazy:
-            found.append(device)
-    return found
+        if (
+            device.type != "cpu"
+            and device not in found_devices
+            and not kind_of(device).lazy
+        ):
+            found_devices.append(device)
+    return found_devices
 
 
 def worker_pool(
-    threads: int, devices: Sequence[torch.device], name: str
+    num_threads: int, devices: Sequence[torch.device], thread_prefix: str
 ) -> ThreadPoolExecutor:
     """Return a thread pool for copies after synchronizing the devices; threads have separate streams on the first."""
     for device in devices:
         torch.accelerator.synchronize(device)
     if not devices:
-        return ThreadPoolExecutor(threads, thread_name_prefix=name)
+        return ThreadPoolExecutor(num_threads, thread_name_prefix=thread_prefix)
     return ThreadPoolExecutor(
-        threads,
-        thread_name_prefix=name,
-        initializer=_own_stream,
+        num_threads,
+        thread_name_prefix=thread_prefix,
+        initializer=_set_new_stream,
         initargs=(devices[0],),
     )
 
@@ -98,7 +106,7 @@ def finish_copies(devices: Iterable[torch.device]) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
-def _own_stream(device: torch.device) -> None:
+def _set_new_stream(device: torch.device) -> None:
     torch.accelerator.set_stream(torch.Stream(device))
 
 
@@ -118,18 +126,18 @@ class HostBuffer(threading.local):
         return self._buffer if self._buffer.numel() == size else self._buffer[:size]
 
 
-SUM_BYTES = 2 * 1024**2
+CHECKSUM_STEP_BYTES = 2 * 1024**2
 """Bytes checksummed before they are written: few enough to stay in the processor's cache, and enough that threads
 rarely wait for each other between calls."""
-WRITE_BYTES = 512 * 1024
+WRITE_STEP_BYTES = 512 * 1024
 """Bytes per write call, which is the page size in the system's cache. Large pages are cheap to map when they are
 read again; still larger ones are returned by a virtual machine to its host when they are free, and requesting
 them again costs several times as much as writing."""
-FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+FULL_DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error codes for lack of space: on the disk, in the user's quota, or within the limit for a file."""
 READ_AHEAD_BYTES = 512 * 1024
 """Bytes requested from the disk in one call: the system cuts longer requests to what the disk takes at once."""
-_OWN_WRITE_BYTES = 65536
+_MIN_UNCOPIED_BYTES = 65536
 _START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
 _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
 
@@ -162,13 +170,13 @@ class Disk:
         """Write data at an offset and return the number of bytes written, which may be fewer than given."""
         return os.pwritev(fd, data, offset)
 
-    def sync(self, fd: int) -> None:
+    def sync(self, descriptor: int) -> None:
         """Block until the file's bytes are on the disk."""
-        os.fsync(fd)
+        os.fsync(descriptor)
 
-    def close(self, fd: int) -> None:
+    def close(self, descriptor: int) -> None:
         """Close a descriptor."""
-        os.close(fd)
+        os.close(descriptor)
 
     def make_folder(self, path: Path) -> None:
         """Create a folder and its parents."""
@@ -180,11 +188,11 @@ class Disk:
 
     def sync_folder(self, path: Path) -> None:
         """Block until the folder's entries are on the disk."""
-        fd = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY)
         try:
-            self.sync(fd)
+            self.sync(descriptor)
         finally:
-            self.close(fd)
+            self.close(descriptor)
 
     def remove_tree(self, path: Path) -> None:
         """Delete a folder recursively, ignoring files deleted concurrently. A link is removed, not its target."""
@@ -215,91 +223,109 @@ class Disk:
 
 def segment_starts(blob: Blob) -> list[int]:
     """Return the offset of every segment in the file."""
-    starts, at = [], 0
+    segment_offsets, next_offset = [], 0
     for segment in blob.segments:
-        starts.append(at)
-        at += (
+        segment_offsets.append(next_offset)
+        next_offset += (
             len(segment)
             if isinstance(segment, bytes)
             else segment.numel() * segment.element_size()
         )
-    assert at == blob.size, f"segments hold {at} bytes, the blob says {blob.size}"
-    return starts
+    assert next_offset == blob.size, (
+        f"segments hold {next_offset} bytes, the blob says {blob.size}"
+    )
+    return segment_offsets
 
 
 def host_views(
-    blob: Blob, start: int, stop: int, starts: Sequence[int], buffer: HostBuffer
+    blob: Blob,
+    start: int,
+    stop: int,
+    segment_offsets: Sequence[int],
+    host_buffer: HostBuffer,
 ) -> list[memoryview]:
     """Return bytes start..stop of the file in host memory: large host tensors themselves, all others in the buffer."""
-    views: list[memoryview] = []
-    staged: Tensor | None = None
-    copied = used = 0  # bytes in the buffer, and those that a view covers already
+    memory_views: list[memoryview] = []
+    staged_bytes: Tensor | None = None
+    num_copied = num_viewed = (
+        0  # bytes in the buffer, and those that a view covers already
+    )
     devices: list[torch.device] = []
-    for index in range(max(bisect.bisect_right(starts, start) - 1, 0), len(starts)):
-        if starts[index] >= stop:
+    for segment_index in range(
+        max(bisect.bisect_right(segment_offsets, start) - 1, 0), len(segment_offsets)
+    ):
+        if segment_offsets[segment_index] >= stop:
             break
         segment, low, high = (
-            blob.segments[index],
-            max(start - starts[index], 0),
-            stop - starts[index],
+            blob.segments[segment_index],
+            max(start - segment_offsets[segment_index], 0),
+            stop - segment_offsets[segment_index],
         )
-        part = (
+        segment_part = (
             segment[low:high]
             if isinstance(segment, bytes)
             else as_bytes(segment)[low:high]
         )
-        size = len(part)
+        part_bytes = len(segment_part)
         if (
-            isinstance(part, Tensor)
-            and part.device.type == "cpu"
-            and size >= _OWN_WRITE_BYTES
+            isinstance(segment_part, Tensor)
+            and segment_part.device.type == "cpu"
+            and part_bytes >= _MIN_UNCOPIED_BYTES
         ):
-            if staged is not None and copied > used:
-                views.append(memoryview(staged.numpy().data)[used:copied])
-                used = copied
-            views.append(memoryview(part.numpy().data))
+            if staged_bytes is not None and num_copied > num_viewed:
+                memory_views.append(
+                    memoryview(staged_bytes.numpy().data)[num_viewed:num_copied]
+                )
+                num_viewed = num_copied
+            memory_views.append(memoryview(segment_part.numpy().data))
             continue
-        staged = buffer.take(stop - start) if staged is None else staged
-        target = staged[copied : copied + size]
-        copied += size
-        if isinstance(part, bytes):
-            memoryview(target.numpy().data)[:] = part
-        elif part.device.type == "cpu":
+        staged_bytes = (
+            host_buffer.take(stop - start) if staged_bytes is None else staged_bytes
+        )
+        target = staged_bytes[num_copied : num_copied + part_bytes]
+        num_copied += part_bytes
+        if isinstance(segment_part, bytes):
+            memoryview(target.numpy().data)[:] = segment_part
+        elif segment_part.device.type == "cpu":
             # on this thread only; torch would use all cores from every thread
-            np.copyto(target.numpy(), part.numpy())
+            np.copyto(target.numpy(), segment_part.numpy())
         else:
-            target.copy_(part, non_blocking=True)
-            devices.append(part.device)
+            target.copy_(segment_part, non_blocking=True)
+            devices.append(segment_part.device)
     if devices:
         finish_copies(set(devices))
-    if staged is not None and copied > used:
-        views.append(memoryview(staged.numpy().data)[used:copied])
-    return views
+    if staged_bytes is not None and num_copied > num_viewed:
+        memory_views.append(
+            memoryview(staged_bytes.numpy().data)[num_viewed:num_copied]
+        )
+    return memory_views
 
 
-def skip(views: Sequence[memoryview], count: int) -> list[memoryview]:
+def skip_bytes(views: Sequence[memoryview], num_skipped: int) -> list[memoryview]:
     """Return the rest of the views after their first `count` bytes."""
-    left = []
+    remaining_views = []
     for view in views:
-        if count < len(view):
-            left.append(view[count:])
-        count = max(count - len(view), 0)
-    return left
+        if num_skipped < len(view):
+            remaining_views.append(view[num_skipped:])
+        num_skipped = max(num_skipped - len(view), 0)
+    return remaining_views
 
 
-def pieces(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
+def split_views(
+    views: Sequence[memoryview], piece_bytes: int
+) -> Iterator[list[memoryview]]:
     """Yield the views split into pieces of `size` bytes, the last one shorter."""
     piece: list[memoryview] = []
-    room = size
+    free_bytes = piece_bytes
     for view in views:
-        at = 0
-        while at < len(view):
-            piece.append(view[at : at + room])
-            at += len(piece[-1])
-            room -= len(piece[-1])
-            if not room:
+        view_offset = 0
+        while view_offset < len(view):
+            piece.append(view[view_offset : view_offset + free_bytes])
+            view_offset += len(piece[-1])
+            free_bytes -= len(piece[-1])
+            if not free_bytes:
                 yield piece
-                piece, room = [], size
+                piece, free_bytes = [], piece_bytes
     if piece:
         yield piece
 
@@ -311,92 +337,107 @@ def write_files(
 
     The files are complete and on the disk when this returns.
     """
-    chunks: list[tuple[int, str, Blob, list[int]]] = []
+    file_chunks: list[tuple[int, str, Blob, list[int]]] = []
     tensors: list[Tensor] = []
-    for name, blob in files.items():
-        starts = segment_starts(blob)
+    for file_name, blob in files.items():
+        segment_offsets = segment_starts(blob)
         tensors += filter(torch.is_tensor, blob.segments)
-        for index in range(-(-blob.size // CHUNK_BYTES)):
-            chunks.append((index, name, blob, starts))
+        for chunk_index in range(-(-blob.size // CHUNK_BYTES)):
+            file_chunks.append((chunk_index, file_name, blob, segment_offsets))
     # round-robin over the files, because the system locks a file during a write
-    chunks.sort(key=itemgetter(0))
+    file_chunks.sort(key=itemgetter(0))
     devices = devices_of(tensors)
-    buffer, opened, sums = (
+    host_buffer, descriptors, sums_by_name = (
         HostBuffer(bool(devices)),
         dict[str, int](),
         dict[str, list[str]](),
     )
 
     def write(chunk: tuple[int, str, Blob, list[int]]) -> str:
-        return _write_chunk(disk, opened[chunk[1]], chunk, buffer)
+        return _write_chunk(disk, descriptors[chunk[1]], chunk, host_buffer)
 
     try:
-        for name in files:
-            opened[name] = disk.create(folder / name)
-        with worker_pool(threads or default_threads(), devices, "hasten-write") as pool:
-            for (_, name, _, _), digest in zip(
-                chunks, pool.map(write, chunks), strict=True
+        for file_name in files:
+            descriptors[file_name] = disk.create(folder / file_name)
+        with worker_pool(
+            threads or default_threads(), devices, "hasten-write"
+        ) as thread_pool:
+            for (_, file_name, _, _), digest in zip(
+                file_chunks, thread_pool.map(write, file_chunks), strict=True
             ):
-                sums.setdefault(name, []).append(digest)
-            list(pool.map(disk.sync, opened.values()))
+                sums_by_name.setdefault(file_name, []).append(digest)
+            list(thread_pool.map(disk.sync, descriptors.values()))
     finally:
-        for fd in opened.values():
+        for fd in descriptors.values():
             disk.close(fd)
-    records = {}
-    for name, blob in files.items():
-        records[name] = FileRecord(
-            name=name, size=blob.size, sums=tuple(sums.get(name, ()))
+    file_records = {}
+    for file_name, blob in files.items():
+        file_records[file_name] = FileRecord(
+            name=file_name, size=blob.size, sums=tuple(sums_by_name.get(file_name, ()))
         )
-    return records
+    return file_records
 
 
 def _write_chunk(
-    disk: Disk, fd: int, chunk: tuple[int, str, Blob, list[int]], buffer: HostBuffer
+    disk: Disk,
+    descriptor: int,
+    chunk: tuple[int, str, Blob, list[int]],
+    host_buffer: HostBuffer,
 ) -> str:
     """Write one chunk of a file and return its checksum."""
-    index, _, blob, starts = chunk
-    at = start = index * CHUNK_BYTES
+    chunk_index, _, blob, segment_offsets = chunk
+    write_offset = start = chunk_index * CHUNK_BYTES
     stop = min(start + CHUNK_BYTES, blob.size)
-    total = xxhash.xxh3_64()
-    for summed in pieces(host_views(blob, start, stop, starts, buffer), SUM_BYTES):
-        for view in summed:
-            total.update(view)
-        for views in pieces(summed, WRITE_BYTES):
-            end = at + sum(map(len, views))
-            while at < end:
-                written = disk.write_at(fd, views, at)
-                at += written
-                if at < end:
-                    views = skip(views, written)
+    chunk_hash = xxhash.xxh3_64()
+    for summed_views in split_views(
+        host_views(blob, start, stop, segment_offsets, host_buffer), CHECKSUM_STEP_BYTES
+    ):
+        for view in summed_views:
+            chunk_hash.update(view)
+        for views in split_views(summed_views, WRITE_STEP_BYTES):
+            write_end = write_offset + sum(map(len, views))
+            while write_offset < write_end:
+                num_written = disk.write_at(descriptor, views, write_offset)
+                write_offset += num_written
+                if write_offset < write_end:
+                    views = skip_bytes(views, num_written)
     if stop - start == CHUNK_BYTES:
-        start_writeback(fd, start, stop - start)
-    return total.hexdigest()
+        start_writeback(descriptor, start, stop - start)
+    return chunk_hash.hexdigest()
 
 
-def start_writeback(fd: int, offset: int, length: int) -> None:
+def start_writeback(descriptor: int, offset: int, length: int) -> None:
     """Ask Linux to start writing these bytes to disk now, so that the final sync has little left to do."""
     if sys.platform == "linux":
-        call = getattr(ctypes.CDLL(None), "sync_file_range", None)
-        if call is not None:  # a hint only, so a failure is harmless
-            call(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _START_WRITEBACK)
+        sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+        if sync_file_range is not None:  # a hint only, so a failure is harmless
+            sync_file_range(
+                descriptor,
+                ctypes.c_int64(offset),
+                ctypes.c_int64(length),
+                _START_WRITEBACK,
+            )
 
 
 def file_checksum(path: Path, start: int, stop: int) -> str:
     """Return the checksum of bytes start..stop of a file. Raises: OSError when the disk cannot read them."""
     with open_outside(path) as file:
-        fd = file.fileno()
+        descriptor = file.fileno()
         if (
-            stop - start >= SUM_BYTES
-            and (found := _checksum_mapped(fd, start, stop)) is not None
+            stop - start >= CHECKSUM_STEP_BYTES
+            and (mapped_checksum := _checksum_mapped(descriptor, start, stop))
+            is not None
         ):
-            return found
-        total = xxhash.xxh3_64()
-        for at in range(start, stop, SUM_BYTES):
-            total.update(os.pread(fd, min(SUM_BYTES, stop - at), at))
-        return total.hexdigest()
+            return mapped_checksum
+        range_hash = xxhash.xxh3_64()
+        for offset in range(start, stop, CHECKSUM_STEP_BYTES):
+            range_hash.update(
+                os.pread(descriptor, min(CHECKSUM_STEP_BYTES, stop - offset), offset)
+            )
+        return range_hash.hexdigest()
 
 
-def _checksum_mapped(fd: int, start: int, stop: int) -> str | None:
+def _checksum_mapped(descriptor: int, start: int, stop: int) -> str | None:
     """Return the checksum without copying the bytes; None where the system or the disk does not support it.
 
     The kernel is asked to load the pages first: a disk error is then a return code instead of a signal.
@@ -404,84 +445,91 @@ def _checksum_mapped(fd: int, start: int, stop: int) -> str | None:
     if sys.platform != "linux" or start % mmap.ALLOCATIONGRANULARITY:
         return None
     try:
-        view = mmap.mmap(fd, stop - start, prot=mmap.PROT_READ, offset=start)
+        mapped_view = mmap.mmap(
+            descriptor, stop - start, prot=mmap.PROT_READ, offset=start
+        )
     # the file is shorter than it should be, or cannot be mapped
     except (OSError, ValueError):
         return None
-    words = np.frombuffer(view, np.uint8)
-    populated: int = ctypes.CDLL(None).madvise(
-        ctypes.c_void_p(words.ctypes.data), ctypes.c_size_t(len(words)), _POPULATE_READ
+    mapped_bytes = np.frombuffer(mapped_view, np.uint8)
+    error_code: int = ctypes.CDLL(None).madvise(
+        ctypes.c_void_p(mapped_bytes.ctypes.data),
+        ctypes.c_size_t(len(mapped_bytes)),
+        _POPULATE_READ,
     )
-    return checksum(memoryview(words)) if populated == 0 else None  # type: ignore[arg-type]  # arrays are buffers
+    return checksum(memoryview(mapped_bytes)) if error_code == 0 else None  # type: ignore[arg-type]  # arrays are buffers
 
 
-def read_all(fd: int, views: Sequence[memoryview], offset: int) -> int:
+def read_all(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
     """Fill the views one after another and return the number of bytes read, fewer only at the end of the file."""
-    size = sum(map(len, views))
-    done = 0
-    while done < size:
-        count = os.preadv(fd, views, offset + done)
-        if not count:
+    total_bytes = sum(map(len, views))
+    num_done = 0
+    while num_done < total_bytes:
+        num_read = os.preadv(descriptor, views, offset + num_done)
+        if not num_read:
             break
-        done += count
-        views = skip(views, count)
-    return done
+        num_done += num_read
+        views = skip_bytes(views, num_read)
+    return num_done
 
 
-def read_cached(fd: int, views: Sequence[memoryview], offset: int) -> int:
+def read_cached(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
     """Read from the page cache alone; return the number of bytes up to the first that it does not hold."""
     try:
-        return os.preadv(fd, views, offset, os.RWF_NOWAIT)
+        return os.preadv(descriptor, views, offset, os.RWF_NOWAIT)
     # nothing is cached, or the system or the file system does not tell
     except (AttributeError, OSError):
         return 0
 
 
-def read_ahead(fd: int, start: int, stop: int) -> None:
+def read_ahead(descriptor: int, start: int, stop: int) -> None:
     """Ask the system to read a range into the page cache, all at once, so that the disk reads in parallel."""
     if hasattr(os, "posix_fadvise"):
-        for at in range(start, stop, READ_AHEAD_BYTES):
+        for offset in range(start, stop, READ_AHEAD_BYTES):
             os.posix_fadvise(
-                fd, at, min(READ_AHEAD_BYTES, stop - at), os.POSIX_FADV_WILLNEED
+                descriptor,
+                offset,
+                min(READ_AHEAD_BYTES, stop - offset),
+                os.POSIX_FADV_WILLNEED,
             )
 
 
 def cannot_write(
-    what: str, folder: Path, num_bytes: int, error: OSError
+    description: str, folder: Path, num_bytes: int, error: OSError
 ) -> CheckpointError:
     """Return the error for a failed write; if there is no space left, the error names the disk."""
     if error.errno == errno.EFBIG:
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        limit_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         return CheckpointError(
-            f"writing {what} to {folder} failed, because a file of this process may have {limit} bytes at most (ulimit -f): {error}. "
+            f"writing {description} to {folder} failed, because a file of this process may have {limit_bytes} bytes at most (ulimit -f): {error}. "
             "Nothing was saved, and earlier files are unchanged. Raise the limit: `ulimit -f unlimited`."
         )
-    if error.errno not in FULL:
+    if error.errno not in FULL_DISK_ERRORS:
         return CheckpointError(
-            f"{what} could not be written to {folder}: {error}. Nothing was saved, and earlier files are unchanged. Give a folder that can "
+            f"{description} could not be written to {folder}: {error}. Nothing was saved, and earlier files are unchanged. Give a folder that can "
             "be written to."
         )
-    place = folder.resolve()
-    while not place.exists():
-        place = place.parent
-    mount = place
-    while not mount.is_mount():
-        mount = mount.parent
-    usage = os.statvfs(place)
+    existing_folder = folder.resolve()
+    while not existing_folder.exists():
+        existing_folder = existing_folder.parent
+    mount_point = existing_folder
+    while not mount_point.is_mount():
+        mount_point = mount_point.parent
+    disk_usage = os.statvfs(existing_folder)
     free_bytes, size_bytes = (
-        usage.f_bavail * usage.f_frsize,
-        usage.f_blocks * usage.f_frsize,
+        disk_usage.f_bavail * disk_usage.f_frsize,
+        disk_usage.f_blocks * disk_usage.f_frsize,
     )
-    room = f"{free_bytes / 1e6:,.1f} MB of {size_bytes / 1e6:,.1f} MB are free"
+    free_words = f"{free_bytes / 1e6:,.1f} MB of {size_bytes / 1e6:,.1f} MB are free"
     if error.errno == errno.EDQUOT:
-        why = "has no room left in your quota"
-    elif usage.f_files and not usage.f_favail:
-        why = f"has no room for another file: all its {usage.f_files} inodes are in use"
+        reason = "has no room left in your quota"
+    elif disk_usage.f_files and not disk_usage.f_favail:
+        reason = f"has no room for another file: all its {disk_usage.f_files} inodes are in use"
     else:
-        why = "is full"
-    needed = f"; this rank writes {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
+        reason = "is full"
+    needed_words = f"; this rank writes {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
     return CheckpointError(
-        f"writing {what} failed, because the disk of {folder} (mounted at {mount}) {why}: {error.strerror or error}. {room}{needed}. "
+        f"writing {description} failed, because the disk of {folder} (mounted at {mount_point}) {reason}: {error.strerror or error}. {free_words}{needed_words}. "
         "Nothing was saved, and earlier files are unchanged. Delete old checkpoints (total_limit does so automatically), or save to "
         "another disk."
     )

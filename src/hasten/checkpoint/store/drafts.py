@@ -28,17 +28,19 @@ from hasten.checkpoint.store.occupied import exported_weights
 from hasten.errors import CheckpointBusyError, CheckpointError
 
 log = logging.getLogger(__name__)
-DRAFT: Final = ".hasten-draft."
-TRASH: Final = ".hasten-trash."
+DRAFT_PREFIX: Final = ".hasten-draft."
+TRASH_PREFIX: Final = ".hasten-trash."
 """Starts of the names of hidden folders; a token follows."""
-_REPLACED: Final = "replaced"
+_REPLACED_NOTE: Final = "replaced"
 _NEXT_MANIFEST: Final = "next-manifest.json"
 LOCK_NAME: Final = ".hasten-lock"
-_WAIT_S: Final = 60.0
-_PAUSE_S: Final = 0.01
+_LOCK_TIMEOUT_S: Final = 60.0
+_LOCK_POLL_S: Final = 0.01
 _ABANDONED_AFTER_S: Final = 24 * 3600.0
 """Age after which a draft counts as abandoned where the file system has no flock."""
-_UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
+_FLOCK_UNSUPPORTED_ERRORS: Final = frozenset(
+    {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
+)
 
 
 # -- locks --------------------------------------------------------------------------------------------------------
@@ -51,22 +53,22 @@ class FileLock:
         """Releases the lock; safe to call repeatedly."""
 
 
-def _unlock(descriptor: int, owner: int) -> None:
+def _unlock(descriptor: int, owner_pid: int) -> None:
     # explicitly, because forked children may hold copies of the descriptor
-    if os.getpid() == owner:
+    if os.getpid() == owner_pid:
         with suppress(OSError):  # a file system without flock
             fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
-def try_lock(path: Path, disk: Disk) -> FileLock | None:
+def try_lock(lock_path: Path, disk: Disk) -> FileLock | None:
     """Create a file if necessary and lock it; return None if another process holds the lock."""
-    descriptor = disk.open_lock(path)
+    descriptor = disk.open_lock(lock_path)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in _UNSUPPORTED:
+            if error.errno not in _FLOCK_UNSUPPORTED_ERRORS:
                 raise
         return FileLock(descriptor)
     except BaseException as error:
@@ -77,42 +79,46 @@ def try_lock(path: Path, disk: Disk) -> FileLock | None:
 
 
 @contextmanager
-def folder_lock(folder: Path, disk: Disk, wait_s: float = _WAIT_S) -> Iterator[None]:
+def folder_lock(
+    folder: Path, disk: Disk, wait_s: float = _LOCK_TIMEOUT_S
+) -> Iterator[None]:
     """Context manager in which no other process saves into the folder.
 
     Raises: CheckpointBusyError if another process holds the lock for longer than `wait_s`.
     """
-    path = folder / LOCK_NAME
-    deadline = time.monotonic() + wait_s
-    while (lock := _lock_current_file(path, disk)) is None:
-        if time.monotonic() > deadline:
+    lock_path = folder / LOCK_NAME
+    deadline_s = time.monotonic() + wait_s
+    while (file_lock := _lock_current_file(lock_path, disk)) is None:
+        if time.monotonic() > deadline_s:
             raise CheckpointBusyError(
                 f"another process has kept {folder} locked for {wait_s:g} s while saving there. Nothing was changed. Look for a "
-                f"stopped process (`fuser {path}`), or save into another folder."
+                f"stopped process (`fuser {lock_path}`), or save into another folder."
             )
-        time.sleep(_PAUSE_S)
+        time.sleep(_LOCK_POLL_S)
     try:
         yield
     finally:
         try:
-            disk.remove_file(path)
+            disk.remove_file(lock_path)
         finally:
-            lock.release()
+            file_lock.release()
 
 
-def _lock_current_file(path: Path, disk: Disk) -> FileLock | None:
+def _lock_current_file(lock_path: Path, disk: Disk) -> FileLock | None:
     """Return the lock, or None if it is held, or if its holder has removed the file meanwhile."""
-    lock = try_lock(path, disk)
-    if lock is None:
+    file_lock = try_lock(lock_path, disk)
+    if file_lock is None:
         return None
     is_current = False
     try:
         with suppress(FileNotFoundError):
-            is_current = os.path.samestat(os.fstat(lock.descriptor), path.stat())
+            is_current = os.path.samestat(
+                os.fstat(file_lock.descriptor), lock_path.stat()
+            )
     finally:
         if not is_current:
-            lock.release()
-    return lock if is_current else None
+            file_lock.release()
+    return file_lock if is_current else None
 
 
 def is_abandoned(lock_file: Path) -> bool:
@@ -135,23 +141,25 @@ def is_abandoned(lock_file: Path) -> bool:
 
 
 # -- drafts -------------------------------------------------------------------------------------------------------
-def create_draft(base: Path, name: str, disk: Disk) -> tuple[Path, FileLock | None]:
+def create_draft(
+    base_folder: Path, checkpoint_name: str, disk: Disk
+) -> tuple[Path, FileLock | None]:
     """Create a draft inside `base`: a folder for the files, with the final name, in a hidden one, whose lock shows that the writer is alive.
 
     Ranks: main only, with the lock of `base`.
     """
-    draft = base / f"{DRAFT}{secrets.token_hex(6)}"
-    disk.make_folder(draft)
-    lock = try_lock(draft / LOCK_NAME, disk)
-    disk.make_folder(draft / name)
-    return draft / name, lock
+    draft_folder = base_folder / f"{DRAFT_PREFIX}{secrets.token_hex(6)}"
+    disk.make_folder(draft_folder)
+    file_lock = try_lock(draft_folder / LOCK_NAME, disk)
+    disk.make_folder(draft_folder / checkpoint_name)
+    return draft_folder / checkpoint_name, file_lock
 
 
-def remove_draft(content: Path, lock: FileLock | None, disk: Disk) -> None:
+def remove_draft(content_folder: Path, file_lock: FileLock | None, disk: Disk) -> None:
     """Delete a draft; its lock file is closed first, because NFS and FUSE keep open files in their folder."""
-    if lock is not None:
-        lock.release()
-    disk.remove_tree(content.parent)
+    if file_lock is not None:
+        file_lock.release()
+    disk.remove_tree(content_folder.parent)
 
 
 @contextmanager
@@ -160,11 +168,11 @@ def temporary_draft(folder: Path, disk: Disk) -> Iterator[Path]:
     disk.make_folder(folder)
     with folder_lock(folder, disk):
         remove_leftovers(folder, disk)
-        content, lock = create_draft(folder, "files", disk)
+        draft_content, file_lock = create_draft(folder, "files", disk)
     try:
-        yield content
+        yield draft_content
     finally:
-        remove_draft(content, lock, disk)
+        remove_draft(draft_content, file_lock, disk)
 
 
 def hidden_entries(folder: Path) -> Iterator[Path]:
@@ -174,7 +182,7 @@ def hidden_entries(folder: Path) -> Iterator[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return
     for path in paths:
-        if path.name.startswith((DRAFT, TRASH)):
+        if path.name.startswith((DRAFT_PREFIX, TRASH_PREFIX)):
             yield path
 
 
@@ -182,47 +190,49 @@ def draft_of(manifest: Manifest | None) -> str | None:
     """Return the path of the draft that a manifest's files are still in; None if they have their final names."""
     if manifest is None or not manifest.files:
         return None
-    parts = manifest.files[0].name.split("/")
-    if len(parts) < 3 or not parts[0].startswith(DRAFT):
+    path_parts = manifest.files[0].name.split("/")
+    if len(path_parts) < 3 or not path_parts[0].startswith(DRAFT_PREFIX):
         return None
-    return f"{parts[0]}/{parts[1]}"
+    return f"{path_parts[0]}/{path_parts[1]}"
 
 
 def content_folder(folder: Path) -> Path:
     """Return the folder that holds a checkpoint's files under their final names: the folder itself, or a draft in it."""
-    draft = draft_of(read_manifest(folder / MANIFEST_NAME))
-    return folder if draft is None else folder / draft
+    draft_path = draft_of(read_manifest(folder / MANIFEST_NAME))
+    return folder if draft_path is None else folder / draft_path
 
 
-def remove_leftovers(folder: Path, disk: Disk, current: str = "") -> None:
+def remove_leftovers(folder: Path, disk: Disk, current_draft: str = "") -> None:
     """Finish or remove what interrupted saves have left in a folder, except the draft named `current`.
 
     Ranks: main only, with the folder's lock.
     """
     committed_draft = draft_of(read_manifest(folder / MANIFEST_NAME))
-    for path in hidden_entries(folder):
-        if path.name == current:
+    for hidden_path in hidden_entries(folder):
+        if hidden_path.name == current_draft:
             continue
         try:
-            if path.name.startswith(DRAFT) and not is_abandoned(path / LOCK_NAME):
+            if hidden_path.name.startswith(DRAFT_PREFIX) and not is_abandoned(
+                hidden_path / LOCK_NAME
+            ):
                 continue
             if committed_draft is not None and committed_draft.startswith(
-                f"{path.name}/"
+                f"{hidden_path.name}/"
             ):
                 give_final_names(folder, disk)
             else:
-                disk.remove_tree(path)
+                disk.remove_tree(hidden_path)
         except OSError as error:  # in use, or another user's; the next save tries again
             log.debug(
                 "%s, which an interrupted save left, could not be removed: %s",
-                path,
+                hidden_path,
                 error,
             )
 
 
 def replace_content(
     folder: Path,
-    content: Path,
+    draft_content: Path,
     manifest: Manifest,
     keeps_exports: bool,
     disk: Disk,
@@ -233,64 +243,71 @@ def replace_content(
     Ranks: main only, with the folder's lock.
     Raises: CheckpointError when the folder holds an exported model and `keeps_exports`, or the user's files have one of the names.
     """
-    outdated = _outdated_files(folder, keeps_exports)
-    _check_names(folder, manifest, outdated)
-    place = content.relative_to(folder).as_posix()
-    files = [
-        msgspec.structs.replace(file, name=f"{place}/{file.name}")
+    outdated_names = _outdated_files(folder, keeps_exports)
+    _check_names(folder, manifest, outdated_names)
+    content_path = draft_content.relative_to(folder).as_posix()
+    placed_files = [
+        msgspec.structs.replace(file, name=f"{content_path}/{file.name}")
         for file in manifest.files
     ]
-    notes = {**manifest.notes, _REPLACED: sorted(outdated)}
-    raw = encode_manifest(
-        msgspec.structs.replace(manifest, files=tuple(files), notes=notes)
+    manifest_notes = {**manifest.notes, _REPLACED_NOTE: sorted(outdated_names)}
+    raw_manifest = encode_manifest(
+        msgspec.structs.replace(
+            manifest, files=tuple(placed_files), notes=manifest_notes
+        )
     )
     write_files(
-        content.parent, {_NEXT_MANIFEST: Blob([raw], len(raw))}, disk, threads=1
+        draft_content.parent,
+        {_NEXT_MANIFEST: Blob([raw_manifest], len(raw_manifest))},
+        disk,
+        threads=1,
     )
-    disk.rename(content.parent / _NEXT_MANIFEST, folder / MANIFEST_NAME)
+    disk.rename(draft_content.parent / _NEXT_MANIFEST, folder / MANIFEST_NAME)
     disk.sync_folder(folder)
     give_final_names(folder, disk)
-    remove_leftovers(folder, disk, current=content.parent.name)
+    remove_leftovers(folder, disk, current_draft=draft_content.parent.name)
 
 
 def _outdated_files(folder: Path, keeps_exports: bool) -> set[str]:
     """Return the files of the folder's earlier checkpoint."""
-    weights = exported_weights(folder)
-    previous = read_manifest(folder / MANIFEST_NAME)
-    if previous is not None:
-        draft = draft_of(previous)
-        prefix = "" if draft is None else f"{draft}/"
-        return {file.name.removeprefix(prefix) for file in previous.files}
+    weight_names = exported_weights(folder)
+    previous_manifest = read_manifest(folder / MANIFEST_NAME)
+    if previous_manifest is not None:
+        draft_path = draft_of(previous_manifest)
+        prefix = "" if draft_path is None else f"{draft_path}/"
+        return {file.name.removeprefix(prefix) for file in previous_manifest.files}
     if os.path.lexists(folder / MANIFEST_NAME):  # damaged: the weights are its files
-        return set(weights)
-    if weights and keeps_exports:
+        return set(weight_names)
+    if weight_names and keeps_exports:
         raise CheckpointError(
-            f"{folder} holds an exported model ({', '.join(weights[:3])}), and load_model would read the one or the other. Nothing was "
+            f"{folder} holds an exported model ({', '.join(weight_names[:3])}), and load_model would read the one or the other. Nothing was "
             "changed. Save the checkpoint into another folder, or delete the model first."
         )
     return set()
 
 
-def _check_names(folder: Path, manifest: Manifest, outdated: Collection[str]) -> None:
+def _check_names(
+    folder: Path, manifest: Manifest, outdated_names: Collection[str]
+) -> None:
     for file in manifest.files:
-        path = folder / file.name
-        parents = [
+        file_path = folder / file.name
+        parent_files = [
             parent
-            for parent in path.parents
+            for parent in file_path.parents
             if parent.is_relative_to(folder) and parent.is_file()
         ]
         conflicts = [
             parent
-            for parent in parents
-            if parent.relative_to(folder).as_posix() not in outdated
+            for parent in parent_files
+            if parent.relative_to(folder).as_posix() not in outdated_names
         ]
-        if path.is_dir():
-            inner = [
-                entry.relative_to(folder).as_posix()
-                for entry in path.rglob("*")
-                if entry.is_file()
+        if file_path.is_dir():
+            inner_names = [
+                inner_path.relative_to(folder).as_posix()
+                for inner_path in file_path.rglob("*")
+                if inner_path.is_file()
             ]
-            conflicts += [path] if set(inner) - set(outdated) else []
+            conflicts += [file_path] if set(inner_names) - set(outdated_names) else []
         if conflicts:
             raise CheckpointError(
                 f"{conflicts[0]} conflicts with {file.name}, which this save writes: one is a file, the other a folder. "
@@ -303,54 +320,61 @@ def give_final_names(folder: Path, disk: Disk) -> None:
 
     The checkpoint is complete before, after and at every point between, also when this fails.
     """
-    pointer = read_manifest(folder / MANIFEST_NAME)
-    place = draft_of(pointer)
-    if pointer is None or place is None:
+    pointer_manifest = read_manifest(folder / MANIFEST_NAME)
+    draft_path = draft_of(pointer_manifest)
+    if pointer_manifest is None or draft_path is None:
         return
-    content = folder / place
+    draft_content = folder / draft_path
     try:
-        for name in pointer.notes.get(_REPLACED, ()):
-            if not _is_same(content / name, folder / name):
-                disk.remove_file(folder / name)
-                _remove_empty_parents(folder / name, folder)
-        _link_all(
-            content,
+        for file_name in pointer_manifest.notes.get(_REPLACED_NOTE, ()):
+            if not _is_same_file(draft_content / file_name, folder / file_name):
+                disk.remove_file(folder / file_name)
+                _remove_empty_parents(folder / file_name, folder)
+        _link_files(
+            draft_content,
             folder,
-            [file.name.removeprefix(f"{place}/") for file in pointer.files],
+            [
+                file.name.removeprefix(f"{draft_path}/")
+                for file in pointer_manifest.files
+            ],
             disk,
         )
-        disk.remove_file(content.parent / _NEXT_MANIFEST)
-        disk.link(content / MANIFEST_NAME, content.parent / _NEXT_MANIFEST)
-        disk.rename(content.parent / _NEXT_MANIFEST, folder / MANIFEST_NAME)
+        disk.remove_file(draft_content.parent / _NEXT_MANIFEST)
+        disk.link(draft_content / MANIFEST_NAME, draft_content.parent / _NEXT_MANIFEST)
+        disk.rename(draft_content.parent / _NEXT_MANIFEST, folder / MANIFEST_NAME)
         disk.sync_folder(folder)
-        disk.remove_tree(content.parent)
+        disk.remove_tree(draft_content.parent)
     except OSError as error:
-        for file in pointer.files:
-            _remove_empty_parents(folder / file.name.removeprefix(f"{place}/"), folder)
+        for file in pointer_manifest.files:
+            _remove_empty_parents(
+                folder / file.name.removeprefix(f"{draft_path}/"), folder
+            )
         log.warning(
             "the files of %s stay in its folder %s, where they were written (load_state finds them there): renaming them "
             "failed with %s",
-            *(folder, place, error),
+            *(folder, draft_path, error),
         )
 
 
-def _link_all(content: Path, folder: Path, names: Collection[str], disk: Disk) -> None:
+def _link_files(
+    draft_content: Path, folder: Path, file_names: Collection[str], disk: Disk
+) -> None:
     changed_folders = {folder}
     # also empty folders, as a rename of the whole would
-    for path in sorted(content.rglob("*")):
+    for path in sorted(draft_content.rglob("*")):
         if path.is_dir():
-            final_path = folder / path.relative_to(content)
+            final_path = folder / path.relative_to(draft_content)
             disk.make_folder(final_path)
             changed_folders.add(final_path)
-    for name in names:
-        if not _is_same(content / name, folder / name):
-            disk.remove_file(folder / name)
-            disk.link(content / name, folder / name)
+    for file_name in file_names:
+        if not _is_same_file(draft_content / file_name, folder / file_name):
+            disk.remove_file(folder / file_name)
+            disk.link(draft_content / file_name, folder / file_name)
     for path in changed_folders:
         disk.sync_folder(path)
 
 
-def _is_same(source: Path, target: Path) -> bool:
+def _is_same_file(source: Path, target: Path) -> bool:
     try:
         return os.path.samestat(source.lstat(), target.lstat())
     except OSError:

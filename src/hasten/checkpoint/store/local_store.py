@@ -32,7 +32,7 @@ from hasten.checkpoint.format.manifest import (
     resolve_inside,
 )
 from hasten.checkpoint.store.disk import (
-    FULL,
+    FULL_DISK_ERRORS,
     Disk,
     cannot_write,
     default_threads,
@@ -40,9 +40,9 @@ from hasten.checkpoint.store.disk import (
     write_files,
 )
 from hasten.checkpoint.store.drafts import (
-    DRAFT,
+    DRAFT_PREFIX,
     LOCK_NAME,
-    TRASH,
+    TRASH_PREFIX,
     FileLock,
     content_folder,
     create_draft,
@@ -87,47 +87,47 @@ class LocalDraft:
         """Write files in parallel; they are on the disk when this returns."""
         with self._explaining_full_disks(sum(map(attrgetter("size"), files.values()))):
             self._disk.make_folder(self.folder)  # a hook may have removed it
-            for name in files:
-                path = self.folder / name
-                if path.is_symlink() or path.exists():
+            for file_name in files:
+                file_path = self.folder / file_name
+                if file_path.is_symlink() or file_path.exists():
                     log.warning(
                         "%s, which a save hook wrote, is replaced by the file of that name this save writes",
-                        name,
+                        file_name,
                     )
                     self._disk.remove_tree(
-                        path
-                    ) if path.is_dir() else self._disk.remove_file(path)
+                        file_path
+                    ) if file_path.is_dir() else self._disk.remove_file(file_path)
             return write_files(self.folder, files, self._disk, self._threads)
 
     def hook_files(self, written_names: Sequence[str]) -> list[FileRecord]:
         """Return the records of files that hooks created in the draft, after syncing them."""
-        records, ours = [], set(written_names)
+        hook_records, known_names = [], set(written_names)
         with self._explaining_full_disks(0):
             for path in sorted(self.folder.rglob("*")):
-                name = path.relative_to(self.folder).as_posix()
+                file_name = path.relative_to(self.folder).as_posix()
                 if path.is_dir() and not path.is_symlink():
                     self._disk.sync_folder(path)
-                elif name not in ours:
-                    with check_hooked(self.folder, name).open("rb") as file:
+                elif file_name not in known_names:
+                    with check_hooked(self.folder, file_name).open("rb") as file:
                         self._disk.sync(file.fileno())
-                    records.append(described(path, name, self._threads))
-        return records
+                    hook_records.append(describe_file(path, file_name, self._threads))
+        return hook_records
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, sync, and rename the folder to its final name or replace the existing content."""
-        raw = encode_manifest(manifest)
-        with self._explaining_full_disks(len(raw)):
+        raw_manifest = encode_manifest(manifest)
+        with self._explaining_full_disks(len(raw_manifest)):
             write_files(
                 self.folder,
-                {MANIFEST_NAME: Blob([raw], len(raw))},
+                {MANIFEST_NAME: Blob([raw_manifest], len(raw_manifest))},
                 self._disk,
                 threads=1,
             )
             for folder in (self.folder, *self.folder.parents[:2]):
                 self._disk.sync_folder(folder)
-            if names := missing_files(self.folder, manifest.files):
+            if missing_names := missing_files(self.folder, manifest.files):
                 raise CheckpointError(
-                    f"{', '.join(names[:4])} disappeared from {self.folder} before the checkpoint was committed. Nothing was saved. "
+                    f"{', '.join(missing_names[:4])} disappeared from {self.folder} before the checkpoint was committed. Nothing was saved. "
                     "Find out what deletes files there (a clean-up job?), and save again."
                 )
             if self.folder.parents[1] == self._target or not self._rename_to_target():
@@ -143,7 +143,7 @@ class LocalDraft:
 
     def _rename_to_target(self) -> bool:
         """Rename the draft to the checkpoint; if a folder of that name has appeared, move the draft into it instead."""
-        base = self._target.parent
+        parent_folder = self._target.parent
         try:
             self._disk.rename(self.folder, self._target)
         except OSError as error:
@@ -158,7 +158,7 @@ class LocalDraft:
             self.folder = self._target / self.token / self.name
             self._disk.sync_folder(self._target)
             return False
-        self._disk.sync_folder(base)
+        self._disk.sync_folder(parent_folder)
         try:
             remove_draft(self.folder, self._lock, self._disk)
         # the checkpoint is there; the next save removes the draft
@@ -168,8 +168,8 @@ class LocalDraft:
 
     def abort(self) -> None:
         """Delete the draft, unless it has become the checkpoint: then the next save completes the replacement."""
-        committed = draft_of(read_manifest(self._target / MANIFEST_NAME))
-        if committed is not None and committed.startswith(f"{self.token}/"):
+        committed_draft = draft_of(read_manifest(self._target / MANIFEST_NAME))
+        if committed_draft is not None and committed_draft.startswith(f"{self.token}/"):
             self._release()
         else:
             remove_draft(self.folder, self._lock, self._disk)
@@ -183,47 +183,47 @@ class LocalDraft:
         try:
             yield
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in FULL_DISK_ERRORS:
                 raise
-            what = f"the checkpoint {self.name!r}"
+            description = f"the checkpoint {self.name!r}"
             raise cannot_write(
-                what, self.folder.parents[1], num_bytes, error
+                description, self.folder.parents[1], num_bytes, error
             ) from error
 
 
-def check_hooked(folder: Path, name: str) -> Path:
+def check_hooked(folder: Path, file_name: str) -> Path:
     """Return the path of a file that a hook created in the draft, if it can be part of a checkpoint.
 
     Raises: CheckpointError otherwise.
     """
-    path = resolve_inside(folder, name)
-    if name == MANIFEST_NAME:
+    file_path = resolve_inside(folder, file_name)
+    if file_name == MANIFEST_NAME:
         raise CheckpointError(
             f"a save hook wrote {MANIFEST_NAME}, the table of contents that every checkpoint has and hasten writes itself. "
             "Nothing was saved. Let the hook use another name."
         )
-    if not stat.S_ISREG(path.stat().st_mode):
+    if not stat.S_ISREG(file_path.stat().st_mode):
         raise CheckpointError(
-            f"{name}, left by a save hook, is not a plain file, so it cannot be part of a checkpoint. Nothing was saved. "
+            f"{file_name}, left by a save hook, is not a plain file, so it cannot be part of a checkpoint. Nothing was saved. "
             "Let the hook write files and folders."
         )
-    return path
+    return file_path
 
 
-def described(path: Path, name: str, threads: int | None = None) -> FileRecord:
+def describe_file(path: Path, file_name: str, threads: int | None = None) -> FileRecord:
     """Return the record of an existing file."""
-    size = path.stat().st_size
-    starts = range(0, size, CHUNK_BYTES)
-    with ThreadPoolExecutor(threads or default_threads()) as pool:
-        sums = tuple(
-            pool.map(
+    file_size = path.stat().st_size
+    chunk_starts = range(0, file_size, CHUNK_BYTES)
+    with ThreadPoolExecutor(threads or default_threads()) as thread_pool:
+        chunk_sums = tuple(
+            thread_pool.map(
                 lambda start: file_checksum(
-                    path, start, min(start + CHUNK_BYTES, size)
+                    path, start, min(start + CHUNK_BYTES, file_size)
                 ),
-                starts,
+                chunk_starts,
             )
         )
-    return FileRecord(name=name, size=size, sums=sums)
+    return FileRecord(name=file_name, size=file_size, sums=chunk_sums)
 
 
 class LocalStore:
@@ -267,24 +267,30 @@ class LocalStore:
             draft.is_numbered = True
             return draft
 
-    def _new_draft(self, base: Path, name: str | None, at_least: int = 0) -> LocalDraft:
-        self._disk.make_folder(base)
-        with folder_lock(base, self._disk):
-            remove_leftovers(base, self._disk)
+    def _new_draft(
+        self, base_folder: Path, name: str | None, at_least: int = 0
+    ) -> LocalDraft:
+        self._disk.make_folder(base_folder)
+        with folder_lock(base_folder, self._disk):
+            remove_leftovers(base_folder, self._disk)
             if name is None:
-                drafts = [path.name for path in base.glob(f"{DRAFT}*/*")]
+                draft_names = [
+                    path.name for path in base_folder.glob(f"{DRAFT_PREFIX}*/*")
+                ]
                 name = numbered_checkpoint(
-                    next_number([*self.names(), *drafts], at_least)
+                    next_number([*self.names(), *draft_names], at_least)
                 )
-            content, lock = create_draft(base, name, self._disk)
-        return LocalDraft(self._root / name, content, lock, self._disk, self._threads)
+            draft_content, file_lock = create_draft(base_folder, name, self._disk)
+        return LocalDraft(
+            self._root / name, draft_content, file_lock, self._disk, self._threads
+        )
 
     @contextmanager
     def _explaining_start(self, name: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if error.errno in FULL:
+            if error.errno in FULL_DISK_ERRORS:
                 raise cannot_write(
                     f"the checkpoint {name!r}", self._root, 0, error
                 ) from error
@@ -295,11 +301,11 @@ class LocalStore:
 
     def join(self, name: str, token: str) -> LocalDraft | None:
         """Return the draft that main started; None when this process does not see it."""
-        for base in (self._root, self._root / name):
-            if (base / token / name).is_dir():
+        for base_folder in (self._root, self._root / name):
+            if (base_folder / token / name).is_dir():
                 return LocalDraft(
                     self._root / name,
-                    base / token / name,
+                    base_folder / token / name,
                     None,
                     self._disk,
                     self._threads,
@@ -308,9 +314,9 @@ class LocalStore:
 
     def names(self) -> list[str]:
         """Return the names of the entries that are checkpoints, by manifest or by number, complete or not."""
-        names = []
+        checkpoint_names = []
         try:
-            entries = list(self._root.iterdir())
+            folder_entries = list(self._root.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -318,14 +324,14 @@ class LocalStore:
                 f"{self._root} cannot be read: {error}. It may hold checkpoints, so the run does not go on without them. Check "
                 "that the disk is mounted and the folder's permissions."
             ) from error
-        for entry in entries:
-            hidden = entry.name.startswith(".hasten-")
-            if not hidden and (
-                checkpoint_number(entry.name) is not None
-                or (entry / MANIFEST_NAME).is_file()
+        for folder_entry in folder_entries:
+            is_hidden = folder_entry.name.startswith(".hasten-")
+            if not is_hidden and (
+                checkpoint_number(folder_entry.name) is not None
+                or (folder_entry / MANIFEST_NAME).is_file()
             ):
-                names.append(entry.name)
-        return sorted(names)
+                checkpoint_names.append(folder_entry.name)
+        return sorted(checkpoint_names)
 
     def folder(self, name: str) -> Path:
         """Return the folder with the checkpoint's files, also after a crash while its content was being replaced."""
@@ -335,16 +341,16 @@ class LocalStore:
         """Return the verified manifest."""
         while True:
             folder = self.folder(name)
-            path = folder / MANIFEST_NAME
+            manifest_path = folder / MANIFEST_NAME
             try:
                 return decode_manifest(
-                    read_outside(path, MAX_MANIFEST_BYTES), str(path)
+                    read_outside(manifest_path, MAX_MANIFEST_BYTES), str(manifest_path)
                 )
             except FileNotFoundError as error:
                 if self.folder(name) != folder:  # it was being replaced
                     continue
                 raise IncompleteCheckpointError(
-                    f"{path} does not exist, so {path.parent} is not a complete checkpoint of hasten: it was never "
+                    f"{manifest_path} does not exist, so {manifest_path.parent} is not a complete checkpoint of hasten: it was never "
                     "committed, or another tool wrote it. Give another folder, or convert it with `hasten ckpt convert`."
                 ) from error
             except NotADirectoryError as error:
@@ -353,19 +359,19 @@ class LocalStore:
                 ) from error
             except OSError as error:
                 raise CheckpointError(
-                    f"{path} cannot be read: {error}. Check the folder's permissions."
+                    f"{manifest_path} cannot be read: {error}. Check the folder's permissions."
                 ) from error
 
     def check(self, name: str) -> Manifest:
         """Return the manifest after checking that every file has its size. Raises: a CheckpointError otherwise."""
         while True:
             manifest, folder = self.manifest(name), self.folder(name)
-            names = missing_files(folder, manifest.files)
-            if not names:
+            missing_names = missing_files(folder, manifest.files)
+            if not missing_names:
                 return manifest
             if self.is_current(name, manifest, folder):
                 raise IncompleteCheckpointError(
-                    f"{folder}: {', '.join(names[:4])} of {len(manifest.files)} files are missing or have another size, so it is not "
+                    f"{folder}: {', '.join(missing_names[:4])} of {len(manifest.files)} files are missing or have another size, so it is not "
                     "complete. Load an earlier checkpoint, or delete this one."
                 )
 
@@ -390,16 +396,16 @@ class LocalStore:
 
     def delete(self, name: str) -> None:
         """Hide the checkpoint by one rename, then remove it."""
-        trash = self._root / f"{TRASH}{secrets.token_hex(6)}"
-        self._disk.rename(self.path(name), trash)
+        trash_folder = self._root / f"{TRASH_PREFIX}{secrets.token_hex(6)}"
+        self._disk.rename(self.path(name), trash_folder)
         self._disk.sync_folder(self._root)
         try:
-            self._disk.remove_tree(trash)
+            self._disk.remove_tree(trash_folder)
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise
             log.debug(
                 "%s is still open somewhere and will be removed by a later save: %s",
-                trash,
+                trash_folder,
                 error,
             )

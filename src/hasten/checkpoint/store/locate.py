@@ -20,40 +20,40 @@ from hasten.errors import (
 from hasten.extension import load
 
 
-def check_path(path: object, what: str) -> None:
+def check_path(path: object, caller: str) -> None:
     """Check that `path` can name a file or folder.
 
     Raises: ArgumentError for another type, for empty text, or text that no file system accepts.
     """
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
-    if not isinstance(text, str):
+    path_text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(path_text, str):
         raise ArgumentError(
-            f"{what} got {path!r:.80} of type {type(path).__qualname__}, which names no place to read or write; give a path as a "
+            f"{caller} got {path!r:.80} of type {type(path).__qualname__}, which names no place to read or write; give a path as a "
             f"string or pathlib.Path."
         )
-    if not text.strip():
+    if not path_text.strip():
         raise ArgumentError(
-            f'{what} got the empty path {text!r}, which would be the current folder; give the name of a folder or file, or "." if it is '
+            f'{caller} got the empty path {path_text!r}, which would be the current folder; give the name of a folder or file, or "." if it is '
             "meant."
         )
-    if "\0" in text:
+    if "\0" in path_text:
         raise ArgumentError(
-            f"{what} got the path {text!r:.200}, which contains a NUL character, and no file system accepts one; remove it."
+            f"{caller} got the path {path_text!r:.200}, which contains a NUL character, and no file system accepts one; remove it."
         )
 
 
-def check_local(path: str | os.PathLike[str], what: str) -> Path:
+def check_local(path: str | os.PathLike[str], caller: str) -> Path:
     """Return the path of a target on a local disk.
 
     Raises: ArgumentError as `check_path`, and for a URL.
     """
-    check_path(path, what)
-    scheme, mark, rest = os.fspath(path).partition("://")
-    if mark and scheme == "file":
-        return Path(rest).expanduser()
-    if mark and len(scheme) > 1:
+    check_path(path, caller)
+    scheme, url_mark, url_path = os.fspath(path).partition("://")
+    if url_mark and scheme == "file":
+        return Path(url_path).expanduser()
+    if url_mark and len(scheme) > 1:
         raise ArgumentError(
-            f"{what} got the URL {path}, and it writes to local folders only: a folder called {scheme}: would appear here. Write to a local "
+            f"{caller} got the URL {path}, and it writes to local folders only: a folder called {scheme}: would appear here. Write to a local "
             "folder and upload it; save_state takes URLs."
         )
     return Path(path).expanduser()
@@ -62,19 +62,23 @@ def check_local(path: str | os.PathLike[str], what: str) -> Path:
 log = logging.getLogger(__name__)
 
 
-def is_url(place: str) -> bool:
+def is_url(location: str) -> bool:
     """Return True if `place` is a URL rather than a path."""
-    scheme, mark, _ = place.partition("://")
-    return bool(mark) and len(scheme) > 1
+    scheme, url_mark, _ = location.partition("://")
+    return bool(url_mark) and len(scheme) > 1
 
 
-def open_store(place: str | Path) -> CheckpointStore:
+def open_store(location: str | Path) -> CheckpointStore:
     """Return the store at a folder or URL (`file://` is a folder)."""
-    check_path(place, "the checkpoint folder")
-    text = str(place)
-    if text.startswith("file://"):
-        return LocalStore(text.removeprefix("file://"))
-    return _open_url(text) if is_url(text) else LocalStore(Path(text))
+    check_path(location, "the checkpoint folder")
+    location_text = str(location)
+    if location_text.startswith("file://"):
+        return LocalStore(location_text.removeprefix("file://"))
+    return (
+        _open_url(location_text)
+        if is_url(location_text)
+        else LocalStore(Path(location_text))
+    )
 
 
 def _open_url(url: str) -> CheckpointStore:
@@ -82,151 +86,161 @@ def _open_url(url: str) -> CheckpointStore:
     return store
 
 
-def locate(place: str | Path) -> tuple[CheckpointStore, str]:
+def locate(location: str | Path) -> tuple[CheckpointStore, str]:
     """Return the store and name of one checkpoint, given its path or URL."""
-    check_path(place, "the checkpoint folder")
-    text = str(place).rstrip("/")
-    if text.startswith("file://"):
-        text = text.removeprefix("file://")
-    if is_url(text):
-        parent, _, name = text.rpartition("/")
-        if not name or parent.endswith((":/", ":")):
+    check_path(location, "the checkpoint folder")
+    location_text = str(location).rstrip("/")
+    if location_text.startswith("file://"):
+        location_text = location_text.removeprefix("file://")
+    if is_url(location_text):
+        parent_url, _, name = location_text.rpartition("/")
+        if not name or parent_url.endswith((":/", ":")):
             raise ConfigError(
-                f"{place} names no folder in the storage; give a URL such as s3://bucket/run/checkpoint."
+                f"{location} names no folder in the storage; give a URL such as s3://bucket/run/checkpoint."
             )
-        return _open_url(parent), name
+        return _open_url(parent_url), name
     try:
-        path = Path(text or "/").expanduser().resolve()
+        checkpoint_path = Path(location_text or "/").expanduser().resolve()
     except (OSError, RuntimeError) as error:
         raise CheckpointError(
-            f"{place} cannot be followed: {error}. Give the path of a folder."
+            f"{location} cannot be followed: {error}. Give the path of a folder."
         ) from error
-    if not path.name:
+    if not checkpoint_path.name:
         raise ConfigError(
-            f"{place} is the root of the file system; give a folder for the checkpoint."
+            f"{location} is the root of the file system; give a folder for the checkpoint."
         )
-    return LocalStore(path.parent), path.name
+    return LocalStore(checkpoint_path.parent), checkpoint_path.name
 
 
-def locate_existing(place: str | Path) -> tuple[CheckpointStore, str]:
+def locate_existing(location: str | Path) -> tuple[CheckpointStore, str]:
     """Return the store and name of a checkpoint to be read.
 
     Raises: IncompleteCheckpointError when its folder does not exist or is a file.
     """
-    store, name = locate(place)
+    store, name = locate(location)
     if isinstance(store, LocalStore):
-        path = store.folder(name)
-        if path.is_file():
-            inside = (path.parent / MANIFEST_NAME).is_file()
+        checkpoint_path = store.folder(name)
+        if checkpoint_path.is_file():
+            has_manifest = (checkpoint_path.parent / MANIFEST_NAME).is_file()
             hint = (
-                f"give the folder it is in, {path.parent}"
-                if inside
+                f"give the folder it is in, {checkpoint_path.parent}"
+                if has_manifest
                 else "give such a folder"
             )
             raise IncompleteCheckpointError(
-                f"{place} is a file; a checkpoint is a folder with {MANIFEST_NAME} in it, as save_state writes it: {hint}."
+                f"{location} is a file; a checkpoint is a folder with {MANIFEST_NAME} in it, as save_state writes it: {hint}."
             )
-        if not path.exists():
+        if not checkpoint_path.exists():
             raise IncompleteCheckpointError(
-                f"{place} does not exist, so there is no checkpoint to load. Check the path (the current folder is "
-                f"{Path.cwd()}); `hasten ckpt list {path.parent}` shows what is there."
+                f"{location} does not exist, so there is no checkpoint to load. Check the path (the current folder is "
+                f"{Path.cwd()}); `hasten ckpt list {checkpoint_path.parent}` shows what is there."
             )
     return store, name
 
 
-def check_naming(output_dir: str | Path | None, automatic: bool | None) -> None:
+def check_naming(output_dir: str | Path | None, is_automatic: bool | None) -> None:
     """Check that `automatic_checkpoint_naming` allows this target of save_state.
 
     Raises: ConfigError if naming is automatic and a folder is given, or not automatic and none is given.
     """
-    if output_dir is not None and automatic:
+    if output_dir is not None and is_automatic:
         raise ConfigError(
             f"automatic_checkpoint_naming=True numbers every checkpoint under project_dir, but save_state({str(output_dir)!r}) "
             "names a folder; call save_state() without one, or leave automatic_checkpoint_naming out."
         )
-    if output_dir is None and automatic is False:
+    if output_dir is None and is_automatic is False:
         raise ConfigError(
             "save_state() got no folder and automatic_checkpoint_naming=False forbids a numbered one, so there is no place for "
             'the checkpoint; call save_state("folder"), or leave automatic_checkpoint_naming out.'
         )
 
 
-def newest(store: CheckpointStore, level: int = logging.WARNING) -> str | None:
+def find_newest(store: CheckpointStore, log_level: int = logging.WARNING) -> str | None:
     """Return the name of the newest complete numbered checkpoint; incomplete and damaged ones are skipped, which is logged.
 
     Only a place without any numbered checkpoint gives None.
     Raises: IncompleteCheckpointError when none of them is complete; CheckpointError for a newer one that cannot be read now, and
     CheckpointVersionError for one of another version of hasten, because an older one would take the run back.
     """
-    numbers = {name: checkpoint_number(name) for name in store.names()}
-    names = sorted(
-        (name for name in numbers if numbers[name] is not None),
-        key=lambda name: numbers[name] or 0,
+    numbers_by_name = {
+        checkpoint_name: checkpoint_number(checkpoint_name)
+        for checkpoint_name in store.names()
+    }
+    checkpoint_names = sorted(
+        (
+            checkpoint_name
+            for checkpoint_name in numbers_by_name
+            if numbers_by_name[checkpoint_name] is not None
+        ),
+        key=lambda checkpoint_name: numbers_by_name[checkpoint_name] or 0,
         reverse=True,
     )
-    faults: list[CheckpointError] = []
-    for name in names:
+    load_errors: list[CheckpointError] = []
+    for checkpoint_name in checkpoint_names:
         try:
-            store.check(name)
+            store.check(checkpoint_name)
         except (IncompleteCheckpointError, CorruptCheckpointError) as error:
-            faults.append(error)
+            load_errors.append(error)
             continue
-        if faults:
+        if load_errors:
             log.log(
-                level,
+                log_level,
                 "using %s in %s and skipping newer ones: %s",
-                name,
+                checkpoint_name,
                 store.address,
-                " ".join(str(fault) for fault in faults),
+                " ".join(str(load_error) for load_error in load_errors),
             )
-        return name
-    if not names:
+        return checkpoint_name
+    if not checkpoint_names:
         return None
     raise IncompleteCheckpointError(
-        f"{store.address} has checkpoints ({', '.join(names[:4])}) and none is complete: {faults[0]} The run does not start anew over "
+        f"{store.address} has checkpoints ({', '.join(checkpoint_names[:4])}) and none is complete: {load_errors[0]} The run does not start anew over "
         f"them. `hasten ckpt verify` names all faults; delete {store.address} to start anew, or give the path of another checkpoint."
     )
 
 
-def join_place(place: str, *parts: str) -> str:
+def join_location(location: str, *path_parts: str) -> str:
     """Return a path or URL with further parts appended."""
     return (
-        "/".join((place.rstrip("/"), *parts))
-        if is_url(place)
-        else str(Path(place).joinpath(*parts))
+        "/".join((location.rstrip("/"), *path_parts))
+        if is_url(location)
+        else str(Path(location).joinpath(*path_parts))
     )
 
 
-def newest_of_all(store: CheckpointStore, together: Agreement) -> str | None:
+def find_newest_of_all(store: CheckpointStore, agreement: Agreement) -> str | None:
     """Return the newest checkpoint that every rank has; None if no rank has any. Ranks: every rank.
 
     Raises: as `newest`; CheckpointError when ranks have none in common.
     """
-    level = logging.WARNING if together.comm.rank == 0 else logging.DEBUG
-    names: list[str | None] = together.share(newest(store, level))
-    if len(set(names)) == 1:
-        return names[0]
+    log_level = logging.WARNING if agreement.comm.rank == 0 else logging.DEBUG
+    names_of_ranks: list[str | None] = agreement.share(find_newest(store, log_level))
+    if len(set(names_of_ranks)) == 1:
+        return names_of_ranks[0]
     # machines with separate disks
-    numbers = [-1 if name is None else checkpoint_number(name) or 0 for name in names]
-    oldest = names[numbers.index(min(numbers))]
-    if oldest is None or not all(together.share(is_complete(store, oldest))):
+    numbers_of_ranks = [
+        -1 if checkpoint_name is None else checkpoint_number(checkpoint_name) or 0
+        for checkpoint_name in names_of_ranks
+    ]
+    oldest_name = names_of_ranks[numbers_of_ranks.index(min(numbers_of_ranks))]
+    if oldest_name is None or not all(agreement.share(is_complete(store, oldest_name))):
         raise CheckpointError(
-            f"ranks see different newest checkpoints ({sorted(map(str, set(names)))}), and have none in common. Give the path of "
+            f"ranks see different newest checkpoints ({sorted(map(str, set(names_of_ranks)))}), and have none in common. Give the path of "
             "one that every machine has."
         )
-    if together.comm.rank == 0:
+    if agreement.comm.rank == 0:
         log.warning(
             "ranks see different newest checkpoints (%s); %s is loaded, which all have",
-            set(names),
-            oldest,
+            set(names_of_ranks),
+            oldest_name,
         )
-    return oldest
+    return oldest_name
 
 
-def is_complete(store: CheckpointStore, name: str) -> bool:
+def is_complete(store: CheckpointStore, checkpoint_name: str) -> bool:
     """Return True if the manifest is readable and every file has its size."""
     try:
-        store.check(name)
+        store.check(checkpoint_name)
     except CheckpointError:  # loading it by name reports the problem
         return False
     return True

@@ -17,24 +17,26 @@ from hasten.checkpoint.format.manifest import (
 )
 from hasten.errors import CheckpointError, CheckpointVersionError
 
-WEIGHTS: Final = re.compile(
+WEIGHT_FILE: Final = re.compile(
     r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
 )
 """Weight files in the Hub layout, with the same names in a checkpoint and in an exported model."""
-FOREIGN: Final = re.compile(
+FOREIGN_FILE: Final = re.compile(
     r"(optimizer|scheduler|custom_checkpoint)(_\d+)?\.(bin|pt|pkl)|scaler\.pt"
 )
 """Other files of a checkpoint by Hugging Face Accelerate."""
 
 
-def listed(folder: Path) -> Mapping[str, FileRecord]:
+def read_file_records(folder: Path) -> Mapping[str, FileRecord]:
     """Return the files of the checkpoint in a folder by name; none when it holds no readable checkpoint.
 
     Raises: CheckpointVersionError when another version of hasten wrote it.
     """
-    path = folder / MANIFEST_NAME
+    manifest_path = folder / MANIFEST_NAME
     try:
-        manifest = decode_manifest(read_outside(path, MAX_MANIFEST_BYTES), str(path))
+        manifest = decode_manifest(
+            read_outside(manifest_path, MAX_MANIFEST_BYTES), str(manifest_path)
+        )
     except CheckpointVersionError:
         raise
     except (OSError, CheckpointError):  # missing or damaged: it lists nothing
@@ -44,19 +46,19 @@ def listed(folder: Path) -> Mapping[str, FileRecord]:
 
 def exported_weights(folder: Path) -> list[str]:
     """Return the names of the weight files in a folder, of a model or of a checkpoint."""
-    names = []
+    weight_names = []
     for path in folder.iterdir():
-        if WEIGHTS.fullmatch(path.name):
-            names.append(path.name)
-    return sorted(names)
+        if WEIGHT_FILE.fullmatch(path.name):
+            weight_names.append(path.name)
+    return sorted(weight_names)
 
 
-def check_unlisted(folder: Path, names: Collection[str]) -> None:
+def check_unlisted(folder: Path, file_names: Collection[str]) -> None:
     """Check that no file in `names` belongs to a checkpoint in the folder.
 
     Raises: CheckpointError otherwise.
     """
-    if checkpoint_names := sorted({*names} & {*listed(folder)}):
+    if checkpoint_names := sorted({*file_names} & {*read_file_records(folder)}):
         raise _holds_checkpoint(folder, checkpoint_names)
 
 
@@ -69,8 +71,8 @@ def check_no_checkpoint(folder: Path) -> None:
         raise _holds_checkpoint(folder, ["weights"])
 
 
-def _holds_checkpoint(folder: Path, names: Sequence[str]) -> CheckpointError:
+def _holds_checkpoint(folder: Path, file_names: Sequence[str]) -> CheckpointError:
     return CheckpointError(
-        f"{folder} holds a checkpoint, and writing {', '.join(names[:3])} there would damage it. Nothing was changed. Write to another "
+        f"{folder} holds a checkpoint, and writing {', '.join(file_names[:3])} there would damage it. Nothing was changed. Write to another "
         f"folder, such as {folder / 'export'}, or delete the checkpoint first."
     )

@@ -32,12 +32,16 @@ from hasten.checkpoint.reshard import join_pieces
 from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.locate import (
     check_local,
+    find_newest,
     is_url,
     locate,
-    newest,
     open_store,
 )
-from hasten.checkpoint.store.occupied import FOREIGN, WEIGHTS, listed
+from hasten.checkpoint.store.occupied import (
+    FOREIGN_FILE,
+    WEIGHT_FILE,
+    read_file_records,
+)
 from hasten.comm.local import LocalComm
 from hasten.errors import (
     CheckpointError,
@@ -96,7 +100,7 @@ def find(place: str) -> tuple[CheckpointStore, str]:
         return store, name
     for inner in (place, f"{place.rstrip('/')}/checkpoints"):
         inside = open_store(inner)
-        newest_name = newest(inside)
+        newest_name = find_newest(inside)
         if newest_name is not None:
             return inside, newest_name
     raise IncompleteCheckpointError(
@@ -285,7 +289,7 @@ def _refuse_occupied(target: Path) -> None:
     for path in sorted(target.iterdir()) if target.is_dir() else ():
         name = path.name
         is_table = name in (MANIFEST_NAME, TORCH_TABLE)
-        if is_table or WEIGHTS.fullmatch(name) or FOREIGN.fullmatch(name):
+        if is_table or WEIGHT_FILE.fullmatch(name) or FOREIGN_FILE.fullmatch(name):
             raise CheckpointError(
                 f"{target} already holds a checkpoint or a model ({name}), which would be lost. Nothing was changed. Give another folder, or "
                 "delete it first."
@@ -308,7 +312,7 @@ def convert(
         raise IncompleteCheckpointError(
             f"{source} is not a folder. Give the folder that another tool saved."
         )
-    if listed(folder):
+    if read_file_records(folder):
         raise CheckpointError(
             f"{source} is a checkpoint of hasten already, and converting it would drop its loaders, counters, random states and registered "
             "objects. Nothing was changed. Load it as it is, or copy the folder."
@@ -325,7 +329,7 @@ def convert(
         components[key] = Component(state, None, "model")
     notes = []
     for path in sorted(folder.iterdir()):
-        if FOREIGN.fullmatch(path.name):
+        if FOREIGN_FILE.fullmatch(path.name):
             components[path.stem] = _component(path, allow_pickle)
         elif path.suffix in (".pkl", ".bin", ".pt") and not path.name.startswith(
             ("pytorch_model", "random_states")

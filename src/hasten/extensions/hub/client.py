@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from hasten.checkpoint.store.occupied import WEIGHTS
+from hasten.checkpoint.store.occupied import WEIGHT_FILE
 from hasten.config.masking import HIDDEN, masked
 from hasten.errors import ArgumentError, ConfigError, HastenError, HubError
 from hasten.extensions.hub.model_card import CARD_NAME, is_generated
@@ -126,7 +126,7 @@ def download(target: HubRepository) -> Path:
 
     def fetch() -> Path:
         found = list(client.list_repo_files(target.repo_id, revision=target.revision))
-        weights = [name for name in found if WEIGHTS.fullmatch(name)]
+        weights = [name for name in found if WEIGHT_FILE.fullmatch(name)]
         safe = [name for name in weights if ".safetensors" in name]
         if not weights:
             raise HubError(
@@ -166,10 +166,10 @@ def _cards_to_skip(
 
 def _stale_weights(there: Sequence[str], sent: set[str]) -> list[str] | None:
     """Return the repository's weight files that a commit with other weight files makes obsolete."""
-    if not any(WEIGHTS.fullmatch(name) for name in sent):
+    if not any(WEIGHT_FILE.fullmatch(name) for name in sent):
         return None
     return [
-        name for name in there if WEIGHTS.fullmatch(name) and name not in sent
+        name for name in there if WEIGHT_FILE.fullmatch(name) and name not in sent
     ] or None
 
 

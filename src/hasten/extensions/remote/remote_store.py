@@ -41,7 +41,7 @@ from hasten.checkpoint.store.disk import (
     host_views,
     segment_starts,
 )
-from hasten.checkpoint.store.local_store import check_hooked, described
+from hasten.checkpoint.store.local_store import check_hooked, describe_file
 from hasten.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -98,7 +98,7 @@ class RemoteDraft:
                 )
             )
             for file, path in hooked.items():
-                records[file] = described(path, file, threads=1)
+                records[file] = describe_file(path, file, threads=1)
                 self._store.fs.put_file(str(path), self._path(file))
         self._drop_scratch()
         return records

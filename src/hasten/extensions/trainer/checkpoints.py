@@ -8,7 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hasten.checkpoint.store.locate import check_local, join_place, newest, open_store
+from hasten.checkpoint.store.locate import (
+    check_local,
+    find_newest,
+    join_location,
+    open_store,
+)
 from hasten.checkpoint.store.occupied import check_no_checkpoint
 from hasten.comm.agreement import agree, agreeing
 from hasten.config.masking import masked_tree
@@ -47,11 +52,11 @@ def resume(trainer: TrainerInterface, which: str | bool) -> None:
 
 
 def _root(trainer: TrainerInterface) -> str:
-    return join_place(trainer.args.output_dir, "checkpoints")
+    return join_location(trainer.args.output_dir, "checkpoints")
 
 
 def _newest(trainer: TrainerInterface) -> str:
-    return join_place(_root(trainer), newest(open_store(_root(trainer))) or "")
+    return join_location(_root(trainer), find_newest(open_store(_root(trainer))) or "")
 
 
 def _any_checkpoint(trainer: TrainerInterface) -> bool:
@@ -62,7 +67,7 @@ def _any_checkpoint(trainer: TrainerInterface) -> bool:
     has_checkpoint = [False]
     with agreeing(trainer.accelerator.ctx.world, "looking for a checkpoint"):
         if trainer.accelerator.is_main_process:
-            has_checkpoint = [newest(open_store(_root(trainer))) is not None]
+            has_checkpoint = [find_newest(open_store(_root(trainer))) is not None]
     return bool(trainer.accelerator.broadcast_object_list(has_checkpoint)[0])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hasten.checkpoint.format.manifest import CHUNK_BYTES, MANIFEST_NAME, FileRecord
 from hasten.checkpoint.store.disk import file_checksum
-from hasten.checkpoint.store.occupied import listed
+from hasten.checkpoint.store.occupied import read_file_records
 
 
 def was_rewritten(folder: Path) -> bool:
@@ -20,7 +20,7 @@ def was_rewritten(folder: Path) -> bool:
         saved = (folder / MANIFEST_NAME).stat().st_mtime_ns
     except OSError:
         return False
-    listed_files = listed(folder)
+    listed_files = read_file_records(folder)
     hidden = [name for name in listed_files if name.startswith(".")]
     if hidden and not any((folder / name).exists() for name in hidden):
         return True
