@@ -36,7 +36,7 @@ from hasten.errors import (
 from hasten.runtime.mesh_plan import AXES, BATCH
 
 Progress = Callable[[int], None]
-ResultType = TypeVar("R")
+ResultType = TypeVar("ResultType")
 MAX_READ_ATTEMPTS: Final = 20
 FileStamp = tuple[int, int, int, int] | None
 
