@@ -76,11 +76,15 @@ class EpochLoops:
     def _pass_share(self) -> float:
         """Return the completed share of the pass over the first loader that is inside an epoch, if its length is known."""
         for loader in self._objects.loaders:
-            source, start = loader.parts.source, loader.parts.iteration.start
-            steps, size = source.steps(), source.size()
-            if steps and (loader.is_running() or loader.parts.cursor.left):
-                before = start.batches or (steps * start.consumed / size if size else 0)
-                return min((before + loader.parts.cursor.batch) / steps, 1.0)
+            source, start_position = loader.parts.source, loader.parts.iteration.start
+            num_steps, num_samples = source.steps(), source.size()
+            if num_steps and (loader.is_running() or loader.parts.cursor.left):
+                num_before = start_position.batches or (
+                    num_steps * start_position.consumed / num_samples
+                    if num_samples
+                    else 0
+                )
+                return min((num_before + loader.parts.cursor.batch) / num_steps, 1.0)
         return 0.0
 
     def _next(self, loop: _Loop) -> int:
@@ -99,73 +103,75 @@ class EpochLoops:
 
     def _midway(self) -> list[int]:
         """Return the indices of the loaders that are inside an epoch."""
-        found = []
+        loader_indices = []
         for index, loader in enumerate(self._objects.loaders):
             if loader.is_midway():
-                found.append(index)
-        return found
+                loader_indices.append(index)
+        return loader_indices
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as JSON values: the epoch at which each loop resumes, and its body's complete passes."""
-        midway = self._midway()
+        loaders_midway = self._midway()
         return {
-            "loops": [self._state(loop, midway) for loop in self._loops],
-            "ended": self._ended() if midway else [],
+            "loops": [self._state(loop, loaders_midway) for loop in self._loops],
+            "ended": self._ended() if loaders_midway else [],
         }
 
     def _ended(self) -> list[int]:
         """Return the number of passes over each loader that a resume of the current or last body must not repeat."""
-        num_passes, ended = self._left
+        num_passes, num_ended = self._left
         # else the run has since trained outside epoch loops
-        current = num_passes == self._clock.num_passes
-        totals = []
+        is_current = num_passes == self._clock.num_passes
+        num_passes_of_loaders = []
         for index, loader in enumerate(self._objects.loaders):
             cursor = loader.parts.cursor
             if self._running is not None:
-                totals.append(cursor.num_again + cursor.num_ended)
+                num_passes_of_loaders.append(cursor.num_again + cursor.num_ended)
             else:
-                totals.append(
+                num_passes_of_loaders.append(
                     cursor.num_again
-                    + (ended[index] if current and index < len(ended) else 0)
+                    + (num_ended[index] if is_current and index < len(num_ended) else 0)
                 )
-        return totals
+        return num_passes_of_loaders
 
-    def _state(self, loop: _Loop, midway: list[int]) -> dict[str, Any]:
-        trained = loop.trained or self._clock.num_passes > loop.num_passes
+    def _state(self, loop: _Loop, loaders_midway: list[int]) -> dict[str, Any]:
+        has_trained = loop.trained or self._clock.num_passes > loop.num_passes
         if not loop.inside:
             return _begin_at(loop.epoch)
-        if not loop.loaded and self._over(trained, midway):
+        if not loop.loaded and self._over(has_trained, loaders_midway):
             return _begin_at(loop.epoch + 1)
-        return {"epoch": loop.epoch, "inside": True, "trained": trained}
+        return {"epoch": loop.epoch, "inside": True, "trained": has_trained}
 
-    def _over(self, trained: bool, midway: list[int]) -> bool:
+    def _over(self, has_trained: bool, loaders_midway: list[int]) -> bool:
         """Return True if a resume starts after the running body: it has trained, and no loader is inside an epoch."""
-        if midway:
+        if loaders_midway:
             return False
         return (
-            trained
+            has_trained
             if self._objects.optimizers
-            else any(x.cursor.num_ended for x in self._objects.loaders)
+            else any(loader.cursor.num_ended for loader in self._objects.loaders)
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the loops continue from `state`, once the loaders have their positions."""
         self._load(state["loops"])
         self._left = 0, []
-        ended = [*state["ended"], *[0] * len(self._objects.loaders)]
-        for loader, num_ended in zip(self._objects.loaders, ended, strict=False):
+        num_ended_of_loaders = [*state["ended"], *[0] * len(self._objects.loaders)]
+        for loader, num_ended in zip(
+            self._objects.loaders, num_ended_of_loaders, strict=False
+        ):
             loader.parts.cursor.num_ended, loader.parts.cursor.num_again = 0, num_ended
 
-    def _load(self, saved: Sequence[Mapping[str, Any]]) -> None:
+    def _load(self, saved_loops: Sequence[Mapping[str, Any]]) -> None:
         """Load the states of the loops; the next loop to start is the first that is not running."""
         self._num_begun = 0
         if self._running is not None:
             self._num_begun = self._loops.index(self._running) + 1
-        del self._loops[max(len(saved), self._num_begun) :]
-        while len(self._loops) < len(saved):
+        del self._loops[max(len(saved_loops), self._num_begun) :]
+        while len(self._loops) < len(saved_loops):
             self._loops.append(_Loop())
         for index, loop in enumerate(self._loops):
-            state = saved[index] if index < len(saved) else _begin_at(0)
+            state = saved_loops[index] if index < len(saved_loops) else _begin_at(0)
             loop.epoch, loop.inside = state["epoch"], state["inside"]
             loop.trained = state["trained"]
             loop.num_passes = self._clock.num_passes

@@ -47,8 +47,8 @@ def automatic_root(project: ProjectConfiguration) -> str:
 
 def find_source(
     project: ProjectConfiguration,
-    memory: NewerStates | None,
-    together: Agreement,
+    newer_states: NewerStates | None,
+    agreement: Agreement,
     input_dir: str | Path | None,
     must_exist: bool,
 ) -> tuple[CheckpointStore, str, bool] | None:
@@ -58,31 +58,34 @@ def find_source(
     Raises: CheckpointError for checkpoints that cannot be used, so that no run starts anew over them.
     """
     if input_dir is not None:
-        together.label = f"looking for {input_dir}"
+        agreement.label = f"looking for {input_dir}"
         return *locate_existing(input_dir), False
-    together.label = "looking for the newest checkpoint"
-    choice = memory.newest(together) if memory is not None else None
-    if project.project_dir is None and (choice is not None or not must_exist):
+    agreement.label = "looking for the newest checkpoint"
+    memory_choice = newer_states.newest(agreement) if newer_states is not None else None
+    if project.project_dir is None and (memory_choice is not None or not must_exist):
         return (
             None
-            if memory is None or choice is None
-            else (*memory.fetch(choice, together), True)
+            if newer_states is None or memory_choice is None
+            else (*newer_states.fetch(memory_choice, agreement), True)
         )
     store = open_store(automatic_root(project))
-    name = find_newest_of_all(store, together)
-    if memory is not None and choice is not None:
-        saved_step = None if name is None else store.manifest(name).step
+    checkpoint_name = find_newest_of_all(store, agreement)
+    if newer_states is not None and memory_choice is not None:
+        saved_step = (
+            None if checkpoint_name is None else store.manifest(checkpoint_name).step
+        )
         if all(
-            step is None or step <= choice.step for step in together.share(saved_step)
+            rank_step is None or rank_step <= memory_choice.step
+            for rank_step in agreement.share(saved_step)
         ):
-            return *memory.fetch(choice, together), True
-        if together.comm.rank == 0:
+            return *newer_states.fetch(memory_choice, agreement), True
+        if agreement.comm.rank == 0:
             log.info(
                 "the newest checkpoint on the disk is newer than update %d in memory",
-                choice.step,
+                memory_choice.step,
             )
-    if name is not None:
-        return store, name, False
+    if checkpoint_name is not None:
+        return store, checkpoint_name, False
     if must_exist:
         raise IncompleteCheckpointError(
             f"there is no checkpoint in {store.address}. Save one first, give the path of another, or call "

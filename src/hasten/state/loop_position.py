@@ -39,7 +39,7 @@ class LoopPosition:
     """Values of the buffers that may have changed since, by numbered name."""
 
 
-_SMALL_BYTES: Final = 1 << 20
+_MAX_SMALL_BYTES: Final = 1 << 20
 
 
 class BufferCopies:
@@ -58,45 +58,53 @@ class BufferCopies:
         """
         if models != self._models:
             self._find_slots(models)
-        versions: dict[str, tuple[Tensor, int]] = {}
-        targets, sources = [], []
-        for name, buffers, key in self._slots:
-            buffer = buffers.get(key)
+        buffer_versions: dict[str, tuple[Tensor, int]] = {}
+        target_tensors, source_tensors = [], []
+        for buffer_name, module_buffers, buffer_key in self._slots:
+            buffer = module_buffers.get(buffer_key)
             if buffer is None or is_dtensor(buffer) or buffer.device.type == "meta":
                 continue
-            versions[name] = buffer, _version(buffer)
-            copied = self._copies.get(name)
-            if copied is None and not self._is_to_copy(name, buffer):
+            buffer_versions[buffer_name] = buffer, _tensor_version(buffer)
+            buffer_copy = self._copies.get(buffer_name)
+            if buffer_copy is None and not self._is_to_copy(buffer_name, buffer):
                 continue
-            if copied is None or (copied.shape, copied.dtype, copied.device) != (
+            if buffer_copy is None or (
+                buffer_copy.shape,
+                buffer_copy.dtype,
+                buffer_copy.device,
+            ) != (
                 buffer.shape,
                 buffer.dtype,
                 buffer.device,
             ):
-                copied = self._copies[name] = torch.empty_like(buffer)
-            targets.append(copied)
-            sources.append(buffer.detach())
-        self._versions = versions
-        if targets:
-            torch._foreach_copy_(targets, sources)
+                buffer_copy = self._copies[buffer_name] = torch.empty_like(buffer)
+            target_tensors.append(buffer_copy)
+            source_tensors.append(buffer.detach())
+        self._versions = buffer_versions
+        if target_tensors:
+            torch._foreach_copy_(target_tensors, source_tensors)
         return self._copies
 
-    def _is_to_copy(self, name: str, buffer: Tensor) -> bool:
-        if buffer.nbytes <= _SMALL_BYTES:
+    def _is_to_copy(self, buffer_name: str, buffer: Tensor) -> bool:
+        if buffer.nbytes <= _MAX_SMALL_BYTES:
             return True
-        known = self._versions.get(name)
-        return known is not None and (
-            known[0] is not buffer or known[1] != _version(buffer)
+        known_version = self._versions.get(buffer_name)
+        return known_version is not None and (
+            known_version[0] is not buffer
+            or known_version[1] != _tensor_version(buffer)
         )
 
-    def refuse_late_changes(self, copies: Mapping[str, Tensor]) -> None:
+    def refuse_late_changes(self, buffer_copies: Mapping[str, Tensor]) -> None:
         """Raise StepError if a buffer without a copy has changed since the last call of `copy_changing`."""
-        for name, buffers, key in self._slots:
-            if name not in copies and name in self._versions:
-                buffer, version = self._versions[name]
-                if buffers.get(key) is not buffer or _version(buffer) != version:
+        for buffer_name, module_buffers, buffer_key in self._slots:
+            if buffer_name not in buffer_copies and buffer_name in self._versions:
+                buffer, version = self._versions[buffer_name]
+                if (
+                    module_buffers.get(buffer_key) is not buffer
+                    or _tensor_version(buffer) != version
+                ):
                     raise StepError(
-                        f"save_state() was called inside an accumulation window in which the buffer {name} changed for the first time, so its value "
+                        f"save_state() was called inside an accumulation window in which the buffer {buffer_name} changed for the first time, so its value "
                         "at the window's beginning is not known. Nothing was saved. Save where accelerator.sync_gradients is True, after "
                         "optimizer.step()."
                     )
@@ -109,13 +117,17 @@ class BufferCopies:
             {},
         )
         for index, model in enumerate(models):
-            number = f"model_{index}" if index else "model"
-            for path, module in model.named_modules():
-                for key in module._buffers:
-                    name = plain_name(f"{path}.{key}" if path else key)
-                    self._slots.append((f"{number}/{name}", module._buffers, key))
+            model_number = f"model_{index}" if index else "model"
+            for module_path, module in model.named_modules():
+                for buffer_key in module._buffers:
+                    buffer_name = plain_name(
+                        f"{module_path}.{buffer_key}" if module_path else buffer_key
+                    )
+                    self._slots.append(
+                        (f"{model_number}/{buffer_name}", module._buffers, buffer_key)
+                    )
 
 
-def _version(tensor: Tensor) -> int:
+def _tensor_version(tensor: Tensor) -> int:
     """Return the number of changes in place; 0 for a tensor made in inference mode, which does not count them."""
     return 0 if tensor.is_inference() else tensor._version

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 PREEMPTED_EXIT_CODE: Final = 85
 """Exit code after the checkpoint of a preempted run: launchers and schedulers restart it, as nothing has failed."""
 
-_SIGNALS: Final = ("SIGTERM", "SIGUSR1")
+_STOP_SIGNALS: Final = ("SIGTERM", "SIGUSR1")
 
 
 class Preemption(RunPart):
@@ -40,7 +40,7 @@ class Preemption(RunPart):
         """True if the handlers are installed."""
         return bool(self._previous)
 
-    def listen(self, names: Iterable[str] = _SIGNALS) -> None:
+    def listen(self, signal_names: Iterable[str] = _STOP_SIGNALS) -> None:
         """Install the signal handlers; off the main thread, where Python forbids it, log once that signals are ignored.
 
         Ranks: each independently.
@@ -56,13 +56,15 @@ class Preemption(RunPart):
                 )
             self._warned = True
             return
-        for name in names:
-            number = getattr(signal, name, None)
-            if number is not None:
-                self._previous[int(number)] = signal.signal(number, self._receive)
+        for signal_name in signal_names:
+            signal_number = getattr(signal, signal_name, None)
+            if signal_number is not None:
+                self._previous[int(signal_number)] = signal.signal(
+                    signal_number, self._receive
+                )
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
+    def _receive(self, signal_number: int, frame: FrameType | None) -> None:
+        self._received = signal_number
 
     def set(self) -> None:
         """Request a stop without a signal. Ranks: any."""
@@ -81,40 +83,42 @@ class Preemption(RunPart):
         if self._agreed:
             return True
         # Signal and rank in one number, so that the main process can log both and the others need not.
-        comm, word = self._comm, 0
+        comm, signal_word = self._comm, 0
         if self._received is not None:
-            word = (self._received + 2) * comm.size + comm.rank
+            signal_word = (self._received + 2) * comm.size + comm.rank
         if comm.size > 1:
-            word = int(
-                comm.all_reduce(torch.tensor([word], dtype=torch.int32), "max").item()
+            signal_word = int(
+                comm.all_reduce(
+                    torch.tensor([signal_word], dtype=torch.int32), "max"
+                ).item()
             )
-        if not word:
+        if not signal_word:
             return False
         self._agreed = True
         if comm.rank == 0:
-            number, position = divmod(word, comm.size)
+            shifted_signal, rank_position = divmod(signal_word, comm.size)
             log.warning(
                 "%s; save and exit with code %d",
-                stop_reason(number - 2, comm.ranks[position]),
+                stop_reason(shifted_signal - 2, comm.ranks[rank_position]),
                 PREEMPTED_EXIT_CODE,
             )
         return True
 
     def end(self) -> None:
         """Restore the previous handlers."""
-        previous, self._previous = self._previous, {}
+        previous_handlers, self._previous = self._previous, {}
         if threading.current_thread() is threading.main_thread():
-            for number, handler in previous.items():
+            for signal_number, handler in previous_handlers.items():
                 signal.signal(
-                    number, handler if handler is not None else signal.SIG_DFL
+                    signal_number, handler if handler is not None else signal.SIG_DFL
                 )
 
 
 class FinishFirst:
     """SIGTERM handler that finishes a save in flight before the default action."""
 
-    def __init__(self, join: Callable[[], None]) -> None:
-        self._join = join
+    def __init__(self, finish_save: Callable[[], None]) -> None:
+        self._join = finish_save
         self._installed = False
         self._is_starting = False
         self._received: int | None = None
@@ -137,16 +141,16 @@ class FinishFirst:
             if self._received is not None:
                 self._finish(self._received)
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, signal_number: int, frame: FrameType | None) -> None:
         if self._is_starting:
-            self._received = number
+            self._received = signal_number
         else:
-            self._finish(number)
+            self._finish(signal_number)
 
-    def _finish(self, number: int) -> None:
+    def _finish(self, signal_number: int) -> None:
         self._join()
         self.remove()
-        signal.raise_signal(number)
+        signal.raise_signal(signal_number)
 
     def remove(self) -> None:
         """Restore the default action."""

@@ -62,10 +62,10 @@ class RestorePlan:
         )
         self.restarted.append(average)
 
-    def apply(self, together: Agreement) -> None:
+    def apply(self, agreement: Agreement) -> None:
         """Change the run. Ranks: every rank. Raises: CheckpointError for a failure in the middle, after which the run must end."""
         try:
-            self._apply(together)
+            self._apply(agreement)
         # of any type, also of users' objects: the run holds parts of two states
         except Exception as error:
             if getattr(error, "agreed", False):
@@ -75,21 +75,21 @@ class RestorePlan:
                 "process, and load again in a new one."
             ) from error
 
-    def _apply(self, together: Agreement) -> None:
-        parts = self.parts
-        for thing, state in self.stateful:
-            thing.load_state_dict(state)
-        plans: list[ModelPlan | OptimizerPlan] = [*self.models, *self.optimizers]
+    def _apply(self, agreement: Agreement) -> None:
+        run_objects = self.parts
+        for stateful_object, saved_state in self.stateful:
+            stateful_object.load_state_dict(saved_state)
+        object_plans: list[ModelPlan | OptimizerPlan] = [*self.models, *self.optimizers]
         copies: list[Copy] = []
-        for plan in plans:
-            copies += plan.copies
+        for object_plan in object_plans:
+            copies += object_plan.copies
         run_copies(copies)
-        for plan in plans:
-            plan.finish()
-            if isinstance(plan, OptimizerPlan) and isinstance(
-                plan.optimizer, EngineOptimizer
+        for object_plan in object_plans:
+            object_plan.finish()
+            if isinstance(object_plan, OptimizerPlan) and isinstance(
+                object_plan.optimizer, EngineOptimizer
             ):
-                plan.optimizer.refresh()
+                object_plan.optimizer.refresh()
         for average in self.restarted:
             average.restart()
         if self.progress:
@@ -98,74 +98,82 @@ class RestorePlan:
             self.seed_generators()
         if (
             self.progress
-            and parts.epochs is not None
+            and run_objects.epochs is not None
             and self.progress.get("epochs") is not None
         ):
-            parts.epochs.load_state_dict(self.progress["epochs"])
+            run_objects.epochs.load_state_dict(self.progress["epochs"])
         # trackers delete the steps logged since the checkpoint for good: all else must have succeeded
-        together.share()
+        agreement.share()
         if (
             self.progress
-            and parts.trackers is not None
+            and run_objects.trackers is not None
             and self.progress["trackers"] is not None
         ):
-            parts.trackers.load_state_dict(self.progress["trackers"])
+            run_objects.trackers.load_state_dict(self.progress["trackers"])
 
     def _restore_progress(self) -> None:
         """Restore counters and buffers of this rank, and begin a window without gradients."""
-        parts, saved = self.parts, self.progress
-        for name, buffer in named_buffers(parts.plain_models()) if self.buffers else ():
-            if name in self.buffers:
-                buffer.copy_(self.buffers[name])
-        for optimizer, counts in zip(
-            parts.objects.optimizers, saved["optimizers"], strict=False
+        run_objects, saved_progress = self.parts, self.progress
+        for buffer_name, buffer in (
+            named_buffers(run_objects.plain_models()) if self.buffers else ()
         ):
-            for key, value in counts.items():
-                if hasattr(optimizer, key):
-                    setattr(optimizer, key, value)
+            if buffer_name in self.buffers:
+                buffer.copy_(self.buffers[buffer_name])
+        for optimizer, saved_counts in zip(
+            run_objects.objects.optimizers, saved_progress["optimizers"], strict=False
+        ):
+            for counter_name, counter_value in saved_counts.items():
+                if hasattr(optimizer, counter_name):
+                    setattr(optimizer, counter_name, counter_value)
             optimizer.spent = False
-        for scheduler, seen in zip(
-            parts.objects.schedulers, saved["schedulers"], strict=False
+        for scheduler, num_seen in zip(
+            run_objects.objects.schedulers, saved_progress["schedulers"], strict=False
         ):
             if "_seen" in vars(scheduler):
-                scheduler._seen = seen
+                scheduler._seen = num_seen
         if not self.same_world:
             self._place_schedules()
-        for model in parts.objects.models:
-            parts.drop_gradients(model)
-        parts.clock.load_state_dict(saved["clock"])
+        for model in run_objects.objects.models:
+            run_objects.drop_gradients(model)
+        run_objects.clock.load_state_dict(saved_progress["clock"])
 
     def _place_schedules(self) -> None:
         """Move schedules that the script made for its number of processes to where the data is."""
-        parts, open_epochs = self.parts, list[tuple[int, int]]()
-        for loader in parts.objects.loaders:
+        run_objects, open_epochs = self.parts, list[tuple[int, int]]()
+        for loader in run_objects.objects.loaders:
             num_batches, num_done = loader.parts.source.steps() or 0, loader.num_done
             if 0 < num_done < num_batches:
-                every = parts.clock.every
+                window_steps = run_objects.clock.every
                 open_epochs.append(
-                    (-(-num_batches // every), -(-(num_batches - num_done) // every))
+                    (
+                        -(-num_batches // window_steps),
+                        -(-(num_batches - num_done) // window_steps),
+                    )
                 )
-        for scheduler, saved in zip(
-            parts.objects.schedulers,
+        for scheduler, saved_length in zip(
+            run_objects.objects.schedulers,
             self.progress.get("schedule_lengths", ()),
             strict=False,
         ):
-            length = getattr(scheduler, "length", None)
-            if saved and length and saved != length:
-                reached = steps_reached(
-                    scheduler.scheduler.last_epoch, saved, length, open_epochs
+            own_length = getattr(scheduler, "length", None)
+            if saved_length and own_length and saved_length != own_length:
+                num_reached = steps_reached(
+                    scheduler.scheduler.last_epoch,
+                    saved_length,
+                    own_length,
+                    open_epochs,
                 )
-                scheduler.continue_at(reached)
+                scheduler.continue_at(num_reached)
                 log.warning(
                     "the schedule of %d steps continues after %d, as that of %d steps which was saved would",
-                    length,
-                    reached,
-                    saved,
+                    own_length,
+                    num_reached,
+                    saved_length,
                 )
 
 
 def plan_restore(
-    parts: RunObjects,
+    run_objects: RunObjects,
     models: Sequence[nn.Module | None],
     checkpoint: Checkpoint,
     rank: int,
@@ -178,40 +186,54 @@ def plan_restore(
     `models` are the user's modules; None for a model that a load hook handles.
     """
     saved_world = checkpoint.manifest.world_size
-    if not parts.objects.models and "model" in checkpoint.manifest.components:
+    if not run_objects.objects.models and "model" in checkpoint.manifest.components:
         raise PrepareError(
             f"load_state() was called before prepare(), so there is no model to load {checkpoint.folder} into. Nothing was loaded. Prepare the model, "
             "the optimizer and the loaders first."
         )
-    plan = RestorePlan(
-        parts,
+    restore_plan = RestorePlan(
+        run_objects,
         same_world=checkpoint.same_data(world_size, mesh or checkpoint.manifest.mesh),
     )
-    plain = parts.plain_models()
-    names = parameter_names(plain)
-    elsewhere = names_elsewhere(plain, names)
+    plain_models = run_objects.plain_models()
+    names_by_id = parameter_names(plain_models)
+    names_on_other_stages = names_elsewhere(plain_models, names_by_id)
     for index, model in enumerate(models):
         if model is not None:
-            plan.models.append(
+            restore_plan.models.append(
                 plan_model(
                     model, checkpoint.component(numbered_name("model", index)), strict
                 )
             )
-    for index, optimizer in enumerate(parts.objects.optimizers):
-        found = checkpoint.component(numbered_name("optimizer", index))
-        inner = settle_state(getattr(optimizer, "optimizer", optimizer))
-        plan.optimizers.append(plan_optimizer(inner, names, found, strict, elsewhere))
-    for index, average in enumerate(parts.averages):
+    for index, optimizer in enumerate(run_objects.objects.optimizers):
+        stored_component = checkpoint.component(numbered_name("optimizer", index))
+        inner_optimizer = settle_state(getattr(optimizer, "optimizer", optimizer))
+        restore_plan.optimizers.append(
+            plan_optimizer(
+                inner_optimizer,
+                names_by_id,
+                stored_component,
+                strict,
+                names_on_other_stages,
+            )
+        )
+    for index, average in enumerate(run_objects.averages):
         average.refuse_if_swapped("load_state()")
-        if (name := numbered_name("ema", index)) in checkpoint.manifest.components:
-            plan.optimizers.append(
+        if (
+            component_name := numbered_name("ema", index)
+        ) in checkpoint.manifest.components:
+            restore_plan.optimizers.append(
                 plan_optimizer(
-                    average, names, checkpoint.component(name), strict, elsewhere
+                    average,
+                    names_by_id,
+                    checkpoint.component(component_name),
+                    strict,
+                    names_on_other_stages,
                 )
             )
         else:
-            plan.restart(average, checkpoint)
-    _plan_stateful(plan, checkpoint, rank, world_size, strict)
+            restore_plan.restart(average, checkpoint)
+    _plan_stateful(restore_plan, checkpoint, rank, world_size, strict)
     if (
         "progress" not in checkpoint.manifest.components
         and checkpoint.manifest.notes.get("partial") is True
@@ -220,81 +242,89 @@ def plan_restore(
             "%s was converted: counters, data positions and random states are reset",
             checkpoint.folder,
         )
-        return plan
+        return restore_plan
     # a new rank continues from one that existed
-    plan.progress = load_packed(checkpoint, "progress", rank % saved_world)
-    if plan.same_world:
+    restore_plan.progress = load_packed(checkpoint, "progress", rank % saved_world)
+    if restore_plan.same_world:
         if "own_buffers" in checkpoint.manifest.components:
-            plan.buffers = load_packed(checkpoint, "own_buffers", rank)
-        plan.seed_generators = parts.randomness.restoring(
+            restore_plan.buffers = load_packed(checkpoint, "own_buffers", rank)
+        restore_plan.seed_generators = run_objects.randomness.restoring(
             load_packed(checkpoint, "random_states", rank), strict
         )
     else:
-        step = checkpoint.manifest.step or 0
-        plan.seed_generators = parts.randomness.deriving(
-            load_packed(checkpoint, "random_states", 0), rank, step
+        saved_step = checkpoint.manifest.step or 0
+        restore_plan.seed_generators = run_objects.randomness.deriving(
+            load_packed(checkpoint, "random_states", 0), rank, saved_step
         )
-        words = (
+        warning_text = (
             "the checkpoint was saved by %d processes and is loaded by %d: random states are derived anew from "
             "(seed, rank, step=%d), so dropout differs from an uninterrupted run; data order and tensors continue"
         )
-        log.warning(words, saved_world, world_size, step)
-    return plan
+        log.warning(warning_text, saved_world, world_size, saved_step)
+    return restore_plan
 
 
 def _plan_stateful(
-    plan: RestorePlan, checkpoint: Checkpoint, rank: int, world_size: int, strict: bool
+    restore_plan: RestorePlan,
+    checkpoint: Checkpoint,
+    rank: int,
+    world_size: int,
+    strict: bool,
 ) -> None:
-    parts = plan.parts
+    run_objects = restore_plan.parts
     saved_world = checkpoint.manifest.world_size
-    wanted: list[tuple[str, Stateful]] = []
-    for index, scheduler in enumerate(parts.objects.schedulers):
-        wanted.append(
+    named_objects: list[tuple[str, Stateful]] = []
+    for index, scheduler in enumerate(run_objects.objects.schedulers):
+        named_objects.append(
             (
                 numbered_name("scheduler", index),
                 getattr(scheduler, "scheduler", scheduler),
             )
         )
-    for index, loader in enumerate(parts.objects.loaders):
-        wanted.append((numbered_name("loader", index), loader))
-    for index, registered in enumerate(parts.registered):
-        wanted.append((f"custom_checkpoint_{index}", registered))
-    converted = checkpoint.manifest.notes.get("partial") is True
-    known = checkpoint.manifest.components
-    for name, thing in wanted:
-        if converted and name not in known:
+    for index, loader in enumerate(run_objects.objects.loaders):
+        named_objects.append((numbered_name("loader", index), loader))
+    for index, registered_object in enumerate(run_objects.registered):
+        named_objects.append((f"custom_checkpoint_{index}", registered_object))
+    is_converted = checkpoint.manifest.notes.get("partial") is True
+    component_records = checkpoint.manifest.components
+    for component_name, stateful_object in named_objects:
+        if is_converted and component_name not in component_records:
             continue
         if (
             saved_world != world_size
-            and name in known
-            and known[name].per_rank
-            and not name.startswith("loader")
+            and component_name in component_records
+            and component_records[component_name].per_rank
+            and not component_name.startswith("loader")
         ):
             if strict:
                 raise CheckpointError(
-                    f"{checkpoint.folder}: the {type(thing).__name__} registered for checkpointing ({name}) had a different state "
+                    f"{checkpoint.folder}: the {type(stateful_object).__name__} registered for checkpointing ({component_name}) had a different state "
                     f"on each of the {saved_world} processes, which cannot be split over {world_size}. Nothing was loaded. "
                     f"Resume on {saved_world} processes, make its state equal on every rank before saving, or load with "
                     f"strict=False: rank r then takes the state of rank r % {saved_world}."
                 )
             log.warning(
                 "%s: rank r takes the state that rank r %% %d had saved",
-                name,
+                component_name,
                 saved_world,
             )
-        state = load_packed(checkpoint, name, rank % saved_world)
-        if not isinstance(state, Mapping) and not name.startswith("custom_checkpoint"):
+        saved_state = load_packed(checkpoint, component_name, rank % saved_world)
+        if not isinstance(saved_state, Mapping) and not component_name.startswith(
+            "custom_checkpoint"
+        ):
             raise CorruptCheckpointError(
-                f"{checkpoint.folder}: {name} holds a {type(state).__name__} instead of a state dict. Nothing was "
+                f"{checkpoint.folder}: {component_name} holds a {type(saved_state).__name__} instead of a state dict. Nothing was "
                 "loaded; use another checkpoint."
             )
-        if isinstance(thing, Loader):
-            thing.checked(state)
-        plan.stateful.append((thing, state))
-    scaler = parts.precision.scaler
+        if isinstance(stateful_object, Loader):
+            stateful_object.checked(saved_state)
+        restore_plan.stateful.append((stateful_object, saved_state))
+    scaler = run_objects.precision.scaler
     if (
         scaler is not None
         and scaler.is_enabled()
-        and not (converted and "scaler" not in known)
+        and not (is_converted and "scaler" not in component_records)
     ):
-        plan.stateful.append((parts.precision, load_packed(checkpoint, "scaler", None)))
+        restore_plan.stateful.append(
+            (run_objects.precision, load_packed(checkpoint, "scaler", None))
+        )

@@ -57,10 +57,12 @@ class Randomness:
     def read(self) -> Generators | None:
         """Return the states of all generators, in the form that takes least time; None if one of them cannot be saved."""
         try:
-            process = self._process.read()
+            process_states = self._process.read()
         except DataError:  # raised when they are captured
             return None
-        return Generators(torch.initial_seed(), process, device_state(self._device))
+        return Generators(
+            torch.initial_seed(), process_states, device_state(self._device)
+        )
 
     # Any: tensors and numbers
     def capture(self, generators: Generators | None = None) -> dict[str, Any]:
@@ -70,44 +72,44 @@ class Randomness:
                 "seed": torch.initial_seed(),
                 "generators": RngState.capture(self._device).to_tree(),
             }
-        process = generators.process
-        state = RngState.of(
-            process.python,
-            process.numpy,
-            process.torch,
+        process_states = generators.process
+        rng_state = RngState.of(
+            process_states.python,
+            process_states.numpy,
+            process_states.torch,
             self._device,
             generators.device,
         )
-        return {"seed": generators.seed, "generators": state.to_tree()}
+        return {"seed": generators.seed, "generators": rng_state.to_tree()}
 
-    def restoring(self, saved: Any, strict: bool = True) -> Callable[[], None]:
+    def restoring(self, saved_states: Any, strict: bool = True) -> Callable[[], None]:
         """Return a function that restores a saved state.
 
         Raises: CorruptCheckpointError for the state of something else; DeviceError for that of another device, if strict.
         """
-        state = RngState.from_tree(_checked(saved)["generators"])
+        rng_state = RngState.from_tree(_check_random_states(saved_states)["generators"])
         if strict:
-            state.check_device(self._device)
-        return partial(state.restore, self._device, "error" if strict else "warn")
+            rng_state.check_device(self._device)
+        return partial(rng_state.restore, self._device, "error" if strict else "warn")
 
-    def deriving(self, saved: Any, rank: int, step: int) -> Callable[[], object]:
+    def deriving(self, saved_states: Any, rank: int, step: int) -> Callable[[], object]:
         """Return a function that seeds the generators by (seed of the run, rank, step), for another world size."""
         digest = hashlib.sha256(
-            f"{_checked(saved)['seed']}/{rank}/{step}".encode()
+            f"{_check_random_states(saved_states)['seed']}/{rank}/{step}".encode()
         ).digest()
         return partial(set_seed, int.from_bytes(digest[:7], "little"))
 
 
-def _checked(saved: Any) -> Mapping[str, Any]:
+def _check_random_states(saved_states: Any) -> Mapping[str, Any]:
     if (
-        not isinstance(saved, Mapping)
-        or not isinstance(saved.get("generators"), Mapping)
-        or "seed" not in saved
+        not isinstance(saved_states, Mapping)
+        or not isinstance(saved_states.get("generators"), Mapping)
+        or "seed" not in saved_states
     ):
         raise CorruptCheckpointError(
             "the file of random states holds something else. Nothing was loaded."
         )
-    return saved
+    return saved_states
 
 
 @dataclass(slots=True)
@@ -170,160 +172,187 @@ def numbered_name(stem: str, index: int) -> str:
     return stem if index == 0 else f"{stem}_{index}"
 
 
-def num_updates(parts: RunObjects) -> int:
+def num_updates(run_objects: RunObjects) -> int:
     """Return the number of optimizer updates of the run so far."""
-    most = 0
-    for optimizer in parts.objects.optimizers:
-        most = max(most, int(getattr(optimizer, "num_updates", 0)))
-    return most
+    max_updates = 0
+    for optimizer in run_objects.objects.optimizers:
+        max_updates = max(max_updates, int(getattr(optimizer, "num_updates", 0)))
+    return max_updates
 
 
-def read_position(parts: RunObjects, *, at_window: bool) -> LoopPosition:
+def read_position(run_objects: RunObjects, *, at_window: bool) -> LoopPosition:
     """Return the current position; `at_window` also keeps what is changed in place, for a save inside the window that begins here. Local."""
-    loaders = []
-    has_trained = parts.has_trained
-    for loader in parts.objects.loaders:
-        loaders.append(loader.saved_state(has_trained))
-    registered = {}
-    for index, thing in enumerate(parts.registered):
-        if at_window and getattr(thing, "follows_data", False):
-            registered[index] = thing.state_dict()
+    loader_states = []
+    has_trained = run_objects.has_trained
+    for loader in run_objects.objects.loaders:
+        loader_states.append(loader.saved_state(has_trained))
+    registered_states = {}
+    for index, registered_object in enumerate(run_objects.registered):
+        if at_window and getattr(registered_object, "follows_data", False):
+            registered_states[index] = registered_object.state_dict()
     return LoopPosition(
-        loaders,
-        parts.randomness.read(),
-        parts.clock.state_dict(),
-        None if parts.epochs is None else parts.epochs.state_dict(),
-        None if parts.trackers is None else parts.trackers.step,
-        registered,
-        parts.buffers.copy_changing(parts.plain_models()) if at_window else {},
+        loader_states,
+        run_objects.randomness.read(),
+        run_objects.clock.state_dict(),
+        None if run_objects.epochs is None else run_objects.epochs.state_dict(),
+        None if run_objects.trackers is None else run_objects.trackers.step,
+        registered_states,
+        run_objects.buffers.copy_changing(run_objects.plain_models())
+        if at_window
+        else {},
     )
 
 
-def collect(
-    parts: RunObjects,
-    fmt: Format,
+def collect_state(
+    run_objects: RunObjects,
+    file_format: Format,
     weights: Sequence[Mapping[str, Any] | None],
-    position: LoopPosition,
+    loop_position: LoopPosition,
 ) -> StateTree:
     """Return the run's state; `weights` per model are the state dicts edited by save hooks (None: not edited).
 
     Local: each rank independently.
     """
-    models = parts.plain_models()
-    names = parameter_names(models)
-    objects = parts.objects
+    models = run_objects.plain_models()
+    names_by_id = parameter_names(models)
+    prepared_objects = run_objects.objects
     components: dict[str, Component] = {}
-    for index, (model, weight) in enumerate(zip(models, weights, strict=True)):
-        if weight is None or len(weight):
-            name = numbered_name("model", index)
-            components[name] = _with_buffers(
-                model_component(model, fmt, weight), position.buffers, f"{name}/"
+    for index, (model, model_weights) in enumerate(zip(models, weights, strict=True)):
+        if model_weights is None or len(model_weights):
+            component_name = numbered_name("model", index)
+            components[component_name] = _with_buffers(
+                model_component(model, file_format, model_weights),
+                loop_position.buffers,
+                f"{component_name}/",
             )
-    for index, optimizer in enumerate(objects.optimizers):
-        inner = getattr(optimizer, "optimizer", optimizer)
+    for index, optimizer in enumerate(prepared_objects.optimizers):
+        inner_optimizer = getattr(optimizer, "optimizer", optimizer)
         components[numbered_name("optimizer", index)] = optimizer_component(
-            inner, names
+            inner_optimizer, names_by_id
         )
-    for index, average in enumerate(parts.averages):
+    for index, average in enumerate(run_objects.averages):
         average.refuse_if_swapped("save_state()")
-        components[numbered_name("ema", index)] = optimizer_component(average, names)
-    for index, scheduler in enumerate(objects.schedulers):
-        state = getattr(scheduler, "scheduler", scheduler).state_dict()
-        components[numbered_name("scheduler", index)] = packed(
-            state, "scheduler", fmt="torch"
+        components[numbered_name("ema", index)] = optimizer_component(
+            average, names_by_id
         )
-    if parts.precision.scaler is not None and (scaler := parts.precision.state_dict()):
-        components["scaler"] = packed(scaler, "scaler", fmt="torch")
-    for index, loader_state in enumerate(position.loaders):
-        components[numbered_name("loader", index)] = packed(
+    for index, scheduler in enumerate(prepared_objects.schedulers):
+        scheduler_state = getattr(scheduler, "scheduler", scheduler).state_dict()
+        components[numbered_name("scheduler", index)] = pack_component(
+            scheduler_state, "scheduler", file_format="torch"
+        )
+    if run_objects.precision.scaler is not None and (
+        scaler_state := run_objects.precision.state_dict()
+    ):
+        components["scaler"] = pack_component(
+            scaler_state, "scaler", file_format="torch"
+        )
+    for index, loader_state in enumerate(loop_position.loaders):
+        components[numbered_name("loader", index)] = pack_component(
             loader_state, "loader", per_rank=True
         )
-    for index, thing in enumerate(parts.registered):
-        state = position.registered.get(index) or thing.state_dict()
-        components[f"custom_checkpoint_{index}"] = packed(
-            state, "object", where=type(thing).__name__
+    for index, registered_object in enumerate(run_objects.registered):
+        scheduler_state = (
+            loop_position.registered.get(index) or registered_object.state_dict()
         )
-    random_states = parts.randomness.capture(position.generators)
-    components["random_states"] = packed(random_states, "random", per_rank=True)
-    components["progress"] = packed(
-        _progress(parts, position), "progress", per_rank=True
+        components[f"custom_checkpoint_{index}"] = pack_component(
+            scheduler_state, "object", object_name=type(registered_object).__name__
+        )
+    random_states = run_objects.randomness.capture(loop_position.generators)
+    components["random_states"] = pack_component(random_states, "random", per_rank=True)
+    components["progress"] = pack_component(
+        _collect_progress(run_objects, loop_position), "progress", per_rank=True
     )
     return StateTree(components)
 
 
 def _with_buffers(
-    component: Component, buffers: Mapping[str, Tensor], prefix: str
+    component: Component, buffer_values: Mapping[str, Tensor], prefix: str
 ) -> Component:
     """Return the component of a model with these values of its buffers."""
     tensors = dict(component.tensors)
-    for name in component.main_only:
-        tensors[name] = buffers.get(prefix + name, tensors[name])
+    for buffer_name in component.main_only:
+        tensors[buffer_name] = buffer_values.get(
+            prefix + buffer_name, tensors[buffer_name]
+        )
     return replace(component, tensors=tensors)
 
 
-def _progress(parts: RunObjects, position: LoopPosition) -> dict[str, Any]:
+def _collect_progress(
+    run_objects: RunObjects, loop_position: LoopPosition
+) -> dict[str, Any]:
     """Return the counters of the run."""
-    counts = []
-    for optimizer in parts.objects.optimizers:
-        attempts, updates = (
+    optimizer_counts = []
+    for optimizer in run_objects.objects.optimizers:
+        num_attempts, num_optimizer_updates = (
             getattr(optimizer, "num_attempts", 0),
             getattr(optimizer, "num_updates", 0),
         )
-        counts.append({"num_attempts": int(attempts), "num_updates": int(updates)})
-    seen, schedule_lengths = [], []
-    for scheduler in parts.objects.schedulers:
-        seen.append(int(getattr(scheduler, "_seen", 0)))
+        optimizer_counts.append(
+            {
+                "num_attempts": int(num_attempts),
+                "num_updates": int(num_optimizer_updates),
+            }
+        )
+    num_seen, schedule_lengths = [], []
+    for scheduler in run_objects.objects.schedulers:
+        num_seen.append(int(getattr(scheduler, "_seen", 0)))
         schedule_lengths.append(getattr(scheduler, "length", None))
-    trackers = None
-    if parts.trackers is not None:
-        trackers = parts.trackers.state_dict()
-        if "step" in trackers:
-            trackers["step"] = position.tracked_step
+    trackers_state = None
+    if run_objects.trackers is not None:
+        trackers_state = run_objects.trackers.state_dict()
+        if "step" in trackers_state:
+            trackers_state["step"] = loop_position.tracked_step
     return {
-        "clock": position.clock,
-        "trackers": trackers,
-        "optimizers": counts,
-        "schedulers": seen,
+        "clock": loop_position.clock,
+        "trackers": trackers_state,
+        "optimizers": optimizer_counts,
+        "schedulers": num_seen,
         "schedule_lengths": schedule_lengths,
-        "epochs": position.epochs,
+        "epochs": loop_position.epochs,
     }
 
 
 def named_buffers(
-    models: Sequence[nn.Module], values: Mapping[str, Tensor] = MappingProxyType({})
+    models: Sequence[nn.Module],
+    buffer_values: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every whole buffer of every model under one name, with its value in `values` instead of the current one."""
     for index, model in enumerate(models):
-        for plain, buffer in model.named_buffers():
+        for buffer_name, buffer in model.named_buffers():
             if not is_dtensor(buffer) and buffer.device.type != "meta":
-                name = f"{numbered_name('model', index)}/{plain_name(plain)}"
-                yield name, values.get(name, buffer.detach())
+                numbered_buffer = (
+                    f"{numbered_name('model', index)}/{plain_name(buffer_name)}"
+                )
+                yield (
+                    numbered_buffer,
+                    buffer_values.get(numbered_buffer, buffer.detach()),
+                )
 
 
-def packed(
-    value: Any,
+def pack_component(
+    nested_state: Any,
     kind: str,
-    fmt: Format = "safetensors",
+    file_format: Format = "safetensors",
     per_rank: bool = False,
-    where: str = "",
+    object_name: str = "",
 ) -> Component:
     """Return a component of nested state."""
-    data, tensors = pack(value, where)
-    return Component(tensors, data, kind, fmt, per_rank)
+    packed_state, tensors = pack(nested_state, object_name)
+    return Component(tensors, packed_state, kind, file_format, per_rank)
 
 
 # Any: the stored value
-def load_packed(checkpoint: Checkpoint, name: str, rank: int | None) -> Any:
+def load_packed(checkpoint: Checkpoint, component_name: str, rank: int | None) -> Any:
     """Return a component that is not tensors alone, unpacked; its tensors are copies, independent of the files."""
-    found = checkpoint.component(name, rank)
+    stored_component = checkpoint.component(component_name, rank)
     tensors = {}
-    for key, pieces in found.pieces.items():
-        tensors[key] = join_pieces(pieces, key).clone()
-    for alias, key in found.aliases.items():
-        tensors[alias] = tensors[key]
-    if found.data is None:
+    for tensor_name, pieces in stored_component.pieces.items():
+        tensors[tensor_name] = join_pieces(pieces, tensor_name).clone()
+    for alias, tensor_name in stored_component.aliases.items():
+        tensors[alias] = tensors[tensor_name]
+    if stored_component.data is None:
         return tensors
-    return unpack(found.data, tensors)
+    return unpack(stored_component.data, tensors)
 
 
 # Any: state dicts hold extra state
@@ -332,56 +361,62 @@ LoadHook = Callable[[list[nn.Module], str], None]
 
 
 def run_save_hooks(
-    hooks: Mapping[int, SaveHook], parts: RunObjects, folder: str, together: Agreement
+    hooks: Mapping[int, SaveHook],
+    run_objects: RunObjects,
+    folder: str,
+    agreement: Agreement,
 ) -> list[Mapping[str, Any] | None]:
     """Run the save hooks and return each model's edited weights; None where there is no hook. Ranks: every rank.
 
     Scripts write models in custom formats, and remove the weights, on the main process only: weights that are removed
     there are removed on every rank, and no others.
     """
-    models = parts.plain_models()
-    given: list[dict[str, Any]] = []
+    models = run_objects.plain_models()
+    state_dicts: list[dict[str, Any]] = []
     for model in models if hooks else ():
-        given.append(model.state_dict())
-    weights = list(given)
+        state_dicts.append(model.state_dict())
+    edited_weights = list(state_dicts)
     for hook in list(hooks.values()):
-        _call(hook, list(models), weights, folder)
-    own: list[Mapping[str, Any] | None] = [None] * len(models)
-    kept = [True] * len(models)
-    if len(weights) == len(given):
-        own = list(weights) or own
+        _call_hook(hook, list(models), edited_weights, folder)
+    saved_weights: list[Mapping[str, Any] | None] = [None] * len(models)
+    is_saved = [True] * len(models)
+    if len(edited_weights) == len(state_dicts):
+        saved_weights = list(edited_weights) or saved_weights
     else:
-        left = {id(weight) for weight in weights}
-        own, kept = list(given), [id(weight) in left for weight in given]
-    on_main: list[bool] = together.share(kept)[0]
+        remaining_ids = {id(model_weights) for model_weights in edited_weights}
+        saved_weights, is_saved = (
+            list(state_dicts),
+            [id(model_weights) in remaining_ids for model_weights in state_dicts],
+        )
+    on_main: list[bool] = agreement.share(is_saved)[0]
     # ranks hold different models: refused by name when the state is compared
-    if len(on_main) != len(own):
-        return own
-    for index, stays in enumerate(on_main):
-        own[index] = own[index] if stays else {}
-    return own
+    if len(on_main) != len(saved_weights):
+        return saved_weights
+    for index, is_saved_on_main in enumerate(on_main):
+        saved_weights[index] = saved_weights[index] if is_saved_on_main else {}
+    return saved_weights
 
 
 def run_load_hooks(
-    hooks: Mapping[int, LoadHook], parts: RunObjects, folder: str
+    hooks: Mapping[int, LoadHook], run_objects: RunObjects, folder: str
 ) -> list[nn.Module | None]:
     """Run the load hooks and return the models that remain to be loaded, None in place of the others."""
-    given: list[nn.Module | None] = [*parts.plain_models()]
-    models = list(given)
+    models_to_load: list[nn.Module | None] = [*run_objects.plain_models()]
+    hook_models = list(models_to_load)
     for hook in list(hooks.values()):
-        _call(hook, models, folder)
-    left = set(map(id, models))
-    for index, model in enumerate(given):
-        given[index] = model if id(model) in left else None
-    return given
+        _call_hook(hook, hook_models, folder)
+    remaining_ids = set(map(id, hook_models))
+    for index, model in enumerate(models_to_load):
+        models_to_load[index] = model if id(model) in remaining_ids else None
+    return models_to_load
 
 
 # Any: arguments of hooks of either kind
-def _call(hook: Callable[..., None], *given: Any) -> None:
+def _call_hook(hook: Callable[..., None], *hook_arguments: Any) -> None:
     try:
-        hook(*given)
+        hook(*hook_arguments)
     except Exception as error:  # of any type: other ranks must learn of it
-        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        hook_name = getattr(hook, "__qualname__", type(hook).__qualname__)
         raise HookError(
-            f"the hook {name} raised {type(error).__name__}: {error}"
+            f"the hook {hook_name} raised {type(error).__name__}: {error}"
         ) from error

@@ -52,7 +52,7 @@ from hasten.state.run_state import (
     LoadHook,
     RunObjects,
     SaveHook,
-    collect,
+    collect_state,
     num_updates,
     read_position,
     run_load_hooks,
@@ -62,7 +62,7 @@ from hasten.strategies.base import Strategy
 from hasten.version import __version__
 
 log = logging.getLogger(__name__)
-_RUNS: Final = "runs"
+_RUNS_NOTE: Final = "runs"
 
 
 class Saving:
@@ -72,7 +72,7 @@ class Saving:
         self,
         ctx: ProcessContext,
         project: ProjectConfiguration,
-        parts: RunObjects,
+        run_objects: RunObjects,
         *,
         # Any: JSON shown by `hasten ckpt show`: settings of the run
         notes: Mapping[str, Any] | None = None,
@@ -85,8 +85,8 @@ class Saving:
         for axis in Axis:
             self._mesh[str(axis)] = getattr(ctx.mesh, axis)
         self.project = project
-        self._parts = parts
-        self.registered = parts.registered
+        self._parts = run_objects
+        self.registered = run_objects.registered
         self._notes = dict(notes or {})
         self.layout = layout
         self.extra_files: Callable[[Path], None] | None = None
@@ -130,12 +130,12 @@ class Saving:
     # Any: objects with state_dict and load_state_dict
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects too, in this order. Ranks: every rank, with the same objects."""
-        for thing in objects:
-            if not callable(getattr(thing, "state_dict", None)) or not callable(
-                getattr(thing, "load_state_dict", None)
-            ):
+        for registered_object in objects:
+            if not callable(
+                getattr(registered_object, "state_dict", None)
+            ) or not callable(getattr(registered_object, "load_state_dict", None)):
                 raise ConfigError(
-                    f"a {type(thing).__name__} cannot be registered for checkpointing: it has no state_dict() and "
+                    f"a {type(registered_object).__name__} cannot be registered for checkpointing: it has no state_dict() and "
                     "load_state_dict(), so there is nothing to save. Add both methods."
                 )
         self._parts.registered.extend(objects)
@@ -169,134 +169,168 @@ class Saving:
         world = self._ctx.world
         with agreeing(
             world, "save_state", self.project.checkpoint_arrival_s
-        ) as together:
+        ) as agreement:
             if self._background is not None:
                 self.wait_for_saves()
-            if len(modes := set(together.share((blocking, output_dir is None)))) > 1:
+            if (
+                len(
+                    modes_of_ranks := set(
+                        agreement.share((blocking, output_dir is None))
+                    )
+                )
+                > 1
+            ):
                 raise MismatchError(
-                    f"ranks called save_state with different arguments ((blocking, without a folder): {sorted(modes)}), so "
+                    f"ranks called save_state with different arguments ((blocking, without a folder): {sorted(modes_of_ranks)}), so "
                     "they would wait for each other at different places. Nothing was saved. Pass the same on every rank."
                 )
-            position = self._parts.saved_position()
+            loop_position = self._parts.saved_position()
             if not blocking and self._writer().comm is None:
-                together.share()
+                agreement.share()
                 self._writer().comm = world.twin()
-            numbers = self._checked(metrics)
-            with self._start(output_dir, together) as save:
-                name = save.draft.name
-                place = join_location(save.store.address, name)
-                together.label = f"collecting the state for {name!r}"
-                header = self._header(name, numbers)
-                tree = self._tree(save, safe_serialization, together, position)
-                write = partial(self._write, save, header, output_dir is None)
+            metric_values = self._checked(metrics)
+            with self._start(output_dir, agreement) as save:
+                checkpoint_name = save.draft.name
+                checkpoint_path = join_location(save.store.address, checkpoint_name)
+                agreement.label = f"collecting the state for {checkpoint_name!r}"
+                manifest_header = self._header(checkpoint_name, metric_values)
+                state_tree = self._tree(
+                    save, safe_serialization, agreement, loop_position
+                )
+                write_files = partial(
+                    self._write, save, manifest_header, output_dir is None
+                )
                 if blocking:
-                    save.plan(tree, together)
-                    write(together)
+                    save.plan(state_tree, agreement)
+                    write_files(agreement)
                 else:
-                    self._write_in_background(save, tree, write, together)
-                return place
+                    self._write_in_background(save, state_tree, write_files, agreement)
+                return checkpoint_path
 
-    def _start(self, output_dir: str | Path | None, together: Agreement) -> Save:
+    def _start(self, output_dir: str | Path | None, agreement: Agreement) -> Save:
         """Start a save into a folder, or under the next free number."""
         check_naming(output_dir, self.project.automatic_checkpoint_naming)
-        name: str | None = None
+        checkpoint_name: str | None = None
         if output_dir is None:
             store = open_store(automatic_root(self.project))
         else:
-            store, name = locate(output_dir)
+            store, checkpoint_name = locate(output_dir)
         save = Save(store, self._ctx.world, self.layout)
         with save:
-            each_node, node = (
+            each_node, node_index = (
                 self.project.save_on_each_node,
                 self._ctx.topology.node_rank,
             )
-            save.start(together, name, self.iteration, node=node, each_node=each_node)
+            save.start(
+                agreement,
+                checkpoint_name,
+                self.iteration,
+                node=node_index,
+                each_node=each_node,
+            )
         save.draft.keeps_exports = self.keeps_exports
-        number = checkpoint_number(save.draft.name)
+        checkpoint_index = checkpoint_number(save.draft.name)
         if (
-            name is None
-            and number is not None
-            and number > self.iteration
+            checkpoint_name is None
+            and checkpoint_index is not None
+            and checkpoint_index > self.iteration
             and self._rank == 0
         ):
             log.warning(
                 "%s holds checkpoints up to checkpoint_%d that this run neither wrote nor loaded; this save becomes checkpoint_%d, and "
                 "total_limit leaves the others. To continue an earlier run, call load_state(must_exist=False) before the first "
                 "save; otherwise give each run its own project_dir",
-                *(store.address, number - 1, number),
+                *(store.address, checkpoint_index - 1, checkpoint_index),
             )
         return save
 
     def write_machine(
         self,
         store: LocalStore,
-        name: str,
+        checkpoint_name: str,
         machine: int,
         machine_ranks: Sequence[int],
-        together: Agreement,
+        agreement: Agreement,
         announce: Callable[[int], None],
     ) -> None:
         """Write the state of this machine's ranks; `announce` is called with this rank's bytes first. Ranks: every rank."""
         self.wait_for_saves()
-        position = self._parts.saved_position()
+        loop_position = self._parts.saved_position()
         with Save(store, self._ctx.world, self.layout) as save:
-            save.start(together, name, node=machine, each_node=True)
-            together.label = f"collecting the state for {name!r}"
-            weights = run_save_hooks(
-                self.save_hooks, self._parts, str(save.draft.folder), together
+            save.start(agreement, checkpoint_name, node=machine, each_node=True)
+            agreement.label = f"collecting the state for {checkpoint_name!r}"
+            saved_weights = run_save_hooks(
+                self.save_hooks, self._parts, str(save.draft.folder), agreement
             )
-            tree = collect(self._parts, "safetensors", weights, position)
-            tree = self._machine_owners.owned(tree, machine_ranks, together)
-            save.plan(with_own_state(tree, self._parts, together, position), together)
+            state_tree = collect_state(
+                self._parts, "safetensors", saved_weights, loop_position
+            )
+            state_tree = self._machine_owners.owned(
+                state_tree, machine_ranks, agreement
+            )
+            save.plan(
+                with_own_state(state_tree, self._parts, agreement, loop_position),
+                agreement,
+            )
             announce(sum(blob.size for blob in save.blobs.values()))
-            save.write(self._header(name, {}), together)
+            save.write(self._header(checkpoint_name, {}), agreement)
 
     def _tree(
         self,
         save: Save,
         safe_serialization: bool,
-        together: Agreement,
-        position: LoopPosition,
+        agreement: Agreement,
+        loop_position: LoopPosition,
     ) -> StateTree:
-        weights = run_save_hooks(
-            self.save_hooks, self._parts, str(save.draft.folder), together
+        saved_weights = run_save_hooks(
+            self.save_hooks, self._parts, str(save.draft.folder), agreement
         )
         if self.extra_files is not None and save.draft.folder is not None:
             self.extra_files(save.draft.folder)
-        fmt: Format = "safetensors" if safe_serialization else "torch"
-        tree = collect(self._parts, fmt, weights, position)
+        file_format: Format = "safetensors" if safe_serialization else "torch"
+        state_tree = collect_state(
+            self._parts, file_format, saved_weights, loop_position
+        )
         world = self._ctx.world
         if world.size == 1:
-            return gather_slices(tree, world, keeps=True) if self.whole else tree
+            return (
+                gather_slices(state_tree, world, keeps=True)
+                if self.whole
+                else state_tree
+            )
         if save.ranks == world.ranks:
-            tree = owned_by_axes(tree, self._is_first)
+            state_tree = owned_by_axes(state_tree, self._is_first)
         else:  # separate disks: each machine writes everything that its ranks hold
-            tree = self._machine_owners.owned(tree, save.ranks, together)
-        tree = divide_stages(tree, self._parts.plain_models(), self._ctx)
+            state_tree = self._machine_owners.owned(state_tree, save.ranks, agreement)
+        state_tree = divide_stages(state_tree, self._parts.plain_models(), self._ctx)
         if self.whole:
-            tree = gather_slices(tree, world, save.is_main)
-        return with_own_state(tree, self._parts, together, position)
+            state_tree = gather_slices(state_tree, world, save.is_main)
+        return with_own_state(state_tree, self._parts, agreement, loop_position)
 
-    def _is_first(self, own: tuple[str, ...]) -> bool:
+    def _is_first(self, tensor_axes: tuple[str, ...]) -> bool:
         """Return True if this rank is the first along all axes except `own` and `pp` (stages hold other parameters)."""
-        among = {Axis(name) for name in own} | {Axis.PP}
-        if Axis.DP_SHARD in among:
-            among.add(Axis.CP)  # torch's mesh includes it
+        excluded_axes = {Axis(axis_name) for axis_name in tensor_axes} | {Axis.PP}
+        if Axis.DP_SHARD in excluded_axes:
+            excluded_axes.add(Axis.CP)  # torch's mesh includes it
         return (
             self._ctx.mesh.index(
-                self._ctx.rank, *(axis for axis in AXES if axis not in among)
+                self._ctx.rank, *(axis for axis in AXES if axis not in excluded_axes)
             )
             == 0
         )
 
     def _write(
-        self, save: Save, header: Manifest, is_numbered: bool, together: Agreement
+        self,
+        save: Save,
+        manifest_header: Manifest,
+        is_numbered: bool,
+        agreement: Agreement,
     ) -> None:
         """Write and commit; after a numbered save, delete the checkpoints of this run that have expired."""
         with save:
-            manifest = save.write(header, together)
-        place = join_location(save.store.address, save.draft.name)
-        self._newest = place
+            manifest = save.write(manifest_header, agreement)
+        checkpoint_path = join_location(save.store.address, save.draft.name)
+        self._newest = checkpoint_path
         if manifest.number is not None:
             self.iteration = max(self.iteration, manifest.number + 1)
         if is_numbered and save.is_main and self.project.total_limit is not None:
@@ -306,43 +340,48 @@ class Saving:
             except (OSError, CheckpointError) as error:
                 log.warning(
                     "after saving %s, old checkpoints could not be deleted: %s",
-                    place,
+                    checkpoint_path,
                     error,
                 )
-        for tell in self._parts.clock.parts.saved:
-            tell(header.created_s, max(time.time() - header.created_s, 0.0))
+        for report_save in self._parts.clock.parts.saved:
+            report_save(
+                manifest_header.created_s,
+                max(time.time() - manifest_header.created_s, 0.0),
+            )
         if self._rank == 0:
-            log.info("saved %s (%.1f MB)", place, manifest.num_bytes / 1e6)
+            log.info("saved %s (%.1f MB)", checkpoint_path, manifest.num_bytes / 1e6)
 
     def _is_own(self, manifest: Manifest) -> bool:
         """Return True for a checkpoint that this run, or one that it continues, has written."""
-        return _lineage(manifest)[-1] in (*self._lineage, self._run_id)
+        return _read_run_ids(manifest)[-1] in (*self._lineage, self._run_id)
 
     def _write_in_background(
         self,
         save: Save,
-        tree: StateTree,
-        write: Callable[[Agreement], None],
-        together: Agreement,
+        state_tree: StateTree,
+        write_files: Callable[[Agreement], None],
+        agreement: Agreement,
     ) -> None:
         writer = self._writer()
-        save.plan(tree, together, writer.staging.begin)
+        save.plan(state_tree, agreement, writer.staging.begin)
         save.blobs = writer.staging.end(save.blobs)
         if self._guard is None:
             self._guard = FinishFirst(self._join_quietly)
         with self._guard.starting():
             try:
-                go = writer.submit(write, save.draft.name)
+                start_event = writer.submit(write_files, save.draft.name)
                 # every rank has its thread, so none waits for a missing one
-                together.share()
+                agreement.share()
             except BaseException:
                 writer.cancel()
                 raise
-            go.set()
+            start_event.set()
 
-    def _header(self, name: str, metrics: dict[str, float | None]) -> Manifest:
+    def _header(
+        self, checkpoint_name: str, metrics: dict[str, float | None]
+    ) -> Manifest:
         return Manifest(
-            number=checkpoint_number(name),
+            number=checkpoint_number(checkpoint_name),
             step=num_updates(self._parts),
             created_s=time.time(),
             mesh=self._mesh,
@@ -352,7 +391,7 @@ class Saving:
                 "python": platform.python_version(),
             },
             metrics=metrics,
-            notes={**self._notes, _RUNS: [*self._lineage, self._run_id]},
+            notes={**self._notes, _RUNS_NOTE: [*self._lineage, self._run_id]},
         )
 
     def _checked(self, metrics: Mapping[str, float] | None) -> dict[str, float | None]:
@@ -363,7 +402,10 @@ class Saving:
         if not metrics:
             return {}
         try:
-            numbers = {str(name): float(value) for name, value in metrics.items()}
+            metric_values = {
+                str(metric_name): float(metric_value)
+                for metric_name, metric_value in metrics.items()
+            }
         except (
             AttributeError,
             TypeError,
@@ -375,14 +417,14 @@ class Saving:
                 "numbers: metrics={'loss': 0.5}."
             ) from error
         best_metric = self.project.best_metric
-        if best_metric is not None and best_metric not in numbers:
+        if best_metric is not None and best_metric not in metric_values:
             raise ConfigError(
-                f"save_state(metrics={numbers}) lacks best_metric={best_metric!r}, so this checkpoint could never be the best. Nothing "
-                f"was saved. Pass metrics={{{best_metric!r}: ...}}, or set best_metric to one of {sorted(numbers)}."
+                f"save_state(metrics={metric_values}) lacks best_metric={best_metric!r}, so this checkpoint could never be the best. Nothing "
+                f"was saved. Pass metrics={{{best_metric!r}: ...}}, or set best_metric to one of {sorted(metric_values)}."
             )
         return {
-            name: number if math.isfinite(number) else None
-            for name, number in numbers.items()
+            metric_name: metric_number if math.isfinite(metric_number) else None
+            for metric_name, metric_number in metric_values.items()
         }
 
     # -- saves in flight ------------------------------------------------------------------------------------------
@@ -442,48 +484,52 @@ class Saving:
         must_exist: bool = True,
     ) -> list[LoadReport] | None:
         world, arrival_s = self._ctx.world, self.project.checkpoint_arrival_s
-        with agreeing(world, "load_state", arrival_s) as together:
+        with agreeing(world, "load_state", arrival_s) as agreement:
             if self._background is not None:
                 self.wait_for_saves()
             if (
-                source := find_source(
-                    self.project, self.newer_states, together, input_dir, must_exist
+                load_source := find_source(
+                    self.project, self.newer_states, agreement, input_dir, must_exist
                 )
             ) is None:
                 return None
-            store, name, from_memory = source
+            store, checkpoint_name, from_memory = load_source
             verify = verify and not from_memory  # memory copies are verified already
             with open_checkpoint(
-                store, name, world, verify=verify, allow_pickle=allow_pickle
+                store, checkpoint_name, world, verify=verify, allow_pickle=allow_pickle
             ) as checkpoint:
-                together.label = f"checking {name!r} against this run"
-                models = run_load_hooks(
+                agreement.label = f"checking {checkpoint_name!r} against this run"
+                models_to_load = run_load_hooks(
                     self.load_hooks, self._parts, str(checkpoint.folder)
                 )
-                plan = plan_restore(
+                restore_plan = plan_restore(
                     self._parts,
-                    models,
+                    models_to_load,
                     checkpoint,
                     self._rank,
                     world.size,
                     strict,
                     self._mesh,
                 )
-                together.share()
-                together.label = f"loading {name!r}"
-                plan.apply(together)
-                number = checkpoint.manifest.number
-                self._lineage = _lineage(checkpoint.manifest)
-            place = join_location(store.address, name)
+                agreement.share()
+                agreement.label = f"loading {checkpoint_name!r}"
+                restore_plan.apply(agreement)
+                checkpoint_index = checkpoint.manifest.number
+                self._lineage = _read_run_ids(checkpoint.manifest)
+            checkpoint_path = join_location(store.address, checkpoint_name)
             if self._rank == 0:
-                log.info("loaded %s%s", place, " from memory" if from_memory else "")
+                log.info(
+                    "loaded %s%s",
+                    checkpoint_path,
+                    " from memory" if from_memory else "",
+                )
         if self.newer_states is not None:
-            self.newer_states.loaded(number if from_memory else None)
+            self.newer_states.loaded(checkpoint_index if from_memory else None)
         if not from_memory:
-            if number is not None and input_dir is None:
-                self.iteration = max(self.iteration, number + 1)
-            self._newest = place
-        return list(map(attrgetter("report"), plan.models))
+            if checkpoint_index is not None and input_dir is None:
+                self.iteration = max(self.iteration, checkpoint_index + 1)
+            self._newest = checkpoint_path
+        return list(map(attrgetter("report"), restore_plan.models))
 
     def newest(self) -> str | None:
         """Return the checkpoint that this run saved or loaded last."""
@@ -497,7 +543,7 @@ class Saving:
         )
 
 
-def _lineage(manifest: Manifest) -> list[str]:
+def _read_run_ids(manifest: Manifest) -> list[str]:
     """Return the ids of the runs that led to a checkpoint, the one that wrote it last."""
-    runs: list[str] = manifest.notes.get(_RUNS) or [""]
-    return runs
+    run_ids: list[str] = manifest.notes.get(_RUNS_NOTE) or [""]
+    return run_ids

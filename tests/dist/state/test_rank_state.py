@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from hasten import Accelerator
 from hasten.errors import CheckpointError
 from hasten.runtime.context import ProcessContext
-from hasten.state.rank_state import fingerprint
+from hasten.state.rank_state import fingerprint_tensor
 from hasten.testing.pool import Pool, ranks
 
 
@@ -217,14 +217,18 @@ def test_every_changed_bit_changes_the_fingerprint() -> None:
                 if dtype is torch.bool
                 else other[place] + 1
             )
-            assert fingerprint(raw) == fingerprint(raw.clone())
-            assert fingerprint(raw) != fingerprint(other)
+            assert fingerprint_tensor(raw) == fingerprint_tensor(raw.clone())
+            assert fingerprint_tensor(raw) != fingerprint_tensor(other)
             if size > 1 and not torch.equal(raw, raw.roll(1)):
-                assert fingerprint(raw) != fingerprint(raw.roll(1)), "order counts"
+                assert fingerprint_tensor(raw) != fingerprint_tensor(raw.roll(1)), (
+                    "order counts"
+                )
     for dtype in (torch.uint8, torch.bfloat16, torch.float64):
         long = torch.arange(20).to(dtype)
-        assert fingerprint(long[1:14]) == fingerprint(long[1:14].clone()), (
-            "wherever it lies in memory"
-        )
-    assert fingerprint(torch.zeros(4)) != fingerprint(torch.zeros(2, 2))
-    assert fingerprint(torch.zeros(2)) != fingerprint(torch.zeros(2, dtype=torch.int32))
+        assert fingerprint_tensor(long[1:14]) == fingerprint_tensor(
+            long[1:14].clone()
+        ), "wherever it lies in memory"
+    assert fingerprint_tensor(torch.zeros(4)) != fingerprint_tensor(torch.zeros(2, 2))
+    assert fingerprint_tensor(torch.zeros(2)) != fingerprint_tensor(
+        torch.zeros(2, dtype=torch.int32)
+    )

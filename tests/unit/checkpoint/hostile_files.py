@@ -45,7 +45,7 @@ from hasten.errors import HastenError
 from hasten.optim.clock import StepClock
 from hasten.precision.base import FullPrecision
 from hasten.state.restore import plan_restore
-from hasten.state.run_state import Randomness, RunObjects, collect
+from hasten.state.run_state import Randomness, RunObjects, collect_state
 
 NAME = "victim"
 FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -90,7 +90,7 @@ def parts_of(objects: Any) -> RunObjects:
 
 def write_victim(root: Path) -> None:
     parts = parts_of(Objects())
-    tree = collect(parts, "safetensors", [None], parts.saved_position())
+    tree = collect_state(parts, "safetensors", [None], parts.saved_position())
     save_tree(LocalStore(root), NAME, tree, Manifest(number=1, step=1), LocalComm())
 
 
