@@ -13,10 +13,10 @@ from hasten.comm.local import LocalComm
 from hasten.errors import ConfigError, StepError
 from hasten.extensions.memory_copies.memory_folder import (
     MemoryCopy,
+    explain_loss,
     group_by_folder,
-    neighbour,
+    neighbour_of,
     newest_common,
-    why_none,
 )
 from hasten.extensions.memory_copies.part import memory_root
 from hasten.runtime import env
@@ -38,7 +38,7 @@ def after_copy(
     for machine, ranks in enumerate(layout):
         for step in steps:
             held[machine].add(MemoryCopy(ranks, world, step))
-            held[neighbour(machine, len(layout))].add(MemoryCopy(ranks, world, step))
+            held[neighbour_of(machine, len(layout))].add(MemoryCopy(ranks, world, step))
     return held
 
 
@@ -53,7 +53,7 @@ def test_any_one_machine_may_be_lost(count: int, each: int) -> None:
         assert choice is not None
         assert choice.step == 5
         assert choice.sources == tuple(
-            neighbour(i, count) if i == lost else i for i in range(count)
+            neighbour_of(i, count) if i == lost else i for i in range(count)
         )
 
 
@@ -66,11 +66,11 @@ def test_two_machines_may_be_lost_unless_one_kept_the_other(count: int) -> None:
             for i, copies in enumerate(after_copy(layout, [9]))
         ]
         a, b = pair
-        beside = neighbour(a, count) == b or neighbour(b, count) == a
+        beside = neighbour_of(a, count) == b or neighbour_of(b, count) == a
         assert (newest_common(held, layout) is None) == beside
         if beside:
             assert (
-                "no machine holds the state that machine" in why_none(held, layout)
+                "no machine holds the state that machine" in explain_loss(held, layout)
                 or count == 2
             )
 
@@ -80,7 +80,7 @@ def test_a_copy_that_is_not_everywhere_does_not_count() -> None:
     layout = machines(3, 1)
     whole = after_copy(layout, [5])
     newer = [(m, MemoryCopy(ranks, 3, 6)) for m, ranks in enumerate(layout)] + [
-        (neighbour(m, 3), MemoryCopy(ranks, 3, 6)) for m, ranks in enumerate(layout)
+        (neighbour_of(m, 3), MemoryCopy(ranks, 3, 6)) for m, ranks in enumerate(layout)
     ]
     for size in range(len(newer) + 1):
         for there in itertools.combinations(newer, size):
@@ -102,8 +102,10 @@ def test_another_layout_is_not_taken_for_this_one() -> None:
     for other in (machines(2, 1), machines(4, 1), [(0, 1, 2), (3,)]):
         grown = [held[i] if i < 2 else set() for i in range(len(other))]
         assert newest_common(grown, other) is None
-        assert "in another layout" in why_none(grown, other)
-    assert why_none([set(), set()], machines(2, 1)) == "no machine holds a copy of it"
+        assert "in another layout" in explain_loss(grown, other)
+    assert (
+        explain_loss([set(), set()], machines(2, 1)) == "no machine holds a copy of it"
+    )
 
 
 def test_machines_that_swap_their_ranks_swap_their_states() -> None:

@@ -20,7 +20,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-_ABOUT = """commands:
+_COMMANDS_HELP = """commands:
   list     list the checkpoints of a folder or URL, oldest first
   verify   read everything and check sizes, checksums and structure
   show     show step, world size, versions, settings, components and tensors
@@ -32,40 +32,44 @@ _ABOUT = """commands:
 
 def main(argv: Sequence[str]) -> int:
     """Run `hasten ckpt …`; return 0 on success, 1 if something is damaged or differs."""
-    given = _parser().parse_args(argv)
-    code: int = given.run(given)
+    arguments = _make_parser().parse_args(argv)
+    code: int = arguments.run(arguments)
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hasten ckpt",
         description="List, verify, compare and convert checkpoints.",
-        epilog=_ABOUT,
+        epilog=_COMMANDS_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(metavar="command", required=True)
 
     def add(
-        name: str, run: Callable[[argparse.Namespace], int], **places: str
+        command_name: str,
+        run: Callable[[argparse.Namespace], int],
+        **argument_helps: str,
     ) -> argparse.ArgumentParser:
-        one = commands.add_parser(name)
-        for place, text in places.items():
-            one.add_argument(place, help=text)
-        one.set_defaults(run=run)
-        return one
+        command_parser = commands.add_parser(command_name)
+        for argument_name, argument_help in argument_helps.items():
+            command_parser.add_argument(argument_name, help=argument_help)
+        command_parser.set_defaults(run=run)
+        return command_parser
 
-    add("list", _list, folder="a folder or URL of checkpoints").add_argument(
+    add("list", _run_list, folder="a folder or URL of checkpoints").add_argument(
         "--json", action="store_true"
     )
-    verify = add("verify", _verify, folder="a checkpoint, or a folder of them")
+    verify = add("verify", _run_verify, folder="a checkpoint, or a folder of them")
     verify.add_argument(
         "--all",
         action="store_true",
         help="verify every checkpoint in the folder, not only the newest",
     )
     show = add(
-        "show", _show, folder="a checkpoint, or a folder of them (the newest is shown)"
+        "show",
+        _run_show,
+        folder="a checkpoint, or a folder of them (the newest is shown)",
     )
     show.add_argument("--json", action="store_true")
     show.add_argument(
@@ -74,13 +78,13 @@ def _parser() -> argparse.ArgumentParser:
         help="also list every tensor with its type and shape",
     )
     diff = add(
-        "diff", _diff, first="a checkpoint or exported model", second="another one"
+        "diff", _run_diff, first="a checkpoint or exported model", second="another one"
     )
     diff.add_argument(
         "--component", default="model", help="model, optimizer, ... (default: model)"
     )
     merge = add(
-        "merge", _merge, folder="a checkpoint", output="the folder for the model"
+        "merge", _run_merge, folder="a checkpoint", output="the folder for the model"
     )
     merge.add_argument(
         "--component", default="model", help="which model (default: model)"
@@ -94,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     convert = add(
         "convert",
-        _convert,
+        _run_convert,
         source="a folder that another tool saved",
         output="the new checkpoint",
     )
@@ -107,16 +111,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tools() -> Any:  # Any: a module
+def _load_inspect() -> Any:  # Any: a module
     # loads torch, which --help does not need
     return import_module("hasten.extensions.checkpoint_tools.inspect")
 
 
-def _list(given: argparse.Namespace) -> int:
-    inspect = _tools()
-    rows = [inspect.row(*place) for place in inspect.everything(given.folder)]
-    if given.json:
-        keys = (
+def _run_list(arguments: argparse.Namespace) -> int:
+    inspect = _load_inspect()
+    rows = [
+        inspect.row(*checkpoint_place)
+        for checkpoint_place in inspect.everything(arguments.folder)
+    ]
+    if arguments.json:
+        shown_fields = (
             "name",
             "complete",
             "step",
@@ -126,120 +133,147 @@ def _list(given: argparse.Namespace) -> int:
             "metrics",
             "problem",
         )
-        _write(
+        _write_line(
             json.dumps(
-                [{key: getattr(row, key) for key in keys} for row in rows], indent=2
+                [
+                    {
+                        metric_name: getattr(row, metric_name)
+                        for metric_name in shown_fields
+                    }
+                    for row in rows
+                ],
+                indent=2,
             )
         )
         return 0
     if not rows:
-        _write(f"no checkpoints in {given.folder}")
+        _write_line(f"no checkpoints in {arguments.folder}")
         return 1
-    _write(f"{'name':<24} {'step':>9} {'ranks':>5} {'size':>10}  {'saved':<17} state")
+    _write_line(
+        f"{'name':<24} {'step':>9} {'ranks':>5} {'size':>10}  {'saved':<17} state"
+    )
     for row in rows:
-        saved = (
+        saved_time = (
             dt.datetime.fromtimestamp(row.created_s).strftime("%Y-%m-%d %H:%M")
             if row.created_s
             else "-"
         )
-        state = "complete" if row.complete else f"INCOMPLETE: {row.problem}"
-        metrics = " ".join(
-            f"{key}={value:g}"
-            for key, value in (row.metrics or {}).items()
-            if value is not None
+        state_text = "complete" if row.complete else f"INCOMPLETE: {row.problem}"
+        metrics_text = " ".join(
+            f"{metric_name}={metric_value:g}"
+            for metric_name, metric_value in (row.metrics or {}).items()
+            if metric_value is not None
         )
         step, ranks = (
-            "-" if value is None else value for value in (row.step, row.world_size)
+            "-" if metric_value is None else metric_value
+            for metric_value in (row.step, row.world_size)
         )
-        _write(
-            f"{row.name:<24} {step:>9} {ranks:>5} {_size(row.num_bytes):>10}  {saved:<17} {state} {metrics}".rstrip()
+        _write_line(
+            f"{row.name:<24} {step:>9} {ranks:>5} {_format_size(row.num_bytes):>10}  {saved_time:<17} {state_text} {metrics_text}".rstrip()
         )
     return 0
 
 
-def _verify(given: argparse.Namespace) -> int:
-    inspect = _tools()
-    wanted = (inspect.everything(given.folder) if given.all else []) or [
-        inspect.find(given.folder)
+def _run_verify(arguments: argparse.Namespace) -> int:
+    inspect = _load_inspect()
+    checkpoints = (inspect.everything(arguments.folder) if arguments.all else []) or [
+        inspect.find(arguments.folder)
     ]
-    bad = 0
-    for store, name in wanted:
-        with _bar(f"verifying {name}", inspect.row(store, name).num_bytes) as advance:
-            problems = inspect.verify(store, name, advance)
-        _write(f"{name}: {'sound' if not problems else 'DAMAGED'}")
+    num_damaged = 0
+    for store, checkpoint_name in checkpoints:
+        with _progress_bar(
+            f"verifying {checkpoint_name}",
+            inspect.row(store, checkpoint_name).num_bytes,
+        ) as advance:
+            problems = inspect.verify(store, checkpoint_name, advance)
+        _write_line(f"{checkpoint_name}: {'sound' if not problems else 'DAMAGED'}")
         for problem in problems:
-            _write(f"  {problem}")
-        bad += bool(problems)
-    return 1 if bad else 0
+            _write_line(f"  {problem}")
+        num_damaged += bool(problems)
+    return 1 if num_damaged else 0
 
 
-def _show(given: argparse.Namespace) -> int:
-    inspect = _tools()
-    about = inspect.describe(*inspect.find(given.folder))
-    if not given.tensors:
-        for component in about["components"].values():
+def _run_show(arguments: argparse.Namespace) -> int:
+    inspect = _load_inspect()
+    description = inspect.describe(*inspect.find(arguments.folder))
+    if not arguments.tensors:
+        for component in description["components"].values():
             component.pop("tensors")
-    if given.json:
-        _write(json.dumps(about, indent=2))
+    if arguments.json:
+        _write_line(json.dumps(description, indent=2))
         return 0
-    _write(
-        f"{about['where']}/{about['name']}: step {about['step']}, {_size(about['num_bytes'])} in {about['num_files']} files"
+    _write_line(
+        f"{description['where']}/{description['name']}: step {description['step']}, {_format_size(description['num_bytes'])} in {description['num_files']} files"
     )
-    processes = (
-        "1 process" if about["world_size"] == 1 else f"{about['world_size']} processes"
+    processes_text = (
+        "1 process"
+        if description["world_size"] == 1
+        else f"{description['world_size']} processes"
     )
-    _write(f"saved by {processes}, mesh {about['mesh']}, versions {about['versions']}")
+    _write_line(
+        f"saved by {processes_text}, mesh {description['mesh']}, versions {description['versions']}"
+    )
     for key in ("metrics", "notes"):
-        if about[key]:
-            _write(f"{key}: {json.dumps(about[key])}")
-    for name, component in about["components"].items():
-        whose = ", one per rank" if component["per_rank"] else ""
-        what = component["kind"]
-        if what == "loader":
-            what = f"prepared loader {name.partition('_')[2] or 0}"
-        _write(
-            f"  {name} ({what}{whose}): {component['num_tensors']} tensors in {len(component['files'])} files"
+        if description[key]:
+            _write_line(f"{key}: {json.dumps(description[key])}")
+    for component_name, component in description["components"].items():
+        per_rank_words = ", one per rank" if component["per_rank"] else ""
+        component_kind = component["kind"]
+        if component_kind == "loader":
+            component_kind = f"prepared loader {component_name.partition('_')[2] or 0}"
+        _write_line(
+            f"  {component_name} ({component_kind}{per_rank_words}): {component['num_tensors']} tensors in {len(component['files'])} files"
         )
-        for key, text in component.get("tensors", {}).items():
-            _write(f"    {key}: {text}")
+        for key, tensor_text in component.get("tensors", {}).items():
+            _write_line(f"    {key}: {tensor_text}")
     return 0
 
 
-def _diff(given: argparse.Namespace) -> int:
-    differences = _tools().diff(given.first, given.second, given.component)
-    for item in differences:
-        largest = "" if item.largest is None else f", by {item.largest:.6g} at most"
-        _write(f"{item.name}: {item.what}{largest}")
-    _write(f"{len(differences)} differences" if differences else "equal")
+def _run_diff(arguments: argparse.Namespace) -> int:
+    differences = _load_inspect().diff(
+        arguments.first, arguments.second, arguments.component
+    )
+    for difference in differences:
+        largest_text = (
+            ""
+            if difference.largest is None
+            else f", by {difference.largest:.6g} at most"
+        )
+        _write_line(f"{difference.name}: {difference.what}{largest_text}")
+    _write_line(f"{len(differences)} differences" if differences else "equal")
     return 1 if differences else 0
 
 
-def _merge(given: argparse.Namespace) -> int:
-    with _bar(f"merging {given.folder}", None):
-        files = _tools().merge(
-            given.folder,
-            given.output,
-            given.component,
-            given.max_shard_size,
-            not given.unsafe_serialization,
+def _run_merge(arguments: argparse.Namespace) -> int:
+    with _progress_bar(f"merging {arguments.folder}", None):
+        file_names = _load_inspect().merge(
+            arguments.folder,
+            arguments.output,
+            arguments.component,
+            arguments.max_shard_size,
+            not arguments.unsafe_serialization,
         )
-    _write(f"wrote {', '.join(files)} to {given.output}")
+    _write_line(f"wrote {', '.join(file_names)} to {arguments.output}")
     return 0
 
 
-def _convert(given: argparse.Namespace) -> int:
-    with _bar(f"converting {given.source}", None):
-        notes = _tools().convert(given.source, given.output, given.allow_pickle)
+def _run_convert(arguments: argparse.Namespace) -> int:
+    with _progress_bar(f"converting {arguments.source}", None):
+        notes = _load_inspect().convert(
+            arguments.source, arguments.output, arguments.allow_pickle
+        )
     for note in notes:
-        _write(f"note: {note}")
-    _write(f"wrote {given.output}")
+        _write_line(f"note: {note}")
+    _write_line(f"wrote {arguments.output}")
     return 0
 
 
 @contextmanager
-def _bar(text: str, total: int | None) -> Iterator[Callable[[int], None]]:
+def _progress_bar(
+    bar_text: str, total_bytes: int | None
+) -> Iterator[Callable[[int], None]]:
     """A progress bar on stderr if it is a terminal; yields a function that advances it."""
-    columns = (
+    progress_columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
@@ -247,25 +281,25 @@ def _bar(text: str, total: int | None) -> Iterator[Callable[[int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(
-        *columns, transient=True, disable=not sys.stderr.isatty()
+        *progress_columns, transient=True, disable=not sys.stderr.isatty()
     ) as progress:
-        task = progress.add_task(text, total=total)
-        yield lambda amount: progress.advance(task, amount)
+        progress_task = progress.add_task(bar_text, total=total_bytes)
+        yield lambda amount: progress.advance(progress_task, amount)
 
 
-def _size(num_bytes: int) -> str:
-    size, unit = float(num_bytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 1000:
+def _format_size(num_bytes: int) -> str:
+    scaled_size, unit = float(num_bytes), "B"
+    for larger_unit in ("kB", "MB", "GB", "TB"):
+        if scaled_size < 1000:
             break
-        size, unit = size / 1000, larger
-    return f"{size:.1f} {unit}" if unit != "B" else f"{num_bytes} B"
+        scaled_size, unit = scaled_size / 1000, larger_unit
+    return f"{scaled_size:.1f} {unit}" if unit != "B" else f"{num_bytes} B"
 
 
-def _write(line: str) -> None:
+def _write_line(line: str) -> None:
     """Print a line; control characters in names from the checkpoint are escaped."""
-    shown = "".join(
+    escaped_line = "".join(
         char if char.isprintable() or char == "\n" else f"\\x{ord(char):02x}"
         for char in line
     )
-    sys.stdout.write(shown + "\n")
+    sys.stdout.write(escaped_line + "\n")

@@ -50,14 +50,14 @@ from hasten.errors import (
     IncompleteCheckpointError,
 )
 from hasten.extensions.checkpoint_tools.torch_folder import (
-    TORCH_TABLE,
+    TORCH_TABLE_NAME,
     is_torch_folder,
     whole_tensors,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckpointRow:
     """One checkpoint in a listing."""
 
     name: str
@@ -70,41 +70,60 @@ class Row:
     problem: str = ""
 
 
-def everything(place: str) -> list[tuple[CheckpointStore, str]]:
+def find_all(location: str) -> list[tuple[CheckpointStore, str]]:
     """Return every checkpoint in a folder or URL and in `checkpoints` inside it, with its store, oldest first."""
     checkpoints: list[tuple[CheckpointStore, str]] = []
-    for store in (open_store(place), open_store(f"{place.rstrip('/')}/checkpoints")):
-        names = sorted(
-            store.names(), key=lambda name: (checkpoint_number(name) or -1, name)
+    for store in (
+        open_store(location),
+        open_store(f"{location.rstrip('/')}/checkpoints"),
+    ):
+        checkpoint_names = sorted(
+            store.names(),
+            key=lambda checkpoint_name: (
+                checkpoint_number(checkpoint_name) or -1,
+                checkpoint_name,
+            ),
         )
-        checkpoints += [(store, name) for name in names]
+        checkpoints += [
+            (store, checkpoint_name) for checkpoint_name in checkpoint_names
+        ]
     if not checkpoints:
-        store, name = locate(place)
-        checkpoints += [(store, name)] if name in store.names() else []
+        store, checkpoint_name = locate(location)
+        checkpoints += (
+            [(store, checkpoint_name)] if checkpoint_name in store.names() else []
+        )
     return checkpoints
 
 
-def row(store: CheckpointStore, name: str) -> Row:
+def make_row(store: CheckpointStore, checkpoint_name: str) -> CheckpointRow:
     """Return the entry of a checkpoint in a listing, also of a damaged one."""
     try:
-        m = store.check(name)
+        manifest = store.check(checkpoint_name)
     except CheckpointError as error:
-        return Row(name, complete=False, problem=str(error))
-    return Row(name, True, m.step, m.world_size, m.num_bytes, m.created_s, m.metrics)
+        return CheckpointRow(checkpoint_name, complete=False, problem=str(error))
+    return CheckpointRow(
+        checkpoint_name,
+        True,
+        manifest.step,
+        manifest.world_size,
+        manifest.num_bytes,
+        manifest.created_s,
+        manifest.metrics,
+    )
 
 
-def find(place: str) -> tuple[CheckpointStore, str]:
+def find(location: str) -> tuple[CheckpointStore, str]:
     """Return the checkpoint at a path: the path itself, or the newest complete one in a folder of checkpoints."""
-    store, name = locate(place)
-    if name in store.names():
-        return store, name
-    for inner in (place, f"{place.rstrip('/')}/checkpoints"):
-        inside = open_store(inner)
-        newest_name = find_newest(inside)
+    store, checkpoint_name = locate(location)
+    if checkpoint_name in store.names():
+        return store, checkpoint_name
+    for inner_location in (location, f"{location.rstrip('/')}/checkpoints"):
+        inner_store = open_store(inner_location)
+        newest_name = find_newest(inner_store)
         if newest_name is not None:
-            return inside, newest_name
+            return inner_store, newest_name
     raise IncompleteCheckpointError(
-        f"{place} is not a complete hasten checkpoint and holds none (no {MANIFEST_NAME}). Give another folder, or "
+        f"{location} is not a complete hasten checkpoint and holds none (no {MANIFEST_NAME}). Give another folder, or "
         "convert it with `hasten ckpt convert`."
     )
 
@@ -113,27 +132,33 @@ def verify(
     store: CheckpointStore, name: str, progress: Progress | None = None
 ) -> list[str]:
     """Return the problems of a checkpoint, one line each; checks the sizes, checksums and structure of every file."""
-    return read_one_version(lambda: _verify(store, name, progress))
+    return read_one_version(lambda: _verify_version(store, name, progress))
 
 
-def _verify(store: CheckpointStore, name: str, progress: Progress | None) -> list[str]:
+def _verify_version(
+    store: CheckpointStore, checkpoint_name: str, progress: Progress | None
+) -> list[str]:
     try:
-        manifest = store.manifest(name)
+        manifest = store.manifest(checkpoint_name)
     except CheckpointError as error:
         return [str(error)]
-    with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
+    with open_checkpoint(
+        store, checkpoint_name, LocalComm(), verify=False
+    ) as checkpoint:
         manifest = checkpoint.manifest
         problems = verify_files(checkpoint.folder, manifest.files, progress)
         if problems:
             checkpoint.check_current()
             return problems
-        for component, record in manifest.components.items():
+        for component_name, record in manifest.components.items():
             for rank in manifest.ranks if record.per_rank else (None,):
                 try:
-                    for key, pieces in checkpoint.component(
-                        component, rank
+                    for tensor_name, pieces in checkpoint.component(
+                        component_name, rank
                     ).pieces.items():
-                        join_pieces(pieces, key) if not record.per_rank else None
+                        join_pieces(
+                            pieces, tensor_name
+                        ) if not record.per_rank else None
                 except CheckpointReplacedError:
                     raise
                 except CheckpointError as error:
@@ -147,14 +172,17 @@ def describe(store: CheckpointStore, name: str) -> dict[str, Any]:  # Any: JSON 
 
 
 # Any: JSON to print
-def _describe_version(store: CheckpointStore, name: str) -> dict[str, Any]:
-    with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
+def _describe_version(store: CheckpointStore, checkpoint_name: str) -> dict[str, Any]:
+    with open_checkpoint(
+        store, checkpoint_name, LocalComm(), verify=False
+    ) as checkpoint:
         manifest = checkpoint.manifest
         components = {
-            key: _describe(checkpoint, manifest, key) for key in manifest.components
+            component_name: _describe_component(checkpoint, manifest, component_name)
+            for component_name in manifest.components
         }
     return {
-        "name": name,
+        "name": checkpoint_name,
         "where": store.address,
         "step": manifest.step,
         "created_s": manifest.created_s,
@@ -169,20 +197,27 @@ def _describe_version(store: CheckpointStore, name: str) -> dict[str, Any]:
     }
 
 
-def _describe(checkpoint: Checkpoint, manifest: Manifest, name: str) -> dict[str, Any]:
-    record = manifest.components[name]
-    found = checkpoint.component(name, manifest.ranks[0] if record.per_rank else None)
-    tensors = {key: pieces[0] for key, pieces in sorted(found.pieces.items())}
+def _describe_component(
+    checkpoint: Checkpoint, manifest: Manifest, component_name: str
+) -> dict[str, Any]:
+    component_record = manifest.components[component_name]
+    stored_component = checkpoint.component(
+        component_name, manifest.ranks[0] if component_record.per_rank else None
+    )
+    first_pieces = {
+        tensor_name: pieces[0]
+        for tensor_name, pieces in sorted(stored_component.pieces.items())
+    }
     return {
-        "kind": record.kind,
-        "per_rank": record.per_rank,
-        "files": [file.name for file in manifest.files_of(name)],
-        "num_tensors": len(tensors),
+        "kind": component_record.kind,
+        "per_rank": component_record.per_rank,
+        "files": [file.name for file in manifest.files_of(component_name)],
+        "num_tensors": len(first_pieces),
         "tensors": {
-            key: f"{str(p.data.dtype).removeprefix('torch.')}{list(p.shape)}"
-            for key, p in tensors.items()
+            tensor_name: f"{str(piece.data.dtype).removeprefix('torch.')}{list(piece.shape)}"
+            for tensor_name, piece in first_pieces.items()
         },
-        "aliases": found.aliases,
+        "aliases": stored_component.aliases,
     }
 
 
@@ -197,57 +232,82 @@ class TensorDifference:
 
 def diff(first: str, second: str, component: str = "model") -> list[TensorDifference]:
     """Return the tensors of a component that differ between two checkpoints or exported models; empty when equal."""
-    a, b = tensors_of(first, component), tensors_of(second, component)
-    found = [
-        TensorDifference(name, "only in the first")
-        for name in sorted(a.keys() - b.keys())
+    first_tensors, second_tensors = (
+        tensors_of(first, component),
+        tensors_of(second, component),
+    )
+    differences = [
+        TensorDifference(tensor_name, "only in the first")
+        for tensor_name in sorted(first_tensors.keys() - second_tensors.keys())
     ]
-    found += [
-        TensorDifference(name, "only in the second")
-        for name in sorted(b.keys() - a.keys())
+    differences += [
+        TensorDifference(tensor_name, "only in the second")
+        for tensor_name in sorted(second_tensors.keys() - first_tensors.keys())
     ]
-    for name in sorted(a.keys() & b.keys()):
-        x, y = a[name], b[name]
-        if x.shape != y.shape or x.dtype != y.dtype:
-            found.append(
+    for tensor_name in sorted(first_tensors.keys() & second_tensors.keys()):
+        first_tensor, second_tensor = (
+            first_tensors[tensor_name],
+            second_tensors[tensor_name],
+        )
+        if (
+            first_tensor.shape != second_tensor.shape
+            or first_tensor.dtype != second_tensor.dtype
+        ):
+            differences.append(
                 TensorDifference(
-                    name, f"{x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)}"
+                    tensor_name,
+                    f"{first_tensor.dtype}{list(first_tensor.shape)} and {second_tensor.dtype}{list(second_tensor.shape)}",
                 )
             )
-        elif not torch.equal(x, y):
-            wide = torch.complex128 if x.is_complex() else torch.float64
-            largest = float((x.to(wide) - y.to(wide)).abs().max())
-            found.append(TensorDifference(name, "values differ", largest))
-    return found
+        elif not torch.equal(first_tensor, second_tensor):
+            wide_dtype = (
+                torch.complex128 if first_tensor.is_complex() else torch.float64
+            )
+            largest_difference = float(
+                (first_tensor.to(wide_dtype) - second_tensor.to(wide_dtype)).abs().max()
+            )
+            differences.append(
+                TensorDifference(tensor_name, "values differ", largest_difference)
+            )
+    return differences
 
 
-def tensors_of(place: str, component: str = "model") -> dict[str, Tensor]:
+def tensors_of(location: str, component: str = "model") -> dict[str, Tensor]:
     """Return the unsharded tensors of a component of a checkpoint, or of an exported model, on the CPU."""
-    if not is_url(place) and not is_checkpoint(Path(place)) and component == "model":
+    if (
+        not is_url(location)
+        and not is_checkpoint(Path(location))
+        and component == "model"
+    ):
         try:
-            return read_model(place)
+            return read_model(location)
         except IncompleteCheckpointError:  # it may be a folder of checkpoints
             pass
-    return read_one_version(lambda: _tensors_of_version(place, component))
+    return read_one_version(lambda: _tensors_of_version(location, component))
 
 
-def _tensors_of_version(place: str, component: str) -> dict[str, Tensor]:
-    store, name = find(place)
-    with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
+def _tensors_of_version(location: str, component: str) -> dict[str, Tensor]:
+    store, checkpoint_name = find(location)
+    with open_checkpoint(
+        store, checkpoint_name, LocalComm(), verify=False
+    ) as checkpoint:
         record = checkpoint.manifest.components.get(component)
         is_per_rank = record is not None and record.per_rank
         rank = checkpoint.manifest.ranks[0] if is_per_rank else None
-        found = checkpoint.component(component, rank)
+        stored_component = checkpoint.component(component, rank)
         tensors = {}
-        for key, pieces in found.pieces.items():
-            tensors[key] = join_pieces(pieces, key)
+        for tensor_name, pieces in stored_component.pieces.items():
+            tensors[tensor_name] = join_pieces(pieces, tensor_name)
             if store.remote:  # downloaded files are gone after the block
-                tensors[key] = tensors[key].clone()
-    return tensors | {alias: tensors[key] for alias, key in found.aliases.items()}
+                tensors[tensor_name] = tensors[tensor_name].clone()
+    return tensors | {
+        alias: tensors[tensor_name]
+        for alias, tensor_name in stored_component.aliases.items()
+    }
 
 
 def merge(
-    place: str,
+    location: str,
     output: str | Path,
     component: str = "model",
     max_shard_size: float | str = "10GB",
@@ -258,40 +318,47 @@ def merge(
     Folders of torch.distributed.checkpoint are accepted too; all their tensors are the model.
     Raises: CheckpointError when the output folder holds a checkpoint or a model.
     """
-    target = check_local(output, "the folder for the model")
-    if is_torch_folder(Path(place)):
-        _refuse_occupied(target)
-        weights = whole_tensors(Path(place))
-        if all(key.startswith("model.") for key in weights):
-            weights = {key.removeprefix("model."): weights[key] for key in weights}
-        return save_model(weights, target, max_shard_size, safe_serialization)
-    store, name = find(place)
-    manifest = store.manifest(name)
-    models = []
-    for key, record in sorted(manifest.components.items()):
+    model_folder = check_local(output, "the folder for the model")
+    if is_torch_folder(Path(location)):
+        _refuse_occupied(model_folder)
+        weights = whole_tensors(Path(location))
+        if all(tensor_name.startswith("model.") for tensor_name in weights):
+            weights = {
+                tensor_name.removeprefix("model."): weights[tensor_name]
+                for tensor_name in weights
+            }
+        return save_model(weights, model_folder, max_shard_size, safe_serialization)
+    store, checkpoint_name = find(location)
+    manifest = store.manifest(checkpoint_name)
+    model_components = []
+    for tensor_name, record in sorted(manifest.components.items()):
         if record.kind == "model":
-            models.append(key)
-    if component not in models:
+            model_components.append(tensor_name)
+    if component not in model_components:
         raise CheckpointError(
-            f"{place} has no model called {component!r}; it has {models}. Choose one with --component."
+            f"{location} has no model called {component!r}; it has {model_components}. Choose one with --component."
         )
-    _refuse_occupied(target)
-    if problems := verify(store, name):
+    _refuse_occupied(model_folder)
+    if problems := verify(store, checkpoint_name):
         raise CorruptCheckpointError(
-            f"{place}: {problems[0]}. Nothing was written. Merge another checkpoint."
+            f"{location}: {problems[0]}. Nothing was written. Merge another checkpoint."
         )
-    weights = tensors_of(place, component)
-    return save_model(weights, target, max_shard_size, safe_serialization)
+    weights = tensors_of(location, component)
+    return save_model(weights, model_folder, max_shard_size, safe_serialization)
 
 
 def _refuse_occupied(target: Path) -> None:
     """Raise CheckpointError if a folder holds a checkpoint of any tool, or a model."""
-    for path in sorted(target.iterdir()) if target.is_dir() else ():
-        name = path.name
-        is_table = name in (MANIFEST_NAME, TORCH_TABLE)
-        if is_table or WEIGHT_FILE.fullmatch(name) or FOREIGN_FILE.fullmatch(name):
+    for file_path in sorted(target.iterdir()) if target.is_dir() else ():
+        file_name = file_path.name
+        is_table = file_name in (MANIFEST_NAME, TORCH_TABLE_NAME)
+        if (
+            is_table
+            or WEIGHT_FILE.fullmatch(file_name)
+            or FOREIGN_FILE.fullmatch(file_name)
+        ):
             raise CheckpointError(
-                f"{target} already holds a checkpoint or a model ({name}), which would be lost. Nothing was changed. Give another folder, or "
+                f"{target} already holds a checkpoint or a model ({file_name}), which would be lost. Nothing was changed. Give another folder, or "
                 "delete it first."
             )
 
@@ -307,70 +374,81 @@ def convert(
     tools pickle them: the run continues with new ones. Raises: UnsafeCheckpointError for files with pickle, unless
     allowed; CheckpointError when the source is a checkpoint of hasten, or the target holds a checkpoint or a model.
     """
-    folder = Path(source)
-    if not folder.is_dir():
+    source_folder = Path(source)
+    if not source_folder.is_dir():
         raise IncompleteCheckpointError(
             f"{source} is not a folder. Give the folder that another tool saved."
         )
-    if read_file_records(folder):
+    if read_file_records(source_folder):
         raise CheckpointError(
             f"{source} is a checkpoint of hasten already, and converting it would drop its loaders, counters, random states and registered "
             "objects. Nothing was changed. Load it as it is, or copy the folder."
         )
-    store, name = locate(target)
-    if name in store.names():
+    store, checkpoint_name = locate(target)
+    if checkpoint_name in store.names():
         raise CheckpointError(
-            f"{store.address}/{name} already holds a checkpoint, which would be lost. Nothing was changed. Give another place, or delete it first."
+            f"{store.address}/{checkpoint_name} already holds a checkpoint, which would be lost. Nothing was changed. Give another place, or delete it first."
         )
     if not store.remote:
-        _refuse_occupied(Path(store.address) / name)
+        _refuse_occupied(Path(store.address) / checkpoint_name)
     components: dict[str, Component] = {}
-    for key, state in _models(folder, allow_pickle).items():
-        components[key] = Component(state, None, "model")
-    notes = []
-    for path in sorted(folder.iterdir()):
-        if FOREIGN_FILE.fullmatch(path.name):
-            components[path.stem] = _component(path, allow_pickle)
-        elif path.suffix in (".pkl", ".bin", ".pt") and not path.name.startswith(
-            ("pytorch_model", "random_states")
-        ):
-            notes.append(f"{path.name} was left out: it is not known what it holds")
+    for model_name, model_state in _read_models(source_folder, allow_pickle).items():
+        components[model_name] = Component(model_state, None, "model")
+    remarks = []
+    for source_file in sorted(source_folder.iterdir()):
+        if FOREIGN_FILE.fullmatch(source_file.name):
+            components[source_file.stem] = _read_component(source_file, allow_pickle)
+        elif source_file.suffix in (
+            ".pkl",
+            ".bin",
+            ".pt",
+        ) and not source_file.name.startswith(("pytorch_model", "random_states")):
+            remarks.append(
+                f"{source_file.name} was left out: it is not known what it holds"
+            )
     if not components:
         raise IncompleteCheckpointError(
-            f"{folder} holds nothing that can be converted: no weights, no optimizer. Give the folder that another tool saved."
+            f"{source_folder} holds nothing that can be converted: no weights, no optimizer. Give the folder that another tool saved."
         )
-    notes.append(
+    remarks.append(
         "random states and data positions are not converted: the run continues with new random numbers"
     )
-    header = Manifest(notes={"converted_from": folder.name, "partial": True})
-    save_tree(store, name, StateTree(components), header, LocalComm())
-    return notes
+    header = Manifest(notes={"converted_from": source_folder.name, "partial": True})
+    save_tree(store, checkpoint_name, StateTree(components), header, LocalComm())
+    return remarks
 
 
-def _models(folder: Path, allow_pickle: bool) -> dict[str, Mapping[str, Any]]:
-    found: dict[str, Mapping[str, Any]] = {}
+def _read_models(folder: Path, allow_pickle: bool) -> dict[str, Mapping[str, Any]]:
+    states_by_name: dict[str, Mapping[str, Any]] = {}
     # the folder may hold only an optimizer, or numbered models
     with suppress(IncompleteCheckpointError):
-        found["model"] = read_model(folder, allow_pickle)
-    for path in sorted(
+        states_by_name["model"] = read_model(folder, allow_pickle)
+    for weight_file in sorted(
         (
             *folder.glob("model_[0-9]*.safetensors"),
             *folder.glob("pytorch_model_[0-9]*.bin"),
         )
     ):
-        found[path.stem.removeprefix("pytorch_")] = read_model(path, allow_pickle)
-    return found
+        states_by_name[weight_file.stem.removeprefix("pytorch_")] = read_model(
+            weight_file, allow_pickle
+        )
+    return states_by_name
 
 
-def _component(path: Path, allow_pickle: bool) -> Component:
-    kind = (
+def _read_component(path: Path, allow_pickle: bool) -> Component:
+    component_kind = (
         "object" if path.name.startswith("custom") else path.stem.rstrip("_0123456789")
     )
-    value = load_torch(path, allow_pickle)
-    data, tensors = pack(value)
-    plain = {
-        key: tensor
-        for key, tensor in tensors.items()
+    loaded_state = load_torch(path, allow_pickle)
+    packed_state, tensors = pack(loaded_state)
+    plain_tensors = {
+        tensor_name: tensor
+        for tensor_name, tensor in tensors.items()
         if isinstance(tensor, torch.Tensor)
     }
-    return Component(plain, data, kind, "safetensors" if kind == "object" else "torch")
+    return Component(
+        plain_tensors,
+        packed_state,
+        component_kind,
+        "safetensors" if component_kind == "object" else "torch",
+    )

@@ -44,7 +44,7 @@ from hasten.errors import (
     UnsafeCheckpointError,
 )
 
-TORCH_TABLE: Final = ".metadata"
+TORCH_TABLE_NAME: Final = ".metadata"
 # Any in this file: pickled values, and arguments of torch's methods.
 _RECORDS: Final = (
     "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta "
@@ -65,9 +65,9 @@ _ALLOWED: Final = frozenset(
 class _Table(pickle.Unpickler):
     """Restricted unpickler for the metadata of a folder: torch's records, sizes and dtypes, no executable code."""
 
-    def __init__(self, file: Any, place: Path) -> None:
+    def __init__(self, file: Any, table_path: Path) -> None:
         super().__init__(file)
-        self._place = place
+        self._place = table_path
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(
@@ -86,21 +86,21 @@ class PlainReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         folder = Path(self.path)
-        file = folder / TORCH_TABLE
+        table_path = folder / TORCH_TABLE_NAME
         try:
-            with open_outside(file, MAX_TABLE_BYTES) as stream:
-                table = _Table(stream, file).load()
+            with open_outside(table_path, MAX_TABLE_BYTES) as table_file:
+                table = _Table(table_file, table_path).load()
             check_table(table, folder)
         except FORGED as error:
             raise CorruptCheckpointError(
-                f"{file} is damaged or was edited and cannot be read ({type(error).__name__}: {error}). Nothing was loaded; use another "
+                f"{table_path} is damaged or was edited and cannot be read ({type(error).__name__}: {error}). Nothing was loaded; use another "
                 "copy of the folder."
             ) from error
         if table.storage_meta is None:
             table.storage_meta = StorageMeta()
         table.storage_meta.load_id = self.load_id
-        found: Metadata = table
-        return found
+        metadata: Metadata = table
+        return metadata
 
 
 def check_table(table: Any, folder: Path) -> None:
@@ -108,68 +108,82 @@ def check_table(table: Any, folder: Path) -> None:
 
     Raises: UnsafeCheckpointError for files outside the folder, and for pipes; one of FORGED for everything else.
     """
-    _expect(table, Metadata, "the table")
-    _expect(table.storage_meta, StorageMeta | None, "storage_meta")
-    _expect(table.state_dict_metadata, dict, "state_dict_metadata")
-    _expect(table.storage_data, dict, "storage_data")
-    _expect(table.planner_data, dict | None, "planner_data")
-    sizes: dict[str, int] = {}
-    for index, info in table.storage_data.items():
-        _expect(index, MetadataIndex, "a key of storage_data")
-        _expect(info.relative_path, str, f"the file of {index.fqn}")
-        if info.relative_path not in sizes:
-            sizes[info.relative_path] = size_of(
-                resolve_inside(folder, info.relative_path)
+    _expect_class(table, Metadata, "the table")
+    _expect_class(table.storage_meta, StorageMeta | None, "storage_meta")
+    _expect_class(table.state_dict_metadata, dict, "state_dict_metadata")
+    _expect_class(table.storage_data, dict, "storage_data")
+    _expect_class(table.planner_data, dict | None, "planner_data")
+    file_sizes: dict[str, int] = {}
+    for storage_index, storage_info in table.storage_data.items():
+        _expect_class(storage_index, MetadataIndex, "a key of storage_data")
+        _expect_class(
+            storage_info.relative_path, str, f"the file of {storage_index.fqn}"
+        )
+        if storage_info.relative_path not in file_sizes:
+            file_sizes[storage_info.relative_path] = size_of(
+                resolve_inside(folder, storage_info.relative_path)
             )
-        checked_shape((info.offset, info.length))
-        if info.offset + info.length > sizes[info.relative_path]:
+        checked_shape((storage_info.offset, storage_info.length))
+        if (
+            storage_info.offset + storage_info.length
+            > file_sizes[storage_info.relative_path]
+        ):
             raise ValueError(
-                f"{index.fqn} ends after its file {info.relative_path} of {sizes[info.relative_path]} bytes"
+                f"{storage_index.fqn} ends after its file {storage_info.relative_path} of {file_sizes[storage_info.relative_path]} bytes"
             )
-    for name, entry in table.state_dict_metadata.items():
-        _expect(name, str, "a name")
-        _expect(entry, TensorStorageMetadata | BytesStorageMetadata, name)
-        if isinstance(entry, TensorStorageMetadata):
-            _check_tensor(name, entry, table.storage_data)
+    for name, entry_metadata in table.state_dict_metadata.items():
+        _expect_class(name, str, "a name")
+        _expect_class(
+            entry_metadata, TensorStorageMetadata | BytesStorageMetadata, name
+        )
+        if isinstance(entry_metadata, TensorStorageMetadata):
+            _check_tensor(name, entry_metadata, table.storage_data)
         elif MetadataIndex(name) not in table.storage_data:
             raise ValueError(f"{name} is in no file")
 
 
 def _check_tensor(
-    name: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]
+    name: str,
+    tensor_metadata: TensorStorageMetadata,
+    storage_places: Mapping[MetadataIndex, Any],
 ) -> None:
-    _expect(entry.properties, TensorProperties, f"the properties of {name}")
-    _expect(entry.properties.dtype, torch.dtype, f"the dtype of {name}")
-    _expect(entry.chunks, list, f"the chunks of {name}")
-    shape, filled = checked_shape(entry.size), 0
-    for chunk in entry.chunks:
-        _expect(chunk, ChunkStorageMetadata, f"a chunk of {name}")
+    _expect_class(
+        tensor_metadata.properties, TensorProperties, f"the properties of {name}"
+    )
+    _expect_class(tensor_metadata.properties.dtype, torch.dtype, f"the dtype of {name}")
+    _expect_class(tensor_metadata.chunks, list, f"the chunks of {name}")
+    shape, num_filled = checked_shape(tensor_metadata.size), 0
+    for chunk in tensor_metadata.chunks:
+        _expect_class(chunk, ChunkStorageMetadata, f"a chunk of {name}")
         offset, extent = checked_shape(chunk.offsets), checked_shape(chunk.sizes)
-        fits = len(offset) == len(extent) == len(shape)
-        if not fits or any(
-            a + n > total for a, n, total in zip(offset, extent, shape, strict=True)
+        has_same_dims = len(offset) == len(extent) == len(shape)
+        if not has_same_dims or any(
+            chunk_start + chunk_length > dim_size
+            for chunk_start, chunk_length, dim_size in zip(
+                offset, extent, shape, strict=True
+            )
         ):
             raise ValueError(
                 f"a chunk of {list(extent)} at {list(offset)} does not fit into {name} of {list(shape)}"
             )
-        place = places[MetadataIndex(name, offset)]
-        num_bytes = math.prod(extent) * entry.properties.dtype.itemsize
-        if num_bytes > place.length and not getattr(
-            place, "transform_descriptors", None
+        chunk_place = storage_places[MetadataIndex(name, offset)]
+        num_bytes = math.prod(extent) * tensor_metadata.properties.dtype.itemsize
+        if num_bytes > chunk_place.length and not getattr(
+            chunk_place, "transform_descriptors", None
         ):
             raise ValueError(
-                f"{name} claims {num_bytes} bytes in {place.length} bytes of {place.relative_path}"
+                f"{name} claims {num_bytes} bytes in {chunk_place.length} bytes of {chunk_place.relative_path}"
             )
-        filled += math.prod(extent)
-    if filled != math.prod(shape):
+        num_filled += math.prod(extent)
+    if num_filled != math.prod(shape):
         raise ValueError(
-            f"the chunks of {name} hold {filled} of its {math.prod(shape)} numbers"
+            f"the chunks of {name} hold {num_filled} of its {math.prod(shape)} numbers"
         )
 
 
-def _expect(value: Any, kind: Any, what: str) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{what} is a {type(value).__name__}")
+def _expect_class(table_value: Any, expected_class: Any, description: str) -> None:
+    if not isinstance(table_value, expected_class):
+        raise TypeError(f"{description} is a {type(table_value).__name__}")
 
 
 class PlainPlanner(DefaultLoadPlanner):
@@ -189,38 +203,40 @@ class PlainPlanner(DefaultLoadPlanner):
 
 def is_torch_folder(folder: Path) -> bool:
     """Return True if torch.distributed.checkpoint wrote this folder."""
-    return (folder / TORCH_TABLE).is_file()
+    return (folder / TORCH_TABLE_NAME).is_file()
 
 
 def whole_tensors(folder: Path) -> dict[str, Tensor]:
     """Return every tensor of a folder by name, unsharded. Ranks: any one process."""
     reader = PlainReader(folder)
     table = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: entry
-        for name, entry in table.items()
-        if isinstance(entry, TensorStorageMetadata)
+    tensor_table = {
+        name: tensor_metadata
+        for name, tensor_metadata in table.items()
+        if isinstance(tensor_metadata, TensorStorageMetadata)
     }
     try:
-        state = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in tensors.items()
+        empty_tensors = {
+            name: torch.empty(
+                tensor_metadata.size, dtype=tensor_metadata.properties.dtype
+            )
+            for name, tensor_metadata in tensor_table.items()
         }
     except (RuntimeError, MemoryError) as error:
         raise CheckpointError(
-            f"{folder}: its {len(tensors)} tensors do not fit into the memory of this machine ({error}). Nothing was loaded. Merge it on a "
+            f"{folder}: its {len(tensor_table)} tensors do not fit into the memory of this machine ({error}). Nothing was loaded. Merge it on a "
             "machine with more memory."
         ) from error
-    _load(state, reader, no_dist=True)
-    return state
+    _load_folder(empty_tensors, reader, no_dist=True)
+    return empty_tensors
 
 
 def fill(state: Mapping[str, Any], folder: Path) -> None:
     """Read a folder into tensors and values of the same names, each rank its shards. Ranks: every rank."""
-    _load(state, PlainReader(folder), no_dist=False)
+    _load_folder(state, PlainReader(folder), no_dist=False)
 
 
-def _load(state: Mapping[str, Any], reader: PlainReader, no_dist: bool) -> None:
+def _load_folder(state: Mapping[str, Any], reader: PlainReader, no_dist: bool) -> None:
     try:
         with warnings.catch_warnings():
             # a single process is intended
@@ -233,18 +249,23 @@ def _load(state: Mapping[str, Any], reader: PlainReader, no_dist: bool) -> None:
             )
     # torch's error, with the exceptions raised on each rank
     except CheckpointException as error:
-        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-        typed = next(
-            (cause for cause in causes.values() if isinstance(cause, HastenError)), None
+        causes_by_rank = {rank: cause for rank, (cause, _) in error.failures.items()}
+        own_error = next(
+            (
+                cause
+                for cause in causes_by_rank.values()
+                if isinstance(cause, HastenError)
+            ),
+            None,
         )
-        if typed is not None:
-            raise typed from error
-        listed = "; ".join(
+        if own_error is not None:
+            raise own_error from error
+        causes_text = "; ".join(
             f"rank {rank}: {type(cause).__name__}: {cause}"
-            for rank, cause in causes.items()
+            for rank, cause in causes_by_rank.items()
         )
         raise CorruptCheckpointError(
-            f"{reader.path}: the files do not hold what their table says ({listed}). The tensors may be filled in part; use another "
+            f"{reader.path}: the files do not hold what their table says ({causes_text}). The tensors may be filled in part; use another "
             "copy of the folder."
         ) from error
 

@@ -33,7 +33,7 @@ class MemoryCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class MemoryChoice:
     """The newest step for which the state of every machine is available on some machine."""
 
     step: int
@@ -41,70 +41,87 @@ class Choice:
     """For each machine, the machine that has its state: itself, or the neighbour with a copy."""
 
 
-Machines = Sequence[tuple[int, ...]]
+MachineRanks = Sequence[tuple[int, ...]]
 """The ranks of each machine."""
 
 
 def group_by_folder(folders: Sequence[str]) -> list[tuple[int, ...]]:
     """Return the ranks of each machine, identified by the rank's in-memory folder, in order of their first ranks."""
-    found: dict[str, list[int]] = {}
+    ranks_by_folder: dict[str, list[int]] = {}
     for rank, folder in enumerate(folders):
-        found.setdefault(folder, []).append(rank)
-    return [tuple(ranks) for ranks in found.values()]
+        ranks_by_folder.setdefault(folder, []).append(rank)
+    return [tuple(ranks) for ranks in ranks_by_folder.values()]
 
 
-def neighbour(machine: int, count: int) -> int:
+def neighbour_of(machine: int, count: int) -> int:
     """Return the machine that stores a copy of this machine's state."""
     return (machine + 1) % count
 
 
 def newest_common(
-    held: Sequence[Collection[MemoryCopy]], machines: Machines
-) -> Choice | None:
+    copies_of_machines: Sequence[Collection[MemoryCopy]], machines: MachineRanks
+) -> MemoryChoice | None:
     """Return the step to resume from, given the copies that each machine holds; None when some state is lost."""
     world_size = sum(map(len, machines))
-    for step in sorted({copy.step for copies in held for copy in copies}, reverse=True):
+    for step in sorted(
+        {copy.step for copies in copies_of_machines for copy in copies}, reverse=True
+    ):
         sources = []
         for machine, ranks in enumerate(machines):
-            wanted = MemoryCopy(ranks, world_size, step)
-            own_first = sorted(range(len(held)), key=lambda other: other != machine)
+            wanted_copy = MemoryCopy(ranks, world_size, step)
+            machines_own_first = sorted(
+                range(len(copies_of_machines)),
+                key=lambda machine_index: machine_index != machine,
+            )
             sources.append(
-                next((other for other in own_first if wanted in held[other]), None)
+                next(
+                    (
+                        machine_index
+                        for machine_index in machines_own_first
+                        if wanted_copy in copies_of_machines[machine_index]
+                    ),
+                    None,
+                )
             )
         if None not in sources:
-            return Choice(
+            return MemoryChoice(
                 step, tuple(source for source in sources if source is not None)
             )
     return None
 
 
-def why_none(held: Sequence[Collection[MemoryCopy]], machines: Machines) -> str:
+def explain_loss(
+    copies_of_machines: Sequence[Collection[MemoryCopy]], machines: MachineRanks
+) -> str:
     """Return the reason why no step is available to resume from, as text."""
-    everything = {copy for copies in held for copy in copies}
-    if not everything:
+    all_copies = {copy for copies in copies_of_machines for copy in copies}
+    if not all_copies:
         return "no machine holds a copy of it"
     world_size = sum(map(len, machines))
-    fitting = {
+    fitting_copies = {
         copy
-        for copy in everything
+        for copy in all_copies
         if copy.world_size == world_size and copy.ranks in machines
     }
-    if not fitting:
-        sizes = sorted({copy.world_size for copy in everything})
+    if not fitting_copies:
+        world_sizes = sorted({copy.world_size for copy in all_copies})
         return (
-            f"the copies are of a run on {', '.join(map(str, sizes))} processes in another layout, and this one has {world_size} "
+            f"the copies are of a run on {', '.join(map(str, world_sizes))} processes in another layout, and this one has {world_size} "
             f"on {len(machines)} machines"
         )
-    newest = max(copy.step for copy in fitting)
-    lost = [
-        i
-        for i, ranks in enumerate(machines)
-        if not any(c.ranks == ranks and c.step == newest for c in fitting)
+    newest_step = max(copy.step for copy in fitting_copies)
+    lost_machines = [
+        machine_index
+        for machine_index, ranks in enumerate(machines)
+        if not any(
+            fitting_copy.ranks == ranks and fitting_copy.step == newest_step
+            for fitting_copy in fitting_copies
+        )
     ]
-    return f"no machine holds the state that machine {', '.join(map(str, lost))} had after update {newest}"
+    return f"no machine holds the state that machine {', '.join(map(str, lost_machines))} had after update {newest_step}"
 
 
-_ARRIVING: Final = ".arriving"
+_ARRIVING_FOLDER: Final = ".arriving"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +133,12 @@ class MemoryFolder:
     @classmethod
     def of_this_process(cls, root: Path) -> MemoryFolder:
         """Return the folder of this process's n-th Accelerator, the n-th on every rank and after every restart."""
-        user = f".user-{os.getpid()}-{_start_time()}"
+        user_file = f".user-{os.getpid()}-{_start_time()}"
         for number in range(1 << 10):
             folder = root / str(number)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
-                (folder / user).touch(mode=0o600, exist_ok=False)
+                (folder / user_file).touch(mode=0o600, exist_ok=False)
             except FileExistsError:  # taken by an earlier Accelerator
                 continue
             return cls(folder)
@@ -143,20 +160,25 @@ class MemoryFolder:
 
     def held(self) -> list[MemoryCopy]:
         """Return the states that are complete and undamaged: every file is read and its checksums are verified."""
-        found = []
-        for place in sorted(self.root.glob("ranks_*")):
-            store = LocalStore(place)
-            for name in store.names():
+        sound_copies = []
+        for ranks_folder in sorted(self.root.glob("ranks_*")):
+            store = LocalStore(ranks_folder)
+            for checkpoint_name in store.names():
                 try:
-                    manifest, folder = store.manifest(name), store.folder(name)
-                    sound = not verify_files(folder, manifest.files)
+                    manifest, folder = (
+                        store.manifest(checkpoint_name),
+                        store.folder(checkpoint_name),
+                    )
+                    is_sound = not verify_files(folder, manifest.files)
                 # interrupted by the kill that preceded this restart
                 except (CheckpointError, OSError):
                     continue
-                step = checkpoint_number(name)
-                if sound and step is not None:
-                    found.append(MemoryCopy(manifest.ranks, manifest.world_size, step))
-        return found
+                step = checkpoint_number(checkpoint_name)
+                if is_sound and step is not None:
+                    sound_copies.append(
+                        MemoryCopy(manifest.ranks, manifest.world_size, step)
+                    )
+        return sound_copies
 
     def manifest(self, copy: MemoryCopy) -> bytes:
         """Return the encoded manifest of a state."""
@@ -164,14 +186,18 @@ class MemoryFolder:
 
     def keep_only(self, steps: Collection[int]) -> None:
         """Delete the states of all other steps. Ranks: the first of the machine."""
-        for place in self.root.glob("ranks_*"):
-            for folder in [entry for entry in place.iterdir() if entry.is_dir()]:
+        for ranks_folder in self.root.glob("ranks_*"):
+            for step_folder in [
+                folder_entry
+                for folder_entry in ranks_folder.iterdir()
+                if folder_entry.is_dir()
+            ]:
                 if (
-                    step := checkpoint_number(folder.name)
+                    step := checkpoint_number(step_folder.name)
                 ) is not None and step not in steps:
                     # incomplete from now on
-                    (folder / MANIFEST_NAME).unlink(missing_ok=True)
-                    shutil.rmtree(folder, ignore_errors=True)
+                    (step_folder / MANIFEST_NAME).unlink(missing_ok=True)
+                    shutil.rmtree(step_folder, ignore_errors=True)
 
     def free_bytes(self) -> int:
         """Return the number of free bytes."""
@@ -180,7 +206,7 @@ class MemoryFolder:
     # -- states of other machines ---------------------------------------------------------------------------------
     def arriving(self, copy: MemoryCopy) -> Path:
         """Return the folder with the files of a state that is being received."""
-        return self._of(copy.ranks) / _ARRIVING / numbered_checkpoint(copy.step)
+        return self._of(copy.ranks) / _ARRIVING_FOLDER / numbered_checkpoint(copy.step)
 
     @contextmanager
     def receive(
@@ -195,15 +221,15 @@ class MemoryFolder:
         draft.mkdir(mode=0o700, parents=True)
         manifest = decode_manifest(raw, str(draft / MANIFEST_NAME))
         for file in manifest.files:
-            path = resolve_inside(draft, file.name)
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file_path = resolve_inside(draft, file.name)
+            file_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if file in alike:
-                os.link(like / file.name, path)
+                os.link(like / file.name, file_path)
             elif not file.size:
-                path.touch(mode=0o600)
+                file_path.touch(mode=0o600)
         yield manifest
-        received = [file for file in manifest.files if file not in alike]
-        if problems := verify_files(draft, received):
+        received_files = [file for file in manifest.files if file not in alike]
+        if problems := verify_files(draft, received_files):
             raise CheckpointError(
                 f"the copy of the state of ranks {list(copy.ranks)} arrived damaged ({'; '.join(problems[:3])}), so it could not be used "
                 "after a failure. Look for a faulty network card or memory on both machines."

@@ -17,13 +17,13 @@ from hasten.checkpoint.store.local_store import LocalStore
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.errors import ConfigError
 from hasten.extensions.memory_copies.memory_folder import (
-    Choice,
+    MemoryChoice,
     MemoryCopy,
     MemoryFolder,
+    explain_loss,
     group_by_folder,
-    neighbour,
+    neighbour_of,
     newest_common,
-    why_none,
 )
 from hasten.optim.loader_progress import LoaderCursor
 from hasten.optim.run_part import RunPart
@@ -103,8 +103,8 @@ class MemoryCopies(RunPart):
         world, step = self._ctx.world, self._saving.step
         with agreeing(
             world, "checkpoint_in_memory", self._saving.project.checkpoint_arrival_s
-        ) as together:
-            machine = self._machine_group(together)
+        ) as agreement:
+            machine = self._machine_group(agreement)
             if self._first(machine):
                 self._folder.keep_only(
                     {self._newest} if self._newest is not None else ()
@@ -114,25 +114,29 @@ class MemoryCopies(RunPart):
                 numbered_checkpoint(step),
                 machine.index,
                 machine.ranks,
-                together,
-                lambda size: self._check_space(size, together),
+                agreement,
+                lambda size: self._check_space(size, agreement),
             )
             if not machine.alone:
-                together.label = "sending the state to the neighbour"
-                self._send_all(machine, step, together)
+                agreement.label = "sending the state to the neighbour"
+                self._send_all(machine, step, agreement)
         if self._newest is None:
             log.info(
                 "the state is kept in memory every %d updates%s",
                 self._every,
-                _reach(machine),
+                _reach_text(machine),
             )
         self._newest = step
 
-    def _machine_group(self, together: Agreement) -> CopyHolder:
+    def _machine_group(self, agreement: Agreement) -> CopyHolder:
         if self._machine is None:
-            machines = tuple(group_by_folder(together.share(str(self._folder.root))))
+            machines = tuple(group_by_folder(agreement.share(str(self._folder.root))))
             self._machine = CopyHolder(
-                next(i for i, ranks in enumerate(machines) if self._ctx.rank in ranks),
+                next(
+                    machine_index
+                    for machine_index, ranks in enumerate(machines)
+                    if self._ctx.rank in ranks
+                ),
                 machines,
             )
         return self._machine
@@ -140,85 +144,106 @@ class MemoryCopies(RunPart):
     def _first(self, machine: CopyHolder) -> bool:
         return self._ctx.rank == machine.ranks[0]
 
-    def _check_space(self, size: int, together: Agreement) -> None:
+    def _check_space(self, size: int, agreement: Agreement) -> None:
         """Raise ConfigError if the copies do not fit into memory, at the first copy, when all sizes are known."""
         if self._space_checked:
             return
-        machine = self._machine_group(together)
-        sizes: list[int] = together.share(size)
-        totals = [sum(sizes[rank] for rank in ranks) for ranks in machine.all]
-        own, other = (
-            totals[machine.index],
-            0 if machine.alone else totals[machine.index - 1],
+        machine = self._machine_group(agreement)
+        sizes_of_ranks: list[int] = agreement.share(size)
+        machine_bytes = [
+            sum(sizes_of_ranks[rank] for rank in ranks) for ranks in machine.all
+        ]
+        own_bytes, neighbour_bytes = (
+            machine_bytes[machine.index],
+            0 if machine.alone else machine_bytes[machine.index - 1],
         )
-        needed, free = 2 * (own + other), self._folder.free_bytes()
-        if needed > free:
+        needed_bytes, free_bytes = (
+            2 * (own_bytes + neighbour_bytes),
+            self._folder.free_bytes(),
+        )
+        if needed_bytes > free_bytes:
             raise ConfigError(
-                f"checkpoint_in_memory needs up to {needed / 1e6:,.1f} MB in {self._folder.root.parent.parent} on this machine (two steps of "
-                f"{own / 1e6:,.1f} MB for this machine and {other / 1e6:,.1f} MB for its neighbour), where {free / 1e6:,.1f} MB are free. Give the "
+                f"checkpoint_in_memory needs up to {needed_bytes / 1e6:,.1f} MB in {self._folder.root.parent.parent} on this machine (two steps of "
+                f"{own_bytes / 1e6:,.1f} MB for this machine and {neighbour_bytes / 1e6:,.1f} MB for its neighbour), where {free_bytes / 1e6:,.1f} MB are free. Give the "
                 "machine a larger /dev/shm (in a container, by its shm size), or leave checkpoint_in_memory out."
             )
         log.info(
             "checkpoint_in_memory uses up to %.1f MB of memory on this machine",
-            needed / 1e6,
+            needed_bytes / 1e6,
         )
         self._space_checked = True
 
-    def _send_all(self, machine: CopyHolder, step: int, together: Agreement) -> None:
-        own = MemoryCopy(machine.ranks, self._ctx.world.size, step)
-        shared: list[bytes | None] = together.share(
-            self._folder.manifest(own) if self._first(machine) else None
+    def _send_all(self, machine: CopyHolder, step: int, agreement: Agreement) -> None:
+        own_copy = MemoryCopy(machine.ranks, self._ctx.world.size, step)
+        manifests_of_ranks: list[bytes | None] = agreement.share(
+            self._folder.manifest(own_copy) if self._first(machine) else None
         )
-        raws = [raw for ranks in machine.all if (raw := shared[ranks[0]]) is not None]
-        manifests = [decode_manifest(raw, "the neighbour's manifest") for raw in raws]
+        raw_manifests = [
+            raw_manifest
+            for ranks in machine.all
+            if (raw_manifest := manifests_of_ranks[ranks[0]]) is not None
+        ]
+        manifests = [
+            decode_manifest(raw_manifest, "the neighbour's manifest")
+            for raw_manifest in raw_manifests
+        ]
         transfers = []
         for source, ranks in enumerate(machine.all):
-            target = neighbour(source, len(machine.all))
-            there = {
+            target = neighbour_of(source, len(machine.all))
+            target_files = {
                 (file.name, file.size, file.sums) for file in manifests[target].files
             }
             alike = tuple(
-                f
-                for f in manifests[source].files
-                if f.size and (f.name, f.size, f.sums) in there
+                source_file
+                for source_file in manifests[source].files
+                if source_file.size
+                and (source_file.name, source_file.size, source_file.sums)
+                in target_files
             )
             copy = MemoryCopy(ranks, self._ctx.world.size, step)
             transfers.append(
                 CopyTransfer(
-                    source, target, copy, raws[source], manifests[source], alike
+                    source,
+                    target,
+                    copy,
+                    raw_manifests[source],
+                    manifests[source],
+                    alike,
                 )
             )
-        self._exchange(transfers, machine, together, like=self._folder.folder(own))
+        self._exchange(
+            transfers, machine, agreement, like=self._folder.folder(own_copy)
+        )
 
     # -- moving -----------------------------------------------------------------------------------------------------
     def _exchange(
         self,
         transfers: Sequence[CopyTransfer],
         machine: CopyHolder,
-        together: Agreement,
+        agreement: Agreement,
         like: Path,
     ) -> None:
         """Transfer states between machines. Ranks: every rank."""
-        mine = (
+        own_transfers = (
             [transfer for transfer in transfers if transfer.target == machine.index]
             if self._first(machine)
             else []
         )
         with ExitStack() as arriving:
-            for transfer in mine:
+            for transfer in own_transfers:
                 arriving.enter_context(
                     self._folder.receive(
                         transfer.copy, transfer.raw, transfer.alike, like
                     )
                 )
-            together.share()  # the folders exist
+            agreement.share()  # the folders exist
             sends, receives = self._tensors_to_exchange(transfers, machine)
             # failed ranks have reported: no rank waits for a file that never arrives
-            together.share()
+            agreement.share()
             self._ctx.world.exchange(sends, receives)
             del sends, receives  # unmap the files
-            together.share()
-        together.share()
+            agreement.share()
+        agreement.share()
 
     def _tensors_to_exchange(
         self, transfers: Sequence[CopyTransfer], machine: CopyHolder
@@ -245,7 +270,7 @@ class MemoryCopies(RunPart):
                     sends.append(
                         (
                             receiver,
-                            _mapped(
+                            _map_file(
                                 self._folder.folder(transfer.copy) / file.name,
                                 file.size,
                                 False,
@@ -256,7 +281,7 @@ class MemoryCopies(RunPart):
                     receives.append(
                         (
                             sender,
-                            _mapped(
+                            _map_file(
                                 self._folder.arriving(transfer.copy) / file.name,
                                 file.size,
                                 True,
@@ -266,57 +291,63 @@ class MemoryCopies(RunPart):
         return sends, receives
 
     # -- resuming ---------------------------------------------------------------------------------------------------
-    def newest(self, together: Agreement) -> Choice | None:
+    def newest(self, agreement: Agreement) -> MemoryChoice | None:
         """Return the newest step that all machines can resume from; None, with a logged reason. Ranks: every rank."""
-        machine = self._machine_group(together)
-        found: list[list[MemoryCopy]] = together.share(
+        machine = self._machine_group(agreement)
+        copies_of_ranks: list[list[MemoryCopy]] = agreement.share(
             self._folder.held() if self._first(machine) else []
         )
-        held = [found[ranks[0]] for ranks in machine.all]
-        choice = newest_common(held, machine.all)
-        if choice is None and (any(held) or self._ctx.topology.restart_count):
+        copies_of_machines = [copies_of_ranks[ranks[0]] for ranks in machine.all]
+        choice = newest_common(copies_of_machines, machine.all)
+        if choice is None and (
+            any(copies_of_machines) or self._ctx.topology.restart_count
+        ):
             log.warning(
                 "the state is not taken from memory: %s. Looking for the newest checkpoint on the disk",
-                why_none(held, machine.all),
+                explain_loss(copies_of_machines, machine.all),
             )
         return choice
 
-    def fetch(self, choice: Choice, together: Agreement) -> tuple[LocalStore, str]:
+    def fetch(
+        self, choice: MemoryChoice, agreement: Agreement
+    ) -> tuple[LocalStore, str]:
         """Return store and name of the state here, after transfers to machines without it. Ranks: every rank."""
-        machine, size = self._machine_group(together), self._ctx.world.size
-        together.label = f"fetching the state of update {choice.step} from the memory of other machines"
+        machine, size = self._machine_group(agreement), self._ctx.world.size
+        agreement.label = f"fetching the state of update {choice.step} from the memory of other machines"
         moves = [
             (source, target)
             for target, source in enumerate(choice.sources)
             if source != target
         ]
         if moves:
-            mine: Mapping[int, bytes] = (
+            own_manifests: Mapping[int, bytes] = (
                 {
-                    t: self._folder.manifest(
-                        MemoryCopy(machine.all[t], size, choice.step)
+                    target_machine: self._folder.manifest(
+                        MemoryCopy(machine.all[target_machine], size, choice.step)
                     )
-                    for s, t in moves
-                    if s == machine.index
+                    for source_machine, target_machine in moves
+                    if source_machine == machine.index
                 }
                 if self._first(machine)
                 else {}
             )
-            shared: list[Mapping[int, bytes]] = together.share(mine)
+            manifests_of_ranks: list[Mapping[int, bytes]] = agreement.share(
+                own_manifests
+            )
             transfers = []
             for source, target in moves:
-                raw = shared[machine.all[source][0]][target]
+                raw_manifest = manifests_of_ranks[machine.all[source][0]][target]
                 copy = MemoryCopy(machine.all[target], size, choice.step)
                 transfers.append(
                     CopyTransfer(
                         source,
                         target,
                         copy,
-                        raw,
-                        decode_manifest(raw, "the neighbour's manifest"),
+                        raw_manifest,
+                        decode_manifest(raw_manifest, "the neighbour's manifest"),
                     )
                 )
-            self._exchange(transfers, machine, together, like=Path())
+            self._exchange(transfers, machine, agreement, like=Path())
             log.info(
                 "machine %s got its state from a neighbour",
                 ", ".join(str(target) for _, target in moves),
@@ -335,32 +366,32 @@ def memory_root(ctx: ProcessContext, every: int) -> Path:
     Raises: ConfigError when there is none, when no launcher would restart the run, or the mesh does not allow copies.
     """
     variables = env.snapshot()
-    said = f"checkpoint_in_memory={every}"
+    setting_text = f"checkpoint_in_memory={every}"
     if ctx.mesh.size(Axis.PP) > 1:
         raise ConfigError(
-            f"{said} cannot be combined with pipeline parallelism: the stages of a checkpoint are put together over machines. Leave it out, and "
+            f"{setting_text} cannot be combined with pipeline parallelism: the stages of a checkpoint are put together over machines. Leave it out, and "
             "call save_state() every so many updates."
         )
-    if (root := variables.get(env.MEMORY_FOLDER)) is None:
+    if (memory_folder := variables.get(env.MEMORY_FOLDER)) is None:
         raise ConfigError(
-            f"{said} keeps the state in memory that belongs to the launcher, so that it outlives this process; this process was not started by "
+            f"{setting_text} keeps the state in memory that belongs to the launcher, so that it outlives this process; this process was not started by "
             "`hasten launch` (with its own agent, not by srun or mpirun), so nothing would be left after a failure. Start it that way, or leave "
             "checkpoint_in_memory out."
         )
     if variables.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         raise ConfigError(
-            f"{said} has no effect without restarts: the launcher ends after the first failure, and the copies with it. Start with "
+            f"{setting_text} has no effect without restarts: the launcher ends after the first failure, and the copies with it. Start with "
             "`hasten launch --max_restarts N`, or leave checkpoint_in_memory out."
         )
-    return Path(root)
+    return Path(memory_folder)
 
 
-def _mapped(path: Path, size: int, writes: bool) -> Tensor:
+def _map_file(path: Path, size: int, writes: bool) -> Tensor:
     """Return the memory-mapped bytes of a file; `writes` creates the file."""
     return torch.from_file(str(path), shared=writes, size=size, dtype=torch.uint8)
 
 
-def _reach(machine: CopyHolder) -> str:
+def _reach_text(machine: CopyHolder) -> str:
     if machine.alone:
         return ", on this machine only: the job has no other, so a copy survives lost processes but not a lost machine"
     return f", on each of {len(machine.all)} machines and at its neighbour"

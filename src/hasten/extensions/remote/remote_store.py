@@ -50,12 +50,12 @@ from hasten.errors import (
 from hasten.optional import need
 
 log = logging.getLogger(__name__)
-_VERSION: Final = re.compile(r"v-([0-9a-f]{8})-[0-9a-f]{12}/")
+_VERSION_FOLDER: Final = re.compile(r"v-([0-9a-f]{8})-[0-9a-f]{12}/")
 """Subfolder for the files of one save, with the second of its start."""
-_FOLDER: Final = "folder"
+_FOLDER_NOTE: Final = "folder"
 """Name of the note in a manifest with the subfolder."""
 _ABANDONED_AFTER_S: Final = 24 * 3600.0
-_OBJECTS: Final = frozenset(
+_OBJECT_STORE_PROTOCOLS: Final = frozenset(
     {"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "oci"}
 )
 """Object stores have no folders; making one there could accidentally create a bucket."""
@@ -81,57 +81,67 @@ class RemoteDraft:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def _path(self, file: str) -> str:
-        return self._store.join_path(self.name, self.token, file)
+    def _path(self, file_name: str) -> str:
+        return self._store.join_path(self.name, self.token, file_name)
 
     def put(self, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
         """Upload files, and those of hooks in this rank's local folder, in parallel; return records with checksums."""
-        hooked = self._hooked(files)
+        hook_files = self._hooked(files)
         with ThreadPoolExecutor(
             default_threads(), thread_name_prefix="hasten-upload"
-        ) as pool:
-            records = dict(
+        ) as thread_pool:
+            file_records = dict(
                 zip(
                     files,
-                    pool.map(lambda item: self._upload(*item), files.items()),
+                    thread_pool.map(
+                        lambda named_blob: self._upload(*named_blob), files.items()
+                    ),
                     strict=True,
                 )
             )
-            for file, path in hooked.items():
-                records[file] = describe_file(path, file, threads=1)
-                self._store.fs.put_file(str(path), self._path(file))
+            for file_name, path in hook_files.items():
+                file_records[file_name] = describe_file(path, file_name, threads=1)
+                self._store.fs.put_file(str(path), self._path(file_name))
         self._drop_scratch()
-        return records
+        return file_records
 
-    def _upload(self, file: str, blob: Blob) -> FileRecord:
+    def _upload(self, file_name: str, blob: Blob) -> FileRecord:
         devices = devices_of(
             [segment for segment in blob.segments if not isinstance(segment, bytes)]
         )
-        buffer, starts, sums = HostBuffer(bool(devices)), segment_starts(blob), []
-        with self._store.fs.open(self._path(file), "wb") as out:
+        host_buffer, segment_offsets, chunk_sums = (
+            HostBuffer(bool(devices)),
+            segment_starts(blob),
+            [],
+        )
+        with self._store.fs.open(self._path(file_name), "wb") as remote_file:
             for start in range(0, blob.size, CHUNK_BYTES):
-                total = xxhash.xxh3_64()
+                chunk_hash = xxhash.xxh3_64()
                 for view in host_views(
-                    blob, start, min(start + CHUNK_BYTES, blob.size), starts, buffer
+                    blob,
+                    start,
+                    min(start + CHUNK_BYTES, blob.size),
+                    segment_offsets,
+                    host_buffer,
                 ):
-                    total.update(view)
-                    out.write(view)
-                sums.append(total.hexdigest())
-        return FileRecord(name=file, size=blob.size, sums=tuple(sums))
+                    chunk_hash.update(view)
+                    remote_file.write(view)
+                chunk_sums.append(chunk_hash.hexdigest())
+        return FileRecord(name=file_name, size=blob.size, sums=tuple(chunk_sums))
 
     def _hooked(self, files: Mapping[str, Blob]) -> dict[str, Path]:
         """Return the files of hooks in the local folder, by name."""
-        found: dict[str, Path] = {}
+        hook_files: dict[str, Path] = {}
         for path in sorted(self.folder.rglob("*")) if self._scratch is not None else ():
-            name = path.relative_to(self.folder).as_posix()
-            if name in files:
+            file_name = path.relative_to(self.folder).as_posix()
+            if file_name in files:
                 log.warning(
                     "%s, which a save hook wrote, is replaced by the file of that name this save writes",
-                    name,
+                    file_name,
                 )
             elif not path.is_dir() or path.is_symlink():
-                found[name] = check_hooked(self.folder, name)
-        return found
+                hook_files[file_name] = check_hooked(self.folder, file_name)
+        return hook_files
 
     def hook_files(self, written_names: Sequence[str]) -> list[FileRecord]:
         """Return an empty list: every rank's `put` has uploaded the files of its hooks."""
@@ -139,21 +149,24 @@ class RemoteDraft:
 
     def commit(self, manifest: Manifest) -> None:
         """Upload the manifest, which makes the checkpoint visible, and remove the earlier checkpoint of this name."""
-        sizes = self._store.sizes(self.name)
+        remote_sizes = self._store.sizes(self.name)
         for file in manifest.files:
-            if (size := sizes.get(f"{self.token}/{file.name}")) != file.size:
+            if (
+                remote_size := remote_sizes.get(f"{self.token}/{file.name}")
+            ) != file.size:
                 raise CheckpointError(
-                    f"{file.name} is at {self._store.address}/{self.name} with {size or 'none'} of {file.size} bytes, so the "
+                    f"{file.name} is at {self._store.address}/{self.name} with {remote_size or 'none'} of {file.size} bytes, so the "
                     "checkpoint was not committed. Save again; look at the storage service if it happens again."
                 )
-        outdated = sizes.keys() & self._store.listed_files(self.name)
-        placed = msgspec.structs.replace(
-            manifest, notes={**manifest.notes, _FOLDER: self.token}
+        outdated_names = remote_sizes.keys() & self._store.listed_files(self.name)
+        placed_manifest = msgspec.structs.replace(
+            manifest, notes={**manifest.notes, _FOLDER_NOTE: self.token}
         )
         self._store.fs.pipe_file(
-            self._store.join_path(self.name, MANIFEST_NAME), encode_manifest(placed)
+            self._store.join_path(self.name, MANIFEST_NAME),
+            encode_manifest(placed_manifest),
         )
-        self._store.remove(self.name, sorted(outdated))
+        self._store.remove(self.name, sorted(outdated_names))
 
     def _drop_scratch(self) -> None:
         if self._scratch is not None:
@@ -163,12 +176,12 @@ class RemoteDraft:
     def abort(self) -> None:
         """Remove the uploaded files."""
         self._drop_scratch()
-        uploaded = [
-            file
-            for file in self._store.sizes(self.name)
-            if file.startswith(f"{self.token}/")
+        uploaded_names = [
+            file_name
+            for file_name in self._store.sizes(self.name)
+            if file_name.startswith(f"{self.token}/")
         ]
-        self._store.remove(self.name, uploaded)
+        self._store.remove(self.name, uploaded_names)
 
 
 class RemoteStore:
@@ -191,9 +204,9 @@ class RemoteStore:
     def remote(self) -> bool:
         return True
 
-    def join_path(self, *parts: str) -> str:
+    def join_path(self, *path_parts: str) -> str:
         """Return a path inside the store, in the file system's notation."""
-        return "/".join((self._root.rstrip("/"), *parts))
+        return "/".join((self._root.rstrip("/"), *path_parts))
 
     def begin(self, name: str) -> RemoteDraft:
         """Return a new draft, after removing abandoned ones of this name. Other files are never touched."""
@@ -215,7 +228,7 @@ class RemoteStore:
         version = f"v-{int(time.time()):08x}-{secrets.token_hex(6)}"
         protocol = self.fs.protocol
         protocols = (protocol,) if isinstance(protocol, str) else protocol
-        if not _OBJECTS.intersection(protocols):
+        if not _OBJECT_STORE_PROTOCOLS.intersection(protocols):
             self.fs.makedirs(self.join_path(name, version), exist_ok=True)
         return RemoteDraft(self, name, version)
 
@@ -231,17 +244,17 @@ class RemoteStore:
 
     def _remove_abandoned(self, name: str) -> None:
         """Remove files of saves that were started a day ago and have not been committed."""
-        listed = self.listed_files(name)
-        abandoned = []
-        for file in self.sizes(name):
-            version = _VERSION.match(file)
+        listed_names = self.listed_files(name)
+        abandoned_names = []
+        for file_name in self.sizes(name):
+            version_match = _VERSION_FOLDER.match(file_name)
             if (
-                version
-                and file not in listed
-                and time.time() - int(version[1], 16) > _ABANDONED_AFTER_S
+                version_match
+                and file_name not in listed_names
+                and time.time() - int(version_match[1], 16) > _ABANDONED_AFTER_S
             ):
-                abandoned.append(file)
-        self.remove(name, abandoned)
+                abandoned_names.append(file_name)
+        self.remove(name, abandoned_names)
 
     def join(self, name: str, token: str) -> RemoteDraft:
         """Return the draft that main started: a URL is visible to every process."""
@@ -251,30 +264,30 @@ class RemoteStore:
         self.fs.invalidate_cache()
         if not self.fs.exists(self._root):
             return []
-        entries = self.fs.ls(self._root, detail=True)
+        folder_entries = self.fs.ls(self._root, detail=True)
         return [
-            str(e["name"]).rstrip("/").rpartition("/")[2]
-            for e in entries
-            if e["type"] == "directory"
+            str(folder_entry["name"]).rstrip("/").rpartition("/")[2]
+            for folder_entry in folder_entries
+            if folder_entry["type"] == "directory"
         ]
 
     def sizes(self, name: str) -> dict[str, int]:
         """Return the sizes of all files in the folder of a checkpoint, by name, from one listing."""
         self.fs.invalidate_cache()
-        base = self.join_path(name)
-        if not self.fs.exists(base):
+        base_path = self.join_path(name)
+        if not self.fs.exists(base_path):
             return {}
-        prefix = str(self.fs._strip_protocol(base)).rstrip("/") + "/"
+        prefix = str(self.fs._strip_protocol(base_path)).rstrip("/") + "/"
         return {
-            str(p).removeprefix(prefix): int(e["size"])
-            for p, e in self.fs.find(base, detail=True).items()
+            str(remote_path).removeprefix(prefix): int(file_entry["size"])
+            for remote_path, file_entry in self.fs.find(base_path, detail=True).items()
         }
 
     def listed_files(self, name: str) -> list[str]:
         """Return the files of the committed checkpoint of this name; empty when there is no readable manifest."""
         try:
             manifest = self.manifest(name)
-            return [_placed(manifest, file) for file in manifest.files]
+            return [_placed_path(manifest, file) for file in manifest.files]
         except CheckpointError:  # missing or damaged: no file is known to belong to it
             return []
 
@@ -286,41 +299,41 @@ class RemoteStore:
     def names(self) -> list[str]:
         """Return the names of the folders with a manifest."""
         return sorted(
-            n
-            for n in self._folders()
-            if self.fs.exists(self.join_path(n, MANIFEST_NAME))
+            folder_name
+            for folder_name in self._folders()
+            if self.fs.exists(self.join_path(folder_name, MANIFEST_NAME))
         )
 
     def manifest(self, name: str) -> Manifest:
         """Return the verified manifest."""
-        path = self.join_path(name, MANIFEST_NAME)
-        where = f"{self._url}/{name}/{MANIFEST_NAME}"
+        manifest_path = self.join_path(name, MANIFEST_NAME)
+        manifest_url = f"{self._url}/{name}/{MANIFEST_NAME}"
         try:
-            if self.fs.size(path) > MAX_MANIFEST_BYTES:
+            if self.fs.size(manifest_path) > MAX_MANIFEST_BYTES:
                 raise CorruptCheckpointError(
-                    f"{where}: larger than any manifest. Use another checkpoint."
+                    f"{manifest_url}: larger than any manifest. Use another checkpoint."
                 )
-            return decode_manifest(self.fs.cat_file(path), where)
+            return decode_manifest(self.fs.cat_file(manifest_path), manifest_url)
         except FileNotFoundError as error:
             raise IncompleteCheckpointError(
-                f"{where} does not exist, so there is no complete checkpoint at {self._url}/{name}. Give another URL."
+                f"{manifest_url} does not exist, so there is no complete checkpoint at {self._url}/{name}. Give another URL."
             ) from error
         except OSError as error:
             raise CheckpointError(
-                f"{where} cannot be read: {error}. Check the URL and the credentials."
+                f"{manifest_url} cannot be read: {error}. Check the URL and the credentials."
             ) from error
 
     def check(self, name: str) -> Manifest:
         """Return the manifest after checking that every file has its size. Raises: a CheckpointError otherwise."""
-        manifest, sizes = self.manifest(name), self.sizes(name)
-        names = [
+        manifest, remote_sizes = self.manifest(name), self.sizes(name)
+        missing_names = [
             file.name
             for file in manifest.files
-            if sizes.get(_placed(manifest, file)) != file.size
+            if remote_sizes.get(_placed_path(manifest, file)) != file.size
         ]
-        if names:
+        if missing_names:
             raise IncompleteCheckpointError(
-                f"{self._url}/{name}: {', '.join(names[:4])} of {len(manifest.files)} files are missing or have another size, so it is "
+                f"{self._url}/{name}: {', '.join(missing_names[:4])} of {len(manifest.files)} files are missing or have another size, so it is "
                 "not complete. Load an earlier checkpoint, or delete this one."
             )
         return manifest
@@ -337,15 +350,15 @@ class RemoteStore:
     @contextmanager
     def fetch(self, name: str, manifest: Manifest) -> Iterator[Path]:
         """Context manager that downloads the files into a temporary folder, several at a time."""
-        with tempfile.TemporaryDirectory(prefix="hasten-fetch-") as scratch:
-            folder = Path(scratch)
+        with tempfile.TemporaryDirectory(prefix="hasten-fetch-") as scratch_path:
+            folder = Path(scratch_path)
             self._check_room(name, folder, manifest.num_bytes)
-            sizes = self.sizes(name)
+            remote_sizes = self.sizes(name)
             for file in manifest.files:
-                size = sizes.get(_placed(manifest, file), 0)
-                if size > file.size:
+                remote_size = remote_sizes.get(_placed_path(manifest, file), 0)
+                if remote_size > file.size:
                     raise CorruptCheckpointError(
-                        f"{self._url}/{name}: {file.name} has {size} bytes instead of {file.size}, so it was replaced after it "
+                        f"{self._url}/{name}: {file.name} has {remote_size} bytes instead of {file.size}, so it was replaced after it "
                         "was saved. Nothing was downloaded. Load another checkpoint."
                     )
 
@@ -354,7 +367,7 @@ class RemoteStore:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     self.fs.get_file(
-                        self.join_path(name, _placed(manifest, file)), str(target)
+                        self.join_path(name, _placed_path(manifest, file)), str(target)
                     )
                 except FileNotFoundError as error:
                     raise IncompleteCheckpointError(
@@ -363,16 +376,16 @@ class RemoteStore:
 
             with ThreadPoolExecutor(
                 default_threads(), thread_name_prefix="hasten-download"
-            ) as pool:
-                list(pool.map(download, manifest.files))
+            ) as thread_pool:
+                list(thread_pool.map(download, manifest.files))
             yield folder
 
     def _check_room(self, name: str, folder: Path, num_bytes: int) -> None:
-        usage = shutil.disk_usage(folder)
-        if num_bytes > usage.free:
+        disk_usage = shutil.disk_usage(folder)
+        if num_bytes > disk_usage.free:
             raise CheckpointError(
                 f"{self._url}/{name} has {num_bytes / 1e6:,.1f} MB to download and the disk of {folder.parent} has "
-                f"{usage.free / 1e6:,.1f} MB free. Nothing was loaded. Free space there, or set TMPDIR to a folder on a larger "
+                f"{disk_usage.free / 1e6:,.1f} MB free. Nothing was loaded. Free space there, or set TMPDIR to a folder on a larger "
                 "disk."
             )
 
@@ -384,7 +397,11 @@ class RemoteStore:
             self.fs.rm(self.join_path(name), recursive=True)
 
 
-def _placed(manifest: Manifest, file: FileRecord) -> str:
+def _placed_path(manifest: Manifest, file: FileRecord) -> str:
     """Return the path of a file below the checkpoint's URL."""
-    folder = str(manifest.notes.get(_FOLDER, ""))
-    return f"{folder}/{file.name}" if _VERSION.fullmatch(f"{folder}/") else file.name
+    folder = str(manifest.notes.get(_FOLDER_NOTE, ""))
+    return (
+        f"{folder}/{file.name}"
+        if _VERSION_FOLDER.fullmatch(f"{folder}/")
+        else file.name
+    )
