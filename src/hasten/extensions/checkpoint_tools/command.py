@@ -119,8 +119,8 @@ def _load_inspect() -> Any:  # Any: a module
 def _run_list(arguments: argparse.Namespace) -> int:
     inspect = _load_inspect()
     rows = [
-        inspect.row(*checkpoint_place)
-        for checkpoint_place in inspect.everything(arguments.folder)
+        inspect.make_row(*checkpoint_place)
+        for checkpoint_place in inspect.find_all(arguments.folder)
     ]
     if arguments.json:
         shown_fields = (
@@ -176,14 +176,14 @@ def _run_list(arguments: argparse.Namespace) -> int:
 
 def _run_verify(arguments: argparse.Namespace) -> int:
     inspect = _load_inspect()
-    checkpoints = (inspect.everything(arguments.folder) if arguments.all else []) or [
+    checkpoints = (inspect.find_all(arguments.folder) if arguments.all else []) or [
         inspect.find(arguments.folder)
     ]
     num_damaged = 0
     for store, checkpoint_name in checkpoints:
         with _progress_bar(
             f"verifying {checkpoint_name}",
-            inspect.row(store, checkpoint_name).num_bytes,
+            inspect.make_row(store, checkpoint_name).num_bytes,
         ) as advance:
             problems = inspect.verify(store, checkpoint_name, advance)
         _write_line(f"{checkpoint_name}: {'sound' if not problems else 'DAMAGED'}")
