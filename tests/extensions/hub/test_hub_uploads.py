@@ -18,8 +18,8 @@ from torch import nn
 
 from hasten import Accelerator
 from hasten.errors import ArgumentError, HubError
-from hasten.extensions.hub.client import HubRepository, clean, parse_address
-from hasten.extensions.hub.model_card import MARK, CardContent, model_card
+from hasten.extensions.hub.client import HubRepository, mask_secrets, parse_address
+from hasten.extensions.hub.model_card import GENERATED_MARK, CardContent, model_card
 from tests.support.hub_server import TOKEN, Hub, client_at, environment, serving
 
 hub_client = pytest.importorskip("huggingface_hub")
@@ -202,7 +202,7 @@ def test_tokens_reach_no_error_and_no_log(
     ]
     assert wrong not in repr(HubRepository(NAME, wrong))
     assert (
-        clean(f"Bearer {TOKEN} at http://me:word@host", [wrong])
+        mask_secrets(f"Bearer {TOKEN} at http://me:word@host", [wrong])
         == "Bearer *** at http://***@host"
     )
 
@@ -234,7 +234,7 @@ def test_a_card_holds_the_numbers_of_the_run() -> None:
             name="a/b", metrics={"loss": 0.25, "api_key": "abc", "note": "x | y"}
         )
     )
-    assert MARK in text
+    assert GENERATED_MARK in text
     assert "| loss | 0.25 |" in text
     assert "abc" not in text
     assert "x \\| y" in text

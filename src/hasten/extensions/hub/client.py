@@ -18,8 +18,8 @@ from hasten.optional import need
 T = TypeVar("T")
 SCHEME: Final = "hf://"
 _log = logging.getLogger(__name__)
-_REFUSED: Final = (401, 403)
-_MOST_CAUSES: Final = 4
+_REFUSED_STATUS_CODES: Final = (401, 403)
+_MAX_CAUSES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def parse_address(address: str) -> HubRepository:
 
 def upload(
     folder: str | Path,
-    target: HubRepository,
+    hub_repository: HubRepository,
     message: str,
 ) -> str:
     """Upload a folder as one commit, creating the repository if it is new; return the commit's URL.
@@ -67,50 +67,56 @@ def upload(
     earlier commit that the folder lacks are deleted. A model card in the repository that was edited by hand is not replaced.
     Ranks: main only. Raises: HubError; the repository then shows its previous commit.
     """
-    root = Path(folder)
-    if not root.is_dir():
+    local_folder = Path(folder)
+    if not local_folder.is_dir():
         raise ConfigError(
             f"{folder} is not a folder, so there is nothing to upload; save the model there first."
         )
-    client = _client(target)
+    client = _hub_client(hub_repository)
 
     def send() -> str:
         created = client.create_repo(
-            target.repo_id, private=target.private, exist_ok=True
+            hub_repository.repo_id, private=hub_repository.private, exist_ok=True
         )
         repository = str(created.repo_id)
-        if target.revision is not None:
-            client.create_branch(repository, branch=target.revision, exist_ok=True)
-        unwanted = [
+        if hub_repository.revision is not None:
+            client.create_branch(
+                repository, branch=hub_repository.revision, exist_ok=True
+            )
+        ignored_patterns = [
             ".hasten-*",
-            *_cards_to_skip(client, root, repository, target.revision),
+            *_cards_to_skip(client, local_folder, repository, hub_repository.revision),
         ]
-        sent = {
-            path.relative_to(root).as_posix()
-            for path in root.rglob("*")
+        sent_names = {
+            path.relative_to(local_folder).as_posix()
+            for path in local_folder.rglob("*")
             if path.is_file()
         }
-        sent = {
+        sent_names = {
             path
-            for path in sent
-            if not any(fnmatch.fnmatch(path, pattern) for pattern in unwanted)
+            for path in sent_names
+            if not any(fnmatch.fnmatch(path, pattern) for pattern in ignored_patterns)
         }
-        there = client.list_repo_files(repository, revision=target.revision)
-        given = {
-            "revision": target.revision,
-            "delete_patterns": _stale_weights(there, sent),
+        remote_names = client.list_repo_files(
+            repository, revision=hub_repository.revision
+        )
+        upload_options = {
+            "revision": hub_repository.revision,
+            "delete_patterns": _stale_weights(remote_names, sent_names),
         }
         return str(
             client.upload_folder(
                 repo_id=repository,
-                folder_path=str(root),
+                folder_path=str(local_folder),
                 commit_message=message,
-                ignore_patterns=unwanted,
-                **given,
+                ignore_patterns=ignored_patterns,
+                **upload_options,
             )
         )
 
-    return _guarded(send, target, f"the upload to {target.repo_id}", _UPLOAD_FAILED)
+    return _call_guarded(
+        send, hub_repository, f"the upload to {hub_repository.repo_id}", _UPLOAD_FAILED
+    )
 
 
 _UPLOAD_FAILED: Final = "The repository still shows its previous commit; push again: large files that have arrived are not sent again."
@@ -122,58 +128,72 @@ def download(target: HubRepository) -> Path:
 
     Ranks: one per machine. Raises: HubError if the repository cannot be read or holds no weights.
     """
-    client = _client(target)
+    client = _hub_client(target)
 
     def fetch() -> Path:
-        found = list(client.list_repo_files(target.repo_id, revision=target.revision))
-        weights = [name for name in found if WEIGHT_FILE.fullmatch(name)]
-        safe = [name for name in weights if ".safetensors" in name]
-        if not weights:
+        remote_names = list(
+            client.list_repo_files(target.repo_id, revision=target.revision)
+        )
+        weight_names = [
+            file_name for file_name in remote_names if WEIGHT_FILE.fullmatch(file_name)
+        ]
+        safetensors_names = [
+            file_name for file_name in weight_names if ".safetensors" in file_name
+        ]
+        if not weight_names:
             raise HubError(
-                f"{target.repo_id} holds {', '.join(found[:5]) or 'no files'} and no weights, so nothing was loaded; give the name "
+                f"{target.repo_id} holds {', '.join(remote_names[:5]) or 'no files'} and no weights, so nothing was loaded; give the name "
                 "of a repository with model.safetensors or pytorch_model.bin, or an index of shards."
             )
         return Path(
             client.snapshot_download(
-                target.repo_id, revision=target.revision, allow_patterns=safe or weights
+                target.repo_id,
+                revision=target.revision,
+                allow_patterns=safetensors_names or weight_names,
             )
         )
 
-    return _guarded(
+    return _call_guarded(
         fetch, target, f"the download of {target.repo_id}", _DOWNLOAD_FAILED
     )
 
 
-def _client(target: HubRepository) -> Any:  # Any: the client is a foreign class
+def _hub_client(target: HubRepository) -> Any:  # Any: the client is a foreign class
     return need("huggingface_hub", ">=0.30", why="the Hub").HfApi(token=target.token)
 
 
 def _cards_to_skip(
-    client: Any, root: Path, repository: str, revision: str | None
+    client: Any, local_folder: Path, repository: str, revision: str | None
 ) -> list[str]:
     """Return the card's name if the folder's card is generated and the repository's was edited by hand."""
-    here = root / CARD_NAME
-    if not here.is_file() or not is_generated(here.read_text("utf-8")):
+    local_card = local_folder / CARD_NAME
+    if not local_card.is_file() or not is_generated(local_card.read_text("utf-8")):
         return []
     if not client.file_exists(repository, CARD_NAME, revision=revision):
         return []
-    there = Path(client.hf_hub_download(repository, CARD_NAME, revision=revision))
-    if is_generated(there.read_text("utf-8")):
+    remote_card = Path(client.hf_hub_download(repository, CARD_NAME, revision=revision))
+    if is_generated(remote_card.read_text("utf-8")):
         return []
     _log.info("the model card of %s was edited by hand and is not replaced", repository)
     return [CARD_NAME]
 
 
-def _stale_weights(there: Sequence[str], sent: set[str]) -> list[str] | None:
+def _stale_weights(
+    remote_names: Sequence[str], sent_names: set[str]
+) -> list[str] | None:
     """Return the repository's weight files that a commit with other weight files makes obsolete."""
-    if not any(WEIGHT_FILE.fullmatch(name) for name in sent):
+    if not any(WEIGHT_FILE.fullmatch(file_name) for file_name in sent_names):
         return None
     return [
-        name for name in there if WEIGHT_FILE.fullmatch(name) and name not in sent
+        file_name
+        for file_name in remote_names
+        if WEIGHT_FILE.fullmatch(file_name) and file_name not in sent_names
     ] or None
 
 
-def _guarded(call: Callable[[], T], target: HubRepository, what: str, remedy: str) -> T:
+def _call_guarded(
+    call: Callable[[], T], target: HubRepository, action: str, remedy: str
+) -> T:
     """Return the result of a call of the client. Raises: HubError without a cause, whose text could hold the token."""
     try:
         return call()
@@ -181,43 +201,44 @@ def _guarded(call: Callable[[], T], target: HubRepository, what: str, remedy: st
         raise
     # errors of several packages; raised again without the token
     except Exception as error:
-        problem = HubError(_message(error, target, what, remedy))
-    raise problem  # outside of the handler, so that the error has no context either
+        hub_error = HubError(_error_message(error, target, action, remedy))
+    raise hub_error  # outside of the handler, so that the error has no context either
 
 
-def _message(error: Exception, target: HubRepository, what: str, remedy: str) -> str:
-    chain = _chain(error)
+def _error_message(
+    error: Exception, target: HubRepository, action: str, remedy: str
+) -> str:
+    error_chain = _error_chain(error)
     if any(
-        getattr(getattr(link, "response", None), "status_code", None) in _REFUSED
-        for link in chain
+        getattr(getattr(link, "response", None), "status_code", None)
+        in _REFUSED_STATUS_CODES
+        for link in error_chain
     ):
         remedy += (
             " If the token was refused, give one with access to the repository (hub_token of TrainingArguments, token of "
             "push_to_hub), or log in with `hf auth login`."
         )
-    texts = (
+    error_texts = (
         f"{type(link).__name__}: {' '.join(str(link).split())}".rstrip(".: ")
-        for link in chain
+        for link in error_chain
     )
-    return (
-        f"{what} failed: {clean(', because of '.join(texts), target.secrets)}. {remedy}"
-    )
+    return f"{action} failed: {mask_secrets(', because of '.join(error_texts), target.secrets)}. {remedy}"
 
 
-def _chain(error: BaseException) -> list[BaseException]:
+def _error_chain(error: BaseException) -> list[BaseException]:
     """Return the error and its causes, without those whose text is in an earlier one."""
-    found: list[BaseException] = []
+    error_chain: list[BaseException] = []
     link: BaseException | None = error
-    while link is not None and len(found) < _MOST_CAUSES:
-        if not any(str(link) in str(earlier) for earlier in found):
-            found.append(link)
+    while link is not None and len(error_chain) < _MAX_CAUSES:
+        if not any(str(link) in str(earlier_error) for earlier_error in error_chain):
+            error_chain.append(link)
         link = link.__cause__ or (
             None if link.__suppress_context__ else link.__context__
         )
-    return found
+    return error_chain
 
 
-def clean(text: str, secrets: Sequence[str]) -> str:
+def mask_secrets(text: str, secrets: Sequence[str]) -> str:
     """Return the text with these secrets, and everything that looks like one, masked."""
     for secret in secrets:
         text = text.replace(secret, HIDDEN)

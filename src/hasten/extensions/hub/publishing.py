@@ -77,7 +77,9 @@ class BackgroundCall:
 
 
 # Any: the result of the call
-def finish_together(comm: Comm, call: BackgroundCall | None, label: str) -> Any:
+def finish_together(
+    comm: Comm, background_call: BackgroundCall | None, label: str
+) -> Any:
     """Wait until every rank's call has ended; return this rank's result, or None without a call.
 
     Ranks exchange one number at least every second, so that no collective waits as long as an upload does.
@@ -85,21 +87,23 @@ def finish_together(comm: Comm, call: BackgroundCall | None, label: str) -> Any:
     """
     pause_s = 0.02
     while True:
-        ended = call is None or call.done(pause_s)
+        has_ended = background_call is None or background_call.done(pause_s)
         if comm.size > 1:
-            ended = bool(
-                comm.all_reduce(torch.tensor([ended], dtype=torch.int32), "min").item()
+            has_ended = bool(
+                comm.all_reduce(
+                    torch.tensor([has_ended], dtype=torch.int32), "min"
+                ).item()
             )
-        if ended:
+        if has_ended:
             break
         pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
     with agreeing(comm, label):
-        if call is not None and call.error is not None:
-            raise call.error
-    return None if call is None else call.result
+        if background_call is not None and background_call.error is not None:
+            raise background_call.error
+    return None if background_call is None else background_call.result
 
 
-def _logged(send: Callable[[], str]) -> str:
+def _log_failure(send: Callable[[], str]) -> str:
     """Return the result of an upload, and log its error at once: it is raised only at the next push, or at the end."""
     try:
         return send()
@@ -134,15 +138,15 @@ class Publishing:
 
         Raises: ArgumentError for an invalid address; HubError if the download fails.
         """
-        target = hub.parse_address(address)
+        hub_repository = hub.parse_address(address)
         call = (
-            BackgroundCall(lambda: hub.download(target), "hasten-download")
+            BackgroundCall(lambda: hub.download(hub_repository), "hasten-download")
             if downloads
             else None
         )
-        found: Path | None = finish_together(comm, call, "load_model")
+        model_folder: Path | None = finish_together(comm, call, "load_model")
         # reads the cache that the machine's first rank filled
-        return hub.download(target) if found is None else found
+        return hub.download(hub_repository) if model_folder is None else model_folder
 
     def wait(self) -> str | None:
         """Wait for the running upload, if any; return the commit's URL on the main process.
@@ -151,9 +155,11 @@ class Publishing:
         """
         if not self._started:
             return None
-        call, self._running, self._started = self._running, None, False
-        found: str | None = finish_together(self._comm, call, "push_to_hub")
-        return found
+        background_call, self._running, self._started = self._running, None, False
+        commit_url: str | None = finish_together(
+            self._comm, background_call, "push_to_hub"
+        )
+        return commit_url
 
     def push(self, folder_push: FolderPush | None, blocking: bool) -> str | None:
         """Start the upload of a folder, given on the main process; if blocking, wait for it and return the commit's URL.
@@ -161,7 +167,11 @@ class Publishing:
         Ranks: every rank, after `wait`.
         """
         if self._is_main and folder_push is not None:
-            send = folder_push.send if blocking else partial(_logged, folder_push.send)
+            send = (
+                folder_push.send
+                if blocking
+                else partial(_log_failure, folder_push.send)
+            )
             self._running = BackgroundCall(send, "hasten-push")
         self._started = True
         return self.wait() if blocking else None
@@ -174,10 +184,10 @@ class Publishing:
 
     def write_card(self, folder: Path, content: CardContent) -> None:
         """Write the model card, unless the folder has one that was written by hand. Ranks: main only."""
-        place = folder / CARD_NAME
-        if place.is_file() and not is_generated(place.read_text("utf-8")):
+        card_path = folder / CARD_NAME
+        if card_path.is_file() and not is_generated(card_path.read_text("utf-8")):
             return
-        place.write_text(model_card(content), encoding="utf-8")
+        card_path.write_text(model_card(content), encoding="utf-8")
 
     def push_model(
         self,
@@ -190,7 +200,7 @@ class Publishing:
     ) -> str | None:  # Any: tensors and extra state; numbers
         """Write a model's weights, configuration and card to a folder and upload it. Ranks: every rank, after `wait`."""
         _check_options(repo_id, options)
-        made: FolderPush | None = None
+        folder_push: FolderPush | None = None
         with agreeing(self._comm, "push_to_hub"):
             if self._is_main:
                 folder = self.staging_folder()
@@ -211,26 +221,28 @@ class Publishing:
                 except BaseException:
                     shutil.rmtree(folder, ignore_errors=True)
                     raise
-                target = HubRepository(
+                hub_repository = HubRepository(
                     repo_id,
                     options.get("token"),
                     options.get("private"),
                     options.get("revision"),
                 )
                 message = options.get("commit_message", "Upload model")
-                made = FolderPush(folder=folder, target=target, message=message)
-        return self.push(made, blocking)
+                folder_push = FolderPush(
+                    folder=folder, target=hub_repository, message=message
+                )
+        return self.push(folder_push, blocking)
 
     def _write(
         self, folder: Path, model: Any, weights: Mapping[str, Any], options: PushOptions
     ) -> None:
-        size = options.get("max_shard_size", "10GB")
+        max_shard_size = options.get("max_shard_size", "10GB")
         if hasattr(model, "save_pretrained"):
             model.save_pretrained(
-                str(folder), state_dict=dict(weights), max_shard_size=size
+                str(folder), state_dict=dict(weights), max_shard_size=max_shard_size
             )
         else:
-            save_model(weights, folder, size)
+            save_model(weights, folder, max_shard_size)
         if (tokenizer := options.get("tokenizer")) is not None:
             tokenizer.save_pretrained(str(folder))
 
