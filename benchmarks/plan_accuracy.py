@@ -45,10 +45,10 @@ from transformers import (
 
 from hasten import Accelerator
 from hasten.extensions.planning.plan import hardware
-from hasten.extensions.planning.plan.gpu_rules import gpu_rules
-from hasten.extensions.planning.plan.memory import need
-from hasten.extensions.planning.plan.speed import predict
-from hasten.extensions.planning.plan.trace import trace
+from hasten.extensions.planning.plan.gpu_rules import use_gpu_rules
+from hasten.extensions.planning.plan.memory import predict_memory
+from hasten.extensions.planning.plan.speed import predict_time
+from hasten.extensions.planning.plan.trace import trace_step
 from hasten.extensions.planning.plan.traced import Candidate, ModelTrace, PrecisionName
 from hasten.extensions.planning.plan.watch import StepWatch
 from hasten.runtime.mesh_plan import MeshSpec
@@ -250,13 +250,13 @@ def count(case: Case, tiny: bool) -> tuple[float, float]:
     )
     watch = StepWatch([model])
     start = time.perf_counter()
-    with watch.hooks(), gpu_rules(lambda *_: None), watch:
+    with watch.hooks(), use_gpu_rules(lambda *_: None), watch:
         with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16"):
             loss = model(**batch).loss
         loss.backward()
         del loss
         optimizer.step()
-    return held + max(map(sum, watch.seen.alive)), time.perf_counter() - start
+    return held + max(map(sum, watch.measured.alive)), time.perf_counter() - start
 
 
 def trace_of(
@@ -264,7 +264,7 @@ def trace_of(
 ) -> ModelTrace:
     """The trace behind the predictions of all cases of this kind."""
     case = Case(model, 2, precision, optimizer=optimizer)
-    return trace(
+    return trace_step(
         lambda: training(case, tiny, "cpu", 1, lambda *_: None), model, (precision,)
     )
 
@@ -326,7 +326,10 @@ def compared(
         recompute=case.recompute,
         micro_batch=case.batch,
     )
-    expected, predicted = need(traced, chosen), predict(traced, chosen, card)
+    expected, predicted = (
+        predict_memory(traced, chosen),
+        predict_time(traced, chosen, card),
+    )
     peak, step = (count if tiny else measure)(case, tiny)
     if calibrated is None:
         factor = step / predicted.total
@@ -344,7 +347,7 @@ def compared(
         "predicted_bytes": expected.peak,
         "measured_bytes": peak,
         "predicted_s": predicted.total,
-        "calibrated_s": predict(traced, chosen, calibrated).total,
+        "calibrated_s": predict_time(traced, chosen, calibrated).total,
         "measured_s": step,
         "launch_us": calibrated.launch_us,
     }

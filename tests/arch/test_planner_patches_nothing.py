@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import hasten
 from hasten import Accelerator
-from hasten.extensions.planning.plan.trace import trace
+from hasten.extensions.planning.plan.trace import trace_step
 from hasten.extensions.planning.tune import trial
 from hasten.extensions.planning.tune.tuning import TrialOutcome
 from hasten.optim.run_part import parts_of_every_run
@@ -122,7 +122,7 @@ def changed(before: Picture, after: Picture) -> list[tuple[str, str]]:
 
 
 def test_a_traced_script_sees_hasten_as_it_is() -> None:
-    trace(loop, "once", ("no",))  # everything is imported now
+    trace_step(loop, "once", ("no",))  # everything is imported now
     before = picture()
     seen: list[tuple[str, str]] = []
 
@@ -130,7 +130,7 @@ def test_a_traced_script_sees_hasten_as_it_is() -> None:
         seen.extend(changed(before, picture()))
         loop()
 
-    trace(looking, "again", ("no",))
+    trace_step(looking, "again", ("no",))
     assert not seen
     assert not parts_of_every_run(), "it ends with its block"
 

@@ -8,7 +8,7 @@ import pytest
 
 from hasten.errors import ConfigError
 from hasten.extensions.planning.plan import hardware
-from hasten.extensions.planning.plan.speed import predict
+from hasten.extensions.planning.plan.speed import predict_time
 from hasten.extensions.planning.plan.traced import Candidate
 from hasten.launch.links import Links, read_links
 from hasten.runtime.mesh_plan import MeshSpec
@@ -47,9 +47,9 @@ def test_the_table_measured_exactly_changes_nothing() -> None:
             MeshSpec(dp_shard=16, tp=4),
         ):
             layout = Candidate(mesh=mesh, sharded=True, precision="bf16")
-            expected = predict(llama(), layout, table).total
-            assert predict(
-                llama(), layout, hardware.linked(table, links)
+            expected = predict_time(llama(), layout, table).total
+            assert predict_time(
+                llama(), layout, hardware.with_links(table, links)
             ).total == pytest.approx(expected)
 
 
@@ -59,10 +59,10 @@ def test_a_slower_network_makes_a_slower_plan() -> None:
         Candidate(mesh=MeshSpec(dp_shard=64), sharded=True, precision="bf16"),
     )
     times = [
-        predict(
+        predict_time(
             llama(),
             layout,
-            hardware.linked(
+            hardware.with_links(
                 table, Links(device="", machines=8, per_machine=8, network_gb_s=speed)
             ),
         )

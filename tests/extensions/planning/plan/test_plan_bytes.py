@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from hasten import Accelerator
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
-from hasten.extensions.planning.plan.memory import held
-from hasten.extensions.planning.plan.trace import Findings
+from hasten.extensions.planning.plan.memory import count_rank_bytes
+from hasten.extensions.planning.plan.trace import ModelStructure
 from hasten.extensions.planning.plan.traced import Candidate, ModelTrace, OptimizerFacts
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import SHARD
@@ -31,8 +31,8 @@ def size(value: Any) -> int:  # Any: state of an optimizer
 
 
 def planned(net: nn.Module, facts: OptimizerFacts) -> ModelTrace:
-    found = Findings()
-    found.look([net])
+    found = ModelStructure()
+    found.inspect_models([net])
     return ModelTrace(
         name="toy", parameters=found.parameters, optimizer=facts, variants=()
     )
@@ -77,5 +77,8 @@ def test_each_rank_holds_exactly_what_is_planned(
         ),
     )
     candidate = Candidate(mesh=accelerator.ctx.mesh, sharded=strategy == "fsdp")
-    assert held(trace, candidate, accelerator.ctx.mesh.index(ctx.rank, *SHARD)) == got
+    assert (
+        count_rank_bytes(trace, candidate, accelerator.ctx.mesh.index(ctx.rank, *SHARD))
+        == got
+    )
     accelerator.end_training()

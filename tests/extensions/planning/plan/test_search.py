@@ -10,17 +10,21 @@ import pytest
 from hasten.config import files
 from hasten.errors import ConfigError
 from hasten.extensions.planning.plan import hardware, report
-from hasten.extensions.planning.plan.memory import held, local_numel, need
+from hasten.extensions.planning.plan.memory import (
+    count_rank_bytes,
+    local_numel,
+    predict_memory,
+)
 from hasten.extensions.planning.plan.search import (
     FEATURE_COST,
     LayoutPlan,
     Option,
     PlanRequest,
-    layouts,
-    search,
+    list_layouts,
+    search_layouts,
 )
 from hasten.extensions.planning.plan.traced import Candidate, ParameterKind
-from hasten.extensions.planning.plan.traffic import sent, weights
+from hasten.extensions.planning.plan.traffic import count_sent_bytes, count_weights
 from hasten.runtime.bytes_plan import data_traffic, held_bytes
 from hasten.runtime.mesh_plan import MeshSpec, divisors
 from tests.extensions.planning.plan.llama import llama
@@ -39,8 +43,10 @@ def request(gpus: int, gpu: str = "h200", batch: int | None = None) -> PlanReque
 def test_every_layout_has_the_asked_number_of_ranks_and_samples() -> None:
     for gpus in (*range(1, 17), 48, 4096):
         asked = request(gpus)
-        assert all(layout.mesh.world_size == gpus for layout in layouts(SMALL, asked))
-        for option in search(SMALL, asked).options:
+        assert all(
+            layout.mesh.world_size == gpus for layout in list_layouts(SMALL, asked)
+        )
+        for option in search_layouts(SMALL, asked).options:
             assert option.candidate.global_batch == asked.global_batch
 
 
@@ -64,26 +70,28 @@ def test_even_shards_agree_with_the_formulas_of_the_runtime() -> None:
         MeshSpec(dp_replicate=8, dp_shard=128),
     ):
         layout = Candidate(mesh=mesh, sharded=True)
-        parameters, gradients, optimizer = held(trace, layout)
+        parameters, gradients, optimizer = count_rank_bytes(trace, layout)
         counters = (
             sum(kind.count for kind in trace.parameters) * trace.optimizer.counter_bytes
         )
-        expected = held_bytes(mesh, weights(trace, layout))
+        expected = held_bytes(mesh, count_weights(trace, layout))
         assert (parameters, gradients) == pytest.approx(
             (expected.parameters, expected.gradients), rel=0.01
         )
         assert optimizer - counters == pytest.approx(expected.optimizer, rel=0.01)
-        wire = sent(trace, layout)
-        own = data_traffic(mesh, weights(trace, layout), item_bytes=2)
+        wire = count_sent_bytes(trace, layout)
+        own = data_traffic(mesh, count_weights(trace, layout), item_bytes=2)
         assert {axis: wire[axis] for axis in own} == pytest.approx(own)
 
 
 def test_memory_grows_with_the_micro_batch_and_falls_with_shards() -> None:
-    for layout in layouts(SMALL, request(16)):
-        sizes = [need(SMALL, _with(layout, micro)).total for micro in (1, 2, 4, 8)]
+    for layout in list_layouts(SMALL, request(16)):
+        sizes = [
+            predict_memory(SMALL, _with(layout, micro)).total for micro in (1, 2, 4, 8)
+        ]
         assert sizes == sorted(sizes), layout.words
     shards = [
-        held(SMALL, Candidate(mesh=MeshSpec(dp_shard=ranks), sharded=True))
+        count_rank_bytes(SMALL, Candidate(mesh=MeshSpec(dp_shard=ranks), sharded=True))
         for ranks in (1, 2, 4, 1024)
     ]
     assert shards == sorted(shards, reverse=True)
@@ -103,8 +111,8 @@ def _with(layout: Candidate, micro: int) -> Candidate:
 @pytest.fixture(scope="module")
 def plans() -> list[LayoutPlan]:
     """A small model on few GPUs and many, and a large one."""
-    return [search(SMALL, request(gpus)) for gpus in (1, 8, 64)] + [
-        search(llama(), request(512))
+    return [search_layouts(SMALL, request(gpus)) for gpus in (1, 8, 64)] + [
+        search_layouts(llama(), request(512))
     ]
 
 
@@ -145,7 +153,7 @@ def _is_plain(option: Option) -> bool:
 
 def test_a_plan_for_4096_gpus_takes_seconds() -> None:
     start = time.perf_counter()
-    plan = search(llama(), request(4096))
+    plan = search_layouts(llama(), request(4096))
     assert time.perf_counter() - start < 20
     assert plan.best.candidate.mesh.world_size == 4096
     assert plan.best.candidate.sharded, (
@@ -157,14 +165,14 @@ def test_the_best_becomes_settings_that_are_read_back(
     plans: list[LayoutPlan], tmp_path: Path
 ) -> None:
     for plan in plans:
-        config = report.config_of(plan, plan.best)
+        config = report.make_config(plan, plan.best)
         path = files.write(config, tmp_path / "config.yaml")
         names = {entry.name for entry in files.read(path).entries}
         assert config.launch.num_processes == plan.request.gpus
         chosen = plan.best.candidate
         assert ("parallelism.dp_shard_size" in names) == chosen.sharded
         assert config.gradient_accumulation.num_steps == chosen.micro_steps
-        assert all([report.why(plan), report.notes(plan, plan.best)])
+        assert all([report.explain_best(plan), report.list_notes(plan, plan.best)])
 
 
 def test_copies_are_offered_where_they_fit_and_only_there(
@@ -184,14 +192,14 @@ def test_what_cannot_be_planned_is_said_in_one_sentence() -> None:
         ConfigError,
         match=r"fits no layout on 2 x l4.*recompute, offload to host memory\).*; use more GPUs",
     ):
-        search(
+        search_layouts(
             llama(),
             PlanRequest(
                 gpus=2, accelerator=hardware.find_accelerator("l4"), global_batch=2
             ),
         )
     with pytest.raises(ConfigError, match="global batch 7 cannot be split over 4 GPUs"):
-        search(
+        search_layouts(
             llama(layers=7, width=1000, sequence=1023),
             PlanRequest(
                 gpus=4,
@@ -219,7 +227,7 @@ def test_accelerators_are_found_by_the_names_people_and_drivers_use(
         hardware.find_accelerator("hh20")
     file = tmp_path / "own.yaml"
     file.write_text("mine: {like: h100, memory_gib: 96}\n")
-    own = hardware.read(file)
+    own = hardware.read_entries(file)
     assert hardware.find_accelerator("mine", own).memory_gib == 96
     assert (
         hardware.find_accelerator("mine", own).tflops_bf16
@@ -234,14 +242,14 @@ def test_accelerators_are_found_by_the_names_people_and_drivers_use(
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=expected):
-            hardware.read(file)
+            hardware.read_entries(file)
     with pytest.raises(ConfigError, match="cannot be read"):
-        hardware.read(tmp_path / "absent.yaml")
+        hardware.read_entries(tmp_path / "absent.yaml")
 
 
 def test_divisors_are_the_micro_batches_offered() -> None:
     found = {
         option.candidate.micro_batch
-        for option in search(SMALL, request(1, batch=12)).options
+        for option in search_layouts(SMALL, request(1, batch=12)).options
     }
     assert found <= set(divisors(12))

@@ -17,10 +17,10 @@ from hasten.cli.main import main
 from hasten.config import files
 from hasten.errors import ConfigError
 from hasten.extensions.planning.plan import report
-from hasten.extensions.planning.plan.gpu_rules import gpu_rules
+from hasten.extensions.planning.plan.gpu_rules import use_gpu_rules
 from hasten.extensions.planning.plan.hardware import KNOWN
-from hasten.extensions.planning.plan.search import PlanRequest, search
-from hasten.extensions.planning.plan.trace import trace
+from hasten.extensions.planning.plan.search import PlanRequest, search_layouts
+from hasten.extensions.planning.plan.trace import trace_step
 from hasten.extensions.planning.plan.traced import ModelTrace
 from hasten.extensions.planning.plan.watch import StepWatch
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
@@ -53,24 +53,25 @@ def loop() -> None:
 
 @pytest.fixture(scope="module")
 def traced() -> ModelTrace:
-    return trace(loop, "toy", ("no",))
+    return trace_step(loop, "toy", ("no",))
 
 
 def test_a_fake_step_keeps_what_a_real_one_keeps(traced: ModelTrace) -> None:
     model = net()
     batch = torch.zeros(1, LENGTH, dtype=torch.long)
     watch = StepWatch([model])
-    with watch.hooks(), gpu_rules(lambda *_: None), watch:
+    with watch.hooks(), use_gpu_rules(lambda *_: None), watch:
         next_token_loss(model(batch), batch).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    real = max(sum(alive[:2]) for alive in watch.seen.alive)
+    real = max(sum(alive[:2]) for alive in watch.measured.alive)
     variant = traced.variant("no", recompute=False)
     assert variant is not None
     planned = max(
-        moment.activations.at(1) + moment.copies.at(1) for moment in variant.moments
+        moment.activations.cost_of(1) + moment.copies.cost_of(1)
+        for moment in variant.moments
     )
     assert planned == pytest.approx(real, rel=0.02)
-    assert sum(line.at(1) for line in variant.flops.values()) >= sum(
-        watch.seen.flops.values()
+    assert sum(line.cost_of(1) for line in variant.flops.values()) >= sum(
+        watch.measured.flops.values()
     )
 
 
@@ -107,7 +108,7 @@ def test_products_are_counted_as_they_are() -> None:
             accelerator.backward(model(batch).sum())
             optimizer.step()
 
-    found = trace(one_layer, "layer", ("no",))
+    found = trace_step(one_layer, "layer", ("no",))
     (variant,) = found.variants
     assert variant.flops["fp32"].slope == 2 * 2 * 8 * 4, (
         "forward, and the gradient of the weights"
@@ -135,7 +136,7 @@ def test_objects_may_be_prepared_in_any_order(way: str) -> None:
                 accelerator.backward(net(batch).sum())
                 updates.step()
 
-    (variant,) = trace(one_by_one, "layer", ("no",)).variants
+    (variant,) = trace_step(one_by_one, "layer", ("no",)).variants
     assert variant.flops["fp32"].slope == 2 * 2 * 8 * 4
 
 
@@ -143,7 +144,7 @@ def test_loops_that_never_train_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"never called Accelerator.prepare\(\) with a model"
     ):
-        trace(lambda: None, "nothing")
+        trace_step(lambda: None, "nothing")
 
     def without_data() -> None:
         raise FileNotFoundError("data/train.bin")
@@ -152,7 +153,7 @@ def test_loops_that_never_train_are_refused() -> None:
         ConfigError,
         match=r"stopped before its first batch.*FileNotFoundError: data/train.bin",
     ):
-        trace(without_data, "empty")
+        trace_step(without_data, "empty")
 
     def asks_for_data() -> None:
         sys.exit("give --data")
@@ -160,13 +161,13 @@ def test_loops_that_never_train_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"it ended, saying 'give --data'\. Run it directly"
     ):
-        trace(asks_for_data, "asking")
+        trace_step(asks_for_data, "asking")
 
     def with_a_wrong_setting() -> None:
         raise ConfigError("a sentence of hasten's own.")
 
     with pytest.raises(ConfigError, match=r"^a sentence of hasten's own\.$"):
-        trace(with_a_wrong_setting, "wrong")
+        trace_step(with_a_wrong_setting, "wrong")
 
 
 def test_a_model_of_a_script_takes_no_memory_while_it_is_built() -> None:
@@ -179,42 +180,49 @@ def test_a_model_of_a_script_takes_no_memory_while_it_is_built() -> None:
             assert not any(reference() is not None for reference in made)
             own = nn.Parameter(torch.empty(3))
             made.append(weakref.ref(own))
-            self.own = self.tied = own
+            self.script_settings = self.tied = own
 
     def builds() -> None:
         several = [Wide() for _ in range(5)]
-        assert all(one.own is one.tied and one.own.is_meta for one in several)
-        assert len({id(one.own) for one in several}) == 5
+        assert all(
+            one.script_settings is one.tied and one.own.is_meta for one in several
+        )
+        assert len({id(one.script_settings) for one in several}) == 5
         raise FileNotFoundError("reached")
 
     with pytest.raises(ConfigError, match="reached"):
-        trace(builds, "wide")
+        trace_step(builds, "wide")
 
 
 def test_settings_that_the_script_fixes_are_named(traced: ModelTrace) -> None:
-    assert dict(traced.own) == {
+    assert dict(traced.script_settings) == {
         "mixed_precision": "bf16",
         "gradient_accumulation_steps": 4,
     }
-    plan = search(
+    plan = search_layouts(
         traced,
         PlanRequest(
             gpus=2, accelerator=KNOWN["h100"], global_batch=8, precisions=("no",)
         ),
     )
-    notes = "\n".join(report.notes(plan, plan.best))
+    notes = "\n".join(report.list_notes(plan, plan.best))
     assert "remove mixed_precision='bf16' from the script's Accelerator()" in notes
     assert "remove gradient_accumulation_steps=4 from" in notes
     same = replace(
         traced,
-        own=(("mixed_precision", "no"), ("strategy", plan.best.candidate.strategy)),
+        script_settings=(
+            ("mixed_precision", "no"),
+            ("strategy", plan.best.candidate.strategy),
+        ),
     )
-    assert "take " not in "\n".join(report.notes(replace(plan, trace=same), plan.best))
+    assert "take " not in "\n".join(
+        report.list_notes(replace(plan, trace=same), plan.best)
+    )
 
 
 def test_a_batch_that_cannot_be_split_is_refused(traced: ModelTrace) -> None:
     with pytest.raises(ConfigError, match="global batch 8 cannot be split over 3 GPUs"):
-        search(
+        search_layouts(
             traced,
             PlanRequest(
                 gpus=3, accelerator=KNOWN["h100"], global_batch=8, precisions=("no",)
@@ -228,7 +236,7 @@ def test_a_batch_that_cannot_be_split_is_refused(traced: ModelTrace) -> None:
 def test_times_are_shown_with_digits_that_tell_them_apart(
     value: float, shown: str
 ) -> None:
-    assert report.seconds(value) == shown
+    assert report.format_seconds(value) == shown
 
 
 def test_the_command_plans_a_script_and_writes_settings(

@@ -14,13 +14,13 @@ from hasten.cli.main import main
 from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.extensions.planning.tune import tuning
-from hasten.extensions.planning.tune.command import conclusion
+from hasten.extensions.planning.tune.command import describe_result
 from hasten.extensions.planning.tune.tuning import (
     Knob,
+    SettingValues,
     TrialOutcome,
     TunedMachine,
     Tuning,
-    Values,
 )
 
 BASE = TrialOutcome(step_s=1.0, losses=(2.0, 1.0), convolutions=True)
@@ -31,11 +31,11 @@ def course(results: dict[str, TrialOutcome], *knobs: Knob, trials: int = 99) -> 
     made = Tuning(knobs)
     left = [trials]
 
-    def measure(values: Values) -> TrialOutcome:
+    def measure(values: SettingValues) -> TrialOutcome:
         left[0] -= 1
         return results[list(values)[-1]] if values else BASE
 
-    made.run(BASE, measure, lambda: left[0] > 1)
+    made.try_knobs(BASE, measure, lambda: left[0] > 1)
     return made
 
 
@@ -59,11 +59,11 @@ def test_a_gain_that_a_second_look_does_not_show_is_dropped() -> None:
         TrialOutcome(step_s=0.7, losses=(2.0,)),
     ]
 
-    def measure(values: Values) -> TrialOutcome:
+    def measure(values: SettingValues) -> TrialOutcome:
         return TrialOutcome(step_s=0.7, losses=(2.0,)) if values else plain.pop(0)
 
     busy = Tuning([Knob("a", (1,))])
-    busy.run(plain.pop(0), measure, lambda: True)
+    busy.try_knobs(plain.pop(0), measure, lambda: True)
     assert busy.best is busy.trials[0]
     assert busy.gain == 1.0
 
@@ -90,21 +90,25 @@ def test_a_script_without_losses_is_not_tuned() -> None:
         ConfigError,
         match=r"no loss of the script went through accelerator.backward\(\)",
     ):
-        Tuning([]).run(TrialOutcome(step_s=1.0), lambda values: BASE, lambda: True)
+        Tuning([]).try_knobs(
+            TrialOutcome(step_s=1.0), lambda values: BASE, lambda: True
+        )
 
 
 def test_tuning_ends_with_its_budget_and_gives_up_on_a_script_that_fails() -> None:
     found = course({"a": BASE}, Knob("a", (1, 2, 3)), trials=2)
     assert len(found.trials) == 2
     assert found.not_tried == [{"a": 2}, {"a": 3}]
-    assert conclusion(found, ["fused=True"], "c.yaml", changed=False) == [
+    assert describe_result(found, ["fused=True"], "c.yaml", changes_settings=False) == [
         "best: the unchanged script; no candidate is faster at equal losses",
         "not tried, because the budget was used up: a=2; a=3; increase --budget, or select candidates with --only",
         "  in the script: fused=True",
         "written: c.yaml, which changes no setting",
     ]
     with pytest.raises(ConfigError, match="no data"):
-        Tuning([]).run(TrialOutcome(error="no data"), lambda values: BASE, lambda: True)
+        Tuning([]).try_knobs(
+            TrialOutcome(error="no data"), lambda values: BASE, lambda: True
+        )
 
 
 def test_a_speedup_is_confirmed_by_a_second_run_even_if_the_budget_is_used_up() -> None:
@@ -114,7 +118,7 @@ def test_a_speedup_is_confirmed_by_a_second_run_even_if_the_budget_is_used_up() 
         runs = [second]
         tuned = Tuning([Knob("a", (1, 2))])
         in_time = iter([True, False])
-        tuned.run(
+        tuned.try_knobs(
             BASE,
             lambda values: faster if values else runs.pop(0),
             lambda: next(in_time),
@@ -146,7 +150,7 @@ def test_what_was_not_tried_is_named_by_its_values_where_others_were() -> None:
         "b",
     ]
     nothing = course({}, Knob("a", (1, 2)), trials=1)
-    assert conclusion(nothing, [], None, changed=False) == [
+    assert describe_result(nothing, [], None, changes_settings=False) == [
         "only the unchanged script was measured",
         "not tried, because the budget was used up: a=1; a=2; increase --budget, or select candidates with --only",
     ]
@@ -188,23 +192,25 @@ def test_a_script_that_trains_nothing_is_named(
 
 
 def test_knobs_are_those_that_make_sense() -> None:
-    on_cpu = {knob.name for knob in tuning.knobs(TunedMachine(cores=2), BASE)}
+    on_cpu = {knob.name for knob in tuning.list_knobs(TunedMachine(cores=2), BASE)}
     assert on_cpu == {"num_workers", "fused", "channels_last"}
     on_gpu = {
-        knob.name for knob in tuning.knobs(TunedMachine(cuda=True, cores=16), BASE)
+        knob.name for knob in tuning.list_knobs(TunedMachine(cuda=True, cores=16), BASE)
     }
     assert on_gpu > {"mixed_precision", "tf32", "compile", "prefetch"}
     assert "mixed_precision" not in {
         k.name
-        for k in tuning.knobs(TunedMachine(cuda=True), replace(BASE, precision="bf16"))
+        for k in tuning.list_knobs(
+            TunedMachine(cuda=True), replace(BASE, precision="bf16")
+        )
     }
 
 
 def test_names_of_knobs_are_checked_before_anything_runs() -> None:
     everywhere = TunedMachine(cuda=True, cores=16, has_compiler=True)
     captured = replace(BASE, captures_step=True)
-    assert {knob.name for knob in tuning.knobs(everywhere, captured)} == set(
-        tuning.NAMES
+    assert {knob.name for knob in tuning.list_knobs(everywhere, captured)} == set(
+        tuning.KNOB_NAMES
     )
     with pytest.raises(
         ConfigError, match=r"--only fusd: unknown candidate; did you mean fused\?"
@@ -214,7 +220,7 @@ def test_names_of_knobs_are_checked_before_anything_runs() -> None:
         ConfigError,
         match="--only tf32: it does not apply to this script on this machine",
     ):
-        tuning.chosen(tuning.knobs(TunedMachine(), BASE), ["tf32"])
+        tuning.select_knobs(tuning.list_knobs(TunedMachine(), BASE), ["tf32"])
 
 
 def test_values_become_settings_or_advice() -> None:
@@ -225,7 +231,9 @@ def test_values_become_settings_or_advice() -> None:
     assert config.dynamo.use_regional_compilation
     assert config.dataloader.prefetch == 4
     assert tuning.config_of({}) == Config()
-    lines = tuning.advice({"num_workers": 4}, tuning.knobs(TunedMachine(cores=8), BASE))
+    lines = tuning.list_script_changes(
+        {"num_workers": 4}, tuning.list_knobs(TunedMachine(cores=8), BASE)
+    )
     assert lines == ["DataLoader(..., num_workers=4)"]
 
 
@@ -233,7 +241,7 @@ def test_ways_of_compiling_depend_on_the_step() -> None:
     def ways(base: TrialOutcome) -> tuple[str, ...]:
         (knob,) = [
             knob
-            for knob in tuning.knobs(TunedMachine(cuda=True), base)
+            for knob in tuning.list_knobs(TunedMachine(cuda=True), base)
             if knob.name == "compile"
         ]
         return knob.values
@@ -249,7 +257,7 @@ def test_ways_of_compiling_depend_on_the_step() -> None:
 
 
 def test_budgets_are_durations() -> None:
-    assert [tuning.seconds(text) for text in ("90", "90s", "10m", "1.5h")] == [
+    assert [tuning.parse_duration(text) for text in ("90", "90s", "10m", "1.5h")] == [
         90,
         90,
         600,
@@ -257,7 +265,7 @@ def test_budgets_are_durations() -> None:
     ]
     for text in ("soon", "0m", "-3s", "10 minutes"):
         with pytest.raises(ConfigError, match="is not a duration"):
-            tuning.seconds(text)
+            tuning.parse_duration(text)
 
 
 @pytest.mark.exhaustive

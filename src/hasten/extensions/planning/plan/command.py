@@ -20,13 +20,13 @@ from hasten.extensions.planning.plan.search import (
     LayoutPlan,
     Option,
     PlanRequest,
-    search,
+    search_layouts,
 )
 from hasten.launch import links
 from hasten.runtime.bytes_plan import format_bytes
 
 _NUM_ROWS: Final = 10
-_COLUMNS: Final = (
+_COLUMN_TITLES: Final = (
     "layout",
     "batch\nx steps",
     "memory\nof a rank",
@@ -34,7 +34,7 @@ _COLUMNS: Final = (
     "MFU",
     "why",
 )
-_ABOUT: Final = """target:
+_TARGET_HELP: Final = """target:
   script.py [its arguments]    a training script with an Accelerator; it runs up to its first batch, and its step is traced
   module:function              a function that returns the model, or the model and the inputs of one sample
   a folder                     with a config.json of transformers
@@ -45,22 +45,26 @@ No GPU and no weights are needed. Unknown arguments, and everything after `--`, 
 
 def main(argv: Sequence[str]) -> int:
     """Run `hasten plan …`; return 0 if a layout fits."""
-    words, own = split_at_dashes(argv)
-    given, unknown = _parser().parse_known_args(words)
-    if unknown and not given.target.endswith(".py"):
+    command_words, script_words = split_at_dashes(argv)
+    arguments, unknown_words = _make_parser().parse_known_args(command_words)
+    if unknown_words and not arguments.target.endswith(".py"):
         raise ConfigError(
-            f"{unknown[0]!r} is not an option of `hasten plan`; `hasten plan --help` lists them."
+            f"{unknown_words[0]!r} is not an option of `hasten plan`; `hasten plan --help` lists them."
         )
-    known = hardware.read(given.hardware) if given.hardware else hardware.KNOWN
-    accelerator = hardware.find_accelerator(given.gpu, known)
-    if given.links:
-        accelerator = hardware.linked(accelerator, links.read_links(given.links))
-    request = PlanRequest(
-        gpus=given.gpus,
-        accelerator=accelerator,
-        global_batch=given.global_batch,
-        precisions=tuple(given.precision),
-        micro_batch=given.micro_batch,
+    hardware_table = (
+        hardware.read_entries(arguments.hardware)
+        if arguments.hardware
+        else hardware.KNOWN
+    )
+    gpu_entry = hardware.find_accelerator(arguments.gpu, hardware_table)
+    if arguments.links:
+        gpu_entry = hardware.with_links(gpu_entry, links.read_links(arguments.links))
+    plan_request = PlanRequest(
+        gpus=arguments.gpus,
+        accelerator=gpu_entry,
+        global_batch=arguments.global_batch,
+        precisions=tuple(arguments.precision),
+        micro_batch=arguments.micro_batch,
     )
     # import torch, which --help and invalid requests do not need
     from hasten.extensions.planning.plan import (
@@ -68,77 +72,84 @@ def main(argv: Sequence[str]) -> int:
         trace,
     )
 
-    loop, name = targets.loop_of(given.target, [*unknown, *own], given.seq)
-    sys.stderr.write(f"[hasten] tracing one training step of {name}\n")
-    plan = search(trace.trace(loop, name, request.precisions), request)
-    show(plan, Console())
-    if given.output:
-        files.write(report.config_of(plan, plan.best), given.output)
+    training_loop, target_name = targets.find_loop(
+        arguments.target, [*unknown_words, *script_words], arguments.seq
+    )
+    sys.stderr.write(f"[hasten] tracing one training step of {target_name}\n")
+    layout_plan = search_layouts(
+        trace.trace_step(training_loop, target_name, plan_request.precisions),
+        plan_request,
+    )
+    print_plan(layout_plan, Console())
+    if arguments.output:
+        files.write(report.make_config(layout_plan, layout_plan.best), arguments.output)
         sys.stdout.write(
-            f"\nwritten: {given.output}; start it with `hasten launch --config_file {shlex.quote(given.output)} …`\n"
+            f"\nwritten: {arguments.output}; start it with `hasten launch --config_file {shlex.quote(arguments.output)} …`\n"
         )
     return 0
 
 
-def show(plan: LayoutPlan, console: Console) -> None:
+def print_plan(layout_plan: LayoutPlan, console: Console) -> None:
     """Print the ranked table, and the reasons for the best option."""
-    request, trace = plan.request, plan.trace
-    console.print(table(plan))
+    request, model_trace = layout_plan.request, layout_plan.trace
+    console.print(make_table(layout_plan))
     console.print(
-        f"{trace.num_parameters:,} parameters, {trace.optimizer.name}, "
-        f"{f'{trace.sequence} tokens a sample, ' if trace.sequence > 1 else ''}"
+        f"{model_trace.num_parameters:,} parameters, {model_trace.optimizer.name}, "
+        f"{f'{model_trace.sequence} tokens a sample, ' if model_trace.sequence > 1 else ''}"
         f"{format_bytes(request.accelerator.memory_bytes)} usable on each {request.accelerator.name}",
         highlight=False,
         soft_wrap=True,
     )
     for title, lines in (
-        ("reasons for the first", report.why(plan)),
-        ("to use it", report.notes(plan, plan.best)),
+        ("reasons for the first", report.explain_best(layout_plan)),
+        ("to use it", report.list_notes(layout_plan, layout_plan.best)),
     ):
         console.print(f"[bold]{title}[/]")
         for line in lines:
             console.print(f"  {line}", highlight=False, soft_wrap=True)
 
 
-def table(plan: LayoutPlan) -> Table:
+def make_table(layout_plan: LayoutPlan) -> Table:
     """Return a table of the first options, one per row."""
-    shown = Table(
-        title=f"{plan.trace.name} on {plan.request.gpus} x {plan.request.accelerator.name}"
+    plan_table = Table(
+        title=f"{layout_plan.trace.name} on {layout_plan.request.gpus} x {layout_plan.request.accelerator.name}"
     )
-    for title in _COLUMNS:
+    for title in _COLUMN_TITLES:
         # these columns share the remaining width of a narrow terminal
         in_words = title in ("layout", "why")
-        shown.add_column(
+        plan_table.add_column(
             title,
             justify="left" if in_words else "right",
             no_wrap=not in_words,
             ratio=1 if in_words else None,
             overflow="fold",
         )
-    for option in plan.options[:_NUM_ROWS]:
-        shown.add_row(*_cells(plan, option), style=None if option.fits else "dim")
-    return shown
+    for option in layout_plan.options[:_NUM_ROWS]:
+        plan_table.add_row(
+            *_format_cells(layout_plan, option), style=None if option.fits else "dim"
+        )
+    return plan_table
 
 
-def _cells(plan: LayoutPlan, option: Option) -> list[str]:
-    layout, memory = option.candidate, format_bytes(option.need.total)
+def _format_cells(layout_plan: LayoutPlan, option: Option) -> list[str]:
+    layout, shown_memory = option.candidate, format_bytes(option.need.total)
     return [
         f"{layout.full_title}\n{layout.precision}",
         f"{layout.micro_batch} x {layout.micro_steps}",
-        memory if option.fits else f"({memory})",
-        report.seconds(option.time.total),
-        f"{option.time.mfu(plan.request.accelerator, layout):.0%}",
-        option.time.words() if option.fits else f"needs {memory}",
+        shown_memory if option.fits else f"({shown_memory})",
+        report.format_seconds(option.time.total),
+        f"{option.time.mfu(layout_plan.request.accelerator, layout):.0%}",
+        option.time.words() if option.fits else f"needs {shown_memory}",
     ]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="hasten plan",
         usage="hasten plan target --gpus N --gpu NAME --global-batch B [options] [arguments of a script]",
         allow_abbrev=False,
         description="Choose strategy, mesh, precision, recompute, offload and micro-batch for a model and GPUs.",
-        epilog=_ABOUT,
+        epilog=_TARGET_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-_HALF: Final = (torch.float16, torch.bfloat16)
+_HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
 _IN_FLOAT32: Final = frozenset(
     (
         *(
@@ -71,10 +71,10 @@ class FusedAttention(torch.autograd.Function):
     @staticmethod
     # Any: as in torch
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, out, rows)
-        return out
+        attended = query.new_empty(*query.shape[:-1], value.shape[-1])
+        row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, attended, row_sums)
+        return attended
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # Any: likewise
@@ -83,7 +83,7 @@ class FusedAttention(torch.autograd.Function):
 
 
 @contextmanager
-def gpu_rules(attention: Attention) -> Iterator[None]:
+def use_gpu_rules(record_attention: Attention) -> Iterator[None]:
     """Replace functions whose memory use on a GPU differs from that on a CPU, inside the block."""
 
     # Any: ignored
@@ -91,21 +91,21 @@ def gpu_rules(attention: Attention) -> Iterator[None]:
         query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         return _attend(
-            attention, query, key, value, causal=bool(kwargs.get("is_causal"))
+            record_attention, query, key, value, is_causal=bool(kwargs.get("is_causal"))
         )
 
-    before = functional.scaled_dot_product_attention, functional.dropout
+    torch_functions = functional.scaled_dot_product_attention, functional.dropout
     functional.scaled_dot_product_attention, functional.dropout = attend, _dropout
-    rules = _Float32List()
+    float32_rules = _Float32List()
     hooks = (
-        register_module_forward_pre_hook(rules.entered),
-        register_module_forward_hook(rules.left, always_call=True),
+        register_module_forward_pre_hook(float32_rules.entered),
+        register_module_forward_hook(float32_rules.left, always_call=True),
     )
     try:
-        with rules:
+        with float32_rules:
             yield
     finally:
-        functional.scaled_dot_product_attention, functional.dropout = before
+        functional.scaled_dot_product_attention, functional.dropout = torch_functions
         for hook in hooks:
             hook.remove()
 
@@ -146,28 +146,40 @@ class _Float32List(TorchFunctionMode):
             finally:
                 self._in_backward = False
         if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args = tuple(_full(value) for value in args)
-            kwargs = {name: _full(value) for name, value in kwargs.items()}
+            args = tuple(_to_float32(argument) for argument in args)
+            kwargs = {name: _to_float32(argument) for name, argument in kwargs.items()}
         return func(*args, **kwargs)
 
 
 def _attend(
-    attention: Attention, query: Tensor, key: Tensor, value: Tensor, causal: bool
+    record_attention: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
 ) -> Tensor:
     """Return the output of an attention; mask, dropout and grouping do not affect the saved tensors."""
     if torch.is_autocast_enabled("cpu"):
-        half = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(half), key.to(half), value.to(half)
-    pairs = query.numel() // query.shape[-1] * key.shape[-2]
-    forward = 2.0 * pairs * (query.shape[-1] + value.shape[-1]) / (2 if causal else 1)
-    attention(forward, str(query.dtype).removeprefix("torch."))
-    out: Tensor = FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return out
+        half_dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (
+            query.to(half_dtype),
+            key.to(half_dtype),
+            value.to(half_dtype),
+        )
+    num_pairs = query.numel() // query.shape[-1] * key.shape[-2]
+    forward_flops = (
+        2.0 * num_pairs * (query.shape[-1] + value.shape[-1]) / (2 if is_causal else 1)
+    )
+    record_attention(forward_flops, str(query.dtype).removeprefix("torch."))
+    attended: Tensor = FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return attended
 
 
-def _full(value: Any) -> Any:  # Any: an argument of a torch function
+def _to_float32(argument: Any) -> Any:  # Any: an argument of a torch function
     return (
-        value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+        argument.float()
+        if isinstance(argument, Tensor) and argument.dtype in _HALF_DTYPES
+        else argument
     )
 
 
@@ -177,5 +189,5 @@ def _dropout(
     """Apply dropout with a mask of one byte per element."""
     if not training or p == 0.0:
         return input
-    out, _ = torch.native_dropout(input, p, True)
-    return out
+    dropped, _ = torch.native_dropout(input, p, True)
+    return dropped

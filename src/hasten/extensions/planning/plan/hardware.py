@@ -13,63 +13,82 @@ from hasten.errors import ConfigError
 from hasten.launch.links import Links
 from hasten.runtime.hardware import KNOWN, AcceleratorEntry, find_accelerator
 
-__all__ = ["KNOWN", "AcceleratorEntry", "find_accelerator", "linked", "read"]
+__all__ = [
+    "KNOWN",
+    "AcceleratorEntry",
+    "find_accelerator",
+    "read_entries",
+    "with_links",
+]
 
 
-def linked(accelerator: AcceleratorEntry, links: Links) -> AcceleratorEntry:
+def with_links(gpu_entry: AcceleratorEntry, measured_links: Links) -> AcceleratorEntry:
     """Return `accelerator` with measured link speeds, where available; collectives reach these speeds in full."""
-    share = accelerator.link_share
+    link_share = gpu_entry.link_share
     return replace(
-        accelerator,
-        node_gb_s=links.node_gb_s or accelerator.node_gb_s * share,
-        network_gb_s=links.network_gb_s or accelerator.network_gb_s * share,
+        gpu_entry,
+        node_gb_s=measured_links.node_gb_s or gpu_entry.node_gb_s * link_share,
+        network_gb_s=measured_links.network_gb_s or gpu_entry.network_gb_s * link_share,
         link_share=1.0,
     )
 
 
-def read(
-    path: Path | str, known: Mapping[str, AcceleratorEntry] = KNOWN
+def read_entries(
+    path: Path | str, known_entries: Mapping[str, AcceleratorEntry] = KNOWN
 ) -> dict[str, AcceleratorEntry]:
     """Return the known accelerators, and those in a YAML file: `name: {memory_gib: 80, like: h100, ...}`.
 
     Raises: ConfigError for a file that cannot be read, an unknown field, or a missing field without `like`.
     """
     try:
-        content = yaml.safe_load(Path(path).read_text("utf-8"))
+        file_entries = yaml.safe_load(Path(path).read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
             f"the hardware file {path} cannot be read: {str(error).splitlines()[0]}; give a YAML file."
         ) from error
-    if not isinstance(content, dict) or not all(
-        isinstance(entry, dict) for entry in content.values()
+    if not isinstance(file_entries, dict) or not all(
+        isinstance(fields_of_entry, dict) for fields_of_entry in file_entries.values()
     ):
         raise ConfigError(
             f"the hardware file {path} is not a mapping of names to entries; write `mycard: {{like: h100}}`."
         )
-    entries = dict(known)
-    for name, given in content.items():
-        entries[str(name)] = _entry(str(name), dict(given), entries, str(path))
+    entries = dict(known_entries)
+    for name, fields_of_entry in file_entries.items():
+        entries[str(name)] = _make_entry(
+            str(name), dict(fields_of_entry), entries, str(path)
+        )
     return entries
 
 
-def _entry(
-    name: str, given: dict[str, Any], entries: Mapping[str, AcceleratorEntry], path: str
+def _make_entry(
+    name: str,
+    field_values: dict[str, Any],
+    known_entries: Mapping[str, AcceleratorEntry],
+    path: str,
 ) -> AcceleratorEntry:
-    like = given.pop("like", None)
-    names = [spec.name for spec in fields(AcceleratorEntry) if spec.name != "name"]
-    for key, value in given.items():
-        if key not in names:
+    similar_name = field_values.pop("like", None)
+    field_names = [
+        field_spec.name
+        for field_spec in fields(AcceleratorEntry)
+        if field_spec.name != "name"
+    ]
+    for field_name, field_value in field_values.items():
+        if field_name not in field_names:
             raise ConfigError(
-                f"{path}: {name}.{key} is not a field of an accelerator; the fields are {', '.join(names)}."
+                f"{path}: {name}.{field_name} is not a field of an accelerator; the fields are {', '.join(field_names)}."
             )
-        if not isinstance(value, int | float) or value < 0:
+        if not isinstance(field_value, int | float) or field_value < 0:
             raise ConfigError(
-                f"{path}: {name}.{key}={value!r} is not a number; give one that is not negative."
+                f"{path}: {name}.{field_name}={field_value!r} is not a number; give one that is not negative."
             )
-    if like is not None:
-        return replace(find_accelerator(str(like), entries), name=name, **given)
+    if similar_name is not None:
+        return replace(
+            find_accelerator(str(similar_name), known_entries),
+            name=name,
+            **field_values,
+        )
     try:
-        return AcceleratorEntry(name=name, **given)
+        return AcceleratorEntry(name=name, **field_values)
     except TypeError as error:
         raise ConfigError(
             f"{path}: {name} is incomplete ({error}); add the fields, or `like: h100`."

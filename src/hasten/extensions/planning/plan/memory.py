@@ -7,7 +7,7 @@ from math import prod
 from typing import Final
 
 from hasten.extensions.planning.plan.traced import (
-    ITEM,
+    FLOAT32_BYTES,
     Candidate,
     ModelTrace,
     Moment,
@@ -17,18 +17,18 @@ from hasten.extensions.planning.plan.traced import (
 from hasten.runtime.bytes_plan import format_bytes
 from hasten.runtime.mesh_plan import LOSS, SHARD
 
-_MARGIN: Final = 0.05
+_MARGIN_FRACTION: Final = 0.05
 """Fraction of transient memory that is lost to fragmentation."""
 _BLOCKS_AT_ONCE: Final = 2
 """Number of blocks that are unsharded at a time: the current one and the next one."""
 
 
-Kept = tuple[float, float, float]
+RankBytes = tuple[float, float, float]
 """Bytes of parameters, gradients and optimizer state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class MemoryNeed:
     """Bytes on the rank with the largest need."""
 
     parameters: float
@@ -66,133 +66,159 @@ class Need:
         )
 
 
-def local_numel(kind: ParameterKind, candidate: Candidate, rank: int = 0) -> int:
+def local_numel(kind: ParameterKind, layout: Candidate, rank: int = 0) -> int:
     """Return the number of elements of one such parameter on the `rank`-th of its shards.
 
     As in DTensor, the first ranks have a whole chunk of rows, the last ones less or nothing.
     """
-    shape = list(kind.shape)
-    if kind.split is not None and candidate.mesh.tp > 1:
-        shape[kind.split] = -(-shape[kind.split] // candidate.mesh.tp)
-    if candidate.sharded and shape:
-        chunk = -(-shape[0] // candidate.mesh.size(*SHARD))
-        shape[0] = max(0, min(chunk, shape[0] - rank * chunk))
-    return prod(shape)
+    local_shape = list(kind.shape)
+    if kind.split is not None and layout.mesh.tp > 1:
+        local_shape[kind.split] = -(-local_shape[kind.split] // layout.mesh.tp)
+    if layout.sharded and local_shape:
+        chunk_rows = -(-local_shape[0] // layout.mesh.size(*SHARD))
+        local_shape[0] = max(0, min(chunk_rows, local_shape[0] - rank * chunk_rows))
+    return prod(local_shape)
 
 
-def held(trace: ModelTrace, candidate: Candidate, rank: int = 0) -> Kept:
+def count_rank_bytes(
+    model_trace: ModelTrace, layout: Candidate, rank: int = 0
+) -> RankBytes:
     """Return the bytes of parameters, gradients and optimizer state that a rank holds between steps."""
-    parameters = gradients = optimizer = 0.0
-    per_number = sum(trace.optimizer.states)
-    for kind in trace.parameters:
-        numbers = local_numel(kind, candidate, rank) * kind.count
-        parameters += numbers * kind.item
+    parameter_bytes = gradient_bytes = optimizer_bytes = 0.0
+    per_number = sum(model_trace.optimizer.states)
+    for kind in model_trace.parameters:
+        num_elements = local_numel(kind, layout, rank) * kind.count
+        parameter_bytes += num_elements * kind.item
         if kind.trained:
-            gradients += numbers * kind.item
-            optimizer += (
-                numbers * per_number + kind.count * trace.optimizer.counter_bytes
+            gradient_bytes += num_elements * kind.item
+            optimizer_bytes += (
+                num_elements * per_number
+                + kind.count * model_trace.optimizer.counter_bytes
             )
-    return parameters, gradients, optimizer
+    return parameter_bytes, gradient_bytes, optimizer_bytes
 
 
-def need(trace: ModelTrace, candidate: Candidate, kept: Kept | None = None) -> Need:
+def predict_memory(
+    model_trace: ModelTrace, layout: Candidate, rank_bytes: RankBytes | None = None
+) -> MemoryNeed:
     """Return the memory need of a candidate on the first of its ranks. Its variant must have been traced.
 
     `kept` is the result of `held` for this layout, for callers that try many micro-batches.
     """
-    variant = trace.variant(candidate.precision, candidate.recompute)
+    variant = model_trace.variant(layout.precision, layout.recompute)
     assert variant is not None, (
-        f"{candidate.precision} with recompute={candidate.recompute} was not traced"
+        f"{layout.precision} with recompute={layout.recompute} was not traced"
     )
-    parameters, gradients, optimizer = kept or held(trace, candidate)
-    buffers = _buffers(trace, candidate, gradients)
-    moment = _highest(trace, candidate, variant, gradients)
-    activations = _activations(trace, candidate, moment)
-    passing = gradients * (1.0 if candidate.micro_steps > 1 else moment.gradients)
-    trained = gradients  # as many bytes as the trained parameters
-    stepping = gradients + (
-        0.0 if candidate.offload else trained * trace.optimizer.passing
+    parameter_bytes, gradient_bytes, optimizer_bytes = rank_bytes or count_rank_bytes(
+        model_trace, layout
     )
-    on_device = 0.0 if candidate.offload else parameters + optimizer
-    if candidate.offload:
-        passing = stepping = 0.0
-    working = max(
-        activations + passing + buffers.passing, stepping, buffers.ending + passing
+    buffers = _count_buffers(model_trace, layout, gradient_bytes)
+    peak_moment = _find_peak(model_trace, layout, variant, gradient_bytes)
+    activation_bytes = _count_activations(model_trace, layout, peak_moment)
+    backward_gradients = gradient_bytes * (
+        1.0 if layout.micro_steps > 1 else peak_moment.gradients
     )
-    return Need(
-        parameters=0.0 if candidate.offload else parameters,
-        gradients=0.0 if candidate.offload else gradients,
-        optimizer=0.0 if candidate.offload else optimizer,
-        activations=activations,
-        communication=buffers.standing + buffers.passing,
-        margin=_MARGIN * (working + buffers.standing),
-        peak=on_device + buffers.standing + working,
-        host=parameters + gradients + optimizer if candidate.offload else 0.0,
+    trained_bytes = gradient_bytes  # as many bytes as the trained parameters
+    update_bytes = gradient_bytes + (
+        0.0 if layout.offload else trained_bytes * model_trace.optimizer.passing
+    )
+    on_device = 0.0 if layout.offload else parameter_bytes + optimizer_bytes
+    if layout.offload:
+        backward_gradients = update_bytes = 0.0
+    working_bytes = max(
+        activation_bytes + backward_gradients + buffers.backward_bytes,
+        update_bytes,
+        buffers.after_backward_bytes + backward_gradients,
+    )
+    return MemoryNeed(
+        parameters=0.0 if layout.offload else parameter_bytes,
+        gradients=0.0 if layout.offload else gradient_bytes,
+        optimizer=0.0 if layout.offload else optimizer_bytes,
+        activations=activation_bytes,
+        communication=buffers.always_bytes + buffers.backward_bytes,
+        margin=_MARGIN_FRACTION * (working_bytes + buffers.always_bytes),
+        peak=on_device + buffers.always_bytes + working_bytes,
+        host=parameter_bytes + gradient_bytes + optimizer_bytes
+        if layout.offload
+        else 0.0,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    standing: float = 0.0
+    always_bytes: float = 0.0
     """Bytes allocated throughout training."""
-    passing: float = 0.0
+    backward_bytes: float = 0.0
     """Bytes allocated during forward and backward."""
-    ending: float = 0.0
+    after_backward_bytes: float = 0.0
     """Bytes allocated at the end of a backward."""
 
 
-def _buffers(trace: ModelTrace, candidate: Candidate, own: float) -> _Buffers:
+def _count_buffers(
+    model_trace: ModelTrace, layout: Candidate, gradient_bytes: float
+) -> _Buffers:
     """Return the bytes that the strategy adds to those of the model."""
-    if not candidate.sharded:
-        several = candidate.mesh.size(*LOSS) > 1
+    if not layout.sharded:
+        is_replicated = layout.mesh.size(*LOSS) > 1
         # DDP's buckets are separate from the gradients
-        return _Buffers(standing=own if several else 0.0)
-    gathered, reduced = ITEM if candidate.precision == "no" else 2, ITEM
-    mesh = candidate.mesh
-    outside = trace.gathered_bytes(gathered, in_block=False)
-    inside = trace.gathered_bytes(gathered, in_block=True) / mesh.tp
-    trained_outside = trace.elements(in_block=False, trained=True)
-    trained_inside = trace.elements(in_block=True, trained=True) / mesh.tp
+        return _Buffers(always_bytes=gradient_bytes if is_replicated else 0.0)
+    gathered_item, reduced_item = (
+        FLOAT32_BYTES if layout.precision == "no" else 2,
+        FLOAT32_BYTES,
+    )
+    mesh = layout.mesh
+    outside_bytes = model_trace.gathered_bytes(gathered_item, in_block=False)
+    inside_bytes = model_trace.gathered_bytes(gathered_item, in_block=True) / mesh.tp
+    trained_outside = model_trace.count_elements(in_block=False, trained=True)
+    trained_inside = model_trace.count_elements(in_block=True, trained=True) / mesh.tp
     if mesh.size(*LOSS) == 1:  # one group for the whole model, which stays gathered
-        trained = trained_inside + trained_outside
+        num_trained = trained_inside + trained_outside
         return _Buffers(
-            standing=inside + outside,
-            passing=0.0,
-            ending=trained * max(gathered + reduced, 2 * reduced),
+            always_bytes=inside_bytes + outside_bytes,
+            backward_bytes=0.0,
+            after_backward_bytes=num_trained
+            * max(gathered_item + reduced_item, 2 * reduced_item),
         )
-    block = trace.largest_block * gathered / mesh.tp
-    trained_block = (trace.largest_block - trace.block_frozen) / mesh.tp
-    whole = (_BLOCKS_AT_ONCE * block if candidate.reshard else inside) + outside
-    gradients = (
+    block_bytes = model_trace.largest_block * gathered_item / mesh.tp
+    trained_block = (model_trace.largest_block - model_trace.block_frozen) / mesh.tp
+    parameter_bytes = (
+        _BLOCKS_AT_ONCE * block_bytes if layout.reshard else inside_bytes
+    ) + outside_bytes
+    gradient_buffers = (
         trained_block + trained_outside
-    ) * gathered + _BLOCKS_AT_ONCE * trained_block * reduced
-    return _Buffers(passing=whole + gradients)
+    ) * gathered_item + _BLOCKS_AT_ONCE * trained_block * reduced_item
+    return _Buffers(backward_bytes=parameter_bytes + gradient_buffers)
 
 
-def _highest(
-    trace: ModelTrace, candidate: Candidate, variant: Variant, gradients: float
+def _find_peak(
+    model_trace: ModelTrace, layout: Candidate, variant: Variant, gradient_bytes: float
 ) -> Moment:
     """Return the moment of the memory peak for this micro-batch."""
-    share = 0.0 if candidate.micro_steps > 1 or candidate.offload else gradients
+    moment_gradients = (
+        0.0 if layout.micro_steps > 1 or layout.offload else gradient_bytes
+    )
     # gradients are stored in the gathered precision
-    if candidate.sharded and candidate.mesh.size(*LOSS) == 1:
-        share = trace.elements(trained=True) * (
-            ITEM if candidate.precision == "no" else 2
+    if layout.sharded and layout.mesh.size(*LOSS) == 1:
+        moment_gradients = model_trace.count_elements(trained=True) * (
+            FLOAT32_BYTES if layout.precision == "no" else 2
         )
     return max(
         variant.moments,
         key=lambda moment: (
-            _activations(trace, candidate, moment) + share * moment.gradients
+            _count_activations(model_trace, layout, moment)
+            + moment_gradients * moment.gradients
         ),
         default=Moment(activations=variant.moved),
     )
 
 
-def _activations(trace: ModelTrace, candidate: Candidate, moment: Moment) -> float:
-    mesh = candidate.mesh
-    alive = moment.activations.at(candidate.micro_batch)
-    if not candidate.sharded:
+def _count_activations(
+    model_trace: ModelTrace, layout: Candidate, moment: Moment
+) -> float:
+    mesh = layout.mesh
+    activation_bytes = moment.activations.cost_of(layout.micro_batch)
+    if not layout.sharded:
         # sharded parameters are gathered in this precision
-        alive += moment.copies.at(candidate.micro_batch) / mesh.tp
-    alive *= 1 - trace.split_share + trace.split_share / mesh.tp
-    return alive
+        activation_bytes += moment.copies.cost_of(layout.micro_batch) / mesh.tp
+    activation_bytes *= 1 - model_trace.split_share + model_trace.split_share / mesh.tp
+    return activation_bytes

@@ -8,8 +8,13 @@ from typing import Final
 
 from hasten.errors import ConfigError
 from hasten.extensions.planning.plan.hardware import AcceleratorEntry
-from hasten.extensions.planning.plan.memory import Kept, Need, held, need
-from hasten.extensions.planning.plan.speed import Time, predict
+from hasten.extensions.planning.plan.memory import (
+    MemoryNeed,
+    RankBytes,
+    count_rank_bytes,
+    predict_memory,
+)
+from hasten.extensions.planning.plan.speed import UpdateTime, predict_time
 from hasten.extensions.planning.plan.traced import Candidate, ModelTrace, PrecisionName
 from hasten.runtime.bytes_plan import format_bytes
 from hasten.runtime.mesh_plan import BATCH, MeshSpec, divisors
@@ -42,8 +47,8 @@ class Option:
     """One candidate with its prediction."""
 
     candidate: Candidate
-    need: Need
-    time: Time
+    need: MemoryNeed
+    time: UpdateTime
     fits: bool
 
 
@@ -61,103 +66,126 @@ class LayoutPlan:
         return self.options[0]
 
 
-def search(trace: ModelTrace, request: PlanRequest) -> LayoutPlan:
+def search_layouts(model_trace: ModelTrace, plan_request: PlanRequest) -> LayoutPlan:
     """Return every option, ranked: those that fit first, then by time.
 
     Raises: ConfigError when nothing fits, with the smallest memory need found, or when the batch cannot be divided.
     """
-    options = list(_options(trace, request))
+    options = list(_predict_options(model_trace, plan_request))
     if not options:
         raise ConfigError(
-            f"global batch {request.global_batch} cannot be split over {request.gpus} GPUs"
+            f"global batch {plan_request.global_batch} cannot be split over {plan_request.gpus} GPUs"
             + (
-                f" in micro-batches of {request.micro_batch}"
-                if request.micro_batch
+                f" in micro-batches of {plan_request.micro_batch}"
+                if plan_request.micro_batch
                 else ""
             )
             + "; choose a multiple of the number of GPUs, or fewer GPUs."
         )
-    options.sort(key=_rank)
+    options.sort(key=_ranking_key)
     if not options[0].fits:
-        raise ConfigError(_explain_misfit(trace, request, options))
-    return LayoutPlan(trace, request, tuple(options))
+        raise ConfigError(_explain_misfit(model_trace, plan_request, options))
+    return LayoutPlan(model_trace, plan_request, tuple(options))
 
 
-def _rank(option: Option) -> tuple[bool, float]:
+def _ranking_key(option: Option) -> tuple[bool, float]:
     """Return the key of the ranking: the predicted time, with a charge for each feature beyond plain replicas."""
     layout = option.candidate
-    features = (layout.offload, layout.recompute, layout.sharded, layout.mesh.tp > 1)
-    charged_s = option.time.total * (1 + FEATURE_COST * sum(features))
+    used_features = (
+        layout.offload,
+        layout.recompute,
+        layout.sharded,
+        layout.mesh.tp > 1,
+    )
+    charged_s = option.time.total * (1 + FEATURE_COST * sum(used_features))
     return not option.fits, charged_s
 
 
 def _explain_misfit(
-    trace: ModelTrace, request: PlanRequest, options: Sequence[Option]
+    model_trace: ModelTrace, plan_request: PlanRequest, options: Sequence[Option]
 ) -> str:
-    smallest = min(options, key=lambda option: option.need.total)
-    available_bytes = request.accelerator.memory_bytes
+    smallest_option = min(options, key=lambda option: option.need.total)
+    available_bytes = plan_request.accelerator.memory_bytes
     return (
-        f"{trace.name} fits no layout on {request.gpus} x {request.accelerator.name}: the one that needs least "
-        f"({smallest.candidate.full_title}) takes {format_bytes(smallest.need.total)} of {format_bytes(available_bytes)} per GPU; use more GPUs, GPUs with more "
+        f"{model_trace.name} fits no layout on {plan_request.gpus} x {plan_request.accelerator.name}: the one that needs least "
+        f"({smallest_option.candidate.full_title}) takes {format_bytes(smallest_option.need.total)} of {format_bytes(available_bytes)} per GPU; use more GPUs, GPUs with more "
         "memory, or shorter sequences."
     )
 
 
-def _options(trace: ModelTrace, request: PlanRequest) -> Iterator[Option]:
+def _predict_options(
+    model_trace: ModelTrace, plan_request: PlanRequest
+) -> Iterator[Option]:
     """Yield for every layout the fastest micro-batch that fits, and the next larger one that does not."""
-    for layout in layouts(trace, request):
-        kept = held(trace, layout)
-        fitting: list[Option] = []
-        for candidate in _batches(request, layout):
-            option = _option(trace, request, candidate, kept)
+    for layout in list_layouts(model_trace, plan_request):
+        rank_bytes = count_rank_bytes(model_trace, layout)
+        fitting_options: list[Option] = []
+        for candidate in _divide_batch(plan_request, layout):
+            option = _predict_option(model_trace, plan_request, candidate, rank_bytes)
             if not option.fits:
                 yield option
                 break
-            fitting.append(option)
-        if fitting:
-            yield min(fitting, key=lambda option: option.time.total)
+            fitting_options.append(option)
+        if fitting_options:
+            yield min(fitting_options, key=lambda option: option.time.total)
 
 
-def _option(
-    trace: ModelTrace, request: PlanRequest, candidate: Candidate, kept: Kept
+def _predict_option(
+    model_trace: ModelTrace,
+    plan_request: PlanRequest,
+    layout: Candidate,
+    rank_bytes: RankBytes,
 ) -> Option:
-    memory = need(trace, candidate, kept)
-    time = predict(trace, candidate, request.accelerator, kept)
+    memory_need = predict_memory(model_trace, layout, rank_bytes)
+    update_time = predict_time(
+        model_trace, layout, plan_request.accelerator, rank_bytes
+    )
     return Option(
-        candidate, memory, time, memory.total <= request.accelerator.memory_bytes
+        layout,
+        memory_need,
+        update_time,
+        memory_need.total <= plan_request.accelerator.memory_bytes,
     )
 
 
-def _batches(request: PlanRequest, layout: Candidate) -> Iterator[Candidate]:
+def _divide_batch(plan_request: PlanRequest, layout: Candidate) -> Iterator[Candidate]:
     """Yield the layout with every division of the batch into micro-batches."""
-    ranks = layout.mesh.size(*BATCH)
-    if request.global_batch % ranks:
+    batch_ranks = layout.mesh.size(*BATCH)
+    if plan_request.global_batch % batch_ranks:
         return
-    each = request.global_batch // ranks
-    sizes = divisors(each) if request.micro_batch is None else [request.micro_batch]
-    for micro in sizes:
-        if each % micro == 0:
-            yield replace(layout, micro_batch=micro, micro_steps=each // micro)
+    rank_batch = plan_request.global_batch // batch_ranks
+    micro_batches = (
+        divisors(rank_batch)
+        if plan_request.micro_batch is None
+        else [plan_request.micro_batch]
+    )
+    for micro_batch in micro_batches:
+        if rank_batch % micro_batch == 0:
+            yield replace(
+                layout, micro_batch=micro_batch, micro_steps=rank_batch // micro_batch
+            )
 
 
-def layouts(trace: ModelTrace, request: PlanRequest) -> Iterator[Candidate]:
+def list_layouts(
+    model_trace: ModelTrace, plan_request: PlanRequest
+) -> Iterator[Candidate]:
     """Yield every strategy on every mesh, in every precision, with and without recompute, resharding and offload."""
-    for mesh, sharded in _meshes(trace, request):
-        reshards = (True, False) if sharded and mesh.dp_shard > 1 else (True,)
-        offloads: tuple[bool, ...] = (False, True) if sharded else (False,)
+    for mesh, is_sharded in _list_meshes(model_trace, plan_request):
+        reshard_choices = (True, False) if is_sharded and mesh.dp_shard > 1 else (True,)
+        offload_choices: tuple[bool, ...] = (False, True) if is_sharded else (False,)
         # sharding over one rank only makes sense for offload
-        if sharded and mesh.world_size == 1:
-            offloads = (True,)
-        for variant in trace.variants:
-            if variant.precision not in request.precisions:
+        if is_sharded and mesh.world_size == 1:
+            offload_choices = (True,)
+        for variant in model_trace.variants:
+            if variant.precision not in plan_request.precisions:
                 continue
-            for reshard in reshards:
-                for offload in offloads:
+            for reshard in reshard_choices:
+                for offload in offload_choices:
                     if offload and not reshard:
                         continue
                     yield Candidate(
                         mesh=mesh,
-                        sharded=sharded,
+                        sharded=is_sharded,
                         precision=variant.precision,
                         recompute=variant.recompute,
                         reshard=reshard,
@@ -165,22 +193,35 @@ def layouts(trace: ModelTrace, request: PlanRequest) -> Iterator[Candidate]:
                     )
 
 
-def _meshes(trace: ModelTrace, request: PlanRequest) -> Iterator[tuple[MeshSpec, bool]]:
+def _list_meshes(
+    model_trace: ModelTrace, plan_request: PlanRequest
+) -> Iterator[tuple[MeshSpec, bool]]:
     """Yield the meshes of all GPUs, and whether parameters are sharded on them."""
-    gpus, node = request.gpus, request.accelerator.per_node
-    splits = [1, *(tp for tp in trace.tp_sizes if tp <= node and gpus % tp == 0)]
-    for tp in splits:
-        ranks = gpus // tp
-        if tp == 1:
-            yield MeshSpec(dp_replicate=ranks), False
-        if gpus == 1:
+    num_gpus, node_gpus = plan_request.gpus, plan_request.accelerator.per_node
+    tp_sizes = [
+        1,
+        *(
+            tp_size
+            for tp_size in model_trace.tp_sizes
+            if tp_size <= node_gpus and num_gpus % tp_size == 0
+        ),
+    ]
+    for tp_size in tp_sizes:
+        data_ranks = num_gpus // tp_size
+        if tp_size == 1:
+            yield MeshSpec(dp_replicate=data_ranks), False
+        if num_gpus == 1:
             yield MeshSpec(), True
             return
-        yield MeshSpec(dp_shard=ranks, tp=tp), True
-        ranks_inside = max(1, node // tp)
-        for shards in (ranks_inside, ranks_inside * 4):
-            if 1 < shards < ranks and ranks % shards == 0:
+        yield MeshSpec(dp_shard=data_ranks, tp=tp_size), True
+        ranks_inside = max(1, node_gpus // tp_size)
+        for num_shards in (ranks_inside, ranks_inside * 4):
+            if 1 < num_shards < data_ranks and data_ranks % num_shards == 0:
                 yield (
-                    MeshSpec(dp_replicate=ranks // shards, dp_shard=shards, tp=tp),
+                    MeshSpec(
+                        dp_replicate=data_ranks // num_shards,
+                        dp_shard=num_shards,
+                        tp=tp_size,
+                    ),
                     True,
                 )

@@ -8,9 +8,9 @@ from typing import Final
 
 from hasten.extensions.planning.plan import traffic
 from hasten.extensions.planning.plan.hardware import AcceleratorEntry
-from hasten.extensions.planning.plan.memory import Kept, held
+from hasten.extensions.planning.plan.memory import RankBytes, count_rank_bytes
 from hasten.extensions.planning.plan.traced import (
-    ITEM,
+    FLOAT32_BYTES,
     Candidate,
     LinearCost,
     ModelTrace,
@@ -19,7 +19,7 @@ from hasten.extensions.planning.plan.traced import (
 from hasten.runtime.bytes_plan import Traffic
 from hasten.runtime.mesh_plan import AXES, SHARD, Axis, MeshSpec
 
-_GB: Final = 1e9
+_GIGABYTE: Final = 1e9
 _NODE_LATENCY_S: Final = 8e-6
 _NETWORK_LATENCY_S: Final = 20e-6
 _UPDATE_ACCESSES: Final = 3.0
@@ -29,7 +29,7 @@ _HOST_UPDATE_GB_S: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Time:
+class UpdateTime:
     """Seconds of one update, by cause."""
 
     compute: float
@@ -45,164 +45,184 @@ class Time:
         """Seconds of the whole update."""
         return self.compute + self.update + self.exposed
 
-    def mfu(self, accelerator: AcceleratorEntry, candidate: Candidate) -> float:
+    def mfu(self, gpu_entry: AcceleratorEntry, layout: Candidate) -> float:
         """Return the model FLOPs utilisation: the fraction of the vendor's peak in the candidate's precision."""
-        peak = (
-            accelerator.tflops_fp32
-            if candidate.precision == "no"
-            else accelerator.tflops_bf16
+        peak_tflops = (
+            gpu_entry.tflops_fp32 if layout.precision == "no" else gpu_entry.tflops_bf16
         )
-        return self.model_flops / (self.total * peak * 1e12 * candidate.mesh.world_size)
+        return self.model_flops / (
+            self.total * peak_tflops * 1e12 * layout.mesh.world_size
+        )
 
     def words(self) -> str:
         """Return the causes with their share of the time, the largest first."""
-        parts = {
+        seconds_by_cause = {
             "compute": self.compute,
             "update": self.update,
             "communication": self.exposed,
         }
-        shown = sorted(
+        relevant_causes = sorted(
             (
-                (value, name)
-                for name, value in parts.items()
-                if value > 0.005 * self.total
+                (cause_s, cause)
+                for cause, cause_s in seconds_by_cause.items()
+                if cause_s > 0.005 * self.total
             ),
             reverse=True,
         )
-        return ", ".join(f"{name} {value / self.total:.0%}" for value, name in shown)
-
-
-def predict(
-    trace: ModelTrace,
-    candidate: Candidate,
-    accelerator: AcceleratorEntry,
-    kept: Kept | None = None,
-) -> Time:
-    """Return the predicted time of one update of a candidate; `kept` as in `memory.need`."""
-    variant = trace.variant(candidate.precision, candidate.recompute)
-    plain = trace.variant(candidate.precision, False) or variant
-    assert variant is not None, (
-        f"{candidate.precision} with recompute={candidate.recompute} was not traced"
-    )
-    assert plain is not None, "the variant stands for it"
-    mesh, steps = candidate.mesh, candidate.micro_steps
-    one = micro_step(trace, candidate, variant, accelerator) + _copying(
-        trace, candidate, accelerator
-    )
-    compute = one * steps
-    sent = traffic.sent(trace, candidate)
-    covered = shown = 0.0
-    for axis, num_bytes in sent.items():
-        seconds = num_bytes / _bandwidth(mesh, axis, accelerator) + _latency(
-            trace, candidate, axis, accelerator
+        return ", ".join(
+            f"{cause} {cause_s / self.total:.0%}" for cause_s, cause in relevant_causes
         )
+
+
+def predict_time(
+    model_trace: ModelTrace,
+    layout: Candidate,
+    gpu_entry: AcceleratorEntry,
+    rank_bytes: RankBytes | None = None,
+) -> UpdateTime:
+    """Return the predicted time of one update of a candidate; `kept` as in `memory.need`."""
+    variant = model_trace.variant(layout.precision, layout.recompute)
+    variant_without_recompute = model_trace.variant(layout.precision, False) or variant
+    assert variant is not None, (
+        f"{layout.precision} with recompute={layout.recompute} was not traced"
+    )
+    assert variant_without_recompute is not None, "the variant stands for it"
+    mesh, micro_steps = layout.mesh, layout.micro_steps
+    micro_step_s = predict_micro_step(
+        model_trace, layout, variant, gpu_entry
+    ) + _predict_copies(model_trace, layout, gpu_entry)
+    compute_s = micro_step_s * micro_steps
+    sent_bytes = traffic.count_sent_bytes(model_trace, layout)
+    overlapping_s = exposed_s = 0.0
+    for axis, num_bytes in sent_bytes.items():
+        transfer_s = num_bytes / _bytes_per_second(
+            mesh, axis, gpu_entry
+        ) + _predict_latency(model_trace, layout, axis, gpu_entry)
         if axis == Axis.TP:  # a layer waits for it
-            shown += seconds
+            exposed_s += transfer_s
         else:
-            covered += seconds
+            overlapping_s += transfer_s
     # the first gather and last reduce do not overlap
-    first = covered / max(trace.num_blocks, 1) / max(steps, 1)
-    samples = candidate.global_batch
-    return Time(
-        compute=compute,
-        update=update(candidate, accelerator, kept or held(trace, candidate)),
-        exposed=shown + max(0.0, covered - compute) + min(first, covered),
-        sent=sent,
-        model_flops=sum(line.slope for line in plain.flops.values()) * samples,
+    first_transfer_s = (
+        overlapping_s / max(model_trace.num_blocks, 1) / max(micro_steps, 1)
+    )
+    num_samples = layout.global_batch
+    return UpdateTime(
+        compute=compute_s,
+        update=predict_optimizer_time(
+            layout, gpu_entry, rank_bytes or count_rank_bytes(model_trace, layout)
+        ),
+        exposed=exposed_s
+        + max(0.0, overlapping_s - compute_s)
+        + min(first_transfer_s, overlapping_s),
+        sent=sent_bytes,
+        model_flops=sum(line.slope for line in variant_without_recompute.flops.values())
+        * num_samples,
     )
 
 
-def micro_step(
-    trace: ModelTrace,
-    candidate: Candidate,
+def predict_micro_step(
+    model_trace: ModelTrace,
+    layout: Candidate,
     variant: Variant,
-    accelerator: AcceleratorEntry,
+    gpu_entry: AcceleratorEntry,
 ) -> float:
     """Return the seconds of a forward and backward on one rank, bound by compute and memory or by kernel launches."""
-    mesh, samples = candidate.mesh, candidate.micro_batch
-    flops = (
+    mesh, num_samples = layout.mesh, layout.micro_batch
+    compute_s = (
         sum(
-            line.at(samples) / accelerator.flops(dtype)
+            line.cost_of(num_samples) / gpu_entry.flops(dtype)
             for dtype, line in variant.flops.items()
         )
         / mesh.tp
     )
-    split = 1 - trace.split_share + trace.split_share / mesh.tp
+    rank_share = 1 - model_trace.split_share + model_trace.split_share / mesh.tp
     line = (
-        LinearCost(0.0, variant.moved.slope) if candidate.sharded else variant.moved
+        LinearCost(0.0, variant.moved.slope) if layout.sharded else variant.moved
     )  # `_copying` accounts for the casts of parameters
-    moved = line.at(samples) * split
-    memory = moved / (accelerator.memory_gb_s * _GB * accelerator.memory_share)
-    return max(flops + memory, variant.operations * accelerator.launch_us * 1e-6)
+    moved_bytes = line.cost_of(num_samples) * rank_share
+    memory_s = moved_bytes / (
+        gpu_entry.memory_gb_s * _GIGABYTE * gpu_entry.memory_share
+    )
+    return max(compute_s + memory_s, variant.operations * gpu_entry.launch_us * 1e-6)
 
 
-def _copying(
-    trace: ModelTrace, candidate: Candidate, accelerator: AcceleratorEntry
+def _predict_copies(
+    model_trace: ModelTrace, layout: Candidate, gpu_entry: AcceleratorEntry
 ) -> float:
     """Return the seconds per micro-step for casting sharded parameters and copying them to and from buffers."""
-    if not candidate.sharded:
+    if not layout.sharded:
         return 0.0
-    mesh, item = candidate.mesh, ITEM if candidate.precision == "no" else 2
-    numbers = trace.num_parameters / mesh.tp
-    gathers = 2 if candidate.reshard and mesh.size(*SHARD) > 1 else 1
-    moved = numbers * (gathers * 3 * item + item + 2 * ITEM)
-    return moved / (accelerator.memory_gb_s * _GB * accelerator.memory_share)
+    mesh, item_bytes = layout.mesh, FLOAT32_BYTES if layout.precision == "no" else 2
+    num_elements = model_trace.num_parameters / mesh.tp
+    num_gathers = 2 if layout.reshard and mesh.size(*SHARD) > 1 else 1
+    moved_bytes = num_elements * (
+        num_gathers * 3 * item_bytes + item_bytes + 2 * FLOAT32_BYTES
+    )
+    return moved_bytes / (gpu_entry.memory_gb_s * _GIGABYTE * gpu_entry.memory_share)
 
 
-def update(candidate: Candidate, accelerator: AcceleratorEntry, kept: Kept) -> float:
+def predict_optimizer_time(
+    layout: Candidate, gpu_entry: AcceleratorEntry, rank_bytes: RankBytes
+) -> float:
     """Return the seconds of the optimizer's step on a rank that holds `kept`."""
-    parameters, gradients, optimizer = kept
-    numbers = parameters + gradients + optimizer
-    if candidate.offload:
-        moved = (parameters * candidate.micro_steps * 2 + gradients) / (
-            accelerator.host_gb_s * _GB
+    parameter_bytes, gradient_bytes, state_bytes = rank_bytes
+    total_bytes = parameter_bytes + gradient_bytes + state_bytes
+    if layout.offload:
+        transfer_s = (parameter_bytes * layout.micro_steps * 2 + gradient_bytes) / (
+            gpu_entry.host_gb_s * _GIGABYTE
         )
-        return moved + numbers / (_HOST_UPDATE_GB_S * _GB)
+        return transfer_s + total_bytes / (_HOST_UPDATE_GB_S * _GIGABYTE)
     return (
         _UPDATE_ACCESSES
-        * numbers
-        / (accelerator.memory_gb_s * _GB * accelerator.memory_share)
+        * total_bytes
+        / (gpu_entry.memory_gb_s * _GIGABYTE * gpu_entry.memory_share)
     )
 
 
 def _spans_nodes(mesh: MeshSpec, axis: str, per_node: int) -> bool:
     """Return whether ranks along `axis` are on several machines: ranks of inner axes are adjacent."""
-    names = axis.split("+")
-    outermost = min(AXES.index(Axis(name)) for name in names)
-    return mesh.size(*AXES[outermost:]) > per_node
+    axis_names = axis.split("+")
+    outermost_index = min(AXES.index(Axis(name)) for name in axis_names)
+    return mesh.size(*AXES[outermost_index:]) > per_node
 
 
-def _bandwidth(mesh: MeshSpec, axis: str, accelerator: AcceleratorEntry) -> float:
+def _bytes_per_second(mesh: MeshSpec, axis: str, gpu_entry: AcceleratorEntry) -> float:
     """Return the bytes per second that one rank sends along `axis`.
 
     A collective over several machines uses all network links of a machine together if
     its ranks fill the machine, since only one neighbour in the ring is on another machine.
     """
-    if not _spans_nodes(mesh, axis, accelerator.per_node):
-        return accelerator.node_gb_s * _GB * accelerator.link_share
-    names = [Axis(name) for name in axis.split("+")]
-    inner = mesh.size(*AXES[max(AXES.index(name) for name in names) + 1 :])
-    beside = max(1, min(accelerator.per_node // max(inner, 1), mesh.size(*names)))
-    network = accelerator.network_gb_s * beside
-    return min(network, accelerator.node_gb_s) * _GB * accelerator.link_share
+    if not _spans_nodes(mesh, axis, gpu_entry.per_node):
+        return gpu_entry.node_gb_s * _GIGABYTE * gpu_entry.link_share
+    axes = [Axis(name) for name in axis.split("+")]
+    inner_ranks = mesh.size(*AXES[max(AXES.index(name) for name in axes) + 1 :])
+    parallel_links = max(
+        1, min(gpu_entry.per_node // max(inner_ranks, 1), mesh.size(*axes))
+    )
+    network_gb_s = gpu_entry.network_gb_s * parallel_links
+    return min(network_gb_s, gpu_entry.node_gb_s) * _GIGABYTE * gpu_entry.link_share
 
 
-def _latency(
-    trace: ModelTrace, candidate: Candidate, axis: str, accelerator: AcceleratorEntry
+def _predict_latency(
+    model_trace: ModelTrace, layout: Candidate, axis: str, gpu_entry: AcceleratorEntry
 ) -> float:
     """Return the latency of the collectives of one update, in seconds."""
-    mesh = candidate.mesh
-    each = (
+    mesh = layout.mesh
+    latency_s = (
         _NETWORK_LATENCY_S
-        if _spans_nodes(mesh, axis, accelerator.per_node)
+        if _spans_nodes(mesh, axis, gpu_entry.per_node)
         else _NODE_LATENCY_S
     )
-    blocks = max(1, trace.num_blocks) + 1
-    ranks = mesh.size(*(Axis(name) for name in axis.split("+")))
-    calls = {Axis.TP: 4 * blocks, Axis.DP_REPLICATE: blocks / candidate.micro_steps}
-    number = (
-        calls.get(Axis(axis), 3 * blocks)
+    num_groups = max(1, model_trace.num_blocks) + 1
+    num_ranks = mesh.size(*(Axis(name) for name in axis.split("+")))
+    calls_by_axis = {
+        Axis.TP: 4 * num_groups,
+        Axis.DP_REPLICATE: num_groups / layout.micro_steps,
+    }
+    num_calls = (
+        calls_by_axis.get(Axis(axis), 3 * num_groups)
         if "+" not in axis
-        else blocks / candidate.micro_steps
+        else num_groups / layout.micro_steps
     )
-    return each * log2(max(ranks, 2)) * number * candidate.micro_steps
+    return latency_s * log2(max(num_ranks, 2)) * num_calls * layout.micro_steps

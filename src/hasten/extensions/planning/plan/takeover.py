@@ -26,8 +26,12 @@ from torch.utils.data import DataLoader
 from hasten.accelerator.components import Components
 from hasten.accelerator.facade import Accelerator
 from hasten.errors import ConfigError
-from hasten.extensions.planning.plan.gpu_rules import gpu_rules
-from hasten.extensions.planning.plan.traced import OWN, OptimizerFacts, PrecisionName
+from hasten.extensions.planning.plan.gpu_rules import use_gpu_rules
+from hasten.extensions.planning.plan.traced import (
+    SCRIPT_SETTINGS,
+    OptimizerFacts,
+    PrecisionName,
+)
 from hasten.extensions.planning.plan.watch import (
     ModuleRoles,
     Saved,
@@ -36,7 +40,7 @@ from hasten.extensions.planning.plan.watch import (
     Watched,
     fake_copy,
 )
-from hasten.extensions.planning.tune.tuning import happened
+from hasten.extensions.planning.tune.tuning import describe_error
 from hasten.modules.meta import init_on_device
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.run_part import Objects, RunPart, in_every_run
@@ -96,7 +100,7 @@ class ScriptPlanner(RunPart):
         self._building = ExitStack()
         """While open, models are built without memory."""
 
-    def run(self, loop: Callable[[], object]) -> list[TracedStep]:
+    def run(self, training_loop: Callable[[], object]) -> list[TracedStep]:
         """Run `loop` until its first `prepare()` with a model, and trace its step there.
 
         Raises: ConfigError when the loop ends or fails before, or when the step cannot be traced.
@@ -104,22 +108,22 @@ class ScriptPlanner(RunPart):
         try:
             with in_every_run(self), redirect_stdout(sys.stderr), self._building:
                 self._building.enter_context(init_on_device("meta"))
-                loop()
+                training_loop()
         except _EndOfPlanning:
             return self.steps
         except SystemExit as error:
-            said = (
+            exit_words = (
                 f", saying {error.code!r}"
                 if isinstance(error.code, str)
                 else f" with exit code {error.code or 0}"
             )
-            self._fail(f"it ended{said}")
+            self._fail(f"it ended{exit_words}")
         # any kind: the loop is the user's, and the message includes the error
         except Exception as error:
             # already has a full message
             if self._run is None and isinstance(error, ConfigError):
                 raise
-            self._fail(happened(error).rstrip("."))
+            self._fail(describe_error(error).rstrip("."))
         if self._run is not None:
             self._fail("it ended before its first update")
         raise ConfigError(
@@ -127,81 +131,89 @@ class ScriptPlanner(RunPart):
             "that trains with hasten, or module:function."
         )
 
-    def _fail(self, what: str) -> None:
+    def _fail(self, cause: str) -> None:
         """End a forked step, or the planning, with an error message."""
         if self._run is not None:
-            self._answer(TracedStep(self._run, error=what))
+            self._answer(TracedStep(self._run, error=cause))
         raise ConfigError(
-            f"the script stopped before its first batch, so there is no step to plan: {what}. Run it directly to see the cause, or give "
+            f"the script stopped before its first batch, so there is no step to plan: {cause}. Run it directly to see the cause, or give "
             "module:function, which needs no data."
         )
 
     # -- in the parent process --------------------------------------------------------------------------------------
     def preparing(self, objects: Objects) -> Objects:
         """Fork once per variant where the first model is prepared, and continue only in the forks, with fake tensors."""
-        models = [value for value in objects if isinstance(value, nn.Module)]
+        models = [
+            prepared_object
+            for prepared_object in objects
+            if isinstance(prepared_object, nn.Module)
+        ]
         # the Accelerator is rebuilt for the variant, and continues
         if self._run is None and models:
             self._anatomy = self._inspect(models)
-            blocks = self._anatomy.block_classes
+            block_classes = self._anatomy.block_classes
             self._fork_all(
                 [
-                    (p, names)
-                    for p in self._precisions
-                    for names in ((), blocks)[: 1 + bool(blocks)]
+                    (precision, recompute_classes)
+                    for precision in self._precisions
+                    for recompute_classes in ((), block_classes)[
+                        : 1 + bool(block_classes)
+                    ]
                 ]
             )
         if self._run is not None:
             self._make_fake(objects)
             self._preparing.enter_context(self._mode)
         self._loaders = {
-            index: value
-            for index, value in enumerate(objects)
-            if isinstance(value, DataLoader)
+            index: prepared_object
+            for index, prepared_object in enumerate(objects)
+            if isinstance(prepared_object, DataLoader)
         }
         return tuple(
-            None if index in self._loaders else value
-            for index, value in enumerate(objects)
+            None if index in self._loaders else prepared_object
+            for index, prepared_object in enumerate(objects)
         )
 
     def prepared(self, objects: Objects) -> Objects:
         """Return the prepared objects, and loaders that yield one batch."""
         self._preparing.close()
-        loaders, self._loaders = self._loaders, {}
+        script_loaders, self._loaders = self._loaders, {}
         return tuple(
-            OneBatch(loaders[index], self) if index in loaders else value
-            for index, value in enumerate(objects)
+            OneBatch(script_loaders[index], self)
+            if index in script_loaders
+            else prepared_object
+            for index, prepared_object in enumerate(objects)
         )
 
     def _fork_all(
         self, variants: Sequence[tuple[PrecisionName, tuple[str, ...]]]
     ) -> None:
         forks: list[tuple[ScriptRun, int, IO[bytes]]] = []
-        for precision, names in variants:
-            for samples in (2, 1):
-                run = ScriptRun(precision, names, samples)
-                source, target = os.pipe()
+        for precision, recompute_classes in variants:
+            for num_samples in (2, 1):
+                script_run = ScriptRun(precision, recompute_classes, num_samples)
+                read_fd, write_fd = os.pipe()
                 pid = os.fork()
                 if pid == 0:
-                    os.close(source)
-                    self._become(run, target)
+                    os.close(read_fd)
+                    self._become(script_run, write_fd)
                     return
-                os.close(target)
-                forks.append((run, pid, os.fdopen(source, "rb")))
-        for run, pid, pipe in forks:
+                os.close(write_fd)
+                forks.append((script_run, pid, os.fdopen(read_fd, "rb")))
+        for script_run, pid, pipe in forks:
             with pipe:
-                content = pipe.read()
+                encoded_step = pipe.read()
             os.waitpid(pid, 0)
-            self.steps.append(_decode(content, run))
+            self.steps.append(_decode_step(encoded_step, script_run))
         raise _EndOfPlanning
 
     # -- in a fork --------------------------------------------------------------------------------------------------
-    def _become(self, run: ScriptRun, target: int) -> None:
-        self._run = run
-        self._to_parent = os.fdopen(target, "wb")
-        silent = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silent, 1)
-        os.dup2(silent, 2)
+    def _become(self, script_run: ScriptRun, write_fd: int) -> None:
+        self._run = script_run
+        self._to_parent = os.fdopen(write_fd, "wb")
+        null_fd = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_fd, 1)
+        os.dup2(null_fd, 2)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._building.close()
         for accelerator in self._accelerators:
@@ -211,7 +223,9 @@ class ScriptPlanner(RunPart):
     def built(self, run: Components) -> None:
         """Register an Accelerator of the script."""
         accelerator = run.accelerator
-        if not any(accelerator is known for known in self._accelerators):
+        if not any(
+            accelerator is known_accelerator for known_accelerator in self._accelerators
+        ):
             self._accelerators.append(accelerator)
 
     # Any: arguments of an Accelerator
@@ -219,22 +233,38 @@ class ScriptPlanner(RunPart):
         """Return the arguments of an Accelerator in place of the script's."""
         if self._run is None:
             self.own |= {
-                name: given[name] for name in OWN if given.get(name) is not None
+                name: given[name]
+                for name in SCRIPT_SETTINGS
+                if given.get(name) is not None
             }
-        own: dict[str, Any] = {"cpu": True, "trust": "off", "strategy": "none"}
+        planned_arguments: dict[str, Any] = {
+            "cpu": True,
+            "trust": "off",
+            "strategy": "none",
+        }
         # everything is on the CPU, and torch cannot move fake tensors
-        own["device_placement"] = False
-        own["mixed_precision"] = "no" if self._run is None else self._run.precision
+        planned_arguments["device_placement"] = False
+        planned_arguments["mixed_precision"] = (
+            "no" if self._run is None else self._run.precision
+        )
         if self._run is not None and self._run.recompute:
-            own["recompute"] = self._run.recompute
-        return own
+            planned_arguments["recompute"] = self._run.recompute
+        return planned_arguments
 
     def _make_fake(self, objects: Objects) -> None:
-        for model in (value for value in objects if isinstance(value, nn.Module)):
+        for model in (
+            prepared_object
+            for prepared_object in objects
+            if isinstance(prepared_object, nn.Module)
+        ):
             with self._mode:
                 self._swapped |= fake_copy(model)
             self._models.append(model)
-        for optimizer in (value for value in objects if isinstance(value, Optimizer)):
+        for optimizer in (
+            prepared_object
+            for prepared_object in objects
+            if isinstance(prepared_object, Optimizer)
+        ):
             for group in optimizer.param_groups:
                 group["params"] = [
                     self._swapped.get(id(parameter), parameter)
@@ -263,16 +293,18 @@ class ScriptPlanner(RunPart):
         assert self._run is not None, (
             "loaders of the process that forks are not replaced"
         )
-        first = next(iter(loader))
-        rows = batch_size(first) or 1
-        wanted = self._run.samples
-        few = (
-            slice_rows(first, slice(0, min(rows, wanted)), rows) if rows > 1 else first
+        first_batch = next(iter(loader))
+        num_rows = batch_size(first_batch) or 1
+        num_samples = self._run.samples
+        small_batch = (
+            slice_rows(first_batch, slice(0, min(num_rows, num_samples)), num_rows)
+            if num_rows > 1
+            else first_batch
         )
-        if rows < wanted:
-            few = concat([few] * wanted)
+        if num_rows < num_samples:
+            small_batch = concat([small_batch] * num_samples)
         self._begin()
-        return map_tensors(self._fake, few)
+        return map_tensors(self._fake, small_batch)
 
     def _fake(self, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -280,60 +312,60 @@ class ScriptPlanner(RunPart):
     def _begin(self) -> None:
         if self._watch is not None:
             return
-        self._watch = watch = StepWatch(self._models)
-        self._notes = notes = SavedNotes(watch, self._anatomy)
+        self._watch = step_watch = StepWatch(self._models)
+        self._notes = saved_notes = SavedNotes(step_watch, self._anatomy)
         self._inside.enter_context(self._mode)
-        self._inside.enter_context(watch.hooks())
-        handle = register_module_forward_pre_hook(notes.entered)
+        self._inside.enter_context(step_watch.hooks())
+        handle = register_module_forward_pre_hook(saved_notes.entered)
         self._inside.callback(handle.remove)
-        self._inside.enter_context(gpu_rules(notes.attention))
+        self._inside.enter_context(use_gpu_rules(saved_notes.attention))
         if self._run is not None and not self._run.recompute:
             self._inside.enter_context(
-                saved_tensors_hooks(notes.save, lambda tensor: tensor)
+                saved_tensors_hooks(saved_notes.save, lambda tensor: tensor)
             )
-        self._inside.enter_context(watch)
+        self._inside.enter_context(step_watch)
 
     def _end_step(self, optimizer: Optimizer) -> None:
         """Measure the update in place of performing it, and end the traced step."""
         if self._run is None or self._watch is None or self._notes is None:
             return
-        step = TracedStep(self._run)
-        watch = self._watch
-        step.watched = Watched(
-            watch.seen.alive[:],
-            dict(watch.seen.flops),
-            watch.seen.moved,
-            watch.seen.operations,
+        traced_step = TracedStep(self._run)
+        step_watch = self._watch
+        traced_step.watched = Watched(
+            step_watch.measured.alive[:],
+            dict(step_watch.measured.flops),
+            step_watch.measured.moved,
+            step_watch.measured.operations,
         )
-        step.saved = self._notes.saved
-        before = len(watch.seen.alive)
+        traced_step.saved = self._notes.saved
+        num_moments = len(step_watch.measured.alive)
         optimizer.step()
-        step.optimizer = _facts(
+        traced_step.optimizer = _measure_optimizer(
             optimizer,
-            watch.seen.alive[before:],
-            watch.seen.alive[before - 1] if before else (0, 0, 0),
+            step_watch.measured.alive[num_moments:],
+            step_watch.measured.alive[num_moments - 1] if num_moments else (0, 0, 0),
         )
-        step.watched.alive = _thinned(step.watched.alive)
-        self._answer(step)
+        traced_step.watched.alive = _thin_moments(traced_step.watched.alive)
+        self._answer(traced_step)
 
-    def _answer(self, step: TracedStep) -> None:
+    def _answer(self, traced_step: TracedStep) -> None:
         assert self._to_parent is not None, "only forks answer"
         # closing it would run the user's exit handlers; the process ends anyway
         self._inside.pop_all()
-        self._to_parent.write(msgspec.json.encode(step))
+        self._to_parent.write(msgspec.json.encode(traced_step))
         self._to_parent.close()
         os._exit(0)
 
 
-_MOMENTS: Final = 256
+_NUM_MOMENTS: Final = 256
 
 
 class OneBatch:
     """A loader that yields one batch; all other attributes are those of the original loader."""
 
-    def __init__(self, loader: DataLoader[Any], takeover: ScriptPlanner) -> None:
+    def __init__(self, loader: DataLoader[Any], planner: ScriptPlanner) -> None:
         self._loader = loader
-        self._takeover = takeover
+        self._takeover = planner
 
     def __iter__(self) -> Iterator[Any]:
         yield self._takeover.first_batch(self._loader)
@@ -345,56 +377,61 @@ class OneBatch:
         return getattr(self._loader, name)
 
 
-def _decode(content: bytes, run: ScriptRun) -> TracedStep:
+def _decode_step(encoded_step: bytes, script_run: ScriptRun) -> TracedStep:
     try:
-        return msgspec.json.decode(content, type=TracedStep)
+        return msgspec.json.decode(encoded_step, type=TracedStep)
     except msgspec.DecodeError:
-        return TracedStep(run, error="the process that traced it died")
+        return TracedStep(script_run, error="the process that traced it died")
 
 
-def _thinned(alive: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def _thin_moments(live_bytes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Return the highest moment of each of a few hundred equal intervals."""
-    span = max(1, -(-len(alive) // _MOMENTS))
+    interval_length = max(1, -(-len(live_bytes) // _NUM_MOMENTS))
     return [
-        max(alive[start : start + span], key=sum)
-        for start in range(0, len(alive), span)
+        max(live_bytes[start : start + interval_length], key=sum)
+        for start in range(0, len(live_bytes), interval_length)
     ]
 
 
-def _facts(
+def _measure_optimizer(
     optimizer: Optimizer,
-    alive: list[tuple[int, int, int]],
-    before: tuple[int, int, int],
+    live_bytes: list[tuple[int, int, int]],
+    bytes_before: tuple[int, int, int],
 ) -> OptimizerFacts:
     """Return an optimizer's memory: its state after the first update, and temporary allocations during the update."""
-    parameters = [
+    trained_parameters = [
         p
         for group in optimizer.param_groups
         for p in group["params"]
         if p.requires_grad
     ]
-    states: tuple[int, ...] = ()
-    counters = 0
-    for parameter in parameters[:1]:
-        values = [
-            value
-            for value in optimizer.state.get(parameter, {}).values()
-            if isinstance(value, Tensor)
+    state_item_sizes: tuple[int, ...] = ()
+    counter_bytes = 0
+    for parameter in trained_parameters[:1]:
+        state_tensors = [
+            state_tensor
+            for state_tensor in optimizer.state.get(parameter, {}).values()
+            if isinstance(state_tensor, Tensor)
         ]
-        states = tuple(
-            value.element_size() for value in values if value.shape == parameter.shape
+        state_item_sizes = tuple(
+            state_tensor.element_size()
+            for state_tensor in state_tensors
+            if state_tensor.shape == parameter.shape
         )
-        counters = sum(
-            value.numel() * value.element_size()
-            for value in values
-            if value.shape != parameter.shape
+        counter_bytes = sum(
+            state_tensor.numel() * state_tensor.element_size()
+            for state_tensor in state_tensors
+            if state_tensor.shape != parameter.shape
         )
-    total = sum(p.numel() * p.element_size() for p in parameters) or 1
-    kept = sum(p.numel() for p in parameters) * sum(states)
-    highest = max((activations for activations, _, _ in alive), default=0) - before[0]
+    parameter_bytes = sum(p.numel() * p.element_size() for p in trained_parameters) or 1
+    state_bytes = sum(p.numel() for p in trained_parameters) * sum(state_item_sizes)
+    peak_bytes = (
+        max((activations for activations, _, _ in live_bytes), default=0)
+        - bytes_before[0]
+    )
     return OptimizerFacts(
         name=type(optimizer).__name__,
-        states=states,
-        counter_bytes=counters,
-        passing=max(0.0, (highest - kept) / total),
+        states=state_item_sizes,
+        counter_bytes=counter_bytes,
+        passing=max(0.0, (peak_bytes - state_bytes) / parameter_bytes),
     )

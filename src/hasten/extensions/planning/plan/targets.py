@@ -21,16 +21,16 @@ from hasten.errors import ConfigError
 from hasten.optional import need
 from hasten.trees import map_tensors, tensors
 
-Loop = Callable[[], object]
-_LONGEST: Final = 4096
+TrainingLoop = Callable[[], object]
+_MAX_TOKENS: Final = 4096
 """Maximum tokens of a sample if neither the request nor the model specifies fewer."""
 
 
-def loop_of(
+def find_loop(
     target: str,
     arguments: Sequence[str] = (),
     sequence: int | None = None,
-) -> tuple[Loop, str]:
+) -> tuple[TrainingLoop, str]:
     """Return the training loop of a target, and the target's name.
 
     Raises: ConfigError for a target that is neither a script, nor a function, nor a folder.
@@ -43,9 +43,9 @@ def loop_of(
             )
         return (lambda: run_script(path, arguments)), path.name
     if path.is_dir():
-        return (lambda: _train(*_from_folder(path, sequence))), path.name
+        return (lambda: _train_plainly(*_from_folder(path, sequence))), path.name
     if ":" in target:
-        return (lambda: _train(*_from_factory(target, sequence))), target
+        return (lambda: _train_plainly(*_from_factory(target, sequence))), target
     raise ConfigError(
         f"{target!r} is neither a script, nor module:function, nor a folder with a config.json; give one of them."
     )
@@ -53,22 +53,22 @@ def loop_of(
 
 def run_script(path: Path, arguments: Sequence[str]) -> None:
     """Run a script as `python path arguments` does."""
-    with _arguments([str(path), *arguments]), _beside(path.parent):
+    with _set_arguments([str(path), *arguments]), _import_from(path.parent):
         runpy.run_path(str(path), run_name="__main__")
 
 
 @contextmanager
-def _arguments(words: list[str]) -> Iterator[None]:
-    before = sys.argv
-    sys.argv = words
+def _set_arguments(new_arguments: list[str]) -> Iterator[None]:
+    previous_arguments = sys.argv
+    sys.argv = new_arguments
     try:
         yield
     finally:
-        sys.argv = before
+        sys.argv = previous_arguments
 
 
 @contextmanager
-def _beside(folder: Path) -> Iterator[None]:
+def _import_from(folder: Path) -> Iterator[None]:
     """Make modules next to a script importable, as `python script.py` does."""
     sys.path.insert(0, str(folder.absolute()))
     try:
@@ -82,59 +82,69 @@ Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _from_factory(target: str, sequence: int | None) -> tuple[nn.Module, Sample]:
-    name, _, function = target.partition(":")
-    with _beside(Path.cwd()):
+    module_name, _, function_name = target.partition(":")
+    with _import_from(Path.cwd()):
         try:
             # the user's module, named on the command line
-            made = getattr(import_module(name), function)()
+            factory_output = getattr(import_module(module_name), function_name)()
         except (ImportError, AttributeError) as error:
             raise ConfigError(
                 f"{target!r} cannot be built: {error}. Write module:function, found from this folder."
             ) from error
-    if isinstance(made, nn.Module):
-        return made, _sample_for(made, target, sequence)
-    if isinstance(made, tuple) and made and isinstance(made[0], nn.Module):
-        model, *inputs = made
-        named = {
-            name: value
-            for part in inputs
-            if isinstance(part, dict)
-            for name, value in part.items()
+    if isinstance(factory_output, nn.Module):
+        return factory_output, _sample_for(factory_output, target, sequence)
+    if (
+        isinstance(factory_output, tuple)
+        and factory_output
+        and isinstance(factory_output[0], nn.Module)
+    ):
+        model, *inputs = factory_output
+        keyword_inputs = {
+            module_name: value
+            for model_input in inputs
+            if isinstance(model_input, dict)
+            for module_name, value in model_input.items()
         }
         return model, (
-            tuple(part for part in inputs if not isinstance(part, dict)),
-            named,
+            tuple(
+                model_input
+                for model_input in inputs
+                if not isinstance(model_input, dict)
+            ),
+            keyword_inputs,
         )
     raise ConfigError(
-        f"{target!r} returns {type(made).__name__}; return the model, or the model and the inputs of one sample."
+        f"{target!r} returns {type(factory_output).__name__}; return the model, or the model and the inputs of one sample."
     )
 
 
 def _from_folder(path: Path, sequence: int | None) -> tuple[nn.Module, Sample]:
-    library = need("transformers", why="models described by a config.json")
+    transformers = need("transformers", why="models described by a config.json")
     try:
-        config = library.AutoConfig.from_pretrained(str(path))
+        model_config = transformers.AutoConfig.from_pretrained(str(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{str(path)!r} contains no model that transformers supports ({str(error).splitlines()[0]}); give a folder with a config.json."
         ) from error
-    model: nn.Module = library.AutoModelForCausalLM.from_config(config)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(model_config)
     return model, _sample_for(model, str(path), sequence)
 
 
 def _sample_for(model: nn.Module, target: str, sequence: int | None) -> Sample:
     """Return one sample for a language model of transformers: tokens, which are its labels too."""
-    config: Any = getattr(model, "config", None)  # Any: a configuration of transformers
-    accepted = inspect.signature(model.forward).parameters
-    if not {"input_ids", "labels"} <= accepted.keys():
+    model_config: Any = getattr(
+        model, "config", None
+    )  # Any: a configuration of transformers
+    accepted_arguments = inspect.signature(model.forward).parameters
+    if not {"input_ids", "labels"} <= accepted_arguments.keys():
         raise ConfigError(
             f"{target!r} returns a {type(model).__name__} without inputs, so no step can be traced; return the model and the "
             "inputs of one sample."
         )
-    longest = getattr(config, "max_position_embeddings", None) or _LONGEST
-    tokens = torch.zeros(1, sequence or min(longest, _LONGEST), dtype=torch.long)
+    max_tokens = getattr(model_config, "max_position_embeddings", None) or _MAX_TOKENS
+    tokens = torch.zeros(1, sequence or min(max_tokens, _MAX_TOKENS), dtype=torch.long)
     inputs: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
-    if "use_cache" in accepted:
+    if "use_cache" in accepted_arguments:
         inputs["use_cache"] = False
     return (), inputs
 
@@ -154,33 +164,43 @@ class _Rows(Dataset[Any]):
         return self._sample
 
 
-def _train(model: nn.Module, sample: Sample) -> None:
+def _train_plainly(model: nn.Module, sample: Sample) -> None:
     """Train a model in a plain loop with AdamW; if its output is not and has no loss, the mean of the output is the loss."""
-    args, named = sample
-    rows = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-    fixed = {name: value for name, value in named.items() if name not in rows}
+    positional_inputs, keyword_inputs = sample
+    tensor_inputs = {
+        name: model_input
+        for name, model_input in keyword_inputs.items()
+        if isinstance(model_input, Tensor)
+    }
+    fixed_inputs = {
+        name: model_input
+        for name, model_input in keyword_inputs.items()
+        if name not in tensor_inputs
+    }
     accelerator = Accelerator()
-    updates = AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(_Rows([list(args), rows]), batch_size=2)
-    model, updates, loader = accelerator.prepare(model, updates, loader)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader(_Rows([list(positional_inputs), tensor_inputs]), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()
-    for given, words in loader:
-        loss = _loss(model(*given, **words, **fixed))
+    for positional_batch, keyword_batch in loader:
+        loss = _find_loss(model(*positional_batch, **keyword_batch, **fixed_inputs))
         accelerator.backward(loss)
-        updates.step()
+        optimizer.step()
 
 
-def _loss(output: Any) -> Tensor:  # Any: the output of any model
+def _find_loss(model_output: Any) -> Tensor:  # Any: the output of any model
     loss = (
-        output.get("loss")
-        if isinstance(output, dict)
-        else getattr(output, "loss", None)
+        model_output.get("loss")
+        if isinstance(model_output, dict)
+        else getattr(model_output, "loss", None)
     )
     if isinstance(loss, Tensor):
         return loss
-    numbers = [value for value in tensors(output) if value.is_floating_point()]
-    if not numbers:
+    float_tensors = [
+        tensor for tensor in tensors(model_output) if tensor.is_floating_point()
+    ]
+    if not float_tensors:
         raise ConfigError(
             "the model returns no floating-point tensor, so there is no loss; return a loss or a floating-point output."
         )
-    return numbers[0].float().mean()
+    return float_tensors[0].float().mean()

@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 _TP_SIZES: Final = (2, 4, 8, 16)
 
 
-def trace(
-    loop: Callable[[], object],
+def trace_step(
+    training_loop: Callable[[], object],
     name: str,
     precisions: Sequence[PrecisionName] = ("bf16",),
 ) -> ModelTrace:
@@ -46,18 +46,18 @@ def trace(
         raise ConfigError(
             "planning needs fork(), which this system does not support; run it on Linux or macOS."
         )
-    found = Findings()
-    takeover = ScriptPlanner(precisions, found.look)
-    steps = takeover.run(loop)
-    failed = next(
-        (step for step in steps if step.error and not step.run.recompute), None
+    structure = ModelStructure()
+    planner = ScriptPlanner(precisions, structure.inspect_models)
+    traced_steps = planner.run(training_loop)
+    failed_step = next(
+        (step for step in traced_steps if step.error and not step.run.recompute), None
     )
-    if failed is not None:
+    if failed_step is not None:
         raise ConfigError(
-            f"the training step of {name} cannot be traced: {failed.error}. A step that depends on the values of a batch cannot be "
+            f"the training step of {name} cannot be traced: {failed_step.error}. A step that depends on the values of a batch cannot be "
             "planned; give module:function with the model and inputs only."
         )
-    for step in steps:
+    for step in traced_steps:
         if step.error:
             log.warning(
                 "recompute is excluded from the plan of %s, because its step cannot be traced (%s)",
@@ -65,99 +65,109 @@ def trace(
                 step.error,
             )
             break
-    own = tuple(sorted(takeover.own.items()))
+    script_settings = tuple(sorted(planner.own.items()))
     return replace(
-        found.joined(name, [step for step in steps if not step.error]), own=own
+        structure.join_steps(name, [step for step in traced_steps if not step.error]),
+        script_settings=script_settings,
     )
 
 
 @dataclass(slots=True)
-class Findings:
+class ModelStructure:
     """Facts about the models, collected before they are replaced by fake ones."""
 
     parameters: tuple[ParameterKind, ...] = ()
-    anatomy: ModuleRoles = field(default_factory=ModuleRoles)
+    roles: ModuleRoles = field(default_factory=ModuleRoles)
     num_blocks: int = 0
     largest_block: int = 0
     block_frozen: int = 0
     tp_sizes: tuple[int, ...] = ()
     tp_summed: int = 0
 
-    def look(self, models: list[nn.Module]) -> ModuleRoles:
+    def inspect_models(self, models: list[nn.Module]) -> ModuleRoles:
         """Record parameters, blocks and layers that can be split."""
-        model = max(models, key=lambda one: sum(p.numel() for p in one.parameters()))
-        blocks = _outermost(
-            blocks_to_recompute(model, FullyShardedDataParallelPlugin())
+        largest_model = max(
+            models,
+            key=lambda inspected_model: sum(
+                parameter.numel() for parameter in inspected_model.parameters()
+            ),
         )
-        split = self._splits(model)
-        kinds: Counter[ParameterKind] = Counter()
-        for one in models:
-            kinds.update(
-                _kinds(
-                    one,
-                    blocks if one is model else [],
-                    split.styles if one is model else {},
+        blocks = _outermost_blocks(
+            blocks_to_recompute(largest_model, FullyShardedDataParallelPlugin())
+        )
+        layer_split = self._splits(largest_model)
+        kind_counts: Counter[ParameterKind] = Counter()
+        for inspected_model in models:
+            kind_counts.update(
+                _list_kinds(
+                    inspected_model,
+                    blocks if inspected_model is largest_model else [],
+                    layer_split.styles if inspected_model is largest_model else {},
                 )
             )
         self.parameters = tuple(
-            replace(kind, count=count) for kind, count in kinds.items()
+            replace(kind, count=count) for kind, count in kind_counts.items()
         )
         self.num_blocks = len(blocks)
         self._measure_largest(blocks)
-        rows = [
-            model.get_submodule(name)
-            for name, style in split.styles.items()
+        rowwise_layers = [
+            largest_model.get_submodule(name)
+            for name, style in layer_split.styles.items()
             if style.startswith("rowwise")
         ]
-        self.anatomy = ModuleRoles(
+        self.roles = ModuleRoles(
             blocks=frozenset(id(block) for block in blocks),
             block_classes=tuple(sorted({type(block).__name__ for block in blocks})),
-            by_rows=frozenset(id(layer) for layer in rows),
+            by_rows=frozenset(id(layer) for layer in rowwise_layers),
         )
-        return self.anatomy
+        return self.roles
 
     def _measure_largest(self, blocks: Sequence[nn.Module]) -> None:
         """Record the elements of the block with the most of them."""
-        largest = max(
+        largest_block = max(
             blocks,
-            key=lambda block: sum(p.numel() for p in block.parameters()),
+            key=lambda block: sum(
+                parameter.numel() for parameter in block.parameters()
+            ),
             default=None,
         )
-        parameters = [] if largest is None else list(largest.parameters())
-        self.largest_block = sum(p.numel() for p in parameters)
-        self.block_frozen = sum(p.numel() for p in parameters if not p.requires_grad)
+        parameters = [] if largest_block is None else list(largest_block.parameters())
+        self.largest_block = sum(parameter.numel() for parameter in parameters)
+        self.block_frozen = sum(
+            parameter.numel() for parameter in parameters if not parameter.requires_grad
+        )
 
     def _splits(self, model: nn.Module) -> LayerSplit:
         """Return the layers that can be split; record the possible numbers of ranks."""
-        sizes: list[int] = []
-        chosen = LayerSplit("none")
-        for ranks in _TP_SIZES:
+        tp_sizes: list[int] = []
+        layer_split = LayerSplit("none")
+        for tp_size in _TP_SIZES:
             try:
-                found = decide(model, "auto", (), ranks)
+                larger_split = decide(model, "auto", (), tp_size)
             # this number of ranks does not divide the layers
             except (ConfigError, PrepareError):
                 break
             # some layers would no longer be split
-            if sizes and found.styles != chosen.styles:
+            if tp_sizes and larger_split.styles != layer_split.styles:
                 break
-            chosen = found
-            sizes.append(ranks)
-        self.tp_sizes = tuple(sizes)
-        for name, style in chosen.styles.items():
-            layer = matrix_of(model.get_submodule(name))
+            layer_split = larger_split
+            tp_sizes.append(tp_size)
+        self.tp_sizes = tuple(tp_sizes)
+        for layer_name, style in layer_split.styles.items():
+            layer = matrix_of(model.get_submodule(layer_name))
             if layer is not None:
                 self.tp_summed += (
                     layer.outputs if style.startswith("rowwise") else layer.inputs
                 )
-        return chosen
+        return layer_split
 
-    def joined(self, name: str, steps: Sequence[TracedStep]) -> ModelTrace:
+    def join_steps(self, name: str, traced_steps: Sequence[TracedStep]) -> ModelTrace:
         """Return one trace of all steps."""
-        saved = (
+        saved_bytes = (
             next(
                 (
                     step.saved
-                    for step in steps
+                    for step in traced_steps
                     if step.saved is not None and step.saved.total
                 ),
                 None,
@@ -165,103 +175,118 @@ class Findings:
             or Saved()
         )
         variants = []
-        for one in (step for step in steps if step.run.samples == 1):
-            two = next(
-                (s for s in steps if s.run.samples == 2 and _alike(s, one)), None
+        for one_sample_step in (step for step in traced_steps if step.run.samples == 1):
+            two_sample_step = next(
+                (
+                    s
+                    for s in traced_steps
+                    if s.run.samples == 2 and _same_variant(s, one_sample_step)
+                ),
+                None,
             )
-            if two is not None:
-                variants.append(_variant(one, two))
-        facts = next(
-            (step.optimizer for step in steps if step.optimizer is not None), None
+            if two_sample_step is not None:
+                variants.append(_fit_variant(one_sample_step, two_sample_step))
+        optimizer_facts = next(
+            (step.optimizer for step in traced_steps if step.optimizer is not None),
+            None,
         )
         return ModelTrace(
             name=name,
             parameters=self.parameters,
-            optimizer=facts or OptimizerFacts(),
+            optimizer=optimizer_facts or OptimizerFacts(),
             variants=tuple(variants),
             num_blocks=self.num_blocks,
-            block_classes=self.anatomy.block_classes,
+            block_classes=self.roles.block_classes,
             largest_block=self.largest_block,
             block_frozen=self.block_frozen,
-            split_share=saved.split / saved.total if saved.total else 0.0,
+            split_share=saved_bytes.split / saved_bytes.total
+            if saved_bytes.total
+            else 0.0,
             tp_sizes=self.tp_sizes,
             tp_summed=self.tp_summed,
-            sequence=saved.sequence,
+            sequence=saved_bytes.sequence,
         )
 
 
-def _alike(one: TracedStep, other: TracedStep) -> bool:
+def _same_variant(first_step: TracedStep, second_step: TracedStep) -> bool:
     return (
-        one.run.precision == other.run.precision
-        and one.run.recompute == other.run.recompute
+        first_step.run.precision == second_step.run.precision
+        and first_step.run.recompute == second_step.run.recompute
     )
 
 
-def _outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    inside = {
-        id(part) for block in blocks for part in block.modules() if part is not block
+def _outermost_blocks(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    nested_ids = {
+        id(submodule)
+        for block in blocks
+        for submodule in block.modules()
+        if submodule is not block
     }
-    return [block for block in blocks if id(block) not in inside]
+    return [block for block in blocks if id(block) not in nested_ids]
 
 
-def _kinds(
-    model: nn.Module, blocks: Sequence[nn.Module], ways: dict[str, TensorStyle]
+def _list_kinds(
+    model: nn.Module, blocks: Sequence[nn.Module], layer_styles: dict[str, TensorStyle]
 ) -> list[ParameterKind]:
     """Return every parameter once, as its kind."""
-    found: dict[int, ParameterKind] = {}
-    for owner, name, parameter in owned_parameters(model, list(blocks)):
-        if id(parameter) in found:
+    kind_by_id: dict[int, ParameterKind] = {}
+    for owner, parameter_path, parameter in owned_parameters(model, list(blocks)):
+        if id(parameter) in kind_by_id:
             continue
-        parent, _, leaf = name.rpartition(".")
-        split = (
-            split_dims(model.get_submodule(parent), ways[parent]).get(leaf)
-            if parent in ways
+        module_path, _, parameter_name = parameter_path.rpartition(".")
+        split_dim = (
+            split_dims(model.get_submodule(module_path), layer_styles[module_path]).get(
+                parameter_name
+            )
+            if module_path in layer_styles
             else None
         )
-        found[id(parameter)] = ParameterKind(
+        kind_by_id[id(parameter)] = ParameterKind(
             shape=tuple(parameter.shape),
             item=parameter.element_size(),
             trained=parameter.requires_grad,
             in_block=owner is not model,
-            split=split,
+            split=split_dim,
         )
-    return list(found.values())
+    return list(kind_by_id.values())
 
 
-def _variant(one: TracedStep, two: TracedStep) -> Variant:
+def _fit_variant(one_sample_step: TracedStep, two_sample_step: TracedStep) -> Variant:
     """Return the linear fits through steps of one and of two samples."""
-    first, second = one.watched, two.watched
-    names = sorted({*first.flops, *second.flops})
+    one_sample, two_samples = one_sample_step.watched, two_sample_step.watched
+    dtype_names = sorted({*one_sample.flops, *two_samples.flops})
     return Variant(
-        precision=one.run.precision,
-        recompute=bool(one.run.recompute),
+        precision=one_sample_step.run.precision,
+        recompute=bool(one_sample_step.run.recompute),
         flops={
-            name: LinearCost.through(
-                first.flops.get(name, 0.0), second.flops.get(name, 0.0)
+            dtype_name: LinearCost.from_measurements(
+                one_sample.flops.get(dtype_name, 0.0),
+                two_samples.flops.get(dtype_name, 0.0),
             )
-            for name in names
+            for dtype_name in dtype_names
         },
-        moved=LinearCost.through(first.moved, second.moved),
-        operations=max(first.operations, second.operations),
-        moments=tuple(_moments(first.alive, second.alive)),
+        moved=LinearCost.from_measurements(one_sample.moved, two_samples.moved),
+        operations=max(one_sample.operations, two_samples.operations),
+        moments=tuple(_fit_moments(one_sample.alive, two_samples.alive)),
     )
 
 
-def _moments(
-    one: Sequence[tuple[int, int, int]], two: Sequence[tuple[int, int, int]]
+def _fit_moments(
+    one_sample: Sequence[tuple[int, int, int]],
+    two_samples: Sequence[tuple[int, int, int]],
 ) -> list[Moment]:
     """Return the moments of both steps paired by position; for steps that differ in length, only the highest ones."""
-    if len(one) != len(two):
-        one, two = (
-            [max(one, key=sum, default=(0, 0, 0))],
-            [max(two, key=sum, default=(0, 0, 0))],
+    if len(one_sample) != len(two_samples):
+        one_sample, two_samples = (
+            [max(one_sample, key=sum, default=(0, 0, 0))],
+            [max(two_samples, key=sum, default=(0, 0, 0))],
         )
-    total = max((gradients for _, _, gradients in one), default=0) or 1
+    gradient_bytes = max((gradients for _, _, gradients in one_sample), default=0) or 1
     return [
         Moment(
-            activations=LinearCost.through(first[0], second[0]),
-            copies=LinearCost.through(first[1], second[1]),
-            gradients=first[2] / total,
+            activations=LinearCost.from_measurements(first[0], second[0]),
+            copies=LinearCost.from_measurements(first[1], second[1]),
+            gradients=first[2] / gradient_bytes,
         )
-        for first, second in zip(one, two, strict=True)
+        for first, second in zip(one_sample, two_samples, strict=True)
     ]

@@ -9,11 +9,11 @@ from typing import Final, Literal
 from hasten.runtime.mesh_plan import BATCH, Axis, MeshSpec, mesh_title
 
 PrecisionName = Literal["no", "bf16", "fp16"]
-ITEM: Final = 4
+FLOAT32_BYTES: Final = 4
 """Bytes of a float32 number."""
 
 
-OWN: Final = ("mixed_precision", "gradient_accumulation_steps", "strategy")
+SCRIPT_SETTINGS: Final = ("mixed_precision", "gradient_accumulation_steps", "strategy")
 """Settings that plans choose, but scripts may fix in their code."""
 
 
@@ -22,7 +22,7 @@ class ParameterKind:
     """Parameters that are equal in everything that affects memory, and their number."""
 
     shape: tuple[int, ...]
-    item: int = ITEM
+    item: int = FLOAT32_BYTES
     count: int = 1
     trained: bool = True
     in_block: bool = False
@@ -56,14 +56,14 @@ class LinearCost:
     fixed: float = 0.0
     slope: float = 0.0
 
-    def at(self, samples: float) -> float:
+    def cost_of(self, num_samples: float) -> float:
         """Return the quantity for the given number of samples; never negative."""
-        return max(0.0, self.fixed + self.slope * samples)
+        return max(0.0, self.fixed + self.slope * num_samples)
 
     @classmethod
-    def through(cls, one: float, two: float) -> LinearCost:
+    def from_measurements(cls, one_sample: float, two_samples: float) -> LinearCost:
         """Return the line through the values for one and two samples."""
-        return cls(2 * one - two, two - one)
+        return cls(2 * one_sample - two_samples, two_samples - one_sample)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,16 +113,16 @@ class ModelTrace:
     """Widths all-reduced over tensor-parallel ranks per forward and backward (see `bytes_plan.tensor_traffic`)."""
     sequence: int = 1
     """Tokens of one sample."""
-    own: tuple[tuple[str, str | int], ...] = ()
+    script_settings: tuple[tuple[str, str | int], ...] = ()
     """Settings of `OWN` that the script passes to its Accelerator, which override any file."""
 
     def variant(self, precision: str, recompute: bool) -> Variant | None:
         """Return the variant of this kind, if it was traced."""
         return next(
             (
-                v
-                for v in self.variants
-                if v.precision == precision and v.recompute == recompute
+                variant
+                for variant in self.variants
+                if variant.precision == precision and variant.recompute == recompute
             ),
             None,
         )
@@ -132,7 +132,7 @@ class ModelTrace:
         """Number of elements in all parameters."""
         return sum(kind.numel * kind.count for kind in self.parameters)
 
-    def elements(
+    def count_elements(
         self, *, in_block: bool | None = None, trained: bool | None = None
     ) -> int:
         """Return the number of elements in parameters, of those in or outside of blocks, trained or frozen ones."""
@@ -142,10 +142,10 @@ class ModelTrace:
             if in_block in (None, kind.in_block) and trained in (None, kind.trained)
         )
 
-    def gathered_bytes(self, item: int, *, in_block: bool) -> int:
+    def gathered_bytes(self, item_bytes: int, *, in_block: bool) -> int:
         """Return the bytes of unsharded parameters in or outside of blocks, in a precision of `item` bytes."""
         return sum(
-            kind.numel * kind.count * item
+            kind.numel * kind.count * item_bytes
             for kind in self.parameters
             if kind.in_block == in_block and kind.shape
         )
@@ -182,20 +182,24 @@ class Candidate:
     @property
     def words(self) -> str:
         """Strategy and mesh, for tables."""
-        axes = mesh_title(self.mesh)
-        kept = (
+        axis_sizes = mesh_title(self.mesh)
+        keeps_parameters = (
             ""
             if self.reshard or not self.sharded or self.mesh.size(Axis.DP_SHARD) == 1
             else ", parameters kept"
         )
-        return f"{self.strategy} ({axes}{kept})" if axes else self.strategy
+        return (
+            f"{self.strategy} ({axis_sizes}{keeps_parameters})"
+            if axis_sizes
+            else self.strategy
+        )
 
     @property
     def full_title(self) -> str:
         """Strategy, mesh, recompute and offload."""
-        parts = [self.words]
+        feature_titles = [self.words]
         if self.recompute:
-            parts.append("recompute")
+            feature_titles.append("recompute")
         if self.offload:
-            parts.append("offload to host memory")
-        return ", ".join(parts)
+            feature_titles.append("offload to host memory")
+        return ", ".join(feature_titles)

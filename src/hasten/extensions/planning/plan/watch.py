@@ -16,11 +16,11 @@ from torch.utils.flop_counter import flop_registry
 
 from hasten.trees import tensors
 
-Kind = Literal["activations", "copies", "gradients"]
-_ROUND: Final = 512
+AllocationKind = Literal["activations", "copies", "gradients"]
+_ALLOCATION_BYTES: Final = 512
 """Allocation granularity of GPU allocators, in bytes."""
-_CASTS: Final = "aten::_to_copy"
-_READ: Final = "aten::_local_scalar_dense"
+_CAST_OPERATOR: Final = "aten::_to_copy"
+_READ_OPERATOR: Final = "aten::_local_scalar_dense"
 
 
 @dataclass(slots=True)
@@ -39,18 +39,26 @@ class StepWatch(TorchDispatchMode):
 
     def __init__(self, models: list[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.seen = Watched()
-        self._modules = {id(part) for model in models for part in model.modules()}
+        self.measured = Watched()
+        self._modules = {id(module) for model in models for module in model.modules()}
         self.stack: list[nn.Module] = []
         self._parameters = {
-            id(p.untyped_storage()) for model in models for p in model.parameters()
+            id(parameter.untyped_storage())
+            for model in models
+            for parameter in model.parameters()
         }
         self._pinned = [
-            p.untyped_storage() for model in models for p in model.parameters()
+            parameter.untyped_storage()
+            for model in models
+            for parameter in model.parameters()
         ]  # an id is valid only while its object is alive
         self._models = models
-        self._known: dict[int, tuple[weakref.ref[Any], Kind, int]] = {}
-        self._bytes: dict[Kind, int] = {"activations": 0, "copies": 0, "gradients": 0}
+        self._allocations: dict[int, tuple[weakref.ref[Any], AllocationKind, int]] = {}
+        self._bytes: dict[AllocationKind, int] = {
+            "activations": 0,
+            "copies": 0,
+            "gradients": 0,
+        }
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -74,81 +82,104 @@ class StepWatch(TorchDispatchMode):
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter, a view of one, or a cast one."""
-        key = id(tensor.untyped_storage())
-        return key in self._parameters or (
-            key in self._known and self._known[key][1] == "copies"
+        storage_id = id(tensor.untyped_storage())
+        return storage_id in self._parameters or (
+            storage_id in self._allocations
+            and self._allocations[storage_id][1] == "copies"
         )
 
     def count(self, flops: float, dtype: str) -> None:
         """Add operations of a function that is not an operator of torch."""
-        name = _short(dtype)
-        self.seen.flops[name] = self.seen.flops.get(name, 0.0) + flops
+        dtype_name = _short_dtype(dtype)
+        self.measured.flops[dtype_name] = (
+            self.measured.flops.get(dtype_name, 0.0) + flops
+        )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func.name()
+        operator_name = func.name()
         # numbers that the loop reads: any value works, since nothing is computed
-        if name.startswith(_READ):
+        if operator_name.startswith(_READ_OPERATOR):
             return 1.0 if args[0].is_floating_point() else 1
-        out = func(*args, **kwargs)
-        given, made = _flat(args), _flat(out)
-        fresh = [tensor for tensor in made if self._is_new(tensor)]
-        is_cast = name.startswith(_CASTS) and any(
-            id(t.untyped_storage()) in self._parameters for t in given
+        operator_output = func(*args, **kwargs)
+        input_tensors, output_tensors = (
+            _list_tensors(args),
+            _list_tensors(operator_output),
         )
-        for tensor in fresh:
-            self._add(tensor, "copies" if is_cast else "activations")
-        self._account(func, name, args, kwargs, out, given, made, bool(fresh))
-        self.seen.alive.append(
+        new_tensors = [tensor for tensor in output_tensors if self._is_new(tensor)]
+        is_cast = operator_name.startswith(_CAST_OPERATOR) and any(
+            id(t.untyped_storage()) in self._parameters for t in input_tensors
+        )
+        for tensor in new_tensors:
+            self._add_allocation(tensor, "copies" if is_cast else "activations")
+        self._count_operation(
+            func,
+            operator_name,
+            args,
+            kwargs,
+            operator_output,
+            input_tensors,
+            output_tensors,
+            bool(new_tensors),
+        )
+        self.measured.alive.append(
             (
                 self._bytes["activations"],
                 self._bytes["copies"],
                 self._bytes["gradients"],
             )
         )
-        return out
+        return operator_output
 
-    def _account(
+    def _count_operation(
         self,
         func: Any,
-        name: str,
+        operator_name: str,
         args: Any,
         kwargs: Any,
-        out: Any,
-        given: list[Tensor],
-        made: list[Tensor],
-        new: bool,
+        operator_output: Any,
+        input_tensors: list[Tensor],
+        output_tensors: list[Tensor],
+        has_new_tensors: bool,
     ) -> None:
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None and made:
+        flop_formula = flop_registry.get(func.overloadpacket)
+        if flop_formula is not None and output_tensors:
             self.count(
-                float(formula(*args, **kwargs, out_val=out)),
-                str(given[0].dtype).removeprefix("torch."),
+                float(flop_formula(*args, **kwargs, out_val=operator_output)),
+                str(input_tensors[0].dtype).removeprefix("torch."),
             )
-            self.seen.operations += 1
+            self.measured.operations += 1
         # neither a view nor a metadata query
-        elif new or name.partition(".")[0].endswith("_"):
-            self.seen.moved += sum(_size(tensor) for tensor in (*given, *made))
-            self.seen.operations += 1
+        elif has_new_tensors or operator_name.partition(".")[0].endswith("_"):
+            self.measured.moved += sum(
+                _tensor_bytes(tensor) for tensor in (*input_tensors, *output_tensors)
+            )
+            self.measured.operations += 1
 
     def _is_new(self, tensor: Tensor) -> bool:
-        key = id(tensor.untyped_storage())
-        return key not in self._known and key not in self._parameters
+        storage_id = id(tensor.untyped_storage())
+        return (
+            storage_id not in self._allocations and storage_id not in self._parameters
+        )
 
-    def _add(self, tensor: Tensor, kind: Kind) -> None:
+    def _add_allocation(self, tensor: Tensor, kind: AllocationKind) -> None:
         storage = tensor.untyped_storage()
-        num_bytes = -(-storage.nbytes() // _ROUND) * _ROUND
-        key = id(storage)
-        if key in self._known:
+        num_bytes = -(-storage.nbytes() // _ALLOCATION_BYTES) * _ALLOCATION_BYTES
+        storage_id = id(storage)
+        if storage_id in self._allocations:
             return
 
-        def gone(_: object) -> None:
-            _, was, amount = self._known.pop(key)
-            self._bytes[was] -= amount
+        def forget_storage(_: object) -> None:
+            _, last_kind, freed_bytes = self._allocations.pop(storage_id)
+            self._bytes[last_kind] -= freed_bytes
 
-        self._known[key] = (weakref.ref(storage, gone), kind, num_bytes)
+        self._allocations[storage_id] = (
+            weakref.ref(storage, forget_storage),
+            kind,
+            num_bytes,
+        )
         self._bytes[kind] += num_bytes
 
     def _enter(self, module: nn.Module, inputs: object) -> None:
@@ -162,53 +193,55 @@ class StepWatch(TorchDispatchMode):
     def _accumulated(self, parameter: Tensor) -> None:
         if parameter.grad is None:
             return
-        key = id(parameter.grad.untyped_storage())
-        if key in self._known:
-            reference, was, amount = self._known[key]
-            if was != "gradients":
-                self._known[key] = (reference, "gradients", amount)
-                self._bytes[was] -= amount
-                self._bytes["gradients"] += amount
+        storage_id = id(parameter.grad.untyped_storage())
+        if storage_id in self._allocations:
+            reference, last_kind, num_bytes = self._allocations[storage_id]
+            if last_kind != "gradients":
+                self._allocations[storage_id] = (reference, "gradients", num_bytes)
+                self._bytes[last_kind] -= num_bytes
+                self._bytes["gradients"] += num_bytes
 
 
-def _flat(values: Any) -> list[Tensor]:  # Any: arguments or results of an operator
+def _list_tensors(
+    values: Any,
+) -> list[Tensor]:  # Any: arguments or results of an operator
     """Return the tensors among values and lists of values, which covers all operators and is faster than `trees`."""
     if isinstance(values, Tensor):
         return [values]
     if not isinstance(values, (list, tuple)):
         return []
-    found: list[Tensor] = []
+    tensors_in_values: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors_in_values.append(value)
         elif isinstance(value, (list, tuple)):
-            found += [inner for inner in value if isinstance(inner, Tensor)]
-    return found
+            tensors_in_values += [inner for inner in value if isinstance(inner, Tensor)]
+    return tensors_in_values
 
 
-def _size(tensor: Tensor) -> int:
+def _tensor_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _short(dtype: str) -> str:
+def _short_dtype(dtype: str) -> str:
     return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
 
 
 def fake_copy(model: nn.Module) -> dict[int, nn.Parameter]:
     """Replace a model's parameters and buffers by fake ones in place; return new parameters by id of the old ones."""
-    made: dict[int, nn.Parameter] = {}
+    fake_parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(
             module.named_parameters(recurse=False, remove_duplicate=False)
         ):
-            if id(parameter) not in made:
-                empty = torch.empty(
+            if id(parameter) not in fake_parameters:
+                fake_tensor = torch.empty(
                     parameter.shape, dtype=parameter.dtype, device="cpu"
                 )
-                made[id(parameter)] = nn.Parameter(
-                    empty, requires_grad=parameter.requires_grad
+                fake_parameters[id(parameter)] = nn.Parameter(
+                    fake_tensor, requires_grad=parameter.requires_grad
                 )
-            module.register_parameter(name, made[id(parameter)])
+            module.register_parameter(name, fake_parameters[id(parameter)])
         for name, buffer in list(
             module.named_buffers(recurse=False, remove_duplicate=False)
         ):
@@ -217,7 +250,7 @@ def fake_copy(model: nn.Module) -> dict[int, nn.Parameter]:
                 name,
                 torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"),
             )
-    return made
+    return fake_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,9 +278,9 @@ class SavedNotes:
     """Recorder of saved tensors and shapes while a forward runs."""
 
     watch: StepWatch
-    anatomy: ModuleRoles
+    roles: ModuleRoles
     saved: Saved = field(default_factory=Saved)
-    _seen: dict[int, weakref.ref[Any]] = field(
+    _storages: dict[int, weakref.ref[Any]] = field(
         default_factory=dict
     )  # Any: storages; strong references would change the peak
 
@@ -257,38 +290,40 @@ class SavedNotes:
 
     def entered(self, module: nn.Module, args: object, kwargs: object = None) -> None:
         """Record the shape of the first block's input."""
-        if self.saved.width == 0 and id(module) in self.anatomy.blocks:
-            first = next(
+        if self.saved.width == 0 and id(module) in self.roles.blocks:
+            first_input = next(
                 (
-                    value
-                    for value in tensors([args, kwargs])
-                    if value.is_floating_point()
+                    tensor
+                    for tensor in tensors([args, kwargs])
+                    if tensor.is_floating_point()
                 ),
                 None,
             )
-            if first is not None and first.dim() >= 2:
-                self.saved.width = first.shape[-1]
-                self.saved.sequence = first.shape[-2] if first.dim() > 2 else 1
+            if first_input is not None and first_input.dim() >= 2:
+                self.saved.width = first_input.shape[-1]
+                self.saved.sequence = (
+                    first_input.shape[-2] if first_input.dim() > 2 else 1
+                )
 
     def save(self, tensor: Tensor) -> Tensor:
         """Record a tensor that autograd saves."""
         storage = tensor.untyped_storage()
-        known = self._seen.get(id(storage))
-        if (known is not None and known() is storage) or self.watch.is_parameter(
-            tensor
-        ):
+        storage_reference = self._storages.get(id(storage))
+        if (
+            storage_reference is not None and storage_reference() is storage
+        ) or self.watch.is_parameter(tensor):
             return tensor
-        self._seen[id(storage)] = weakref.ref(storage)
+        self._storages[id(storage)] = weakref.ref(storage)
         num_bytes = storage.nbytes()
         self.saved.total += num_bytes
         if any(
-            id(module) in self.anatomy.blocks for module in self.watch.stack
+            id(module) in self.roles.blocks for module in self.watch.stack
         ) and self._is_divided(tensor):
             self.saved.split += num_bytes
         return tensor
 
     def _is_divided(self, tensor: Tensor) -> bool:
         """Return whether tensor parallelism splits this tensor: inputs of row-wise layers, all but hidden states."""
-        if self.watch.stack and id(self.watch.stack[-1]) in self.anatomy.by_rows:
+        if self.watch.stack and id(self.watch.stack[-1]) in self.roles.by_rows:
             return True
         return tensor.dim() > 3 or tensor.shape[-1:] != (self.saved.width,)

@@ -25,17 +25,17 @@ from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.extensions.planning.tune import tuning
 from hasten.extensions.planning.tune.tuning import (
+    SettingValues,
     Trial,
     TrialOutcome,
     TunedMachine,
     Tuning,
-    Values,
-    in_output,
+    describe_exit,
 )
 from hasten.launch.base import look_at_host
 from hasten.runtime.bytes_plan import format_bytes
 
-_ABOUT: Final = """Every trial runs the script from its start, with the same data, and stops it after a few updates. A value is accepted
+_TRIAL_HELP: Final = """Every trial runs the script from its start, with the same data, and stops it after a few updates. A value is accepted
 if steps are more than 2 % faster and the losses of the first updates equal those of the unchanged script within 0.1 % (1 % for a script in half
 precision, 3 % where the precision changes). Trials are not logged or saved.
 """
@@ -45,172 +45,202 @@ _LEAST_FOR_COMPILING: Final = 300.0
 
 def main(argv: Sequence[str]) -> int:
     """Run `hasten tune …`; return 0 if the script ran."""
-    words, own = split_at_dashes(argv)
-    given, unknown = _parser().parse_known_args(words)
-    script = Path(given.script)
-    if not script.is_file():
+    command_words, script_words = split_at_dashes(argv)
+    arguments, unknown_words = _make_parser().parse_known_args(command_words)
+    script_path = Path(arguments.script)
+    if not script_path.is_file():
         raise ConfigError(
-            f"the script {given.script!r} does not exist; the current folder is {Path.cwd()}."
+            f"the script {arguments.script!r} does not exist; the current folder is {Path.cwd()}."
         )
-    budget = tuning.seconds(given.budget)
-    tuning.check_names(given.only)
+    budget_s = tuning.parse_duration(arguments.budget)
+    tuning.check_names(arguments.only)
     host = look_at_host()
-    on_cuda = host.device == "cuda" and not given.cpu
-    machine = TunedMachine(
+    on_cuda = host.device == "cuda" and not arguments.cpu
+    tuned_machine = TunedMachine(
         cuda=on_cuda,
         cores=host.cores,
-        has_compiler=bool(shutil.which("g++")) and budget >= _LEAST_FOR_COMPILING,
+        has_compiler=bool(shutil.which("g++")) and budget_s >= _LEAST_FOR_COMPILING,
     )
-    deadline = time.monotonic() + budget
-    runner = Runner([str(script), *unknown, *own], given, deadline)
-    baseline = runner.measure({})
-    course = Tuning(tuning.chosen(tuning.knobs(machine, baseline), given.only))
+    deadline = time.monotonic() + budget_s
+    trial_runner = TrialRunner(
+        [str(script_path), *unknown_words, *script_words], arguments, deadline
+    )
+    baseline = trial_runner.run_trial({})
+    tuning_run = Tuning(
+        tuning.select_knobs(tuning.list_knobs(tuned_machine, baseline), arguments.only)
+    )
     # for one more trial, and for the second run of the unchanged script, which confirms the speedup
-    reserved_s = 2 * runner.unchanged_s
-    course.run(
-        baseline, runner.measure, lambda: time.monotonic() + reserved_s < deadline
+    reserved_s = 2 * trial_runner.unchanged_s
+    tuning_run.try_knobs(
+        baseline,
+        trial_runner.run_trial,
+        lambda: time.monotonic() + reserved_s < deadline,
     )
-    _finish(course, given)
+    _report_results(tuning_run, arguments)
     return 0
 
 
-class Runner:
+class TrialRunner:
     """Runner of trials, one after the other, each in a separate process."""
 
     def __init__(
-        self, script: list[str], given: argparse.Namespace, deadline: float
+        self, script_command: list[str], arguments: argparse.Namespace, deadline: float
     ) -> None:
-        self._script = script
-        self._given = given
+        self._script_command = script_command
+        self._arguments = arguments
         self._deadline = deadline
         self.unchanged_s = 0.0
         """Seconds of the first run of the unchanged script."""
 
-    def measure(self, values: Values) -> TrialOutcome:
+    def run_trial(self, setting_values: SettingValues) -> TrialOutcome:
         """Run one trial and return its measurements."""
         sys.stderr.write(
-            f"[hasten] {max(0, self._deadline - time.monotonic()):.0f} s left, trying {_words(values)}\n"
+            f"[hasten] {max(0, self._deadline - time.monotonic()):.0f} s left, trying {_format_values(setting_values)}\n"
         )
         with tempfile.TemporaryDirectory(prefix="hasten_tune_") as folder:
-            result = Path(folder) / "result.json"
-            spec = {
-                "values": dict(values),
-                "result": str(result),
-                "warmup": self._given.warmup,
-                "updates": self._given.updates,
+            result_file = Path(folder) / "result.json"
+            trial_spec = {
+                "values": dict(setting_values),
+                "result": str(result_file),
+                "warmup": self._arguments.warmup,
+                "updates": self._arguments.updates,
             }
             spec_file = Path(folder) / "spec.json"
-            spec_file.write_bytes(msgspec.json.encode(spec))
+            spec_file.write_bytes(msgspec.json.encode(trial_spec))
             command = [
                 *(sys.executable, "-m", "hasten.extensions.planning.tune.trial"),
                 str(spec_file),
-                *self._script,
+                *self._script_command,
             ]
             variables = {
                 **os.environ,
-                **({"HASTEN_CPU": "1"} if self._given.cpu else {}),
+                **({"HASTEN_CPU": "1"} if self._arguments.cpu else {}),
             }
-            start = time.monotonic()
-            left = max(
-                30.0, self._deadline - start, 0.0 if values else 2 * self.unchanged_s
+            start_s = time.monotonic()
+            timeout_s = max(
+                30.0,
+                self._deadline - start_s,
+                0.0 if setting_values else 2 * self.unchanged_s,
             )
             try:
-                done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=left, env=variables
+                finished_process = subprocess.run(
+                    command,
+                    capture_output=True,
+                    text=True,
+                    timeout=timeout_s,
+                    env=variables,
                 )
             except subprocess.TimeoutExpired:
                 return TrialOutcome(error="not done within the budget")
-            took = time.monotonic() - start
-            self.unchanged_s = self.unchanged_s or took
-            if not result.is_file():
-                return TrialOutcome(error=in_output(done.stderr, done.returncode))
-            return msgspec.json.decode(result.read_bytes(), type=TrialOutcome)
+            duration_s = time.monotonic() - start_s
+            self.unchanged_s = self.unchanged_s or duration_s
+            if not result_file.is_file():
+                return TrialOutcome(
+                    error=describe_exit(
+                        finished_process.stderr, finished_process.returncode
+                    )
+                )
+            return msgspec.json.decode(result_file.read_bytes(), type=TrialOutcome)
 
 
-def _finish(course: Tuning, given: argparse.Namespace) -> None:
-    best = course.best
-    assert best is not None, "the baseline ran"
-    config = tuning.config_of(best.values)
-    lines = tuning.advice(best.values, course.knobs)
-    if given.output:
-        files.write(config, given.output)
-    if given.json:
+def _report_results(tuning_run: Tuning, arguments: argparse.Namespace) -> None:
+    best_trial = tuning_run.best
+    assert best_trial is not None, "the baseline ran"
+    config = tuning.config_of(best_trial.values)
+    script_changes = tuning.list_script_changes(best_trial.values, tuning_run.knobs)
+    if arguments.output:
+        files.write(config, arguments.output)
+    if arguments.json:
         trials = [
-            {"values": dict(t.values), "verdict": t.verdict, **asdict(t.outcome)}
-            for t in course.trials
+            {
+                "values": dict(trial.values),
+                "verdict": trial.verdict,
+                **asdict(trial.outcome),
+            }
+            for trial in tuning_run.trials
         ]
-        content = {
+        json_report = {
             "trials": trials,
-            "best": dict(best.values),
-            "gain": course.gain,
-            "not_tried": course.not_tried,
-            "advice": lines,
+            "best": dict(best_trial.values),
+            "gain": tuning_run.gain,
+            "not_tried": tuning_run.not_tried,
+            "advice": script_changes,
         }
-        sys.stdout.write(json.dumps(content, indent=2) + "\n")
+        sys.stdout.write(json.dumps(json_report, indent=2) + "\n")
         return
     console = Console()
-    console.print(table(course.trials))
-    for line in conclusion(course, lines, given.output, changed=config != Config()):
+    console.print(make_table(tuning_run.trials))
+    for line in describe_result(
+        tuning_run,
+        script_changes,
+        arguments.output,
+        changes_settings=config != Config(),
+    ):
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def conclusion(
-    course: Tuning, advice: Sequence[str], output: str | None, changed: bool
+def describe_result(
+    tuning_run: Tuning,
+    script_changes: Sequence[str],
+    output_path: str | None,
+    changes_settings: bool,
 ) -> list[str]:
     """Return the conclusion of the table, in sentences."""
-    best = course.best
-    assert best is not None, "the baseline ran"
+    best_trial = tuning_run.best
+    assert best_trial is not None, "the baseline ran"
     lines = ["best: the unchanged script; no candidate is faster at equal losses"]
-    if len(course.trials) == 1:
+    if len(tuning_run.trials) == 1:
         lines = ["only the unchanged script was measured"]
-    if best.values:
+    if best_trial.values:
         lines = [
-            f"best: {_words(best.values)}, {course.gain:.2f} times as fast as the unchanged script"
+            f"best: {_format_values(best_trial.values)}, {tuning_run.gain:.2f} times as fast as the unchanged script"
         ]
-    if course.not_tried:
-        words = "; ".join(map(_words, course.not_tried))
+    if tuning_run.not_tried:
+        untried_values = "; ".join(map(_format_values, tuning_run.not_tried))
         lines.append(
-            f"not tried, because the budget was used up: {words}; increase --budget, or select candidates with --only"
+            f"not tried, because the budget was used up: {untried_values}; increase --budget, or select candidates with --only"
         )
-    lines += [f"  in the script: {line}" for line in advice]
-    if output:
+    lines += [f"  in the script: {line}" for line in script_changes]
+    if output_path:
         lines.append(
-            f"written: {output}"
-            if changed
-            else f"written: {output}, which changes no setting"
+            f"written: {output_path}"
+            if changes_settings
+            else f"written: {output_path}, which changes no setting"
         )
     return lines
 
 
-def _words(values: Values) -> str:
-    settings = [f"{name}={value}" for name, value in values.items()]
-    return ", ".join(settings) or "the unchanged script"
+def _format_values(setting_values: SettingValues) -> str:
+    shown_settings = [
+        f"{name}={setting_value}" for name, setting_value in setting_values.items()
+    ]
+    return ", ".join(shown_settings) or "the unchanged script"
 
 
-def table(trials: Sequence[Trial]) -> Table:
+def make_table(trials: Sequence[Trial]) -> Table:
     """Return a table with one row per trial."""
-    shown = Table(title="measured")
+    trial_table = Table(title="measured")
     for title in ("values", "step", "memory", "verdict"):
-        shown.add_column(
+        trial_table.add_column(
             title, justify="left" if title in ("values", "verdict") else "right"
         )
     for trial in trials:
-        out = trial.outcome
-        shown.add_row(
-            _words(trial.values),
-            f"{out.step_s * 1e3:.2f} ms" if out.step_s else "",
-            format_bytes(out.peak_bytes) if out.peak_bytes else "",
+        outcome = trial.outcome
+        trial_table.add_row(
+            _format_values(trial.values),
+            f"{outcome.step_s * 1e3:.2f} ms" if outcome.step_s else "",
+            format_bytes(outcome.peak_bytes) if outcome.peak_bytes else "",
             trial.verdict,
         )
-    return shown
+    return trial_table
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="hasten tune",
         usage="hasten tune script.py [arguments of the script] [--budget 10m] [options]",
         description="Find faster settings for a script on this machine by running its first updates.",
-        epilog=_ABOUT,
+        epilog=_TRIAL_HELP,
         allow_abbrev=False,
     )
     parser.add_argument("script", help="a training script with an Accelerator")

@@ -21,7 +21,11 @@ from torch.utils.data import DataLoader
 
 from hasten.accelerator.components import Components
 from hasten.extensions.planning.plan.targets import run_script
-from hasten.extensions.planning.tune.tuning import TrialOutcome, happened, settings_of
+from hasten.extensions.planning.tune.tuning import (
+    TrialOutcome,
+    describe_error,
+    settings_of,
+)
 from hasten.optim.run_part import Objects, RunPart, in_every_run
 from hasten.optim.window import Holder
 
@@ -59,29 +63,33 @@ class ScriptTrial(RunPart):
         without_output = {"log_with": None, "project_dir": None}
         return {**given, **without_output, **settings_of(self.spec.values)}
 
-    def _changed(self, value: Any) -> Any:  # Any: an object that the script prepares
+    def _changed(
+        self, script_object: Any
+    ) -> Any:  # Any: an object that the script prepares
         """Return one of the script's objects, modified for this trial."""
-        values = self.spec.values
-        if isinstance(value, nn.Module):
+        setting_values = self.spec.values
+        if isinstance(script_object, nn.Module):
             self.convolutions = any(
-                isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
-                for part in value.modules()
+                isinstance(submodule, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+                for submodule in script_object.modules()
             )
-            head = getattr(value, "get_output_embeddings", lambda: None)()
-            self.computes_loss = type(head) is nn.Linear
+            output_layer = getattr(
+                script_object, "get_output_embeddings", lambda: None
+            )()
+            self.computes_loss = type(output_layer) is nn.Linear
             return (
-                value.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-                if values.get("channels_last")
-                else value
+                script_object.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                if setting_values.get("channels_last")
+                else script_object
             )
-        if isinstance(value, DataLoader) and "num_workers" in values:
-            value.num_workers = values["num_workers"]
-            value.prefetch_factor = 2
-        if isinstance(value, Optimizer) and values.get("fused"):
-            for group in value.param_groups:
+        if isinstance(script_object, DataLoader) and "num_workers" in setting_values:
+            script_object.num_workers = setting_values["num_workers"]
+            script_object.prefetch_factor = 2
+        if isinstance(script_object, Optimizer) and setting_values.get("fused"):
+            for group in script_object.param_groups:
                 if "fused" in group:
                     group["fused"], group["foreach"] = True, False
-        return value
+        return script_object
 
     def built(self, run: Components) -> None:
         """Note the facts about the run of an Accelerator."""
@@ -90,7 +98,7 @@ class ScriptTrial(RunPart):
 
     def preparing(self, objects: Objects) -> Objects:
         """Return the script's objects, modified for this trial."""
-        return tuple(self._changed(value) for value in objects)
+        return tuple(self._changed(script_object) for script_object in objects)
 
     def capturing(self) -> None:
         """Record that the script captures its whole step."""
@@ -104,42 +112,44 @@ class ScriptTrial(RunPart):
 
     def after_update(self, optimizer: Holder, applied: bool) -> None:
         """Record an update; the script ends at the last one."""
-        done = len(self.marks)
+        num_updates = len(self.marks)
         if (
-            done in (self.spec.warmup, self.spec.warmup + self.spec.updates)
+            num_updates in (self.spec.warmup, self.spec.warmup + self.spec.updates)
             and torch.cuda.is_available()
         ):
             torch.cuda.synchronize()
         self.marks.append(time.perf_counter())
-        if done >= self.spec.warmup + self.spec.updates:
+        if num_updates >= self.spec.warmup + self.spec.updates:
             raise _TrialDone
 
     def outcome(self, error: str = "") -> TrialOutcome:
         """Return the measurements."""
-        measured = self.marks[self.spec.warmup :]
-        step = (
-            (measured[-1] - measured[0]) / (len(measured) - 1)
-            if len(measured) > 1
+        timed_marks = self.marks[self.spec.warmup :]
+        step_s = (
+            (timed_marks[-1] - timed_marks[0]) / (len(timed_marks) - 1)
+            if len(timed_marks) > 1
             else 0.0
         )
-        if not error and not step:
+        if not error and not step_s:
             error = (
                 f"it ended after {len(self.marks)} updates, and {self.spec.warmup + self.spec.updates} are needed; train for longer, or "
                 "give fewer --warmup and --updates"
                 if self.marks
                 else "it made no update with an Accelerator of hasten's"
             )
-        losses: list[float] = []
+        loss_values: list[float] = []
         try:
-            losses += [float(loss) for loss in self.losses]
+            loss_values += [float(loss) for loss in self.losses]
         # a kernel of the script failed, which surfaces when its result is read
         except RuntimeError as wrong:
-            error = error or happened(wrong)
-        cuda = torch.cuda.is_available()
+            error = error or describe_error(wrong)
+        has_cuda = torch.cuda.is_available()
         return TrialOutcome(
-            step_s=step,
-            peak_bytes=torch.cuda.max_memory_allocated() if cuda else _resident(),
-            losses=tuple(losses),
+            step_s=step_s,
+            peak_bytes=torch.cuda.max_memory_allocated()
+            if has_cuda
+            else _peak_resident_bytes(),
+            losses=tuple(loss_values),
             convolutions=self.convolutions,
             precision=self.precision,
             captures_step=self.captures_step,
@@ -148,21 +158,21 @@ class ScriptTrial(RunPart):
         )
 
 
-def _resident() -> int:
+def _peak_resident_bytes() -> int:
     """Return the peak resident memory of this process."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max_rss if sys.platform == "darwin" else max_rss * 1024
 
 
 def main(argv: list[str]) -> int:
     """Run `spec.json script.py [arguments]` and write the measurements."""
-    spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=Spec)
-    timed = ScriptTrial(spec)
-    if spec.values.get("tf32"):
+    trial_spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=Spec)
+    script_trial = ScriptTrial(trial_spec)
+    if trial_spec.values.get("tf32"):
         torch.set_float32_matmul_precision("high")
     error = ""
     try:
-        with in_every_run(timed):
+        with in_every_run(script_trial):
             run_script(Path(argv[1]), argv[2:])
     except _TrialDone:
         pass
@@ -170,8 +180,10 @@ def main(argv: list[str]) -> int:
         error = f"it ended with exit code {ended.code}" if ended.code else ""
     # any kind: the script is the user's, and the table shows what it raised
     except Exception as wrong:
-        error = happened(wrong)
-    Path(spec.result).write_bytes(msgspec.json.encode(timed.outcome(error)))
+        error = describe_error(wrong)
+    Path(trial_spec.result).write_bytes(
+        msgspec.json.encode(script_trial.outcome(error))
+    )
     return 0
 
 

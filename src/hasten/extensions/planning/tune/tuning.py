@@ -16,17 +16,17 @@ from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.errors import ConfigError
 
-SAME: Final = 1e-3
+SAME_PRECISION_TOLERANCE: Final = 1e-3
 """Relative difference of losses that rounding in the same precision may cause over some steps."""
-HALF: Final = 3e-2
+HALF_PRECISION_TOLERANCE: Final = 3e-2
 """Relative difference of losses between float32 and half precision."""
-ROUNDED: Final = 1e-2
+HALF_SCRIPT_TOLERANCE: Final = 1e-2
 """Relative difference of losses if the script itself uses half precision, where reordered operations round more."""
-WORTH: Final = 0.02
+MIN_SPEEDUP: Final = 0.02
 """Speedup above which a candidate is taken; less is noise."""
-LAUNCHED_S: Final = 0.1
+LAUNCH_BOUND_STEP_S: Final = 0.1
 """Step time of the unchanged script above which it does not wait for kernels to be launched, so that CUDA graphs gain nothing."""
-NAMES: Final = (
+KNOB_NAMES: Final = (
     *(
         "mixed_precision",
         "fused",
@@ -38,8 +38,8 @@ NAMES: Final = (
     *("tf32", "prefetch"),
 )
 """Names of all knobs."""
-Values = Mapping[str, Any]  # Any: numbers, names and flags
-WAYS: Final = MappingProxyType[str, Mapping[str, Any]](
+SettingValues = Mapping[str, Any]  # Any: numbers, names and flags
+COMPILE_SETTINGS: Final = MappingProxyType[str, Mapping[str, Any]](
     {
         "regional": MappingProxyType(
             {"backend": "inductor", "use_regional_compilation": True}
@@ -58,7 +58,7 @@ WAYS: Final = MappingProxyType[str, Mapping[str, Any]](
     }
 )
 """Settings of torch.compile for each value of the knob "compile"."""
-TAKEN: Final = "faster: taken"
+TAKEN_VERDICT: Final = "faster: taken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Knob:
 
     name: str
     values: tuple[Any, ...]  # Any: numbers, names and flags
-    tolerance: float = SAME
+    tolerance: float = SAME_PRECISION_TOLERANCE
     advice: str = ""
     """Change of the script for a knob that is not a setting of hasten; `{}` is the value."""
 
@@ -101,12 +101,12 @@ class TrialOutcome:
 class Trial:
     """One run of the script: its values, its measurements, and the verdict."""
 
-    values: Values
+    values: SettingValues
     outcome: TrialOutcome
     verdict: str
 
 
-Measure = Callable[[Values], TrialOutcome]
+RunTrial = Callable[[SettingValues], TrialOutcome]
 """Runs the script with values."""
 
 
@@ -117,97 +117,144 @@ class Tuning:
     knobs: Sequence[Knob]
     trials: list[Trial] = field(default_factory=list)
     best: Trial | None = None
-    not_tried: list[Values] = field(default_factory=list)
+    not_tried: list[SettingValues] = field(default_factory=list)
     """Values that were not tried for lack of time."""
 
-    def run(
-        self, baseline: TrialOutcome, measure: Measure, in_time: Callable[[], bool]
+    def try_knobs(
+        self, baseline: TrialOutcome, run_trial: RunTrial, in_time: Callable[[], bool]
     ) -> None:
         """Measure each value of each knob until time is up, and the unchanged script again to confirm a speedup over `baseline`.
 
         Raises: ConfigError when the unchanged script does not run.
         """
         if baseline.error:
-            goal = "enough updates" if baseline.losses else "its updates"
+            missed_goal = "enough updates" if baseline.losses else "its updates"
             raise ConfigError(
-                f"the unchanged script does not reach {goal}: {baseline.error.rstrip('.')}. Run it directly first."
+                f"the unchanged script does not reach {missed_goal}: {baseline.error.rstrip('.')}. Run it directly first."
             )
         if not baseline.losses:
             raise ConfigError(
                 "no loss of the script went through accelerator.backward(), so losses of trials cannot be compared; call "
                 "accelerator.backward(loss)."
             )
-        best = unchanged = Trial({}, baseline, "as it is")
-        self.trials.append(unchanged)
+        best_trial = unchanged_trial = Trial({}, baseline, "as it is")
+        self.trials.append(unchanged_trial)
         for knob in self.knobs:
-            for value in knob.values:
-                values = {**best.values, knob.name: value}
+            for knob_value in knob.values:
+                setting_values = {**best_trial.values, knob.name: knob_value}
                 if not in_time():
-                    self.not_tried.append(values)
+                    self.not_tried.append(setting_values)
                     continue
-                outcome = measure(values)
-                verdict = judge(outcome, baseline, best.outcome, knob.tolerance)
-                self.trials.append(Trial(values, outcome, verdict))
-                if verdict == TAKEN:
-                    best = self.trials[-1]
-        self.best = best
+                outcome = run_trial(setting_values)
+                verdict = judge_trial(
+                    outcome, baseline, best_trial.outcome, knob.tolerance
+                )
+                self.trials.append(Trial(setting_values, outcome, verdict))
+                if verdict == TAKEN_VERDICT:
+                    best_trial = self.trials[-1]
+        self.best = best_trial
         # a machine that was busy at first exaggerates speedups
-        if best is not unchanged:
-            repeated = measure({})
-            verdict = f"failed: {repeated.error}" if repeated.error else "as it is"
-            self.trials.append(Trial({}, repeated, verdict))
-            if repeated.step_s * (1 - WORTH) <= best.outcome.step_s:
-                self.best = unchanged
+        if best_trial is not unchanged_trial:
+            second_outcome = run_trial({})
+            verdict = (
+                f"failed: {second_outcome.error}"
+                if second_outcome.error
+                else "as it is"
+            )
+            self.trials.append(Trial({}, second_outcome, verdict))
+            if second_outcome.step_s * (1 - MIN_SPEEDUP) <= best_trial.outcome.step_s:
+                self.best = unchanged_trial
 
     @property
     def gain(self) -> float:
         """Speedup of the best values over the fastest run of the unchanged script."""
         assert self.best is not None, "the baseline comes first"
-        unchanged = [trial.outcome.step_s for trial in self.trials if not trial.values]
-        return min(unchanged) / self.best.outcome.step_s if self.best.values else 1.0
+        unchanged_steps_s = [
+            trial.outcome.step_s for trial in self.trials if not trial.values
+        ]
+        return (
+            min(unchanged_steps_s) / self.best.outcome.step_s
+            if self.best.values
+            else 1.0
+        )
 
 
-def judge(
-    outcome: TrialOutcome, baseline: TrialOutcome, best: TrialOutcome, tolerance: float
+def judge_trial(
+    outcome: TrialOutcome,
+    baseline: TrialOutcome,
+    best_outcome: TrialOutcome,
+    tolerance: float,
 ) -> str:
     """Return the verdict on a trial: TAKEN, or the reason why its values are not taken."""
     if outcome.error:
         return f"failed: {outcome.error}"
-    loss_difference = difference(baseline.losses, outcome.losses)
+    loss_difference = largest_loss_difference(baseline.losses, outcome.losses)
     if loss_difference > tolerance:
         return f"losses differ by {loss_difference:.1%}, more than {tolerance:.1%}"
-    return TAKEN if outcome.step_s < best.step_s * (1 - WORTH) else "not faster"
+    return (
+        TAKEN_VERDICT
+        if outcome.step_s < best_outcome.step_s * (1 - MIN_SPEEDUP)
+        else "not faster"
+    )
 
 
-def difference(expected: Sequence[float], actual: Sequence[float]) -> float:
+def largest_loss_difference(
+    expected_losses: Sequence[float], actual_losses: Sequence[float]
+) -> float:
     """Return the largest relative difference between losses of the same updates; infinite if one is NaN."""
-    largest = 0.0
-    for first, second in zip(expected, actual, strict=False):
-        relative = abs(first - second) / max(abs(first), 1e-6)
-        largest = math.inf if math.isnan(relative) else max(largest, relative)
-    return largest
+    largest_difference = 0.0
+    for expected_loss, actual_loss in zip(expected_losses, actual_losses, strict=False):
+        relative_difference = abs(expected_loss - actual_loss) / max(
+            abs(expected_loss), 1e-6
+        )
+        largest_difference = (
+            math.inf
+            if math.isnan(relative_difference)
+            else max(largest_difference, relative_difference)
+        )
+    return largest_difference
 
 
-def knobs(machine: TunedMachine, base: TrialOutcome) -> list[Knob]:
+def list_knobs(machine: TunedMachine, baseline: TrialOutcome) -> list[Knob]:
     """Return the knobs that apply to this machine and script, the most promising first."""
-    same = SAME if base.precision == "no" else ROUNDED
-    computes_in_fp32_on_gpu = machine.cuda and base.precision == "no"
-    workers = tuple(number for number in (1, 2, 4, 8) if number <= machine.cores)
+    tolerance = (
+        SAME_PRECISION_TOLERANCE
+        if baseline.precision == "no"
+        else HALF_SCRIPT_TOLERANCE
+    )
+    computes_in_fp32_on_gpu = machine.cuda and baseline.precision == "no"
+    worker_counts = tuple(
+        num_workers for num_workers in (1, 2, 4, 8) if num_workers <= machine.cores
+    )
     rows = [
-        (computes_in_fp32_on_gpu, Knob("mixed_precision", ("bf16",), HALF)),
-        (True, Knob("fused", (True,), same, advice="the optimizer with fused=True")),
+        (
+            computes_in_fp32_on_gpu,
+            Knob("mixed_precision", ("bf16",), HALF_PRECISION_TOLERANCE),
+        ),
+        (
+            True,
+            Knob("fused", (True,), tolerance, advice="the optimizer with fused=True"),
+        ),
         (
             machine.has_compiler or machine.cuda,
-            Knob("compile", _ways(machine, base), same),
+            Knob("compile", _compile_values(machine, baseline), tolerance),
         ),
-        (machine.cuda and base.captures_step, Knob("step_graph", (True,), same)),
-        (True, Knob("num_workers", workers, advice="DataLoader(..., num_workers={})")),
         (
-            base.convolutions,
+            machine.cuda and baseline.captures_step,
+            Knob("step_graph", (True,), tolerance),
+        ),
+        (
+            True,
+            Knob(
+                "num_workers", worker_counts, advice="DataLoader(..., num_workers={})"
+            ),
+        ),
+        (
+            baseline.convolutions,
             Knob(
                 "channels_last",
                 (True,),
-                same,
+                tolerance,
                 advice="model.to(memory_format=torch.channels_last)",
             ),
         ),
@@ -216,7 +263,7 @@ def knobs(machine: TunedMachine, base: TrialOutcome) -> list[Knob]:
             Knob(
                 "tf32",
                 (True,),
-                HALF,
+                HALF_PRECISION_TOLERANCE,
                 advice='torch.set_float32_matmul_precision("high")',
             ),
         ),
@@ -225,98 +272,112 @@ def knobs(machine: TunedMachine, base: TrialOutcome) -> list[Knob]:
     return [knob for applies, knob in rows if applies]
 
 
-def _ways(machine: TunedMachine, base: TrialOutcome) -> tuple[str, ...]:
+def _compile_values(machine: TunedMachine, baseline: TrialOutcome) -> tuple[str, ...]:
     """Return the values of the knob "compile" that may gain."""
-    ways = ["regional", "whole"]
-    if machine.cuda and base.computes_loss:
-        ways.insert(0, "regional and loss")
+    compile_values = ["regional", "whole"]
+    if machine.cuda and baseline.computes_loss:
+        compile_values.insert(0, "regional and loss")
     # a captured step is one CUDA graph
-    if machine.cuda and base.step_s <= LAUNCHED_S and not base.captures_step:
-        ways.append("cuda graph")
-    return tuple(ways)
+    if (
+        machine.cuda
+        and baseline.step_s <= LAUNCH_BOUND_STEP_S
+        and not baseline.captures_step
+    ):
+        compile_values.append("cuda graph")
+    return tuple(compile_values)
 
 
-def check_names(only: Sequence[str]) -> None:
+def check_names(knob_names: Sequence[str]) -> None:
     """Raise ConfigError for a name that is not a knob."""
-    for name in only:
-        if name not in NAMES:
-            near = get_close_matches(name, NAMES, n=1, cutoff=0.5)
+    for knob_name in knob_names:
+        if knob_name not in KNOB_NAMES:
+            close_names = get_close_matches(knob_name, KNOB_NAMES, n=1, cutoff=0.5)
             hint = (
-                f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}."
+                f"did you mean {close_names[0]}?"
+                if close_names
+                else f"there are {', '.join(KNOB_NAMES)}."
             )
-            raise ConfigError(f"--only {name}: unknown candidate; {hint}")
+            raise ConfigError(f"--only {knob_name}: unknown candidate; {hint}")
 
 
-def chosen(applicable: Sequence[Knob], only: Sequence[str]) -> list[Knob]:
+def select_knobs(applicable: Sequence[Knob], knob_names: Sequence[str]) -> list[Knob]:
     """Return the knobs with the given names, in that order; all knobs if no names are given.
 
     Raises: ConfigError for a knob that does not apply here.
     """
     knob_by_name = {knob.name: knob for knob in applicable}
-    if missing := next((name for name in only if name not in knob_by_name), None):
+    if missing_name := next(
+        (knob_name for knob_name in knob_names if knob_name not in knob_by_name), None
+    ):
         raise ConfigError(
-            f"--only {missing}: it does not apply to this script on this machine, where {', '.join(knob_by_name)} can be tried; remove it."
+            f"--only {missing_name}: it does not apply to this script on this machine, where {', '.join(knob_by_name)} can be tried; remove it."
         )
-    return [knob_by_name[name] for name in only] or list(applicable)
+    return [knob_by_name[knob_name] for knob_name in knob_names] or list(applicable)
 
 
-def settings_of(values: Values) -> dict[str, Any]:
+def settings_of(setting_values: SettingValues) -> dict[str, Any]:
     """Return the arguments of an Accelerator for a choice of values, as far as there are settings for them."""
     settings = {}
-    if "mixed_precision" in values:
-        settings["mixed_precision"] = values["mixed_precision"]
-    if "prefetch" in values:
-        settings["dataloader.prefetch"] = values["prefetch"]
-    if values.get("step_graph"):
+    if "mixed_precision" in setting_values:
+        settings["mixed_precision"] = setting_values["mixed_precision"]
+    if "prefetch" in setting_values:
+        settings["dataloader.prefetch"] = setting_values["prefetch"]
+    if setting_values.get("step_graph"):
         settings["performance"] = {"mode": "auto", "compile": False}
-    if "compile" in values:
-        for name, value in WAYS[values["compile"]].items():
-            settings[f"dynamo.{name}"] = value
+    if "compile" in setting_values:
+        for setting_name, setting_value in COMPILE_SETTINGS[
+            setting_values["compile"]
+        ].items():
+            settings[f"dynamo.{setting_name}"] = setting_value
     return settings
 
 
-def config_of(values: Values) -> Config:
+def config_of(setting_values: SettingValues) -> Config:
     """Return the settings for a choice of values."""
-    return resolve(code=settings_of(values), env={}).config
+    return resolve(code=settings_of(setting_values), env={}).config
 
 
-def advice(values: Values, tried: Sequence[Knob]) -> list[str]:
+def list_script_changes(
+    setting_values: SettingValues, tried_knobs: Sequence[Knob]
+) -> list[str]:
     """Return the changes of the script for values that are not settings."""
     return [
-        knob.advice.format(values[knob.name])
-        for knob in tried
-        if knob.advice and knob.name in values
+        knob.advice.format(setting_values[knob.name])
+        for knob in tried_knobs
+        if knob.advice and knob.name in setting_values
     ]
 
 
-def seconds(text: str) -> float:
+def parse_duration(duration_text: str) -> float:
     """Return a duration from "90", "90s", "10m" or "1.5h".
 
     Raises: ConfigError for anything else.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)?", text.strip())
-    if match is None or float(match[1]) == 0:
-        raise ConfigError(f"budget {text!r} is not a duration; write 90s, 10m or 1h.")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2] or "s"]
+    matched_text = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)?", duration_text.strip())
+    if matched_text is None or float(matched_text[1]) == 0:
+        raise ConfigError(
+            f"budget {duration_text!r} is not a duration; write 90s, 10m or 1h."
+        )
+    return float(matched_text[1]) * {"s": 1, "m": 60, "h": 3600}[matched_text[2] or "s"]
 
 
 _CAUSE_CHARS: Final = 160
 
 
-def happened(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the class of an exception, and the first line of its message."""
     lines = str(error).strip().splitlines()
-    name = type(error).__name__
-    return _short(f"{name}: {lines[0]}" if lines else name)
+    error_class = type(error).__name__
+    return _shorten(f"{error_class}: {lines[0]}" if lines else error_class)
 
 
-def in_output(stderr: str, code: int) -> str:
+def describe_exit(stderr: str, code: int) -> str:
     """Return the cause of exit code `code`: the signal, the last line of the output, or the code."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     lines = stderr.strip().splitlines()
-    return _short(lines[-1]) if lines else f"exit code {code}"
+    return _shorten(lines[-1]) if lines else f"exit code {code}"
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return textwrap.shorten(text, _CAUSE_CHARS, placeholder=" …")
