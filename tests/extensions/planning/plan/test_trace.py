@@ -180,14 +180,14 @@ def test_a_model_of_a_script_takes_no_memory_while_it_is_built() -> None:
             assert not any(reference() is not None for reference in made)
             own = nn.Parameter(torch.empty(3))
             made.append(weakref.ref(own))
-            self.script_settings = self.tied = own
+            self.own = self.tied = own
 
     def builds() -> None:
         several = [Wide() for _ in range(5)]
         assert all(
-            one.script_settings is one.tied and one.own.is_meta for one in several
+            one.own is one.tied and one.own.is_meta for one in several
         )
-        assert len({id(one.script_settings) for one in several}) == 5
+        assert len({id(one.own) for one in several}) == 5
         raise FileNotFoundError("reached")
 
     with pytest.raises(ConfigError, match="reached"):
