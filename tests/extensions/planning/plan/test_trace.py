@@ -184,9 +184,7 @@ def test_a_model_of_a_script_takes_no_memory_while_it_is_built() -> None:
 
     def builds() -> None:
         several = [Wide() for _ in range(5)]
-        assert all(
-            one.own is one.tied and one.own.is_meta for one in several
-        )
+        assert all(one.own is one.tied and one.own.is_meta for one in several)
         assert len({id(one.own) for one in several}) == 5
         raise FileNotFoundError("reached")
 
