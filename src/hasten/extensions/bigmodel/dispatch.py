@@ -230,11 +230,12 @@ def _place_tensors(
         ):
             waiting_tensors.append(named_tensor)
             continue
-        target_device = (
-            compute_device
-            if is_streamed
-            else device_of("cpu" if str(device_key) == "disk" else device_key)
-        )
+        if is_streamed:
+            target_device = compute_device
+        elif str(device_key) == "disk":
+            target_device = torch.device("cpu")
+        else:
+            target_device = device_of(device_key)
         device_copies = copies_by_tensor[id(named_tensor.tensor)]
         if target_device not in device_copies:
             device_copies[target_device] = (

@@ -232,13 +232,9 @@ def _read_folder_pieces(
                     for alias_name, name in file_content.aliases.items()
                 }
             )
-    index_entries = (
-        index
-        if index is not None
-        else read_offload_index(folder)
-        if folder is not None
-        else {}
-    )
+    index_entries = index or {}
+    if index is None and folder is not None:
+        index_entries = read_offload_index(folder)
     weights_loader = OffloadedWeightsLoader(save_folder=folder, index=index_entries)
     file_pieces.update({name: weights_loader.piece(name) for name in index_entries})
     return file_pieces

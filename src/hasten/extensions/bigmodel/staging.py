@@ -31,26 +31,24 @@ class Ring:
     ) -> tuple[Span, list[Hashable]] | None:
         """Return a range for `key` and the evicted keys; None if the keys in `keep` leave no space."""
         fixed_spans = [
-            free_span for other_key, free_span in self.held.items() if other_key in keep
+            fixed_span for held_key, fixed_span in self.held.items() if held_key in keep
         ]
-        for start in (
-            self._next,
-            0,
-            *sorted(free_span.stop for free_span in fixed_spans),
-        ):
-            free_span = Span(start, start + size)
-            if free_span.stop <= self.capacity and not any(
-                free_span.meets(other_key) for other_key in fixed_spans
-            ):
-                evicted_keys = [
-                    other_key
-                    for other_key, held_span in self.held.items()
-                    if held_span.meets(free_span)
-                ]
-                self.drop(evicted_keys)
-                self.held[key] = free_span
-                self._next = free_span.stop
-                return free_span, evicted_keys
+        fixed_stops = sorted(fixed_span.stop for fixed_span in fixed_spans)
+        for start in (self._next, 0, *fixed_stops):
+            span = Span(start, start + size)
+            if span.stop > self.capacity:
+                continue
+            if any(span.meets(fixed_span) for fixed_span in fixed_spans):
+                continue
+            evicted_keys = [
+                held_key
+                for held_key, held_span in self.held.items()
+                if held_span.meets(span)
+            ]
+            self.drop(evicted_keys)
+            self.held[key] = span
+            self._next = span.stop
+            return span, evicted_keys
         return None
 
     def drop(self, keys: Iterable[Hashable]) -> None:

@@ -77,11 +77,9 @@ def largest_window_bytes(
     packs_by_unit = [unit_packs for unit_packs in packs_by_unit if unit_packs]
     largest_bytes = 0
     for start_unit in range(len(packs_by_unit)):
-        window_packs = {
-            pack
-            for step in range(min(count, len(packs_by_unit)))
-            for pack in packs_by_unit[(start_unit + step) % len(packs_by_unit)]
-        }
+        window_packs: set[Pack] = set()
+        for step in range(min(count, len(packs_by_unit))):
+            window_packs.update(packs_by_unit[(start_unit + step) % len(packs_by_unit)])
         largest_bytes = max(largest_bytes, sum(pack.num_bytes for pack in window_packs))
     return largest_bytes
 

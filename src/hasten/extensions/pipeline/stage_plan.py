@@ -97,14 +97,13 @@ def place_stages(
     schedule: PipelineSchedule, ranks: int, stages_per_rank: int | None
 ) -> StagePlacement:
     """Return the placement of a schedule's stages. Raises: ConfigError for an unsupported number of stages per rank."""
-    supported_counts = (
-        (1,) if schedule in SINGLE else ((2,) if schedule == IN_A_V else ())
-    )
-    per_rank = stages_per_rank or (supported_counts[0] if supported_counts else 2)
-    if supported_counts and per_rank not in supported_counts:
+    default_count = 1 if schedule in SINGLE else 2
+    per_rank = stages_per_rank or default_count
+    is_fixed = schedule in SINGLE or schedule == IN_A_V
+    if is_fixed and per_rank != default_count:
         raise ConfigError(
-            f"pp_handler.stages_per_rank={per_rank} is not supported with schedule {schedule!r}, which has {supported_counts[0]} "
-            f"stage{'s' if supported_counts[0] > 1 else ''} on each rank. Leave it out, or use 'interleaved_1f1b'."
+            f"pp_handler.stages_per_rank={per_rank} is not supported with schedule {schedule!r}, which has {default_count} "
+            f"stage{'s' if default_count > 1 else ''} on each rank. Leave it out, or use 'interleaved_1f1b'."
         )
     return StagePlacement(ranks, per_rank, schedule == IN_A_V)
 
