@@ -122,24 +122,26 @@ def _searching(function: Callable[..., Any], search: _Search) -> Callable[..., A
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:  # Any: arguments of the user's function
         _check_arguments(function, args)
-        size = search.start
-        steps = (
+        batch_size = search.start
+        accumulation_steps = (
             search.accelerator.gradient_accumulation_steps
             if search.accelerator is not None
             else 1
         )
-        while size > 0:
+        while batch_size > 0:
             _free_memory()
             if search.keep_global_batch:
-                _set_steps(search, size, steps)
-            fits, value = _attempt(function, size, search, args, kwargs)
+                _set_steps(search, batch_size, accumulation_steps)
+            fits, output = _attempt(function, batch_size, search, args, kwargs)
             if fits:
-                return value
-            smaller = _next_size(search, size)
+                return output
+            smaller_size = _next_size(search, batch_size)
             log.warning(
-                "batch size %d does not fit into memory; trying %d", size, smaller
+                "batch size %d does not fit into memory; trying %d",
+                batch_size,
+                smaller_size,
             )
-            size = smaller
+            batch_size = smaller_size
         raise StepError(
             f"{_name(function)} ran out of memory at every batch size from {search.start} down to zero; nothing is "
             "left to try. Use a smaller model, recompute activations, or shard it over more devices."
@@ -170,20 +172,20 @@ def _attempt(
         if error is not None:
             raise error
         return fits, value
-    verdicts = comm.all_gather_object(
+    outcomes = comm.all_gather_object(
         "fits" if fits else ("failed" if error is not None else "memory")
     )
     if error is not None:
         raise error
-    if "failed" in verdicts:
-        failed = [
-            comm.ranks[i] for i, verdict in enumerate(verdicts) if verdict == "failed"
+    if "failed" in outcomes:
+        failed_ranks = [
+            comm.ranks[i] for i, verdict in enumerate(outcomes) if verdict == "failed"
         ]
         raise StepError(
-            f"{_name(function)} raised on rank(s) {failed} at batch size {size}, for another reason than memory; this "
+            f"{_name(function)} raised on rank(s) {failed_ranks} at batch size {size}, for another reason than memory; this "
             "rank stops with them. See their error."
         )
-    return all(verdict == "fits" for verdict in verdicts), value
+    return all(verdict == "fits" for verdict in outcomes), value
 
 
 def _next_size(search: _Search, size: int) -> int:
@@ -198,10 +200,11 @@ def _next_size(search: _Search, size: int) -> int:
 
 def _takes_a_size(reduce: Callable[..., int]) -> bool:
     """Return True if the function needs an argument; functions that count themselves do not."""
-    parameters = inspect.signature(reduce).parameters.values()
+    reducer_parameters = inspect.signature(reduce).parameters.values()
     return any(
-        one.default is one.empty and one.kind is not one.VAR_KEYWORD
-        for one in parameters
+        parameter.default is parameter.empty
+        and parameter.kind is not parameter.VAR_KEYWORD
+        for parameter in reducer_parameters
     )
 
 

@@ -102,27 +102,31 @@ def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
             for grad in grads
             if is_dtensor(grad)
         ]
-    parts = [grad.to_local() for grad in grads if is_dtensor(grad)]
+    local_shards = [grad.to_local() for grad in grads if is_dtensor(grad)]
     # a rank may hold no row of a small parameter
-    mine = [part for part in parts if part.numel()]
+    nonempty_shards = [
+        local_shard for local_shard in local_shards if local_shard.numel()
+    ]
     norm = (
-        torch.nn.utils.get_total_norm(mine, norm_type)
-        if mine
-        else parts[0].new_zeros(())
+        torch.nn.utils.get_total_norm(nonempty_shards, norm_type)
+        if nonempty_shards
+        else local_shards[0].new_zeros(())
     )
-    kind = "max" if math.isinf(norm_type) else "sum"
-    total = norm if kind == "max" else norm**norm_type
-    tensor = placements()
-    for dim, placement in enumerate(first.placements):
+    reduction = "max" if math.isinf(norm_type) else "sum"
+    total = norm if reduction == "max" else norm**norm_type
+    dtensor_types = placements()
+    for shard_axis, placement in enumerate(first.placements):
         if _is_split(placement):
-            lying = [
-                tensor.Partial(kind) if other == dim else tensor.Replicate()
-                for other in range(len(first.placements))
+            partial_placements = [
+                dtensor_types.Partial(reduction)
+                if axis == shard_axis
+                else dtensor_types.Replicate()
+                for axis in range(len(first.placements))
             ]
-            total = tensor.DTensor.from_local(
-                total, first.device_mesh, lying, run_check=False
+            total = dtensor_types.DTensor.from_local(
+                total, first.device_mesh, partial_placements, run_check=False
             ).full_tensor()
-    return total if kind == "max" else total ** (1.0 / norm_type)
+    return total if reduction == "max" else total ** (1.0 / norm_type)
 
 
 def _is_split(placement: Placement) -> bool:
@@ -131,9 +135,9 @@ def _is_split(placement: Placement) -> bool:
 
 
 def _summed(grad: DTensor) -> list[Placement]:
-    tensor = placements()
+    dtensor_types = placements()
     return [
-        tensor.Replicate() if placement.is_partial() else placement
+        dtensor_types.Replicate() if placement.is_partial() else placement
         for placement in grad.placements
     ]
 

@@ -141,14 +141,16 @@ class StepClock:
 
     def join(self, holder: Holder) -> None:
         """Register an optimizer with the clock."""
-        self._holders = [known for known in self._holders if known() is not None]
+        self._holders = [
+            holder_ref for holder_ref in self._holders if holder_ref() is not None
+        ]
         self._holders.append(weakref.ref(holder))
         self.alone = len(self._holders) < 2
 
     def holders(self) -> Iterator[Holder]:
         """Yield the optimizers that still exist."""
-        for known in self._holders:
-            if (holder := known()) is not None:
+        for holder_ref in self._holders:
+            if (holder := holder_ref()) is not None:
                 yield holder
 
     def refuse_plain_optimizers(self) -> None:

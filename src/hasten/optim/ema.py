@@ -153,8 +153,8 @@ class EMA(RunPart):
                 "`ema.swapped()` was entered twice; the inner block would swap the weights back."
             )
         pairs = [
-            (local_tensor(p.detach()), self.state.average(p))
-            for p in self.state.param_groups[0]["params"]
+            (local_tensor(parameter.detach()), self.state.average(parameter))
+            for parameter in self.state.param_groups[0]["params"]
         ]
         trained_values = [value.clone() for value, _ in pairs]
         self.state.swapped = True

@@ -129,23 +129,23 @@ def _hook(
     root: Node, depth: int | None, change: Callable[[_Gradients], _Gradients]
 ) -> list[Any]:
     handles: list[Any] = []  # Any: torch names no type for them
-    level, seen = [root], {root}
-    while level and depth != 0:
+    level_nodes, hooked_nodes = [root], {root}
+    while level_nodes and depth != 0:
         handles += [
-            node.register_hook(lambda handed, _: change(handed)) for node in level
+            node.register_hook(lambda handed, _: change(handed)) for node in level_nodes
         ]
-        behind = dict.fromkeys(
-            after
-            for node in level
-            for after, _ in node.next_functions
-            if after is not None
+        next_nodes = dict.fromkeys(
+            next_node
+            for node in level_nodes
+            for next_node, _ in node.next_functions
+            if next_node is not None
         )
-        level = [
+        level_nodes = [
             node
-            for node in behind
-            if node not in seen and not node.name().endswith(_LEAF)
+            for node in next_nodes
+            if node not in hooked_nodes and not node.name().endswith(_LEAF)
         ]
-        seen.update(level)
+        hooked_nodes.update(level_nodes)
         depth = None if depth is None else depth - 1
     return handles
 

@@ -95,7 +95,9 @@ class ActiveLoaders:
         cursor.moved = self.now
         if len(self.watched) > 1:
             cursor.partners.update(
-                id(other) for other in self.watched if other is not cursor
+                id(watched_cursor)
+                for watched_cursor in self.watched
+                if watched_cursor is not cursor
             )
 
     def has_moved_since(self, time: int, besides: LoaderCursor) -> bool:
@@ -116,22 +118,22 @@ class ActiveLoaders:
         if exhausted:
             self._exhausted, self.exhausted_at = cursor, self.now
             cursor.num_ended += all(
-                id(cursor) in other.partners for other in self.watched
+                id(cursor) in watched_cursor.partners for watched_cursor in self.watched
             )
         else:
             cursor.cut = id(self._exhausted) in cursor.partners
             cursor.left = trained and not cursor.cut
         if exhausted and self.watched:
             leader = self._leader
-            unused = (
+            has_unused_batch = (
                 leader is not None
                 and leader.moved > self._ticked
                 and id(cursor) in leader.partners
             )
             if (
                 leader is not None
-                and unused
-                and any(one is leader for one in self.watched)
+                and has_unused_batch
+                and any(open_cursor is leader for open_cursor in self.watched)
             ):
                 self._cut_short = (leader, leader.opened)
 
@@ -144,35 +146,36 @@ class ActiveLoaders:
             cursor
             for cursor in watched
             if not any(
-                other.opened > max(cursor.moved, cursor.opened)
-                and id(other) not in cursor.partners
-                for other in watched
-                if other is not cursor
+                other_cursor.opened > max(cursor.moved, cursor.opened)
+                and id(other_cursor) not in cursor.partners
+                for other_cursor in watched
+                if other_cursor is not cursor
             )
         ]
 
     def innermost(self) -> LoaderCursor | None:
         """Return the most recently opened of the active loaders."""
-        active = self.active()
-        return active[-1] if active else None
+        active_cursors = self.active()
+        return active_cursors[-1] if active_cursors else None
 
     def only(self) -> LoaderCursor | None:
         """Return the loader that the current step reads from; None outside a loop over one.
 
         Raises: DataError when there are several, and their padding may differ.
         """
-        active = self.active()
-        first = active[0] if active else None
-        if first is not None and any(
+        active_cursors = self.active()
+        first_cursor = active_cursors[0] if active_cursors else None
+        if first_cursor is not None and any(
             cursor.pads_like is None
-            or (cursor.pads_like, cursor.batch) != (first.pads_like, first.batch)
-            for cursor in active[1:]
+            or (cursor.pads_like, cursor.batch)
+            != (first_cursor.pads_like, first_cursor.batch)
+            for cursor in active_cursors[1:]
         ):
             raise DataError(
-                f"gather_for_metrics() was called while {len(active)} loaders are being iterated beside each other, so it "
+                f"gather_for_metrics() was called while {len(active_cursors)} loaders are being iterated beside each other, so it "
                 f"cannot know whose padding to drop. Say which: gather_for_metrics(results, loader=...)."
             )
-        return active[-1] if active else None
+        return active_cursors[-1] if active_cursors else None
 
     def tick(self, within_window: bool) -> bool:
         """Start a micro-step; return True if the loader that leads it is at its end.
@@ -189,16 +192,18 @@ class ActiveLoaders:
         return leader is not None and leader.at_end
 
     def _lead(self) -> LoaderCursor | None:
-        active = self.active()
-        if len(active) < 2:
-            return active[0] if active else None
-        moved_cursors = [cursor for cursor in active if cursor.moved > self._ticked]
+        active_cursors = self.active()
+        if len(active_cursors) < 2:
+            return active_cursors[0] if active_cursors else None
+        moved_cursors = [
+            cursor for cursor in active_cursors if cursor.moved > self._ticked
+        ]
         if moved_cursors:
             return min(moved_cursors, key=lambda cursor: cursor.moved)
         return (
             self._leader
-            if any(cursor is self._leader for cursor in active)
-            else active[-1]
+            if any(cursor is self._leader for cursor in active_cursors)
+            else active_cursors[-1]
         )
 
     def _check_cut(self, within_window: bool) -> None:

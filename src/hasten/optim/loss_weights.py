@@ -58,8 +58,8 @@ class LossWeights:
         weight = checked_weight(weight)
         if self.unit is None:
             self.unit = agree_on_unit(weight, self.comm)
-        place = window.turn if window.micro > 0 or window.every == 1 else 0
-        if place in window.factors or any(
+        loss_index = window.turn if window.micro > 0 or window.every == 1 else 0
+        if loss_index in window.factors or any(
             not holder.spent and holder.settled_in(window.serial) for holder in holders
         ):
             raise StepError(
@@ -67,57 +67,75 @@ class LossWeights:
                 "wrong. Call backward() for every loss of the window first."
             )
         window.turn += 1
-        window.weights += [0] * (place + 1 - len(window.weights))
-        window.weights[place] = window.weights[place] + weight
+        window.weights += [0] * (loss_index + 1 - len(window.weights))
+        window.weights[loss_index] = window.weights[loss_index] + weight
         share = times(loss, weight / (self.unit * window.every))
         if len(window.weights) == 1:
             return share
         if not boundary or window.before > 0:
             raise StepError(
-                f"backward(weight=...) was called {place + 1} times in one micro-step of a window of {window.every}: each loss is divided by its "
+                f"backward(weight=...) was called {loss_index + 1} times in one micro-step of a window of {window.every}: each loss is divided by its "
                 "own total weight, which is known only at the window's end, when the gradients are added up already. Add the losses before "
                 "backward(), or set gradient_accumulation_steps=1."
             )
         # The one correction of the window is the first loss's; the others' totals are known here.
-        self._agree(window, [0, place])
-        return times(share, window.factors[place] / window.factors[0])
+        self._agree(window, [0, loss_index])
+        return times(share, window.factors[loss_index] / window.factors[0])
 
     def correction(self, window: Window) -> float | Tensor:
         """Return the factor for the gradients of a weighted window. Ranks: every rank of the loss axes, at the first call."""
         self._agree(window, [0])
         return window.factors[0]
 
-    def _agree(self, window: Window, places: Sequence[int]) -> None:
+    def _agree(self, window: Window, loss_indices: Sequence[int]) -> None:
         """Compute the missing correction factors of these losses from their weights on all ranks."""
-        places = [place for place in places if place not in window.factors]
-        if not places:
+        loss_indices = [
+            loss_index
+            for loss_index in loss_indices
+            if loss_index not in window.factors
+        ]
+        if not loss_indices:
             return
         assert self.unit is not None, "a weighted window has a unit"
-        totals, ranks = [window.weights[place] for place in places], 1
+        total_weights, num_ranks = (
+            [window.weights[loss_index] for loss_index in loss_indices],
+            1,
+        )
         if self.comm is not None and self.comm.size > 1:
-            ranks = self.comm.size
-            totals = list(
+            num_ranks = self.comm.size
+            total_weights = list(
                 self.comm.all_reduce(
-                    torch.stack([_as_scalar(w, self.comm.device) for w in totals])
+                    torch.stack(
+                        [
+                            _as_scalar(weight, self.comm.device)
+                            for weight in total_weights
+                        ]
+                    )
                 )
             )
-        scale = ranks * self.unit * window.every
-        for place, total in zip(places, totals, strict=True):
+        scale = num_ranks * self.unit * window.every
+        for loss_index, total_weight in zip(loss_indices, total_weights, strict=True):
             # a loss of weight zero has zero gradients: leave them
-            if isinstance(total, Tensor):
-                window.factors[place] = torch.where(
-                    total == 0, torch.ones_like(total), scale / total
+            if isinstance(total_weight, Tensor):
+                window.factors[loss_index] = torch.where(
+                    total_weight == 0,
+                    torch.ones_like(total_weight),
+                    scale / total_weight,
                 )
             else:
-                window.factors[place] = scale / total if total else 1.0
+                window.factors[loss_index] = (
+                    scale / total_weight if total_weight else 1.0
+                )
 
 
 def agree_on_unit(weight: Number, comm: Comm | None) -> float:
     """Return the power of two nearest to the largest first weight of any rank. Ranks: every rank of the loss axes."""
-    first = float(weight)
+    largest_weight = float(weight)
     if comm is not None and comm.size > 1:
-        first = float(comm.all_reduce(torch.tensor(first, device=comm.device), "max"))
-    return 2.0 ** round(math.log2(first)) if first > 0 else 1.0
+        largest_weight = float(
+            comm.all_reduce(torch.tensor(largest_weight, device=comm.device), "max")
+        )
+    return 2.0 ** round(math.log2(largest_weight)) if largest_weight > 0 else 1.0
 
 
 def checked_weight(weight: Number) -> Number:

@@ -154,24 +154,24 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 self._seen_gradients = self._gradient_versions()
             return None
         if closure is not None:
-            value = self._step_with(closure)
+            step_output = self._step_with(closure)
         else:
             if clock.pending:
                 self.settle()
-            parts = clock.parts
-            for changes_or_skips in (*parts.gradients, *parts.before_update):
+            run_parts = clock.parts
+            for changes_or_skips in (*run_parts.gradients, *run_parts.before_update):
                 if changes_or_skips(self):
                     self._close(SKIPPED)
                     return None
             if self._scaled or self._engine is not None:
                 return self._step_reported()
             try:
-                value = self.optimizer.step()
+                step_output = self.optimizer.step()
             except (RuntimeError, NotImplementedError) as error:
                 self._explain(error)
                 raise
         self._close(APPLIED)
-        return value
+        return step_output
 
     def _close(self, result: StepResult) -> None:
         """Count the update, and end the window."""
@@ -321,15 +321,17 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def _explain(self, error: Exception) -> None:
         """Raise a StepError in place of torch's error about an operation that sharded tensors do not support."""
         # only sharded tensors have it
-        sharded = any(hasattr(parameter, "to_local") for parameter in self.parameters)
-        if sharded and any(
+        is_sharded = any(
+            hasattr(parameter, "to_local") for parameter in self.parameters
+        )
+        if is_sharded and any(
             word in str(error)
             for word in ("DTensor", "Sharding propagation", "sharding strategy")
         ):
-            first = str(error).splitlines()[0]
+            first_line = str(error).splitlines()[0]
             raise StepError(
                 f"{type(self.optimizer).__name__} cannot update sharded parameters: it uses an operation that torch's "
-                f"sharded tensors do not have ({first}). Use an optimizer of torch that updates each element by "
+                f"sharded tensors do not have ({first_line}). Use an optimizer of torch that updates each element by "
                 "itself, such as AdamW, or strategy='ddp'."
             ) from error
 

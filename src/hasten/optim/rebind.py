@@ -65,29 +65,31 @@ class OptimizerRecord:
         The options of its groups are unchanged. When every parameter is still the same object, nothing changes.
         Raises: PrepareError naming a parameter that no longer exists.
         """
-        parameters, away = parameters_of(models)
-        fresh: list[list[Tensor]] = []
-        old: list[Tensor] = []
-        now: list[Tensor] = []
+        parameters, remote_names = parameters_of(models)
+        new_groups: list[list[Tensor]] = []
+        old_parameters: list[Tensor] = []
+        new_parameters: list[Tensor] = []
         for group, names in zip(optimizer.param_groups, self.groups, strict=True):
-            kept = (
-                names if not away else tuple(name for name in names if name not in away)
+            local_names = (
+                names
+                if not remote_names
+                else tuple(name for name in names if name not in remote_names)
             )
-            if not parameters.keys() >= set(kept):
-                raise _gone(optimizer, kept, parameters)
-            fresh.append(list(map(parameters.__getitem__, kept)))
-            old += group["params"]
-            now += fresh[-1]
-        if list(map(id, old)) == list(map(id, now)):
+            if not parameters.keys() >= set(local_names):
+                raise _gone(optimizer, local_names, parameters)
+            new_groups.append(list(map(parameters.__getitem__, local_names)))
+            old_parameters += group["params"]
+            new_parameters += new_groups[-1]
+        if list(map(id, old_parameters)) == list(map(id, new_parameters)):
             if optimizer.state:
                 _move_state(optimizer)
             return
-        for group, members in zip(optimizer.param_groups, fresh, strict=True):
+        for group, members in zip(optimizer.param_groups, new_groups, strict=True):
             group["params"] = members
-        for parameter in old:
+        for parameter in old_parameters:
             optimizer.state.pop(parameter, None)
         for name, values in self.state.items():
-            if name in away:
+            if name in remote_names:
                 continue
             parameter = parameters[name]
             optimizer.state[parameter] = _converted(
@@ -103,18 +105,18 @@ def parameters_of(models: Sequence[nn.Module]) -> tuple[dict[str, Tensor], set[s
 
     A name is prefixed with its model's index, and has no wrappers' prefixes.
     """
-    here: dict[str, Tensor] = {}
-    everywhere = set[str]()
+    local_parameters: dict[str, Tensor] = {}
+    stage_names = set[str]()
     for index, model in enumerate(models):
-        part = stage_part(model)
+        stage = stage_part(model)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             plain = plain_name(name)
-            here[f"{index}.{plain}"] = parameter
-            if part is not None:
-                here[f"{index}.{part.whole_name(plain)}"] = parameter
-        if part is not None:
-            everywhere.update(f"{index}.{name}" for name in part.parameters)
-    return here, everywhere - here.keys()
+            local_parameters[f"{index}.{plain}"] = parameter
+            if stage is not None:
+                local_parameters[f"{index}.{stage.whole_name(plain)}"] = parameter
+        if stage is not None:
+            stage_names.update(f"{index}.{name}" for name in stage.parameters)
+    return local_parameters, stage_names - local_parameters.keys()
 
 
 def has_dtensors(optimizer: torch.optim.Optimizer) -> bool:
@@ -160,12 +162,14 @@ def convert_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tens
     if value.shape != parameter.shape or value.ndim == 0:
         return value
     if is_dtensor(parameter) and not is_dtensor(value):
-        whole = value.to(parameter.device)
-        spread: Callable[..., Tensor] = placements().distribute_tensor
-        made = spread(
-            whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+        whole_state = value.to(parameter.device)
+        distribute: Callable[..., Tensor] = placements().distribute_tensor
+        sharded_state = distribute(
+            whole_state, parameter.device_mesh, parameter.placements, src_data_rank=None
         )
-        return like_parameter(local_tensor(made).to(parameter.device), parameter)
+        return like_parameter(
+            local_tensor(sharded_state).to(parameter.device), parameter
+        )
     return value.to(parameter.device)
 
 
@@ -195,12 +199,14 @@ def _gone(
 def _not_prepared(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 ) -> PrepareError:
-    unknown = list(_unknown(optimizer, names))
-    shown = "; ".join(unknown[:5]) + (
-        f"; and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+    unknown_parameters = list(_unknown(optimizer, names))
+    listed_parameters = "; ".join(unknown_parameters[:5]) + (
+        f"; and {len(unknown_parameters) - 5} more"
+        if len(unknown_parameters) > 5
+        else ""
     )
     return PrepareError(
-        f"{type(optimizer).__name__} has parameters of a model that is not prepared: {shown}. Their gradients "
+        f"{type(optimizer).__name__} has parameters of a model that is not prepared: {listed_parameters}. Their gradients "
         "would be neither synchronised nor on the right device. Pass their model to prepare() too, before or "
         "together with the optimizer."
     )
@@ -210,12 +216,10 @@ def _unknown(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 ) -> Iterable[str]:
     for index, group in enumerate(optimizer.param_groups):
-        known = group.get("param_names") or [None] * len(group["params"])
-        for place, (parameter, label) in enumerate(
-            zip(group["params"], known, strict=True)
+        labels = group.get("param_names") or [None] * len(group["params"])
+        for position, (parameter, label) in enumerate(
+            zip(group["params"], labels, strict=True)
         ):
             if parameter not in names:
-                where = (
-                    f"group {index}, parameter {place}, shape {tuple(parameter.shape)}"
-                )
-                yield f"{label!r} ({where})" if label else where
+                location = f"group {index}, parameter {position}, shape {tuple(parameter.shape)}"
+                yield f"{label!r} ({location})" if label else location

@@ -179,21 +179,23 @@ class RunParts:
     stalled: tuple[Callable[[float, bool], None], ...]
     end: tuple[Callable[[], None], ...]
 
-    def __init__(self, *parts: RunPart) -> None:
-        self._set(parts)
+    def __init__(self, *members: RunPart) -> None:
+        self._set(members)
 
-    def add(self, *parts: RunPart) -> None:
+    def add(self, *members: RunPart) -> None:
         """Add parts, behind the others."""
-        self._set((*self.members, *parts))
+        self._set((*self.members, *members))
 
-    def forget(self, part: RunPart, *events: str) -> None:
+    def forget(self, member: RunPart, *events: str) -> None:
         """Call a part at these events no more."""
-        part.unused_events = (*part.unused_events, *events)
+        member.unused_events = (*member.unused_events, *events)
         self._set(self.members)
 
-    def remove(self, part: RunPart) -> None:
+    def remove(self, removed_member: RunPart) -> None:
         """Remove a part, if it is there."""
-        self._set(tuple(member for member in self.members if member is not part))
+        self._set(
+            tuple(member for member in self.members if member is not removed_member)
+        )
 
     def _set(self, members: tuple[RunPart, ...]) -> None:
         self.members = members
@@ -236,13 +238,13 @@ class RunParts:
         )
 
 
-def events_of(part: RunPart) -> list[str]:
+def events_of(member: RunPart) -> list[str]:
     """Return the events that a part overrides and needs."""
     events = []
     for event in EVENTS:
         if (
-            getattr(type(part), event) is not getattr(RunPart, event)
-            and event not in part.unused_events
+            getattr(type(member), event) is not getattr(RunPart, event)
+            and event not in member.unused_events
         ):
             events.append(event)
     return events
@@ -256,14 +258,14 @@ def parts_of_every_run() -> list[RunPart]:
 
 
 @contextmanager
-def in_every_run(part: RunPart) -> Iterator[None]:
+def in_every_run(member: RunPart) -> Iterator[None]:
     """Context manager in which every Accelerator that this process creates has this part, and none of extensions.
 
     Tools use it that run a script's loop without training, to trace one step or to time the first updates.
     """
-    parts = parts_of_every_run()
-    parts.append(part)
+    members = parts_of_every_run()
+    members.append(member)
     try:
         yield
     finally:
-        parts.remove(part)
+        members.remove(member)

@@ -139,11 +139,11 @@ _MOST_EPOCHS: Final = 100
 def total_of(scheduler: Any) -> int | None:
     """Return the number of steps after which a schedule ends; None if it has no end, or only warms up."""
     if isinstance(scheduler, torch_schedules.SequentialLR):
-        last = total_of(scheduler._schedulers[-1])
+        last_length = total_of(scheduler._schedulers[-1])
         return (
             None
-            if last is None
-            else last + int(scheduler.state_dict()["_milestones"][-1])
+            if last_length is None
+            else last_length + int(scheduler.state_dict()["_milestones"][-1])
         )
     if isinstance(scheduler, torch_schedules.LinearLR):
         return (
@@ -160,7 +160,7 @@ def total_of(scheduler: Any) -> int | None:
             ),
             None,
         )
-    found = next(
+    schedule_length = next(
         (
             getattr(scheduler, name)
             for kind, name in _LENGTHS
@@ -168,7 +168,7 @@ def total_of(scheduler: Any) -> int | None:
         ),
         None,
     )
-    return int(found) if isinstance(found, int | float) else None
+    return int(schedule_length) if isinstance(schedule_length, int | float) else None
 
 
 def _of_function(function: Callable[..., Any]) -> int | None:
@@ -202,26 +202,26 @@ class LoopLength:
 
 def explain_wrong_length(scheduler: Any, length: LoopLength) -> str | None:
     """Return a message if a schedule has a step for each batch, or for each update of one process, of whole epochs; else None."""
-    total = total_of(scheduler)
-    if not total or not length.num_prepared:
+    num_steps = total_of(scheduler)
+    if not num_steps or not length.num_prepared:
         return None
-    epochs = _epochs(total, length.num_batches, 1) or _epochs(
-        total, length.num_batches, length.every
+    epochs = _epochs(num_steps, length.num_batches, 1) or _epochs(
+        num_steps, length.num_batches, length.every
     )
     if not 0 < epochs <= _MOST_EPOCHS or not _differ_by_factor(
-        total, length.num_updates(epochs)
+        num_steps, length.num_updates(epochs)
     ):
         return None
     formula = f"{length.num_prepared} batches on each of {length.num_processes} process(es), gradient_accumulation_steps={length.every}"
-    words = (
-        f"{type(scheduler).__name__} was made for {total} steps: {epochs} epoch(s) of a loader of {length.num_batches} batches. A schedule steps once "
+    message = (
+        f"{type(scheduler).__name__} was made for {num_steps} steps: {epochs} epoch(s) of a loader of {length.num_batches} batches. A schedule steps once "
         f"per update, and an epoch has ceil({length.num_prepared} / {length.every}) = {length.num_updates(1)} update(s) ({formula}), so a run of "
-        f"{epochs} epoch(s) would end at step {length.num_updates(epochs)} of {total}. Prepare the loader first, and make the schedule for "
+        f"{epochs} epoch(s) would end at step {length.num_updates(epochs)} of {num_steps}. Prepare the loader first, and make the schedule for "
         f"accelerator.num_updates(loader, epochs={epochs}) steps."
     )
-    if total % length.num_updates(1):
-        return words
-    return f"{words} If you train for {total // length.num_updates(1)} epochs, {total} is right; made that way, this is not asked."
+    if num_steps % length.num_updates(1):
+        return message
+    return f"{message} If you train for {num_steps // length.num_updates(1)} epochs, {num_steps} is right; made that way, this is not asked."
 
 
 def _differ_by_factor(total: int, num_updates: int) -> bool:

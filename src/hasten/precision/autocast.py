@@ -154,8 +154,8 @@ class AutocastPrecision:
 def refuse_half_weights(model: nn.Module) -> None:
     """Raise if the model trains float16 weights, whose updates a loss scaler cannot protect."""
     half_parameters = [
-        name
-        for name, parameter in model.named_parameters()
+        parameter_name
+        for parameter_name, parameter in model.named_parameters()
         if parameter.requires_grad and parameter.dtype == torch.float16
     ]
     if half_parameters:

@@ -103,10 +103,10 @@ class Fp8Precision:
         return convert_te(model, self._config.te)
 
 
-def choose_backend(wanted: Literal["auto", "ao", "te"]) -> Literal["ao", "te"]:
+def choose_backend(backend: Literal["auto", "ao", "te"]) -> Literal["ao", "te"]:
     """Return the fp8 implementation to use; with "auto" the installed one, torchao first."""
-    if wanted != "auto":
-        return wanted
+    if backend != "auto":
+        return backend
     if not available("torchao") and available("transformer_engine"):
         log.info("fp8 backend: Transformer Engine, because torchao is not installed")
         return "te"

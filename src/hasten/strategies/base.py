@@ -218,7 +218,7 @@ class OfferedOffload:
 
 def is_trainable(model: nn.Module) -> bool:
     """Return whether any parameter of the model requires gradients."""
-    return any(p.requires_grad for p in model.parameters())
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def parameter_device(model: nn.Module) -> torch.device | None:

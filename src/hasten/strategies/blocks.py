@@ -24,8 +24,8 @@ def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
         if isinstance(module, (nn.ModuleList, nn.Sequential))
         else None
     )
-    for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
+    for child_name, child in module.named_children():
+        path = f"{prefix}.{child_name}" if prefix else child_name
         if block is not None and isinstance(child, block):
             yield path, child
         else:
@@ -51,19 +51,25 @@ def blocks_by_class(
     A run may have several models, so each needs only one of the names; a warning lists the names that a model lacks.
     Raises: ConfigError with the model's classes when no name matches.
     """
-    found = [part for part in model.modules() if type(part).__name__ in names]
-    missing = ", ".join(sorted(set(names) - {type(part).__name__ for part in found}))
-    if not found:
-        present = ", ".join(sorted({type(part).__name__ for part in model.modules()}))
-        raise ConfigError(
-            f"{setting} names {missing}, but {type(model).__name__} has no module of that class, so the setting would have no effect; "
-            f"its classes are {present}."
+    matching_modules = [
+        module for module in model.modules() if type(module).__name__ in names
+    ]
+    missing_names = ", ".join(
+        sorted(set(names) - {type(module).__name__ for module in matching_modules})
+    )
+    if not matching_modules:
+        present_names = ", ".join(
+            sorted({type(module).__name__ for module in model.modules()})
         )
-    if missing:
+        raise ConfigError(
+            f"{setting} names {missing_names}, but {type(model).__name__} has no module of that class, so the setting would have no effect; "
+            f"its classes are {present_names}."
+        )
+    if missing_names:
         log.warning(
             "%s names %s, which %s does not have",
             setting,
-            missing,
+            missing_names,
             type(model).__name__,
         )
-    return found
+    return matching_modules

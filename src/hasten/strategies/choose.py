@@ -79,14 +79,16 @@ def device_for(config: Config, topology: Topology) -> torch.device:
 
 def _offered(config: Config) -> OfferedStrategy | None:
     """Return the strategy of an extension that the settings or the environment select; None for torch's parallelisms."""
-    name: str | None = config.strategy
-    if name == "auto" and not config.cpu:
-        name = strategy_by_environment(env.snapshot())
-        if name is not None:
-            log.info("strategy=auto selects %s, because of the environment", name)
-    if name is None or name not in offers("strategies"):
+    strategy_name: str | None = config.strategy
+    if strategy_name == "auto" and not config.cpu:
+        strategy_name = strategy_by_environment(env.snapshot())
+        if strategy_name is not None:
+            log.info(
+                "strategy=auto selects %s, because of the environment", strategy_name
+            )
+    if strategy_name is None or strategy_name not in offers("strategies"):
         return None
-    extension_strategy: OfferedStrategy = load("strategies", name)
+    extension_strategy: OfferedStrategy = load("strategies", strategy_name)
     return extension_strategy
 
 
@@ -103,9 +105,11 @@ def _offloads_parameters(config: Config) -> bool:
     return offload is not None and offload.parameter_transforms is not None
 
 
-def chooses_speed(asked: PerformanceSettings) -> bool:
+def chooses_speed(performance: PerformanceSettings) -> bool:
     """Return whether to make choices for speed: with mode "auto", or without a mode when any of them was set."""
-    return asked.mode == "auto" or (asked.mode is None and bool(given(asked)))
+    return performance.mode == "auto" or (
+        performance.mode is None and bool(given(performance))
+    )
 
 
 def compiles(config: Config) -> bool:
@@ -116,10 +120,10 @@ def compiles(config: Config) -> bool:
 
 
 def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
-    alone = ctx.mesh.size(*LOSS) == 1
+    is_single_process = ctx.mesh.size(*LOSS) == 1
     if (ctx.mesh.size(Axis.TP) > 1 or ctx.mesh.ep > 1) and config.strategy != "none":
         return _sharded(config, ctx)
-    if config.strategy == "none" and not alone:
+    if config.strategy == "none" and not is_single_process:
         raise ConfigError(
             f"strategy='none' is not supported with {ctx.world.size} processes; their models would diverge. "
             "Use strategy='ddp', or start one process."
@@ -131,28 +135,32 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
         )
     offload = offload_of(config)
     if offload is not None and offload.parameter_transforms is not None:
-        place_rest, stream_parameters = offload.parameter_transforms()
-        streamed = [
-            place_rest,
+        place_parameters, stream_parameters = offload.parameter_transforms()
+        streaming_transforms = [
+            place_parameters,
             Convert(config.master_weights),
             *common_transforms(config),
             stream_parameters,
         ]
-        return NativeStrategy("single", Alone(), streamed, Caps(synchronises=False))
+        return NativeStrategy(
+            "single", Alone(), streaming_transforms, Caps(synchronises=False)
+        )
     transforms: list[Transform] = [
         PlaceOnDevice(),
         Convert(config.master_weights),
         *common_transforms(config),
     ]
-    chooses = chooses_speed(config.performance)
+    has_automatic_speed = chooses_speed(config.performance)
     if compiles(config) and config.dynamo.backend == "no":
         transforms.append(_compiled_automatically())
-    if alone:
+    if is_single_process:
         return NativeStrategy("single", Alone(), transforms, Caps(synchronises=False))
     # a single process needs none of it
     from hasten.strategies.ddp.strategy import Replicate
 
-    replicate = Replicate(config.ddp, by_size=chooses and config.performance.buckets)
+    replicate = Replicate(
+        config.ddp, by_size=has_automatic_speed and config.performance.buckets
+    )
     caps = Caps(gradients_s=replicate.gradients_s)
     return NativeStrategy("ddp", replicate, transforms, caps)
 
@@ -224,10 +232,12 @@ def _compiled_shards(config: Config, ctx: ProcessContext) -> list[Transform]:
         "parameters in host memory": config.fsdp.cpu_offload
         or _offloads_parameters(config),
     }
-    if found := [name for name, here in untested.items() if here]:
+    if untested_settings := [
+        setting_name for setting_name, is_set in untested.items() if is_set
+    ]:
         log.info(
             "performance: models are not compiled: it has not been tested with shards and %s",
-            found[0],
+            untested_settings[0],
         )
         return []
     return [_compiled_automatically()]
@@ -261,24 +271,28 @@ def _refuse_with_experts(config: Config, ctx: ProcessContext) -> None:
 
 def common_transforms(config: Config) -> list[Transform]:
     """Return the transforms that all native strategies share: recompute and compile."""
-    chosen: list[Transform] = []
+    transforms: list[Transform] = []
     if config.recompute:
         # only runs that recompute activations need it
         from hasten.strategies.recompute import Recompute
 
-        find = partial(blocks_by_class, names=config.recompute, setting="recompute")
-        chosen.append(
-            Recompute(find, "recompute", config.fsdp.activation_checkpointing_offload)
+        find_blocks = partial(
+            blocks_by_class, names=config.recompute, setting="recompute"
+        )
+        transforms.append(
+            Recompute(
+                find_blocks, "recompute", config.fsdp.activation_checkpointing_offload
+            )
         )
     if config.dynamo.backend != "no":
         # only runs that compile models need it
         from hasten.strategies.compiling import CompileBlocks, CompileWhole
 
         regional = config.dynamo.use_regional_compilation
-        chosen.append(
+        transforms.append(
             CompileBlocks(config.dynamo) if regional else CompileWhole(config.dynamo)
         )
-    return chosen
+    return transforms
 
 
 def recompute_blocks(config: Config) -> Transform:
@@ -287,9 +301,9 @@ def recompute_blocks(config: Config) -> Transform:
     from hasten.strategies.fsdp.shard_groups import blocks_to_recompute
     from hasten.strategies.recompute import Recompute
 
-    find = partial(blocks_to_recompute, config=config.fsdp)
+    find_blocks = partial(blocks_to_recompute, config=config.fsdp)
     return Recompute(
-        find,
+        find_blocks,
         "fsdp.activation_checkpointing",
         config.fsdp.activation_checkpointing_offload,
     )

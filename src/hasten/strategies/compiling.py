@@ -75,24 +75,24 @@ class CompileBlocks:
         ctx: ProcessContext,
         precision: Precision,
     ) -> nn.Module:
-        name = type(model).__name__
+        model_name = type(model).__name__
         blocks = [block for _, block in repeated_blocks(model)]
         if self._automatic:
             if not request.train or not is_trainable(model):
                 return model
             if reason := _refusal(blocks, ctx.device):
-                log.info("performance: %s is not compiled: %s", name, reason)
+                log.info("performance: %s is not compiled: %s", model_name, reason)
                 return model
         if self._with_rest and blocks and request.train:
             compile_rest(model, self._options)
         if not blocks:
             log.info(
                 "%s has no repeated block to compile by region; compiling it whole",
-                name,
+                model_name,
             )
             blocks = [model]
         blocks = [block for block in blocks if not is_compiled(block)]
-        compile_modules(blocks, name, self._options, ctx.is_main, self._automatic)
+        compile_modules(blocks, model_name, self._options, ctx.is_main, self._automatic)
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
@@ -151,7 +151,7 @@ class FirstCalls:
         started_s, num_graphs = time.monotonic(), count_graphs()
         try:
             with waiting_line(self._waiting_text) if self._is_main else nullcontext():
-                result = call(*args, **kwargs)
+                output = call(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             if not self._automatic:
                 raise
@@ -163,7 +163,7 @@ class FirstCalls:
         self._num_graphs += count_graphs() - num_graphs
         if self._num_called == len(self._modules):
             self._report()
-        return result
+        return output
 
     def _report(self) -> None:
         """Log what was compiled. Raises: ConfigError if nothing was."""
@@ -289,17 +289,19 @@ class CompiledLoss:
     """
 
     # Any: torch.compile's keywords
-    def __init__(self, inner: Callable[..., Tensor], chosen: dict[str, Any]) -> None:
+    def __init__(
+        self, inner: Callable[..., Tensor], compile_options: dict[str, Any]
+    ) -> None:
         self.inner = inner
-        self._compiled: Callable[..., Tensor] = torch.compile(inner, **chosen)
+        self._compiled: Callable[..., Tensor] = torch.compile(inner, **compile_options)
 
     # Any: arguments of transformers' loss functions
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         logits = kwargs.get("logits", args[0] if args else None)
-        plain = (
+        is_plain = (
             type(logits) is Tensor and logits.requires_grad and torch.is_grad_enabled()
         )
-        return (self._compiled if plain else self.inner)(*args, **kwargs)
+        return (self._compiled if is_plain else self.inner)(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Replace this object by the function when the model is copied or pickled."""
@@ -314,33 +316,33 @@ def _return_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def compile_rest(model: nn.Module, compile_options: dict[str, Any]) -> list[str]:
     """Compile the norms outside the repeated blocks, and transformers' loss function; return what was compiled."""
     compiled_names = []
-    for name, part in _norms_outside_blocks(model):
-        if not is_compiled(part):
-            part.compile(**compile_options)
-            compiled_names.append(name)
-    for part in _models_with_head(model):
-        if getattr(part.loss_function, "__name__", "") in LOSSES:
-            part.loss_function = CompiledLoss(part.loss_function, compile_options)
-            compiled_names.append(f"the loss of {type(part).__name__}")
+    for module_name, module in _norms_outside_blocks(model):
+        if not is_compiled(module):
+            module.compile(**compile_options)
+            compiled_names.append(module_name)
+    for module in _models_with_head(model):
+        if getattr(module.loss_function, "__name__", "") in LOSSES:
+            module.loss_function = CompiledLoss(module.loss_function, compile_options)
+            compiled_names.append(f"the loss of {type(module).__name__}")
     return compiled_names
 
 
 def _norms_outside_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers outside the repeated blocks that have only vectors as parameters, but for torch's, which are one kernel already."""
     in_blocks = {
-        id(part) for _, block in repeated_blocks(model) for part in block.modules()
+        id(module) for _, block in repeated_blocks(model) for module in block.modules()
     }
-    for name, part in model.named_modules():
-        parameters = list(part.parameters(recurse=False))
+    for module_name, module in model.named_modules():
+        parameters = list(module.parameters(recurse=False))
         if (
-            id(part) in in_blocks
+            id(module) in in_blocks
             or not parameters
-            or any(part.children())
-            or _is_torchs(part)
+            or any(module.children())
+            or _is_torchs(module)
         ):
             continue
         if all(parameter.ndim == 1 for parameter in parameters):
-            yield name, part
+            yield module_name, module
 
 
 def _is_torchs(module: nn.Module) -> bool:
@@ -350,38 +352,42 @@ def _is_torchs(module: nn.Module) -> bool:
 
 def _models_with_head(model: nn.Module) -> Iterator[Any]:  # Any: models of transformers
     """Yield the models of transformers that compute logits and may compute their loss."""
-    for part in model.modules():
-        head = getattr(part, "get_output_embeddings", None)
+    for module in model.modules():
+        get_head = getattr(module, "get_output_embeddings", None)
         if (
-            isinstance(getattr(type(part), "loss_function", None), property)
-            and callable(head)
-            and head() is not None
+            isinstance(getattr(type(module), "loss_function", None), property)
+            and callable(get_head)
+            and get_head() is not None
         ):
-            yield part
+            yield module
 
 
 def all_uncompiled(model: nn.Module) -> nn.Module:
     """Remove the compiled functions of the model's modules and losses, and return the model."""
-    for part in model.modules():
-        uncompiled(part)
-    for part in _models_with_head(model):
-        if isinstance(part.loss_function, CompiledLoss):
-            part.loss_function = part.loss_function.inner
+    for module in model.modules():
+        uncompiled(module)
+    for module in _models_with_head(model):
+        if isinstance(module.loss_function, CompiledLoss):
+            module.loss_function = module.loss_function.inner
     return model
 
 
 # Any: torch.compile's keywords
 def options(config: TorchDynamoPlugin) -> dict[str, Any]:
     """Return the keywords of torch.compile for the settings."""
-    chosen: dict[str, Any] = {
+    compile_options: dict[str, Any] = {
         "backend": config.backend,
         "fullgraph": config.fullgraph,
         "dynamic": config.dynamic,
         "disable": config.disable,
     }
     if config.options is not None:
-        return {**chosen, "options": dict(config.options)}
-    return chosen if config.mode == "default" else {**chosen, "mode": config.mode}
+        return {**compile_options, "options": dict(config.options)}
+    return (
+        compile_options
+        if config.mode == "default"
+        else {**compile_options, "mode": config.mode}
+    )
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -13,15 +13,19 @@ from torch.distributed.tensor import DTensor
 from hasten.errors import PrepareError
 
 
-def refuse_gradient_hooks(model: nn.Module, whole: set[nn.Parameter]) -> None:
+def refuse_gradient_hooks(
+    model: nn.Module, unsharded_parameters: set[nn.Parameter]
+) -> None:
     """Raise if a parameter to be sharded has a gradient hook, which would never be called on its shard."""
-    for name, parameter in model.named_parameters():
-        if parameter in whole:
+    for parameter_name, parameter in model.named_parameters():
+        if parameter in unsharded_parameters:
             continue
         if getattr(parameter, "_backward_hooks", None):
-            raise _never_called(f"{name!r} has a hook set with register_hook()")
+            raise _never_called(
+                f"{parameter_name!r} has a hook set with register_hook()"
+            )
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise _never_called(f"{name!r} has a hook set before prepare()")
+            raise _never_called(f"{parameter_name!r} has a hook set before prepare()")
 
 
 def refuse_later_hooks(model: nn.Module) -> None:

@@ -32,7 +32,7 @@ def check_rows(rows: int | None, count: int) -> int:
 
 
 # Any: the model's output
-def share(result: Any, comm: ProcessGroupComm, source: int) -> Any:
+def share(output: Any, comm: ProcessGroupComm, source: int) -> Any:
     """Broadcast a result from one rank to the group: tensors directly, containers as plain values.
 
     Raises: StepError for containers other than tuples, lists, dicts and model outputs.
@@ -40,25 +40,25 @@ def share(result: Any, comm: ProcessGroupComm, source: int) -> Any:
     spec: Any = None
     if comm.rank == source:
         try:
-            spec = _describe(result)
+            spec = _describe(output)
         except StepError as error:
             spec = str(error)
     spec = comm.broadcast_object(spec, source)
     if isinstance(spec, str):
         raise StepError(spec)
-    mine = iter(trees.tensors(result)) if comm.rank == source else iter(())
+    local_tensors = iter(trees.tensors(output)) if comm.rank == source else iter(())
 
     def fetch(shape: list[int], dtype: str) -> Tensor:
-        own = next(mine, None)
-        like = (
-            own.detach()
-            if own is not None
+        local_tensor = next(local_tensors, None)
+        source_tensor = (
+            local_tensor.detach()
+            if local_tensor is not None
             else torch.empty(shape, dtype=getattr(torch, dtype), device=comm.device)
         )
-        return comm.broadcast(like, source)
+        return comm.broadcast(source_tensor, source)
 
-    made = _rebuild(spec, fetch)
-    return result if comm.rank == source else made
+    received_output = _rebuild(spec, fetch)
+    return output if comm.rank == source else received_output
 
 
 def _describe(tree: Any) -> Any:
@@ -66,44 +66,44 @@ def _describe(tree: Any) -> Any:
         return {"tensor": [list(tree.shape), str(tree.dtype).removeprefix("torch.")]}
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return {"value": tree}
-    kind = type(tree)
-    if kind in (list, tuple):
-        return {kind.__name__: [_describe(part) for part in tree]}
+    tree_class = type(tree)
+    if tree_class in (list, tuple):
+        return {tree_class.__name__: [_describe(subtree) for subtree in tree]}
     if isinstance(tree, dict):  # transformers' outputs are subclasses of dict
-        of = {str(key): _describe(part) for key, part in tree.items()}
+        subtrees = {str(key): _describe(subtree) for key, subtree in tree.items()}
         return (
-            {"dict": of}
-            if kind is dict
-            else {"output": [kind.__module__, kind.__qualname__, of]}
+            {"dict": subtrees}
+            if tree_class is dict
+            else {"output": [tree_class.__module__, tree_class.__qualname__, subtrees]}
         )
     raise StepError(
-        f"the model returned a {kind.__name__}, which cannot be sent to the other pipeline stages. Return tensors, or "
+        f"the model returned a {tree_class.__name__}, which cannot be sent to the other pipeline stages. Return tensors, or "
         "tuples, lists and dicts of them."
     )
 
 
 def _rebuild(spec: Any, fetch: Callable[[list[int], str], Tensor]) -> Any:
-    ((kind, of),) = spec.items()
+    ((kind, subtrees),) = spec.items()
     match kind:
         case "tensor":
-            return fetch(*of)
+            return fetch(*subtrees)
         case "value":
-            return of
+            return subtrees
         case "list":
-            return [_rebuild(part, fetch) for part in of]
+            return [_rebuild(subtree, fetch) for subtree in subtrees]
         case "tuple":
-            return tuple(_rebuild(part, fetch) for part in of)
+            return tuple(_rebuild(subtree, fetch) for subtree in subtrees)
         case "dict":
-            return {key: _rebuild(part, fetch) for key, part in of.items()}
-    module, name, parts = of
-    return _loaded(module, name)(
-        **{key: _rebuild(part, fetch) for key, part in parts.items()}
+            return {key: _rebuild(subtree, fetch) for key, subtree in subtrees.items()}
+    module_name, class_name, fields = subtrees
+    return _loaded(module_name, class_name)(
+        **{key: _rebuild(subtree, fetch) for key, subtree in fields.items()}
     )
 
 
 def _loaded(module: str, name: str) -> Any:
     """Return a class that this process has imported, as the model that returns its instances has."""
-    found: Any = sys.modules[module]
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+    namespace: Any = sys.modules[module]
+    for attribute in name.split("."):
+        namespace = getattr(namespace, attribute)
+    return namespace

@@ -88,20 +88,23 @@ class NativeStrategy:
         precision: Precision,
         train: bool = True,
     ) -> None:
-        models, optimizers = bundle.of("model"), bundle.of("optimizer")
-        given = [item.value for item in models]
-        make_optimizers(optimizers, given)
-        records = [
-            OptimizerRecord.write(item.value, [*bundle.earlier, *given])
-            for item in optimizers
+        model_items, optimizer_items = bundle.of("model"), bundle.of("optimizer")
+        new_models = [item.value for item in model_items]
+        make_optimizers(optimizer_items, new_models)
+        optimizer_records = [
+            OptimizerRecord.write(item.value, [*bundle.earlier, *new_models])
+            for item in optimizer_items
         ]
-        for item in models:
+        for item in model_items:
             request = PrepareRequest(place=item.place, train=train)
             for transform in self._transforms:
                 item.value = transform.apply(item.value, request, ctx, precision)
-        inner = [*bundle.earlier, *(self.unwrap(item.value) for item in models)]
-        for item, record in zip(optimizers, records, strict=True):
-            record.bind(item.value, inner)
+        user_models = [
+            *bundle.earlier,
+            *(self.unwrap(item.value) for item in model_items),
+        ]
+        for item, record in zip(optimizer_items, optimizer_records, strict=True):
+            record.bind(item.value, user_models)
             if has_dtensors(item.value):
                 # only sharded parameters need it
                 from hasten.strategies import sharded_updates
@@ -153,13 +156,13 @@ class NativeStrategy:
     def unwrap(
         self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True
     ) -> nn.Module:
-        kept = {Stage.RECOMPUTE, Stage.PLACE}
+        unchanged_stages = {Stage.RECOMPUTE, Stage.PLACE}
         if keep_precision:
-            kept.add(Stage.CONVERT)
+            unchanged_stages.add(Stage.CONVERT)
         if keep_compile:
-            kept |= {Stage.COMPILE_BLOCKS, Stage.COMPILE_WHOLE}
+            unchanged_stages |= {Stage.COMPILE_BLOCKS, Stage.COMPILE_WHOLE}
         for transform in reversed(self._transforms):
-            if transform.stage not in kept:
+            if transform.stage not in unchanged_stages:
                 model = transform.undo(model)
         return model
 
@@ -176,18 +179,22 @@ def make_optimizers(
             )
         if not is_factory(item.value):
             continue
-        trainable = [
+        trainable_models = [
             model
             for model in models
-            if any(p.requires_grad for p in model.parameters())
+            if any(parameter.requires_grad for parameter in model.parameters())
         ]
-        if len(trainable) != 1:
+        if len(trainable_models) != 1:
             raise PrepareError(
-                f"an optimizer factory was given with {len(trainable)} trainable models, so it is unclear which parameters it is for; "
+                f"an optimizer factory was given with {len(trainable_models)} trainable models, so it is unclear which parameters it is for; "
                 "prepare each model with its factory in a separate call, or create the optimizer."
             )
         optimizer: Optimizer = item.value(
-            [p for p in trainable[0].parameters() if p.requires_grad]
+            [
+                parameter
+                for parameter in trainable_models[0].parameters()
+                if parameter.requires_grad
+            ]
         )
         item.value = optimizer
 

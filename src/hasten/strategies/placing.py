@@ -33,16 +33,18 @@ class PlaceOnDevice:
         ctx: ProcessContext,
         precision: Precision,
     ) -> nn.Module:
-        devices = {ctx.device.type} if ctx.device.type == "cpu" else set[str]()
-        there = set[str]()
+        expected_types = {ctx.device.type} if ctx.device.type == "cpu" else set[str]()
+        device_types = set[str]()
         for tensor in chain(model.parameters(), model.buffers()):
-            there.add(tensor.device.type)
+            device_types.add(tensor.device.type)
         # hooks bring offloaded weights
-        if "meta" in there and all(hook_of(part) is None for part in model.modules()):
+        if "meta" in device_types and all(
+            hook_of(module) is None for module in model.modules()
+        ):
             refuse_meta(model)
         # the code that loaded the model has already spread it over devices
         if (
-            there == devices
+            device_types == expected_types
             or not request.place
             or hasattr(model, "hf_device_map")
             or is_dispatched(model)
@@ -56,7 +58,11 @@ class PlaceOnDevice:
 
 def refuse_meta(model: nn.Module) -> None:
     """Raise PrepareError if parameters of the model have no values."""
-    on_meta = [name for name, p in model.named_parameters() if p.is_meta]
+    on_meta = [
+        parameter_name
+        for parameter_name, parameter in model.named_parameters()
+        if parameter.is_meta
+    ]
     if on_meta:
         raise PrepareError(
             f"parameter {on_meta[0]!r} and {len(on_meta) - 1} more are on the meta device and have no values to "
@@ -96,21 +102,21 @@ def give_masters(model: nn.Module) -> None:
 
     The model still computes in half precision. In bfloat16, updates below 1/256 of a weight are lost to rounding.
     """
-    changed: dict[torch.dtype, int] = {}
+    counts_by_dtype: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
         dtype = parameter.dtype
         if parameter.requires_grad and dtype in (torch.float16, torch.bfloat16):
             grad, parameter.grad = parameter.grad, None
             parameter.data = parameter.data.float()
             parameter.grad = None if grad is None else grad.float()
-            changed[dtype] = changed.get(dtype, 0) + 1
-    if changed:
-        counts = " and ".join(
+            counts_by_dtype[dtype] = counts_by_dtype.get(dtype, 0) + 1
+    if counts_by_dtype:
+        counts_text = " and ".join(
             f"{count} {str(dtype).removeprefix('torch.')}"
-            for dtype, count in changed.items()
+            for dtype, count in counts_by_dtype.items()
         )
         log.info(
             "%s: %s parameters are trained as float32 master weights (master_weights=keep keeps their dtype)",
             type(model).__name__,
-            counts,
+            counts_text,
         )

@@ -46,12 +46,12 @@ def _without_empty_caches(arguments: dict[str, Any]) -> dict[str, Any]:
 
     A cache that already has keys, such as a trained prefix, is left.
     """
-    changed = dict(arguments)
+    changed_arguments = dict(arguments)
     for name in _CACHES:
-        length = getattr(changed.get(name), "get_seq_length", None)
-        if callable(length) and length() == 0:
-            changed[name] = None
-    return changed
+        get_length = getattr(changed_arguments.get(name), "get_seq_length", None)
+        if callable(get_length) and get_length() == 0:
+            changed_arguments[name] = None
+    return changed_arguments
 
 
 class Recompute:
@@ -89,18 +89,21 @@ class Recompute:
         return model
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
-        found = self._find(model)
-        if not found and is_trainable(model):
+        blocks = self._find(model)
+        if not blocks and is_trainable(model):
             raise ConfigError(
                 f"{self._setting} is set, but {type(model).__name__} has no repeated block to recompute. Name the classes of its blocks "
                 "in recompute."
             )
-        inside = {
-            id(part) for block in found for part in block.modules() if part is not block
+        nested_ids = {
+            id(module)
+            for block in blocks
+            for module in block.modules()
+            if module is not block
         }
-        return [block for block in found if id(block) not in inside]
+        return [block for block in blocks if id(block) not in nested_ids]
 
     def undo(self, model: nn.Module) -> nn.Module:
-        for part in model.modules():
-            forwarding.restore(part, RecomputedForward.tag)
+        for module in model.modules():
+            forwarding.restore(module, RecomputedForward.tag)
         return model

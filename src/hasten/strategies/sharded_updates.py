@@ -60,7 +60,11 @@ def update_own_shards(optimizer: Optimizer) -> None:
     remain DTensors for all other code. Optimizers of other classes run without foreach if they have both kinds;
     optimizers without a DTensor among their parameters are not changed.
     """
-    kinds = {is_dtensor(p) for group in optimizer.param_groups for p in group["params"]}
+    kinds = {
+        is_dtensor(parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     if True not in kinds:
         return
     if type(optimizer) not in ELEMENTWISE and len(kinds) > 1:
@@ -82,10 +86,10 @@ def update_own_shards(optimizer: Optimizer) -> None:
 def _file_momenta(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Move SGD's momentum from the local tensors to their parameters, as DTensors."""
     owners = {
-        id(p._local_tensor): p
+        id(parameter._local_tensor): parameter
         for group in optimizer.param_groups
-        for p in group["params"]
-        if is_dtensor(p)
+        for parameter in group["params"]
+        if is_dtensor(parameter)
     }
     for local_tensor in [
         local_tensor for local_tensor in optimizer.state if id(local_tensor) in owners
@@ -103,14 +107,14 @@ def _collect_shards(
     collect: Collect, makes_state: bool, group: dict[str, Any], *lists: list[Any]
 ) -> Any:  # Any: torch's method
     """Collect the tensors of one update (parameters, gradients, state), with local tensors in place of DTensors."""
-    result = collect(group, *lists)
+    collected = collect(group, *lists)
     if group.get("differentiable") or not _all_shards_alike(lists, makes_state):
-        return result
-    for values in lists:
-        values[:] = [
-            value._local_tensor if is_dtensor(value) else value for value in values
+        return collected
+    for tensors in lists:
+        tensors[:] = [
+            value._local_tensor if is_dtensor(value) else value for value in tensors
         ]
-    return result
+    return collected
 
 
 def _all_shards_alike(lists: tuple[list[Any], ...], makes_state: bool) -> bool:
@@ -118,26 +122,26 @@ def _all_shards_alike(lists: tuple[list[Any], ...], makes_state: bool) -> bool:
 
     State that the update itself creates (None before) would not be sharded, unless it is converted afterwards.
     """
-    filled = [values for values in lists if values]
-    if len({len(values) for values in filled}) != 1:
+    filled_lists = [values for values in lists if values]
+    if len({len(values) for values in filled_lists}) != 1:
         return False
-    shards = False
-    for values in zip(*filled, strict=True):
-        first = values[0]
-        shards = shards or is_dtensor(first)
+    has_shards = False
+    for values in zip(*filled_lists, strict=True):
+        parameter = values[0]
+        has_shards = has_shards or is_dtensor(parameter)
         for value in values[1:]:
             if value is None and not makes_state:
                 return False
             if (
                 isinstance(value, Tensor)
                 and value.ndim
-                and not _cut_alike(value, first)
+                and not _cut_alike(value, parameter)
             ):
                 return False
-    return shards
+    return has_shards
 
 
-def _cut_alike(value: Tensor, other: Tensor) -> bool:
-    if not is_dtensor(value) or not is_dtensor(other):
-        return not is_dtensor(value) and not is_dtensor(other)
-    return value.placements == other.placements and value.shape == other.shape
+def _cut_alike(value: Tensor, parameter: Tensor) -> bool:
+    if not is_dtensor(value) or not is_dtensor(parameter):
+        return not is_dtensor(value) and not is_dtensor(parameter)
+    return value.placements == parameter.placements and value.shape == parameter.shape

@@ -39,22 +39,30 @@ def source_of(
     `buffers=False` skips the check of meta buffers, which an engine does not need.
     Ranks: every rank. Raises: MismatchError with the difference; PrepareError if rank 0 lacks weights that others have.
     """
-    meta = [name for name, tensor in named_tensors(model) if tensor.is_meta]
+    meta_names = [
+        tensor_name for tensor_name, tensor in named_tensors(model) if tensor.is_meta
+    ]
     if ctx.world.size > 1:
         _compare(model, ctx)
-        everyone: list[list[str]] = ctx.world.all_gather_object(meta)
+        names_by_rank: list[list[str]] = ctx.world.all_gather_object(meta_names)
     else:
-        everyone = [meta]
-    if not any(everyone):
+        names_by_rank = [meta_names]
+    if not any(names_by_rank):
         return WeightSource.EVERYONE
-    if everyone[0] and any(other != everyone[0] for other in everyone):
-        rank = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
+    if names_by_rank[0] and any(
+        rank_names != names_by_rank[0] for rank_names in names_by_rank
+    ):
+        rank = next(
+            rank
+            for rank, rank_names in enumerate(names_by_rank)
+            if rank_names != names_by_rank[0]
+        )
         raise PrepareError(
-            f"rank 0 built {type(model).__name__} with {len(everyone[0])} tensors on the meta device, rank {rank} with "
-            f"{len(everyone[rank])}; weights that are missing on some ranks are sent by rank 0. Build the model with weights "
+            f"rank 0 built {type(model).__name__} with {len(names_by_rank[0])} tensors on the meta device, rank {rank} with "
+            f"{len(names_by_rank[rank])}; weights that are missing on some ranks are sent by rank 0. Build the model with weights "
             "on rank 0, or on meta everywhere."
         )
-    if everyone[0]:
+    if names_by_rank[0]:
         if buffers:
             _refuse_lost_buffers(model, config)
         return WeightSource.NO_RANK
@@ -67,23 +75,29 @@ def source_of(
 
 
 def _compare(model: nn.Module, ctx: ProcessContext) -> None:
-    lines = [
-        f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}"
-        for name, t in named_tensors(model)
+    tensor_lines = [
+        f"{tensor_name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+        for tensor_name, tensor in named_tensors(model)
     ]
-    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(
+        "\n".join(tensor_lines).encode(), digest_size=16
+    ).hexdigest()
     digests = ctx.world.all_gather_object(digest)
     if len(set(digests)) == 1:
         return
-    models: list[list[str]] = ctx.world.all_gather_object(lines)
-    other = next(rank for rank, lines in enumerate(models) if lines != models[0])
-    here, there = (
-        next(iter(sorted(set(models[a]) - set(models[b]))), "nothing")
-        for a, b in ((0, other), (other, 0))
+    lines_by_rank: list[list[str]] = ctx.world.all_gather_object(tensor_lines)
+    differing_rank = next(
+        rank
+        for rank, tensor_lines in enumerate(lines_by_rank)
+        if tensor_lines != lines_by_rank[0]
+    )
+    first_line, other_line = (
+        next(iter(sorted(set(lines_by_rank[a]) - set(lines_by_rank[b]))), "nothing")
+        for a, b in ((0, differing_rank), (differing_rank, 0))
     )
     raise MismatchError(
-        f"rank 0 and rank {other} built different {type(model).__name__}s, whose shards would not fit together: rank 0 "
-        f"has {here}, rank {other} has {there}. Build the same model on every rank."
+        f"rank 0 and rank {differing_rank} built different {type(model).__name__}s, whose shards would not fit together: rank 0 "
+        f"has {first_line}, rank {differing_rank} has {other_line}. Build the same model on every rank."
     )
 
 
@@ -91,7 +105,7 @@ def _refuse_lost_buffers(
     model: nn.Module, config: FullyShardedDataParallelPlugin
 ) -> None:
     lost_buffers = {
-        name for name, buffer in model.named_buffers() if buffer.is_meta
+        buffer_name for buffer_name, buffer in model.named_buffers() if buffer.is_meta
     } - set(model.state_dict())
     if lost_buffers and config.param_init_fn is None:
         raise PrepareError(
@@ -125,20 +139,20 @@ def copy_tensors(tensors: Iterable[Tensor], ctx: ProcessContext) -> None:
 
 @torch.no_grad()
 def scatter_from_rank_0(
-    model: nn.Module, wholes: dict[str, Tensor], ctx: ProcessContext
+    model: nn.Module, unsharded_tensors: dict[str, Tensor], ctx: ProcessContext
 ) -> None:
     """Fill the shards of all ranks from the whole tensors of rank 0, with one tensor in memory at a time.
 
     Ranks: every rank; `wholes` is empty on all ranks but rank 0.
     """
-    for name, target in named_tensors(model):
-        known_whole = wholes.pop(name, None)
-        whole_source = (
+    for tensor_name, target in named_tensors(model):
+        unsharded_tensor = unsharded_tensors.pop(tensor_name, None)
+        broadcast_source = (
             torch.empty(target.shape, dtype=target.dtype, device=ctx.device)
-            if known_whole is None
-            else known_whole
+            if unsharded_tensor is None
+            else unsharded_tensor
         )
-        whole_tensor = ctx.world.broadcast(whole_source.to(ctx.device))
+        whole_tensor = ctx.world.broadcast(broadcast_source.to(ctx.device))
         if isinstance(target, DTensor):
             own_slice = dtensor_slice(target)
             for dim, (start, size) in enumerate(

@@ -24,8 +24,8 @@ class Averaged:
 def scalars(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters without a dimension to shard along, such as a learned temperature."""
     return {
-        name: parameter
-        for name, parameter in model.named_parameters()
+        parameter_name: parameter
+        for parameter_name, parameter in model.named_parameters()
         if parameter.ndim == 0
     }
 
@@ -45,12 +45,16 @@ def whole_on_main(model: nn.Module, is_main: bool) -> dict[str, Any]:
     """Return unsharded tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
     # keep_vars, so that tied weights are one object under two names
     state = model.state_dict(keep_vars=True)
-    made: dict[int, Any] = {}
+    host_tensors: dict[int, Any] = {}
     for value in state.values():
-        if id(value) not in made:
-            whole = whole_of(value) if is_dtensor(value) else value
-            made[id(value)] = _on_host(whole) if is_main else None
-    return {name: made[id(value)] for name, value in state.items()} if is_main else {}
+        if id(value) not in host_tensors:
+            unsharded_tensor = whole_of(value) if is_dtensor(value) else value
+            host_tensors[id(value)] = _on_host(unsharded_tensor) if is_main else None
+    return (
+        {name: host_tensors[id(value)] for name, value in state.items()}
+        if is_main
+        else {}
+    )
 
 
 # Any: a tensor, or extra state, which is returned unchanged

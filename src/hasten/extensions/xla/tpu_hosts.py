@@ -47,15 +47,15 @@ def worker(env: Mapping[str, str]) -> int | None:
 
 def by_itself(env: Mapping[str, str], chips: int) -> dict[str, str]:
     """Return the variables that make a host with `chips` chips run alone; values in `env` take precedence."""
-    own = {"TPU_PROCESS_BOUNDS": "1,1,1", "CLOUD_TPU_TASK_ID": "0"}
+    variables = {"TPU_PROCESS_BOUNDS": "1,1,1", "CLOUD_TPU_TASK_ID": "0"}
     if chips in _CHIPS:
-        own["TPU_CHIPS_PER_PROCESS_BOUNDS"] = (
+        variables["TPU_CHIPS_PER_PROCESS_BOUNDS"] = (
             env.get("TPU_CHIPS_PER_PROCESS_BOUNDS") or _CHIPS[chips]
         )
-        own["TPU_VISIBLE_CHIPS"] = env.get("TPU_VISIBLE_CHIPS") or ",".join(
+        variables["TPU_VISIBLE_CHIPS"] = env.get("TPU_VISIBLE_CHIPS") or ",".join(
             map(str, range(chips))
         )
-    return own
+    return variables
 
 
 def _by_metadata(env: Mapping[str, str]) -> int | None:

@@ -33,7 +33,7 @@ class SequenceGroup:
 def in_order(joined: Tensor, layout: SequenceLayout, dim: int) -> Tensor:
     """Return the shards of all ranks, concatenated along `dim`, in the order of the sequence."""
     chunks = joined.chunk(layout.num_chunks, dim)
-    return torch.cat([chunks[place] for place in layout.order()], dim)
+    return torch.cat([chunks[chunk_index] for chunk_index in layout.order()], dim)
 
 
 def causal_attention(

@@ -279,11 +279,11 @@ class CallHook:
     def _refuse_other_positions(self) -> None:
         """Raise StepError for a model whose positions are not 0, 1, 2, … of each sequence."""
         padded_embeddings = [
-            name
-            for name, module in self._base.named_modules()
+            module_name
+            for module_name, module in self._base.named_modules()
             if isinstance(module, nn.Embedding)
             and module.padding_idx is not None
-            and "position" in name
+            and "position" in module_name
         ]
         if padded_embeddings or hasattr(self._base, "get_rope_index"):
             reason = (

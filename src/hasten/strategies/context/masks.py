@@ -40,18 +40,21 @@ class MaskReader:
         return meaning
 
     def _meaning(
-        self, mask: Tensor, queries: int, keys: int
+        self, mask: Tensor, num_queries: int, num_keys: int
     ) -> Literal["causal"] | Tensor:
-        if mask.shape[-1] == keys and mask.shape[-2] in (1, queries):
+        if mask.shape[-1] == num_keys and mask.shape[-2] in (1, num_queries):
             if (
                 mask.shape[-2] == 1
                 or mask.stride(-2) == 0
                 or bool((mask == mask[..., :1, :]).all())
             ):
                 return mask[..., :1, :]
-            if queries == keys and (allowed_keys := _allowed_keys(mask)) is not None:
+            if (
+                num_queries == num_keys
+                and (allowed_keys := _allowed_keys(mask)) is not None
+            ):
                 causal_mask = torch.ones(
-                    queries, queries, dtype=torch.bool, device=mask.device
+                    num_queries, num_queries, dtype=torch.bool, device=mask.device
                 ).tril()
                 if bool((allowed_keys == causal_mask).all()):
                     return "causal"
@@ -61,7 +64,7 @@ class MaskReader:
                     # made from positions that jump between the rank's two chunks
                     return "causal"
         raise StepError(
-            f"attention was given a mask of shape {tuple(mask.shape)} for {queries} queries and {keys} keys of this "
+            f"attention was given a mask of shape {tuple(mask.shape)} for {num_queries} queries and {num_keys} keys of this "
             "rank, computed from a part of the sequence; what it masks on other ranks is unknown. Under context "
             "parallelism use is_causal=True (with padding on the right it needs no mask: set the labels of padding to -100 and do not "
             "pass attention_mask), or a mask of keys that is the same for all queries."

@@ -63,11 +63,11 @@ def collect(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 def all_parts(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Return the tensors of all ranks, in order of rank, without gradients. Ranks: the group."""
-    own_part = x.contiguous()
+    local_shard = x.contiguous()
     if group.size() == 1:
-        return [own_part]
-    parts_by_rank = [torch.empty_like(own_part) for _ in range(group.size())]
-    dist.all_gather(parts_by_rank, own_part, group=group)
+        return [local_shard]
+    parts_by_rank = [torch.empty_like(local_shard) for _ in range(group.size())]
+    dist.all_gather(parts_by_rank, local_shard, group=group)
     return parts_by_rank
 
 

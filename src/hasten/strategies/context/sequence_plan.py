@@ -36,37 +36,41 @@ class SequenceLayout:
         """Return the chunks of the sequence on `rank`, in their order there."""
         if self.chunks_per_rank == 1:
             return (rank,)
-        late = self.num_chunks - 1 - rank
-        return (late, rank) if self.late_first else (rank, late)
+        late_chunk = self.num_chunks - 1 - rank
+        return (late_chunk, rank) if self.late_first else (rank, late_chunk)
 
     def order(self) -> tuple[int, ...]:
         """Return the index of each chunk of the sequence in the concatenation of the ranks' shards."""
-        held = [chunk for rank in range(self.ranks) for chunk in self.chunks(rank)]
-        return tuple(held.index(chunk) for chunk in range(self.num_chunks))
+        stored_chunks = [
+            chunk for rank in range(self.ranks) for chunk in self.chunks(rank)
+        ]
+        return tuple(stored_chunks.index(chunk) for chunk in range(self.num_chunks))
 
     def positions(self, rank: int, length: int) -> list[int]:
         """Return the positions of the sequence on `rank`, in their order there."""
-        size = length // self.num_chunks
+        chunk_size = length // self.num_chunks
         return [
-            chunk * size + step for chunk in self.chunks(rank) for step in range(size)
+            chunk * chunk_size + offset
+            for chunk in self.chunks(rank)
+            for offset in range(chunk_size)
         ]
 
-    def check(self, length: int, what: str) -> None:
+    def check(self, length: int, description: str) -> None:
         """Check that a sequence of this length divides into equal chunks.
 
         Raises: ConfigError with lengths and sizes that work.
         """
-        unit = self.num_chunks
-        if length > 0 and length % unit == 0:
+        num_chunks = self.num_chunks
+        if length > 0 and length % num_chunks == 0:
             return
-        fits = (
+        fitting_sizes = (
             divisors(length // self.chunks_per_rank)
             if length % self.chunks_per_rank == 0
             else [1]
         )
         raise ConfigError(
-            f"{what} has {length} positions along its sequence, which cp_size={self.ranks} cannot divide into {unit} "
+            f"{description} has {length} positions along its sequence, which cp_size={self.ranks} cannot divide into {num_chunks} "
             f"equal chunks{' (two per rank, for an equal share of a causal mask)' if self.chunks_per_rank == 2 else ''}; "
-            f"ranks would hold different lengths. Pad sequences to {-(-max(length, 1) // unit) * unit}, a multiple of "
-            f"{unit}, or set cp_size to one of {fits[:12]}."
+            f"ranks would hold different lengths. Pad sequences to {-(-max(length, 1) // num_chunks) * num_chunks}, a multiple of "
+            f"{num_chunks}, or set cp_size to one of {fitting_sizes[:12]}."
         )

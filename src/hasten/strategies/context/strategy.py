@@ -220,10 +220,10 @@ class ContextParallel:
             if isinstance(m, DistributedDataParallel) and m.broadcast_buffers
         ]
         for model in ddp_models:
-            for name, buffer in model.module.named_buffers():
+            for buffer_name, buffer in model.module.named_buffers():
                 if id(buffer) in buffers_by_id:
                     raise ConfigError(
-                        f"context_parallel(): {name!r} is a buffer of {type(model.module).__name__}, and DDP copies buffers from rank 0 "
+                        f"context_parallel(): {buffer_name!r} is a buffer of {type(model.module).__name__}, and DDP copies buffers from rank 0 "
                         "before each forward, which would overwrite the parts of the other ranks. Pass "
                         "DistributedDataParallelKwargs(broadcast_buffers=False)."
                     )
@@ -300,9 +300,9 @@ def _refuse_packed(buffer_flags: list[BufferFlags]) -> None:
         )
 
 
-def _restore_buffer(tensor: Tensor, whole_data: Tensor, dim: int) -> None:
+def _restore_buffer(tensor: Tensor, unsharded_data: Tensor, dim: int) -> None:
     """Make the tensor whole again; a backward that needs its shard then raises instead of using the whole tensor."""
-    tensor.data = whole_data
+    tensor.data = unsharded_data
     with torch.no_grad():
         # writes nothing, but increments the tensor's version
         tensor.narrow(dim, 0, 0).zero_()

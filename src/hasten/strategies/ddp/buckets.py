@@ -18,7 +18,7 @@ def fix_bucket_order(ddp: DistributedDataParallel) -> None:
     if (
         ddp.static_graph
         or ddp.find_unused_parameters
-        or any(getattr(m, "sparse", False) for m in ddp.modules())
+        or any(getattr(module, "sparse", False) for module in ddp.modules())
     ):
         return
     model, training, sync = ddp.module, ddp.training, ddp.require_forward_param_sync

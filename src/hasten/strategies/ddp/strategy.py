@@ -81,18 +81,21 @@ class Replicated(DistributedDataParallel):
 
         @functools.wraps(method)
         def routed(*args: Any, **kwargs: Any) -> Any:
-            inner, own = self.module, self.module.__dict__.get("forward")
+            user_module, instance_forward = (
+                self.module,
+                self.module.__dict__.get("forward"),
+            )
 
             def stand_in(*args: Any, **kwargs: Any) -> Any:
                 # inside the method, forward is the model's again
-                _put_forward(inner, own)
+                _put_forward(user_module, instance_forward)
                 return method(*args, **kwargs)
 
-            inner.__dict__["forward"] = stand_in
+            user_module.__dict__["forward"] = stand_in
             try:
                 return self(*args, **kwargs)
             finally:
-                _put_forward(inner, own)
+                _put_forward(user_module, instance_forward)
 
         return routed
 
@@ -101,9 +104,9 @@ class Replicated(DistributedDataParallel):
 
         @functools.wraps(method)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            result = method(*args, **kwargs)
+            method_output = method(*args, **kwargs)
             if torch.is_grad_enabled() and any(
-                x.grad_fn is not None for x in trees.tensors(result)
+                tensor.grad_fn is not None for tensor in trees.tensors(method_output)
             ):
                 raise StepError(
                     f"{type(self.module).__name__}.{name}() returned tensors with gradients, but it bypasses the model's forward, so "
@@ -111,26 +114,36 @@ class Replicated(DistributedDataParallel):
                     f"accelerator.mark_forward_method(model, {name!r}) once before training, call the model, or use torch.no_grad() if "
                     "no gradient is needed."
                 )
-            return result
+            return method_output
 
         return guarded
 
     def _unused_message(self, text: str) -> str:
         """Return the message for torch's error about unused parameters, with their names."""
-        names = [name for name, p in self.module.named_parameters() if p.requires_grad]
-        listed = re.search(r"did not receive grad for rank \d+:((?: \d+)+)", text)
-        unused = (
-            [names[int(i)] for i in listed[1].split() if int(i) < len(names)]
-            if listed
+        parameter_names = [
+            parameter_name
+            for parameter_name, parameter in self.module.named_parameters()
+            if parameter.requires_grad
+        ]
+        unused_indices = re.search(
+            r"did not receive grad for rank \d+:((?: \d+)+)", text
+        )
+        unused_names = (
+            [
+                parameter_names[int(index)]
+                for index in unused_indices[1].split()
+                if int(index) < len(parameter_names)
+            ]
+            if unused_indices
             else []
         )
-        who = (
-            ", ".join(unused[:8])
-            + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+        listed_names = (
+            ", ".join(unused_names[:8])
+            + (f" and {len(unused_names) - 8} more" if len(unused_names) > 8 else "")
             or "some parameters"
         )
         return (
-            f"in the last step these parameters of {type(self.module).__name__} did not contribute to the loss: {who}. The processes "
+            f"in the last step these parameters of {type(self.module).__name__} did not contribute to the loss: {listed_names}. The processes "
             "would wait for their gradients forever. Use every output in the loss, freeze the "
             "parameters with requires_grad_(False), or pass "
             "DistributedDataParallelKwargs(find_unused_parameters=True)."
@@ -138,11 +151,11 @@ class Replicated(DistributedDataParallel):
 
 
 # Any: the instance's forward, or None
-def _put_forward(module: nn.Module, own: Any) -> None:
-    if own is None:
+def _put_forward(module: nn.Module, instance_forward: Any) -> None:
+    if instance_forward is None:
         module.__dict__.pop("forward", None)
     else:
-        module.__dict__["forward"] = own
+        module.__dict__["forward"] = instance_forward
 
 
 class Replicate:
@@ -174,8 +187,8 @@ class Replicate:
         if not isinstance(comm, ProcessGroupComm):
             return model
         if any(
-            isinstance(p, nn.parameter.UninitializedParameter)
-            for p in model.parameters()
+            isinstance(parameter, nn.parameter.UninitializedParameter)
+            for parameter in model.parameters()
         ):
             raise PrepareError(
                 f"{type(model).__name__} has lazy parameters whose shapes are not known yet, so they cannot be "
@@ -195,23 +208,23 @@ class Replicate:
         return wrapped
 
     def _options(self, model: nn.Module) -> dict[str, Any]:  # Any: torch's keywords
-        chosen = _ddp_options(self._config)
+        ddp_options = _ddp_options(self._config)
         if self._by_size and "bucket_cap_mb" not in given(self._config):
-            chosen["bucket_cap_mb"] = _bucket_mb(model)
-        return chosen
+            ddp_options["bucket_cap_mb"] = _bucket_mb(model)
+        return ddp_options
 
     def gradients_s(self) -> float:
         """Return the seconds the last measured backward waited for gradients of other ranks; torch measures about 1 in 100."""
-        taken = []
+        waits_s = []
         for model in self._wrapped:
             if not hasattr(model, "_get_ddp_logging_data"):
                 return 0.0
             times: dict[str, int] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            nanoseconds = times.get("backward_comm_time", 0) - times.get(
+            wait_ns = times.get("backward_comm_time", 0) - times.get(
                 "backward_compute_comm_overlap_time", 0
             )
-            taken.append(max(nanoseconds, 0) / 1e9)
-        return sum(taken) / len(taken) if taken else 0.0
+            waits_s.append(max(wait_ns, 0) / 1e9)
+        return sum(waits_s) / len(waits_s) if waits_s else 0.0
 
     def undo(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
@@ -247,51 +260,64 @@ class Replicate:
 @torch.no_grad()
 def _broadcast_quantized(model: nn.Module, comm: ProcessGroupComm) -> None:
     """Broadcast quantized weights of torchao from rank 0 as bytes; DDP's own broadcast does not support their class."""
-    names: list[str] = []
-    for name, weight in model.named_parameters():
+    quantized_names: list[str] = []
+    for parameter_name, weight in model.named_parameters():
         if is_torchao(weight):
-            data, layout = to_bytes(weight)
-            copy_inner_tensors(from_bytes(comm.broadcast(data), layout), weight)
-            names.append(name)
-    if names:
-        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-        vars(model)["_ddp_params_and_buffers_to_ignore"] = [*ignored, *names]
+            packed_bytes, layout = to_bytes(weight)
+            copy_inner_tensors(from_bytes(comm.broadcast(packed_bytes), layout), weight)
+            quantized_names.append(parameter_name)
+    if quantized_names:
+        ignored_names = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+        vars(model)["_ddp_params_and_buffers_to_ignore"] = [
+            *ignored_names,
+            *quantized_names,
+        ]
 
 
 def _bucket_mb(model: nn.Module) -> int:
     """Return the bucket size in MiB: a tenth of all gradients, so that most of them are reduced during the backward."""
-    total = (
-        sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    total_mb = (
+        sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        )
         / 2**20
     )
-    size = int(min(max(total / 10, _LEAST_MB), _MOST_MB))
+    bucket_mb = int(min(max(total_mb / 10, _LEAST_MB), _MOST_MB))
     log.info(
         "performance: gradients of %s (%.0f MiB) are exchanged in buckets of %d MiB, about ten in total; performance={'buckets': False} "
         "turns it off",
         type(model).__name__,
-        total,
-        size,
+        total_mb,
+        bucket_mb,
     )
-    return size
+    return bucket_mb
 
 
 # Any: torch's keywords
 def _ddp_options(config: DistributedDataParallelKwargs) -> dict[str, Any]:
     """Return the user's settings as keywords of this torch. Raises: ConfigError for a keyword that torch does not know."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    chosen = {
-        name: getattr(config, name)
-        for name in sorted(given(config))
-        if name not in _OURS
+    ddp_parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    given_options = {
+        option_name: getattr(config, option_name)
+        for option_name in sorted(given(config))
+        if option_name not in _OURS
     }
-    unknown = [name for name in chosen if name not in known]
-    if unknown:
+    unknown_names = [
+        option_name
+        for option_name in given_options
+        if option_name not in ddp_parameters
+    ]
+    if unknown_names:
         raise ConfigError(
-            f"DistributedDataParallelKwargs({unknown[0]}=...) is not supported by torch {torch.__version__}, so it would be ignored; "
+            f"DistributedDataParallelKwargs({unknown_names[0]}=...) is not supported by torch {torch.__version__}, so it would be ignored; "
             "remove it, or install a newer torch."
         )
     return {
-        name: value for name, value in chosen.items() if value != known[name].default
+        option_name: option
+        for option_name, option in given_options.items()
+        if option != ddp_parameters[option_name].default
     }
 
 

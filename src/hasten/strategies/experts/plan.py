@@ -45,16 +45,16 @@ def decide(model: nn.Module, plan: str | Sequence[str], ranks: int) -> dict[str,
 def stacked_experts(model: nn.Module) -> dict[str, int]:
     """Return modules with a `num_experts` attribute, as in transformers, that equals the first size of their weights."""
     numbers: dict[str, int] = {}
-    for name, module in model.named_modules():
+    for module_name, module in model.named_modules():
         number = getattr(module, "num_experts", None)
         is_stack = (
-            name
+            module_name
             and isinstance(number, int)
             and number > 1
             and reason_against_sharding(module) is None
         )
         if is_stack and next(module.parameters()).shape[0] == number:
-            numbers[name] = number
+            numbers[module_name] = number
     return numbers
 
 
@@ -115,16 +115,16 @@ def _wrong_arguments(module: nn.Module) -> str | None:
 
 def _check_ties(model: nn.Module, experts_by_module: dict[str, int]) -> None:
     """Raise if a stack of experts has a second name, under which it would not be sharded."""
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = names.setdefault(id(parameter), name)
-        inside = [
-            known
-            for known in (first, name)
-            if known.rpartition(".")[0] in experts_by_module
+    names_by_id: dict[int, str] = {}
+    for parameter_name, parameter in model.named_parameters(remove_duplicate=False):
+        first_name = names_by_id.setdefault(id(parameter), parameter_name)
+        expert_names = [
+            tied_name
+            for tied_name in (first_name, parameter_name)
+            if tied_name.rpartition(".")[0] in experts_by_module
         ]
-        if first != name and inside:
+        if first_name != parameter_name and expert_names:
             raise ConfigError(
-                f"{first!r} and {name!r} are one tied tensor, and tied experts are not supported in this version. Untie the weights, or "
+                f"{first_name!r} and {parameter_name!r} are one tied tensor, and tied experts are not supported in this version. Untie the weights, or "
                 "set ep_size=1."
             )

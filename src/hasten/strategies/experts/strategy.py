@@ -191,10 +191,10 @@ def expert_groups(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def sharded_dim(part: Tensor, shards: int) -> int | None:
+def sharded_dim(stack: Tensor, shards: int) -> int | None:
     """Return the dimension along which ranks with the same experts shard them: rows if divisible, else experts."""
-    sizes = part.to_local().shape if isinstance(part, DTensor) else part.shape
-    return next((dim for dim in (1, 0) if sizes[dim] % shards == 0), None)
+    shape = stack.to_local().shape if isinstance(stack, DTensor) else stack.shape
+    return next((dim for dim in (1, 0) if shape[dim] % shards == 0), None)
 
 
 def _check_shards(name: str, module: nn.Module, ranks: int, shards: int) -> None:
@@ -210,14 +210,14 @@ def _check_shards(name: str, module: nn.Module, ranks: int, shards: int) -> None
 def _divide_experts(
     module: nn.Module, number: int, mesh: DeviceMesh, device: torch.device
 ) -> None:
-    for name, whole_parameter in list(module.named_parameters(recurse=False)):
-        own_part = (
+    for parameter_name, whole_parameter in list(module.named_parameters(recurse=False)):
+        local_experts = (
             whole_parameter.detach()
             .chunk(mesh.size(), 0)[mesh.get_local_rank()]
             .clone()
         )
         shard = DTensor.from_local(
-            own_part if whole_parameter.is_meta else own_part.to(device),
+            local_experts if whole_parameter.is_meta else local_experts.to(device),
             mesh,
             [Shard(0)],
             run_check=False,
@@ -226,7 +226,7 @@ def _divide_experts(
         )
         setattr(
             module,
-            name,
+            parameter_name,
             nn.Parameter(shard, requires_grad=whole_parameter.requires_grad),
         )
     if getattr(module, _COUNT, None) == number:

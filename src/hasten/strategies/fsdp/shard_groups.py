@@ -87,9 +87,9 @@ def _by_size(model: nn.Module, min_params: int) -> list[nn.Module]:
     chosen_modules: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
-        num_rest = sum(p.numel() for p in module.parameters(recurse=False)) + sum(
-            map(visit, module.children())
-        )
+        num_rest = sum(
+            parameter.numel() for parameter in module.parameters(recurse=False)
+        ) + sum(map(visit, module.children()))
         if (
             module is not model
             and num_rest >= min_params
@@ -110,7 +110,10 @@ def _deepest_first(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Mo
         for module in model.modules()
         if id(module) in module_ids and module is not model
     ]
-    depth = {id(module): name.count(".") for name, module in model.named_modules()}
+    depth = {
+        id(module): module_name.count(".")
+        for module_name, module in model.named_modules()
+    }
     return sorted(order, key=lambda module: -depth[id(module)])
 
 

@@ -132,8 +132,8 @@ class ShardModel:
         if source is not WeightSource.RANK_0 and self._config.sync_module_states:
             copy_from_rank_0(model, ctx)
             copy_tensors(packed.tensors(), ctx)
-        wholes = (
-            {name: t.data for name, t in named_tensors(model)}
+        unsharded_tensors = (
+            {tensor_name: tensor.data for tensor_name, tensor in named_tensors(model)}
             if source is WeightSource.RANK_0 and ctx.is_main
             else {}
         )
@@ -145,7 +145,7 @@ class ShardModel:
         )
         keep_rest_on_device(model, ctx)
         if source is WeightSource.RANK_0:
-            scatter_from_rank_0(model, wholes, ctx)
+            scatter_from_rank_0(model, unsharded_tensors, ctx)
         elif source is WeightSource.NO_RANK:
             fill_by_function(model, self._config)
         self._remember(model)
@@ -324,21 +324,21 @@ class ShardModel:
         return CPUOffloadPolicy(pin_memory=pin)
 
     def _prefetch(self, blocks: Sequence[nn.Module]) -> None:
-        ahead, behind = (
+        forward_depth, backward_depth = (
             self._config.forward_prefetch_depth,
             self._config.backward_prefetch_depth,
         )
-        sharded: list[FSDPModule] = [
+        sharded_blocks: list[FSDPModule] = [
             block for block in blocks if isinstance(block, FSDPModule)
         ]
-        for index, block in enumerate(sharded):
-            if ahead:
+        for index, block in enumerate(sharded_blocks):
+            if forward_depth:
                 block.set_modules_to_forward_prefetch(
-                    sharded[index + 1 : index + 1 + ahead]
+                    sharded_blocks[index + 1 : index + 1 + forward_depth]
                 )
-            if behind:
+            if backward_depth:
                 block.set_modules_to_backward_prefetch(
-                    sharded[max(0, index - behind) : index][::-1]
+                    sharded_blocks[max(0, index - backward_depth) : index][::-1]
                 )
 
 
@@ -394,11 +394,11 @@ def mixed_precision(
 def _note_late_heads(model: nn.Module) -> None:
     """Give heads whose logits are computed late the module that gathers their weight, which is freed when the model returns."""
     owners = [
-        (name, module)
-        for name, module in model.named_modules()
+        (module_name, module)
+        for module_name, module in model.named_modules()
         if isinstance(module, FSDPModule)
     ]
-    for name, module in model.named_modules():
+    for module_name, module in model.named_modules():
         if isinstance(
             head := forwarding.find(module, forwarding.LateHead.tag),
             forwarding.LateHead,
@@ -406,7 +406,7 @@ def _note_late_heads(model: nn.Module) -> None:
             enclosing_modules = [
                 owner
                 for prefix, owner in owners
-                if not prefix or f"{name}.".startswith(f"{prefix}.")
+                if not prefix or f"{module_name}.".startswith(f"{prefix}.")
             ]
             head.gathered_by = ref(enclosing_modules[-1])
 
@@ -419,21 +419,25 @@ def _make_dense(model: nn.Module, whole_parameters: set[nn.Parameter]) -> None:
 
 
 def _refuse_unshardable(model: nn.Module, sharded: Mapping[int, nn.Parameter]) -> None:
-    name = type(model).__name__
+    model_name = type(model).__name__
     if isinstance(model, CONTAINERS):
         raise PrepareError(
-            f"a {name} has no forward, so its parameters would never be gathered. Put its modules into a module with a forward, or "
+            f"a {model_name} has no forward, so its parameters would never be gathered. Put its modules into a module with a forward, or "
             "prepare each of them."
         )
     sharded_names = [
-        part for part, p in model.named_parameters() if sharded.get(id(p)) is p
+        module_name
+        for module_name, parameter in model.named_parameters()
+        if sharded.get(id(parameter)) is parameter
     ]
     sharded_modules = [
-        part for part, module in model.named_modules() if isinstance(module, FSDPModule)
+        module_name
+        for module_name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
     ]
     if sharded_names or sharded_modules:
         raise PrepareError(
-            f"{(sharded_names or sharded_modules)[0]!r} of {name} is also part of a model that is already sharded, but a parameter can only be in one "
+            f"{(sharded_names or sharded_modules)[0]!r} of {model_name} is also part of a model that is already sharded, but a parameter can only be in one "
             "shard group. Prepare one module that contains both models, and call them through methods marked with mark_forward_method()."
         )
 
@@ -463,19 +467,19 @@ def _banner(
     config: FullyShardedDataParallelPlugin,
     source: WeightSource,
 ) -> str:
-    trained = {
-        str(p.dtype).removeprefix("torch.")
-        for p in model.parameters()
-        if p.requires_grad
+    trained_dtypes = {
+        str(parameter.dtype).removeprefix("torch.")
+        for parameter in model.parameters()
+        if parameter.requires_grad
     }
-    compute = layout.policy.param_dtype or "the same"
+    compute_dtype = layout.policy.param_dtype or "the same"
     place_text = "in host memory" if config.cpu_offload else "on the device"
-    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    axis_sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     text = (
-        f"{layout.name} is sharded over {sizes} in {len(layout.blocks) + 1} groups: master weights "
-        f"{' and '.join(sorted(trained)) or 'none (frozen)'} {place_text}, computing in "
-        f"{str(compute).removeprefix('torch.')}, reducing in "
-        f"{str(layout.policy.reduce_dtype or compute).removeprefix('torch.')}"
+        f"{layout.name} is sharded over {axis_sizes} in {len(layout.blocks) + 1} groups: master weights "
+        f"{' and '.join(sorted(trained_dtypes)) or 'none (frozen)'} {place_text}, computing in "
+        f"{str(compute_dtype).removeprefix('torch.')}, reducing in "
+        f"{str(layout.policy.reduce_dtype or compute_dtype).removeprefix('torch.')}"
     )
     if config.cpu_ram_efficient_loading and source is WeightSource.EVERYONE:
         text += "; cpu_ram_efficient_loading saved nothing, because every rank built the model with weights"

@@ -55,10 +55,10 @@ def head_size(holder: nn.Module, width: int) -> int | None:
 
 def refuse_split_heads(model: nn.Module, split: LayerSplit, ranks: int) -> None:
     """Raise ConfigError, with sizes that work, if a head would be split between ranks."""
-    for size, layers in _attention(model, split):
+    for head_width, layers in _attention(model, split):
         for name in layers:
-            heads, rest = divmod(_width(model, name), size)
-            if not rest and heads % ranks:
+            heads, remainder = divmod(_width(model, name), head_width)
+            if not remainder and heads % ranks:
                 raise ConfigError(
                     f"tp_size={ranks} does not divide the {heads} heads of {name!r}; a head would be split. Set tp_size to one of "
                     f"{divisors(heads)}."
@@ -108,8 +108,10 @@ def norms_of_heads(model: nn.Module, split: LayerSplit) -> Iterator[str]:
             for name in layers
             if (matrix := matrix_of(model.get_submodule(name)))
         }
-        for leaf, norm in module.named_children():
-            is_named = QUERY.search(leaf) or re.search(r"(^|_)(k|key|wk)(_|$)", leaf)
+        for child_name, norm in module.named_children():
+            is_named = QUERY.search(child_name) or re.search(
+                r"(^|_)(k|key|wk)(_|$)", child_name
+            )
             widths = {parameter.numel() for parameter in norm.parameters(recurse=False)}
             if (
                 is_named
@@ -117,7 +119,7 @@ def norms_of_heads(model: nn.Module, split: LayerSplit) -> Iterator[str]:
                 and widths
                 and widths <= set(sizes[:1]) - inputs
             ):
-                yield f"{parent}.{leaf}" if parent else leaf
+                yield f"{parent}.{child_name}" if parent else child_name
 
 
 def divide_named(

@@ -46,8 +46,8 @@ def matrix_of(module: nn.Module) -> Matrix | None:
 
 def linear_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Matrix]]:
     """Yield the linear layers that a module calls, by name and in order."""
-    for leaf, child in module.named_children():
-        name = f"{prefix}.{leaf}" if prefix else leaf
+    for child_name, child in module.named_children():
+        name = f"{prefix}.{child_name}" if prefix else child_name
         matrix = matrix_of(child)
         if matrix is not None:
             yield name, matrix
@@ -57,9 +57,9 @@ def linear_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Ma
 
 def split_dims(layer: nn.Module, style: TensorStyle) -> dict[str, int]:
     """Return the dimension along which each parameter of a layer is split; parameters left out stay whole."""
-    own = dict(layer.named_parameters(recurse=False))
+    parameters = dict(layer.named_parameters(recurse=False))
     if style == "experts":
-        return dict.fromkeys(own, 0)
+        return dict.fromkeys(parameters, 0)
     if style in ("embedding_rowwise", "embedding_colwise"):
         return {"weight": 0 if style == "embedding_rowwise" else 1}
     sizes = matrix_of(layer)
@@ -67,7 +67,7 @@ def split_dims(layer: nn.Module, style: TensorStyle) -> dict[str, int]:
         return {}
     if style.startswith("rowwise"):
         return {"weight": 1 - sizes.out_dim}
-    return {"weight": sizes.out_dim} | ({"bias": 0} if "bias" in own else {})
+    return {"weight": sizes.out_dim} | ({"bias": 0} if "bias" in parameters else {})
 
 
 @dataclass(slots=True)

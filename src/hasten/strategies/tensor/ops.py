@@ -96,9 +96,9 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    own_part = x.contiguous()
-    parts_by_rank = [torch.empty_like(own_part) for _ in range(group.size())]
-    dist.all_gather(parts_by_rank, own_part, group=group)
+    local_shard = x.contiguous()
+    parts_by_rank = [torch.empty_like(local_shard) for _ in range(group.size())]
+    dist.all_gather(parts_by_rank, local_shard, group=group)
     return torch.cat(parts_by_rank, dim)
 
 

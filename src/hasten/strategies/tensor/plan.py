@@ -84,13 +84,15 @@ def _modules_with_plan(
 ) -> Iterator[tuple[str, nn.Module, Mapping[str, str]]]:
     """Yield the outermost modules with a `tp_plan`, and torch's layers; a wrapper may expose that of the model inside it."""
     prefixes: list[str] = []
-    for name, module in model.named_modules():
-        if any(not prefix or name.startswith(f"{prefix}.") for prefix in prefixes):
+    for module_name, module in model.named_modules():
+        if any(
+            not prefix or module_name.startswith(f"{prefix}.") for prefix in prefixes
+        ):
             continue
         plan = _plan_of(module)
         if plan:
-            prefixes.append(name)
-            yield name, module, plan
+            prefixes.append(module_name)
+            yield module_name, module, plan
 
 
 def _plan_of(module: nn.Module) -> Mapping[str, str]:
@@ -171,13 +173,13 @@ def _check_pattern(
             f"{source}: {pattern!r} has the style {style_name!r}, which is unknown; use one of {', '.join(STYLES)}."
         )
     if not matching_names:
-        embeddings = [
+        embedding_names = [
             name
-            for name, part in model.named_modules()
-            if isinstance(part, nn.Embedding)
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding)
         ]
         layer_names = ", ".join(
-            [*embeddings, *(name for name, _ in linear_layers(model))]
+            [*embedding_names, *(name for name, _ in linear_layers(model))]
         )
         raise ConfigError(
             f"{source}: {pattern!r} matches no module of {type(model).__name__}, so it would have no effect; layers that can be split "

@@ -59,7 +59,7 @@ class SplitLayers:
         ctx: ProcessContext,
         precision: Precision,
     ) -> nn.Module:
-        if any(isinstance(p, DTensor) for p in model.parameters()):
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             return model
         if precision.spec == "fp8":
             raise ConfigError(
@@ -167,13 +167,13 @@ def _replace_by_shard(
     if isinstance(whole_parameter, DTensor):
         return
     if id(whole_parameter) not in shards_by_id:
-        own_part = (
+        local_shard = (
             whole_parameter.detach()
             .chunk(mesh.size(), dim)[mesh.get_local_rank()]
             .clone()
         )
         shard = DTensor.from_local(
-            own_part if whole_parameter.is_meta else own_part.to(device),
+            local_shard if whole_parameter.is_meta else local_shard.to(device),
             mesh,
             [Shard(dim)],
             run_check=False,
@@ -191,7 +191,7 @@ def _replace_by_shard(
 
 def _check_ties(model: nn.Module, split: LayerSplit) -> None:
     """Raise if a tensor with two names would be split differently under each."""
-    dims: dict[int, tuple[str, int]] = {}
+    first_uses: dict[int, tuple[str, int]] = {}
     split_names = {
         f"{name}.{leaf}": dim
         for name, style in split.styles.items()
@@ -199,7 +199,7 @@ def _check_ties(model: nn.Module, split: LayerSplit) -> None:
     }
     for name, parameter in model.named_parameters(remove_duplicate=False):
         dim = split_names.get(name, -1)
-        first_name, known_dim = dims.setdefault(id(parameter), (name, dim))
+        first_name, known_dim = first_uses.setdefault(id(parameter), (name, dim))
         if known_dim != dim:
             raise ConfigError(
                 f"{first_name!r} and {name!r} are one tied tensor, but the plan splits them differently, so they would diverge. Split both "
@@ -230,14 +230,14 @@ def _describe_split(
     for style in split.styles.values():
         by_style[style] = by_style.get(style, 0) + 1
     split_bytes = sum(
-        p.numel() * p.element_size()
-        for p in model.parameters()
-        if isinstance(p, DTensor)
+        parameter.numel() * parameter.element_size()
+        for parameter in model.parameters()
+        if isinstance(parameter, DTensor)
     )
     whole_bytes = sum(
-        p.numel() * p.element_size()
-        for p in model.parameters()
-        if not isinstance(p, DTensor)
+        parameter.numel() * parameter.element_size()
+        for parameter in model.parameters()
+        if not isinstance(parameter, DTensor)
     )
     text = (
         f"{type(model).__name__} is split over tp {ranks} ({split.source}): "
