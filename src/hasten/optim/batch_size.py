@@ -118,24 +118,28 @@ def find_executable_batch_size(
     return _searching(function, search)
 
 
-def _searching(function: Callable[..., Any], search: _Search) -> Callable[..., Any]:
-    @functools.wraps(function)
+def _searching(
+    user_function: Callable[..., Any], size_search: _Search
+) -> Callable[..., Any]:
+    @functools.wraps(user_function)
     def run(*args: Any, **kwargs: Any) -> Any:  # Any: arguments of the user's function
-        _check_arguments(function, args)
-        batch_size = search.start
+        _check_arguments(user_function, args)
+        batch_size = size_search.start
         accumulation_steps = (
-            search.accelerator.gradient_accumulation_steps
-            if search.accelerator is not None
+            size_search.accelerator.gradient_accumulation_steps
+            if size_search.accelerator is not None
             else 1
         )
         while batch_size > 0:
             _free_memory()
-            if search.keep_global_batch:
-                _set_steps(search, batch_size, accumulation_steps)
-            fits, output = _attempt(function, batch_size, search, args, kwargs)
+            if size_search.keep_global_batch:
+                _set_steps(size_search, batch_size, accumulation_steps)
+            fits, output = _attempt(
+                user_function, batch_size, size_search, args, kwargs
+            )
             if fits:
                 return output
-            smaller_size = _next_size(search, batch_size)
+            smaller_size = _next_size(size_search, batch_size)
             log.warning(
                 "batch size %d does not fit into memory; trying %d",
                 batch_size,
@@ -143,7 +147,7 @@ def _searching(function: Callable[..., Any], search: _Search) -> Callable[..., A
             )
             batch_size = smaller_size
         raise StepError(
-            f"{_name(function)} ran out of memory at every batch size from {search.start} down to zero; nothing is "
+            f"{_name(user_function)} ran out of memory at every batch size from {size_search.start} down to zero; nothing is "
             "left to try. Use a smaller model, recompute activations, or shard it over more devices."
         )
 
@@ -151,15 +155,15 @@ def _searching(function: Callable[..., Any], search: _Search) -> Callable[..., A
 
 
 def _attempt(
-    function: Callable[..., Any],
+    user_function: Callable[..., Any],
     size: int,
-    search: _Search,
+    size_search: _Search,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[bool, Any]:
     value, error = None, None
     try:
-        value = function(size, *args, **kwargs)
+        value = user_function(size, *args, **kwargs)
     # sent to the other ranks; all but a lack of memory are re-raised
     except Exception as raised:
         if not should_reduce_batch_size(raised):
@@ -167,7 +171,11 @@ def _attempt(
         fits = False
     else:
         fits = True
-    comm = search.accelerator.ctx.world if search.accelerator is not None else None
+    comm = (
+        size_search.accelerator.ctx.world
+        if size_search.accelerator is not None
+        else None
+    )
     if comm is None or comm.size == 1:
         if error is not None:
             raise error
@@ -182,14 +190,14 @@ def _attempt(
             comm.ranks[i] for i, verdict in enumerate(outcomes) if verdict == "failed"
         ]
         raise StepError(
-            f"{_name(function)} raised on rank(s) {failed_ranks} at batch size {size}, for another reason than memory; this "
+            f"{_name(user_function)} raised on rank(s) {failed_ranks} at batch size {size}, for another reason than memory; this "
             "rank stops with them. See their error."
         )
     return all(verdict == "fits" for verdict in outcomes), value
 
 
-def _next_size(search: _Search, size: int) -> int:
-    smaller = search.smaller(size)
+def _next_size(size_search: _Search, size: int) -> int:
+    smaller = size_search.smaller(size)
     if smaller >= size:
         raise ConfigError(
             f"reduce_batch_size_fn({size}) returned {smaller}, which is not smaller; the search would never end. "
@@ -208,29 +216,31 @@ def _takes_a_size(reduce: Callable[..., int]) -> bool:
     )
 
 
-def _set_steps(search: _Search, size: int, steps: int) -> None:
-    if search.start % size:
+def _set_steps(size_search: _Search, size: int, steps: int) -> None:
+    if size_search.start % size:
         raise ConfigError(
-            f"batch size {size} does not divide the starting batch size {search.start}; no number of accumulation "
+            f"batch size {size} does not divide the starting batch size {size_search.start}; no number of accumulation "
             "steps keeps the global batch. Let reduce_batch_size_fn return divisors of it, or leave it out."
         )
-    assert search.accelerator is not None, "keep_global_batch needs an accelerator"
-    search.accelerator.gradient_accumulation_steps = steps * (search.start // size)
+    assert size_search.accelerator is not None, "keep_global_batch needs an accelerator"
+    size_search.accelerator.gradient_accumulation_steps = steps * (
+        size_search.start // size
+    )
 
 
-def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _check_arguments(user_function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     names = [
         p.name
-        for p in inspect.signature(function).parameters.values()
+        for p in inspect.signature(user_function).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     variadic = any(
         p.kind is p.VAR_POSITIONAL
-        for p in inspect.signature(function).parameters.values()
+        for p in inspect.signature(user_function).parameters.values()
     )
     if not variadic and len(names) < len(args) + 1:
         raise TypeError(
-            f"{_name(function)} takes {names}, but was called with {len(args)} positional argument(s) besides the "
+            f"{_name(user_function)} takes {names}, but was called with {len(args)} positional argument(s) besides the "
             f"batch size; the batch size is passed by find_executable_batch_size. Leave it out of the call."
         )
 
@@ -243,5 +253,5 @@ def _free_memory() -> None:
             empty_cache(accelerator)
 
 
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", "the function")
+def _name(user_function: Callable[..., Any]) -> str:
+    return getattr(user_function, "__name__", "the function")

@@ -43,8 +43,8 @@ class EngineOptimizer(torch.optim.Optimizer, ABC):
         """Return the groups with indices for parameters, counted through all groups, as in torch's state dicts."""
         numbers = itertools.count()
         return [
-            {**group, "params": [next(numbers) for _ in group["params"]]}
-            for group in self.param_groups
+            {**param_group, "params": [next(numbers) for _ in param_group["params"]]}
+            for param_group in self.param_groups
         ]
 
     def __getstate__(self) -> dict[str, Any]:

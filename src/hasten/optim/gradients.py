@@ -45,7 +45,9 @@ def alike(grads: Iterable[Tensor]) -> list[list[Tensor]]:
 def multiply(param_groups: Iterable[dict[str, Any]], factor: float | Tensor) -> None:
     """Multiply all gradients by `factor`, in place."""
     for alike_gradients in alike(
-        grad for group in param_groups for grad in gradients(group["params"])
+        grad
+        for param_group in param_groups
+        for grad in gradients(param_group["params"])
     ):
         torch._foreach_mul_(
             alike_gradients,

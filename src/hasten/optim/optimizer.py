@@ -260,8 +260,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         is_torchs = getattr(clear, "__func__", None) is torch.optim.Optimizer.zero_grad
         if set_to_none and is_torchs:
             # same effect, without the profiler mark, which costs more than the rest
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
+            for param_group in self.optimizer.param_groups:
+                for parameter in param_group["params"]:
                     parameter.grad = None
         elif is_torchs or inspect.signature(clear).parameters:
             clear(set_to_none)
@@ -284,8 +284,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """The parameters of all groups."""
         return [
             parameter
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
+            for param_group in self.optimizer.param_groups
+            for parameter in param_group["params"]
         ]
 
     def settled_in(self, serial: int) -> bool:
@@ -417,8 +417,8 @@ def settle(
     for optimizer in due_optimizers:
         if any(
             id(p) in parameter_ids
-            for group in optimizer.param_groups
-            for p in group["params"]
+            for param_group in optimizer.param_groups
+            for p in param_group["params"]
         ):
             optimizer.settle()
 

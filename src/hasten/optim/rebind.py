@@ -44,10 +44,10 @@ class OptimizerRecord:
         for name, parameter in parameters_of(models)[0].items():
             names.setdefault(parameter, name)
         groups: list[tuple[str, ...]] = []
-        for group in optimizer.param_groups:
-            if not names.keys() >= set(group["params"]):
+        for param_group in optimizer.param_groups:
+            if not names.keys() >= set(param_group["params"]):
                 raise _not_prepared(optimizer, names)
-            groups.append(tuple(map(names.__getitem__, group["params"])))
+            groups.append(tuple(map(names.__getitem__, param_group["params"])))
         state = {}
         for parameter, values in optimizer.state.items():
             if parameter in names:
@@ -69,7 +69,7 @@ class OptimizerRecord:
         new_groups: list[list[Tensor]] = []
         old_parameters: list[Tensor] = []
         new_parameters: list[Tensor] = []
-        for group, names in zip(optimizer.param_groups, self.groups, strict=True):
+        for param_group, names in zip(optimizer.param_groups, self.groups, strict=True):
             local_names = (
                 names
                 if not remote_names
@@ -78,14 +78,16 @@ class OptimizerRecord:
             if not parameters.keys() >= set(local_names):
                 raise _gone(optimizer, local_names, parameters)
             new_groups.append(list(map(parameters.__getitem__, local_names)))
-            old_parameters += group["params"]
+            old_parameters += param_group["params"]
             new_parameters += new_groups[-1]
         if list(map(id, old_parameters)) == list(map(id, new_parameters)):
             if optimizer.state:
                 _move_state(optimizer)
             return
-        for group, members in zip(optimizer.param_groups, new_groups, strict=True):
-            group["params"] = members
+        for param_group, members in zip(
+            optimizer.param_groups, new_groups, strict=True
+        ):
+            param_group["params"] = members
         for parameter in old_parameters:
             optimizer.state.pop(parameter, None)
         for name, values in self.state.items():
@@ -215,10 +217,10 @@ def _not_prepared(
 def _unknown(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 ) -> Iterable[str]:
-    for index, group in enumerate(optimizer.param_groups):
-        labels = group.get("param_names") or [None] * len(group["params"])
+    for index, param_group in enumerate(optimizer.param_groups):
+        labels = param_group.get("param_names") or [None] * len(param_group["params"])
         for position, (parameter, label) in enumerate(
-            zip(group["params"], labels, strict=True)
+            zip(param_group["params"], labels, strict=True)
         ):
             if parameter not in names:
                 location = f"group {index}, parameter {position}, shape {tuple(parameter.shape)}"

@@ -41,13 +41,13 @@ class PreparedScheduler(LRScheduler):
         assert self._initial_state is not None, "the length is known"
         state, rates = copy.deepcopy(self._initial_state)
         self.scheduler.load_state_dict(state)
-        for group, rate in zip(
+        for param_group, rate in zip(
             self.scheduler.optimizer.param_groups, rates, strict=False
         ):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
+            if isinstance(param_group["lr"], Tensor):
+                param_group["lr"].fill_(rate)
             else:
-                group["lr"] = rate
+                param_group["lr"] = rate
         # torch warns of steps before the optimizer's first one
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -106,7 +106,9 @@ class PreparedScheduler(LRScheduler):
 
 def _copy_state(scheduler: Any) -> tuple[dict[str, Any], list[float]]:
     """Return the state of a schedule that has not begun, and the learning rates it has set."""
-    rates = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
+    rates = [
+        float(param_group["lr"]) for param_group in scheduler.optimizer.param_groups
+    ]
     return copy.deepcopy(scheduler.state_dict()), rates
 
 
@@ -171,11 +173,11 @@ def total_of(scheduler: Any) -> int | None:
     return int(schedule_length) if isinstance(schedule_length, int | float) else None
 
 
-def _of_function(function: Callable[..., Any]) -> int | None:
+def _of_function(user_function: Callable[..., Any]) -> int | None:
     """Return the length in a function of transformers: its argument num_training_steps."""
-    if not isinstance(function, functools.partial):
+    if not isinstance(user_function, functools.partial):
         return None
-    total = function.keywords.get("num_training_steps")
+    total = user_function.keywords.get("num_training_steps")
     return int(total) if isinstance(total, int | float) else None
 
 

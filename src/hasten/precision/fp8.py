@@ -140,15 +140,15 @@ def check_device(device: torch.device, backend: Literal["ao", "te"]) -> None:
 
 
 def layer_filter(
-    model: nn.Module, recipe: AORecipeKwargs
+    model: nn.Module, ao_recipe: AORecipeKwargs
 ) -> Callable[[nn.Module, str], bool]:
     """Return a predicate of the layers to convert: the user's filter, or all linear layers but the first and the last."""
-    if recipe.module_filter_func is not None:
-        return recipe.module_filter_func
+    if ao_recipe.module_filter_func is not None:
+        return ao_recipe.module_filter_func
     linear_names = surgery.linear_names(model)
     skipped_names = (
         {linear_names[0], linear_names[-1]}
-        if recipe.skip_first_and_last and linear_names
+        if ao_recipe.skip_first_and_last and linear_names
         else set()
     )
 
@@ -156,32 +156,32 @@ def layer_filter(
         if not isinstance(module, nn.Linear) or name in skipped_names:
             return False
         return module.out_features % 16 == 0 and (
-            recipe.pad_inner_dim or module.in_features % 16 == 0
+            ao_recipe.pad_inner_dim or module.in_features % 16 == 0
         )
 
     return is_converted
 
 
 def convert_ao(
-    model: nn.Module, recipe: AORecipeKwargs, emulate: bool, sharded: bool
+    model: nn.Module, ao_recipe: AORecipeKwargs, emulate: bool, sharded: bool
 ) -> list[str]:
     """Convert the model's linear layers to torchao's with the same parameters; returns their names."""
     ao = need("torchao.float8", ">=0.12", "mixed_precision='fp8'")
-    if recipe.config is not None:
-        config = recipe.config
-    elif recipe.recipe_name is not None:
-        config = ao.Float8LinearConfig.from_recipe_name(recipe.recipe_name)
+    if ao_recipe.config is not None:
+        config = ao_recipe.config
+    elif ao_recipe.recipe_name is not None:
+        config = ao.Float8LinearConfig.from_recipe_name(ao_recipe.recipe_name)
     else:
-        gathers_in_float8 = recipe.enable_fsdp_float8_all_gather
+        gathers_in_float8 = ao_recipe.enable_fsdp_float8_all_gather
         config = ao.Float8LinearConfig(
-            pad_inner_dim=recipe.pad_inner_dim,
+            pad_inner_dim=ao_recipe.pad_inner_dim,
             enable_fsdp_float8_all_gather=gathers_in_float8,
         )
     if config.enable_fsdp_float8_all_gather and not sharded:
         config = dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
     if emulate and not config.emulate:
         config = dataclasses.replace(config, emulate=True)
-    is_converted = layer_filter(model, recipe)
+    is_converted = layer_filter(model, ao_recipe)
     converted_names: list[str] = []
 
     def choose_and_note(module: nn.Module, name: str) -> bool:
@@ -229,7 +229,7 @@ class TEForward(forwarding.Forward):
             return self.inner(*args, **kwargs)
 
 
-def convert_te(model: nn.Module, recipe: TERecipeKwargs) -> list[str]:
+def convert_te(model: nn.Module, te_recipe_settings: TERecipeKwargs) -> list[str]:
     """Convert the model's linear layers to Transformer Engine's with the same parameters; returns their names."""
     te = need(
         "transformer_engine.pytorch", why="mixed_precision='fp8' with backend 'te'"
@@ -257,24 +257,29 @@ def convert_te(model: nn.Module, recipe: TERecipeKwargs) -> list[str]:
 
     converted_names = surgery.swap_where(model, is_converted, make_te_linear)
     forwarding.replace(
-        model, TEForward(te_recipe(recipe), recipe.use_autocast_during_eval)
+        model,
+        TEForward(
+            te_recipe(te_recipe_settings), te_recipe_settings.use_autocast_during_eval
+        ),
     )
     return converted_names
 
 
-def te_recipe(recipe: TERecipeKwargs) -> Any:  # Any: classes of Transformer Engine
+def te_recipe(
+    te_recipe_settings: TERecipeKwargs,
+) -> Any:  # Any: classes of Transformer Engine
     """Return the settings as a recipe of Transformer Engine."""
     recipe_module = need(
         "transformer_engine.common.recipe",
         why="mixed_precision='fp8' with backend 'te'",
     )
-    fp8_format = getattr(recipe_module.Format, recipe.fp8_format)
-    if recipe.use_mxfp8_block_scaling:
+    fp8_format = getattr(recipe_module.Format, te_recipe_settings.fp8_format)
+    if te_recipe_settings.use_mxfp8_block_scaling:
         return recipe_module.MXFP8BlockScaling(fp8_format=fp8_format)
     return recipe_module.DelayedScaling(
-        margin=recipe.margin,
+        margin=te_recipe_settings.margin,
         fp8_format=fp8_format,
-        amax_history_len=recipe.amax_history_len,
-        amax_compute_algo=recipe.amax_compute_algo,
-        override_linear_precision=recipe.override_linear_precision,
+        amax_history_len=te_recipe_settings.amax_history_len,
+        amax_compute_algo=te_recipe_settings.amax_compute_algo,
+        override_linear_precision=te_recipe_settings.override_linear_precision,
     )

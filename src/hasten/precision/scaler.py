@@ -60,8 +60,8 @@ class LossScaler(torch.amp.GradScaler):
             return
         if any(
             parameter.grad is not None
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            for param_group in optimizer.param_groups
+            for parameter in param_group["params"]
         ):
             super().unscale_(optimizer)
         self._share_overflow(optimizer)
@@ -248,8 +248,8 @@ class LossScaler(torch.amp.GradScaler):
 
 def _local_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield this rank's gradient shards as dense tensors."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
+    for param_group in optimizer.param_groups:
+        for parameter in param_group["params"]:
             gradient = parameter.grad
             if gradient is None:
                 continue

@@ -301,7 +301,7 @@ def recompute_blocks(config: Config) -> Transform:
     from hasten.strategies.fsdp.shard_groups import blocks_to_recompute
     from hasten.strategies.recompute import Recompute
 
-    find_blocks = partial(blocks_to_recompute, config=config.fsdp)
+    find_blocks = partial(blocks_to_recompute, fsdp_config=config.fsdp)
     return Recompute(
         find_blocks,
         "fsdp.activation_checkpointing",

@@ -37,8 +37,8 @@ class CompileWhole:
 
     stage = Stage.COMPILE_WHOLE
 
-    def __init__(self, config: TorchDynamoPlugin) -> None:
-        self._options = options(config)
+    def __init__(self, dynamo: TorchDynamoPlugin) -> None:
+        self._options = options(dynamo)
 
     def apply(
         self,
@@ -63,9 +63,9 @@ class CompileBlocks:
 
     stage = Stage.COMPILE_BLOCKS
 
-    def __init__(self, config: TorchDynamoPlugin, automatic: bool = False) -> None:
-        self._options = options(config)
-        self._with_rest = config.compile_loss
+    def __init__(self, dynamo: TorchDynamoPlugin, automatic: bool = False) -> None:
+        self._options = options(dynamo)
+        self._with_rest = dynamo.compile_loss
         self._automatic = automatic
 
     def apply(
@@ -373,20 +373,20 @@ def all_uncompiled(model: nn.Module) -> nn.Module:
 
 
 # Any: torch.compile's keywords
-def options(config: TorchDynamoPlugin) -> dict[str, Any]:
+def options(dynamo: TorchDynamoPlugin) -> dict[str, Any]:
     """Return the keywords of torch.compile for the settings."""
     compile_options: dict[str, Any] = {
-        "backend": config.backend,
-        "fullgraph": config.fullgraph,
-        "dynamic": config.dynamic,
-        "disable": config.disable,
+        "backend": dynamo.backend,
+        "fullgraph": dynamo.fullgraph,
+        "dynamic": dynamo.dynamic,
+        "disable": dynamo.disable,
     }
-    if config.options is not None:
-        return {**compile_options, "options": dict(config.options)}
+    if dynamo.options is not None:
+        return {**compile_options, "options": dict(dynamo.options)}
     return (
         compile_options
-        if config.mode == "default"
-        else {**compile_options, "mode": config.mode}
+        if dynamo.mode == "default"
+        else {**compile_options, "mode": dynamo.mode}
     )
 
 

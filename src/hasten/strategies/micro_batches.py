@@ -32,33 +32,37 @@ def check_rows(rows: int | None, count: int) -> int:
 
 
 # Any: the model's output
-def share(output: Any, comm: ProcessGroupComm, source: int) -> Any:
+def share(output: Any, group_comm: ProcessGroupComm, source: int) -> Any:
     """Broadcast a result from one rank to the group: tensors directly, containers as plain values.
 
     Raises: StepError for containers other than tuples, lists, dicts and model outputs.
     """
     spec: Any = None
-    if comm.rank == source:
+    if group_comm.rank == source:
         try:
             spec = _describe(output)
         except StepError as error:
             spec = str(error)
-    spec = comm.broadcast_object(spec, source)
+    spec = group_comm.broadcast_object(spec, source)
     if isinstance(spec, str):
         raise StepError(spec)
-    local_tensors = iter(trees.tensors(output)) if comm.rank == source else iter(())
+    local_tensors = (
+        iter(trees.tensors(output)) if group_comm.rank == source else iter(())
+    )
 
     def fetch(shape: list[int], dtype: str) -> Tensor:
         local_tensor = next(local_tensors, None)
         source_tensor = (
             local_tensor.detach()
             if local_tensor is not None
-            else torch.empty(shape, dtype=getattr(torch, dtype), device=comm.device)
+            else torch.empty(
+                shape, dtype=getattr(torch, dtype), device=group_comm.device
+            )
         )
-        return comm.broadcast(source_tensor, source)
+        return group_comm.broadcast(source_tensor, source)
 
     received_output = _rebuild(spec, fetch)
-    return output if comm.rank == source else received_output
+    return output if group_comm.rank == source else received_output
 
 
 def _describe(tree: Any) -> Any:

@@ -62,15 +62,15 @@ def update_own_shards(optimizer: Optimizer) -> None:
     """
     kinds = {
         is_dtensor(parameter)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        for param_group in optimizer.param_groups
+        for parameter in param_group["params"]
     }
     if True not in kinds:
         return
     if type(optimizer) not in ELEMENTWISE and len(kinds) > 1:
-        for group in optimizer.param_groups:
-            if group.get("foreach", True) is None:
-                group["foreach"] = False
+        for param_group in optimizer.param_groups:
+            if param_group.get("foreach", True) is None:
+                param_group["foreach"] = False
     collect: Collect | None = getattr(optimizer, "_init_group", None)
     if (
         type(optimizer) in ELEMENTWISE
@@ -87,8 +87,8 @@ def _file_momenta(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Move SGD's momentum from the local tensors to their parameters, as DTensors."""
     owners = {
         id(parameter._local_tensor): parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        for param_group in optimizer.param_groups
+        for parameter in param_group["params"]
         if is_dtensor(parameter)
     }
     for local_tensor in [

@@ -29,7 +29,7 @@ class WeightSource(StrEnum):
 
 def source_of(
     model: nn.Module,
-    config: FullyShardedDataParallelPlugin,
+    fsdp_config: FullyShardedDataParallelPlugin,
     ctx: ProcessContext,
     *,
     buffers: bool = True,
@@ -64,9 +64,9 @@ def source_of(
         )
     if names_by_rank[0]:
         if buffers:
-            _refuse_lost_buffers(model, config)
+            _refuse_lost_buffers(model, fsdp_config)
         return WeightSource.NO_RANK
-    if not config.sync_module_states:
+    if not fsdp_config.sync_module_states:
         raise PrepareError(
             f"only some ranks built {type(model).__name__} with weights, and fsdp.sync_module_states=False prevents rank 0 from "
             "broadcasting them. Set sync_module_states=True, or build the weights on every rank."
@@ -102,12 +102,12 @@ def _compare(model: nn.Module, ctx: ProcessContext) -> None:
 
 
 def _refuse_lost_buffers(
-    model: nn.Module, config: FullyShardedDataParallelPlugin
+    model: nn.Module, fsdp_config: FullyShardedDataParallelPlugin
 ) -> None:
     lost_buffers = {
         buffer_name for buffer_name, buffer in model.named_buffers() if buffer.is_meta
     } - set(model.state_dict())
-    if lost_buffers and config.param_init_fn is None:
+    if lost_buffers and fsdp_config.param_init_fn is None:
         raise PrepareError(
             f"buffer {sorted(lost_buffers)[0]!r} was built on the meta device and is not saved with the model's weights, so it would not be "
             "initialized. Pass FullyShardedDataParallelPlugin(param_init_fn=...) that computes it, or "
@@ -179,16 +179,18 @@ def allocate_meta(model: nn.Module, device: torch.device) -> None:
         model._apply(allocate)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def fill_by_function(model: nn.Module, config: FullyShardedDataParallelPlugin) -> None:
+def fill_by_function(
+    model: nn.Module, fsdp_config: FullyShardedDataParallelPlugin
+) -> None:
     """Fill meta parameters with the user's `param_init_fn`, or log that a load has to fill them."""
-    if config.param_init_fn is None:
+    if fsdp_config.param_init_fn is None:
         log.info(
             "%s was built on the meta device: its weights are nan until load_model() or load_state() is called",
             type(model).__name__,
         )
         return
     for module in model.modules():
-        config.param_init_fn(module)
+        fsdp_config.param_init_fn(module)
 
 
 def keep_rest_on_device(model: nn.Module, ctx: ProcessContext) -> None:

@@ -40,16 +40,20 @@ _POD_FLAGS: Final = (
 
 
 def plan_machine(
-    request: LaunchRequest, host: Host, shape: JobShape
+    launch_request: LaunchRequest, host: Host, job_shape: JobShape
 ) -> LaunchPlan | None:
     """Return a plan with one process that drives all devices of this VM, and a rendezvous for several machines; None for other devices.
 
     Raises: ConfigError when more processes were requested, the machine has no TPU and PJRT_DEVICE names no other device, or the TPU has
     several hosts and the job one machine.
     """
-    if not _is_for_tpus(request, host):
+    if not _is_for_tpus(launch_request, host):
         return None
-    launch, machines, tpu = request.config.launch, shape.max_machines, host.tpu
+    launch, machines, tpu = (
+        launch_request.config.launch,
+        job_shape.max_machines,
+        host.tpu,
+    )
     requested_processes = (
         launch.processes_per_machine or (launch.num_processes or machines) // machines
     )
@@ -58,7 +62,7 @@ def plan_machine(
             f"{requested_processes} processes on each of {machines} machine(s) were requested on TPUs, where one process controls all devices of a "
             "machine. Remove num_processes."
         )
-    if request.target.no_python:
+    if launch_request.target.no_python:
         raise ConfigError(
             "--no_python cannot be combined with a TPU: the program must be a Python script. Leave it out."
         )
@@ -71,7 +75,7 @@ def plan_machine(
     if device == "TPU" and machines == 1 and tpu is not None and tpu.hosts > 1:
         raise ConfigError(tpu_hosts.refusal(tpu.hosts))
     env = {
-        **{name: value for name, value in shape.env if name != "OMP_NUM_THREADS"},
+        **{name: value for name, value in job_shape.env if name != "OMP_NUM_THREADS"},
         "PJRT_DEVICE": device,
     }
     driven_devices = (
@@ -85,58 +89,63 @@ def plan_machine(
         )
         note = f"one process controls {driven_devices}; the machines average gradients through host memory"
         variables = tuple(sorted({**env, **separate_world}.items()))
-        rank = _machine_rank(shape, tpu)
+        rank = _machine_rank(job_shape, tpu)
         return torchrun.plan(
-            request,
+            launch_request,
             host,
             replace(
-                shape, num_processes=1, machine_rank=rank, env=variables, notes=(note,)
+                job_shape,
+                num_processes=1,
+                machine_rank=rank,
+                env=variables,
+                notes=(note,),
             ),
         )
     return LaunchPlan(
         launcher="single",
-        procs=(Proc(worker_argv(request.target, host), env),),
+        procs=(Proc(worker_argv(launch_request.target, host), env),),
         notes=(
             f"one process controls {driven_devices}, and each batch is split over them",
         ),
-        supervision=torchrun.supervision(request, shape),
-        target=request.target,
+        supervision=torchrun.supervision(launch_request, job_shape),
+        target=launch_request.target,
     )
 
 
-def _is_for_tpus(request: LaunchRequest, host: Host) -> bool:
-    config, launch = request.config, request.config.launch
+def _is_for_tpus(launch_request: LaunchRequest, host: Host) -> bool:
+    config, launch = launch_request.config, launch_request.config.launch
     if launch.launcher != "auto":
         return launch.launcher == "xla"
     on_tpu = host.device == "tpu" and not config.cpu and config.strategy == "auto"
     return launch.tpu or config.strategy == "xla" or on_tpu
 
 
-def _machine_rank(shape: JobShape, tpu: TpuSlice | None) -> int | None:
+def _machine_rank(job_shape: JobShape, tpu: TpuSlice | None) -> int | None:
     """Return this machine's rank: the given one, else its worker index; None if the rendezvous assigns it."""
-    if shape.machine_rank is not None or tpu is None or tpu.worker is None:
-        return shape.machine_rank
-    if tpu.worker >= shape.max_machines:
+    if job_shape.machine_rank is not None or tpu is None or tpu.worker is None:
+        return job_shape.machine_rank
+    if tpu.worker >= job_shape.max_machines:
         raise ConfigError(
-            f"this machine is host {tpu.worker} of its TPU slice, and num_machines={shape.max_machines} counts from 0. Set num_machines to the "
+            f"this machine is host {tpu.worker} of its TPU slice, and num_machines={job_shape.max_machines} counts from 0. Set num_machines to the "
             "number of hosts, or give --machine_rank on each to train on some of them."
         )
     return tpu.worker
 
 
-def is_pod(request: LaunchRequest) -> bool:
+def is_pod(launch_request: LaunchRequest) -> bool:
     """Return whether the job runs on the VMs of a named TPU."""
     return (
-        request.config.launch.tpu and request.config.section(XLAConfig).tpu_use_cluster
+        launch_request.config.launch.tpu
+        and launch_request.config.section(XLAConfig).tpu_use_cluster
     )
 
 
-def plan_pod(request: LaunchRequest, host: Host) -> LaunchPlan:
+def plan_pod(launch_request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return a plan that runs the same hasten command on the VMs of a named TPU through gcloud.
 
     Raises: ConfigError without a TPU name, for a subset of several VMs, or for a command file that cannot be read.
     """
-    xla, tpu = request.config.section(XLAConfig), host.tpu
+    xla, tpu = launch_request.config.section(XLAConfig), host.tpu
     if not xla.tpu_name:
         raise ConfigError(
             "a TPU of other machines is reached by its name. Give --tpu_name (and --tpu_zone)."
@@ -144,11 +153,19 @@ def plan_pod(request: LaunchRequest, host: Host) -> LaunchPlan:
     worker = ",".join(xla.tpu_vm or ("all",))
     env = _variables(xla.tpu_env or ())
     _refuse_subset(xla.tpu_name, worker, tpu, tpu_runs_alone(env))
-    flags = [flag for flag in without_submit(request.flags) if flag not in _POD_FLAGS]
+    flags = [
+        flag for flag in without_submit(launch_request.flags) if flag not in _POD_FLAGS
+    ]
     if tpu is not None and tpu.hosts > 1 and worker == "all":
-        flags += _rendezvous_flags(request.config.launch, xla.tpu_name, tpu)
+        flags += _rendezvous_flags(launch_request.config.launch, xla.tpu_name, tpu)
     command = shlex.join(
-        ["hasten", "launch", *flags, request.target.name, *request.target.args]
+        [
+            "hasten",
+            "launch",
+            *flags,
+            launch_request.target.name,
+            *launch_request.target.args,
+        ]
     )
     assignments = [f"{name}={value}" for name, value in env.items()]
     exports = "".join(
@@ -170,7 +187,7 @@ def plan_pod(request: LaunchRequest, host: Host) -> LaunchPlan:
         launcher="xla",
         procs=(Proc(tuple(argv)),),
         notes=(_note_of_slice(xla.tpu_name, worker, tpu),),
-        target=request.target,
+        target=launch_request.target,
     )
 
 
@@ -272,22 +289,22 @@ def _commands_of(command_file: str | None) -> list[str]:
 _GCLOUD_TIMEOUT_S: Final = 60.0
 
 
-def find_slice(request: LaunchRequest, host: Host) -> Host:
+def find_slice(launch_request: LaunchRequest, host: Host) -> Host:
     """Return the host with the machines of its TPU."""
-    return replace(host, tpu=_find_slice(request, host))
+    return replace(host, tpu=_find_slice(launch_request, host))
 
 
-def _find_slice(request: LaunchRequest, host: Host) -> TpuSlice | None:
+def _find_slice(launch_request: LaunchRequest, host: Host) -> TpuSlice | None:
     """Return the hosts of the TPU; None for a job without TPUs, or if they are unknown."""
-    launch, xla = request.config.launch, request.config.section(XLAConfig)
-    if is_pod(request):
+    launch, xla = launch_request.config.launch, launch_request.config.section(XLAConfig)
+    if is_pod(launch_request):
         return (
             _ask_gcloud(xla.tpu_name, xla.tpu_zone)
             if xla.tpu_name and "gcloud" in host.programs
             else None
         )
     device = host.env.get("PJRT_DEVICE") or ("TPU" if host.device == "tpu" else None)
-    if device != "TPU" or request.config.cpu:
+    if device != "TPU" or launch_request.config.cpu:
         return None
     # this machine's worker index is only needed if no rank was given
     if launch.num_machines > 1:

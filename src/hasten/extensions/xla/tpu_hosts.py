@@ -28,19 +28,21 @@ class TpuSlice:
     """The index of this host in the slice."""
 
 
-def count(env: Mapping[str, str]) -> int | None:
+def count(variables: Mapping[str, str]) -> int | None:
     """Return the number of hosts in this host's slice: from variables, else from Google's metadata; None if unknown."""
-    if tpu_runs_alone(env):
+    if tpu_runs_alone(variables):
         return 1
-    return len(tpu_workers(env)) or (
-        None if env.get("TPU_SKIP_MDS_QUERY") else _by_metadata(env)
+    return len(tpu_workers(variables)) or (
+        None if variables.get("TPU_SKIP_MDS_QUERY") else _by_metadata(variables)
     )
 
 
-def worker(env: Mapping[str, str]) -> int | None:
+def worker(variables: Mapping[str, str]) -> int | None:
     """Return this host's index in its slice: from TPU_WORKER_ID, else from Google's metadata; None if unknown."""
-    text = env.get("TPU_WORKER_ID") or (
-        None if env.get("TPU_SKIP_MDS_QUERY") else _ask(env, "agent-worker-number")
+    text = variables.get("TPU_WORKER_ID") or (
+        None
+        if variables.get("TPU_SKIP_MDS_QUERY")
+        else _ask(variables, "agent-worker-number")
     )
     return int(text) if text is not None and text.strip().isdecimal() else None
 
@@ -58,14 +60,14 @@ def by_itself(env: Mapping[str, str], chips: int) -> dict[str, str]:
     return variables
 
 
-def _by_metadata(env: Mapping[str, str]) -> int | None:
-    text = _ask(env, "worker-network-endpoints") or ""
+def _by_metadata(variables: Mapping[str, str]) -> int | None:
+    text = _ask(variables, "worker-network-endpoints") or ""
     return len([worker for worker in text.split(",") if worker.strip()]) or None
 
 
-def _ask(env: Mapping[str, str], name: str) -> str | None:
+def _ask(variables: Mapping[str, str], name: str) -> str | None:
     """Return an attribute from the metadata server of a TPU VM, at GCE_METADATA_HOST or its default address."""
-    url = f"http://{env.get('GCE_METADATA_HOST') or _METADATA}/computeMetadata/v1/instance/attributes/{name}"
+    url = f"http://{variables.get('GCE_METADATA_HOST') or _METADATA}/computeMetadata/v1/instance/attributes/{name}"
     try:
         # The metadata server is link-local: a proxy would not reach it.
         with build_opener(ProxyHandler({})).open(

@@ -30,10 +30,12 @@ class SequenceGroup:
         return in_order(collect(shard, dim, self.group), self.layout, dim)
 
 
-def in_order(joined: Tensor, layout: SequenceLayout, dim: int) -> Tensor:
+def in_order(joined: Tensor, sequence_layout: SequenceLayout, dim: int) -> Tensor:
     """Return the shards of all ranks, concatenated along `dim`, in the order of the sequence."""
-    chunks = joined.chunk(layout.num_chunks, dim)
-    return torch.cat([chunks[chunk_index] for chunk_index in layout.order()], dim)
+    chunks = joined.chunk(sequence_layout.num_chunks, dim)
+    return torch.cat(
+        [chunks[chunk_index] for chunk_index in sequence_layout.order()], dim
+    )
 
 
 def causal_attention(

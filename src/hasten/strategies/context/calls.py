@@ -75,12 +75,12 @@ class CallHook:
         self,
         inner: nn.Module,
         trainable: bool,
-        ranks: int,
+        num_ranks: int,
         opened: Callable[[], OpenBlock | None],
     ) -> None:
         self._inner = inner
         self._trainable = trainable
-        self._ranks = ranks
+        self._ranks = num_ranks
         self._opened = opened
         # a model wrapped by peft
         get_base_model: Any = getattr(inner, "get_base_model", None)
@@ -152,9 +152,9 @@ class CallHook:
             "cp_size=1."
         )
 
-    def _refuse_labels(self, block: OpenBlock, arguments: dict[str, Any]) -> None:
+    def _refuse_labels(self, open_block: OpenBlock, arguments: dict[str, Any]) -> None:
         for name in _LABELS:
-            labels = block.whole(arguments.get(name))
+            labels = open_block.whole(arguments.get(name))
             if labels is not None and not labels[0].is_floating_point():
                 raise StepError(
                     f"{type(self._inner).__name__} was called with {name!r} in a context-parallel block. A model that shifts its labels "
@@ -179,12 +179,14 @@ class CallHook:
                 f"{_WRITE}; call the model under torch.no_grad() or in eval mode for whole sequences, or set cp_size=1."
             )
 
-    def _has_positions(self, block: OpenBlock, arguments: Mapping[str, Any]) -> bool:
+    def _has_positions(
+        self, open_block: OpenBlock, arguments: Mapping[str, Any]
+    ) -> bool:
         """Return whether an argument holds the positions of the sequence, or no argument holds tokens of the block.
 
         An argument that is no buffer may be positions that the caller computed inside the block.
         """
-        buffer_flags = block.read_flags()
+        buffer_flags = open_block.read_flags()
         has_tokens = False
         for argument in arguments.values():
             if not isinstance(argument, Tensor):
@@ -192,7 +194,7 @@ class CallHook:
             index = next(
                 (
                     n
-                    for n, (tensor, _, _) in enumerate(block.buffers)
+                    for n, (tensor, _, _) in enumerate(open_block.buffers)
                     if tensor is argument
                 ),
                 None,
@@ -203,7 +205,7 @@ class CallHook:
         return not has_tokens
 
     def _complete_arguments(
-        self, block: OpenBlock, arguments: Mapping[str, Any]
+        self, open_block: OpenBlock, arguments: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the arguments to change, with their new values."""
         changed_arguments: dict[str, Any] = {}
@@ -211,29 +213,31 @@ class CallHook:
             (
                 whole_buffer
                 for name in arguments
-                if (whole_buffer := block.whole(arguments[name])) is not None
+                if (whole_buffer := open_block.whole(arguments[name])) is not None
             ),
             None,
         )
         if sequence is None:
             return changed_arguments
         length = sequence[0].shape[sequence[1]]
-        self._refuse_wholes(block, arguments, length)
+        self._refuse_wholes(open_block, arguments, length)
         self._refuse_windows(length)
         if "position_ids" in self._accepts and arguments.get("position_ids") is None:
             self._refuse_other_positions()
             positions = torch.arange(length, device=sequence[0].device)
-            changed_arguments["position_ids"] = block.part(positions, 0).unsqueeze(0)
-        labels = self._shift_labels(block, arguments)
+            changed_arguments["position_ids"] = open_block.part(positions, 0).unsqueeze(
+                0
+            )
+        labels = self._shift_labels(open_block, arguments)
         if labels is not None:
             changed_arguments["shift_labels"] = labels[0]
-        mask = block.whole(arguments.get("attention_mask"))
+        mask = open_block.whole(arguments.get("attention_mask"))
         if mask is not None and self._declares_attention and mask[0].ndim == 2:
-            shifted_labels = block.whole(arguments.get("shift_labels"))
+            shifted_labels = open_block.whole(arguments.get("shift_labels"))
             if labels is not None:
                 shifted_labels = labels[1], 1
             self._take_mask(
-                block,
+                open_block,
                 mask[0] != 0,
                 None if shifted_labels is None else shifted_labels[0],
             )
@@ -241,7 +245,7 @@ class CallHook:
         return changed_arguments
 
     def _refuse_wholes(
-        self, block: OpenBlock, arguments: Mapping[str, Any], length: int
+        self, open_block: OpenBlock, arguments: Mapping[str, Any], length: int
     ) -> None:
         """Raise StepError for an argument that spans the whole sequence beside sharded ones."""
         for name in _SEQUENCES:
@@ -250,7 +254,7 @@ class CallHook:
                 isinstance(value, Tensor)
                 and value.ndim > 1
                 and value.shape[1] == length
-                and block.whole(value) is None
+                and open_block.whole(value) is None
             ):
                 raise StepError(
                     f"{type(self._base).__name__} was called with {name} of shape {tuple(value.shape)}, which spans whole sequences but "
@@ -297,13 +301,13 @@ class CallHook:
             )
 
     def _shift_labels(
-        self, block: OpenBlock, arguments: Mapping[str, Any]
+        self, open_block: OpenBlock, arguments: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor] | None:
         """Return this rank's labels and all labels, shifted by one, for a model that would shift its shard of them itself.
 
         Raises: StepError for a model that shifts labels and takes no shifted ones.
         """
-        labels = block.whole(arguments.get("labels"))
+        labels = open_block.whole(arguments.get("labels"))
         if (
             labels is None
             or arguments.get("shift_labels") is not None
@@ -325,14 +329,14 @@ class CallHook:
             (0, 1),
             value=IGNORED,
         )
-        shard_labels = block.part(whole_labels, labels[1])
-        block.attention.start()  # weighs by the unshifted labels, so it runs first
+        shard_labels = open_block.part(whole_labels, labels[1])
+        open_block.attention.start()  # weighs by the unshifted labels, so it runs first
         if arguments.get("num_items_in_batch") is None:
-            block.weigh(shard_labels, whole_labels)
+            open_block.weigh(shard_labels, whole_labels)
         return shard_labels, whole_labels
 
     def _take_mask(
-        self, block: OpenBlock, is_real: Tensor, labels: Tensor | None
+        self, open_block: OpenBlock, is_real: Tensor, labels: Tensor | None
     ) -> None:
         """Hide the padding of whole sequences in the block's attention, unless no label is predicted from it.
 
@@ -351,7 +355,7 @@ class CallHook:
                 )
             if is_unused:
                 return
-        block.attention.key_mask = is_real[:, None, None, :]
+        open_block.attention.key_mask = is_real[:, None, None, :]
 
 
 def _no_hook() -> Callable[..., None]:

@@ -24,8 +24,8 @@ class MaskReader:
     completed: a causal mask (recognised by its pattern), and a mask that hides the same keys from all queries.
     """
 
-    def __init__(self, layout: SequenceLayout) -> None:
-        self._layout = layout
+    def __init__(self, sequence_layout: SequenceLayout) -> None:
+        self._layout = sequence_layout
         self._read: tuple[Tensor, Literal["causal"] | Tensor] | None = None
 
     def read(self, mask: Tensor, queries: int, keys: int) -> Literal["causal"] | Tensor:

@@ -18,10 +18,14 @@ class _Swap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, split: int, join: int, group: dist.ProcessGroup
+        ctx: Any,
+        tensor: Tensor,
+        split_dim: int,
+        join_dim: int,
+        process_group: dist.ProcessGroup,
     ) -> Tensor:
-        ctx.split, ctx.join, ctx.group = split, join, group
-        return _swapped(x, split, join, group)
+        ctx.split, ctx.join, ctx.group = split_dim, join_dim, process_group
+        return _swapped(tensor, split_dim, join_dim, process_group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -32,9 +36,11 @@ class _Collect(torch.autograd.Function):
     """All-gather of the ranks' shards; the gradient of a shard is the sum of the ranks' gradients for it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return torch.cat(all_parts(x, group), dim)
+    def forward(
+        ctx: Any, tensor: Tensor, dim: int, process_group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.dim, ctx.group = dim, process_group
+        return torch.cat(all_parts(tensor, process_group), dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -45,39 +51,43 @@ class _Collect(torch.autograd.Function):
         )
 
 
-def swap(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
+def swap(
+    tensor: Tensor, split_dim: int, join_dim: int, process_group: dist.ProcessGroup
+) -> Tensor:
     """Return `x` sharded along `split` and whole along `join`, which was sharded before. Ranks: the group."""
-    if group.size() == 1:
-        return x
-    swapped: Tensor = _Swap.apply(x, split, join, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    if process_group.size() == 1:
+        return tensor
+    swapped: Tensor = _Swap.apply(tensor, split_dim, join_dim, process_group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return swapped
 
 
-def collect(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def collect(tensor: Tensor, dim: int, process_group: dist.ProcessGroup) -> Tensor:
     """Return the ranks' shards concatenated along `dim`; ranks may compute different things with them. Ranks: the group."""
-    if group.size() == 1:
-        return x
-    gathered: Tensor = _Collect.apply(x, dim, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    if process_group.size() == 1:
+        return tensor
+    gathered: Tensor = _Collect.apply(tensor, dim, process_group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return gathered
 
 
-def all_parts(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+def all_parts(tensor: Tensor, process_group: dist.ProcessGroup) -> list[Tensor]:
     """Return the tensors of all ranks, in order of rank, without gradients. Ranks: the group."""
-    local_shard = x.contiguous()
-    if group.size() == 1:
+    local_shard = tensor.contiguous()
+    if process_group.size() == 1:
         return [local_shard]
-    parts_by_rank = [torch.empty_like(local_shard) for _ in range(group.size())]
-    dist.all_gather(parts_by_rank, local_shard, group=group)
+    parts_by_rank = [torch.empty_like(local_shard) for _ in range(process_group.size())]
+    dist.all_gather(parts_by_rank, local_shard, group=process_group)
     return parts_by_rank
 
 
-def summed_part(parts_by_rank: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+def summed_part(
+    parts_by_rank: list[Tensor], process_group: dist.ProcessGroup
+) -> Tensor:
     """Return the sum over ranks of the tensors that each has for this rank, without gradients. Ranks: the group."""
     if len(parts_by_rank) == 1:
         return parts_by_rank[0]
     stacked_parts = torch.stack(parts_by_rank).contiguous()
     received = torch.empty_like(stacked_parts)
-    dist.all_to_all_single(received, stacked_parts, group=group)
+    dist.all_to_all_single(received, stacked_parts, group=process_group)
     sum_dtype = (
         torch.float32
         if stacked_parts.dtype in (torch.bfloat16, torch.float16)
@@ -86,16 +96,22 @@ def summed_part(parts_by_rank: list[Tensor], group: dist.ProcessGroup) -> Tensor
     return received.sum(0, dtype=sum_dtype).to(stacked_parts.dtype)
 
 
-def _swapped(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    stacked_chunks = torch.stack(x.chunk(group.size(), split)).contiguous()
+def _swapped(
+    tensor: Tensor, split_dim: int, join_dim: int, process_group: dist.ProcessGroup
+) -> Tensor:
+    stacked_chunks = torch.stack(
+        tensor.chunk(process_group.size(), split_dim)
+    ).contiguous()
     received = torch.empty_like(stacked_chunks)
-    dist.all_to_all_single(received, stacked_chunks, group=group)
-    return torch.cat(received.unbind(0), join)
+    dist.all_to_all_single(received, stacked_chunks, group=process_group)
+    return torch.cat(received.unbind(0), join_dim)
 
 
 def shard_of_rank(
-    whole_tensor: Tensor, dim: int, layout: SequenceLayout, rank: int
+    whole_tensor: Tensor, dim: int, sequence_layout: SequenceLayout, rank: int
 ) -> Tensor:
     """Return the shard of a tensor that `rank` holds."""
-    chunks = whole_tensor.chunk(layout.num_chunks, dim)
-    return torch.cat([chunks[chunk_index] for chunk_index in layout.chunks(rank)], dim)
+    chunks = whole_tensor.chunk(sequence_layout.num_chunks, dim)
+    return torch.cat(
+        [chunks[chunk_index] for chunk_index in sequence_layout.chunks(rank)], dim
+    )

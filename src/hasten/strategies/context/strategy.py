@@ -34,9 +34,9 @@ class SequenceShards:
     """Layout of a block's sequences over ranks, and the gathering of their shards."""
 
     def __init__(
-        self, layout: SequenceLayout, rank: int, comm: ProcessGroupComm | None
+        self, sequence_layout: SequenceLayout, rank: int, comm: ProcessGroupComm | None
     ) -> None:
-        self._layout = layout
+        self._layout = sequence_layout
         self._rank = rank
         self._comm = comm
 
@@ -66,14 +66,14 @@ class ContextParallel:
 
     def __init__(
         self,
-        config: ParallelismConfig,
+        parallelism: ParallelismConfig,
         ctx: ProcessContext,
         clock: StepClock,
         models: Callable[[], Iterable[nn.Module]],
     ) -> None:
         ranks = ctx.mesh.size(Axis.CP)
-        handler = config.cp_handler
-        by_heads = config.sp_size > 1 or handler.cp_comm_strategy == "ulysses"
+        handler = parallelism.cp_handler
+        by_heads = parallelism.sp_size > 1 or handler.cp_comm_strategy == "ulysses"
         self._way: Way = "ulysses" if by_heads else "allgather"
         self._clock = clock
         self._models = models

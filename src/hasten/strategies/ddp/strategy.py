@@ -164,9 +164,9 @@ class Replicate:
     stage = Stage.DISTRIBUTE
 
     def __init__(
-        self, config: DistributedDataParallelKwargs, by_size: bool = False
+        self, ddp_config: DistributedDataParallelKwargs, by_size: bool = False
     ) -> None:
-        self._config = config
+        self._config = ddp_config
         self._by_size = by_size
         self._wrapped = WeakSet[Replicated]()
 
@@ -258,13 +258,15 @@ class Replicate:
 
 
 @torch.no_grad()
-def _broadcast_quantized(model: nn.Module, comm: ProcessGroupComm) -> None:
+def _broadcast_quantized(model: nn.Module, group_comm: ProcessGroupComm) -> None:
     """Broadcast quantized weights of torchao from rank 0 as bytes; DDP's own broadcast does not support their class."""
     quantized_names: list[str] = []
     for parameter_name, weight in model.named_parameters():
         if is_torchao(weight):
             packed_bytes, layout = to_bytes(weight)
-            copy_inner_tensors(from_bytes(comm.broadcast(packed_bytes), layout), weight)
+            copy_inner_tensors(
+                from_bytes(group_comm.broadcast(packed_bytes), layout), weight
+            )
             quantized_names.append(parameter_name)
     if quantized_names:
         ignored_names = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
@@ -296,12 +298,12 @@ def _bucket_mb(model: nn.Module) -> int:
 
 
 # Any: torch's keywords
-def _ddp_options(config: DistributedDataParallelKwargs) -> dict[str, Any]:
+def _ddp_options(ddp_config: DistributedDataParallelKwargs) -> dict[str, Any]:
     """Return the user's settings as keywords of this torch. Raises: ConfigError for a keyword that torch does not know."""
     ddp_parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     given_options = {
-        option_name: getattr(config, option_name)
-        for option_name in sorted(given(config))
+        option_name: getattr(ddp_config, option_name)
+        for option_name in sorted(given(ddp_config))
         if option_name not in _OURS
     }
     unknown_names = [
@@ -322,21 +324,25 @@ def _ddp_options(config: DistributedDataParallelKwargs) -> dict[str, Any]:
 
 
 def _add_hook(
-    model: Replicated, config: DistributedDataParallelKwargs, group: dist.ProcessGroup
+    model: Replicated,
+    ddp_config: DistributedDataParallelKwargs,
+    process_group: dist.ProcessGroup,
 ) -> None:
     """Register the communication hook of the settings, which compresses gradients."""
-    if config.comm_hook == "no":
+    if ddp_config.comm_hook == "no":
         return
-    if config.comm_hook == "bf16" and "nccl" not in str(dist.get_backend_config(group)):
+    if ddp_config.comm_hook == "bf16" and "nccl" not in str(
+        dist.get_backend_config(process_group)
+    ):
         raise ConfigError(
             "comm_hook='bf16' averages in bfloat16, which only the NCCL backend supports; this run uses "
-            f"{dist.get_backend(group)}. Use comm_hook='fp16' or 'power_sgd', or no hook."
+            f"{dist.get_backend(process_group)}. Use comm_hook='fp16' or 'power_sgd', or no hook."
         )
-    model.register_comm_hook(*comm_hook(config, group))
+    model.register_comm_hook(*comm_hook(ddp_config, process_group))
 
 
 def comm_hook(
-    config: DistributedDataParallelKwargs, group: dist.ProcessGroup | None
+    ddp_config: DistributedDataParallelKwargs, group: dist.ProcessGroup | None
 ) -> tuple[object, Callable[..., Any]]:
     """Return the state and the function of the communication hook that the settings name."""
     state: object = group
@@ -346,15 +352,15 @@ def comm_hook(
         "power_sgd": powerSGD_hook.powerSGD_hook,
         "batched_power_sgd": powerSGD_hook.batched_powerSGD_hook,
     }
-    hook = hooks[config.comm_hook]
-    if config.comm_hook in ("power_sgd", "batched_power_sgd"):
+    hook = hooks[ddp_config.comm_hook]
+    if ddp_config.comm_hook in ("power_sgd", "batched_power_sgd"):
         state = powerSGD_hook.PowerSGDState(
-            process_group=group, **dict(config.comm_state_option)
+            process_group=group, **dict(ddp_config.comm_state_option)
         )
     wrappers: dict[str, Callable[..., Any]] = {
         "fp16": default_hooks.fp16_compress_wrapper,
         "bf16": default_hooks.bf16_compress_wrapper,
     }
-    if config.comm_wrapper != "no":
-        hook = wrappers[config.comm_wrapper](hook)
+    if ddp_config.comm_wrapper != "no":
+        hook = wrappers[ddp_config.comm_wrapper](hook)
     return state, hook

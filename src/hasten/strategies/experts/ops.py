@@ -18,13 +18,13 @@ class _ExchangeTokens(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        sent: list[int],
-        received: list[int],
-        group: dist.ProcessGroup,
+        tensor: Tensor,
+        sent_rows: list[int],
+        received_rows: list[int],
+        process_group: dist.ProcessGroup,
     ) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(x, sent, received, group)
+        ctx.sent, ctx.received, ctx.group = sent_rows, received_rows, process_group
+        return _all_to_all(tensor, sent_rows, received_rows, process_group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -35,34 +35,44 @@ class _Share(torch.autograd.Function):
     """Identity whose gradient is divided by a number of ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
+    def forward(ctx: Any, tensor: Tensor, num_ranks: int) -> Tensor:
+        ctx.ranks = num_ranks
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad / ctx.ranks, None
 
 
-def share(x: Tensor, ranks: int) -> Tensor:
+def share(tensor: Tensor, num_ranks: int) -> Tensor:
     """Return `x`, with its gradient (a sum over `ranks`) divided by `ranks`."""
-    output: Tensor = _Share.apply(x, ranks)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    output: Tensor = _Share.apply(tensor, num_ranks)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return output
 
 
 def exchange(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    rows: Tensor,
+    sent_rows: list[int],
+    received: list[int],
+    process_group: dist.ProcessGroup,
 ) -> Tensor:
     """Send `sent[i]` consecutive rows to rank i and return the `received[i]` rows from each. Ranks: the group."""
-    received_rows: Tensor = _ExchangeTokens.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    received_rows: Tensor = _ExchangeTokens.apply(
+        rows, sent_rows, received, process_group
+    )  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return received_rows
 
 
 def _all_to_all(
-    x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    tensor: Tensor,
+    sent_rows: list[int],
+    received: list[int],
+    process_group: dist.ProcessGroup,
 ) -> Tensor:
-    received_rows = x.new_empty((sum(received), *x.shape[1:]))
-    dist.all_to_all_single(received_rows, x.contiguous(), received, sent, group=group)
+    received_rows = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    dist.all_to_all_single(
+        received_rows, tensor.contiguous(), received, sent_rows, group=process_group
+    )
     return received_rows
 
 
@@ -89,21 +99,21 @@ class Route:
 
 
 @torch.no_grad()
-def route(choices: Tensor, num_experts: int, group: dist.ProcessGroup) -> Route:
+def route(choices: Tensor, num_experts: int, process_group: dist.ProcessGroup) -> Route:
     """Return the route of each choice to its expert's rank; experts are sharded evenly, in order. Ranks: the group."""
-    experts_per_rank = num_experts // group.size()
+    experts_per_rank = num_experts // process_group.size()
     counts = torch.bincount(choices, minlength=num_experts)
     received_counts = torch.empty_like(counts)
     dist.all_to_all_single(
-        received_counts, counts, group=group
+        received_counts, counts, group=process_group
     )  # for each rank, its number of choices of each expert here
     local_numbers = torch.arange(experts_per_rank, device=choices.device).repeat(
-        group.size()
+        process_group.size()
     )
     return Route(
         order=torch.argsort(choices, stable=True),
         local=local_numbers.repeat_interleave(received_counts),
         sent=counts.view(-1, experts_per_rank).sum(1).tolist(),
         received=received_counts.view(-1, experts_per_rank).sum(1).tolist(),
-        group=group,
+        group=process_group,
     )

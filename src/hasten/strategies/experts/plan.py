@@ -18,7 +18,9 @@ _SAID = (
 )
 
 
-def decide(model: nn.Module, plan: str | Sequence[str], ranks: int) -> dict[str, int]:
+def decide(
+    model: nn.Module, plan: str | Sequence[str], num_ranks: int
+) -> dict[str, int]:
     """Return the number of experts of each module of experts, by name; the model is not changed.
 
     Raises: ConfigError for a plan that names modules that cannot be sharded; PrepareError if nothing is found.
@@ -30,12 +32,12 @@ def decide(model: nn.Module, plan: str | Sequence[str], ranks: int) -> dict[str,
     )
     if not experts_by_module:
         raise PrepareError(
-            f"no module of {type(model).__name__} has experts that can be split over {ranks} ranks: {_SAID}. Name such modules with ParallelismConfig(ep_plan=('layers.*.experts',)), or set ep_size=1."
+            f"no module of {type(model).__name__} has experts that can be split over {num_ranks} ranks: {_SAID}. Name such modules with ParallelismConfig(ep_plan=('layers.*.experts',)), or set ep_size=1."
         )
     for name, number in experts_by_module.items():
-        if number % ranks:
+        if number % num_ranks:
             raise ConfigError(
-                f"{name!r} has {number} experts, which ep_size={ranks} does not divide, so some ranks would hold more; set "
+                f"{name!r} has {number} experts, which ep_size={num_ranks} does not divide, so some ranks would hold more; set "
                 f"ep_size to one of {divisors(number)}."
             )
     _check_ties(model, experts_by_module)

@@ -39,8 +39,8 @@ _COUNT: Final = "num_experts"
 class CalledExperts(forwarding.Forward):
     """Forward of a sharded module of experts, called with tokens, their chosen experts and weights."""
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
-        self.group = group
+    def __init__(self, process_group: dist.ProcessGroup, num_experts: int) -> None:
+        self.group = process_group
         self.num_experts = num_experts
 
     # Any: the module's arguments
@@ -64,10 +64,10 @@ class CalledExperts(forwarding.Forward):
         return hidden, chosen_experts, weights
 
     def computed(
-        self, rows: Tensor, local_experts: Tensor, weights: Tensor, ranks: int
+        self, rows: Tensor, local_experts: Tensor, weights: Tensor, num_ranks: int
     ) -> Tensor:
         """Compute this rank's experts for the rows routed to them; gradients of the weights are divided by `ranks`."""
-        with self._with_own_experts(ranks) as stacks:
+        with self._with_own_experts(num_ranks) as stacks:
             if len(rows):
                 outputs: Tensor = self.inner(
                     rows, local_experts.unsqueeze(1), weights.unsqueeze(1)
@@ -88,13 +88,13 @@ class CalledExperts(forwarding.Forward):
         return outputs
 
     @contextmanager
-    def _with_own_experts(self, ranks: int) -> Iterator[list[Tensor]]:
+    def _with_own_experts(self, num_ranks: int) -> Iterator[list[Tensor]]:
         """Context manager in which the module's parameters are plain tensors: this rank's experts."""
         sharded_parameters: dict[str, Any] = dict(
             self.module._parameters
         )  # Any: parameters, and plain tensors in the meantime
         local_parts = {
-            name: share(parameter.to_local(), ranks)
+            name: share(parameter.to_local(), num_ranks)
             for name, parameter in sharded_parameters.items()
             if isinstance(parameter, DTensor)
         }
@@ -137,12 +137,12 @@ class DivideExperts:
 
     def __init__(
         self,
-        config: ParallelismConfig,
-        fsdp: FullyShardedDataParallelPlugin,
+        parallelism: ParallelismConfig,
+        fsdp_config: FullyShardedDataParallelPlugin,
         mesh: WorldMesh,
     ) -> None:
-        self._config = config
-        self._fsdp = fsdp
+        self._config = parallelism
+        self._fsdp = fsdp_config
         self._mesh = mesh
 
     def apply(
@@ -197,28 +197,28 @@ def sharded_dim(stack: Tensor, shards: int) -> int | None:
     return next((dim for dim in (1, 0) if shape[dim] % shards == 0), None)
 
 
-def _check_shards(name: str, module: nn.Module, ranks: int, shards: int) -> None:
+def _check_shards(name: str, module: nn.Module, num_ranks: int, shards: int) -> None:
     for parameter_name, stack in module.named_parameters():
-        if stack.shape[1] % shards and (stack.shape[0] // ranks) % shards:
+        if stack.shape[1] % shards and (stack.shape[0] // num_ranks) % shards:
             raise ConfigError(
                 f"'{name}.{parameter_name}' has shape {tuple(stack.shape)}: each of {shards} ranks (dp_shard_size / ep_size) would "
-                f"hold an uneven shard of its {stack.shape[0] // ranks} experts. Set ep_size to dp_shard_size, so that experts are "
+                f"hold an uneven shard of its {stack.shape[0] // num_ranks} experts. Set ep_size to dp_shard_size, so that experts are "
                 "split and not sharded."
             )
 
 
 def _divide_experts(
-    module: nn.Module, number: int, mesh: DeviceMesh, device: torch.device
+    module: nn.Module, num_experts: int, device_mesh: DeviceMesh, device: torch.device
 ) -> None:
     for parameter_name, whole_parameter in list(module.named_parameters(recurse=False)):
         local_experts = (
             whole_parameter.detach()
-            .chunk(mesh.size(), 0)[mesh.get_local_rank()]
+            .chunk(device_mesh.size(), 0)[device_mesh.get_local_rank()]
             .clone()
         )
         shard = DTensor.from_local(
             local_experts if whole_parameter.is_meta else local_experts.to(device),
-            mesh,
+            device_mesh,
             [Shard(0)],
             run_check=False,
             shape=whole_parameter.shape,
@@ -229,9 +229,9 @@ def _divide_experts(
             parameter_name,
             nn.Parameter(shard, requires_grad=whole_parameter.requires_grad),
         )
-    if getattr(module, _COUNT, None) == number:
-        setattr(module, _COUNT, number // mesh.size())
-    forwarding.replace(module, Dispatched(mesh.get_group(), number))
+    if getattr(module, _COUNT, None) == num_experts:
+        setattr(module, _COUNT, num_experts // device_mesh.size())
+    forwarding.replace(module, Dispatched(device_mesh.get_group(), num_experts))
 
 
 def _describe_experts(

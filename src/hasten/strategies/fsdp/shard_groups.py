@@ -19,10 +19,10 @@ CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.Paramete
 
 
 def blocks_to_shard(
-    model: nn.Module, config: FullyShardedDataParallelPlugin
+    model: nn.Module, fsdp_config: FullyShardedDataParallelPlugin
 ) -> list[nn.Module]:
     """Return the modules that form separate shard groups, innermost first; the root's group takes the rest."""
-    policy = config.auto_wrap_policy
+    policy = fsdp_config.auto_wrap_policy
     if callable(policy):
         if "recurse" in inspect.signature(policy).parameters:
             raise ConfigError(
@@ -35,10 +35,11 @@ def blocks_to_shard(
             return []
         case "size_based_wrap":
             return _deepest_first(
-                model, _by_size(model, config.min_num_params or _DEFAULT_MIN_PARAMS)
+                model,
+                _by_size(model, fsdp_config.min_num_params or _DEFAULT_MIN_PARAMS),
             )
         case "transformer_based_wrap" | "auto":
-            if names := config.transformer_cls_names_to_wrap:
+            if names := fsdp_config.transformer_cls_names_to_wrap:
                 blocks = blocks_by_class(
                     model, names, "fsdp.transformer_cls_names_to_wrap"
                 )
@@ -58,10 +59,10 @@ def blocks_to_shard(
 
 
 def blocks_to_recompute(
-    model: nn.Module, config: FullyShardedDataParallelPlugin
+    model: nn.Module, fsdp_config: FullyShardedDataParallelPlugin
 ) -> list[nn.Module]:
     """Return the modules that form separate shard groups, or else the repeated blocks."""
-    return blocks_to_shard(model, config) or [
+    return blocks_to_shard(model, fsdp_config) or [
         block for _, block in repeated_blocks(model)
     ]
 
@@ -161,13 +162,13 @@ def keep_ties_together(
 
 
 def ignored_parameters(
-    model: nn.Module, config: FullyShardedDataParallelPlugin
+    model: nn.Module, fsdp_config: FullyShardedDataParallelPlugin
 ) -> set[nn.Parameter]:
     """Return the parameters of ignored modules, which stay whole on every rank.
 
     Raises: ConfigError if one of them is trained, because its gradients would not be synchronised.
     """
-    ignored = config.ignored_modules
+    ignored = fsdp_config.ignored_modules
     if ignored is None:
         return set()
     if isinstance(ignored, str):

@@ -94,11 +94,11 @@ class ShardModel:
 
     def __init__(
         self,
-        config: FullyShardedDataParallelPlugin,
+        fsdp_config: FullyShardedDataParallelPlugin,
         mesh: WorldMesh,
         keep_outputs: bool = False,
     ) -> None:
-        self._config = config
+        self._config = fsdp_config
         self._world_mesh = mesh
         self._keep_outputs = keep_outputs
         self._mesh: DeviceMesh | None = None
@@ -232,37 +232,37 @@ class ShardModel:
     def _shard(
         self,
         model: nn.Module,
-        layout: ShardLayout,
-        mesh: DeviceMesh,
+        shard_layout: ShardLayout,
+        device_mesh: DeviceMesh,
         ctx: ProcessContext,
     ) -> None:
         block_policy = replace(
-            layout.policy, output_dtype=None
+            shard_layout.policy, output_dtype=None
         )  # between blocks, activations stay in the compute dtype
         options: dict[str, Any] = {  # Any: keywords of fully_shard
-            "mesh": mesh,
+            "mesh": device_mesh,
             "offload_policy": self._offload(ctx),
-            "ignored_params": layout.whole,
+            "ignored_params": shard_layout.whole,
             # a single rank holds everything: freeing and gathering would only copy
             "reshard_after_forward": ctx.mesh.size(*SHARD) > 1
             and self._config.reshard_after_forward,
         }
-        expert_options = self._for_experts(ctx, options) if layout.experts else {}
-        for block in layout.blocks:
+        expert_options = self._for_experts(ctx, options) if shard_layout.experts else {}
+        for block in shard_layout.blocks:
             fully_shard(
                 block,
                 mp_policy=block_policy,
-                **(expert_options if block in layout.experts else options),
+                **(expert_options if block in shard_layout.experts else options),
             )
-        for block in layout.inside:
+        for block in shard_layout.inside:
             block.register_forward_pre_hook(_called_inside)
-        fully_shard(model, mp_policy=layout.policy, **options)
+        fully_shard(model, mp_policy=shard_layout.policy, **options)
         assert isinstance(model, FSDPModule), "fully_shard changed its class"
         resharding = ReshardWithoutGradients(model)
         resharding.wrap_generate(model, options["reshard_after_forward"])
         if options["reshard_after_forward"]:
             _note_late_heads(model)
-        self._prefetch(layout.blocks)
+        self._prefetch(shard_layout.blocks)
 
     # Any: keywords of fully_shard
     def _for_experts(
@@ -366,12 +366,12 @@ def _without_all_reduce(model: FSDPModule) -> Iterator[None]:
 
 
 def mixed_precision(
-    config: FullyShardedDataParallelPlugin, spec: PrecisionType, keep_outputs: bool
+    fsdp_config: FullyShardedDataParallelPlugin, spec: PrecisionType, keep_outputs: bool
 ) -> MixedPrecisionPolicy:
     """Return the dtypes of gathered parameters, of reductions and of outputs."""
-    if isinstance(config.mixed_precision_policy, MixedPrecisionPolicy):
-        return config.mixed_precision_policy
-    given_dtypes = config.dtypes
+    if isinstance(fsdp_config.mixed_precision_policy, MixedPrecisionPolicy):
+        return fsdp_config.mixed_precision_policy
+    given_dtypes = fsdp_config.dtypes
     dtypes_by_name = dict(_DTYPES)
     half = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(
         spec
@@ -462,26 +462,28 @@ def _refuse_mixed_masters(
 
 def _banner(
     model: nn.Module,
-    mesh: DeviceMesh,
-    layout: ShardLayout,
-    config: FullyShardedDataParallelPlugin,
-    source: WeightSource,
+    device_mesh: DeviceMesh,
+    shard_layout: ShardLayout,
+    fsdp_config: FullyShardedDataParallelPlugin,
+    weight_source: WeightSource,
 ) -> str:
     trained_dtypes = {
         str(parameter.dtype).removeprefix("torch.")
         for parameter in model.parameters()
         if parameter.requires_grad
     }
-    compute_dtype = layout.policy.param_dtype or "the same"
-    place_text = "in host memory" if config.cpu_offload else "on the device"
-    axis_sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    compute_dtype = shard_layout.policy.param_dtype or "the same"
+    place_text = "in host memory" if fsdp_config.cpu_offload else "on the device"
+    axis_sizes = dict(
+        zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=True)
+    )
     text = (
-        f"{layout.name} is sharded over {axis_sizes} in {len(layout.blocks) + 1} groups: master weights "
+        f"{shard_layout.name} is sharded over {axis_sizes} in {len(shard_layout.blocks) + 1} groups: master weights "
         f"{' and '.join(sorted(trained_dtypes)) or 'none (frozen)'} {place_text}, computing in "
         f"{str(compute_dtype).removeprefix('torch.')}, reducing in "
-        f"{str(layout.policy.reduce_dtype or compute_dtype).removeprefix('torch.')}"
+        f"{str(shard_layout.policy.reduce_dtype or compute_dtype).removeprefix('torch.')}"
     )
-    if config.cpu_ram_efficient_loading and source is WeightSource.EVERYONE:
+    if fsdp_config.cpu_ram_efficient_loading and weight_source is WeightSource.EVERYONE:
         text += "; cpu_ram_efficient_loading saved nothing, because every rank built the model with weights"
     return text
 

@@ -28,8 +28,8 @@ class TensorParallelOnly(Alone):
     every forward.
     """
 
-    def __init__(self, config: FullyShardedDataParallelPlugin) -> None:
-        self._config = config
+    def __init__(self, fsdp_config: FullyShardedDataParallelPlugin) -> None:
+        self._config = fsdp_config
         self._is_main = True
 
     def apply(

@@ -25,8 +25,10 @@ class SplitForward(forwarding.Forward):
     transposed = False
     """The layer stores its weight as [inputs, outputs]."""
 
-    def __init__(self, group: dist.ProcessGroup, apart: RankRandomStream) -> None:
-        self.group = group
+    def __init__(
+        self, process_group: dist.ProcessGroup, apart: RankRandomStream
+    ) -> None:
+        self.group = process_group
         self.apart = apart
 
     def part(self, name: str) -> Tensor | None:
@@ -40,27 +42,27 @@ class SplitForward(forwarding.Forward):
         assert weight is not None, "a linear layer has a weight"
         return weight.t() if self.transposed else weight
 
-    def applied(self, x: Tensor, **replacements: Tensor | int | None) -> Tensor:
+    def applied(self, tensor: Tensor, **replacements: Tensor | int | None) -> Tensor:
         """Call the module's overridden forward on `x`, with shards in place of its parameters."""
         module_dict = self.module.__dict__
         try:
             # an entry of the module's __dict__ takes precedence over the parameter
             module_dict.update(replacements)
-            output: Tensor = self.inner(x)
+            output: Tensor = self.inner(tensor)
             return output
         finally:
             for name in replacements:
                 if name in self.module._parameters:
                     module_dict.pop(name, None)
 
-    def multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def multiplied(self, tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by rows or columns of the weight, with the forward of the layer's class."""
         if (
             isinstance(self.module, nn.Linear)
             and type(self.module).forward is not nn.Linear.forward
         ):
-            return self.applied(x, weight=weight, bias=bias)
-        return F.linear(x, weight, bias)
+            return self.applied(tensor, weight=weight, bias=bias)
+        return F.linear(tensor, weight, bias)
 
 
 class Colwise(SplitForward):
@@ -68,14 +70,14 @@ class Colwise(SplitForward):
 
     gathers_output = False
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, tensor: Tensor) -> Tensor:
         weight, bias = self.matrix(), self.part("bias")
-        x = enter(x, self.group)
+        tensor = enter(tensor, self.group)
         if self.gathers_output:
             late_head = forwarding.find(self.module, forwarding.LateHead.tag)
             if isinstance(late_head, forwarding.LateHead):
-                return late_head.split_logits(x, weight, bias, self.group)
-        out = self.multiplied(x, weight, bias)
+                return late_head.split_logits(tensor, weight, bias, self.group)
+        out = self.multiplied(tensor, weight, bias)
         if self.gathers_output:
             return gather(out, -1, self.group)
         self.apart.begin(self.module)
@@ -87,17 +89,21 @@ class Rowwise(SplitForward):
 
     whole_input = False
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, tensor: Tensor) -> Tensor:
         weight, bias = self.matrix(), self.part("bias")
-        width = x.shape[-1] // self.group.size() if self.whole_input else x.shape[-1]
+        width = (
+            tensor.shape[-1] // self.group.size()
+            if self.whole_input
+            else tensor.shape[-1]
+        )
         if width != weight.shape[-1]:
             raise StepError(
-                f"a {type(self.module).__name__} split rowwise over {self.group.size()} ranks got {x.shape[-1]} features instead of the "
+                f"a {type(self.module).__name__} split rowwise over {self.group.size()} ranks got {tensor.shape[-1]} features instead of the "
                 f"{weight.shape[-1]} of one rank, so its input is not the output of a layer split colwise. Name the layers in tp_plan: "
                 "'rowwise_split_input' for a layer with a whole input, 'replicate' for one that must not be split."
             )
         self.apart.end()
-        input_part = split(x, -1, self.group) if self.whole_input else x
+        input_part = split(tensor, -1, self.group) if self.whole_input else tensor
         output = leave(self.multiplied(input_part, weight, None), self.group)
         return output if bias is None else output + bias.to(output.dtype)
 
@@ -177,8 +183,8 @@ class SummedGradients(forwarding.Forward):
 
     tag = "summed gradients"
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.group = process_group
 
     # Any: the user's arguments and outputs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -200,32 +206,32 @@ class SummedGradients(forwarding.Forward):
 
 def forward_of(
     layer: nn.Module,
-    style: TensorStyle,
-    group: dist.ProcessGroup,
+    tensor_style: TensorStyle,
+    process_group: dist.ProcessGroup,
     apart: RankRandomStream,
-    number: int,
+    num_experts: int,
 ) -> forwarding.Forward:
     """Return the forward of one layer; `number` is the number of experts (`experts`)."""
     sizes = matrix_of(layer)
     transposed = sizes is not None and sizes.out_dim == 1
-    match style:
+    match tensor_style:
         case "colwise" | "colwise_gather_output":
-            colwise = Colwise(group, apart)
-            colwise.gathers_output = style == "colwise_gather_output"
+            colwise = Colwise(process_group, apart)
+            colwise.gathers_output = tensor_style == "colwise_gather_output"
             colwise.transposed = transposed
             return colwise
         case "rowwise" | "rowwise_split_input":
-            rowwise = Rowwise(group, apart)
-            rowwise.whole_input = style == "rowwise_split_input"
+            rowwise = Rowwise(process_group, apart)
+            rowwise.whole_input = tensor_style == "rowwise_split_input"
             rowwise.transposed = transposed
             return rowwise
         case "embedding_rowwise":
-            return VocabularyRows(group, apart)
+            return VocabularyRows(process_group, apart)
         case "embedding_colwise":
-            return TableColumns(group, apart)
+            return TableColumns(process_group, apart)
         case "experts":
-            return SplitExperts(group, number)
+            return SplitExperts(process_group, num_experts)
         case "replicate" | "replicate_sum_gradients":
-            raise AssertionError(f"{style} does not split a layer")
+            raise AssertionError(f"{tensor_style} does not split a layer")
         case other:
             assert_never(other)

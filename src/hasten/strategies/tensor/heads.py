@@ -34,10 +34,12 @@ _COUNTS: Final = (
 )
 
 
-def first_positive_integer(module: nn.Module, names: Sequence[str]) -> int | None:
+def first_positive_integer(
+    module: nn.Module, attribute_names: Sequence[str]
+) -> int | None:
     """Return the first of these attributes, of the module or its configuration, that is a positive integer."""
     for holder in (module, getattr(module, "config", None)):
-        for name in names:
+        for name in attribute_names:
             value = getattr(holder, name, None)
             if isinstance(value, int) and value > 0:
                 return value
@@ -53,22 +55,26 @@ def head_size(holder: nn.Module, width: int) -> int | None:
     return width // count if count is not None and width % count == 0 else None
 
 
-def refuse_split_heads(model: nn.Module, split: LayerSplit, ranks: int) -> None:
+def refuse_split_heads(
+    model: nn.Module, layer_split: LayerSplit, num_ranks: int
+) -> None:
     """Raise ConfigError, with sizes that work, if a head would be split between ranks."""
-    for head_width, layers in _attention(model, split):
+    for head_width, layers in _attention(model, layer_split):
         for name in layers:
             heads, remainder = divmod(_width(model, name), head_width)
-            if not remainder and heads % ranks:
+            if not remainder and heads % num_ranks:
                 raise ConfigError(
-                    f"tp_size={ranks} does not divide the {heads} heads of {name!r}; a head would be split. Set tp_size to one of "
+                    f"tp_size={num_ranks} does not divide the {heads} heads of {name!r}; a head would be split. Set tp_size to one of "
                     f"{divisors(heads)}."
                 )
 
 
-def _attention(model: nn.Module, split: LayerSplit) -> Iterator[tuple[int, list[str]]]:
+def _attention(
+    model: nn.Module, layer_split: LayerSplit
+) -> Iterator[tuple[int, list[str]]]:
     """Yield the head size of each module with split projections, and the names of its projections of queries, keys and values."""
     projections: dict[str, list[str]] = {}
-    for name, style in split.styles.items():
+    for name, style in layer_split.styles.items():
         if style == "colwise" and (
             QUERY.search(_leaf(name)) or KEY.search(_leaf(name))
         ):
@@ -90,10 +96,10 @@ def _width(model: nn.Module, name: str) -> int:
     return 0 if sizes is None else sizes.outputs
 
 
-def norms_of_heads(model: nn.Module, split: LayerSplit) -> Iterator[str]:
+def norms_of_heads(model: nn.Module, layer_split: LayerSplit) -> Iterator[str]:
     """Yield the norms of queries and keys beside split projections; such norms see this rank's heads only."""
     layers_by_parent: dict[str, list[str]] = {}
-    for name, style in split.styles.items():
+    for name, style in layer_split.styles.items():
         if style == "colwise":
             layers_by_parent.setdefault(name.rpartition(".")[0], []).append(name)
     for parent, layers in layers_by_parent.items():
@@ -123,13 +129,13 @@ def norms_of_heads(model: nn.Module, split: LayerSplit) -> Iterator[str]:
 
 
 def divide_named(
-    model: nn.Module, split: LayerSplit, divide: Sequence[str], ranks: int
+    model: nn.Module, layer_split: LayerSplit, divide: Sequence[str], num_ranks: int
 ) -> None:
     """Record per-rank values of the attributes in `tp_divide`. Raises: ConfigError for a name that no such module has."""
     found_attributes: set[str] = set()
     parents = {
         name.rpartition(".")[0]: None
-        for name, style in split.styles.items()
+        for name, style in layer_split.styles.items()
         if style.startswith("colwise")
     }
     for parent in parents:
@@ -138,13 +144,13 @@ def divide_named(
             value = getattr(module, name, None)
             if not isinstance(value, int):
                 continue
-            if value % ranks:
+            if value % num_ranks:
                 raise ConfigError(
-                    f"tp_size={ranks} does not divide {parent}.{name}={value}, which is listed in tp_divide; set tp_size to one of "
+                    f"tp_size={num_ranks} does not divide {parent}.{name}={value}, which is listed in tp_divide; set tp_size to one of "
                     f"{divisors(value)}."
                 )
             found_attributes.add(name)
-            split.attributes.setdefault(parent, {})[name] = value // ranks
+            layer_split.attributes.setdefault(parent, {})[name] = value // num_ranks
     if missing_names := [name for name in divide if name not in found_attributes]:
         raise ConfigError(
             f"tp_divide names {missing_names[0]!r}, but no module whose layers are split has an integer attribute of that name, so it would "

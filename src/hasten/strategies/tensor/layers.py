@@ -55,17 +55,17 @@ def linear_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Ma
             yield from linear_layers(child, name)
 
 
-def split_dims(layer: nn.Module, style: TensorStyle) -> dict[str, int]:
+def split_dims(layer: nn.Module, tensor_style: TensorStyle) -> dict[str, int]:
     """Return the dimension along which each parameter of a layer is split; parameters left out stay whole."""
     parameters = dict(layer.named_parameters(recurse=False))
-    if style == "experts":
+    if tensor_style == "experts":
         return dict.fromkeys(parameters, 0)
-    if style in ("embedding_rowwise", "embedding_colwise"):
-        return {"weight": 0 if style == "embedding_rowwise" else 1}
+    if tensor_style in ("embedding_rowwise", "embedding_colwise"):
+        return {"weight": 0 if tensor_style == "embedding_rowwise" else 1}
     sizes = matrix_of(layer)
-    if sizes is None or not style.startswith(("colwise", "rowwise")):
+    if sizes is None or not tensor_style.startswith(("colwise", "rowwise")):
         return {}
-    if style.startswith("rowwise"):
+    if tensor_style.startswith("rowwise"):
         return {"weight": 1 - sizes.out_dim}
     return {"weight": sizes.out_dim} | ({"bias": 0} if "bias" in parameters else {})
 

@@ -17,9 +17,9 @@ class _Enter(torch.autograd.Function):
     """Identity whose gradient is summed over the group: every rank uses the whole input for its shard."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, tensor: Tensor, process_group: dist.ProcessGroup) -> Tensor:
+        ctx.group = process_group
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -30,8 +30,8 @@ class _Leave(torch.autograd.Function):
     """Sum over the group; the gradient passes unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _all_reduce(x, group)
+    def forward(ctx: Any, tensor: Tensor, process_group: dist.ProcessGroup) -> Tensor:
+        return _all_reduce(tensor, process_group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -42,9 +42,11 @@ class _Gather(torch.autograd.Function):
     """All-gather along one dimension; the gradient is this rank's shard."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _all_gather(x, dim, group)
+    def forward(
+        ctx: Any, tensor: Tensor, dim: int, process_group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.dim, ctx.group = dim, process_group
+        return _all_gather(tensor, dim, process_group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -55,33 +57,43 @@ class _Split(torch.autograd.Function):
     """This rank's shard of one dimension; the gradient is all-gathered."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _own_part(x, dim, group)
+    def forward(
+        ctx: Any, tensor: Tensor, dim: int, process_group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.dim, ctx.group = dim, process_group
+        return _own_part(tensor, dim, process_group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _all_gather(grad, ctx.dim, ctx.group), None, None
 
 
-def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def enter(tensor: Tensor, process_group: dist.ProcessGroup) -> Tensor:
     """Return `x`, which is equal on all ranks, as the input of a split layer; its gradient is summed. Ranks: the group."""
-    return x if group.size() == 1 else _apply(_Enter, x, group)
+    return (
+        tensor if process_group.size() == 1 else _apply(_Enter, tensor, process_group)
+    )
 
 
-def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def leave(tensor: Tensor, process_group: dist.ProcessGroup) -> Tensor:
     """Return the sum of the ranks' partial results, equal on every rank. Ranks: the group."""
-    return x if group.size() == 1 else _apply(_Leave, x, group)
+    return (
+        tensor if process_group.size() == 1 else _apply(_Leave, tensor, process_group)
+    )
 
 
-def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return the ranks' shards of `dim` concatenated, for a computation that is equal on every rank. Ranks: the group."""
-    return x if group.size() == 1 else _apply(_Gather, x, dim, group)
+    return tensor if group.size() == 1 else _apply(_Gather, tensor, dim, group)
 
 
-def split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def split(tensor: Tensor, dim: int, process_group: dist.ProcessGroup) -> Tensor:
     """Return this rank's shard of `dim` of an input that is equal on every rank. Ranks: the group."""
-    return x if group.size() == 1 else _apply(_Split, x, dim, group)
+    return (
+        tensor
+        if process_group.size() == 1
+        else _apply(_Split, tensor, dim, process_group)
+    )
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -89,22 +101,22 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     return output
 
 
-def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = x.contiguous().clone()
-    dist.all_reduce(total, group=group)
+def _all_reduce(tensor: Tensor, process_group: dist.ProcessGroup) -> Tensor:
+    total = tensor.contiguous().clone()
+    dist.all_reduce(total, group=process_group)
     return total
 
 
-def _all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    local_shard = x.contiguous()
-    parts_by_rank = [torch.empty_like(local_shard) for _ in range(group.size())]
-    dist.all_gather(parts_by_rank, local_shard, group=group)
+def _all_gather(tensor: Tensor, dim: int, process_group: dist.ProcessGroup) -> Tensor:
+    local_shard = tensor.contiguous()
+    parts_by_rank = [torch.empty_like(local_shard) for _ in range(process_group.size())]
+    dist.all_gather(parts_by_rank, local_shard, group=process_group)
     return torch.cat(parts_by_rank, dim)
 
 
-def _own_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    width = x.shape[dim] // group.size()
-    return x.narrow(dim, group.rank() * width, width).contiguous()
+def _own_part(tensor: Tensor, dim: int, process_group: dist.ProcessGroup) -> Tensor:
+    width = tensor.shape[dim] // process_group.size()
+    return tensor.narrow(dim, process_group.rank() * width, width).contiguous()
 
 
 class RankRandomStream:

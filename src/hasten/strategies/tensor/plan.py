@@ -33,7 +33,7 @@ def decide(
     model: nn.Module,
     plan: Mapping[str, str] | str,
     divide: Sequence[str],
-    ranks: int,
+    num_ranks: int,
     experts: bool = True,
 ) -> LayerSplit:
     """Return the layers to split, checked against their sizes; the model is not changed.
@@ -49,16 +49,16 @@ def decide(
     )
     if not split.styles:
         raise PrepareError(
-            f"{type(model).__name__} has no tensor-parallel plan that splits a layer over {ranks} ranks{_list_reasons(split.left)}, so every "
+            f"{type(model).__name__} has no tensor-parallel plan that splits a layer over {num_ranks} ranks{_list_reasons(split.left)}, so every "
             f"rank would compute the same. {_NAME_LAYERS}"
         )
     for name, style in split.styles.items():
-        _check_layer(model, name, style, ranks, split)
-    tensor_heads.refuse_split_heads(model, split, ranks)
+        _check_layer(model, name, style, num_ranks, split)
+    tensor_heads.refuse_split_heads(model, split, num_ranks)
     split.summed = list(
         dict.fromkeys([*split.summed, *tensor_heads.norms_of_heads(model, split)])
     )
-    tensor_heads.divide_named(model, split, divide, ranks)
+    tensor_heads.divide_named(model, split, divide, num_ranks)
     return split
 
 
@@ -188,7 +188,11 @@ def _check_pattern(
 
 
 def _check_layer(
-    model: nn.Module, name: str, style: TensorStyle, ranks: int, split: LayerSplit
+    model: nn.Module,
+    name: str,
+    tensor_style: TensorStyle,
+    num_ranks: int,
+    layer_split: LayerSplit,
 ) -> None:
     layer = model.get_submodule(name)
     if hasattr(layer, "base_layer") or hasattr(layer, "modules_to_save"):
@@ -196,20 +200,20 @@ def _check_layer(
             f"{name!r} is a {type(layer).__name__}, which holds the layer inside an adapter; adapters are not supported by tensor "
             "parallelism. Merge them into the model, or shard it with strategy='fsdp'."
         )
-    if style == "experts":
-        split.numbers[name] = _check_experts(name, layer, ranks)
+    if tensor_style == "experts":
+        layer_split.numbers[name] = _check_experts(name, layer, num_ranks)
         return
-    is_embedding = style in ("embedding_rowwise", "embedding_colwise")
+    is_embedding = tensor_style in ("embedding_rowwise", "embedding_colwise")
     sizes = matrix_of(layer)
     if not isinstance(layer, nn.Embedding) if is_embedding else sizes is None:
         raise ConfigError(
-            f"{name!r} is a {type(layer).__name__}, which cannot be split {style}: this style is for "
+            f"{name!r} is a {type(layer).__name__}, which cannot be split {tensor_style}: this style is for "
             f"{'torch.nn.Embedding' if is_embedding else 'torch.nn.Linear'}. Remove it from the plan."
         )
     if isinstance(layer, nn.Embedding):
         size_name, size = (
             ("rows", layer.num_embeddings)
-            if style == "embedding_rowwise"
+            if tensor_style == "embedding_rowwise"
             else ("columns", layer.embedding_dim)
         )
         if (
@@ -226,29 +230,29 @@ def _check_layer(
             )
     else:
         assert sizes is not None, "checked above"
-        by_columns = style.startswith("colwise")
+        by_columns = tensor_style.startswith("colwise")
         size_name, size = (
             ("output features", sizes.outputs)
             if by_columns
             else ("input features", sizes.inputs)
         )
-    if size % ranks:
+    if size % num_ranks:
         raise ConfigError(
-            f"tp_size={ranks} does not divide the {size} {size_name} of {name!r}; ranks would hold layers of different "
+            f"tp_size={num_ranks} does not divide the {size} {size_name} of {name!r}; ranks would hold layers of different "
             f"widths. Set tp_size to one of {divisors(size)}, or remove this layer from the plan."
         )
 
 
-def _check_experts(name: str, module: nn.Module, ranks: int) -> int:
+def _check_experts(name: str, module: nn.Module, num_ranks: int) -> int:
     """Return the number of experts in a module. Raises: ConfigError for a module whose experts cannot be split."""
     if (why := reason_against_sharding(module)) is not None:
         raise ConfigError(
             f"{name!r} ({type(module).__name__}) cannot be split by experts: {why}. Remove it from the plan."
         )
     number = int(next(module.parameters()).shape[0])
-    if number % ranks:
+    if number % num_ranks:
         raise ConfigError(
-            f"tp_size={ranks} does not divide the {number} experts of {name!r}; ranks would hold different numbers. Set "
+            f"tp_size={num_ranks} does not divide the {number} experts of {name!r}; ranks would hold different numbers. Set "
             f"tp_size to one of {divisors(number)}, or remove this module from the plan."
         )
     return number

@@ -43,13 +43,13 @@ class SplitLayers:
 
     def __init__(
         self,
-        config: ParallelismConfig,
-        fsdp: FullyShardedDataParallelPlugin,
+        parallelism: ParallelismConfig,
+        fsdp_config: FullyShardedDataParallelPlugin,
         mesh: WorldMesh,
     ) -> None:
-        self._config = config
-        self._handler = config.tp_handler
-        self._fsdp = fsdp
+        self._config = parallelism
+        self._handler = parallelism.tp_handler
+        self._fsdp = fsdp_config
         self._mesh = mesh
 
     def apply(
@@ -105,10 +105,10 @@ class SplitLayers:
         return model
 
 
-def _unsplit_parameters(model: nn.Module, split: LayerSplit) -> set[nn.Parameter]:
+def _unsplit_parameters(model: nn.Module, layer_split: LayerSplit) -> set[nn.Parameter]:
     """Return the parameters outside the split layers."""
     split_parameter_ids: set[int] = set()
-    for name, style in split.styles.items():
+    for name, style in layer_split.styles.items():
         layer = model.get_submodule(name)
         split_parameter_ids |= {
             id(layer.get_parameter(leaf)) for leaf in split_dims(layer, style)
@@ -131,26 +131,26 @@ def _allocate_meta_tensors(model: nn.Module, ctx: ProcessContext) -> None:
 
 def _split_layers(
     model: nn.Module,
-    split: LayerSplit,
-    mesh: DeviceMesh,
+    layer_split: LayerSplit,
+    device_mesh: DeviceMesh,
     device: torch.device,
 ) -> None:
-    group = mesh.get_group()
+    group = device_mesh.get_group()
     rank_stream = RankRandomStream(model, group.rank())
     shards_by_id: dict[int, nn.Parameter] = {}
-    for name, style in split.styles.items():
+    for name, style in layer_split.styles.items():
         layer = model.get_submodule(name)
-        num_experts = split.numbers.get(name, 1)
+        num_experts = layer_split.numbers.get(name, 1)
         for leaf, dim in split_dims(layer, style).items():
-            _replace_by_shard(layer, leaf, dim, mesh, shards_by_id, device)
+            _replace_by_shard(layer, leaf, dim, device_mesh, shards_by_id, device)
         if style == "experts" and getattr(layer, "num_experts", None) == num_experts:
-            layer.num_experts = num_experts // mesh.size()  # type: ignore[assignment]  # an int, not a module
+            layer.num_experts = num_experts // device_mesh.size()  # type: ignore[assignment]  # an int, not a module
         # a layer with two names is split once
         if forwarding.find(layer, SplitForward.tag) is None:
             forwarding.replace(
                 layer, forward_of(layer, style, group, rank_stream, num_experts)
             )
-    for name in split.summed:
+    for name in layer_split.summed:
         forwarding.replace(model.get_submodule(name), SummedGradients(group))
 
 
@@ -158,7 +158,7 @@ def _replace_by_shard(
     layer: nn.Module,
     name: str,
     dim: int,
-    mesh: DeviceMesh,
+    device_mesh: DeviceMesh,
     shards_by_id: dict[int, nn.Parameter],
     device: torch.device,
 ) -> None:
@@ -169,12 +169,12 @@ def _replace_by_shard(
     if id(whole_parameter) not in shards_by_id:
         local_shard = (
             whole_parameter.detach()
-            .chunk(mesh.size(), dim)[mesh.get_local_rank()]
+            .chunk(device_mesh.size(), dim)[device_mesh.get_local_rank()]
             .clone()
         )
         shard = DTensor.from_local(
             local_shard if whole_parameter.is_meta else local_shard.to(device),
-            mesh,
+            device_mesh,
             [Shard(dim)],
             run_check=False,
             shape=whole_parameter.shape,
@@ -189,12 +189,12 @@ def _replace_by_shard(
     setattr(layer, name, shards_by_id[id(whole_parameter)])
 
 
-def _check_ties(model: nn.Module, split: LayerSplit) -> None:
+def _check_ties(model: nn.Module, layer_split: LayerSplit) -> None:
     """Raise if a tensor with two names would be split differently under each."""
     first_uses: dict[int, tuple[str, int]] = {}
     split_names = {
         f"{name}.{leaf}": dim
-        for name, style in split.styles.items()
+        for name, style in layer_split.styles.items()
         for leaf, dim in split_dims(model.get_submodule(name), style).items()
     }
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -208,26 +208,28 @@ def _check_ties(model: nn.Module, split: LayerSplit) -> None:
             )
 
 
-def _head_of(model: nn.Module, split: LayerSplit) -> str:
+def _head_of(model: nn.Module, layer_split: LayerSplit) -> str:
     """Return the one layer that gathers its output, whose logits can stay sharded. Raises: ConfigError unless there is one."""
     heads = [
-        name for name, style in split.styles.items() if style == "colwise_gather_output"
+        name
+        for name, style in layer_split.styles.items()
+        if style == "colwise_gather_output"
     ]
     if len(heads) != 1:
         raise ConfigError(
             f"loss_parallel=True needs one head with sharded logits, but the plan of {type(model).__name__} "
-            f"({split.source}) gathers the output of {', '.join(heads) or 'no layer'}; name the one head with "
+            f"({layer_split.source}) gathers the output of {', '.join(heads) or 'no layer'}; name the one head with "
             "tp_plan={'head': 'colwise_gather_output', ...}, or set loss_parallel=False."
         )
     return heads[0]
 
 
 def _describe_split(
-    model: nn.Module, split: LayerSplit, ranks: int, keep_logits: bool
+    model: nn.Module, layer_split: LayerSplit, num_ranks: int, keep_logits: bool
 ) -> str:
     """Return a summary of the split layers, the layers left whole, and the bytes on each rank."""
     by_style: dict[str, int] = {}
-    for style in split.styles.values():
+    for style in layer_split.styles.values():
         by_style[style] = by_style.get(style, 0) + 1
     split_bytes = sum(
         parameter.numel() * parameter.element_size()
@@ -240,21 +242,23 @@ def _describe_split(
         if not isinstance(parameter, DTensor)
     )
     text = (
-        f"{type(model).__name__} is split over tp {ranks} ({split.source}): "
+        f"{type(model).__name__} is split over tp {num_ranks} ({layer_split.source}): "
         + ", ".join(f"{count} {style}" for style, count in sorted(by_style.items()))
-        + f"; each rank holds {(split_bytes / ranks + whole_bytes) / 2**20:.1f} of "
+        + f"; each rank holds {(split_bytes / num_ranks + whole_bytes) / 2**20:.1f} of "
         f"{(split_bytes + whole_bytes) / 2**20:.1f} MiB"
     )
     if keep_logits:
         text += "; logits stay sharded for the loss"
-    if split.summed:
-        text += f"; gradients summed over tp: {', '.join(split.summed[:8])}"
-    if split.attributes:
+    if layer_split.summed:
+        text += f"; gradients summed over tp: {', '.join(layer_split.summed[:8])}"
+    if layer_split.attributes:
         text += "; divided: " + ", ".join(
-            f"{name}.{a}" for name, names in split.attributes.items() for a in names
+            f"{name}.{a}"
+            for name, names in layer_split.attributes.items()
+            for a in names
         )
-    if split.left:
+    if layer_split.left:
         text += "; not split: " + ", ".join(
-            f"{name} ({reason})" for name, reason in list(split.left.items())[:8]
+            f"{name} ({reason})" for name, reason in list(layer_split.left.items())[:8]
         )
     return text
