@@ -287,11 +287,10 @@ def plan_rows(
     """
     if split and (batch_size % num_shards if even else batch_size < num_shards):
         smaller_size = batch_size // num_shards * num_shards
-        choices = (
-            f"{smaller_size} or {smaller_size + num_shards}"
-            if smaller_size
-            else f"{num_shards}"
-        )
+        if smaller_size:
+            choices = f"{smaller_size} or {smaller_size + num_shards}"
+        else:
+            choices = f"{num_shards}"
         raise ConfigError(
             f"split_batches=True with batch_size={batch_size} over {num_shards} data-parallel processes leaves some "
             f"with fewer samples than others in every step, which biases averaged gradients. Set batch_size to "

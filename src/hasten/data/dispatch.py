@@ -203,9 +203,10 @@ class StreamReader:
 
     def rounds(self, source: BatchSource, position: Position) -> Iterator[Round]:
         for (rank_batches, _, _, state), following in with_next(source.open(position)):
-            next_batches = (
-                [None] * len(rank_batches) if following is None else following[0]
-            )
+            if following is None:
+                next_batches = [None] * len(rank_batches)
+            else:
+                next_batches = following[0]
             rank_items = [
                 None if rank_batch is None else (*rank_batch, next_batch is None, state)
                 for rank_batch, next_batch in zip(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Final, NamedTuple, TypeGuard, TypeVar
 
 from torch import Tensor
@@ -149,9 +149,9 @@ def detach_epoch_counter(stream: Any) -> None:
     time add it twice, and then read an epoch in another order.
     """
     for inner_stream in list_components(stream):
-        epoch_counter = (
-            vars(inner_stream).get("_epoch") if is_hub_stream(inner_stream) else None
-        )
+        epoch_counter = None
+        if is_hub_stream(inner_stream):
+            epoch_counter = vars(inner_stream).get("_epoch")
         if isinstance(epoch_counter, Tensor) and epoch_counter.is_shared():  # type: ignore[no-untyped-call]
             inner_stream._epoch = epoch_counter.clone()
 
@@ -185,12 +185,11 @@ def list_components(stream: Any, depth: int = 12) -> Iterator[Any]:
         seen_ids.add(id(component))
         yield component
         if depth_left:
-            inner_objects = (
-                vars(component).values() if hasattr(component, "__dict__") else ()
-            )
-            inner_objects = (
-                component if isinstance(component, list | tuple) else inner_objects
-            )
+            inner_objects: Iterable[Any] = ()
+            if isinstance(component, list | tuple):
+                inner_objects = component
+            elif hasattr(component, "__dict__"):
+                inner_objects = vars(component).values()
             waiting_components += [
                 (value, depth_left - 1)
                 for value in inner_objects

@@ -311,11 +311,9 @@ class Loader(DataLoader[Any]):
     def __len__(self) -> int:
         num_steps = self.parts.source.steps()
         if num_steps is None:
-            reason = (
-                "its dataset is a stream"
-                if isinstance(self.dataset, IterableDataset)
-                else "its sampler has none"
-            )
+            reason = "its sampler has none"
+            if isinstance(self.dataset, IterableDataset):
+                reason = "its dataset is a stream"
             raise TypeError(
                 f"this loader has no length: {reason}. Count batches while iterating, or implement __len__."
             )

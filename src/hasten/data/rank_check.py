@@ -115,12 +115,12 @@ def _refuse_difference(name: str, values: list[Any], comm: Comm) -> None:
         f"rank {comm.ranks[member]}: {rank_value}"
         for member, rank_value in enumerate(values)
     )
-    advice = (
-        " If the dataset of each rank already is its part of the data, set DataLoaderConfiguration(already_sharded=True) or call "
-        "prepare_data_loader(loader, already_sharded=True)."
-        if name == _LENGTH
-        else ""
-    )
+    advice = ""
+    if name == _LENGTH:
+        advice = (
+            " If the dataset of each rank already is its part of the data, set DataLoaderConfiguration(already_sharded=True) or call "
+            "prepare_data_loader(loader, already_sharded=True)."
+        )
     raise DataError(
         f"the ranks prepare loaders that differ in {name} ({values_of_ranks}), so some would run out of batches while "
         f"the others wait for them. Give every rank the whole dataset and the same settings; prepare() splits it.{advice}"

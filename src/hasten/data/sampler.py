@@ -173,11 +173,12 @@ class Assignment:
                 else f"one of {shard_part[0]} parts"
                 for shard_part in (saved, current_part)
             )
-            advice = (
-                "on the data of the saved run"
-                if saved is None
-                else f"on {saved[0]} data-parallel processes, with already_sharded=True"
-            )
+            if saved is None:
+                advice = "on the data of the saved run"
+            else:
+                advice = (
+                    f"on {saved[0]} data-parallel processes, with already_sharded=True"
+                )
             raise DataError(
                 f"the loader's state is inside an epoch of {saved_words}, and this rank reads {current_words}; samples would be lost or "
                 f"repeated. Resume {advice}, or start a new epoch."
@@ -222,11 +223,9 @@ class Assignment:
                 if num_left:
                     yield (indices if has_rows else indices[0], None, False)
                 else:
-                    num_real = (
-                        None
-                        if tail_share is None or tail_share.real == tail_share.rows
-                        else tail_share.real
-                    )
+                    num_real = None
+                    if tail_share is not None and tail_share.real != tail_share.rows:
+                        num_real = tail_share.real
                     yield (indices if has_rows else indices[0], num_real, True)
 
     def _draw_rounds(
@@ -341,11 +340,9 @@ class Assignment:
 
     def _num_real(self, num_units: int, num_done: int) -> int:
         """Return the number of the `real` units from index `done` of this rank's order on that are not padding."""
-        num_own_units = (
-            self.order.num_real()
-            if isinstance(self.order, DistributedOrder | PartOrder)
-            else None
-        )
+        num_own_units = None
+        if isinstance(self.order, DistributedOrder | PartOrder):
+            num_own_units = self.order.num_real()
         if num_own_units is None:
             return num_units
         return min(max(num_own_units - num_done, 0), num_units)
@@ -376,11 +373,10 @@ class Assignment:
             index_batch[0][row_index % size]
             for row_index in range(rank_share.first, rank_share.first + rank_share.rows)
         ]
-        num_real = (
-            rank_share.real
-            if index_batch[1] is None
-            else min(max(index_batch[1] - rank_share.first, 0), rank_share.real)
-        )
+        if index_batch[1] is None:
+            num_real = rank_share.real
+        else:
+            num_real = min(max(index_batch[1] - rank_share.first, 0), rank_share.real)
         return (
             indices,
             None if num_real == rank_share.rows else num_real,
@@ -472,16 +468,17 @@ def _assign_batches(
     stride: int,
 ) -> Assignment:
     """Return the assignment of batches that the user formed: by a batch sampler, or as items of the dataset."""
-    fill_rows = (
-        getattr(batch_sampler, "batch_size", None) if config.pad == "full" else None
-    )
+    fill_rows = None
+    if config.pad == "full":
+        fill_rows = getattr(batch_sampler, "batch_size", None)
     if fill_rows is None:
         items_text = "batch_size=None: the dataset's items are whole batches"
-        description = (
-            items_text
-            if batch_sampler is None
-            else f"{type(batch_sampler).__name__}, a batch sampler without batch_size"
-        )
+        if batch_sampler is None:
+            description = items_text
+        else:
+            description = (
+                f"{type(batch_sampler).__name__}, a batch sampler without batch_size"
+            )
         refuse_full_padding(config, description)
     plan = plan_batches(
         num_shards=data_ranks.num_shards,
@@ -490,11 +487,9 @@ def _assign_batches(
         drop_last=_drops_last(batch_sampler),
         even=config.even_batches,
     )
-    shares = (
-        (data_ranks.num_shards, data_ranks.shard)
-        if split and batch_sampler is not None
-        else None
-    )
+    shares = None
+    if split and batch_sampler is not None:
+        shares = (data_ranks.num_shards, data_ranks.shard)
     return Assignment(
         order,
         plan,

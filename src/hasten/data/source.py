@@ -229,11 +229,9 @@ class IndexedSource:
             consumed = min(consumed, max(size, first_unit))
         consumed *= stride
         witness = order.witness(consumed) if isinstance(order, SharedOrder) else None
-        reads_ahead = (
-            source_state.is_enabled
-            if isinstance(source_state, ReadAhead)
-            else start.ahead
-        )
+        reads_ahead = start.ahead
+        if isinstance(source_state, ReadAhead):
+            reads_ahead = source_state.is_enabled
         return replace(
             start,
             consumed=consumed,
@@ -409,9 +407,9 @@ def count_last_samples(
     size = source.size()
     if size is not None:
         return min(max(size - start.consumed - (num_batches - 1) * total, 0), total)
-    num_real = (
-        trees.batch_size(cursor.given) if cursor.num_real is None else cursor.num_real
-    )
+    num_real = cursor.num_real
+    if cursor.num_real is None:
+        num_real = trees.batch_size(cursor.given)
     if num_real is None or not batch_size:
         return total
     return min(num_real * total // batch_size, total)

@@ -135,9 +135,9 @@ class StreamSource:
         may_pad = (
             exchanges_ends and cutting.sharing != "strided" and not cutting.drop_last
         )
-        first_batch = (
-            self._read_first_batch(position) if may_pad and start.position else None
-        )
+        first_batch = None
+        if may_pad and start.position:
+            first_batch = self._read_first_batch(position)
         # persistent workers of an earlier epoch do not see the new start
         if position.stream is not None:
             self.engine.__dict__["_iterator"] = None

@@ -166,11 +166,9 @@ class StreamShard(Forwarding, IterableDataset[SampleBlock]):
         worker_state = worker_state._replace(origin=dataset_state.capture())
         # Ranks that read the same elements draw the same numbers; so do ranks that shuffle before they split.
         draws_alike = cutting.sharing in ("strided", "given")
-        seed_numbers = (
-            (seed, epoch, worker)
-            if draws_alike
-            else (seed, epoch, worker, cutting.shard)
-        )
+        seed_numbers = [seed, epoch, worker]
+        if not draws_alike:
+            seed_numbers.append(cutting.shard)
         rng = OwnRng(derive_seed(*seed_numbers, 3), self.hasten_process)
         restart_stream(dataset, epoch)
         with rng.entered():

@@ -284,11 +284,9 @@ def _restore_state(layer: Any, state: Mapping[str, Any], prefix: str, *_: Any) -
         if key.startswith(key_prefix)
     }
     if state_entries:
-        quant_state = (
-            layer.quant_state
-            if layer.quant_state is not None
-            else layer.weight.quant_state
-        )
+        quant_state = layer.quant_state
+        if quant_state is None:
+            quant_state = layer.weight.quant_state
         loaded_state = type(quant_state).from_dict(
             qs_dict=state_entries, device=quant_state.absmax.device
         )

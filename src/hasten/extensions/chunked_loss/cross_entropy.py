@@ -112,11 +112,8 @@ class _Chunk(NamedTuple):
                 (factors * (settings.smoothing / settings.vocabulary)).unsqueeze(-1)
             )
         target_factors = factors * (settings.smoothing - 1)
-        target_factors = (
-            target_factors
-            if self.is_own_target is None
-            else target_factors.masked_fill(~self.is_own_target, 0)
-        )
+        if self.is_own_target is not None:
+            target_factors = target_factors.masked_fill(~self.is_own_target, 0)
         logit_grad.scatter_add_(
             -1, self.local.unsqueeze(-1), target_factors.unsqueeze(-1)
         )
@@ -144,12 +141,12 @@ def _chunk_losses(
         dist.all_reduce(largest_logit, dist.ReduceOp.MAX, group=settings.group)
     local_target, is_own = _locate_targets(target, weight.shape[0], settings)
     target_logits = logits.gather(-1, local_target.unsqueeze(-1)).squeeze(-1)
-    target_logits = (
-        target_logits if is_own is None else target_logits.masked_fill(~is_own, 0)
-    )
-    logit_sums = (
-        logits.sum(-1) if settings.smoothing else torch.zeros_like(target_logits)
-    )
+    if is_own is not None:
+        target_logits = target_logits.masked_fill(~is_own, 0)
+    if settings.smoothing:
+        logit_sums = logits.sum(-1)
+    else:
+        logit_sums = torch.zeros_like(target_logits)
     shares = logits.sub_(largest_logit.unsqueeze(-1)).exp_()
     vocabulary_sums = torch.stack([shares.sum(-1), target_logits, logit_sums])
     if settings.group is not None:
@@ -399,9 +396,8 @@ def compute_loss(
         head.weight.requires_grad,
         head.bias is not None and head.bias.requires_grad,
     )
-    needs_gradient = (
-        needs_gradient if torch.is_grad_enabled() else (False, False, False)
-    )
+    if not torch.is_grad_enabled():
+        needs_gradient = (False, False, False)
     weighs_with_gradient = (
         token_weights is not None
         and token_weights.requires_grad
@@ -444,11 +440,12 @@ def _choose_settings(hidden: Tensor, head: Head, options: LossOptions) -> _LossS
         # as many tokens as make the chunk's logits about as large as half of the weight's gradient, and at least 8 chunks
         chunk_rows = min(max(512, width // 2), max(_SMALLEST, -(-num_tokens // 8)))
     num_ranks = 1 if head.group is None else head.group.size()
-    first_entry = (
-        0
-        if head.group is None
-        else min(head.group.rank() * -(-head.vocabulary // num_ranks), head.vocabulary)
-    )
+    if head.group is None:
+        first_entry = 0
+    else:
+        first_entry = min(
+            head.group.rank() * -(-head.vocabulary // num_ranks), head.vocabulary
+        )
     return _LossSettings(
         compute=head.compute,
         rows=chunk_rows,

@@ -467,11 +467,9 @@ def _find_head(model: nn.Module, head: nn.Module | str | None) -> tuple[nn.Modul
     if head is None:
         # of a wrapper such as DistributedDataParallel
         unwrapped_model: Any = getattr(model, "module", model)
-        head = (
-            unwrapped_model.get_output_embeddings()
-            if hasattr(unwrapped_model, "get_output_embeddings")
-            else None
-        )
+        head = None
+        if hasattr(unwrapped_model, "get_output_embeddings"):
+            head = unwrapped_model.get_output_embeddings()
     if head is None:
         linear_names = [
             layer_name

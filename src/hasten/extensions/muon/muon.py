@@ -225,11 +225,9 @@ class _Iteration:
 
 def _shard_layout(parameter: Tensor) -> tuple[object, ...]:
     """Return a key that is equal for parameters whose shards can be exchanged together."""
-    mesh = (
-        (id(parameter.device_mesh), parameter.placements)
-        if is_dtensor(parameter)
-        else ()
-    )
+    mesh: tuple[object, ...] = ()
+    if is_dtensor(parameter):
+        mesh = (id(parameter.device_mesh), parameter.placements)
     return (tuple(parameter.shape), parameter.dtype, parameter.device, mesh)
 
 
@@ -297,11 +295,9 @@ class _Exchange:
             if round_index + 1 < len(rounds):
                 # under way while this round's matrix is computed
                 sending = self._send(rounds[round_index + 1])
-            matrix_update = (
-                None
-                if matrix is None
-                else _orthogonalise_stack(matrix[None], self.iteration)[0]
-            )
+            matrix_update = None
+            if matrix is not None:
+                matrix_update = _orthogonalise_stack(matrix[None], self.iteration)[0]
             if returning is not None:
                 local_shards += self._returned(returning)
             returning = self._return(matrix_update, len(members))
@@ -327,11 +323,10 @@ class _Exchange:
             self.iteration.device, self.iteration.dtype
         )
         num_own_values = self._numel(self._sizes()[own_rank])
-        receive_sizes = (
-            [self._numel(extent) for extent in self._sizes()]
-            if own_rank < len(members)
-            else [0] * self.group.size()
-        )
+        if own_rank < len(members):
+            receive_sizes = [self._numel(extent) for extent in self._sizes()]
+        else:
+            receive_sizes = [0] * self.group.size()
         receive_buffer = send_buffer.new_empty(sum(receive_sizes))
         send_sizes = [
             num_own_values if peer < len(members) else 0
@@ -431,11 +426,10 @@ def _orthogonalise_gathered(
             _gather_matrix(member.to(iteration.device, iteration.dtype), like)
             for member in members
         ]
-        own_update = (
-            _orthogonalise_stack(matrices[rank_index][None], iteration)
-            if rank_index < len(members)
-            else torch.zeros_like(matrices[0])[None]
-        )
+        if rank_index < len(members):
+            own_update = _orthogonalise_stack(matrices[rank_index][None], iteration)
+        else:
+            own_update = torch.zeros_like(matrices[0])[None]
         for axis in reversed(range(mesh.ndim)):
             own_update = _gather_tensors(own_update.contiguous(), mesh.get_group(axis))
         for matrix in own_update[: len(members)]:

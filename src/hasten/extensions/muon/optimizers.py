@@ -65,11 +65,9 @@ class ParameterSplit:
                     members[parameter_name].numel()
                     for parameter_name in parameter_names
                 )
-                num_hidden_text = (
-                    f", and {len(parameter_names) - _SHOWN} more"
-                    if len(parameter_names) > _SHOWN
-                    else ""
-                )
+                num_hidden_text = ""
+                if len(parameter_names) > _SHOWN:
+                    num_hidden_text = f", and {len(parameter_names) - _SHOWN} more"
                 lines.append(
                     f"{title:<6} {len(parameter_names):>4} tensors {num_values:>14,} values  {reason}: "
                     f"{', '.join(parameter_names[:_SHOWN])}{num_hidden_text}"
