@@ -306,7 +306,8 @@ class Loader(DataLoader[Any]):
         assignment = getattr(self.parts.source, "assignment", None)
         if assignment is None or steps == 0:
             return None
-        return assignment.batch_of(start, steps - 1)
+        sample_indices: list[int] | None = assignment.batch_of(start, steps - 1)
+        return sample_indices
 
     def __len__(self) -> int:
         num_steps = self.parts.source.steps()

@@ -26,37 +26,39 @@ _SMALLEST: Final = 128
 
 
 class LogitsChange(NamedTuple):
-    """Change that a model makes to its logits: `after * tanh(before * logits)`, or `after * logits` without `capped`."""
+    """Change that a model makes to its logits: `outer_scale * tanh(inner_scale * logits)`, or `outer_scale * logits` without `capped`."""
 
-    before: float = 1.0
+    inner_scale: float = 1.0
     capped: bool = False
-    after: float = 1.0
+    outer_scale: float = 1.0
 
     def scaled(self, factor: float) -> LogitsChange:
         """Return this change followed by a multiplication."""
         return LogitsChange(
-            before=self.before, capped=self.capped, after=self.after * factor
+            inner_scale=self.inner_scale,
+            capped=self.capped,
+            outer_scale=self.outer_scale * factor,
         )
 
     def tanh(self) -> LogitsChange | None:
         """Return this change followed by a hyperbolic tangent; None after an earlier one."""
         if self.capped:
             return None
-        return LogitsChange(before=self.after, capped=True)
+        return LogitsChange(inner_scale=self.outer_scale, capped=True)
 
     def applied(self, logits: Tensor) -> Tensor:
         """Return the changed logits, differentiable."""
         if self.capped:
-            return (logits * self.before).tanh() * self.after
-        return logits if self.after == 1.0 else logits * self.after
+            return (logits * self.inner_scale).tanh() * self.outer_scale
+        return logits if self.outer_scale == 1.0 else logits * self.outer_scale
 
     def apply_(self, logits: Tensor) -> Tensor:
         """Change the logits in place; returns them."""
         if self.capped:
-            logits.mul_(self.before).tanh_()
-        if self.after == 1.0:
+            logits.mul_(self.inner_scale).tanh_()
+        if self.outer_scale == 1.0:
             return logits
-        return logits.mul_(self.after)
+        return logits.mul_(self.outer_scale)
 
     def chain_(self, grad: Tensor, changed_logits: Tensor | None) -> Tensor:
         """Turn the gradient of the changed logits into that of the logits, in place; returns it."""
@@ -64,9 +66,9 @@ class LogitsChange(NamedTuple):
             assert changed_logits is not None, (
                 "the changed logits of a capped chunk are kept"
             )
-            slope = changed_logits.div_(self.after).square_().neg_().add_(1)
-            grad.mul_(slope).mul_(self.before)
-        return grad if self.after == 1.0 else grad.mul_(self.after)
+            slope = changed_logits.div_(self.outer_scale).square_().neg_().add_(1)
+            grad.mul_(slope).mul_(self.inner_scale)
+        return grad if self.outer_scale == 1.0 else grad.mul_(self.outer_scale)
 
 
 class _LossSettings(NamedTuple):

@@ -107,7 +107,7 @@ class LazyLogits(Tensor):
     head: Head
     source: LogitsSource
     version: int
-    made: Tensor | None
+    computed: Tensor | None
 
     @staticmethod
     def of(
@@ -121,7 +121,7 @@ class LazyLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             plain = torch.empty(shape, device="meta", dtype=dtype or head.compute)
             logits = plain.as_subclass(LazyLogits)
-        logits.plain, logits.hidden, logits.head, logits.source, logits.made = (
+        logits.plain, logits.hidden, logits.head, logits.source, logits.computed = (
             plain,
             hidden,
             head,
@@ -142,8 +142,8 @@ class LazyLogits(Tensor):
                 "read outside. Compute what you need of them inside the model, call the model without labels under "
                 "torch.no_grad(), or do not compile the whole model."
             )
-        if self.made is not None:
-            return self.made
+        if self.computed is not None:
+            return self.computed
         hidden, head = self.hidden, self.head
         self._check()
         with torch.autocast(hidden.device.type, enabled=False):
@@ -197,13 +197,13 @@ class LazyLogits(Tensor):
         if (
             isinstance(logits, LazyLogits)
             and getattr(logits, "head", None) is not None
-            and logits.made is None
+            and logits.computed is None
         ):
             answer = logits._answer(func, args, kwargs)
             if answer is not NotImplemented:
                 return answer
             if _is_in_place(func):
-                logits.made = logits.whole()
+                logits.computed = logits.whole()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*_compute_logits(args), **_compute_logits(kwargs))
 
@@ -467,9 +467,9 @@ def _find_head(model: nn.Module, head: nn.Module | str | None) -> tuple[nn.Modul
     if head is None:
         # of a wrapper such as DistributedDataParallel
         unwrapped_model: Any = getattr(model, "module", model)
-        head = None
         if hasattr(unwrapped_model, "get_output_embeddings"):
-            head = unwrapped_model.get_output_embeddings()
+            output_layer: nn.Module | None = unwrapped_model.get_output_embeddings()
+            head = output_layer
     if head is None:
         linear_names = [
             layer_name
