@@ -1,7 +1,7 @@
 """Data loading: splitting samples over ranks, shuffling, prefetching, and resuming from a position.
 
 Start with `batch_plan.py` (the split, as pure functions) and `loader.py` (the prepared loader); `build.py` makes a prepared loader from the
-user's. `source.py` reads map-style data, `stream.py` and `stream_shard.py` streams, `dispatch.py` on one rank for all. `build.py` (`_move`) chooses how batches reach the
+user's. `source.py` reads map-style data, `stream.py` and `stream_shard.py` streams, `dispatch.py` on one rank for all. `build.py` (`_choose_move`) chooses how batches reach the
 device: `prefetch.py` (`Prefetch`), a plain copy with `prefetch=0`, or the strategy's transfer; the copy itself is `trees.to_device`.
 A resumed loader finds its next sample in `sampler.py` (`Assignment.index_batches`: this rank's next indices, from a position and the order of `order.py`),
 for streams in `stream_shard.py` (`_Cutter._seek`); `position.py` is what is saved, with random states (`random_states.py`) and the state of the
