@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator
 from hasten.data.position import Position
 from hasten.extensions.survive.exchange import weighted_sum
-from hasten.extensions.survive.ledger_plan import part, positions
+from hasten.extensions.survive.ledger_plan import list_positions, rank_positions
 from tests.survive.reading import Row, results, rows
 from tests.survive.replica_program import Numbered, evaluated, model_of
 
@@ -40,7 +40,7 @@ def check_account(updates: Sequence[Row], size: int, epochs: int) -> None:
             if update["epoch"] == epoch
             for one in update["rounds"]
             for name in update["contributors"]
-            for place in positions(one.get(name, []))
+            for place in list_positions(one.get(name, []))
         ]
         assert sorted(used) == list(range(size)), (epoch, len(used), len(set(used)))
     assert [update["step"] for update in updates] == list(range(1, len(updates) + 1))
@@ -55,7 +55,7 @@ def check_indices(
         if row["lineage"] in lineages and row["applied"]:
             name, _, rank = row["name"].partition(".")
             ranges = [
-                part(one[name], int(rank or 0), options["ranks"])
+                rank_positions(one[name], int(rank or 0), options["ranks"])
                 for one in row["rounds"]
             ]
             assert row["window"] == [
@@ -79,7 +79,7 @@ def _indices(
     ranges: Sequence[tuple[int, int]], epoch: int, options: Mapping[str, Any], seed: int
 ) -> list[int]:
     order = _order(options["size"], epoch, seed)
-    return [order[place] for place in positions(ranges)]
+    return [order[place] for place in list_positions(ranges)]
 
 
 def check_run(
@@ -166,7 +166,8 @@ def reference(
             of_ranks: list[list[list[int]]] = []
             for rank in range(options["ranks"]):
                 ranges = [
-                    part(one[name], rank, options["ranks"]) for one in update["rounds"]
+                    rank_positions(one[name], rank, options["ranks"])
+                    for one in update["rounds"]
                 ]
                 of_ranks.append(
                     [_indices(one, update["epoch"], options, seed) for one in ranges]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from hasten import Accelerator
 from hasten.accelerator.components import components
-from hasten.extensions.survive.part import replica_of, survival_report
+from hasten.extensions.survive.part import find_replica, survival_report
 from tests.support.machines import enter
 from tests.survive.replica_program import Numbered, evaluated, model_of
 
@@ -84,7 +84,7 @@ class Program:
         self.model, self.optimizer, self.loader, self.scheduler, self.checked = prepared
         self.log = (folder / f"replica-{tag}.jsonl").open("a", buffering=1)
         self.evaluations = (folder / f"evaluation-{tag}.jsonl").open("a", buffering=1)
-        self.replica = replica_of(self.accelerator._clock.parts)
+        self.replica = find_replica(self.accelerator._clock.parts)
         self.first = ""
 
     def enter(self, phase: str) -> None:

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from hasten import PREEMPTED_EXIT_CODE, Accelerator
 from hasten.accelerator.components import components
-from hasten.extensions.survive.ledger_plan import part
-from hasten.extensions.survive.part import replica_of, survival_report
+from hasten.extensions.survive.ledger_plan import rank_positions
+from hasten.extensions.survive.part import find_replica, survival_report
 from tests.survive.group_faults import Faults
 
 _EVALUATED: Final = 10_000
@@ -104,7 +104,7 @@ def main() -> None:
     rank = accelerator.process_index
     own = name if options["ranks"] == 1 else f"{name}.{rank}"
     log = (folder / f"replica-{own}-{os.getpid()}.jsonl").open("a", buffering=1)
-    replica = replica_of(accelerator._clock.parts)
+    replica = find_replica(accelerator._clock.parts)
     faults = Faults(folder, options["faults"], replica, rank, options["replicas"])
     if options["faults"]:
         faults.watch(model, optimizer.optimizer)
@@ -113,7 +113,7 @@ def main() -> None:
     while loader.epoch < last_epoch(folder, options):
         for x, y, index in loader:
             with accelerator.accumulate(model):
-                if replica.ledger.rounds and not part(
+                if replica.ledger.rounds and not rank_positions(
                     replica.ledger.rounds[-1][name], rank, options["ranks"]
                 ):
                     window.append([])

@@ -21,11 +21,11 @@ from hasten.errors import ConfigError
 
 # Messages between the pool and the process that forks its workers: a verb and a number; FORK also has a descriptor,
 # and LOAD is followed by the name of a module, of that many bytes.
-MESSAGE: Final = struct.Struct("!ci")
-READY: Final = b"r"
-FORK: Final = b"f"
-WAIT: Final = b"w"
-LOAD: Final = b"l"
+CONTROL_MESSAGE: Final = struct.Struct("!ci")
+READY_VERB: Final = b"r"
+FORK_VERB: Final = b"f"
+WAIT_VERB: Final = b"w"
+LOAD_VERB: Final = b"l"
 
 STACK_SIGNAL: Final = int(getattr(signal, "SIGRTMIN", signal.SIGUSR2)) + (
     5 if hasattr(signal, "SIGRTMIN") else 0
@@ -78,7 +78,7 @@ class PoolReport:
     """The reason, if the function called pytest.skip."""
 
 
-Status = Literal["returned", "raised", "died", "hung", "interrupted"]
+RankStatus = Literal["returned", "raised", "died", "hung", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class RankOutcome:
     """Result of the call on one rank, as seen by the caller."""
 
     rank: int
-    status: Status
+    status: RankStatus
     value: Any = None  # Any: return value of the function
     error: BaseException | None = None
     details: str = ""
@@ -98,20 +98,24 @@ class RankOutcome:
     """True if this rank failed before the others, so that its failure is likely the cause of theirs."""
 
 
-def pack(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
+def pack_call(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
     """Return the call as bytes that another process can run, even if it cannot import the function's module.
 
     Raises: ConfigError naming the argument that cannot be pickled.
     """
-    filters = [entry for entry in warnings.filters if entry[2].__module__ != "__main__"]
+    warning_filters = [
+        warning_filter
+        for warning_filter in warnings.filters
+        if warning_filter[2].__module__ != "__main__"
+    ]
     try:
-        with _by_value(fn):
+        with _pickle_module_by_value(fn):
             buffer = io.BytesIO()
-            _Pickler(buffer).dump((fn, args, filters))
+            _Pickler(buffer).dump((fn, args, warning_filters))
             return buffer.getvalue()
     except Exception as error:  # pickling runs the __reduce__ of arbitrary objects
         raise ConfigError(
-            f"{_name_of(fn)} cannot be sent to the workers: {_culprit(fn, args)} ({error}). They are other processes: pass values, "
+            f"{_name_of(fn)} cannot be sent to the workers: {_describe_culprit(fn, args)} ({error}). They are other processes: pass values, "
             f"and make locks, files, mocks and patches inside the function."
         ) from error
 
@@ -119,22 +123,22 @@ def pack(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
     """Pickler that sends every imported module by name, even modules of unknown classes (such as torch.ops)."""
 
-    def reducer_override(self, obj: Any) -> Any:  # Any: pickle's protocol
+    def reducer_override(self, pickled_object: Any) -> Any:  # Any: pickle's protocol
         if (
-            isinstance(obj, ModuleType)
-            and type(obj) is not ModuleType
-            and sys.modules.get(obj.__name__) is obj
+            isinstance(pickled_object, ModuleType)
+            and type(pickled_object) is not ModuleType
+            and sys.modules.get(pickled_object.__name__) is pickled_object
         ):
-            return importlib.import_module, (obj.__name__,)
-        return super().reducer_override(obj)
+            return importlib.import_module, (pickled_object.__name__,)
+        return super().reducer_override(pickled_object)
 
 
-def _culprit(fn: Callable[..., object], args: tuple[object, ...]) -> str:
-    for position, value in enumerate(args):
+def _describe_culprit(fn: Callable[..., object], args: tuple[object, ...]) -> str:
+    for position, argument in enumerate(args):
         try:
-            cloudpickle.dumps(value)
+            cloudpickle.dumps(argument)
         except Exception:  # pickling runs the __reduce__ of arbitrary objects
-            return f"argument {position} after the context, a {type(value).__name__}, cannot be pickled"
+            return f"argument {position} after the context, a {type(argument).__name__}, cannot be pickled"
     return "something that it refers to cannot be pickled"
 
 
@@ -143,7 +147,7 @@ def _name_of(fn: Callable[..., object]) -> str:
 
 
 @contextmanager
-def _by_value(fn: Callable[..., object]) -> Iterator[None]:
+def _pickle_module_by_value(fn: Callable[..., object]) -> Iterator[None]:
     """Context manager in which the module of `fn` is pickled by value if workers could not import it."""
     target = fn
     while hasattr(target, "func"):  # functools.partial
@@ -152,7 +156,7 @@ def _by_value(fn: Callable[..., object]) -> Iterator[None]:
     if (
         module is None
         or module.__name__ in cloudpickle.list_registry_pickle_by_value()
-        or _importable(module.__name__)
+        or _is_importable(module.__name__)
     ):
         yield
         return
@@ -163,7 +167,7 @@ def _by_value(fn: Callable[..., object]) -> Iterator[None]:
         cloudpickle.unregister_pickle_by_value(module)
 
 
-def _importable(name: str) -> bool:
+def _is_importable(name: str) -> bool:
     """Return whether a fresh process would import the same module under this name.
 
     Test modules never are: pytest loads them with rewritten asserts and, with importmode=importlib, under special names.
@@ -171,16 +175,18 @@ def _importable(name: str) -> bool:
     module = sys.modules[name]
     if name == "__main__" or type(module.__loader__).__module__.startswith("_pytest"):
         return False
-    path: list[str] | None = None
-    spec = None
-    parts = name.split(".")
-    for count in range(1, len(parts) + 1):
-        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:count]), path)
-        if spec is None:
+    search_path: list[str] | None = None
+    module_spec = None
+    packages = name.split(".")
+    for num_packages in range(1, len(packages) + 1):
+        module_spec = importlib.machinery.PathFinder.find_spec(
+            ".".join(packages[:num_packages]), search_path
+        )
+        if module_spec is None:
             break
-        path = list(spec.submodule_search_locations or ())
-    if spec is not None:
-        return spec.origin == getattr(module, "__file__", None)
+        search_path = list(module_spec.submodule_search_locations or ())
+    if module_spec is not None:
+        return module_spec.origin == getattr(module, "__file__", None)
     return name in sys.builtin_module_names or _is_editable(module)
 
 

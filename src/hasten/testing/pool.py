@@ -36,19 +36,21 @@ from hasten.testing.job import (
     PoolJob,
     PoolReport,
     RankOutcome,
-    Status,
-    pack,
+    RankStatus,
+    pack_call,
 )
 from hasten.testing.processes import Worker, Zygote
 
-R = TypeVar("R")
+Result = TypeVar("Result")
 
-TIMEOUT_S: Final = 60.0
-GRACE_S: Final = 1.5  # after one rank has failed, the others may still finish normally
-INTERRUPT_S: Final = 0.5  # an interrupted rank may run its `finally` blocks
-STACK_S: Final = 3.0  # dumping stacks takes a moment on a busy machine
-CLEAN_S: Final = 10.0
-OUTPUT_LIMIT: Final = 20_000
+RANKS_TIMEOUT_S: Final = 60.0
+FAILURE_GRACE_S: Final = (
+    1.5  # after one rank has failed, the others may still finish normally
+)
+INTERRUPT_TIMEOUT_S: Final = 0.5  # an interrupted rank may run its `finally` blocks
+STACK_TIMEOUT_S: Final = 3.0  # dumping stacks takes a moment on a busy machine
+CLEANUP_TIMEOUT_S: Final = 10.0
+MAX_OUTPUT_CHARS: Final = 20_000
 _WORKER_FRAMES: Final = (
     "hasten/testing/worker.py",
     "hasten/testing/zygote.py",
@@ -70,7 +72,7 @@ _NO_MESH: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _PoolCall:
     """One function on all its ranks."""
 
     name: str
@@ -82,12 +84,12 @@ class _Call:
     folder: Path
 
     def job(self, rank: int, variables: Mapping[str, str]) -> PoolJob:
-        place = (
+        rank_variables = (
             {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.num_ranks > 1 else {}
         )
         # an Accelerator created in the call must not use an available accelerator
         if self.device == "cpu":
-            place["HASTEN_CPU"] = "1"
+            rank_variables["HASTEN_CPU"] = "1"
         return PoolJob(
             payload=self.payload,
             rank=rank,
@@ -96,7 +98,7 @@ class _Call:
             timeout_s=self.timeout_s,
             mesh=dict(self.mesh),
             device=self.device,
-            env={**variables, **place},
+            env={**variables, **rank_variables},
             path=tuple(sys.path),
             cwd=str(Path.cwd()),
         )
@@ -116,7 +118,7 @@ class Pool:
         self._ranks: dict[int, int] = {}
         self._zygote = Zygote(self._folder, env.snapshot())
         try:
-            self._idle = [self._zygote.fork() for _ in range(size)]
+            self._idle = [self._zygote.fork() for worker_number in range(size)]
         except BaseException:
             self.close()
             raise
@@ -154,19 +156,19 @@ class Pool:
         """
         loaded = [self._zygote.load(module) for module in modules]
         if any(loaded):
-            self._settle()
-            self._discard(self._idle)
+            self._await_cleanup()
+            self._discard_workers(self._idle)
             self._idle = []
 
     def run(
         self,
-        fn: Callable[..., R],
+        fn: Callable[..., Result],
         num_ranks: int,
         *args: object,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = RANKS_TIMEOUT_S,
         mesh: Mapping[str, int] = _NO_MESH,
         device: str = "cpu",
-    ) -> list[R]:
+    ) -> list[Result]:
         """Run `fn(ctx, *args)` on `num_ranks` ranks and return its results, in order of rank.
 
         Raises: RanksFailedError with the traceback or the stacks of every rank, caused by the exception of the rank
@@ -175,7 +177,7 @@ class Pool:
         outcomes = self.outcomes(
             fn, num_ranks, *args, timeout_s=timeout_s, mesh=mesh, device=device
         )
-        check(outcomes, _name_of(fn))
+        check_outcomes(outcomes, _name_of(fn))
         return [outcome.value for outcome in outcomes]
 
     def outcomes(
@@ -183,57 +185,63 @@ class Pool:
         fn: Callable[..., object],
         num_ranks: int,
         *args: object,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = RANKS_TIMEOUT_S,
         mesh: Mapping[str, int] = _NO_MESH,
         device: str = "cpu",
     ) -> list[RankOutcome]:
         """Return the outcome of `fn(ctx, *args)` on each rank, in order of rank. Does not raise for a rank that failed."""
-        payload = pack(fn, args)
-        team = self._take(num_ranks)
+        payload = pack_call(fn, args)
+        workers = self._take_workers(num_ranks)
         folder = self._folder / f"job-{next(self._numbers)}"
-        call = _Call(_name_of(fn), payload, num_ranks, timeout_s, mesh, device, folder)
+        pool_call = _PoolCall(
+            _name_of(fn), payload, num_ranks, timeout_s, mesh, device, folder
+        )
         try:
             folder.mkdir()
-            variables = _variables(num_ranks)
-            for rank, worker in enumerate(team):
-                worker.pipe.send(call.job(rank, variables))
-            outcomes = _Watch(team, call, self._zygote).outcomes()
+            variables = _worker_variables(num_ranks)
+            for rank, worker in enumerate(workers):
+                worker.pipe.send(pool_call.job(rank, variables))
+            outcomes = _TeamWatch(workers, pool_call, self._zygote).outcomes()
         # Ctrl-C, or the alarm of a test runner: no worker may be left behind
         except BaseException:
-            self._discard(team)
+            self._discard_workers(workers)
             raise
         if all(outcome.status == "returned" for outcome in outcomes):
-            for worker in team:
+            for worker in workers:
                 worker.pipe.send(None)
-            self._cleaning += team
+            self._cleaning += workers
         else:
-            self._discard(
-                [w for w, o in zip(team, outcomes, strict=True) if o.status != "died"]
+            self._discard_workers(
+                [
+                    w
+                    for w, o in zip(workers, outcomes, strict=True)
+                    if o.status != "died"
+                ]
             )
         return outcomes
 
-    def _take(self, num_ranks: int) -> list[Worker]:
+    def _take_workers(self, num_ranks: int) -> list[Worker]:
         """Return `num_ranks` clean workers; missing ones are forked."""
         if num_ranks < 1:
             raise ConfigError(
                 f"num_ranks={num_ranks} is not a number of processes; it must be at least 1."
             )
-        self._settle()
-        for job in self._folder.glob("job-*"):
-            shutil.rmtree(job, ignore_errors=True)
+        self._await_cleanup()
+        for job_folder in self._folder.glob("job-*"):
+            shutil.rmtree(job_folder, ignore_errors=True)
         # readable only once an idle worker has ended
-        gone = [worker for worker in self._idle if worker.pipe.poll()]
-        self._discard(gone)
-        self._idle = [worker for worker in self._idle if worker not in gone]
+        dead_workers = [worker for worker in self._idle if worker.pipe.poll()]
+        self._discard_workers(dead_workers)
+        self._idle = [worker for worker in self._idle if worker not in dead_workers]
         return [self._worker_for(rank) for rank in range(num_ranks)]
 
-    def _settle(self) -> None:
+    def _await_cleanup(self) -> None:
         """Wait for workers that clean up; those that cannot are replaced."""
         for worker in self._cleaning:
             if _is_clean(worker):
                 self._idle.append(worker)
             else:
-                self._discard([worker])
+                self._discard_workers([worker])
         self._cleaning = []
 
     def _worker_for(self, rank: int) -> Worker:
@@ -242,17 +250,17 @@ class Pool:
         DTensor caches the shard of its rank by mesh and shape; in a worker whose rank changed, a cached value of another
         test would select the wrong shard.
         """
-        mine = [w for w in self._idle if self._ranks.get(w.pid) == rank] or [
-            w for w in self._idle if w.pid not in self._ranks
-        ]
-        if not mine:
+        usable_workers = [
+            worker for worker in self._idle if self._ranks.get(worker.pid) == rank
+        ] or [worker for worker in self._idle if worker.pid not in self._ranks]
+        if not usable_workers:
             self._idle.append(self._zygote.fork())
-            mine = self._idle[-1:]
-        self._idle.remove(mine[0])
-        self._ranks[mine[0].pid] = rank
-        return mine[0]
+            usable_workers = self._idle[-1:]
+        self._idle.remove(usable_workers[0])
+        self._ranks[usable_workers[0].pid] = rank
+        return usable_workers[0]
 
-    def _discard(self, workers: Sequence[Worker]) -> None:
+    def _discard_workers(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
             self._ranks.pop(worker.pid, None)
             worker.kill()
@@ -261,12 +269,12 @@ class Pool:
 
 def _is_clean(worker: Worker) -> bool:
     try:
-        return worker.pipe.poll(CLEAN_S) and bool(worker.pipe.recv())
+        return worker.pipe.poll(CLEANUP_TIMEOUT_S) and bool(worker.pipe.recv())
     except (EOFError, ConnectionError):
         return False
 
 
-def _variables(num_ranks: int) -> dict[str, str]:
+def _worker_variables(num_ranks: int) -> dict[str, str]:
     """Return the caller's environment with the workers' rendezvous on this machine, whatever its name resolves to."""
     variables = {
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
@@ -286,55 +294,64 @@ def _variables(num_ranks: int) -> dict[str, str]:
     }
 
 
-class _Watch:
+class _TeamWatch:
     """Collector of the reports of a team, which stops workers that do not report in time."""
 
-    def __init__(self, team: Sequence[Worker], call: _Call, zygote: Zygote) -> None:
-        self._call = call
+    def __init__(
+        self, workers: Sequence[Worker], pool_call: _PoolCall, zygote: Zygote
+    ) -> None:
+        self._call = pool_call
         self._zygote = zygote
-        self._pending = dict(enumerate(team))
+        self._pending = dict(enumerate(workers))
         self._done: dict[int, RankOutcome] = {}
         """In order of arrival: the first failure is the cause of the others."""
 
     def outcomes(self) -> list[RankOutcome]:
-        self._collect(self._call.timeout_s, patience_s=GRACE_S)
+        self._collect_reports(self._call.timeout_s, patience_s=FAILURE_GRACE_S)
         if self._pending:
             self._stop()
-        failed = [o for o in self._done.values() if o.status != "returned"]
+        failed_outcomes = [
+            outcome for outcome in self._done.values() if outcome.status != "returned"
+        ]
         # a rank that died caused the failures of the others, even if they were reported first
-        if failed:
-            cause = next((o for o in failed if o.status == "died"), failed[0])
-            self._done[cause.rank] = replace(cause, first=True)
+        if failed_outcomes:
+            first_failure = next(
+                (outcome for outcome in failed_outcomes if outcome.status == "died"),
+                failed_outcomes[0],
+            )
+            self._done[first_failure.rank] = replace(first_failure, first=True)
         return [
             replace(self._done[rank], output=self._read("output", rank))
             for rank in range(self._call.num_ranks)
         ]
 
-    def _collect(self, timeout_s: float, patience_s: float) -> None:
+    def _collect_reports(self, timeout_s: float, patience_s: float) -> None:
         """Receive reports until all have arrived, the time is up, or `patience_s` after the first failure has passed."""
         deadline = time.monotonic() + timeout_s
         while self._pending and (left_s := deadline - time.monotonic()) > 0:
-            ready = wait([worker.pipe for worker in self._pending.values()], left_s)
+            ready_pipes = wait(
+                [worker.pipe for worker in self._pending.values()], left_s
+            )
             for rank, worker in list(self._pending.items()):
-                if worker.pipe in ready:
+                if worker.pipe in ready_pipes:
                     del self._pending[rank]
-                    self._done[rank] = self._outcome(rank, worker)
+                    self._done[rank] = self._receive_outcome(rank, worker)
                     if self._done[rank].status != "returned":
                         deadline = min(deadline, time.monotonic() + patience_s)
 
-    def _outcome(self, rank: int, worker: Worker) -> RankOutcome:
+    def _receive_outcome(self, rank: int, worker: Worker) -> RankOutcome:
         try:
             report: PoolReport = worker.pipe.recv()
         except (EOFError, ConnectionError):
             worker.kill()
             return RankOutcome(
-                rank, "died", details=_exit_text(self._zygote.exit_code(worker))
+                rank, "died", details=_describe_exit(self._zygote.exit_code(worker))
             )
         if report.returned:
             return RankOutcome(
                 rank, "returned", value=pickle.loads(report.value or b"")
             )
-        error = _exception(report.value) if report.value is not None else None
+        error = _unpickle_exception(report.value) if report.value is not None else None
         return RankOutcome(
             rank,
             "raised",
@@ -348,38 +365,45 @@ class _Watch:
 
         The pool kills those that do not stop.
         """
-        status: Status = (
+        stop_status: RankStatus = (
             "interrupted"
-            if any(o.status != "returned" for o in self._done.values())
+            if any(outcome.status != "returned" for outcome in self._done.values())
             else "hung"
         )
-        stopped = dict(self._pending)
-        for worker in stopped.values():
+        stopped_workers = dict(self._pending)
+        for worker in stopped_workers.values():
             worker.signal(STACK_SIGNAL)
-        deadline = time.monotonic() + STACK_S
+        deadline = time.monotonic() + STACK_TIMEOUT_S
         while time.monotonic() < deadline and not all(
-            self._read("stack", rank) for rank in stopped
+            self._read("stack", rank) for rank in stopped_workers
         ):
             time.sleep(0.005)
-        stacks = {rank: _own_frames(self._read("stack", rank)) for rank in stopped}
-        for worker in stopped.values():
+        rank_stacks = {
+            rank: _without_worker_frames(self._read("stack", rank))
+            for rank in stopped_workers
+        }
+        for worker in stopped_workers.values():
             worker.kill_children()
             worker.signal(signal.SIGINT)
-        self._collect(INTERRUPT_S, patience_s=INTERRUPT_S)
-        for rank in stopped:
-            died = rank in self._done and self._done[rank].status == "died"
+        self._collect_reports(INTERRUPT_TIMEOUT_S, patience_s=INTERRUPT_TIMEOUT_S)
+        for rank in stopped_workers:
+            has_died = rank in self._done and self._done[rank].status == "died"
             self._done[rank] = RankOutcome(
                 rank,
-                "died" if died else status,
-                details=stacks[rank] or "(no stack: busy in C)",
+                "died" if has_died else stop_status,
+                details=rank_stacks[rank] or "(no stack: busy in C)",
             )
 
-    def _read(self, what: str, rank: int) -> str:
-        path = self._call.folder / f"{what}-{rank}"
-        return path.read_text(errors="replace")[-OUTPUT_LIMIT:] if path.exists() else ""
+    def _read(self, file_prefix: str, rank: int) -> str:
+        path = self._call.folder / f"{file_prefix}-{rank}"
+        return (
+            path.read_text(errors="replace")[-MAX_OUTPUT_CHARS:]
+            if path.exists()
+            else ""
+        )
 
 
-def _exception(pickled: bytes) -> BaseException | None:
+def _unpickle_exception(pickled: bytes) -> BaseException | None:
     try:
         error = pickle.loads(pickled)
     # a class that only the worker can rebuild; its traceback is available as text
@@ -388,41 +412,43 @@ def _exception(pickled: bytes) -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
-def _own_frames(dump: str) -> str:
+def _without_worker_frames(stack_dump: str) -> str:
     """Return a dump of stacks without the worker's frames below the tested function."""
     return "\n".join(
         line
-        for line in dump.splitlines()
-        if not any(word in line for word in _WORKER_FRAMES)
+        for line in stack_dump.splitlines()
+        if not any(frame_marker in line for frame_marker in _WORKER_FRAMES)
     )
 
 
-def check(outcomes: Sequence[RankOutcome], name: str) -> None:
+def check_outcomes(outcomes: Sequence[RankOutcome], name: str) -> None:
     """Raise RanksFailedError with all details if any rank failed."""
     __tracebackhide__ = True
-    failed = [o for o in outcomes if o.status != "returned"]
-    if not failed:
+    failed_outcomes = [o for o in outcomes if o.status != "returned"]
+    if not failed_outcomes:
         return
-    cause = next(o for o in failed if o.first)
-    heads = ", ".join(f"rank {o.rank} {o.status}" for o in outcomes)
-    parts = [f"{name} failed on {len(failed)} of {len(outcomes)} ranks: {heads}."]
+    first_failure = next(o for o in failed_outcomes if o.first)
+    rank_statuses = ", ".join(f"rank {o.rank} {o.status}" for o in outcomes)
+    report_parts = [
+        f"{name} failed on {len(failed_outcomes)} of {len(outcomes)} ranks: {rank_statuses}."
+    ]
     for outcome in sorted(outcomes, key=lambda o: (not o.first, o.rank)):
-        parts.append(
+        report_parts.append(
             f"---- rank {outcome.rank} {outcome.status} ----\n{outcome.details}".rstrip()
         )
         if outcome.output.strip():
-            parts.append(
+            report_parts.append(
                 f"---- output of rank {outcome.rank} ----\n{outcome.output}".rstrip()
             )
     raise RanksFailedError(
-        "\n".join(parts), tuple(o.rank for o in failed)
-    ) from cause.error
+        "\n".join(report_parts), tuple(o.rank for o in failed_outcomes)
+    ) from first_failure.error
 
 
-def _exit_text(code: int) -> str:
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"the process ended with exit code {code}"
+def _describe_exit(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    return f"the process ended with exit code {exit_code}"
 
 
 def _name_of(fn: Callable[..., object]) -> str:
@@ -431,7 +457,7 @@ def _name_of(fn: Callable[..., object]) -> str:
 
 def ranks(
     *sizes: int,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float = RANKS_TIMEOUT_S,
     mesh: Mapping[str, int] = _NO_MESH,
     device: str = "cpu",
     exhaustive: Sequence[int] = (),
@@ -446,49 +472,56 @@ def ranks(
     pytest = need("pytest", why="the ranks decorator")
 
     def decorate(fn: Callable[..., None]) -> Callable[..., None]:
-        names = list(inspect.signature(fn).parameters)
-        if not names or names[0] == "self" or not sizes:
+        argument_names = list(inspect.signature(fn).parameters)
+        if not argument_names or argument_names[0] == "self" or not sizes:
             raise ConfigError(
                 f"@ranks({', '.join(map(str, sizes))}) cannot make a test of {_name_of(fn)}{inspect.signature(fn)}: it needs at least "
                 f"one number of ranks, and a plain function whose first argument takes the process context."
             )
 
-        stuck = _BOUND_FIXTURES.intersection(names)
-        if stuck:
+        bound_fixtures = _BOUND_FIXTURES.intersection(argument_names)
+        if bound_fixtures:
             raise ConfigError(
-                f"{_name_of(fn)} asks for {', '.join(sorted(stuck))}, which works in the pytest process only, while @ranks runs the "
+                f"{_name_of(fn)} asks for {', '.join(sorted(bound_fixtures))}, which works in the pytest process only, while @ranks runs the "
                 f"test in workers. Inside the test use pytest.MonkeyPatch.context(), pytest.warns, contextlib.redirect_stdout."
             )
 
         @functools.wraps(fn)
-        def test(**given: Any) -> None:  # Any: fixtures and parameters
+        def test(**fixture_values: Any) -> None:  # Any: fixtures and parameters
             __tracebackhide__ = True
-            pool: Pool = given.pop("rank_pool")
-            num_ranks: int = given.pop("num_ranks")
-            args = [given[name] for name in names[1:]]
+            pool: Pool = fixture_values.pop("rank_pool")
+            num_ranks: int = fixture_values.pop("num_ranks")
+            fixture_arguments = [
+                fixture_values[argument_name] for argument_name in argument_names[1:]
+            ]
             outcomes = pool.outcomes(
-                fn, num_ranks, *args, timeout_s=timeout_s, mesh=mesh, device=device
+                fn,
+                num_ranks,
+                *fixture_arguments,
+                timeout_s=timeout_s,
+                mesh=mesh,
+                device=device,
             )
             for outcome in outcomes:
                 if outcome.first and outcome.skipped is not None:
                     pytest.skip(outcome.skipped)
-            check(outcomes, f"{fn.__name__}[{num_ranks} ranks]")
+            check_outcomes(outcomes, f"{fn.__name__}[{num_ranks} ranks]")
             for outcome in outcomes:
                 if outcome.output:
                     sys.stdout.write(f"[rank {outcome.rank}] {outcome.output}")
 
-        kind = inspect.Parameter.KEYWORD_ONLY
-        wanted = ["rank_pool", "num_ranks", *names[1:]]
+        keyword_only = inspect.Parameter.KEYWORD_ONLY
+        test_arguments = ["rank_pool", "num_ranks", *argument_names[1:]]
         test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter(name, kind) for name in wanted]
+            [inspect.Parameter(name, keyword_only) for name in test_arguments]
         )
-        worlds = [pytest.param(size, id=f"{size}-ranks") for size in sizes]
-        worlds += [
+        rank_parameters = [pytest.param(size, id=f"{size}-ranks") for size in sizes]
+        rank_parameters += [
             pytest.param(size, id=f"{size}-ranks", marks=pytest.mark.exhaustive)
             for size in exhaustive
         ]
-        parametrize = pytest.mark.parametrize("num_ranks", worlds)
-        marked: Callable[..., None] = parametrize(test)
-        return marked
+        parametrize = pytest.mark.parametrize("num_ranks", rank_parameters)
+        parametrized_test: Callable[..., None] = parametrize(test)
+        return parametrized_test
 
     return decorate

@@ -15,10 +15,16 @@ from pathlib import Path
 from typing import Final
 
 from hasten.errors import LaunchError
-from hasten.testing.job import FORK, LOAD, MESSAGE, READY, WAIT
+from hasten.testing.job import (
+    CONTROL_MESSAGE,
+    FORK_VERB,
+    LOAD_VERB,
+    READY_VERB,
+    WAIT_VERB,
+)
 
-START_S: Final = 120.0
-STOP_S: Final = 10.0
+START_TIMEOUT_S: Final = 120.0
+STOP_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +41,16 @@ class Worker:
 
     def kill_children(self) -> None:
         """Kill the process's child processes, which would outlive it, where /proc names them."""
-        for task in Path(f"/proc/{self.pid}/task").glob("*/children"):
+        for task_file in Path(f"/proc/{self.pid}/task").glob("*/children"):
             with suppress(OSError):  # the thread ended in the meantime
-                for pid in task.read_text().split():
+                for pid in task_file.read_text().split():
                     with suppress(ProcessLookupError):
                         os.kill(int(pid), signal.SIGKILL)
 
-    def signal(self, number: int) -> None:
+    def signal(self, signal_number: int) -> None:
         """Send a signal, unless the process has ended."""
         with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+            os.kill(self.pid, signal_number)
 
 
 class Zygote:
@@ -52,23 +58,25 @@ class Zygote:
 
     def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
         self._log = folder / "zygote.log"
-        self._control, theirs = socket.socketpair()
+        self._control, zygote_socket = socket.socketpair()
         self._ready = False
         try:
-            with theirs, self._log.open("wb") as log:
+            with zygote_socket, self._log.open("wb") as log:
                 self._process = subprocess.Popen(
                     [
                         sys.executable,
                         "-m",
                         "hasten.testing.zygote",
-                        str(theirs.fileno()),
+                        str(zygote_socket.fileno()),
                         str(folder),
                     ],
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(zygote_socket.fileno(),),
                     env={
                         **env,
                         "OMP_NUM_THREADS": "1",
-                        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+                        "PYTHONPATH": os.pathsep.join(
+                            module_folder for module_folder in sys.path if module_folder
+                        ),
                     },
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -83,52 +91,62 @@ class Zygote:
     def fork(self) -> Worker:
         """Fork a new worker, in a few milliseconds."""
         self._wait_until_ready()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._control, [MESSAGE.pack(FORK, 0)], [theirs.fileno()])
-            pid = self._answer(START_S)
-        return Worker(pid, Connection(ours.detach()))
+        pool_socket, worker_socket = socket.socketpair()
+        with worker_socket:
+            socket.send_fds(
+                self._control,
+                [CONTROL_MESSAGE.pack(FORK_VERB, 0)],
+                [worker_socket.fileno()],
+            )
+            pid = self._answer(START_TIMEOUT_S)
+        return Worker(pid, Connection(pool_socket.detach()))
 
     def load(self, module: str) -> bool:
         """Import a module; return whether the process had not imported it before."""
         self._wait_until_ready()
-        name = module.encode()
-        self._control.sendall(MESSAGE.pack(LOAD, len(name)) + name)
-        return bool(self._answer(START_S))
+        encoded_name = module.encode()
+        self._control.sendall(
+            CONTROL_MESSAGE.pack(LOAD_VERB, len(encoded_name)) + encoded_name
+        )
+        return bool(self._answer(START_TIMEOUT_S))
 
     def exit_code(self, worker: Worker) -> int:
         """Return the exit code of an ending worker, or minus the signal that killed it."""
-        self._control.sendall(MESSAGE.pack(WAIT, worker.pid))
-        return self._answer(STOP_S)
+        self._control.sendall(CONTROL_MESSAGE.pack(WAIT_VERB, worker.pid))
+        return self._answer(STOP_TIMEOUT_S)
 
     def close(self) -> None:
         """End the process and all its workers."""
         self._control.close()
         try:
-            self._process.wait(STOP_S)
+            self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def _wait_until_ready(self) -> None:
         if not self._ready:
-            self._answer(START_S)
+            self._answer(START_TIMEOUT_S)
             self._ready = True
 
     def _answer(self, timeout_s: float) -> int:
         self._control.settimeout(timeout_s)
         try:
-            data = self._control.recv(MESSAGE.size, socket.MSG_WAITALL)
+            message = self._control.recv(CONTROL_MESSAGE.size, socket.MSG_WAITALL)
         except (TimeoutError, ConnectionError) as error:
-            raise self._broken(f"did not answer ({error})") from error
-        if len(data) < MESSAGE.size:
-            raise self._broken(f"ended with exit code {self._process.wait(STOP_S)}")
-        verb, number = MESSAGE.unpack(data)
-        assert verb in (READY, FORK, WAIT, LOAD), f"unexpected verb {verb!r}"
+            raise self._make_error(f"did not answer ({error})") from error
+        if len(message) < CONTROL_MESSAGE.size:
+            raise self._make_error(
+                f"ended with exit code {self._process.wait(STOP_TIMEOUT_S)}"
+            )
+        message_verb, number = CONTROL_MESSAGE.unpack(message)
+        assert message_verb in (READY_VERB, FORK_VERB, WAIT_VERB, LOAD_VERB), (
+            f"unexpected verb {message_verb!r}"
+        )
         return int(number)
 
-    def _broken(self, what: str) -> LaunchError:
-        tail = self._log.read_text(errors="replace")[-2000:]
+    def _make_error(self, failure: str) -> LaunchError:
+        log_tail = self._log.read_text(errors="replace")[-2000:]
         return LaunchError(
-            f"the process that starts the pool's workers {what}, so no test can run on several ranks. Its output:\n{tail}"
+            f"the process that starts the pool's workers {failure}, so no test can run on several ranks. Its output:\n{log_tail}"
         )

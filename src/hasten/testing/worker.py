@@ -36,8 +36,8 @@ from hasten.runtime.mesh_plan import MeshSpec
 from hasten.runtime.topology import Topology
 from hasten.testing.job import STACK_SIGNAL, PoolJob, PoolReport
 
-SEED: Final = 0
-MOST_THREADS: Final = 25
+TEST_SEED: Final = 0
+MAX_THREADS: Final = 25
 """Threads after a job with which a worker is reused. Each gloo group has three, of which one polls a hundred times a second;
 some libraries never release their groups, and hundreds of them take a processor from the tests that follow."""
 
@@ -48,18 +48,18 @@ class WorkerInterrupted(BaseException):
 
 def serve(pool: Connection) -> None:
     """Run jobs until the pool closes its pipe."""
-    start = _Start.remember()
-    interrupt = _Interrupt()
+    initial_state = _InitialState.remember()
+    interrupt_handler = _InterruptHandler()
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):
         while True:
             job: PoolJob = pool.recv()
-            interrupt.install()
-            pool.send(_run(job, interrupt))
+            interrupt_handler.install()
+            pool.send(_run_job(job, interrupt_handler))
             pool.recv()  # every rank has reported, so the group is no longer needed
-            pool.send(start.restore())
+            pool.send(initial_state.restore())
 
 
-class _Interrupt:
+class _InterruptHandler:
     """Handler of the pool's SIGINT: raises while a job runs, and does nothing otherwise."""
 
     def __init__(self) -> None:
@@ -76,66 +76,70 @@ class _Interrupt:
         finally:
             self._running = False
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, signal_number: int, frame: FrameType | None) -> None:
         if self._running:
             self._running = False
             raise WorkerInterrupted("stopped by the pool")
 
 
-def _run(job: PoolJob, interrupt: _Interrupt) -> PoolReport:
+def _run_job(job: PoolJob, interrupt_handler: _InterruptHandler) -> PoolReport:
     """Call the function of the job; an exception becomes a report."""
-    with _redirected(job), warnings.catch_warnings():
+    with _redirect_output(job), warnings.catch_warnings():
         try:
             env.replace_environment(job.env)
             sys.path[:] = job.path
             os.chdir(job.cwd)
-            with interrupt.armed():
-                fn, args, filters = pickle.loads(job.payload)
-                warnings.filters[:] = filters  # type: ignore[index]  # typeshed calls the list a sequence
-                value = fn(_context(job), *args)
-            return PoolReport(returned=True, value=_pickled_result(value, fn))
+            with interrupt_handler.armed():
+                fn, args, warning_filters = pickle.loads(job.payload)
+                warnings.filters[:] = warning_filters  # type: ignore[index]  # typeshed calls the list a sequence
+                returned = fn(_make_context(job), *args)
+            return PoolReport(returned=True, value=_pickled_result(returned, fn))
         # the function is arbitrary, and SystemExit must not end the worker
         except BaseException as error:
-            return _failure(error)
+            return _report_failure(error)
 
 
-def _failure(error: BaseException) -> PoolReport:
+def _report_failure(error: BaseException) -> PoolReport:
     # without the frame of _run
-    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    job_frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(
-        traceback.format_exception(type(error), error, frames or error.__traceback__)
+        traceback.format_exception(
+            type(error), error, job_frames or error.__traceback__
+        )
     )
     try:
-        pickled: bytes | None = cloudpickle.dumps(error)
-        pickle.loads(pickled or b"")
+        pickled_error: bytes | None = cloudpickle.dumps(error)
+        pickle.loads(pickled_error or b"")
     except Exception:  # an exception that cannot be pickled; its text is sent
-        pickled = None
+        pickled_error = None
     # Detected by name, because pytest need not be installed where workers run.
     skipped = str(error) if type(error).__name__ == "Skipped" else None
-    return PoolReport(returned=False, value=pickled, traceback=text, skipped=skipped)
+    return PoolReport(
+        returned=False, value=pickled_error, traceback=text, skipped=skipped
+    )
 
 
-def _pickled_result(value: object, fn: object) -> bytes:
+def _pickled_result(returned: object, fn: object) -> bytes:
     try:
-        return bytes(cloudpickle.dumps(value))
+        return bytes(cloudpickle.dumps(returned))
     except Exception as error:  # pickling runs the __reduce__ of arbitrary objects
         raise ConfigError(
-            f"the result of {fn}, a {type(value).__name__}, cannot be sent back from the worker ({error}); "
+            f"the result of {fn}, a {type(returned).__name__}, cannot be sent back from the worker ({error}); "
             f"return tensors, numbers and plain containers, or None."
         ) from error
 
 
-def _context(job: PoolJob) -> ProcessContext:
+def _make_context(job: PoolJob) -> ProcessContext:
     """Return a fresh context with a fresh group and seeds for this rank. A single rank gets no group, as in a plain script."""
-    random.seed(SEED)
-    np.random.seed(SEED)
-    torch.manual_seed(SEED)
-    device = _device(job)
+    random.seed(TEST_SEED)
+    np.random.seed(TEST_SEED)
+    torch.manual_seed(TEST_SEED)
+    device = _select_device(job)
     topology = Topology()
     if job.world_size > 1:
         topology = Topology.from_env(job.env)
         dist.init_process_group(
-            _backend(job),
+            _select_backend(job),
             store=dist.FileStore(job.store, job.world_size),
             rank=job.rank,
             world_size=job.world_size,
@@ -146,32 +150,35 @@ def _context(job: PoolJob) -> ProcessContext:
     )
 
 
-def _device(job: PoolJob) -> torch.device:
+def _select_device(job: PoolJob) -> torch.device:
     if job.device == "cpu":
         return torch.device("cpu")
     return torch.device(job.device, job.rank % torch.accelerator.device_count())
 
 
-def _backend(job: PoolJob) -> str:
+def _select_backend(job: PoolJob) -> str:
     """Return gloo, combined with the device's backend if every rank has a separate device."""
-    own = None if job.device == "cpu" else kind_of(job.device).backend
+    device_backend = None if job.device == "cpu" else kind_of(job.device).backend
     return (
-        f"cpu:gloo,{job.device}:{own}"
-        if own and torch.accelerator.device_count() >= job.world_size
+        f"cpu:gloo,{job.device}:{device_backend}"
+        if device_backend and torch.accelerator.device_count() >= job.world_size
         else "gloo"
     )
 
 
 @contextmanager
-def _redirected(job: PoolJob) -> Iterator[None]:
+def _redirect_output(job: PoolJob) -> Iterator[None]:
     """Context manager that sends all output of this process to the job's output file, and its stacks to the stack file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    output, stack = os.open(job.output, flags, 0o600), os.open(job.stack, flags, 0o600)
+    output_fd, stack_fd = (
+        os.open(job.output, flags, 0o600),
+        os.open(job.stack, flags, 0o600),
+    )
     for fd in (1, 2):
-        os.dup2(output, fd)
-    os.close(output)
+        os.dup2(output_fd, fd)
+    os.close(output_fd)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a TextIOWrapper here
-    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
     faulthandler.enable(file=2)
     try:
         yield
@@ -180,11 +187,11 @@ def _redirected(job: PoolJob) -> Iterator[None]:
         sys.stderr.flush()
         faulthandler.unregister(STACK_SIGNAL)
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)
-        os.close(stack)
+        os.close(stack_fd)
 
 
 @dataclass(frozen=True, slots=True)
-class _Start:
+class _InitialState:
     """State of the worker at its start, restored before every job."""
 
     env: Mapping[str, str]
@@ -198,14 +205,16 @@ class _Start:
     """Number of imported modules at the last gc.freeze()."""
 
     @classmethod
-    def remember(cls) -> _Start:
-        numbers = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    def remember(cls) -> _InitialState:
+        signal_numbers = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
         return cls(
             env=env.snapshot(),
             cwd=str(Path.cwd()),
             path=tuple(sys.path),
             signals={
-                int(n): h for n in numbers if (h := signal.getsignal(n)) is not None
+                int(signal_number): handler
+                for signal_number in signal_numbers
+                if (handler := signal.getsignal(signal_number)) is not None
             },
             handlers=tuple(logging.root.handlers),
             level=logging.root.level,
@@ -218,9 +227,9 @@ class _Start:
         env.replace_environment(self.env)
         os.chdir(self.cwd)
         sys.path[:] = self.path
-        for number, handler in self.signals.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
+        for signal_number, handler in self.signals.items():
+            if signal.getsignal(signal_number) is not handler:
+                signal.signal(signal_number, handler)
         logging.root.handlers[:] = self.handlers
         logging.root.setLevel(self.level)
         _restore_torch()
@@ -228,7 +237,7 @@ class _Start:
         if len(sys.modules) > self.num_modules[0]:
             self.num_modules[0] = len(sys.modules)
             gc.freeze()  # imported modules stay: later collections can skip them
-        return threading.active_count() == 1 and _num_threads() <= MOST_THREADS
+        return threading.active_count() == 1 and _num_threads() <= MAX_THREADS
 
 
 def _num_threads() -> int:

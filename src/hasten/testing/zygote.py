@@ -20,10 +20,16 @@ from typing import Final
 
 import torch
 
-from hasten.testing.job import FORK, LOAD, MESSAGE, READY, WAIT
+from hasten.testing.job import (
+    CONTROL_MESSAGE,
+    FORK_VERB,
+    LOAD_VERB,
+    READY_VERB,
+    WAIT_VERB,
+)
 from hasten.testing.worker import serve
 
-PRELOAD: Final = (
+PRELOADED_MODULES: Final = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -33,44 +39,45 @@ PRELOAD: Final = (
     "torch.optim.lr_scheduler",
     "torch.utils.data",
 )
-IF_INSTALLED: Final = ("_pytest.assertion.rewrite", "pytest")
+OPTIONAL_MODULES: Final = ("_pytest.assertion.rewrite", "pytest")
 
 
 def main(control_fd: int, folder: str) -> None:
     """Import everything, then serve the pool until it closes its end; then remove its folder and its workers."""
     torch.set_num_threads(1)
-    for name in PRELOAD:
+    for module_name in PRELOADED_MODULES:
         # a list rather than imports: for their effect, in the forking process only
-        importlib.import_module(name)
-    for name in IF_INSTALLED:
-        if importlib.util.find_spec(name.partition(".")[0]):
-            importlib.import_module(name)  # only where pytest is installed
+        importlib.import_module(module_name)
+    for module_name in OPTIONAL_MODULES:
+        if importlib.util.find_spec(module_name.partition(".")[0]):
+            importlib.import_module(module_name)  # only where pytest is installed
     _freeze()
     control = socket.socket(fileno=control_fd)
-    control.sendall(MESSAGE.pack(READY, os.getpid()))
-    children: set[int] = set()
+    control.sendall(CONTROL_MESSAGE.pack(READY_VERB, os.getpid()))
+    worker_pids: set[int] = set()
     try:
-        while message := _receive(control):
+        while message := _receive_message(control):
             verb, number, fds = message
-            if verb == FORK:
-                pid = _fork(control, fds[0])
-                children.add(pid)
-                control.sendall(MESSAGE.pack(FORK, pid))
-            elif verb == WAIT:
-                children.discard(number)
+            if verb == FORK_VERB:
+                pid = _fork_worker(control, fds[0])
+                worker_pids.add(pid)
+                control.sendall(CONTROL_MESSAGE.pack(FORK_VERB, pid))
+            elif verb == WAIT_VERB:
+                worker_pids.discard(number)
                 control.sendall(
-                    MESSAGE.pack(
-                        WAIT, os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+                    CONTROL_MESSAGE.pack(
+                        WAIT_VERB, os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
                     )
                 )
-            elif verb == LOAD:
+            elif verb == LOAD_VERB:
                 control.sendall(
-                    MESSAGE.pack(
-                        LOAD, _load(control.recv(number, socket.MSG_WAITALL).decode())
+                    CONTROL_MESSAGE.pack(
+                        LOAD_VERB,
+                        _load_module(control.recv(number, socket.MSG_WAITALL).decode()),
                     )
                 )
     finally:
-        for pid in children:
+        for pid in worker_pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -83,30 +90,32 @@ def _freeze() -> None:
     gc.freeze()
 
 
-def _load(name: str) -> int:
+def _load_module(module_name: str) -> int:
     """Import a module if it is installed; return 1 if that changed something, else 0."""
-    if name in sys.modules or not importlib.util.find_spec(name.partition(".")[0]):
+    if module_name in sys.modules or not importlib.util.find_spec(
+        module_name.partition(".")[0]
+    ):
         return 0
     # for its effect, in the forking process only; the caller names it
-    importlib.import_module(name)
+    importlib.import_module(module_name)
     _freeze()
     return 1
 
 
-def _receive(control: socket.socket) -> tuple[bytes, int, list[int]] | None:
+def _receive_message(control: socket.socket) -> tuple[bytes, int, list[int]] | None:
     try:
-        data, fds, _, _ = socket.recv_fds(control, MESSAGE.size, 1)
+        message, fds, _, _ = socket.recv_fds(control, CONTROL_MESSAGE.size, 1)
     except ConnectionResetError:
         return None
-    while 0 < len(data) < MESSAGE.size:
-        data += control.recv(MESSAGE.size - len(data))
-    if not data:
+    while 0 < len(message) < CONTROL_MESSAGE.size:
+        message += control.recv(CONTROL_MESSAGE.size - len(message))
+    if not message:
         return None
-    verb, number = MESSAGE.unpack(data)
+    verb, number = CONTROL_MESSAGE.unpack(message)
     return verb, number, list(fds)
 
 
-def _fork(control: socket.socket, fd: int) -> int:
+def _fork_worker(control: socket.socket, fd: int) -> int:
     pid = os.fork()
     if pid:
         os.close(fd)

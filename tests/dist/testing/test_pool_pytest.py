@@ -20,7 +20,7 @@ from hasten.comm.local import LocalComm
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import Axis
 from hasten.testing.pool import Pool, ranks
-from hasten.testing.worker import MOST_THREADS
+from hasten.testing.worker import MAX_THREADS
 
 FACTOR = 3
 
@@ -131,7 +131,7 @@ def test_workers_with_groups_that_are_never_released_are_replaced(
     seen = [rank_pool.run(keep, 2)[0] for _ in range(12)]
     assert len({pid for pid, _ in seen}) > 1
     assert len({pid for pid, _ in seen}) < 6, "not after every test either"
-    assert max(threads for _, threads in seen) <= MOST_THREADS + 3, (
+    assert max(threads for _, threads in seen) <= MAX_THREADS + 3, (
         "three threads for each group"
     )
 

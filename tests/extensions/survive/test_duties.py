@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hasten.extensions.survive.duties import Duties
-from hasten.extensions.survive.folder import STOPPING
+from hasten.extensions.survive.folder import STOPPING_FILE
 
 
 def several(names: str) -> dict[str, Duties]:
@@ -80,7 +80,7 @@ def test_a_signal_to_the_whole_run_is_agreed_on_in_an_update(
     one = Duties("1", tmp_path)
     one.updated("01")
     assert asks_and_leaves(one) == (False, False)
-    (tmp_path / STOPPING).touch()
+    (tmp_path / STOPPING_FILE).touch()
     assert asks_and_leaves(one) == (False, False)  # this process has not received it
     one.received = lambda: 15
     assert asks_and_leaves(one) == (True, False)
@@ -88,7 +88,7 @@ def test_a_signal_to_the_whole_run_is_agreed_on_in_an_update(
         # it has nothing that the others do not have, so it need not wait for an update
         one.healed()
     else:
-        one.updated("01", stops=True)
+        one.updated("01", ends_run=True)
     assert one.leaves
 
 
@@ -96,7 +96,7 @@ def test_a_replica_learns_the_signal_of_the_others_in_the_update(
     tmp_path: Path,
 ) -> None:
     one = Duties("1", tmp_path)
-    one.updated("01", stops=True)
+    one.updated("01", ends_run=True)
     assert one.leaves
 
 
@@ -114,7 +114,7 @@ def test_a_replica_that_receives_the_signal_before_its_launcher_waits_for_the_ot
     one = Duties("1", tmp_path)
     one.updated("01")
     one.received = lambda: 15
-    launcher = threading.Timer(0.2, (tmp_path / STOPPING).touch)
+    launcher = threading.Timer(0.2, (tmp_path / STOPPING_FILE).touch)
     launcher.start()
     assert asks_and_leaves(one) == (False, False)
     launcher.join()

@@ -42,7 +42,7 @@ class Meeting:
         """Set the gradients to their mean; return what the replicas ask for."""
         received = self.group.receive(parameters, *given, **named)
         received.write()
-        return received.asks
+        return received.request
 
     def close(self) -> None:
         """Close the group, then the store that it was formed at."""

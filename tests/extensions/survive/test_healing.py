@@ -16,9 +16,9 @@ def test_a_state_arrives_as_it_was_sent() -> None:
     source, port = (HealingPort("127.0.0.1", b"token") for _ in range(2))
     weights = torch.arange(300_000.0)
     state = {"weights": weights, "step": 5, "names": ["a"]}
-    content = healing.pack(state)
+    content = healing.pack_state(state)
     thread = threading.Thread(
-        target=healing.send, args=(content, port.address, b"token", "7", 5.0)
+        target=healing.send_state, args=(content, port.address, b"token", "7", 5.0)
     )
     thread.start()
     found = port.receive(source.address, "7", 5.0, 5.0)
@@ -43,7 +43,7 @@ def test_a_source_that_ends_is_noticed_while_waiting_for_it() -> None:
 
 def test_a_sender_without_the_token_is_not_heard() -> None:
     source, port = (HealingPort("127.0.0.1", b"token") for _ in range(2))
-    content = healing.pack({"step": 1})
+    content = healing.pack_state({"step": 1})
     timer = threading.Timer(0.1, _send_wrongly, (content, port.address))
     timer.start()
     with pytest.raises(NotHealedError, match="sent nothing"):
@@ -55,12 +55,12 @@ def test_a_sender_without_the_token_is_not_heard() -> None:
 
 def test_a_state_of_an_earlier_quorum_is_refused() -> None:
     source, port = (HealingPort("127.0.0.1", b"token") for _ in range(2))
-    old, new = (healing.pack({"step": step}) for step in (1, 2))
+    old, new = (healing.pack_state({"step": step}) for step in (1, 2))
     with pytest.raises(TimeoutError):
         # the receiver is not there yet: the bytes wait at its port
-        healing.send(old, port.address, b"token", "6", 0.2)
+        healing.send_state(old, port.address, b"token", "6", 0.2)
     thread = threading.Thread(
-        target=healing.send, args=(new, port.address, b"token", "7", 20.0)
+        target=healing.send_state, args=(new, port.address, b"token", "7", 20.0)
     )
     thread.start()
     assert port.receive(source.address, "7", 20.0, 5.0)["step"] == 2
@@ -71,9 +71,9 @@ def test_a_state_of_an_earlier_quorum_is_refused() -> None:
 
 def _send_wrongly(content: bytes, address: str) -> None:
     with pytest.raises(ConnectionError):
-        healing.send(content, address, b"another", "7", 1.0)
+        healing.send_state(content, address, b"another", "7", 1.0)
 
 
 def test_a_state_that_would_run_code_is_not_sent() -> None:
     with pytest.raises(HastenError, match="cannot be sent to another replica safely"):
-        healing.pack({"thing": threading.Thread})
+        healing.pack_state({"thing": threading.Thread})

@@ -16,8 +16,8 @@ from hasten.errors import ConfigError, HastenError
 from hasten.extensions.survive import healing
 from hasten.extensions.survive.exchange import Bucket
 from hasten.extensions.survive.inside import Inside
-from hasten.extensions.survive.part import refuse_worlds
-from hasten.extensions.survive.run_state import RunState, as_shards
+from hasten.extensions.survive.part import refuse_meshes
+from hasten.extensions.survive.run_state import RunState, to_dtensors
 from hasten.extensions.survive.settings import SurviveSettings
 from hasten.runtime.context import ProcessContext
 from hasten.testing import ranks
@@ -84,7 +84,7 @@ def trained(
 
 def values(state: RunState) -> bytes:
     """Return everything that a state holds on this rank."""
-    return healing.pack(state.collected())
+    return healing.pack_state(state.collected())
 
 
 @ranks(2, mesh={"dp_shard": 2})
@@ -114,7 +114,7 @@ def test_a_shard_of_another_shape_is_refused(ctx: ProcessContext) -> None:
     with pytest.raises(
         HastenError, match=r"a shard of shape \(7,\).*same number of processes"
     ):
-        as_shards(
+        to_dtensors(
             {"weight": {"hasten_local_shard": torch.zeros(7)}},
             {"weight": parameters[0]},
         )
@@ -141,7 +141,7 @@ def test_gradients_of_shards_are_sent_from_local_memory(ctx: ProcessContext) -> 
 
 @ranks(2)
 def test_ranks_of_a_replica_may_hold_the_whole_model(ctx: ProcessContext) -> None:
-    refuse_worlds(ctx, SETTINGS)
+    refuse_meshes(ctx, SETTINGS)
 
 
 @ranks(2, mesh={"tp": 2})
@@ -150,4 +150,4 @@ def test_ranks_that_divide_tensors_are_refused(ctx: ProcessContext) -> None:
         ConfigError,
         match=r"replica left has 2 processes in a mesh of tp 2.*let --replicas take the place",
     ):
-        refuse_worlds(ctx, SETTINGS)
+        refuse_meshes(ctx, SETTINGS)

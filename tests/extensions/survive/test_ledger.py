@@ -7,7 +7,12 @@ import random
 
 import pytest
 
-from hasten.extensions.survive.ledger_plan import Ledger, merged, part, positions
+from hasten.extensions.survive.ledger_plan import (
+    Ledger,
+    list_positions,
+    merge_ranges,
+    rank_positions,
+)
 
 
 def test_each_position_is_used_once_with_members_that_change_at_random() -> None:
@@ -26,7 +31,9 @@ def test_each_position_is_used_once_with_members_that_change_at_random() -> None
             ]
             for one in ledger.rounds:
                 used += [
-                    place for name in contributors for place in positions(one[name])
+                    place
+                    for name in contributors
+                    for place in list_positions(one[name])
                 ]
             newcomers = [
                 name
@@ -104,7 +111,7 @@ def test_a_preview_is_what_members_get_while_they_stay_the_same() -> None:
 
 
 def test_ranges_are_joined() -> None:
-    assert merged([(5, 7), (0, 2), (2, 5), (9, 9)]) == [(0, 7)]
+    assert merge_ranges([(5, 7), (0, 2), (2, 5), (9, 9)]) == [(0, 7)]
 
 
 def test_the_ranks_of_a_replica_share_its_positions() -> None:
@@ -112,9 +119,10 @@ def test_the_ranks_of_a_replica_share_its_positions() -> None:
     for num_ranks in range(1, 17):
         for _ in range(40):
             places = sorted(rng.sample(range(200), rng.randint(0, 4 * num_ranks)))
-            ranges = merged((place, place + 1) for place in places)
+            ranges = merge_ranges((place, place + 1) for place in places)
             parts = [
-                positions(part(ranges, rank, num_ranks)) for rank in range(num_ranks)
+                list_positions(rank_positions(ranges, rank, num_ranks))
+                for rank in range(num_ranks)
             ]
             assert [place for one in parts for place in one] == places
             assert {len(one) for one in parts} <= {

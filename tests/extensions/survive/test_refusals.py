@@ -79,14 +79,14 @@ def test_the_launcher_names_a_missing_torchft(tmp_path: Path) -> None:
 )
 def test_settings_that_cannot_be_combined(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        part.check(resolve(code={"survive": SURVIVE, **given}, env={}).config)
+        part.check_config(resolve(code={"survive": SURVIVE, **given}, env={}).config)
 
 
 @pytest.mark.usefixtures("installed")
 def test_replicas_are_started_by_the_launcher() -> None:
     config = resolve(code={"survive": {"lighthouse": "127.0.0.1:1"}}, env={}).config
     with pytest.raises(ConfigError, match="start the script with `hasten launch"):
-        part.check(config)
+        part.check_config(config)
 
 
 @pytest.mark.parametrize(

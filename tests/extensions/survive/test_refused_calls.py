@@ -20,7 +20,7 @@ from hasten import Accelerator
 from hasten.accelerator.components import components
 from hasten.data.position import Position
 from hasten.errors import ConfigError, StepError
-from hasten.extensions.survive.ledger_plan import Ledger, Range
+from hasten.extensions.survive.ledger_plan import Ledger, PositionRange
 from hasten.extensions.survive.source import LedgerSource
 from hasten.optim import window
 from hasten.optim.clock import StepClock
@@ -43,7 +43,7 @@ class Holder:
     def enter(self, epoch: int) -> None:
         self.ledger.epoch = epoch
 
-    def round(self, epoch: int) -> list[Range] | None:
+    def round(self, epoch: int) -> list[PositionRange] | None:
         return None if self.ledger.exhausted else self.ledger.deal()[self.name]
 
 

@@ -14,8 +14,8 @@ from hasten.extensions.survive.replica_machines import (
     MachineClient,
     MachineNotes,
     MachineServer,
-    own_replicas,
-    united,
+    merge_notes,
+    replicas_of_machine,
 )
 from hasten.launch.base import Meeting
 from hasten.launch.checkin import Report
@@ -28,7 +28,10 @@ TOKEN = b"0123456789abcdef"
 def test_each_replica_is_on_one_machine() -> None:
     for replicas in range(1, 17):
         for machines in range(1, replicas + 1):
-            parts = [own_replicas(replicas, machines, rank) for rank in range(machines)]
+            parts = [
+                replicas_of_machine(replicas, machines, rank)
+                for rank in range(machines)
+            ]
             assert [number for part in parts for number in part] == list(
                 range(replicas)
             )
@@ -38,14 +41,14 @@ def test_each_replica_is_on_one_machine() -> None:
 def test_the_facts_of_all_machines_are_joined() -> None:
     one = MachineNotes(running=2, joined=["1", "0"], agreed="9 x")
     other = MachineNotes(running=1, joined=["3"], agreed="10 y", finished=True)
-    found = united({0: one, 1: other})
+    found = merge_notes({0: one, 1: other})
     assert (found.joined, found.agreed, found.finished, found.running) == (
         ["0", "1", "3"],
         "10 y",
         True,
         3,
     )
-    assert united({}).agreed == ""
+    assert merge_notes({}).agreed == ""
 
 
 @contextmanager

@@ -15,7 +15,10 @@ from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
 from hasten.extensions.survive.crew import Crew
-from hasten.extensions.survive.launch_target import one_replica, per_replica
+from hasten.extensions.survive.launch_target import (
+    processes_per_replica,
+    settings_of_replica,
+)
 from hasten.extensions.survive.replica_machines import OneMachine
 from hasten.extensions.survive.replica_processes import ReplicaProcesses
 from hasten.extensions.survive.settings import SurviveSettings
@@ -93,8 +96,10 @@ def test_the_processes_of_all_replicas_are_counted(
     config = Config(launch=LaunchConfig(**given)).replace(
         survive=SurviveSettings(replicas=replicas)
     )
-    assert per_replica(config) == count
-    settings = {".".join(entry.path): entry.value for entry in one_replica(config)}
+    assert processes_per_replica(config) == count
+    settings = {
+        ".".join(entry.path): entry.value for entry in settings_of_replica(config)
+    }
     assert settings["launch.num_processes"] == count
     assert settings["launch.launcher"] == ("single" if count == 1 else "torchrun")
 
@@ -104,7 +109,7 @@ def test_replicas_of_unequal_size_are_refused() -> None:
         survive=SurviveSettings(replicas=2)
     )
     with pytest.raises(ConfigError, match=r"num_processes=1 .*Give a multiple of 2"):
-        per_replica(config)
+        processes_per_replica(config)
 
 
 HOLDS_OR_WAITS = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hasten.extensions.survive.roles_plan import Member, Roles, divide
+from hasten.extensions.survive.roles_plan import Member, Roles, divide_members
 
 
 def member(name: str, step: int = 7, lineage: str = "x", fresh: bool = False) -> Member:
@@ -13,7 +13,9 @@ def member(name: str, step: int = 7, lineage: str = "x", fresh: bool = False) ->
 
 def division(*members: Member) -> tuple[list[str], list[tuple[str, str]]]:
     """Return the active names and the pairs of healed and healing names, after a check that the order does not matter."""
-    roles = {_names(divide(several)) for several in itertools.permutations(members)}
+    roles = {
+        _names(divide_members(several)) for several in itertools.permutations(members)
+    }
     assert len(roles) == 1
     active, pairs = roles.pop()
     return list(active), list(pairs)
@@ -59,7 +61,7 @@ def test_of_two_histories_of_equal_length_the_one_of_most_members_wins() -> None
 
 
 def test_names_of_all_members_after_healing() -> None:
-    roles = divide([member("b"), member("a", 3)])
+    roles = divide_members([member("b"), member("a", 3)])
     assert roles.names == ("a", "b")
     assert roles.source_of("a").name == "b"
     assert [one.name for one in roles.healed_by("b")] == ["a"]

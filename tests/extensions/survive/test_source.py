@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hasten import Accelerator
 from hasten.data.position import Position
-from hasten.extensions.survive.ledger_plan import Ledger, Range
+from hasten.extensions.survive.ledger_plan import Ledger, PositionRange
 from hasten.extensions.survive.source import LedgerSource
 from hasten.optim.clock import StepClock
 
@@ -43,7 +43,7 @@ class Pair:
     def enter(self, epoch: int) -> None:
         self.ledger.epoch = epoch
 
-    def round(self, epoch: int) -> list[Range] | None:
+    def round(self, epoch: int) -> list[PositionRange] | None:
         ledger = self.ledger
         if ledger.rounds:
             there = (

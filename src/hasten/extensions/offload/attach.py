@@ -10,7 +10,7 @@ from torch.optim import Adafactor, Muon, Optimizer, SparseAdam
 
 from hasten.config.root import Config
 from hasten.errors import ConfigError, PrepareError
-from hasten.extensions.offload.memory_budget import memory_use
+from hasten.extensions.offload.memory_budget import count_memory
 from hasten.extensions.offload.pieces import weakly
 from hasten.extensions.offload.update import StreamedUpdate
 from hasten.extensions.offload.weights import (
@@ -39,11 +39,11 @@ def refuse_combinations(config: Config, ctx: ProcessContext, compiles: bool) -> 
         "megatron": "megatron.optimizer_cpu_offload",
         "xla": "more devices and strategy='xla' with sharding",
     }
-    engine = "xla" if ctx.device.type == "xla" else config.strategy
-    if engine in engine_settings:
+    engine_name = "xla" if ctx.device.type == "xla" else config.strategy
+    if engine_name in engine_settings:
         raise ConfigError(
-            f"{offload_setting} is not supported with strategy={engine!r}, which updates the parameters itself, so nothing would be offloaded. Use "
-            f"{engine_settings[engine]}, or strategy='fsdp'."
+            f"{offload_setting} is not supported with strategy={engine_name!r}, which updates the parameters itself, so nothing would be offloaded. Use "
+            f"{engine_settings[engine_name]}, or strategy='fsdp'."
         )
     if config.fsdp.cpu_offload:
         raise ConfigError(
@@ -58,14 +58,16 @@ def _refuse_with_parameters(
     config: Config, ctx: ProcessContext, offload_setting: str, compiles: bool
 ) -> None:
     """Raise for settings with which parameters cannot be in host memory."""
-    sizes = {
+    axis_sizes = {
         str(axis): ctx.mesh.size(axis)
         for axis in (Axis.PP, Axis.TP, Axis.CP)
         if ctx.mesh.size(axis) > 1
     }
-    if sizes or ctx.mesh.ep > 1:
+    if axis_sizes or ctx.mesh.ep > 1:
         shown_sizes = (
-            ", ".join(f"{axis}_size={size}" for axis, size in sizes.items())
+            ", ".join(
+                f"{axis}_size={axis_size}" for axis, axis_size in axis_sizes.items()
+            )
             or f"ep_size={ctx.mesh.ep}"
         )
         raise ConfigError(
@@ -81,13 +83,13 @@ def _refuse_with_parameters(
             "the device. Use strategy='fsdp', or offload='optimizer'."
         )
     if compiles:
-        setting = (
+        compile_setting = (
             f"dynamo backend {config.dynamo.backend!r}"
             if config.dynamo.backend != "no"
             else "performance.compile"
         )
         raise ConfigError(
-            f"{offload_setting} is not supported with {setting}: compiled code does not expect parameters that move between host and device. Use "
+            f"{offload_setting} is not supported with {compile_setting}: compiled code does not expect parameters that move between host and device. Use "
             "offload='optimizer', or dynamo_backend='no' and performance={'compile': False}."
         )
     if config.mixed_precision == "fp8":
@@ -102,7 +104,7 @@ def refuse_unsplittable(optimizer: Optimizer) -> None:
 
     Raises: PrepareError with alternatives.
     """
-    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    optimizer_name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     is_sharded = any(
         is_dtensor(parameter)
         for group in optimizer.param_groups
@@ -117,13 +119,13 @@ def refuse_unsplittable(optimizer: Optimizer) -> None:
             else "it may need all (whole) parameters at once"
         )
         raise PrepareError(
-            f"offload is not supported with {name}: state in host memory is updated in pieces, and {reason}, so results could differ from those "
+            f"offload is not supported with {optimizer_name}: state in host memory is updated in pieces, and {reason}, so results could differ from those "
             "without offload. Use AdamW, Adam, SGD or another optimizer of torch that updates each element by itself, or leave offload out."
         )
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             raise PrepareError(
-                f"offload is not supported with {name}(differentiable=True): gradients through an update need its state on the device. Leave "
+                f"offload is not supported with {optimizer_name}(differentiable=True): gradients through an update need its state on the device. Leave "
                 "differentiable out, or offload."
             )
 
@@ -132,7 +134,7 @@ def stream_updates(
     optimizer: Optimizer,
     config: Config,
     ctx: ProcessContext,
-    boundary: Callable[[], bool],
+    is_boundary: Callable[[], bool],
     models: Sequence[nn.Module],
 ) -> None:
     """Make an optimizer update its parameters in pieces, streamed from host memory.
@@ -145,18 +147,18 @@ def stream_updates(
         for group in optimizer.param_groups
         for parameter in group["params"]
     )
-    update = StreamedUpdate(
+    streamed_update = StreamedUpdate(
         optimizer,
         lanes_for(ctx.device),
-        memory_use(ctx.device),
-        boundary,
+        count_memory(ctx.device),
+        is_boundary,
         moves_state=config.offload != "parameters",
         parameters=StreamedParameters() if is_streamed_model else None,
     )
-    blocks = [block for model in models for _, block in repeated_blocks(model)]
-    update.drains_in_forward = bool(blocks)
-    before_block = weakly(update.before_block)
-    for block in blocks:
+    model_blocks = [block for model in models for _, block in repeated_blocks(model)]
+    streamed_update.drains_in_forward = bool(model_blocks)
+    before_block = weakly(streamed_update.before_block)
+    for block in model_blocks:
         block.register_forward_pre_hook(lambda module, inputs: before_block())
 
 

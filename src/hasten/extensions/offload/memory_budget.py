@@ -6,7 +6,9 @@ from typing import Final, NamedTuple, Protocol
 
 import torch
 
-_USABLE: Final = 0.95  # of the memory of a device; allocators lose a part to gaps
+_USABLE_FRACTION: Final = (
+    0.95  # of the memory of a device; allocators lose a part to gaps
+)
 
 
 class MemoryUse(Protocol):
@@ -26,17 +28,17 @@ class _CudaMemoryUse:
         self._device = device
 
     def now_and_most(self) -> tuple[int, int]:
-        counted = torch.cuda.memory_stats_as_nested_dict(self._device)[
+        memory_stats = torch.cuda.memory_stats_as_nested_dict(self._device)[
             "allocated_bytes"
         ]["all"]
-        return counted["current"], counted["peak"]
+        return memory_stats["current"], memory_stats["peak"]
 
     def capacity(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)
-        return int(_USABLE * (free + torch.cuda.memory_reserved(self._device)))
+        return int(_USABLE_FRACTION * (free + torch.cuda.memory_reserved(self._device)))
 
 
-def memory_use(device: torch.device) -> MemoryUse | None:
+def count_memory(device: torch.device) -> MemoryUse | None:
     """Return the count of the memory of tensors on the device; None where torch does not count it."""
     return _CudaMemoryUse(device) if device.type == "cuda" else None
 
@@ -60,9 +62,11 @@ class MemoryBudget:
     def sample(self, held_bytes: int, in_forward: bool = False) -> None:
         """Record the current memory use; `held` bytes of it are fetched state."""
         if self._use is not None:
-            now, peak = self._use.now_and_most()
-            self._samples.append(_Sample(now - held_bytes, in_forward))
-            self._peak = max(self._peak, now - held_bytes, 0 if self._updated else peak)
+            used_bytes, peak_bytes = self._use.now_and_most()
+            self._samples.append(_Sample(used_bytes - held_bytes, in_forward))
+            self._peak = max(
+                self._peak, used_bytes - held_bytes, 0 if self._updated else peak_bytes
+            )
 
     def end_step(self) -> None:
         """Take the samples since the last call as the prediction for the next step."""
@@ -88,10 +92,10 @@ class MemoryBudget:
         """Return whether the next block, or the loss after it, may need memory of the `held` bytes beyond the fixed part."""
         if self._use is None or held_bytes <= self.floor_bytes:
             return held_bytes > self.floor_bytes
-        count = len(self._samples)
+        num_samples = len(self._samples)
         samples_before, coming_samples = (
-            self._previous[max(count - 1, 0) : count],
-            self._previous[count:][:1],
+            self._previous[max(num_samples - 1, 0) : num_samples],
+            self._previous[num_samples:][:1],
         )
         loss_follows = (
             not coming_samples

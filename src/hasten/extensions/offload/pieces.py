@@ -20,8 +20,8 @@ MOST_PIECE_BYTES: Final = 128 * 1024**2
 # small models are divided as well, so that most of their state is in host memory
 _LEAST_NUM_PIECES: Final = 32
 
-Given = ParamSpec("Given")
-Key = tuple[int, str]
+Arguments = ParamSpec("Arguments")
+StateKey = tuple[int, str]
 """Index of a parameter in its piece, and key in its state."""
 
 
@@ -29,7 +29,7 @@ Key = tuple[int, str]
 class StateSlot:
     """Place of one state tensor in the memory of its piece."""
 
-    key: Key
+    key: StateKey
     start: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -37,17 +37,20 @@ class StateSlot:
 
     def view(self, memory: Tensor) -> Tensor:
         """Return the tensor in a piece's memory."""
-        size = self.dtype.itemsize
-        count = (
+        item_bytes = self.dtype.itemsize
+        num_elements = (
             1
             + sum(
-                (n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)
+                (dim_size - 1) * dim_stride
+                for dim_size, dim_stride in zip(self.shape, self.stride, strict=True)
             )
             if _has_elements(self)
             else 0
         )
-        flat = memory[self.start : self.start + count * size].view(self.dtype)
-        return flat.as_strided(self.shape, self.stride)
+        flat_memory = memory[self.start : self.start + num_elements * item_bytes].view(
+            self.dtype
+        )
+        return flat_memory.as_strided(self.shape, self.stride)
 
 
 def _has_elements(slot: StateSlot) -> bool:
@@ -61,7 +64,7 @@ class Flight:
     num_bytes: int = 0
     memory: Tensor | None = None
     """One block of memory with all tensors; None while the tensors have memory of their own."""
-    state: dict[Key, Tensor] = field(default_factory=dict)
+    state: dict[StateKey, Tensor] = field(default_factory=dict)
     parameters: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[int, Tensor] = field(default_factory=dict)
     arrived: Mark = None
@@ -109,7 +112,7 @@ class UpdatePiece:
     parameters: list[Tensor]
     slots: tuple[StateSlot, ...] = ()
     home: Tensor | None = None
-    resting: dict[Key, Tensor] = field(default_factory=dict)
+    resting: dict[StateKey, Tensor] = field(default_factory=dict)
     """The tensors in the optimizer's state while the piece is in host memory: views of `home`, as DTensors if sharded."""
     flight: Flight | None = None
     written: Mark = None
@@ -124,8 +127,8 @@ class UpdatePiece:
     def is_current(self, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:
         """Return whether the optimizer's state is still what was stored in `home`."""
         return self.home is not None and all(
-            state.get(self.parameters[index], {}).get(key) is tensor
-            for (index, key), tensor in self.resting.items()
+            state.get(self.parameters[index], {}).get(state_name) is tensor
+            for (index, state_name), tensor in self.resting.items()
         )
 
 
@@ -139,79 +142,100 @@ def divide_into_pieces(
     groups: Sequence[Mapping[str, Any]], most_piece_bytes: int | None = None
 ) -> list[UpdatePiece]:
     """Return the pieces of an optimizer's groups, those first whose gradients a backward usually computes first."""
-    total = sum(
+    total_bytes = sum(
         num_bytes(parameter) for group in groups for parameter in group["params"]
     )
-    limit = most_piece_bytes or min(MOST_PIECE_BYTES, total // _LEAST_NUM_PIECES)
+    max_bytes = most_piece_bytes or min(
+        MOST_PIECE_BYTES, total_bytes // _LEAST_NUM_PIECES
+    )
     positioned_pieces: list[tuple[float, UpdatePiece]] = []
-    for number, group in enumerate(groups):
-        members: list[Tensor] = list(group["params"])[::-1]
+    for group_index, group in enumerate(groups):
+        group_parameters: list[Tensor] = list(group["params"])[::-1]
         num_divided = 0
-        for piece_parameters in _runs(members, limit):
+        for piece_parameters in _split_into_runs(group_parameters, max_bytes):
             positioned_pieces.append(
-                (num_divided / len(members), UpdatePiece(number, piece_parameters))
+                (
+                    num_divided / len(group_parameters),
+                    UpdatePiece(group_index, piece_parameters),
+                )
             )
             num_divided += len(piece_parameters)
-    positioned_pieces.sort(key=lambda entry: entry[0])
-    return [piece for _, piece in positioned_pieces]
+    positioned_pieces.sort(key=lambda positioned_piece: positioned_piece[0])
+    return [piece for position, piece in positioned_pieces]
 
 
-def _runs(members: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+def _split_into_runs(
+    members: Sequence[Tensor], max_bytes: int
+) -> Iterator[list[Tensor]]:
     """Yield runs of parameters of at most `limit` bytes together, or single larger ones."""
-    run: list[Tensor] = []
-    size = 0
+    parameter_run: list[Tensor] = []
+    run_bytes = 0
     for member in members:
         member_bytes = num_bytes(member)
-        if run and size + member_bytes > limit:
-            yield run
-            run, size = [], 0
-        run.append(member)
-        size += member_bytes
-    if run:
-        yield run
+        if parameter_run and run_bytes + member_bytes > max_bytes:
+            yield parameter_run
+            parameter_run, run_bytes = [], 0
+        parameter_run.append(member)
+        run_bytes += member_bytes
+    if parameter_run:
+        yield parameter_run
 
 
-def lay_out(tensors: Mapping[Key, Tensor]) -> tuple[tuple[StateSlot, ...], int]:
+def lay_out_tensors(
+    tensors: Mapping[StateKey, Tensor],
+) -> tuple[tuple[StateSlot, ...], int]:
     """Return the places of tensors in one block of memory, and its size in bytes."""
-    slots, start = [], 0
-    for key, tensor in tensors.items():
-        stride = (
+    state_slots, start_byte = [], 0
+    for state_key, tensor in tensors.items():
+        tensor_stride = (
             tensor.stride()
             if _is_dense(tensor)
             else torch.empty(tensor.shape, device="meta").stride()
         )
-        slots.append(
-            StateSlot(key, start, tuple(tensor.shape), tuple(stride), tensor.dtype)
+        state_slots.append(
+            StateSlot(
+                state_key,
+                start_byte,
+                tuple(tensor.shape),
+                tuple(tensor_stride),
+                tensor.dtype,
+            )
         )
-        start += aligned_bytes(tensor.numel() * tensor.element_size())
-    return tuple(slots), start
+        start_byte += aligned_bytes(tensor.numel() * tensor.element_size())
+    return tuple(state_slots), start_byte
 
 
 def _is_dense(tensor: Tensor) -> bool:
     """Return whether the elements occupy memory without gaps and overlaps."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
+    expected_stride = 1
+    for dim_stride, dim_size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if dim_size != 1:
+            if dim_stride != expected_stride:
                 return False
-            expected *= size
+            expected_stride *= dim_size
     return True
 
 
 def sort_like_groups(optimizer: Optimizer) -> None:
     """Order the state as the groups are, as a step over all parameters creates it, so that checkpoints are the same."""
-    state = optimizer.state
+    optimizer_state = optimizer.state
     ordered_parameters = [
-        p for group in optimizer.param_groups for p in group["params"] if p in state
+        p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p in optimizer_state
     ]
-    if len(ordered_parameters) == len(state) and any(
-        a is not b for a, b in zip(ordered_parameters, state, strict=True)
+    if len(ordered_parameters) == len(optimizer_state) and any(
+        ordered_parameter is not stored_parameter
+        for ordered_parameter, stored_parameter in zip(
+            ordered_parameters, optimizer_state, strict=True
+        )
     ):
         ordered_state = [
-            (parameter, state[parameter]) for parameter in ordered_parameters
+            (parameter, optimizer_state[parameter]) for parameter in ordered_parameters
         ]
-        state.clear()
-        state.update(ordered_state)
+        optimizer_state.clear()
+        optimizer_state.update(ordered_state)
 
 
 class _Hidden:
@@ -225,36 +249,40 @@ class _Hidden:
 def hide_tensors(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the state of a state dict with its tensors hidden from torch, which would move all of them to the device."""
     return {
-        name: {
-            key: _Hidden(value) if isinstance(value, Tensor) and value.ndim else value
-            for key, value in parameter_state.items()
+        parameter_index: {
+            state_name: _Hidden(state_value)
+            if isinstance(state_value, Tensor) and state_value.ndim
+            else state_value
+            for state_name, state_value in parameter_state.items()
         }
         if isinstance(parameter_state, dict)
         else parameter_state
-        for name, parameter_state in state.items()
+        for parameter_index, parameter_state in state.items()
     }
 
 
 def show_tensors(optimizer: Optimizer) -> None:
     """Put hidden tensors into the state of an optimizer, cast as torch casts them."""
-    for parameter, values in optimizer.state.items():
-        for key, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, _Hidden):
-                hidden_tensor = value.tensor
-                casts = (
+    for parameter, parameter_state in optimizer.state.items():
+        for state_name, state_value in (
+            parameter_state.items() if isinstance(parameter_state, dict) else ()
+        ):
+            if isinstance(state_value, _Hidden):
+                hidden_tensor = state_value.tensor
+                is_cast = (
                     parameter.is_floating_point()
                     and hidden_tensor.dtype != parameter.dtype
                 )
-                values[key] = (
-                    hidden_tensor.to(parameter.dtype) if casts else hidden_tensor
+                parameter_state[state_name] = (
+                    hidden_tensor.to(parameter.dtype) if is_cast else hidden_tensor
                 )
 
 
-def weakly(method: Callable[Given, None]) -> Callable[Given, None]:
+def weakly(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
     """Return a function that calls a bound method as long as its object exists, and does not keep it alive."""
     method_reference = WeakMethod(method)
 
-    def call(*args: Given.args, **kwargs: Given.kwargs) -> None:
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         bound_method = method_reference()
         if bound_method is not None:
             bound_method(*args, **kwargs)

@@ -22,12 +22,12 @@ from hasten.extensions.offload.memory_budget import MemoryBudget, MemoryUse
 from hasten.extensions.offload.pieces import (
     Flight,
     HostParameters,
-    Key,
     OffDevice,
+    StateKey,
     UpdatePiece,
     divide_into_pieces,
     hide_tensors,
-    lay_out,
+    lay_out_tensors,
     num_bytes,
     show_tensors,
     sort_like_groups,
@@ -52,7 +52,7 @@ class StreamedUpdate:
         optimizer: Optimizer,
         lanes: HostLanes,
         use: MemoryUse | None = None,
-        boundary: Callable[[], bool] = lambda: True,
+        is_boundary: Callable[[], bool] = lambda: True,
         most_bytes: int | None = None,
         moves_state: bool = True,
         parameters: HostParameters | None = None,
@@ -64,7 +64,7 @@ class StreamedUpdate:
         """
         self._optimizer = optimizer
         self._lanes = lanes
-        self._boundary = boundary
+        self._boundary = is_boundary
         self._most_bytes = most_bytes
         self._moves_state = moves_state
         self._parameters: HostParameters = parameters or OffDevice(lanes.device)
@@ -87,10 +87,14 @@ class StreamedUpdate:
         """True if `before_block` is called in the forward, so that pieces may still be written back then."""
         self._plan()
         optimizer.register_step_pre_hook(self._before_step)
-        after = optimizer.register_step_post_hook(self._after_step)
+        after_step_hook = optimizer.register_step_post_hook(self._after_step)
         # torch types it as a dict
-        hooks = cast("OrderedDict[int, object]", optimizer._optimizer_step_post_hooks)
-        hooks.move_to_end(after.id, last=False)  # before hooks that read the parameters
+        post_hooks = cast(
+            "OrderedDict[int, object]", optimizer._optimizer_step_post_hooks
+        )
+        post_hooks.move_to_end(
+            after_step_hook.id, last=False
+        )  # before hooks that read the parameters
         optimizer.register_state_dict_pre_hook(lambda _: self.settle())
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         # the next update moves them to host memory
@@ -113,16 +117,20 @@ class StreamedUpdate:
             handle.remove()
         self._planned = parameter_ids
         self._pieces = divide_into_pieces(groups, self._most_bytes)
-        largest = max((piece.parameter_bytes for piece in self._pieces), default=0)
-        self._budget.floor_bytes = int(_NUM_FLOOR_PIECES * largest * self._ratio)
+        largest_bytes = max(
+            (piece.parameter_bytes for piece in self._pieces), default=0
+        )
+        self._budget.floor_bytes = int(_NUM_FLOOR_PIECES * largest_bytes * self._ratio)
         self._handles = []
         # Python's collector does not follow references through hooks of a tensor, so they must not own the update
         gradient_arrived = weakly(self._gradient_arrived)
         for piece in self._pieces:
             first = piece.parameters[0]
             if first.requires_grad and first.is_leaf:
-                hook = first.register_post_accumulate_grad_hook(gradient_arrived)  # type: ignore[no-untyped-call]  # untyped in torch
-                self._handles.append(hook)
+                gradient_hook = first.register_post_accumulate_grad_hook(
+                    gradient_arrived
+                )  # type: ignore[no-untyped-call]  # untyped in torch
+                self._handles.append(gradient_hook)
 
     @property
     def held_bytes(self) -> int:
@@ -198,16 +206,20 @@ class StreamedUpdate:
             if any(parameter.grad is not None for parameter in piece.parameters)
         ]
         groups = optimizer.param_groups
-        params = [list(group["params"]) for group in groups]
+        group_parameters = [list(group["params"]) for group in groups]
         try:
-            for number, piece in enumerate(due_pieces):
-                self._fetch_for_update(due_pieces[number : number + 1 + _NUM_AHEAD])
+            for piece_index, piece in enumerate(due_pieces):
+                self._fetch_for_update(
+                    due_pieces[piece_index : piece_index + 1 + _NUM_AHEAD]
+                )
                 self._update(piece)
                 self._store(piece)
         finally:
             optimizer.param_groups = groups
-            for group, members in zip(groups, params, strict=True):
-                group["params"] = members
+            for group, original_parameters in zip(
+                groups, group_parameters, strict=True
+            ):
+                group["params"] = original_parameters
         sort_like_groups(optimizer)
         self._send()
         # any code may read parameters in host memory
@@ -221,16 +233,16 @@ class StreamedUpdate:
             and self.held_bytes > self._budget.floor_bytes
         ):
             self._let_go(self._leaving[0])
-        self._params = params
+        self._params = group_parameters
         for group in groups:
             group["params"] = []
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Restore the parameters of the groups."""
-        for group, members in zip(
+        for group, original_parameters in zip(
             optimizer.param_groups, self._params or [], strict=True
         ):
-            group["params"] = members
+            group["params"] = original_parameters
         self._params = None
 
     def _fetch_for_update(self, coming_pieces: Sequence[UpdatePiece]) -> None:
@@ -272,48 +284,55 @@ class StreamedUpdate:
             self._leaving.remove(piece)
             return
         flight = piece.flight = Flight()
-        pairs: list[tuple[Tensor, Tensor]] = []
+        copy_pairs: list[tuple[Tensor, Tensor]] = []
         if self._moves_state:
-            self._fetch_state(piece, flight, pairs)
+            self._fetch_state(piece, flight, copy_pairs)
         for index, parameter in enumerate(piece.parameters):
-            source = self._parameters.memory(parameter)
-            if source is not None:
-                flight.parameters[index] = self._room_like(source)
-                flight.num_bytes += num_bytes(source)
-                pairs.append((flight.parameters[index], source))
+            host_memory = self._parameters.memory(parameter)
+            if host_memory is not None:
+                flight.parameters[index] = self._room_like(host_memory)
+                flight.num_bytes += num_bytes(host_memory)
+                copy_pairs.append((flight.parameters[index], host_memory))
         flight.arrived = (
-            self._lanes.fetch(pairs, self._lanes.mark(), piece.written)
-            if pairs
+            self._lanes.fetch(copy_pairs, self._lanes.mark(), piece.written)
+            if copy_pairs
             else None
         )
 
     def _fetch_state(
-        self, piece: UpdatePiece, flight: Flight, pairs: list[tuple[Tensor, Tensor]]
+        self,
+        piece: UpdatePiece,
+        flight: Flight,
+        copy_pairs: list[tuple[Tensor, Tensor]],
     ) -> None:
         if piece.home is not None and piece.is_current(self._optimizer.state):
             flight.memory = self._lanes.empty(piece.home.numel())
             flight.state = {slot.key: slot.view(flight.memory) for slot in piece.slots}
             flight.num_bytes += piece.home.numel()
-            pairs.append((flight.memory, piece.home))
+            copy_pairs.append((flight.memory, piece.home))
             return
         # the state is new, or was loaded by other code
         for index, parameter in enumerate(piece.parameters):
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.ndim:
-                    local_values = local_tensor(value).detach()
+            for state_name, state_value in self._optimizer.state.get(
+                parameter, {}
+            ).items():
+                if isinstance(state_value, Tensor) and state_value.ndim:
+                    local_values = local_tensor(state_value).detach()
                     if (
                         local_values.device.type != self._lanes.device.type
                         or piece.home is not None
                     ):
-                        flight.state[index, key] = self._room_like(local_values)
-                        pairs.append((flight.state[index, key], local_values))
+                        flight.state[index, state_name] = self._room_like(local_values)
+                        copy_pairs.append(
+                            (flight.state[index, state_name], local_values)
+                        )
                     else:
-                        flight.state[index, key] = local_values
+                        flight.state[index, state_name] = local_values
                     flight.num_bytes += num_bytes(local_values)
 
     def _room_like(self, tensor: Tensor) -> Tensor:
-        slots, size = lay_out({(0, ""): tensor})
-        return slots[0].view(self._lanes.empty(size))
+        state_slots, num_bytes = lay_out_tensors({(0, ""): tensor})
+        return state_slots[0].view(self._lanes.empty(num_bytes))
 
     def _fetch_gradients(self, piece: UpdatePiece) -> None:
         """Fetch gradients in host memory, where FSDP2 reduces those of offloaded parameters to."""
@@ -321,7 +340,7 @@ class StreamedUpdate:
         assert flight is not None, "the piece is on the device"
         if flight.gradients:
             return
-        pairs: list[tuple[Tensor, Tensor]] = []
+        copy_pairs: list[tuple[Tensor, Tensor]] = []
         for index, parameter in enumerate(piece.parameters):
             if (
                 parameter.grad is not None
@@ -330,9 +349,9 @@ class StreamedUpdate:
                 local_gradient = local_tensor(parameter.grad).detach()
                 flight.gradients[index] = self._room_like(local_gradient)
                 flight.num_bytes += num_bytes(local_gradient)
-                pairs.append((flight.gradients[index], local_gradient))
-        if pairs:
-            flight.graded = self._lanes.fetch(pairs, self._lanes.mark())
+                copy_pairs.append((flight.gradients[index], local_gradient))
+        if copy_pairs:
+            flight.graded = self._lanes.fetch(copy_pairs, self._lanes.mark())
 
     def _update(self, piece: UpdatePiece) -> None:
         """Run the optimizer's step over one piece on the device."""
@@ -345,19 +364,23 @@ class StreamedUpdate:
             for index, p in enumerate(piece.parameters)
             if p.grad is not None
         ]
-        groups = optimizer.param_groups
-        group = groups[piece.group]
+        all_groups = optimizer.param_groups
+        piece_group = all_groups[piece.group]
         held_states = [
             optimizer.state.get(parameter, {}) for _, parameter, _ in stand_ins
         ]
-        for (index, _, stand_in), values in zip(stand_ins, held_states, strict=True):
-            if values:
+        for (index, _, stand_in), held_state in zip(
+            stand_ins, held_states, strict=True
+        ):
+            if held_state:
                 optimizer.state[stand_in] = {
-                    key: self._usable(flight.state.get((index, key), value), group)
-                    for key, value in values.items()
+                    state_name: self._usable(
+                        flight.state.get((index, state_name), state_value), piece_group
+                    )
+                    for state_name, state_value in held_state.items()
                 }
-        group["params"] = [stand_in for _, _, stand_in in stand_ins]
-        optimizer.param_groups = [group]
+        piece_group["params"] = [stand_in for _, _, stand_in in stand_ins]
+        optimizer.param_groups = [piece_group]
         try:
             # without hooks, which run once per step
             inspect.unwrap(type(optimizer).step)(optimizer)
@@ -366,34 +389,36 @@ class StreamedUpdate:
                 for _, parameter, stand_in in stand_ins
             ]
         finally:
-            optimizer.param_groups = groups
-            for (_, parameter, stand_in), values in zip(
+            optimizer.param_groups = all_groups
+            for (_, parameter, stand_in), held_state in zip(
                 stand_ins, held_states, strict=True
             ):
                 if stand_in is not parameter:
                     optimizer.state.pop(stand_in, None)
-                if values or parameter in optimizer.state:
-                    optimizer.state[parameter] = values
+                if held_state or parameter in optimizer.state:
+                    optimizer.state[parameter] = held_state
 
     # Any: a value of any optimizer's state
-    def _usable(self, value: Any, group: dict[str, Any]) -> Any:
+    def _usable(self, state_value: Any, group: dict[str, Any]) -> Any:
         """Return a value of the state as the update needs it: local, and on the device unless it is a counter of the host."""
-        if not isinstance(value, Tensor) or not (
-            value.ndim or _counts_on_device(group)
+        if not isinstance(state_value, Tensor) or not (
+            state_value.ndim or _counts_on_device(group)
         ):
-            return value
-        return local_tensor(value).to(self._lanes.device)
+            return state_value
+        return local_tensor(state_value).to(self._lanes.device)
 
     # Any: any optimizer's state
-    def _as_held(self, values: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+    def _as_held(
+        self, updated_state: dict[str, Any], parameter: Tensor
+    ) -> dict[str, Any]:
         """Return the state after an update as it is held between updates; `_store` moves tensors to host memory."""
         if self._moves_state or not is_dtensor(parameter):
-            return values
+            return updated_state
         return {
-            key: like_parameter(value, parameter)
-            if isinstance(value, Tensor) and value.ndim
-            else value
-            for key, value in values.items()
+            state_name: like_parameter(state_value, parameter)
+            if isinstance(state_value, Tensor) and state_value.ndim
+            else state_value
+            for state_name, state_value in updated_state.items()
         }
 
     def _stand_in(self, index: int, parameter: Tensor, flight: Flight) -> Tensor:
@@ -417,20 +442,20 @@ class StreamedUpdate:
         """Start the copies of an updated piece to host memory."""
         flight = piece.flight
         assert flight is not None, "the piece is on the device"
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for index, moved in flight.parameters.items():
-            home = self._parameters.memory(piece.parameters[index])
-            assert home is not None, "it came from there"
-            pairs.append((home, moved))
+        copy_pairs: list[tuple[Tensor, Tensor]] = []
+        for index, device_values in flight.parameters.items():
+            host_memory = self._parameters.memory(piece.parameters[index])
+            assert host_memory is not None, "it came from there"
+            copy_pairs.append((host_memory, device_values))
         flight.num_bytes -= sum(map(num_bytes, flight.gradients.values()))
         flight.gradients = {}
-        if pairs:
+        if copy_pairs:
             piece.written = flight.written = self._parameters_written = (
-                self._lanes.store(pairs)
+                self._lanes.store(copy_pairs)
             )
         if self._moves_state:
             flight.unsent = self._store_state(piece, flight)
-        elif not pairs:
+        elif not copy_pairs:
             piece.flight = None
             return
         flight.leaving = True
@@ -454,30 +479,31 @@ class StreamedUpdate:
     ) -> list[tuple[Tensor, Tensor]]:
         """Make views of host memory the optimizer's state, and return the copies that fill them."""
         updated_tensors = self._updated(piece)
-        slots, size = lay_out(updated_tensors)
+        state_slots, size = lay_out_tensors(updated_tensors)
         if (
             flight.memory is not None
-            and slots == piece.slots
+            and state_slots == piece.slots
             and self._in_place(flight, updated_tensors)
         ):
             assert piece.home is not None, "its state came from there"
-            pairs = [(piece.home, flight.memory)]
+            copy_pairs = [(piece.home, flight.memory)]
         else:
-            if piece.home is None or slots != piece.slots:
+            if piece.home is None or state_slots != piece.slots:
                 self._learn_ratio(sum(map(num_bytes, updated_tensors.values())), piece)
-                piece.home, piece.slots = self._pool.cut(size)[2], slots
+                piece.home, piece.slots = self._pool.cut(size)[2], state_slots
             flight.memory, flight.state = None, updated_tensors
             flight.num_bytes = sum(
                 map(num_bytes, (*updated_tensors.values(), *flight.parameters.values()))
             )
-            pairs = [
-                (slot.view(piece.home), updated_tensors[slot.key]) for slot in slots
+            copy_pairs = [
+                (slot.view(piece.home), updated_tensors[slot.key])
+                for slot in state_slots
             ]
         assert piece.home is not None, "just allocated"
         known_views = piece.resting if flight.memory is not None else {}
         piece.resting = {}
         for slot in piece.slots:
-            index, key = slot.key
+            index, state_name = slot.key
             parameter = piece.parameters[index]
             resting_view = known_views.get(slot.key)
             piece.resting[slot.key] = (
@@ -485,32 +511,35 @@ class StreamedUpdate:
                 if resting_view is None
                 else resting_view
             )
-            self._optimizer.state[parameter][key] = piece.resting[slot.key]
-        return pairs
+            self._optimizer.state[parameter][state_name] = piece.resting[slot.key]
+        return copy_pairs
 
-    def _updated(self, piece: UpdatePiece) -> dict[Key, Tensor]:
+    def _updated(self, piece: UpdatePiece) -> dict[StateKey, Tensor]:
         """Return the piece's state tensors on the device after the update; those of parameters without gradient as fetched."""
-        updated_tensors: dict[Key, Tensor] = {}
+        updated_tensors: dict[StateKey, Tensor] = {}
         flight = piece.flight
         assert flight is not None, "the piece is on the device"
         for index, parameter in enumerate(piece.parameters):
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.ndim:
-                    fetched = flight.state.get((index, key))
-                    is_unchanged = parameter.grad is None and fetched is not None
-                    updated_tensors[index, key] = (
-                        fetched
-                        if is_unchanged and fetched is not None
-                        else local_tensor(value).detach()
+            for state_name, state_value in self._optimizer.state.get(
+                parameter, {}
+            ).items():
+                if isinstance(state_value, Tensor) and state_value.ndim:
+                    fetched_tensor = flight.state.get((index, state_name))
+                    is_unchanged = parameter.grad is None and fetched_tensor is not None
+                    updated_tensors[index, state_name] = (
+                        fetched_tensor
+                        if is_unchanged and fetched_tensor is not None
+                        else local_tensor(state_value).detach()
                     )
         return updated_tensors
 
     @staticmethod
-    def _in_place(flight: Flight, found: dict[Key, Tensor]) -> bool:
+    def _in_place(flight: Flight, updated_tensors: dict[StateKey, Tensor]) -> bool:
         """Return whether the optimizer has updated the fetched tensors, not replaced them."""
         return all(
-            found[key] is tensor or found[key].data_ptr() == tensor.data_ptr()
-            for key, tensor in flight.state.items()
+            updated_tensors[state_key] is fetched_tensor
+            or updated_tensors[state_key].data_ptr() == fetched_tensor.data_ptr()
+            for state_key, fetched_tensor in flight.state.items()
         )
 
     def _learn_ratio(self, state_bytes: int, piece: UpdatePiece) -> None:
@@ -552,11 +581,17 @@ class StreamedUpdate:
                 self._let_go(piece)
 
     def _state_room(
-        self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype
+        self,
+        parameter: Tensor,
+        state_name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
     ) -> Tensor:
         """Return the memory to load a state tensor into: existing memory if it fits, else new memory, not on the device if offloaded."""
         known_tensor = (
-            self._optimizer.state.get(parameter, {}).get(key) if key else None
+            self._optimizer.state.get(parameter, {}).get(state_name)
+            if state_name
+            else None
         )
         if (
             isinstance(known_tensor, Tensor)

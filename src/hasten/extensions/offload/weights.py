@@ -17,7 +17,7 @@ from torch.autograd import Variable
 
 from hasten import trees
 from hasten.errors import PrepareError
-from hasten.extensions.offload.pieces import StateSlot, lay_out
+from hasten.extensions.offload.pieces import StateSlot, lay_out_tensors
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.host_pool import HostPool
@@ -26,7 +26,7 @@ from hasten.strategies.base import PrepareRequest, Stage, is_trainable
 from hasten.strategies.blocks import repeated_blocks
 from hasten.strategies.placing import refuse_meta
 
-_ATTRIBUTE: Final = "_hasten_host_parameter"
+_HOST_PARAMETER_ATTRIBUTE: Final = "_hasten_host_parameter"
 _NUM_AHEAD: Final = 2  # blocks fetched while one computes
 
 
@@ -44,7 +44,7 @@ class StreamedBlock:
         self.parameters = list(parameters)
         self._lanes = lanes
         self.slots: tuple[StateSlot, ...]
-        self.slots, self._size = lay_out(
+        self.slots, self._size = lay_out_tensors(
             {(index, ""): p.detach() for index, p in enumerate(parameters)}
         )
         self._home = pool.cut(self._size)[2]
@@ -56,9 +56,9 @@ class StreamedBlock:
         self._stamp: tuple[int, ...] | None = None
         self.in_use = False
         self.in_backward = False
-        for parameter, home in zip(self.parameters, self.homes, strict=True):
-            home.copy_(parameter.detach())
-            parameter.data = home
+        for parameter, host_memory in zip(self.parameters, self.homes, strict=True):
+            host_memory.copy_(parameter.detach())
+            parameter.data = host_memory
 
     @property
     def fetched(self) -> bool:
@@ -82,20 +82,20 @@ class StreamedBlock:
             return
         self.fetch()
         self._lanes.compute_waits(self._arrived)
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.data = view
-            grad = parameter.grad
+        for parameter, device_view in zip(self.parameters, self._views, strict=True):
+            parameter.data = device_view
+            gradient = parameter.grad
             if (
-                grad is not None and grad.device != view.device
+                gradient is not None and gradient.device != device_view.device
             ):  # restored from a checkpoint while the block was at rest
-                parameter.grad = grad.to(view.device)
+                parameter.grad = gradient.to(device_view.device)
         self.in_use = True
 
     def rest(self) -> None:
         """Make the parameters tensors in host memory again, and free the device memory."""
         if self.in_use:
-            for parameter, home in zip(self.parameters, self.homes, strict=True):
-                parameter.data = home
+            for parameter, host_memory in zip(self.parameters, self.homes, strict=True):
+                parameter.data = host_memory
         if self._stamp is not None:
             self._lanes.compute_waits(self._arrived)
             self._memory.untyped_storage().resize_(0)
@@ -144,14 +144,20 @@ class StreamedWeights:
             )
         )
         blocks = [
-            StreamedBlock(name, block_parameters, self._pool, self._lanes)
-            for name, _, block_parameters in streamable_blocks
+            StreamedBlock(block_name, block_parameters, self._pool, self._lanes)
+            for block_name, _, block_parameters in streamable_blocks
         ]
         for index, (block, (_, module, _)) in enumerate(
             zip(blocks, streamable_blocks, strict=True)
         ):
-            for parameter, home in zip(block.parameters, block.homes, strict=True):
-                setattr(parameter, _ATTRIBUTE, (home, weakref.ref(self)))
+            for parameter, host_memory in zip(
+                block.parameters, block.homes, strict=True
+            ):
+                setattr(
+                    parameter,
+                    _HOST_PARAMETER_ATTRIBUTE,
+                    (host_memory, weakref.ref(self)),
+                )
             module.register_forward_pre_hook(
                 partial(self._before_forward, blocks, index)
             )
@@ -185,8 +191,8 @@ class StreamedWeights:
         self._lanes.follow_current_stream()
         with torch.no_grad():
             blocks[index].use()
-            for other in blocks[index + 1 : index + 1 + _NUM_AHEAD]:
-                other.fetch()
+            for next_block in blocks[index + 1 : index + 1 + _NUM_AHEAD]:
+                next_block.fetch()
 
     def _after_forward(
         self,
@@ -194,21 +200,21 @@ class StreamedWeights:
         index: int,
         module: nn.Module,
         inputs: object,
-        output: Any,
+        block_output: Any,
     ) -> None:  # Any: the user's output
         block = blocks[index]
         if block.in_backward:
             return
         with torch.no_grad():
             block.rest()
-        if torch.is_grad_enabled() and output is not None:
-            for tensor in trees.tensors(output):
+        if torch.is_grad_enabled() and block_output is not None:
+            for tensor in trees.tensors(block_output):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, blocks, index))  # type: ignore[no-untyped-call]  # untyped in torch
             if index == len(blocks) - 1:  # the backward begins with these
                 with torch.no_grad():
-                    for other in blocks[-_NUM_AHEAD:]:
-                        other.fetch()
+                    for next_block in blocks[-_NUM_AHEAD:]:
+                        next_block.fetch()
 
     def _before_backward(
         self, blocks: Sequence[StreamedBlock], index: int, grad: Tensor
@@ -218,13 +224,13 @@ class StreamedWeights:
             self._ends = True
             Variable._execution_engine.queue_callback(self.rest)
         with torch.no_grad():
-            for number, block in enumerate(blocks):
-                if block.fetched and not index - _NUM_AHEAD <= number <= index + 1:
+            for block_index, block in enumerate(blocks):
+                if block.fetched and not index - _NUM_AHEAD <= block_index <= index + 1:
                     block.rest()
             blocks[index].in_backward = True
             blocks[index].use()
-            for other in blocks[max(0, index - _NUM_AHEAD) : index][::-1]:
-                other.fetch()
+            for next_block in blocks[max(0, index - _NUM_AHEAD) : index][::-1]:
+                next_block.fetch()
 
 
 class PlaceRest:
@@ -245,12 +251,12 @@ class PlaceRest:
         streamed_parameters = [
             p for _, _, block_parameters in streamable(model) for p in block_parameters
         ]
-        data = [p.data.cpu() for p in streamed_parameters]
+        host_values = [p.data.cpu() for p in streamed_parameters]
         for parameter in streamed_parameters:
             parameter.data = torch.empty(0, dtype=parameter.dtype)
         model.to(ctx.device)
-        for parameter, values in zip(streamed_parameters, data, strict=True):
-            parameter.data = values
+        for parameter, host_value in zip(streamed_parameters, host_values, strict=True):
+            parameter.data = host_value
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
@@ -269,11 +275,13 @@ def streamable(model: nn.Module) -> list[tuple[str, nn.Module, list[nn.Parameter
             "several modules of one class), so nothing would be offloaded. Use offload='optimizer', or strategy='fsdp', which shards "
             "any module."
         )
-    uses: dict[nn.Parameter, set[str]] = {}
-    names = [name for name, _ in blocks]
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        block_name = next((name for name in names if path.startswith(f"{name}.")), "")
-        uses.setdefault(parameter, set()).add(block_name)
+    block_names_by_parameter: dict[nn.Parameter, set[str]] = {}
+    block_names = [name for name, _ in blocks]
+    for parameter_path, parameter in model.named_parameters(remove_duplicate=False):
+        block_name = next(
+            (name for name in block_names if parameter_path.startswith(f"{name}.")), ""
+        )
+        block_names_by_parameter.setdefault(parameter, set()).add(block_name)
     return [
         (
             name,
@@ -281,7 +289,7 @@ def streamable(model: nn.Module) -> list[tuple[str, nn.Module, list[nn.Parameter
             [
                 p
                 for p in block.parameters()
-                if uses[p] == {name} and type(p) is nn.Parameter
+                if block_names_by_parameter[p] == {name} and type(p) is nn.Parameter
             ],
         )
         for name, block in blocks
@@ -290,7 +298,7 @@ def streamable(model: nn.Module) -> list[tuple[str, nn.Module, list[nn.Parameter
 
 def is_streamed(parameter: Tensor) -> bool:
     """Return whether `StreamedWeights` keeps a parameter in host memory."""
-    return hasattr(parameter, _ATTRIBUTE)
+    return hasattr(parameter, _HOST_PARAMETER_ATTRIBUTE)
 
 
 class StreamedParameters:
@@ -299,7 +307,7 @@ class StreamedParameters:
     def memory(self, parameter: Tensor) -> Tensor | None:
         """Return the host memory of a streamed parameter; None for others."""
         host_parameter: tuple[Tensor, object] | None = getattr(
-            parameter, _ATTRIBUTE, None
+            parameter, _HOST_PARAMETER_ATTRIBUTE, None
         )
         return None if host_parameter is None else host_parameter[0]
 
@@ -308,9 +316,10 @@ class StreamedParameters:
         owners = {
             host_parameter[1]
             for parameter in parameters
-            if (host_parameter := getattr(parameter, _ATTRIBUTE, None)) is not None
+            if (host_parameter := getattr(parameter, _HOST_PARAMETER_ATTRIBUTE, None))
+            is not None
         }
         for owner in owners:
-            weights = owner()
-            if weights is not None:
-                weights.rest()
+            streamed_weights = owner()
+            if streamed_weights is not None:
+                streamed_weights.rest()

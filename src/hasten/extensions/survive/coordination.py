@@ -14,21 +14,21 @@ from datetime import timedelta
 from typing import Any, Final
 
 from hasten.errors import CommError
-from hasten.extensions.survive.roles_plan import Member, divide
+from hasten.extensions.survive.roles_plan import Member, divide_members
 from hasten.extensions.survive.settings import SurviveSettings
 from hasten.optional import need
 
 log = logging.getLogger(__name__)
 
-WHY: Final = "runs that continue when a replica is lost (survive)"
-VERSIONS: Final = ">=0.2,<0.3"
-_BEATS: Final = 8
+TORCHFT_PURPOSE: Final = "runs that continue when a replica is lost (survive)"
+TORCHFT_VERSIONS: Final = ">=0.2,<0.3"
+_HEARTBEATS_PER_TIMEOUT: Final = 8
 """Heartbeats in the time after which a silent replica counts as lost."""
-_FIRST_S: Final = 5.0
+_FIRST_REPORT_S: Final = 5.0
 """Seconds after which a wait for other replicas is reported for the first time."""
-_SLICE_S: Final = 30.0
+_REPORT_INTERVAL_S: Final = 30.0
 """Seconds between further reports of a wait, and after which a request to the lighthouse is repeated."""
-_LEAVE_S: Final = 2.0
+_CLOSE_TIMEOUT_S: Final = 2.0
 """Seconds for which a replica that leaves waits for its latest messages to the lighthouse."""
 
 
@@ -37,20 +37,23 @@ class Quorum:
 
     __slots__ = ("key", "members", "roles")
 
-    def __init__(self, key: str, members: tuple[Member, ...]) -> None:
-        self.key = key
+    def __init__(self, quorum_key: str, members: tuple[Member, ...]) -> None:
+        self.key = quorum_key
         """Different for every answer of the lighthouse, and equal on all members."""
         self.members = members
-        self.roles = divide(members)
+        self.roles = divide_members(members)
 
     def encoded(self) -> dict[str, Any]:
         """Return the quorum as JSON values."""
         return {"key": self.key, "members": self.members}
 
     @classmethod
-    def decoded(cls, values: Mapping[str, Any]) -> Quorum:
+    def decoded(cls, decision: Mapping[str, Any]) -> Quorum:
         """Return the quorum that `encoded` has described."""
-        return cls(values["key"], tuple(Member(*one) for one in values["members"]))
+        return cls(
+            decision["key"],
+            tuple(Member(*member_fields) for member_fields in decision["members"]),
+        )
 
 
 class Coordinator:
@@ -59,26 +62,28 @@ class Coordinator:
     def __init__(
         self,
         settings: SurviveSettings,
-        card: Callable[[], Member],
-        alive: Callable[[], bool],
+        describe_replica: Callable[[], Member],
+        ranks_are_alive: Callable[[], bool],
     ) -> None:
         """`alive` returns False while a rank of this replica is silent: the replica then sends no heartbeats."""
-        torchft = need("torchft.coordination", VERSIONS, WHY)
+        torchft = need("torchft.coordination", TORCHFT_VERSIONS, TORCHFT_PURPOSE)
         self._settings = settings
-        self._card = card
-        self._alive = alive
-        self._address = with_scheme(settings.lighthouse or "")
+        self._card = describe_replica
+        self._ranks_are_alive = ranks_are_alive
+        self._address = to_url(settings.lighthouse or "")
         self._connect_s = timedelta(seconds=settings.timeout_s)
-        self._client = self._connected(torchft)
+        self._client = self._connect(torchft)
         self._torchft = torchft
         self._requests: queue.SimpleQueue[tuple[Member, Future[Quorum]] | None] = (
             queue.SimpleQueue()
         )
         self._closed = threading.Event()
-        self._asked_at = time.monotonic()
+        self._last_ask_s = time.monotonic()
         self._threads = [
             threading.Thread(
-                target=self._beat, name="hasten-survive-heartbeat", daemon=True
+                target=self._send_heartbeats,
+                name="hasten-survive-heartbeat",
+                daemon=True,
             ),
             threading.Thread(
                 target=self._serve, name="hasten-survive-quorum", daemon=True
@@ -88,7 +93,7 @@ class Coordinator:
             thread.start()
         atexit.register(self.close)
 
-    def _connected(self, torchft: Any) -> Any:  # Any: torchft's client
+    def _connect(self, torchft: Any) -> Any:  # Any: torchft's client
         try:
             return torchft.LighthouseClient(self._address, self._connect_s)
         # torchft raises plain RuntimeError and others: all of them mean the same here
@@ -100,22 +105,22 @@ class Coordinator:
 
     def ask(self) -> Future[Quorum]:
         """Ask for the members of the next update; the answer comes when all live replicas have asked."""
-        answer: Future[Quorum] = Future()
-        self._asked_at = time.monotonic()
-        self._requests.put((self._card(), answer))
-        return answer
+        quorum_future: Future[Quorum] = Future()
+        self._last_ask_s = time.monotonic()
+        self._requests.put((self._card(), quorum_future))
+        return quorum_future
 
-    def wait(self, answer: Future[Quorum]) -> Quorum:
+    def wait(self, quorum_future: Future[Quorum]) -> Quorum:
         """Return the quorum when it has formed; reports a long wait. Raises: CommError when the lighthouse cannot be reached."""
-        began, report_due_s = time.monotonic(), _FIRST_S
+        began_s, report_due_s = time.monotonic(), _FIRST_REPORT_S
         while True:
             try:
                 # slices, so that signals of the process are handled
-                return answer.result(1.0)
+                return quorum_future.result(1.0)
             except TimeoutError:
-                waited_s = time.monotonic() - began
+                waited_s = time.monotonic() - began_s
             if waited_s >= report_due_s:
-                report_due_s = waited_s + _SLICE_S
+                report_due_s = waited_s + _REPORT_INTERVAL_S
                 log.warning(
                     "survive: replica %s waits for the others since %.0f s: fewer than min_replicas=%d are there, or one is slow",
                     *(self._settings.replica, waited_s, self._settings.min_replicas),
@@ -128,95 +133,99 @@ class Coordinator:
         self._requests.put(None)
         for thread in self._threads:
             # Python that ends while a thread is inside torchft's client aborts the process
-            thread.join(_LEAVE_S)
+            thread.join(_CLOSE_TIMEOUT_S)
 
-    def _beat(self) -> None:
-        client = self._connected(self._torchft)  # a client serves one call at a time
-        every = self._settings.heartbeat_timeout_s / _BEATS
-        name = self._card().name
-        while not self._closed.wait(every):
+    def _send_heartbeats(self) -> None:
+        client = self._connect(self._torchft)  # a client serves one call at a time
+        interval_s = self._settings.heartbeat_timeout_s / _HEARTBEATS_PER_TIMEOUT
+        replica_name = self._card().name
+        while not self._closed.wait(interval_s):
             if (
-                time.monotonic() - self._asked_at > self._settings.hang_timeout_s
-                or not self._alive()
+                time.monotonic() - self._last_ask_s > self._settings.hang_timeout_s
+                or not self._ranks_are_alive()
             ):
                 # the loop hangs, or a rank is away: the others must not wait for this replica any longer
                 continue
             try:
                 client.heartbeat(
-                    name, timedelta(seconds=self._settings.heartbeat_timeout_s)
+                    replica_name, timedelta(seconds=self._settings.heartbeat_timeout_s)
                 )
             # the lighthouse may be away for a moment: the next heartbeat tells
             except Exception as error:
                 log.debug("survive: a heartbeat was lost: %s", error)
 
     def _serve(self) -> None:
-        while (request := self._requests.get()) is not None:
-            card, answer = request
+        while (quorum_request := self._requests.get()) is not None:
+            own_member, quorum_future = quorum_request
             try:
-                answer.set_result(self._quorum(card))
+                quorum_future.set_result(self._request_quorum(own_member))
             # delivered to the waiting thread, which raises it
             except Exception as error:
-                answer.set_exception(error)
+                quorum_future.set_exception(error)
 
-    def _quorum(self, card: Member) -> Quorum:
-        failures = 0
+    def _request_quorum(self, own_member: Member) -> Quorum:
+        num_failures = 0
         while True:
             try:
-                found = self._client.quorum(
-                    card.name,
-                    timedelta(seconds=_SLICE_S),
-                    address=card.heal,
-                    store_address=card.store,
-                    step=card.step,
+                torchft_quorum = self._client.quorum(
+                    own_member.name,
+                    timedelta(seconds=_REPORT_INTERVAL_S),
+                    address=own_member.heal,
+                    store_address=own_member.store,
+                    step=own_member.step,
                     world_size=1,
                     shrink_only=False,
-                    data={"lineage": card.lineage, "fresh": card.fresh},
+                    data={"lineage": own_member.lineage, "fresh": own_member.fresh},
                 )
             except TimeoutError:
                 # it waits for the others: its loop does not hang
-                failures, self._asked_at = 0, time.monotonic()
+                num_failures, self._last_ask_s = 0, time.monotonic()
             # torchft raises plain RuntimeError: the connection or the lighthouse is gone
             except Exception as error:
-                failures += 1
-                if self._closed.is_set() or failures * 0.5 > self._settings.timeout_s:
+                num_failures += 1
+                if (
+                    self._closed.is_set()
+                    or num_failures * 0.5 > self._settings.timeout_s
+                ):
                     raise CommError(
-                        f"the lighthouse at {self._address} does not respond ({error}), so replica {card.name} cannot know which replicas "
+                        f"the lighthouse at {self._address} does not respond ({error}), so replica {own_member.name} cannot know which replicas "
                         "are left and does not continue. Start the lighthouse again, then this replica."
                     ) from error
                 time.sleep(0.5)
             else:
-                return _as_quorum(found)
+                return _convert_quorum(torchft_quorum)
 
 
-def _as_quorum(found: Any) -> Quorum:  # Any: torchft's Quorum
+def _convert_quorum(torchft_quorum: Any) -> Quorum:  # Any: torchft's Quorum
     members = tuple(
         Member(
-            one.replica_id,
-            one.step,
-            str((one.data or {}).get("lineage", "")),
-            bool((one.data or {}).get("fresh", False)),
-            one.store_address,
-            one.address,
+            participant.replica_id,
+            participant.step,
+            str((participant.data or {}).get("lineage", "")),
+            bool((participant.data or {}).get("fresh", False)),
+            participant.store_address,
+            participant.address,
         )
-        for one in found.participants
+        for participant in torchft_quorum.participants
     )
-    created = found.created
-    return Quorum(f"{found.quorum_id}-{created.seconds}-{created.nanos}", members)
+    creation_time = torchft_quorum.created
+    return Quorum(
+        f"{torchft_quorum.quorum_id}-{creation_time.seconds}-{creation_time.nanos}",
+        members,
+    )
 
 
-def with_scheme(address: str) -> str:
+def to_url(host_and_port: str) -> str:
     """Return the lighthouse's address as a URL."""
-    return address if "://" in address else f"http://{address}"
+    return host_and_port if "://" in host_and_port else f"http://{host_and_port}"
 
 
-def local_address(lighthouse: str) -> str:
+def find_local_address(lighthouse: str) -> str:
     """Return the address of this machine that the lighthouse's machine can reach."""
-    host, _, port = (
-        with_scheme(lighthouse).partition("://")[2].rstrip("/").rpartition(":")
-    )
+    host, _, port = to_url(lighthouse).partition("://")[2].rstrip("/").rpartition(":")
     host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(address_family, socket.SOCK_DGRAM) as probe:
         try:
             # sends nothing: it only chooses the interface
             probe.connect((host, int(port)))

@@ -13,9 +13,9 @@ from torch import Tensor
 from hasten.errors import StepError
 from hasten.modules.names import local_tensor
 
-_BUCKET: Final = 256 * 1024
+_BUCKET_ELEMENTS: Final = 256 * 1024
 """Elements that are sent together: the first are on their way while the next are copied."""
-_HEADER: Final = 0
+_HEADER_TAG: Final = 0
 """Tag of the messages with weights and facts; those of gradients have higher ones."""
 
 
@@ -27,56 +27,60 @@ class Received(NamedTuple):
     """The gradients of all replicas, which have arrived and are not written to the parameters."""
 
     buckets: Sequence[Bucket]
-    wanted: list[bool]
+    has_gradient: list[bool]
     """Parameters of which some replica has a gradient, in the order of the buckets."""
-    asks: int
+    request: int
     """1 if a replica wants to ask for the members of the next update, 2 to end the run as well; equal on all replicas."""
 
     def write(self) -> None:
         """Set the gradients to their mean; it cannot fail."""
-        wanted = iter(self.wanted)
+        has_gradient = iter(self.has_gradient)
         for bucket in self.buckets:
-            bucket.write([next(wanted) for _ in bucket.parameters])
+            bucket.write([next(has_gradient) for parameter in bucket.parameters])
 
 
 class ReplicaGroup:
     """A process group of the replicas of one quorum, in the order of their names."""
 
     def __init__(
-        self, store: str, key: str, rank: int, size: int, timeout_s: float
+        self, store_address: str, group_key: str, rank: int, size: int, timeout_s: float
     ) -> None:
         """Connect to the others. Raises: LostReplicaError when one of them is away."""
         self.rank, self.size = rank, size
         self.timeout_s = timeout_s
         """Seconds for which `average` waits for a message."""
         timeout = timedelta(seconds=timeout_s)
-        host, _, port = store.rpartition(":")
+        host, _, port = store_address.rpartition(":")
         try:
             self._store = dist.TCPStore(
                 host, int(port), is_master=False, timeout=timeout
             )
             # Any: torch's stubs leave the collectives of this class out
             self._group: Any = dist.ProcessGroupGloo(
-                dist.PrefixStore(key, self._store), rank, size, timeout
+                dist.PrefixStore(group_key, self._store), rank, size, timeout
             )
         except RuntimeError as error:
             raise LostReplicaError(
-                f"the group of {size} replicas could not be formed: {_short(error)}"
+                f"the group of {size} replicas could not be formed: {_first_line(error)}"
             ) from error
         self._buckets: list[Bucket] = []
         self._parameters: list[Tensor] = []
 
-    def _bucketed(self, parameters: Sequence[Tensor]) -> list[Bucket]:
+    def _fill_buckets(self, parameters: Sequence[Tensor]) -> list[Bucket]:
         """Return the buckets of these parameters."""
-        same = len(parameters) == len(self._parameters) and all(
-            map(lambda a, b: a is b, parameters, self._parameters)
+        is_unchanged = len(parameters) == len(self._parameters) and all(
+            map(
+                lambda parameter, known_parameter: parameter is known_parameter,
+                parameters,
+                self._parameters,
+            )
         )
-        if not same:
+        if not is_unchanged:
             self._parameters = list(parameters)
-            runs = enumerate(_runs(parameters))
+            parameter_runs = enumerate(_split_into_runs(parameters))
             self._buckets = [
-                Bucket(run, self.rank, self.size, 2 * number + 1)
-                for number, run in runs
+                Bucket(parameter_run, self.rank, self.size, 2 * run_number + 1)
+                for run_number, parameter_run in parameter_runs
             ]
         return self._buckets
 
@@ -84,9 +88,9 @@ class ReplicaGroup:
         self,
         parameters: Sequence[Tensor],
         weight: float,
-        share: float,
+        weight_share: float,
         facts: Sequence[float],
-        asks: int = 0,
+        own_request: int = 0,
     ) -> Received:
         """Return the gradients of all replicas, of which `write` makes the weighted mean; it stays None if no replica has one.
 
@@ -96,77 +100,101 @@ class ReplicaGroup:
         Returns: with the largest `asks` of all replicas: 1 to ask for the members of the next update, 2 to end the run as well.
         Raises: LostReplicaError when a replica is lost; StepError when the replicas' `facts` differ. The gradients are then unchanged.
         """
-        buckets = self._bucketed(parameters)
-        works = [self._exchanged(bucket.tag, *bucket.filled()) for bucket in buckets]
-        present = [
+        buckets = self._fill_buckets(parameters)
+        pending_works = [
+            self._start_exchange(bucket.tag, *bucket.filled()) for bucket in buckets
+        ]
+        has_local_gradient = [
             parameter.grad is not None
             for bucket in buckets
             for parameter in bucket.parameters
         ]
-        headers = self._headers([weight, share, asks, *facts, *present])
-        self._compare([one[3 : 3 + len(facts)] for one in headers])
-        total = sum(one[1] for one in headers)
-        factors = [one[0] / total if total and one[1] else 0.0 for one in headers]
-        self._receive(buckets, works, factors)
-        wanted = [
-            any(several)
-            for several in zip(*(one[3 + len(facts) :] for one in headers), strict=True)
+        headers = self._exchange_headers(
+            [weight, weight_share, own_request, *facts, *has_local_gradient]
+        )
+        self._compare_facts([header[3 : 3 + len(facts)] for header in headers])
+        total_share = sum(header[1] for header in headers)
+        factors = [
+            header[0] / total_share if total_share and header[1] else 0.0
+            for header in headers
         ]
-        return Received(buckets, wanted, int(max(one[2] for one in headers)))
+        self._sum_slices(buckets, pending_works, factors)
+        has_gradient = [
+            any(gradient_flags)
+            for gradient_flags in zip(
+                *(header[3 + len(facts) :] for header in headers), strict=True
+            )
+        ]
+        return Received(
+            buckets, has_gradient, int(max(header[2] for header in headers))
+        )
 
-    def _headers(self, own: Sequence[float]) -> list[list[float]]:
+    def _exchange_headers(self, own_header: Sequence[float]) -> list[list[float]]:
         """Return these numbers of all replicas, in the order of their names."""
-        sent = torch.tensor(own, dtype=torch.float64)
-        rows = sent.repeat(self.size, 1)
-        self._wait(self._exchanged(_HEADER, [sent] * self.size, list(rows)))
-        found: list[list[float]] = rows.tolist()
-        return found
+        sent_header = torch.tensor(own_header, dtype=torch.float64)
+        header_rows = sent_header.repeat(self.size, 1)
+        self._wait(
+            self._start_exchange(
+                _HEADER_TAG, [sent_header] * self.size, list(header_rows)
+            )
+        )
+        headers: list[list[float]] = header_rows.tolist()
+        return headers
 
-    def _receive(
+    def _sum_slices(
         self,
         buckets: Sequence[Bucket],
-        works: Sequence[Sequence[dist.Work]],
+        pending_works: Sequence[Sequence[dist.Work]],
         factors: list[float],
     ) -> None:
         """Wait for the gradients of this replica's slices, sum them, and exchange the sums."""
-        sums: list[dist.Work] = []
-        for bucket, messages in zip(buckets, works, strict=True):
-            self._wait(messages)
-            total = weighted_sum(list(bucket.rows), factors, bucket.sent[self.rank])
-            sums += self._exchanged(
-                bucket.tag + 1, [total] * self.size, list(bucket.sent)
+        pending_sums: list[dist.Work] = []
+        for bucket, bucket_works in zip(buckets, pending_works, strict=True):
+            self._wait(bucket_works)
+            slice_sum = weighted_sum(list(bucket.rows), factors, bucket.sent[self.rank])
+            pending_sums += self._start_exchange(
+                bucket.tag + 1, [slice_sum] * self.size, list(bucket.sent)
             )
-        self._wait(sums)
+        self._wait(pending_sums)
 
-    def _compare(self, facts: list[list[float]]) -> None:
-        if any(other != facts[0] for other in facts):
+    def _compare_facts(self, facts_by_replica: list[list[float]]) -> None:
+        if any(
+            replica_facts != facts_by_replica[0] for replica_facts in facts_by_replica
+        ):
             raise StepError(
-                f"replicas differ in update, number of batches or number of parameters ({facts}), "
+                f"replicas differ in update, number of batches or number of parameters ({facts_by_replica}), "
                 "so their gradients do not belong together. Run the same script with the same settings on all replicas, without "
                 "conditions on the batch around step()."
             )
 
-    def _exchanged(
-        self, tag: int, given: Sequence[Tensor], found: Sequence[Tensor]
+    def _start_exchange(
+        self,
+        message_tag: int,
+        sent_tensors: Sequence[Tensor],
+        received_tensors: Sequence[Tensor],
     ) -> list[dist.Work]:
         """Start to send a tensor to each other replica, and to receive one from each."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        other_ranks = [rank for rank in range(self.size) if rank != self.rank]
         try:
-            works = [self._group.recv([found[rank]], rank, tag) for rank in others]
-            return works + [
-                self._group.send([given[rank]], rank, tag) for rank in others
+            pending_works = [
+                self._group.recv([received_tensors[rank]], rank, message_tag)
+                for rank in other_ranks
+            ]
+            return pending_works + [
+                self._group.send([sent_tensors[rank]], rank, message_tag)
+                for rank in other_ranks
             ]
         except RuntimeError as error:  # the connection to a member is closed already
-            raise LostReplicaError(_short(error)) from error
+            raise LostReplicaError(_first_line(error)) from error
 
-    def _wait(self, works: Sequence[dist.Work]) -> None:
+    def _wait(self, pending_works: Sequence[dist.Work]) -> None:
         timeout = timedelta(seconds=self.timeout_s)
         try:
-            for work in works:
+            for work in pending_works:
                 work.wait(timeout)
         # torch has no class for lost connections and timeouts
         except RuntimeError as error:
-            raise LostReplicaError(_short(error)) from error
+            raise LostReplicaError(_first_line(error)) from error
 
     def close(self) -> None:
         """Close the connections; replicas that wait for this one get an error at once."""
@@ -187,10 +215,10 @@ class Bucket:
         ]
         self.tag = tag
         self._sizes = [shape.numel() for shape in self._shapes]
-        self._number = sum(self._sizes)
+        self._num_elements = sum(self._sizes)
         self._rank = rank
-        wide = torch.promote_types(parameters[0].dtype, torch.float32)
-        self.sent = torch.zeros(size, -(-self._number // size), dtype=wide)
+        sum_dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        self.sent = torch.zeros(size, -(-self._num_elements // size), dtype=sum_dtype)
         """The slices of this replica's gradients; after the exchange, those of the mean."""
         self.rows = torch.zeros_like(self.sent)
         """This replica's slice, of the gradients of each replica."""
@@ -202,70 +230,73 @@ class Bucket:
 
         Returns: what is sent to each replica, and where its own is received.
         """
-        for part, parameter in zip(self._views, self.parameters, strict=True):
+        for gradient_view, parameter in zip(self._views, self.parameters, strict=True):
             if parameter.grad is None:
-                part.zero_()
+                gradient_view.zero_()
             else:
-                part.copy_(_dense(parameter.grad))
+                gradient_view.copy_(_local_dense_gradient(parameter.grad))
         self.rows[self._rank].copy_(self.sent[self._rank])
         return list(self.sent), list(self.rows)
 
     @torch.no_grad()
-    def write(self, wanted: Sequence[bool]) -> None:
+    def write(self, has_gradient: Sequence[bool]) -> None:
         """Set the gradients to their mean, where some replica has one."""
-        for parameter, mean, has_one in zip(
-            self.parameters, self._views, wanted, strict=True
+        for parameter, mean_gradient, has_one in zip(
+            self.parameters, self._views, has_gradient, strict=True
         ):
             if has_one:
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                local_tensor(parameter.grad).copy_(mean)
+                local_tensor(parameter.grad).copy_(mean_gradient)
 
-    def _parts(self, flat: Tensor) -> list[Tensor]:
+    def _parts(self, flat_gradients: Tensor) -> list[Tensor]:
         """Return the views of a vector that belong to the parameters."""
-        split = torch.split(flat[: self._number], self._sizes)
+        split_gradients = torch.split(flat_gradients[: self._num_elements], self._sizes)
         return [
-            part.view(shape) for part, shape in zip(split, self._shapes, strict=True)
+            flat_gradient.view(shape)
+            for flat_gradient, shape in zip(split_gradients, self._shapes, strict=True)
         ]
 
 
 def weighted_sum(
-    parts: Sequence[Tensor], factors: Sequence[float], out: Tensor | None = None
+    tensors: Sequence[Tensor], factors: Sequence[float], total: Tensor | None = None
 ) -> Tensor:
     """Return the sum of the parts times their factors, in order, in `out` if given; a part with the factor 0 is not read.
 
     Equal factors are applied once, to the sum. With different ones the parts are overwritten. `out` may be the first part.
     """
-    out = torch.empty_like(parts[0]) if out is None else out
-    used = [
-        (part, factor) for part, factor in zip(parts, factors, strict=True) if factor
+    total = torch.empty_like(tensors[0]) if total is None else total
+    used_tensors = [
+        (tensor, tensor_factor)
+        for tensor, tensor_factor in zip(tensors, factors, strict=True)
+        if tensor_factor
     ]
-    if not used:
-        return out.zero_()
-    (first, common), *others = used
-    if any(factor != common for _, factor in others):
-        for part, factor in used:
-            part.mul_(factor)
-        common = 1.0
-    if not others:
-        out.copy_(first)
-    for part, _ in others:
-        torch.add(first, part, out=out)
-        first = out
-    return out if common == 1.0 else out.mul_(common)
+    if not used_tensors:
+        return total.zero_()
+    (partial_sum, common_factor), *further_tensors = used_tensors
+    if any(tensor_factor != common_factor for _, tensor_factor in further_tensors):
+        for tensor, tensor_factor in used_tensors:
+            tensor.mul_(tensor_factor)
+        common_factor = 1.0
+    if not further_tensors:
+        total.copy_(partial_sum)
+    for tensor, _ in further_tensors:
+        torch.add(partial_sum, tensor, out=total)
+        partial_sum = total
+    return total if common_factor == 1.0 else total.mul_(common_factor)
 
 
 @torch.no_grad()
-def alone(parameters: Iterable[Tensor], factor: float) -> None:
+def scale_gradients(parameters: Iterable[Tensor], gradient_factor: float) -> None:
     """Multiply the gradients of the only replica; the common factor is one."""
-    if factor == 1.0:
+    if gradient_factor == 1.0:
         return
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+            parameter.grad.mul_(gradient_factor)
 
 
-def _dense(grad: Tensor) -> Tensor:
+def _local_dense_gradient(grad: Tensor) -> Tensor:
     if grad.layout is not torch.strided:
         raise StepError(
             f"a gradient of layout {grad.layout} cannot be exchanged between replicas, which send dense vectors. Create the embedding with "
@@ -274,20 +305,26 @@ def _dense(grad: Tensor) -> Tensor:
     return local_tensor(grad.detach())
 
 
-def _runs(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _split_into_runs(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield runs of parameters of one dtype of at least `_BUCKET` elements, where there are as many."""
-    run: list[Tensor] = []
+    parameter_run: list[Tensor] = []
     for parameter in parameters:
-        if run and run[0].dtype != parameter.dtype:
-            yield run
-            run = []
-        run.append(parameter)
-        if sum(local_tensor(one.detach()).numel() for one in run) >= _BUCKET:
-            yield run
-            run = []
-    if run:
-        yield run
+        if parameter_run and parameter_run[0].dtype != parameter.dtype:
+            yield parameter_run
+            parameter_run = []
+        parameter_run.append(parameter)
+        if (
+            sum(
+                local_tensor(run_parameter.detach()).numel()
+                for run_parameter in parameter_run
+            )
+            >= _BUCKET_ELEMENTS
+        ):
+            yield parameter_run
+            parameter_run = []
+    if parameter_run:
+        yield parameter_run
 
 
-def _short(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

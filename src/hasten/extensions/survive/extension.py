@@ -13,5 +13,7 @@ extension: Final = Extension(
     public_names={"survival_report": "hasten.extensions.survive.part:survival_report"},
     run_part_settings={"survive": "survive"},
     settings={"survive": "hasten.extensions.survive.settings:SurviveSettings"},
-    launch_targets={"replicas": "hasten.extensions.survive.launch_target:TARGET"},
+    launch_targets={
+        "replicas": "hasten.extensions.survive.launch_target:LAUNCH_TARGET"
+    },
 )

@@ -17,11 +17,11 @@ from hasten.comm.base import Comm
 from hasten.errors import CommError
 from hasten.extensions.survive.settings import SurviveSettings
 
-_BEATS: Final = 8
+_HEARTBEATS_PER_TIMEOUT: Final = 8
 """Heartbeats of a rank in the time after which a silent replica counts as lost."""
 _PAST_DECISIONS: Final = 64
 """Decisions that stay in the store for ranks that are behind."""
-_WAIT: Final = timedelta(seconds=1)
+_MAX_STORE_WAIT: Final = timedelta(seconds=1)
 """Longest time in the store's client, during which no signal is handled."""
 
 
@@ -40,7 +40,7 @@ class Inside:
             self.address: str = world.broadcast_object(f"{host}:{self._store.port}")
         else:
             self.address = world.broadcast_object(None)
-            self._store = _client(self.address)
+            self._store = _connect_to_store(self.address)
         self._settings = settings
         self._closed = threading.Event()
         self._num_decisions = 0
@@ -50,13 +50,15 @@ class Inside:
         self._group: Any = None
         if self.size > 1:
             timeout = timedelta(seconds=settings.hang_timeout_s)
-            group_store = dist.PrefixStore("inside", _client(self.address))
+            group_store = dist.PrefixStore("inside", _connect_to_store(self.address))
             self._group = dist.ProcessGroupGloo(
                 group_store, self.rank, self.size, timeout
             )
         if self.rank > 0:
             threading.Thread(
-                target=self._beat, name="hasten-survive-rank-heartbeat", daemon=True
+                target=self._send_heartbeats,
+                name="hasten-survive-rank-heartbeat",
+                daemon=True,
             ).start()
 
     @property
@@ -76,11 +78,11 @@ class Inside:
 
         Raises: CommError when the first rank is lost.
         """
-        key = f"decision {self._num_decisions}"
+        decision_key = f"decision {self._num_decisions}"
         while True:
             try:
-                self._store.wait([key], _WAIT)
-                decision: dict[str, Any] = json.loads(self._store.get(key))
+                self._store.wait([decision_key], _MAX_STORE_WAIT)
+                decision: dict[str, Any] = json.loads(self._store.get(decision_key))
             except dist.DistStoreError:  # the time is up
                 continue
             except RuntimeError as error:
@@ -92,11 +94,11 @@ class Inside:
         """Return True if all ranks of this replica give True. Ranks: every rank. Raises: CommError when one is lost."""
         return self.total(not success) == 0.0
 
-    def total(self, value: float) -> float:
+    def total(self, local_value: float) -> float:
         """Return the sum of the value over the ranks of this replica. Ranks: every rank. Raises: CommError when one is lost."""
         if self.size == 1:
-            return value
-        tensor = torch.tensor([float(value)], dtype=torch.float64)
+            return local_value
+        tensor = torch.tensor([float(local_value)], dtype=torch.float64)
         try:
             self._group.allreduce([tensor]).wait()
         except RuntimeError as error:
@@ -104,35 +106,45 @@ class Inside:
         return float(tensor)
 
     def _lost(self, error: Exception) -> CommError:
-        first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        first_line = (
+            str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        )
         return CommError(
-            f"another of the {self.size} ranks of this replica is lost ({first}), and a replica trains with all of its ranks or not at all. Nothing "
+            f"another of the {self.size} ranks of this replica is lost ({first_line}), and a replica trains with all of its ranks or not at all. Nothing "
             "has to be done under `hasten launch --replicas`, which starts the replica again; look for the error of the other rank."
         )
 
     # -- heartbeats --------------------------------------------------------------------------------------------------
-    def _beat(self) -> None:
-        interval_s = self._settings.heartbeat_timeout_s / _BEATS
+    def _send_heartbeats(self) -> None:
+        interval_s = self._settings.heartbeat_timeout_s / _HEARTBEATS_PER_TIMEOUT
         # the first rank is lost: the training thread meets it as well
         with suppress(RuntimeError):
-            store = _client(self.address)  # a client serves one thread at a time
-            number = 0
+            heartbeat_store = _connect_to_store(
+                self.address
+            )  # a client serves one thread at a time
+            heartbeat_number = 0
             while not self._closed.wait(interval_s):
-                number += 1
-                store.set(f"heartbeat {self.rank}", str(number))
+                heartbeat_number += 1
+                heartbeat_store.set(f"heartbeat {self.rank}", str(heartbeat_number))
 
     def alive(self) -> bool:
         """Return False if another rank of this replica has been silent for half of the time after which the replica counts as lost.
 
         Ranks: the first, from one thread.
         """
-        now, limit_s = time.monotonic(), self._settings.heartbeat_timeout_s / 2
+        now_s, limit_s = time.monotonic(), self._settings.heartbeat_timeout_s / 2
         for rank in range(1, self.size):
-            key = f"heartbeat {rank}"
-            number = self._store.get(key) if self._store.check([key]) else b""
-            if rank not in self._heartbeats or self._heartbeats[rank][0] != number:
-                self._heartbeats[rank] = number, now
-        return all(now - seen_at <= limit_s for _, seen_at in self._heartbeats.values())
+            heartbeat_key = f"heartbeat {rank}"
+            heartbeat = (
+                self._store.get(heartbeat_key)
+                if self._store.check([heartbeat_key])
+                else b""
+            )
+            if rank not in self._heartbeats or self._heartbeats[rank][0] != heartbeat:
+                self._heartbeats[rank] = heartbeat, now_s
+        return all(
+            now_s - seen_at_s <= limit_s for _, seen_at_s in self._heartbeats.values()
+        )
 
     def close(self) -> None:
         """Stop the heartbeats and close the connections."""
@@ -140,16 +152,16 @@ class Inside:
         self._group = None  # its destructor closes them
 
 
-def _client(address: str) -> dist.TCPStore:
+def _connect_to_store(address: str) -> dist.TCPStore:
     host, _, port = address.rpartition(":")
     return dist.TCPStore(host, int(port), is_master=False)
 
 
-def of_rank(addresses: str, rank: int) -> str:
+def address_of_rank(addresses: str, rank: int) -> str:
     """Return the address of this rank from the joined ones of a replica."""
     return addresses.split(",")[rank]
 
 
-def joined(addresses: Sequence[str]) -> str:
+def join_addresses(addresses: Sequence[str]) -> str:
     """Return the addresses of a replica's ranks as one text, for the lighthouse."""
     return ",".join(addresses)

@@ -17,13 +17,13 @@ from hasten.config.handoff import pack
 from hasten.config.root import Config
 from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import ConfigError, LaunchError, MissingPackageError
-from hasten.extensions.survive.crew import Crew, say
+from hasten.extensions.survive.crew import Crew, print_message
 from hasten.extensions.survive.replica_machines import (
     MachineClient,
     MachineNetwork,
     MachineServer,
     OneMachine,
-    own_replicas,
+    replicas_of_machine,
 )
 from hasten.extensions.survive.settings import SurviveSettings
 from hasten.launch import torchrun
@@ -36,64 +36,69 @@ from hasten.optional import check_installed
 from hasten.runtime import env as environment
 from hasten.runtime import secret
 
-_LOCAL: Final = "127.0.0.1"
+_LOCAL_ADDRESS: Final = "127.0.0.1"
 
 
-def per_replica(config: Config) -> int:
+def processes_per_replica(config: Config) -> int:
     """Return the number of processes of each replica: `num_processes` counts those of all replicas, over all machines.
 
     Raises: ConfigError if the replicas cannot have equally many.
     """
-    launch, replicas = config.launch, config.section(SurviveSettings).replicas
-    count = (
+    launch, num_replicas = config.launch, config.section(SurviveSettings).replicas
+    num_processes = (
         launch.num_processes
         or (launch.processes_per_machine or 0) * launch.num_machines
-        or replicas
+        or num_replicas
     )
-    if count % replicas:
+    if num_processes % num_replicas:
         raise ConfigError(
-            f"num_processes={count} counts the processes of all replicas, and --replicas {replicas} cannot have equally many of them. Give a multiple of "
-            f"{replicas}, such as {replicas * 2} for replicas of 2 processes, or leave --num_processes out for replicas of one."
+            f"num_processes={num_processes} counts the processes of all replicas, and --replicas {num_replicas} cannot have equally many of them. Give a multiple of "
+            f"{num_replicas}, such as {num_replicas * 2} for replicas of 2 processes, or leave --num_processes out for replicas of one."
         )
-    return count // replicas
+    return num_processes // num_replicas
 
 
-def one_replica(config: Config) -> tuple[SettingEntry, ...]:
+def settings_of_replica(config: Config) -> tuple[SettingEntry, ...]:
     """Return the settings of one replica, which is a run of its own on one machine."""
-    source, count = SettingSource("code", "--replicas"), per_replica(config)
+    source, num_processes = (
+        SettingSource("code", "--replicas"),
+        processes_per_replica(config),
+    )
     return (
-        SettingEntry(("launch", "num_processes"), count, source),
+        SettingEntry(("launch", "num_processes"), num_processes, source),
         SettingEntry(("launch", "processes_per_machine"), None, source),
         SettingEntry(
-            ("launch", "launcher"), "single" if count == 1 else "torchrun", source
+            ("launch", "launcher"),
+            "single" if num_processes == 1 else "torchrun",
+            source,
         ),
         SettingEntry(("launch", "num_machines"), 1, source),
         SettingEntry(("launch", "machine_rank"), None, source),
     )
 
 
-def check(config: Config) -> None:
+def check_settings(config: Config) -> None:
     """Raise ConfigError unless the settings describe replicas of equally many processes."""
-    launch, survive = config.launch, config.section(SurviveSettings)
-    replicas, min_replicas = survive.replicas, survive.min_replicas
+    launch, settings = config.launch, config.section(SurviveSettings)
+    num_replicas, min_replicas = settings.replicas, settings.min_replicas
     if launch.nnodes is not None:
         raise ConfigError(
-            f"--replicas {replicas} divides the replicas over a fixed number of machines, and nnodes={launch.nnodes} asks for a changing one. Give "
+            f"--replicas {num_replicas} divides the replicas over a fixed number of machines, and nnodes={launch.nnodes} asks for a changing one. Give "
             "--num_machines: machines may be lost and return, and --min_replicas says how many replicas the run needs."
         )
-    _check_machines(replicas, launch.num_machines)
+    _check_machines(num_replicas, launch.num_machines)
     if launch.submit not in (None, "slurm") or launch.launcher not in (
         "auto",
         "single",
     ):
         raise ConfigError(
-            f"--replicas {replicas} starts its processes itself, and submit={launch.submit}, launcher={launch.launcher!r} ask for something else to start "
+            f"--replicas {num_replicas} starts its processes itself, and submit={launch.submit}, launcher={launch.launcher!r} ask for something else to start "
             "them. Leave both out, and put the command into the job's script; for SLURM, --submit slurm writes one."
         )
-    per_replica(config)
-    if min_replicas > replicas:
+    processes_per_replica(config)
+    if min_replicas > num_replicas:
         raise ConfigError(
-            f"--min_replicas {min_replicas} is more than --replicas {replicas}, so the run would wait forever. Give at most {replicas}."
+            f"--min_replicas {min_replicas} is more than --replicas {num_replicas}, so the run would wait forever. Give at most {num_replicas}."
         )
 
 
@@ -113,18 +118,21 @@ def _check_machines(replicas: int, machines: int) -> None:
 
 
 def _is_chosen(request: LaunchRequest) -> bool:
-    survive = request.config.section(SurviveSettings)
+    settings = request.config.section(SurviveSettings)
     # this process is one of the replicas
-    if survive.replicas == 0 or survive.replica is not None:
+    if settings.replicas == 0 or settings.replica is not None:
         return False
-    check(request.config)
+    check_settings(request.config)
     # a batch script starts the replicas where it runs
     return request.config.launch.submit is None
 
 
 def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return the plan of one replica, with the rendezvous of the machines."""
-    replica_entries = {entry.path: entry for entry in one_replica(request.config)}
+    replica_entries = {
+        setting_entry.path: setting_entry
+        for setting_entry in settings_of_replica(request.config)
+    }
     handoff = pack({**request.entries, **replica_entries})
     shape = decide_shape(request, host)
     if shape.allocation.rank is not None:
@@ -132,83 +140,93 @@ def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
             f"{shape.allocation.source} has started several tasks on this machine, and with --replicas one launcher for each machine starts the replicas. "
             "Start one task for each machine, such as srun --ntasks-per-node=1."
         )
-    replicas = request.config.section(SurviveSettings).replicas
-    _check_machines(replicas, shape.max_machines)
-    notes = list(shape.notes)
-    meeting = torchrun.make_meeting(request, host, shape, notes)
+    num_replicas = request.config.section(SurviveSettings).replicas
+    _check_machines(num_replicas, shape.max_machines)
+    plan_notes = list(shape.notes)
+    meeting = torchrun.make_meeting(request, host, shape, plan_notes)
     if meeting.machine_rank is None and owns_address(meeting.address):
         meeting = replace(meeting, machine_rank=0)
-    rank = meeting.machine_rank
-    here = (
+    machine_rank = meeting.machine_rank
+    machine_replicas = (
         "as machine 0 says"
-        if rank is None
-        else _names(own_replicas(replicas, meeting.max_machines, rank))
+        if machine_rank is None
+        else _format_numbers(
+            replicas_of_machine(num_replicas, meeting.max_machines, machine_rank)
+        )
     )
-    notes.append(f"replicas of this machine: {here} of {replicas}")
+    plan_notes.append(f"replicas of this machine: {machine_replicas} of {num_replicas}")
     variables = (
         {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         if shape.allocation.source
         else {}
     )
-    one = replace(shape, num_processes=1, notes=tuple(notes))
-    plan = torchrun.plan_single(replace(request, handoff=handoff), host, one)
-    count = per_replica(request.config)
+    replica_shape = replace(shape, num_processes=1, notes=tuple(plan_notes))
+    launch_plan = torchrun.plan_single(
+        replace(request, handoff=handoff), host, replica_shape
+    )
+    num_processes = processes_per_replica(request.config)
     procs = tuple(
         replace(
             proc,
             env={**proc.env, environment.CONFIG: handoff, **variables},
-            count=count,
+            count=num_processes,
         )
-        for proc in plan.procs
+        for proc in launch_plan.procs
     )
-    return replace(plan, procs=procs, meeting=meeting)
+    return replace(launch_plan, procs=procs, meeting=meeting)
 
 
-def _names(numbers: range) -> str:
-    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+def _format_numbers(replica_numbers: range) -> str:
+    return (
+        f"{replica_numbers[0]}"
+        if len(replica_numbers) == 1
+        else f"{replica_numbers[0]} to {replica_numbers[-1]}"
+    )
 
 
-def run(plan: LaunchPlan, config: Config, host: Host) -> int:
+def run_replicas(launch_plan: LaunchPlan, config: Config, host: Host) -> int:
     """Run the replicas of this machine until the run is over; return 0 if a replica, of any machine, has finished it."""
-    meeting = plan.meeting
+    meeting = launch_plan.meeting
     assert meeting is not None, "a plan of replicas has the rendezvous of its machines"
-    replicas = config.section(SurviveSettings).replicas
+    num_replicas = config.section(SurviveSettings).replicas
     with (
         tempfile.TemporaryDirectory(prefix="hasten-replicas-") as folder,
-        _network(plan, config, host) as network,
+        _connect_machines(launch_plan, config, host) as network,
     ):
-        (proc,) = plan.procs
-        common = {
+        (proc,) = launch_plan.procs
+        variables = {
             **environment.snapshot(),
             **proc.env,
             **(secret.job_token(host.env) if meeting.alone else {}),
             "HASTEN_SURVIVE_LIGHTHOUSE": network.lighthouse,
             "HASTEN_SURVIVE_FOLDER": folder,
-            "HASTEN_REPLICAS": str(replicas),
+            "HASTEN_REPLICAS": str(num_replicas),
             LAUNCHER_PID: str(os.getpid()),
         }
-        devices = 0 if config.cpu else host.num_devices
-        if 0 < devices < proc.count:
+        num_devices = 0 if config.cpu else host.num_devices
+        if 0 < num_devices < proc.count:
             raise ConfigError(
-                f"each replica has {proc.count} processes, and this machine has {devices} device(s), so two processes of a replica would share one. Give "
-                f"--num_processes at most {devices} for each replica, or --cpu."
+                f"each replica has {proc.count} processes, and this machine has {num_devices} device(s), so two processes of a replica would share one. Give "
+                f"--num_processes at most {num_devices} for each replica, or --cpu."
             )
-        numbers = own_replicas(replicas, meeting.max_machines, network.rank)
-        crew = Crew(proc, common, Path(folder), config, numbers, network)
-        crew.num_devices = devices
+        replica_numbers = replicas_of_machine(
+            num_replicas, meeting.max_machines, network.rank
+        )
+        crew = Crew(proc, variables, Path(folder), config, replica_numbers, network)
+        crew.num_devices = num_devices
         crew.patience_s = meeting.join_timeout_s
         with crew.stopping():
-            code = crew.run()
-        network.close(code)
-        return code
+            exit_code = crew.run()
+        network.close(exit_code)
+        return exit_code
 
 
-TARGET: Final = LaunchTarget(
+LAUNCH_TARGET: Final = LaunchTarget(
     name="replicas",
     is_chosen=_is_chosen,
     plan=make_plan,
     survey=_check_torchft_is_installed,
-    run=run,
+    run=run_replicas,
     outlives_machines=lambda request: (
         request.config.section(SurviveSettings).replicas > 0
     ),
@@ -216,42 +234,51 @@ TARGET: Final = LaunchTarget(
 
 
 @contextmanager
-def _network(plan: LaunchPlan, config: Config, host: Host) -> Iterator[MachineNetwork]:
+def _connect_machines(
+    launch_plan: LaunchPlan, config: Config, host: Host
+) -> Iterator[MachineNetwork]:
     """Connect this machine to the others for the block; machine 0 also starts the lighthouse."""
-    meeting = plan.meeting
+    meeting = launch_plan.meeting
     assert meeting is not None, "a plan of replicas has the rendezvous of its machines"
     if meeting.alone:
-        with _lighthouse(config, _LOCAL) as address:
-            yield OneMachine(address)
+        with _start_lighthouse(config, _LOCAL_ADDRESS) as lighthouse_address:
+            yield OneMachine(lighthouse_address)
         return
-    report = make_report(plan, config, host, is_alone=False)
+    report = make_report(launch_plan, config, host, is_alone=False)
     token = secret.read_token(host.env) or secret.user_secret(host.env)
     if meeting.machine_rank != 0:
-        yield MachineClient(meeting, report, token, say)
+        yield MachineClient(meeting, report, token, print_message)
         return
-    server = MachineServer(meeting, report, config.launch.check_in, token, say)
-    with _lighthouse(
+    server = MachineServer(
+        meeting, report, config.launch.check_in, token, print_message
+    )
+    with _start_lighthouse(
         config, str(socket.getaddrinfo(meeting.address, None)[0][4][0])
-    ) as address:
-        server.lighthouse = address
+    ) as lighthouse_address:
+        server.lighthouse = lighthouse_address
         yield server
 
 
 @contextmanager
-def _lighthouse(config: Config, host: str) -> Iterator[str]:
+def _start_lighthouse(config: Config, host: str) -> Iterator[str]:
     """Start torchft's lighthouse at an address of this machine for the block; yields host and port."""
-    survive = config.section(SurviveSettings)
-    if survive.lighthouse is not None:
-        yield survive.lighthouse
+    settings = config.section(SurviveSettings)
+    if settings.lighthouse is not None:
+        yield settings.lighthouse
         return
-    options = (
+    lighthouse_options = (
         host,
-        str(survive.min_replicas),
-        str(survive.timeout_s),
-        str(survive.heartbeat_timeout_s),
+        str(settings.min_replicas),
+        str(settings.timeout_s),
+        str(settings.heartbeat_timeout_s),
     )
     child = subprocess.Popen(
-        [sys.executable, "-m", "hasten.extensions.survive.lighthouse", *options],
+        [
+            sys.executable,
+            "-m",
+            "hasten.extensions.survive.lighthouse",
+            *lighthouse_options,
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=None if config.debug else subprocess.DEVNULL,
@@ -260,13 +287,13 @@ def _lighthouse(config: Config, host: str) -> Iterator[str]:
     assert child.stdin is not None, "it is a pipe"
     assert child.stdout is not None, "it is a pipe"
     try:
-        line = child.stdout.readline().decode().strip()
-        if not line.isdigit():
+        port_line = child.stdout.readline().decode().strip()
+        if not port_line.isdigit():
             raise LaunchError(
-                f"torchft's lighthouse did not start (it printed {line!r}), so the replicas could not find each other. Run the command again with "
+                f"torchft's lighthouse did not start (it printed {port_line!r}), so the replicas could not find each other. Run the command again with "
                 "--debug to see its messages."
             )
-        yield f"[{host}]:{line}" if ":" in host else f"{host}:{line}"
+        yield f"[{host}]:{port_line}" if ":" in host else f"{host}:{port_line}"
     finally:
         child.stdin.close()  # it ends when this closes
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-Range = tuple[int, int]
+PositionRange = tuple[int, int]
 """Positions of the epoch's order from the first number up to the second, which is excluded."""
 
 
@@ -36,11 +36,11 @@ class Ledger:
     """The replicas that samples of the current window are given to, in the order of the sum of their gradients."""
     following: int = 0
     """The first position that was not given out."""
-    returned: list[Range] = field(default_factory=list)
+    returned: list[PositionRange] = field(default_factory=list)
     """Positions given to replicas that were lost before the update was applied; they are given out first."""
-    rounds: list[dict[str, list[Range]]] = field(default_factory=list)
+    rounds: list[dict[str, list[PositionRange]]] = field(default_factory=list)
     """Positions given out in the current window, one entry for each batch of a replica."""
-    unused: dict[int, list[Range]] = field(default_factory=dict)
+    unused: dict[int, list[PositionRange]] = field(default_factory=dict)
     """Positions that no applied update has used, by epoch: of loops that ended early, and of drop_last."""
 
     @property
@@ -49,7 +49,7 @@ class Ledger:
         return (
             self.size
             - self.following
-            + sum(end - start for start, end in self.returned)
+            + sum(range_end - range_start for range_start, range_end in self.returned)
         )
 
     @property
@@ -59,57 +59,62 @@ class Ledger:
             self.drop_last and self.left < self.rows * max(1, len(self.members))
         )
 
-    def deal(self) -> dict[str, list[Range]]:
+    def deal(self) -> dict[str, list[PositionRange]]:
         """Give out one batch to each member and return the positions of each; an empty list at a short end."""
-        whole = self.rows * len(self.members)
-        amounts = [self.rows] * len(self.members)
-        if self.left < whole:
-            share, more = divmod(self.left, len(self.members))
-            amounts = [share + (index < more) for index in range(len(self.members))]
-        dealt = {
-            name: self._take(amount)
-            for name, amount in zip(self.members, amounts, strict=True)
+        num_samples = self.rows * len(self.members)
+        batch_sizes = [self.rows] * len(self.members)
+        if self.left < num_samples:
+            equal_share, num_larger = divmod(self.left, len(self.members))
+            batch_sizes = [
+                equal_share + (index < num_larger) for index in range(len(self.members))
+            ]
+        ranges_by_name = {
+            name: self._take(batch_size)
+            for name, batch_size in zip(self.members, batch_sizes, strict=True)
         }
-        self.rounds.append(dealt)
-        return dealt
+        self.rounds.append(ranges_by_name)
+        return ranges_by_name
 
-    def _take(self, amount: int) -> list[Range]:
-        taken: list[Range] = []
-        while amount and self.returned:
+    def _take(self, num_samples: int) -> list[PositionRange]:
+        taken_ranges: list[PositionRange] = []
+        while num_samples and self.returned:
             start, end = self.returned.pop(0)
-            used = min(amount, end - start)
-            taken.append((start, start + used))
-            amount -= used
-            if start + used < end:
-                self.returned.insert(0, (start + used, end))
-        if amount:
-            taken.append((self.following, self.following + amount))
-            self.following += amount
-        return merged(taken)
+            num_used = min(num_samples, end - start)
+            taken_ranges.append((start, start + num_used))
+            num_samples -= num_used
+            if start + num_used < end:
+                self.returned.insert(0, (start + num_used, end))
+        if num_samples:
+            taken_ranges.append((self.following, self.following + num_samples))
+            self.following += num_samples
+        return merge_ranges(taken_ranges)
 
     def amounts(self, name: str, num_ranks: int = 1) -> tuple[int, int]:
         """Return the number of batches of this window on the ranks of a replica, and the number of those that have samples."""
-        given = [
-            sum(end - start for start, end in one.get(name, [])) for one in self.rounds
+        round_sizes = [
+            sum(end - start for start, end in dealt_round.get(name, []))
+            for dealt_round in self.rounds
         ]
-        return num_ranks * len(given), sum(min(number, num_ranks) for number in given)
+        return num_ranks * len(round_sizes), sum(
+            min(round_size, num_ranks) for round_size in round_sizes
+        )
 
     def commit(
         self, contributors: Sequence[str], members: Iterable[str]
-    ) -> list[Range]:
+    ) -> list[PositionRange]:
         """Record an applied update of these replicas; return the positions of the others, which are given out again."""
-        lost: list[Range] = []
-        used: list[Range] = []
-        for one in self.rounds:
-            for name, ranges in one.items():
-                (used if name in contributors else lost).extend(ranges)
-        self.returned = merged([*self.returned, *lost])
+        lost_ranges: list[PositionRange] = []
+        used_ranges: list[PositionRange] = []
+        for dealt_round in self.rounds:
+            for name, ranges in dealt_round.items():
+                (used_ranges if name in contributors else lost_ranges).extend(ranges)
+        self.returned = merge_ranges([*self.returned, *lost_ranges])
         self.rounds = []
         self.step += 1
-        text = f"{self.lineage} {self.step} {self.epoch} {sorted(contributors)} {merged(used)}"
-        self.lineage = hashlib.sha256(text.encode()).hexdigest()[:16]
+        history_text = f"{self.lineage} {self.step} {self.epoch} {sorted(contributors)} {merge_ranges(used_ranges)}"
+        self.lineage = hashlib.sha256(history_text.encode()).hexdigest()[:16]
         self.members = tuple(sorted(members))
-        return merged(lost)
+        return merge_ranges(lost_ranges)
 
     def begin(self, epoch: int) -> None:
         """Start an epoch; what is left of the current one is recorded as unused."""
@@ -118,20 +123,29 @@ class Ledger:
 
     def close(self) -> None:
         """Record the samples of this epoch that no applied update has used."""
-        open_ = [
-            one for dealt in self.rounds for ranges in dealt.values() for one in ranges
+        open_ranges = [
+            open_range
+            for dealt in self.rounds
+            for replica_ranges in dealt.values()
+            for open_range in replica_ranges
         ]
-        rest = [(self.following, self.size)] if self.following < self.size else []
-        begun = self.following > 0 or bool(self.returned)
-        if begun and (unused := merged([*self.returned, *open_, *rest])):
-            self.unused[self.epoch] = unused
+        remaining_ranges = (
+            [(self.following, self.size)] if self.following < self.size else []
+        )
+        has_begun = self.following > 0 or bool(self.returned)
+        if has_begun and (
+            unused_ranges := merge_ranges(
+                [*self.returned, *open_ranges, *remaining_ranges]
+            )
+        ):
+            self.unused[self.epoch] = unused_ranges
 
-    def preview(self, name: str) -> Iterator[tuple[list[Range], bool]]:
+    def preview(self, name: str) -> Iterator[tuple[list[PositionRange], bool]]:
         """Return the replica's next batches, with a flag for the epoch's last, as they will be if the members stay the same.
 
         Later changes of the ledger do not change them.
         """
-        return _ahead(self.copied(), name)
+        return _preview_batches(self.copied(), name)
 
     def copied(self) -> Ledger:
         """Return an independent copy."""
@@ -139,16 +153,18 @@ class Ledger:
 
     def encoded(self) -> dict[str, Any]:
         """Return the ledger as JSON values."""
-        values: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
-        return values
+        encoded_ledger: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        return encoded_ledger
 
     @classmethod
-    def decoded(cls, values: Mapping[str, Any]) -> Ledger:
+    def decoded(cls, encoded_ledger: Mapping[str, Any]) -> Ledger:
         """Return the ledger that `encoded` has described."""
-        return msgspec.convert(values, cls, str_keys=True)
+        return msgspec.convert(encoded_ledger, cls, str_keys=True)
 
 
-def _ahead(ledger: Ledger, name: str) -> Iterator[tuple[list[Range], bool]]:
+def _preview_batches(
+    ledger: Ledger, name: str
+) -> Iterator[tuple[list[PositionRange], bool]]:
     """Yield the batches that the ledger gives to the replica, up to the epoch's end; it is changed by that."""
     while not ledger.exhausted:
         ranges = ledger.deal().get(name, [])
@@ -156,32 +172,42 @@ def _ahead(ledger: Ledger, name: str) -> Iterator[tuple[list[Range], bool]]:
         yield ranges, ledger.exhausted
 
 
-def merged(ranges: Iterable[Range]) -> list[Range]:
+def merge_ranges(ranges: Iterable[PositionRange]) -> list[PositionRange]:
     """Return the ranges in ascending order, with adjacent ones joined."""
-    found: list[Range] = []
+    merged_ranges: list[PositionRange] = []
     for start, end in sorted(ranges):
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], end)
+        if merged_ranges and merged_ranges[-1][1] == start:
+            merged_ranges[-1] = (merged_ranges[-1][0], end)
         elif start < end:
-            found.append((start, end))
-    return found
+            merged_ranges.append((start, end))
+    return merged_ranges
 
 
-def part(ranges: Iterable[Range], rank: int, num_ranks: int) -> list[Range]:
+def rank_positions(
+    replica_ranges: Iterable[PositionRange], rank: int, num_ranks: int
+) -> list[PositionRange]:
     """Return the positions of one of a replica's ranks: adjacent ones, and as many as on the other ranks, or one more or fewer."""
-    ranges = list(ranges)
-    share, more = divmod(sum(end - start for start, end in ranges), num_ranks)
-    skipped, wanted = share * rank + min(rank, more), share + (rank < more)
-    found: list[Range] = []
-    for start, end in ranges:
-        first = min(start + skipped, end)
-        last = min(first + wanted, end)
-        if first < last:
-            found.append((first, last))
-        skipped, wanted = skipped - (first - start), wanted - (last - first)
-    return found
+    replica_ranges = list(replica_ranges)
+    equal_share, num_larger = divmod(
+        sum(end - start for start, end in replica_ranges), num_ranks
+    )
+    num_skipped, num_wanted = (
+        equal_share * rank + min(rank, num_larger),
+        equal_share + (rank < num_larger),
+    )
+    ranges_of_rank: list[PositionRange] = []
+    for start, end in replica_ranges:
+        first_position = min(start + num_skipped, end)
+        last_position = min(first_position + num_wanted, end)
+        if first_position < last_position:
+            ranges_of_rank.append((first_position, last_position))
+        num_skipped, num_wanted = (
+            num_skipped - (first_position - start),
+            num_wanted - (last_position - first_position),
+        )
+    return ranges_of_rank
 
 
-def positions(ranges: Iterable[Range]) -> list[int]:
+def list_positions(ranges: Iterable[PositionRange]) -> list[int]:
     """Return the positions of these ranges."""
     return [position for start, end in ranges for position in range(start, end)]

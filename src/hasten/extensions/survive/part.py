@@ -8,7 +8,7 @@ from typing import Any
 from hasten.config.root import Config
 from hasten.data.source import BatchSource
 from hasten.errors import ConfigError
-from hasten.extensions.survive.coordination import VERSIONS, WHY
+from hasten.extensions.survive.coordination import TORCHFT_PURPOSE, TORCHFT_VERSIONS
 from hasten.extensions.survive.replica import Replica
 from hasten.extensions.survive.report import SurvivalReport
 from hasten.extensions.survive.run_state import RunState
@@ -22,33 +22,46 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import mesh_title
 
 
-def check(config: Config) -> None:
+def check_config(config: Config) -> None:
     """Raise for settings that cannot be combined with replicas that may be lost.
 
     Raises: ConfigError; MissingPackageError without torchft.
     """
-    check_installed("torchft", VERSIONS, WHY)
+    check_installed("torchft", TORCHFT_VERSIONS, TORCHFT_PURPOSE)
     settings = config.section(SurviveSettings)
     if None in (settings.lighthouse, settings.replica, settings.folder):
         raise ConfigError(
             f"survive.replicas={settings.replicas} was set without the launcher, which names the replicas and the lighthouse, so this process would train "
             f"alone; start the script with `hasten launch --replicas {settings.replicas}`, or remove the setting."
         )
-    for found, why, instead in _refused(config):
-        raise ConfigError(f"survive cannot be combined with {found}: {why}. {instead}")
+    for refused_setting, reason, alternative in _list_refused_settings(config):
+        raise ConfigError(
+            f"survive cannot be combined with {refused_setting}: {reason}. {alternative}"
+        )
 
 
-def _refused(config: Config) -> list[tuple[str, str, str]]:
+def _list_refused_settings(config: Config) -> list[tuple[str, str, str]]:
     """Return the settings that survive does not support: their names, the reasons, and what to use instead."""
-    names = ("dp_replicate_size", "tp_size", "cp_size", "sp_size", "pp_size", "ep_size")
-    sizes = {name: getattr(config.parallelism, name) for name in names}
-    divided = [
-        f"{name}={size}" for name, size in sizes.items() if size not in (None, 1, -1)
+    size_names = (
+        "dp_replicate_size",
+        "tp_size",
+        "cp_size",
+        "sp_size",
+        "pp_size",
+        "ep_size",
+    )
+    mesh_sizes = {
+        size_name: getattr(config.parallelism, size_name) for size_name in size_names
+    }
+    divided_sizes = [
+        f"{size_name}={mesh_size}"
+        for size_name, mesh_size in mesh_sizes.items()
+        if mesh_size not in (None, 1, -1)
     ]
-    rows: list[tuple[bool, str, str, str]] = [
+    refusals: list[tuple[bool, str, str, str]] = [
         (
-            bool(divided),
-            f"parallelism of {', '.join(divided)}",
+            bool(divided_sizes),
+            f"parallelism of {', '.join(divided_sizes)}",
             "the ranks of a replica read different samples and hold the whole model, by DDP, or shards of it, by FSDP2, and nothing else was tried",
             "Leave the sizes out, or use --max_restarts with checkpoint_in_memory.",
         ),
@@ -89,29 +102,33 @@ def _refused(config: Config) -> list[tuple[str, str, str]]:
             "Leave it out.",
         ),
     ]
-    return [row[1:] for row in rows if row[0]]
+    return [refusal[1:] for refusal in refusals if refusal[0]]
 
 
-def refuse_worlds(ctx: ProcessContext, settings: SurviveSettings) -> None:
+def refuse_meshes(ctx: ProcessContext, settings: SurviveSettings) -> None:
     """Raise ConfigError unless the ranks of this replica all read different samples, by DDP or by FSDP2."""
-    mesh, size = ctx.mesh, ctx.world.size
-    if size not in (mesh.dp_replicate, mesh.dp_shard) or mesh.ep > 1:
+    mesh, num_ranks = ctx.mesh, ctx.world.size
+    if num_ranks not in (mesh.dp_replicate, mesh.dp_shard) or mesh.ep > 1:
         raise ConfigError(
-            f"replica {settings.replica} has {size} processes in a mesh of {mesh_title(mesh)}, and survive supports replicas whose processes hold the "
+            f"replica {settings.replica} has {num_ranks} processes in a mesh of {mesh_title(mesh)}, and survive supports replicas whose processes hold the "
             "whole model each (DDP) or one shard of it each (FSDP2). Leave the sizes of the mesh out, and let --replicas take the place of "
             "dp_replicate_size."
         )
 
 
-def replica_of(parts: RunParts) -> Replica:
+def find_replica(run_parts: RunParts) -> Replica:
     """Return the replica among the parts of a run."""
-    return next(part.replica for part in parts.members if isinstance(part, Survive))
+    return next(
+        run_part.replica
+        for run_part in run_parts.members
+        if isinstance(run_part, Survive)
+    )
 
 
 # Any: an Accelerator, in an upper layer
 def survival_report(accelerator: Any) -> SurvivalReport:
     """Return the lost, returned and healed replicas of a run of replicas, as seen by this one."""
-    return replica_of(accelerator._clock.parts).report
+    return find_replica(accelerator._clock.parts).report
 
 
 class Survive(RunPart):
@@ -121,27 +138,32 @@ class Survive(RunPart):
     """Set when the Accelerator is built."""
 
     # Any: the components of the Accelerator, in an upper layer
-    def built(self, run: Any) -> None:
+    def built(self, components: Any) -> None:
         """Make this replica known to the lighthouse. Ranks: every rank. Raises: ConfigError for settings and worlds without support."""
-        accelerator, config = run.accelerator, run.accelerator.config
+        accelerator, config = components.accelerator, components.accelerator.config
         settings = config.section(SurviveSettings)
-        check(config)
-        refuse_worlds(accelerator.ctx, settings)
+        check_config(config)
+        refuse_meshes(accelerator.ctx, settings)
         variables = env.snapshot()
         token = secret.read_token(variables) or secret.user_secret(variables)
-        state = RunState(run.prepared, run.strategy.unwrap)
+        run_state = RunState(components.prepared, components.strategy.unwrap)
         self.replica = replica = Replica(
-            settings, run.prepared, state, run.clock, accelerator.ctx, token
+            settings,
+            components.prepared,
+            run_state,
+            components.clock,
+            accelerator.ctx,
+            token,
         )
-        self._clock, self._num_replicas = run.clock, settings.replicas
-        if run.run_log is not None:
-            replica.note = run.run_log.event
+        self._clock, self._num_replicas = components.clock, settings.replicas
+        if components.run_log is not None:
+            replica.note = components.run_log.event
         accelerator.process.leads = lambda: replica.duties.leads
-        preemption, saving = run.preemption, run.saving
+        preemption, saving = components.preemption, components.saving
         replica.duties.received = lambda: preemption.received
         preemption.decide = lambda: replica.leaves
         saving.register_for_checkpointing(replica)
-        state.registered = lambda: [
+        run_state.registered = lambda: [
             stateful for stateful in saving.registered if stateful is not replica
         ]
 
@@ -158,9 +180,9 @@ class Survive(RunPart):
         return None if self.replica.duties.leads else ""
 
     # Any: numbers, strings and tensors
-    def log(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def log(self, logged_values: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Log nothing while this replica, which was healed, is in an epoch that the run has completed."""
-        return None if self.replica.duties.behind else values
+        return None if self.replica.duties.behind else logged_values
 
     def status(self) -> Mapping[str, float | str]:
         """Return the replicas of the run."""

@@ -17,19 +17,19 @@ from hasten.extensions.survive import healing
 from hasten.extensions.survive.coordination import (
     Coordinator,
     Quorum,
-    local_address,
+    find_local_address,
 )
 from hasten.extensions.survive.duties import Duties
 from hasten.extensions.survive.exchange import (
     LostReplicaError,
     Received,
     ReplicaGroup,
-    alone,
+    scale_gradients,
 )
-from hasten.extensions.survive.folder import AGREED, FINISHED, JOINED
-from hasten.extensions.survive.healing import HealingPort, NotHealedError, State
-from hasten.extensions.survive.inside import Inside, joined, of_rank
-from hasten.extensions.survive.ledger_plan import Ledger, Range
+from hasten.extensions.survive.folder import AGREED_FILE, FINISHED_FILE, JOINED_PREFIX
+from hasten.extensions.survive.healing import HealingPort, NotHealedError, RunStateDict
+from hasten.extensions.survive.inside import Inside, address_of_rank, join_addresses
+from hasten.extensions.survive.ledger_plan import Ledger, PositionRange
 from hasten.extensions.survive.report import SurvivalReport
 from hasten.extensions.survive.roles_plan import Member, Roles
 from hasten.extensions.survive.run_state import RunState
@@ -41,9 +41,9 @@ from hasten.runtime.context import ProcessContext
 
 log = logging.getLogger(__name__)
 
-_SLICE_S: Final = 0.2
+_JOIN_RETRY_S: Final = 0.2
 """Seconds between two attempts to join a run whose replicas cannot be reached."""
-_STANDING_S: Final = 0.5
+_MAX_STANDING_S: Final = 0.5
 """Seconds for which updates are made by the same members without asking the lighthouse, so that a returning replica waits no longer."""
 
 
@@ -78,19 +78,21 @@ class Replica:
         self._fresh = True
         self._folder = Path(settings.folder)
         self.duties = Duties(self.name, self._folder)
-        host = local_address(settings.lighthouse)
+        host = find_local_address(settings.lighthouse)
         self._port = HealingPort(host, token)
         self._inside = inside = Inside(ctx.world, host, settings)
-        self._addresses = joined(ctx.world.all_gather_object(self._port.address))
+        self._addresses = join_addresses(
+            ctx.world.all_gather_object(self._port.address)
+        )
         self._coordinator = (
             Coordinator(settings, self._card, inside.alive) if inside.first else None
         )
-        self._asked: Future[Quorum] | None = None
+        self._quorum_future: Future[Quorum] | None = None
         self._standing: tuple[Quorum, Roles] | None = None
         """Members of the previous update that make the next one without asking the lighthouse; None to ask."""
-        self._asks = 1
+        self._next_request = 1
         """Request of this replica for the next exchange: 0 for none, 1 to ask for the members, 2 to end the run as well."""
-        self._met_at = self._updated_at = time.monotonic()
+        self._met_at_s = self._updated_at_s = time.monotonic()
         self._group: ReplicaGroup | None = None
         self._grouped = False
         self.contributors: tuple[str, ...] = ()
@@ -98,9 +100,9 @@ class Replica:
         self._to_heal: list[Member] = []
         self._key = ""
         self._done: tuple[int, int] | None = None
-        self._skips = False
+        self._skips_update = False
         self._agreed_at: int | None = None
-        self.note: Callable[..., None] = lambda kind, **details: None
+        self.note: Callable[..., None] = lambda event_kind, **details: None
         """Called with each event of the run's report, and its details."""
 
     def _card(self) -> Member:
@@ -120,14 +122,20 @@ class Replica:
         return not self._inside.vote(not self.duties.leaves)
 
     # -- samples ---------------------------------------------------------------------------------------------------
-    def opened(self, size: int, rows: int, drop_last: bool, seed: int) -> None:
+    def opened(
+        self, num_samples: int, batch_rows: int, drop_last: bool, seed: int
+    ) -> None:
         """Create the ledger for a loader of these settings, or compare it with the ledger of the run."""
         ledger = self.ledger
         if ledger.size == 0:
-            self.ledger = Ledger(size, rows, drop_last, seed)
-        elif (ledger.size, ledger.rows, ledger.drop_last) != (size, rows, drop_last):
+            self.ledger = Ledger(num_samples, batch_rows, drop_last, seed)
+        elif (ledger.size, ledger.rows, ledger.drop_last) != (
+            num_samples,
+            batch_rows,
+            drop_last,
+        ):
             raise HastenError(
-                f"the loader has {size} samples in batches of {rows}, and the run's ledger {ledger.size} in batches of {ledger.rows}, so "
+                f"the loader has {num_samples} samples in batches of {batch_rows}, and the run's ledger {ledger.size} in batches of {ledger.rows}, so "
                 "positions would mean other samples. Prepare the same training loader first, on all replicas and after a resume."
             )
 
@@ -138,40 +146,40 @@ class Replica:
         if epoch > self.ledger.epoch:
             self.ledger.begin(epoch)
 
-    def round(self, epoch: int) -> list[Range] | None:
+    def round(self, epoch: int) -> list[PositionRange] | None:
         """Return the positions of this replica's next batch, on all ranks; None when the epoch is over, here or for the run."""
         while self.ledger.epoch == epoch:
             ledger = self.ledger
             if not ledger.rounds:
                 self._send_state()
-            if ledger.exhausted and (ledger.rounds or self._agreed()):
+            if ledger.exhausted and (ledger.rounds or self._meet_at_epoch_end()):
                 return None
             if ledger.exhausted:
                 # this replica was healed, and its ledger may have samples again
                 continue
             if (
-                self._asked is None
+                self._quorum_future is None
                 and self._standing is None
                 and self._coordinator is not None
             ):
-                self._asked = self._coordinator.ask()
+                self._quorum_future = self._coordinator.ask()
             return ledger.deal()[self.name]
         return None
 
-    def _agreed(self) -> bool:
+    def _meet_at_epoch_end(self) -> bool:
         """Meet the others at the end of an epoch: the replicas that are behind are healed before any replica leaves.
 
         Returns: False when this replica was healed.
         """
-        healed: list[str] = []
+        healed_names: list[str] = []
         while True:
-            _, roles = self._met()
+            _, roles = self._meet_members()
             if not roles.is_active(self.name):
                 if self._heal(roles):
                     return False
                 continue
-            self.duties.met(roles.contributors, healed)
-            healed += self._note_joined(roles)
+            self.duties.met(roles.contributors, healed_names)
+            healed_names += self._note_joined(roles)
             self.ledger.members = roles.names
             self._to_heal = roles.healed_by(self.name)
             self._send_state()
@@ -185,23 +193,23 @@ class Replica:
 
         Returns: True if this replica was healed instead: it has the run's newest state, and the update must be skipped.
         """
-        key = (self._clock.serial, self._clock.num_updates)
-        if key == self._done:
-            return self._skips
+        window_key = (self._clock.serial, self._clock.num_updates)
+        if window_key == self._done:
+            return self._skips_update
         if self._fresh:
             raise StepError(
                 "step() came before the first batch of the training loader, so this replica has not joined the run and does not know the "
                 "others. Iterate over the loader that was prepared first, and call step() inside that loop."
             )
-        began, retries = time.monotonic(), 0
+        began_s, num_retries = time.monotonic(), 0
         # the first attempt is short, so that the lighthouse is soon asked which replicas are left
         timeout_s = self._settings.heartbeat_timeout_s
         while True:
-            quorum, roles = self._met(standing=True)
+            quorum, roles = self._meet_members(may_stand=True)
             if not roles.is_active(self.name):
                 if not self._heal(roles, in_step=True):
                     continue
-                self._done, self._skips = (
+                self._done, self._skips_update = (
                     (self._clock.serial, self._clock.num_updates),
                     True,
                 )
@@ -210,100 +218,116 @@ class Replica:
                 self._update(holder, quorum, roles, timeout_s)
                 break
             except LostReplicaError as error:
-                retries, timeout_s = retries + 1, self._settings.timeout_s
+                num_retries, timeout_s = num_retries + 1, self._settings.timeout_s
                 log.info(
                     "survive: update %d of replica %s is repeated: %s",
                     *(self.ledger.step, self.name, error),
                 )
                 self._ungroup()
-        self.report.num_retries += retries
-        self._done, self._skips = key, False
-        lost = self._commit(roles)
-        if lost or retries:
+        self.report.num_retries += num_retries
+        self._done, self._skips_update = window_key, False
+        has_lost_members = self._commit_update(roles)
+        if has_lost_members or num_retries:
             self.report.longest_pause_s = max(
-                self.report.longest_pause_s, time.monotonic() - began
+                self.report.longest_pause_s, time.monotonic() - began_s
             )
         return False
 
-    def _met(self, standing: bool = False) -> tuple[Quorum, Roles]:
+    def _meet_members(self, may_stand: bool = False) -> tuple[Quorum, Roles]:
         """Return the members of this update, and their roles; waits until enough replicas are there.
 
         With `standing`, the members of the previous update make this one, if they have agreed to it.
         """
-        kept = self._standing
+        standing_members = self._standing
         if self._coordinator is None:
-            found = self._followed(kept, self._inside.hear())
-        else:
-            found = (self._takes_standing() if standing else None) or self._asked_for(
-                self._coordinator
+            members_of_update = self._decode_decision(
+                standing_members, self._inside.hear()
             )
-            now = time.monotonic()
-            late = now - self._met_at + 2 * (now - self._updated_at) > _STANDING_S
-            self._asks = (
-                2 if self.duties.asks_to_stop else int(bool(found[1].healing) or late)
+        else:
+            members_of_update = (
+                self._take_standing() if may_stand else None
+            ) or self._wait_for_quorum(self._coordinator)
+            now_s = time.monotonic()
+            is_late = (
+                now_s - self._met_at_s + 2 * (now_s - self._updated_at_s)
+                > _MAX_STANDING_S
+            )
+            self._next_request = (
+                2
+                if self.duties.asks_to_stop
+                else int(bool(members_of_update[1].healing) or is_late)
             )
             self._inside.tell(
                 {
-                    "asks": self._asks,
-                    "quorum": None if found is kept else found[0].encoded(),
+                    "asks": self._next_request,
+                    "quorum": None
+                    if members_of_update is standing_members
+                    else members_of_update[0].encoded(),
                 }
             )
         self._standing = None
-        self._key = found[0].key
-        return found
+        self._key = members_of_update[0].key
+        return members_of_update
 
-    def _followed(
-        self, kept: tuple[Quorum, Roles] | None, decision: Mapping[str, Any]
+    def _decode_decision(
+        self, standing_members: tuple[Quorum, Roles] | None, decision: Mapping[str, Any]
     ) -> tuple[Quorum, Roles]:
         """Return the members that the first rank of this replica has decided on."""
-        self._asks = int(decision["asks"])
-        if (told := decision["quorum"]) is None:
-            assert kept is not None, "all ranks of a replica keep the same members"
-            return kept
-        quorum = Quorum.decoded(told)
+        self._next_request = int(decision["asks"])
+        if (encoded_quorum := decision["quorum"]) is None:
+            assert standing_members is not None, (
+                "all ranks of a replica keep the same members"
+            )
+            return standing_members
+        quorum = Quorum.decoded(encoded_quorum)
         return quorum, quorum.roles
 
-    def _asked_for(self, coordinator: Coordinator) -> tuple[Quorum, Roles]:
+    def _wait_for_quorum(self, coordinator: Coordinator) -> tuple[Quorum, Roles]:
         """Return the members that the lighthouse names, when enough replicas are there."""
-        began, told = time.monotonic(), False
+        began_s, is_reported = time.monotonic(), False
         while True:
-            asked, self._asked = self._asked or coordinator.ask(), None
-            self.report.waiting_since = self._met_at = time.monotonic()
+            quorum_future, self._quorum_future = (
+                self._quorum_future or coordinator.ask(),
+                None,
+            )
+            self.report.waiting_since = self._met_at_s = time.monotonic()
             try:
-                quorum = coordinator.wait(asked)
+                quorum = coordinator.wait(quorum_future)
             finally:
                 self.report.waiting_since = None
             roles = quorum.roles
             self._refuse_to_continue_a_finished_run(roles)
-            starts = self._fresh and roles.active[0].fresh
-            if not starts or not (
-                others := self._held_by_others(roles, time.monotonic() - began)
+            starts_run = self._fresh and roles.active[0].fresh
+            if not starts_run or not (
+                unreachable_holders := self._held_by_others(
+                    roles, time.monotonic() - began_s
+                )
             ):
                 return quorum, roles
-            if not told:
+            if not is_reported:
                 log.warning(
                     "survive: replica %s waits: %s hold the run and cannot be reached",
                     self.name,
-                    others,
+                    unreachable_holders,
                 )
-            told = True
-            time.sleep(_SLICE_S)
+            is_reported = True
+            time.sleep(_JOIN_RETRY_S)
 
-    def _takes_standing(self) -> tuple[Quorum, Roles] | None:
+    def _take_standing(self) -> tuple[Quorum, Roles] | None:
         """Return the members of the previous update if all of them have agreed to make this one without asking; None if it is too late.
 
         This only saves time: an update needs the gradients of all of them, and fails if one is away.
         """
-        late = time.monotonic() - self._met_at > self._settings.heartbeat_timeout_s
-        return None if late else self._standing
+        is_late = time.monotonic() - self._met_at_s > self._settings.heartbeat_timeout_s
+        return None if is_late else self._standing
 
     def _note_agreed(self) -> None:
         self._agreed_at = self.ledger.step
         if self.duties.leads and self._inside.first:
-            path = self._folder / AGREED
-            draft = path.with_suffix(f".{self.name}")
-            draft.write_text(self._history())
-            draft.replace(path)
+            agreed_file = self._folder / AGREED_FILE
+            draft_file = agreed_file.with_suffix(f".{self.name}")
+            draft_file.write_text(self._history())
+            draft_file.replace(agreed_file)
 
     def _history(self) -> str:
         return f"{self.ledger.step} {self.ledger.lineage}"
@@ -311,10 +335,10 @@ class Replica:
     def _refuse_to_continue_a_finished_run(self, roles: Roles) -> None:
         """Raise CommError if this replica was away while the others have finished the run."""
         is_complete = len(roles.names) >= self._settings.replicas
-        if is_complete or not (self._folder / FINISHED).exists():
+        if is_complete or not (self._folder / FINISHED_FILE).exists():
             return
-        agreed = self._folder / AGREED
-        if agreed.exists() and agreed.read_text() == self._history():
+        agreed_file = self._folder / AGREED_FILE
+        if agreed_file.exists() and agreed_file.read_text() == self._history():
             return
         raise CommError(
             f"replica {self.name} was away at update {self.ledger.step} while the others finished the run, so the run's result is theirs, and this "
@@ -325,10 +349,12 @@ class Replica:
         self, holder: Holder, quorum: Quorum, roles: Roles, patience_s: float
     ) -> None:
         """Exchange the gradients of the active replicas and write the mean to the parameters, on all ranks of this replica or on none."""
-        parameters = [one for one in holder.parameters if one.requires_grad]
-        weight, share = self._weights()
-        failed: LostReplicaError | None = None
-        received: Received | None = None
+        parameters = [
+            parameter for parameter in holder.parameters if parameter.requires_grad
+        ]
+        weight, weight_share = self._count_weights()
+        lost_error: LostReplicaError | None = None
+        received_gradients: Received | None = None
         try:
             self._form(quorum, roles)
             if self._group is not None:
@@ -338,82 +364,96 @@ class Replica:
                     float(len(parameters)),
                 )
                 self._group.timeout_s = patience_s
-                received = self._group.receive(
-                    parameters, weight, share, facts, self._asks
+                received_gradients = self._group.receive(
+                    parameters, weight, weight_share, facts, self._next_request
                 )
         except LostReplicaError as error:
             # the frames of the error hold messages, and these the connections
-            failed = LostReplicaError(*error.args)
-        if len(roles.active) > 1 and not self._inside.vote(failed is None):
-            raise failed or LostReplicaError(
+            lost_error = LostReplicaError(*error.args)
+        if len(roles.active) > 1 and not self._inside.vote(lost_error is None):
+            raise lost_error or LostReplicaError(
                 "another rank of this replica has lost a member"
             )
-        if received is None:
-            alone(parameters, weight / share if share else 0.0)
+        if received_gradients is None:
+            scale_gradients(parameters, weight / weight_share if weight_share else 0.0)
         else:
-            received.write()
-        asks = self._asks if received is None else received.asks
-        self.duties.updated(roles.contributors, asks > 1)
-        self._standing = None if asks else (quorum, roles)
-        self._updated_at = time.monotonic()
+            received_gradients.write()
+        next_request = (
+            self._next_request
+            if received_gradients is None
+            else received_gradients.request
+        )
+        self.duties.updated(roles.contributors, next_request > 1)
+        self._standing = None if next_request else (quorum, roles)
+        self._updated_at_s = time.monotonic()
 
     def _form(self, quorum: Quorum, roles: Roles) -> None:
         """Connect this rank to the same rank of the other active replicas, unless it is. Raises: LostReplicaError."""
-        names = roles.contributors
-        if names == self.contributors and self._grouped:
+        member_names = roles.contributors
+        if member_names == self.contributors and self._grouped:
             return
         self._ungroup()
-        if len(names) > 1:
-            key = f"{quorum.key}/{'+'.join(names)}/{self._inside.rank}"
-            store, timeout_s = roles.active[0].store, self._settings.timeout_s
+        if len(member_names) > 1:
+            group_key = f"{quorum.key}/{'+'.join(member_names)}/{self._inside.rank}"
+            store_address, timeout_s = roles.active[0].store, self._settings.timeout_s
             self._group = ReplicaGroup(
-                store, key, names.index(self.name), len(names), timeout_s
+                store_address,
+                group_key,
+                member_names.index(self.name),
+                len(member_names),
+                timeout_s,
             )
-        self.contributors, self._grouped = names, True
+        self.contributors, self._grouped = member_names, True
 
-    def _weights(self) -> tuple[float, float]:
+    def _count_weights(self) -> tuple[float, float]:
         """Return the factor of this replica's gradients, and its share of the sum of weights."""
-        rounds, real = self.ledger.amounts(self.name, self._inside.size)
-        weights = self._clock.window_weights()
-        if weights is None:
-            return (float(rounds), float(real)) if rounds else (1.0, 1.0)
-        if len(weights) > 1:
+        num_rounds, num_real = self.ledger.amounts(self.name, self._inside.size)
+        window_weights = self._clock.window_weights()
+        if window_weights is None:
+            return (float(num_rounds), float(num_real)) if num_rounds else (1.0, 1.0)
+        if len(window_weights) > 1:
             raise StepError(
-                f"a window has {len(weights)} weighted losses in each micro-step, and replicas exchange gradients that have one common weight. "
+                f"a window has {len(window_weights)} weighted losses in each micro-step, and replicas exchange gradients that have one common weight. "
                 "Add the losses before backward()."
             )
-        total = self._inside.total(weights[0])
-        return total, total
+        total_weight = self._inside.total(window_weights[0])
+        return total_weight, total_weight
 
-    def _commit(self, roles: Roles) -> bool:
+    def _commit_update(self, roles: Roles) -> bool:
         """Record the update that is about to be applied; returns whether samples were given out again."""
         ledger = self.ledger
-        present = {one.name for one in roles.active}
-        absent = [name for name in ledger.members if name not in present]
-        returned = ledger.commit([one.name for one in roles.active], roles.names)
+        present_names = {member.name for member in roles.active}
+        absent_names = [
+            absent_name
+            for absent_name in ledger.members
+            if absent_name not in present_names
+        ]
+        returned_ranges = ledger.commit(
+            [member.name for member in roles.active], roles.names
+        )
         self._note_joined(roles)
         self._to_heal = roles.healed_by(self.name)
-        if not absent:
+        if not absent_names:
             return False
-        self.report.lost += [(ledger.step, name) for name in absent]
-        number = sum(end - start for start, end in returned)
-        self.report.num_returned += number
-        words = f"{', '.join(absent)} in update {ledger.step}; {len(present)} left, {number} samples given out again"
+        self.report.lost += [(ledger.step, absent_name) for absent_name in absent_names]
+        num_returned = sum(end - start for start, end in returned_ranges)
+        self.report.num_returned += num_returned
+        words = f"{', '.join(absent_names)} in update {ledger.step}; {len(present_names)} left, {num_returned} samples given out again"
         self.note("replicas lost", words=words)
         log.warning(
             "survive: update %d was made by %d replica(s), without %s; %d samples are given out again",
-            *(ledger.step, len(present), ", ".join(absent), number),
+            *(ledger.step, len(present_names), ", ".join(absent_names), num_returned),
         )
         return True
 
     def _note_joined(self, roles: Roles) -> list[str]:
-        joined = [one.name for one, _ in roles.healing]
-        self.report.joined += [(self.ledger.step, name) for name in joined]
+        joined_names = [member.name for member, _ in roles.healing]
+        self.report.joined += [(self.ledger.step, name) for name in joined_names]
         self.report.num_present = len(roles.names)
-        if joined:
-            words = f"{', '.join(joined)} after update {self.ledger.step}; {len(roles.names)} present"
+        if joined_names:
+            words = f"{', '.join(joined_names)} after update {self.ledger.step}; {len(roles.names)} present"
             self.note("replicas joined", words=words)
-        return joined
+        return joined_names
 
     def _ungroup(self) -> None:
         self._standing = None
@@ -430,7 +470,7 @@ class Replica:
                 "be applied together or not at all. Put all parameters into groups of one optimizer."
             )
         while self._fresh:
-            _, roles = self._met()
+            _, roles = self._meet_members()
             if roles.is_active(self.name):
                 self._fresh = False
                 self._mark_as_joined()
@@ -445,61 +485,71 @@ class Replica:
         """Return the live replicas that have joined the run and cannot be reached: a second run must not start beside theirs."""
         if waited_s > self._settings.hang_timeout_s:
             return []
-        found = [
-            path.name.removeprefix(JOINED) for path in self._folder.glob(f"{JOINED}*")
+        holder_names = [
+            joined_file.name.removeprefix(JOINED_PREFIX)
+            for joined_file in self._folder.glob(f"{JOINED_PREFIX}*")
         ]
-        return sorted(set(found) - set(roles.names))
+        return sorted(set(holder_names) - set(roles.names))
 
     def _mark_as_joined(self) -> None:
         """Tell later processes of this machine that this one holds the run's state; the launcher undoes it when the process ends."""
         if self._inside.first:
-            (self._folder / f"{JOINED}{self.name}").touch()
+            (self._folder / f"{JOINED_PREFIX}{self.name}").touch()
 
     def _send_state(self) -> None:
         """Send this replica's state to those that have to be healed by it; called between two updates."""
-        waiting, self._to_heal = self._to_heal, []
-        if not waiting:
+        waiting_members, self._to_heal = self._to_heal, []
+        if not waiting_members:
             return
-        state: State = {
+        state: RunStateDict = {
             "ledger": self.ledger.encoded(),
             "clock": self._clock.num_updates,
             **self.state.collected(),
         }
-        content = healing.pack(state)
-        for one in waiting:
+        packed_state = healing.pack_state(state)
+        for waiting_member in waiting_members:
             try:
-                address = of_rank(one.heal, self._inside.rank)
-                healing.send(
-                    content, address, self._token, self._key, self._settings.timeout_s
+                address = address_of_rank(waiting_member.heal, self._inside.rank)
+                healing.send_state(
+                    packed_state,
+                    address,
+                    self._token,
+                    self._key,
+                    self._settings.timeout_s,
                 )
             except OSError as error:
                 log.warning(
-                    "survive: replica %s could not be healed: %s", one.name, error
+                    "survive: replica %s could not be healed: %s",
+                    waiting_member.name,
+                    error,
                 )
 
     def _heal(self, roles: Roles, in_step: bool = False) -> bool:
         """Receive the run's state from another replica; returns False if that one was lost, and nothing has changed."""
-        source, settings = roles.source_of(self.name), self._settings
+        source_member, survive_settings = roles.source_of(self.name), self._settings
         self._ungroup()
-        state: State | None = None
+        received_state: RunStateDict | None = None
         try:
-            address = of_rank(source.heal, self._inside.rank)
-            state = self._port.receive(
-                address, self._key, settings.hang_timeout_s, settings.timeout_s
+            address = address_of_rank(source_member.heal, self._inside.rank)
+            received_state = self._port.receive(
+                address,
+                self._key,
+                survive_settings.hang_timeout_s,
+                survive_settings.timeout_s,
             )
         except NotHealedError as error:
             log.warning(
                 "survive: replica %s was not healed by %s: %s",
                 self.name,
-                source.name,
+                source_member.name,
                 error,
             )
-        if not self._inside.vote(state is not None) or state is None:
+        if not self._inside.vote(received_state is not None) or received_state is None:
             return False
-        self._load(state, in_step)
+        self._load(received_state, in_step)
         return True
 
-    def _load(self, state: State, in_step: bool) -> None:
+    def _load(self, state: RunStateDict, in_step: bool) -> None:
         self.state.load(state)
         self.ledger = Ledger.decoded(state["ledger"])
         # the skipped step is counted when it ends
@@ -508,9 +558,11 @@ class Replica:
         self._mark_as_joined()
         self.duties.healed()
         self.report.healed.append(self.ledger.step)
-        rank = [256 + self._inside.rank] if self._inside.rank else []
+        rank_seeds = [256 + self._inside.rank] if self._inside.rank else []
         torch.manual_seed(
-            derive_seed(self.ledger.seed, self.ledger.step, *self.name.encode(), *rank)
+            derive_seed(
+                self.ledger.seed, self.ledger.step, *self.name.encode(), *rank_seeds
+            )
         )
         log.info(
             "survive: replica %s has joined after update %d",
@@ -537,7 +589,7 @@ class Replica:
     def finish(self) -> None:
         """Meet the others a last time, so that replicas that are behind are healed, then leave the run."""
         if not self._fresh and self._agreed_at != self.ledger.step and not self.leaves:
-            self._agreed()
+            self._meet_at_epoch_end()
         # the first rank serves the others' store until they have come here
         self._inside.vote(True)
         self.close()

@@ -17,13 +17,13 @@ from hasten.errors import LaunchError
 from hasten.launch.base import Meeting
 from hasten.launch.checkin import Report, list_differences
 
-_EVERY_S: Final = 0.2
+_MESSAGE_INTERVAL_S: Final = 0.2
 """Seconds between two messages of a machine."""
-_SILENT_S: Final = 3.0
+_SILENCE_TIMEOUT_S: Final = 3.0
 """Seconds without an answer after which a connection counts as lost and is made anew."""
-_LAST_S: Final = 3.0
+_LAST_NEWS_S: Final = 3.0
 """Seconds in which the other machines are told the result of the run."""
-_MOST_CHARS: Final = 1 << 20
+_MAX_MESSAGE_CHARS: Final = 1 << 20
 
 
 @dataclass(slots=True)
@@ -75,30 +75,40 @@ class MachineNetwork(Protocol):
         ...
 
 
-def united(all_notes: Mapping[int, MachineNotes]) -> RunNotes:
+def merge_notes(all_notes: Mapping[int, MachineNotes]) -> RunNotes:
     """Return the facts of all machines together; of several agreements, the latest one."""
-    every = list(all_notes.values())
+    machine_notes = list(all_notes.values())
     return RunNotes(
-        joined=sorted(name for one in every for name in one.joined),
-        agreed=max((one.agreed for one in every), key=_update_of, default=""),
-        finished=any(one.finished for one in every),
-        running=sum(one.running for one in every),
+        joined=sorted(
+            replica_name for notes in machine_notes for replica_name in notes.joined
+        ),
+        agreed=max(
+            (notes.agreed for notes in machine_notes),
+            key=_step_of_agreement,
+            default="",
+        ),
+        finished=any(notes.finished for notes in machine_notes),
+        running=sum(notes.running for notes in machine_notes),
     )
 
 
-def _update_of(agreed: str) -> int:
-    first = agreed.partition(" ")[0]
-    return int(first) if first.isdecimal() else -1
+def _step_of_agreement(agreed: str) -> int:
+    step_text = agreed.partition(" ")[0]
+    return int(step_text) if step_text.isdecimal() else -1
 
 
-def own_replicas(replicas: int, machines: int, rank: int) -> range:
+def replicas_of_machine(
+    num_replicas: int, num_machines: int, machine_rank: int
+) -> range:
     """Return the numbers of the replicas on one machine; the first machines have one more where it does not divide evenly."""
-    share, more = divmod(replicas, machines)
-    start = rank * share + min(rank, more)
-    return range(start, start + share + (rank < more))
+    equal_share, num_larger = divmod(num_replicas, num_machines)
+    first_replica = machine_rank * equal_share + min(machine_rank, num_larger)
+    return range(
+        first_replica, first_replica + equal_share + (machine_rank < num_larger)
+    )
 
 
-def proof(token: bytes | None, nonce: str) -> str:
+def prove_token(token: bytes | None, nonce: str) -> str:
     """Return the text that proves the knowledge of the job's token."""
     return hmac.new(
         token or b"", f"hasten machines {nonce}".encode(), "sha256"
@@ -107,7 +117,7 @@ def proof(token: bytes | None, nonce: str) -> str:
 
 # -- machine 0 ---------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
-class _Guest:
+class _RemoteMachine:
     """Another machine as machine 0 knows it."""
 
     host: str
@@ -125,14 +135,14 @@ class OneMachine:
     rank = 0
     broken_s = 0.0
 
-    def __init__(self, lighthouse: str) -> None:
-        self.lighthouse = lighthouse
+    def __init__(self, lighthouse_address: str) -> None:
+        self.lighthouse = lighthouse_address
 
     def exchange(self, notes: MachineNotes, stop: int | None) -> RunNotes:
         """Return this machine's facts."""
         return RunNotes(notes.joined, notes.agreed, notes.finished, notes.running, stop)
 
-    def close(self, code: int) -> None:
+    def close(self, exit_code: int) -> None:
         """Do nothing: there is no other machine."""
 
 
@@ -148,39 +158,39 @@ class MachineServer:
         report: Report,
         check_in: str,
         token: bytes | None,
-        say: Callable[[str], None],
+        print_message: Callable[[str], None],
     ) -> None:
         self._meeting, self._report, self._check_in, self._token, self._say = (
             meeting,
             report,
             check_in,
             token,
-            say,
+            print_message,
         )
         self.lighthouse = ""
         """Address of the lighthouse, which the other machines are told; they wait while it is empty."""
         self._own = MachineNotes()
         self._stop: int | None = None
         self._code: int | None = None
-        self._guests: dict[int, _Guest] = {}
-        self._told: set[int] = set()
+        self._machines: dict[int, _RemoteMachine] = {}
+        self._informed_ranks: set[int] = set()
         self._connections = 0
         self._open: set[socket.socket] = set()
         self._closed = threading.Event()
         self._lock = threading.Lock()
         try:
-            family = socket.getaddrinfo(
+            address_family = socket.getaddrinfo(
                 meeting.address, meeting.port, type=socket.SOCK_STREAM
             )[0][0]
             self._server = socket.create_server(
-                (meeting.address, meeting.port), family=family, backlog=64
+                (meeting.address, meeting.port), family=address_family, backlog=64
             )
         except OSError as error:
             raise LaunchError(
                 f"machine 0 cannot listen at {meeting.address}:{meeting.port} ({error.strerror or error}), so the other machines could not find the "
                 "run. Give --main_process_ip an address of this machine, and --main_process_port a free port."
             ) from error
-        self._server.settimeout(_EVERY_S)
+        self._server.settimeout(_MESSAGE_INTERVAL_S)
         self._threads = [
             threading.Thread(target=self._accept, name="hasten-machines", daemon=True)
         ]
@@ -193,42 +203,47 @@ class MachineServer:
             return self._run()
 
     def _run(self) -> RunNotes:
-        now = time.monotonic()
-        found = united(
+        now_s = time.monotonic()
+        run_notes = merge_notes(
             {
                 0: self._own,
-                **{rank: guest.notes for rank, guest in self._guests.items()},
+                **{rank: machine.notes for rank, machine in self._machines.items()},
             }
         )
-        silent = [one for one in self._guests.values() if now - one.seen > _SILENT_S]
-        found.running -= sum(one.notes.running for one in silent)
-        found.stop, found.code = self._stop, self._code
-        return found
+        silent_machines = [
+            machine
+            for machine in self._machines.values()
+            if now_s - machine.seen > _SILENCE_TIMEOUT_S
+        ]
+        run_notes.running -= sum(machine.notes.running for machine in silent_machines)
+        run_notes.stop, run_notes.code = self._stop, self._code
+        return run_notes
 
-    def close(self, code: int) -> None:
+    def close(self, exit_code: int) -> None:
         """Tell all machines that respond the exit code of the run, then stop listening."""
         if self._closed.is_set():
             return
         with self._lock:
-            self._code = code
-        until = time.monotonic() + _LAST_S
-        while time.monotonic() < until:
+            self._code = exit_code
+        deadline_s = time.monotonic() + _LAST_NEWS_S
+        while time.monotonic() < deadline_s:
             with self._lock:
-                there = {
+                responding_ranks = {
                     rank
-                    for rank, one in self._guests.items()
-                    if one.connection and time.monotonic() - one.seen < _SILENT_S
+                    for rank, machine in self._machines.items()
+                    if machine.connection
+                    and time.monotonic() - machine.seen < _SILENCE_TIMEOUT_S
                 }
-                if there <= self._told:
+                if responding_ranks <= self._informed_ranks:
                     break
-            time.sleep(_EVERY_S / 4)
+            time.sleep(_MESSAGE_INTERVAL_S / 4)
         self._closed.set()
         with self._lock:
             for connection in self._open:
                 with suppress(OSError):  # closed by the other side
                     connection.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(_LAST_S)
+            thread.join(_LAST_NEWS_S)
         self._server.close()
 
     def _accept(self) -> None:
@@ -245,104 +260,150 @@ class MachineServer:
                 thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
-        rank, number = None, 0
+        machine_rank, connection_number = None, 0
         connection.settimeout(60.0)
         with self._lock:
             self._open.add(connection)
         # a stranger, or a machine that was lost
-        lost = suppress(OSError, ValueError, KeyError, TypeError)
-        with lost, connection, connection.makefile("rw", encoding="utf-8") as lines:
+        lost_errors = suppress(OSError, ValueError, KeyError, TypeError)
+        with (
+            lost_errors,
+            connection,
+            connection.makefile("rw", encoding="utf-8") as message_stream,
+        ):
             nonce = secrets.token_hex(16)
-            _write(lines, {"nonce": nonce})
-            rank, number = self._admit(_read(lines), nonce, lines)
-            while rank is not None:
-                self._answer(rank, number, _read(lines), lines)
+            _write_message(message_stream, {"nonce": nonce})
+            machine_rank, connection_number = self._admit_machine(
+                _read_message(message_stream), nonce, message_stream
+            )
+            while machine_rank is not None:
+                self._answer(
+                    machine_rank,
+                    connection_number,
+                    _read_message(message_stream),
+                    message_stream,
+                )
         with self._lock:
             self._open.discard(connection)
-            if rank is not None and self._guests[rank].connection == number:
-                self._guests[
-                    rank
+            if (
+                machine_rank is not None
+                and self._machines[machine_rank].connection == connection_number
+            ):
+                self._machines[
+                    machine_rank
                     # its kernel has closed the connection: its replicas end with it
                 ].notes = MachineNotes()
-                self._guests[rank].connection = 0
+                self._machines[machine_rank].connection = 0
                 if self._code is None:
                     self._say(
-                        f"machine {rank} ({self._guests[rank].host}) has closed its connection; the others continue"
+                        f"machine {machine_rank} ({self._machines[machine_rank].host}) has closed its connection; the others continue"
                     )
 
-    def _admit(
-        self, hello: Mapping[str, Any], nonce: str, lines: TextIO
+    def _admit_machine(
+        self, hello_message: Mapping[str, Any], nonce: str, message_stream: TextIO
     ) -> tuple[int | None, int]:
         """Return the rank of a machine, and the number of its connection; None for one that is refused, which is told why."""
-        if not hmac.compare_digest(str(hello["proof"]), proof(self._token, nonce)):
-            _write(
-                lines,
+        if not hmac.compare_digest(
+            str(hello_message["proof"]), prove_token(self._token, nonce)
+        ):
+            _write_message(
+                message_stream,
                 {
                     "refused": "it does not have the job's token; set the same HASTEN_TOKEN on all machines, or share the home folder"
                 },
             )
             return None, 0
-        report = Report.decode(json.dumps(hello["report"]))
+        report = Report.decode(json.dumps(hello_message["report"]))
         while not self.lighthouse and not self._closed.is_set():
-            time.sleep(_EVERY_S / 4)
+            time.sleep(_MESSAGE_INTERVAL_S / 4)
         with self._lock:
-            rank, why = self._rank_of(
-                hello["rank"], report, launcher := str(hello["launcher"])
+            machine_rank, refusal_reason = self._rank_of(
+                hello_message["rank"],
+                report,
+                launcher := str(hello_message["launcher"]),
             )
-            if why and (self._check_in == "error" or rank is None):
-                _write(lines, {"refused": why})
+            if refusal_reason and (self._check_in == "error" or machine_rank is None):
+                _write_message(message_stream, {"refused": refusal_reason})
                 return None, 0
-            assert rank is not None, "a machine without a rank was refused"
+            assert machine_rank is not None, "a machine without a rank was refused"
             self._connections += 1
-            known, number = self._guests.get(rank), self._connections
-            notes = known.notes if known else MachineNotes()
-            self._guests[rank] = _Guest(
-                report.host, launcher, notes, time.monotonic(), number
+            known_machine, connection_number = (
+                self._machines.get(machine_rank),
+                self._connections,
             )
-        self._say(f"machine {rank} ({report.host}) is {'back' if known else 'there'}")
-        _write(lines, {"rank": rank, "lighthouse": self.lighthouse, "warning": why})
-        return rank, number
+            machine_notes = known_machine.notes if known_machine else MachineNotes()
+            self._machines[machine_rank] = _RemoteMachine(
+                report.host,
+                launcher,
+                machine_notes,
+                time.monotonic(),
+                connection_number,
+            )
+        self._say(
+            f"machine {machine_rank} ({report.host}) is {'back' if known_machine else 'there'}"
+        )
+        _write_message(
+            message_stream,
+            {
+                "rank": machine_rank,
+                "lighthouse": self.lighthouse,
+                "warning": refusal_reason,
+            },
+        )
+        return machine_rank, connection_number
 
     def _rank_of(
-        self, wanted: int | None, report: Report, launcher: str
+        self, requested_rank: int | None, report: Report, launcher: str
     ) -> tuple[int | None, str]:
         """Return the rank of a machine and the reason to refuse it, empty for none."""
-        machines, now = self._meeting.max_machines, time.monotonic()
-        live = {
+        num_machines, now_s = self._meeting.max_machines, time.monotonic()
+        live_ranks = {
             rank
-            for rank, one in self._guests.items()
-            if one.connection and now - one.seen < _SILENT_S
+            for rank, machine in self._machines.items()
+            if machine.connection and now_s - machine.seen < _SILENCE_TIMEOUT_S
         }
-        busy = {rank for rank in live if self._guests[rank].launcher != launcher}
-        free = [rank for rank in range(1, machines) if rank not in busy]
-        same = [
+        busy_ranks = {
+            rank for rank in live_ranks if self._machines[rank].launcher != launcher
+        }
+        free_ranks = [rank for rank in range(1, num_machines) if rank not in busy_ranks]
+        returning_ranks = [
             rank
-            for rank in free
-            if rank in self._guests and self._guests[rank].host == report.host
+            for rank in free_ranks
+            if rank in self._machines and self._machines[rank].host == report.host
         ]
-        rank = wanted if wanted is not None else next(iter([*same, *free]), None)
-        if rank is None or rank in busy or not 0 < rank < machines:
+        rank = (
+            requested_rank
+            if requested_rank is not None
+            else next(iter([*returning_ranks, *free_ranks]), None)
+        )
+        if rank is None or rank in busy_ranks or not 0 < rank < num_machines:
             return None, (
-                f"{report.host} wants to be machine {'of any rank' if rank is None else rank} of {machines}, and the ranks {sorted({0, *busy})} are taken; "
+                f"{report.host} wants to be machine {'of any rank' if rank is None else rank} of {num_machines}, and the ranks {sorted({0, *busy_ranks})} are taken; "
                 "each must be different. Correct --machine_rank or --num_machines"
             )
-        found = (
+        differences = (
             list_differences([self._report, report]) if self._check_in != "off" else []
         )
-        return rank, "the machines differ: " + "; ".join(found) if found else ""
+        return rank, "the machines differ: " + "; ".join(
+            differences
+        ) if differences else ""
 
     def _answer(
-        self, rank: int, number: int, message: Mapping[str, Any], lines: TextIO
+        self,
+        rank: int,
+        connection_number: int,
+        message: Mapping[str, Any],
+        message_stream: TextIO,
     ) -> None:
         with self._lock:
-            guest = self._guests[rank]
-            if guest.connection != number:
+            machine = self._machines[rank]
+            if machine.connection != connection_number:
                 raise ValueError("a newer connection has taken the place of this one")
-            guest.notes, guest.seen = MachineNotes(**message), time.monotonic()
-            found = self._run()
-            if found.code is not None:
-                self._told.add(rank)
-        _write(lines, asdict(found))
+            machine.notes, machine.seen = MachineNotes(**message), time.monotonic()
+            run_notes = self._run()
+            if run_notes.code is not None:
+                self._informed_ranks.add(rank)
+        _write_message(message_stream, asdict(run_notes))
 
 
 # -- the other machines ------------------------------------------------------------------------------------------------
@@ -354,14 +415,14 @@ class MachineClient:
         meeting: Meeting,
         report: Report,
         token: bytes | None,
-        say: Callable[[str], None],
+        print_message: Callable[[str], None],
     ) -> None:
         """Connect to machine 0. Raises: LaunchError when it does not respond in time, or refuses this machine."""
         self._meeting, self._report, self._token, self._say = (
             meeting,
             report,
             token,
-            say,
+            print_message,
         )
         self.rank = meeting.machine_rank or -1
         self.lighthouse = ""
@@ -369,21 +430,24 @@ class MachineClient:
         self._own = MachineNotes()
         self._run = RunNotes()
         self._refused = ""
-        self._heard = time.monotonic()
-        self._there = threading.Event()
+        self._heard_at_s = time.monotonic()
+        self._is_answered = threading.Event()
         self._closed = threading.Event()
         self._thread = threading.Thread(
             target=self._keep_connected, name="hasten-machines", daemon=True
         )
         self._thread.start()
-        place, patience_s = f"{meeting.address}:{meeting.port}", meeting.join_timeout_s
-        self._there.wait(patience_s)
-        if self._refused or not self._there.is_set():
+        server_address, patience_s = (
+            f"{meeting.address}:{meeting.port}",
+            meeting.join_timeout_s,
+        )
+        self._is_answered.wait(patience_s)
+        if self._refused or not self._is_answered.is_set():
             self._closed.set()
             raise LaunchError(
-                f"machine 0 at {place} has refused this machine: {self._refused}."
+                f"machine 0 at {server_address} has refused this machine: {self._refused}."
                 if self._refused
-                else f"machine 0 does not respond at {place} for {patience_s:.0f} s, so this machine cannot join the run. Start the same command there "
+                else f"machine 0 does not respond at {server_address} for {patience_s:.0f} s, so this machine cannot join the run. Start the same command there "
                 "with --machine_rank 0, check that the address is reachable, or raise --rdzv_conf join_timeout=SECONDS."
             )
 
@@ -399,68 +463,73 @@ class MachineClient:
     @property
     def broken_s(self) -> float:
         """Seconds for which machine 0 has not responded; 0 while it does."""
-        silent = time.monotonic() - self._heard
-        return silent if silent > _SILENT_S else 0.0
+        silence_s = time.monotonic() - self._heard_at_s
+        return silence_s if silence_s > _SILENCE_TIMEOUT_S else 0.0
 
-    def close(self, code: int) -> None:
+    def close(self, exit_code: int) -> None:
         """Tell the last facts, and close the connection."""
         self._closed.set()
-        self._thread.join(_SILENT_S)
+        self._thread.join(_SILENCE_TIMEOUT_S)
 
     def _keep_connected(self) -> None:
         while not self._closed.is_set() and not self._refused:
             # machine 0 is away: it is tried again
             with suppress(OSError, ValueError, KeyError, TypeError):
-                self._talk()
-            self._closed.wait(_EVERY_S)
+                self._exchange_messages()
+            self._closed.wait(_MESSAGE_INTERVAL_S)
 
-    def _talk(self) -> None:
-        address = (self._meeting.address, self._meeting.port)
+    def _exchange_messages(self) -> None:
+        server_address = (self._meeting.address, self._meeting.port)
         with (
-            socket.create_connection(address, timeout=_SILENT_S) as connection,
-            connection.makefile("rw", encoding="utf-8") as lines,
+            socket.create_connection(
+                server_address, timeout=_SILENCE_TIMEOUT_S
+            ) as connection,
+            connection.makefile("rw", encoding="utf-8") as message_stream,
         ):
-            connection.settimeout(_SILENT_S)
-            nonce = _read(lines)["nonce"]
+            connection.settimeout(_SILENCE_TIMEOUT_S)
+            nonce = _read_message(message_stream)["nonce"]
             rank = self.rank if self.rank >= 0 else None
-            hello = {
-                "proof": proof(self._token, nonce),
+            hello_message = {
+                "proof": prove_token(self._token, nonce),
                 "rank": rank,
                 "launcher": self._launcher,
             }
-            _write(lines, {**hello, "report": json.loads(self._report.encode())})
-            connection.settimeout(max(_SILENT_S, self._meeting.join_timeout_s))
-            welcome = _read(lines)
-            if "refused" in welcome:
-                self._refused = str(welcome["refused"])
-                self._there.set()
-                return
-            connection.settimeout(_SILENT_S)
-            self.rank, self.lighthouse = (
-                int(welcome["rank"]),
-                str(welcome["lighthouse"]),
+            _write_message(
+                message_stream,
+                {**hello_message, "report": json.loads(self._report.encode())},
             )
-            if welcome["warning"]:
-                self._say(str(welcome["warning"]))
+            connection.settimeout(max(_SILENCE_TIMEOUT_S, self._meeting.join_timeout_s))
+            welcome_message = _read_message(message_stream)
+            if "refused" in welcome_message:
+                self._refused = str(welcome_message["refused"])
+                self._is_answered.set()
+                return
+            connection.settimeout(_SILENCE_TIMEOUT_S)
+            self.rank, self.lighthouse = (
+                int(welcome_message["rank"]),
+                str(welcome_message["lighthouse"]),
+            )
+            if welcome_message["warning"]:
+                self._say(str(welcome_message["warning"]))
             while True:
-                last = self._closed.is_set()
-                _write(lines, asdict(self._own))
-                self._run = RunNotes(**_read(lines))
-                self._heard = time.monotonic()
-                self._there.set()
-                if last:
+                is_last_message = self._closed.is_set()
+                _write_message(message_stream, asdict(self._own))
+                self._run = RunNotes(**_read_message(message_stream))
+                self._heard_at_s = time.monotonic()
+                self._is_answered.set()
+                if is_last_message:
                     return
-                self._closed.wait(_EVERY_S)
+                self._closed.wait(_MESSAGE_INTERVAL_S)
 
 
-def _write(lines: TextIO, message: Mapping[str, Any]) -> None:
-    lines.write(json.dumps(message) + "\n")
-    lines.flush()
+def _write_message(message_stream: TextIO, message: Mapping[str, Any]) -> None:
+    message_stream.write(json.dumps(message) + "\n")
+    message_stream.flush()
 
 
-def _read(lines: TextIO) -> Mapping[str, Any]:
+def _read_message(message_stream: TextIO) -> Mapping[str, Any]:
     """Return the next message. Raises: EOFError, which is an OSError here, at the end of the connection."""
-    line = lines.readline(_MOST_CHARS)
+    line = message_stream.readline(_MAX_MESSAGE_CHARS)
     if not line.endswith("\n"):
         raise ConnectionError("the connection was closed")
     message: Mapping[str, Any] = json.loads(line)

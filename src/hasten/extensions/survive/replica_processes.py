@@ -18,7 +18,7 @@ from hasten.launch.failure import Failure, read_failure
 from hasten.launch.guard import kill_groups
 from hasten.runtime.launcher_files import ERROR_FILE
 
-_LOCAL: Final = "127.0.0.1"
+_LOCAL_ADDRESS: Final = "127.0.0.1"
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class ReplicaProcesses:
 
     processes: list[subprocess.Popen[bytes]]
     error_files: list[str]
-    began: float
+    began_s: float
     quick: int
     """Errors of the replica's own program so far, one soon after the other."""
     signalled: bool = False
@@ -44,42 +44,44 @@ class ReplicaProcesses:
         A rank that was killed ends it rather than one that has met an error, which may be due to the former; of several errors, the
         one that was recorded first.
         """
-        codes = [process.poll() for process in self.processes]
-        failed = [(rank, code) for rank, code in enumerate(codes) if code]
-        if failed:
+        exit_codes = [process.poll() for process in self.processes]
+        failed_ranks = [
+            (rank, exit_code) for rank, exit_code in enumerate(exit_codes) if exit_code
+        ]
+        if failed_ranks:
             return min(
-                failed,
-                key=lambda one: (
-                    one[1] > 0,
-                    _time_of(self.error_files[one[0]]),
-                    one[0],
+                failed_ranks,
+                key=lambda failed_rank: (
+                    failed_rank[1] > 0,
+                    _written_at_s(self.error_files[failed_rank[0]]),
+                    failed_rank[0],
                 ),
             )
-        return None if None in codes else (0, 0)
+        return None if None in exit_codes else (0, 0)
 
     @property
     def running(self) -> bool:
         """True if a process has not ended."""
         return any(process.poll() is None for process in self.processes)
 
-    def failure(self, rank: int, code: int) -> Failure:
+    def failure(self, rank: int, exit_code: int) -> Failure:
         """Return the end of a rank, with the error that it has recorded."""
         pid, error_file = self.processes[rank].pid, self.error_files[rank]
         return read_failure(
             rank,
             socket.gethostname(),
-            code,
+            exit_code,
             pid,
             error_file=error_file,
             time=time.time(),
         )
 
-    def send(self, number: int) -> None:
+    def send(self, signal_number: int) -> None:
         """Send a signal to all processes."""
-        for group in self.groups:
+        for process_group in self.groups:
             # a rank that has ended before the others
             with suppress(ProcessLookupError):
-                os.killpg(group, number)
+                os.killpg(process_group, signal_number)
 
     def end(self) -> None:
         """Kill all processes, and those that they have started."""
@@ -88,24 +90,34 @@ class ReplicaProcesses:
             process.wait()
 
 
-def start(
-    proc: Proc, common: Mapping[str, str], error_file: str, quick: int
+def start_replica(
+    proc: Proc,
+    common_variables: Mapping[str, str],
+    error_file: str,
+    num_quick_failures: int,
 ) -> ReplicaProcesses:
     """Start the processes of a replica with these variables; `error_file` begins the names of their error files."""
-    count, variables = proc.count, dict(common)
-    if count > 1:
-        variables |= {"MASTER_ADDR": _LOCAL, "MASTER_PORT": str(_free_port())}
-        variables |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    num_ranks, variables = proc.count, dict(common_variables)
+    if num_ranks > 1:
+        variables |= {
+            "MASTER_ADDR": _LOCAL_ADDRESS,
+            "MASTER_PORT": str(_find_free_port()),
+        }
+        variables |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     processes, error_files = [], []
-    for rank in range(count):
+    for rank in range(num_ranks):
         error_files.append(f"{error_file}-{rank}.json")
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
-        env = {**variables, **own, ERROR_FILE: error_files[rank]}
+        rank_variables = (
+            {"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
+        )
+        env = {**variables, **rank_variables, ERROR_FILE: error_files[rank]}
         processes.append(subprocess.Popen(proc.argv, env=env, start_new_session=True))
-    return ReplicaProcesses(processes, error_files, time.monotonic(), quick)
+    return ReplicaProcesses(
+        processes, error_files, time.monotonic(), num_quick_failures
+    )
 
 
-def _time_of(path: str) -> float:
+def _written_at_s(path: str) -> float:
     """Return the time at which a file was written; infinity if there is none."""
     try:
         return Path(path).stat().st_mtime
@@ -113,7 +125,7 @@ def _time_of(path: str) -> float:
         return math.inf
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     """Return a port that is free now, for the meeting of a replica's ranks."""
-    with socket.create_server((_LOCAL, 0)) as probe:
+    with socket.create_server((_LOCAL_ADDRESS, 0)) as probe:
         return int(probe.getsockname()[1])

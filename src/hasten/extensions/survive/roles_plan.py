@@ -35,50 +35,71 @@ class Roles:
     @property
     def contributors(self) -> tuple[str, ...]:
         """The names of the replicas that exchange gradients, in the order of the sum."""
-        return tuple(one.name for one in self.active)
+        return tuple(member.name for member in self.active)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all members, after healing."""
         return tuple(
             sorted(
-                [one.name for one in self.active]
-                + [one.name for one, _ in self.healing]
+                [member.name for member in self.active]
+                + [member.name for member, _ in self.healing]
             )
         )
 
     def is_active(self, name: str) -> bool:
         """Return True if this replica exchanges gradients."""
-        return any(one.name == name for one in self.active)
+        return any(member.name == name for member in self.active)
 
     def source_of(self, name: str) -> Member:
         """Return the replica that sends its state to this one."""
-        return next(source for one, source in self.healing if one.name == name)
+        return next(
+            source_member
+            for healed_member, source_member in self.healing
+            if healed_member.name == name
+        )
 
     def healed_by(self, name: str) -> list[Member]:
         """Return the replicas that receive this one's state."""
-        return [one for one, source in self.healing if source.name == name]
+        return [
+            healed_member
+            for healed_member, source_member in self.healing
+            if source_member.name == name
+        ]
 
 
-def divide(members: Sequence[Member]) -> Roles:
+def divide_members(members: Sequence[Member]) -> Roles:
     """Return the roles of a quorum; every member computes the same ones.
 
     The newest state wins. Of several histories of the same length, the one of most members wins, then the first
     name: a replica that was cut off after an update, which the others have repeated without it, is healed. At the
     start of a run all replicas take the state of one.
     """
-    ordered = sorted(members, key=lambda one: one.name)
-    joined = [one for one in ordered if not one.fresh]
-    if joined:
-        newest = [one for one in joined if one.step == max(one.step for one in joined)]
-        counts = Counter(one.lineage for one in newest)
-        chosen = max(newest, key=lambda one: counts[one.lineage])  # the first of equals
-        active = [one for one in newest if one.lineage == chosen.lineage]
+    ordered_members = sorted(members, key=lambda member: member.name)
+    joined_members = [member for member in ordered_members if not member.fresh]
+    if joined_members:
+        newest_members = [
+            member
+            for member in joined_members
+            if member.step == max(member.step for member in joined_members)
+        ]
+        lineage_counts = Counter(member.lineage for member in newest_members)
+        chosen_member = max(
+            newest_members, key=lambda member: lineage_counts[member.lineage]
+        )  # the first of equals
+        active_members = [
+            member
+            for member in newest_members
+            if member.lineage == chosen_member.lineage
+        ]
     else:
-        active = [max(ordered, key=lambda one: one.step)]
-    names = {one.name for one in active}
-    behind = [one for one in ordered if one.name not in names]
-    pairs = tuple(
-        (one, active[index % len(active)]) for index, one in enumerate(behind)
+        active_members = [max(ordered_members, key=lambda member: member.step)]
+    active_names = {member.name for member in active_members}
+    outdated_members = [
+        member for member in ordered_members if member.name not in active_names
+    ]
+    healing_pairs = tuple(
+        (member, active_members[index % len(active_members)])
+        for index, member in enumerate(outdated_members)
     )
-    return Roles(tuple(active), pairs)
+    return Roles(tuple(active_members), healing_pairs)

@@ -9,11 +9,11 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from hasten.errors import HastenError
-from hasten.extensions.survive.healing import State
+from hasten.extensions.survive.healing import RunStateDict
 from hasten.modules.names import is_dtensor, like_parameter, local_tensor
 from hasten.prepare_args import PreparedObjects
 
-_SHARD: Final = "hasten_local_shard"
+_SHARD_KEY: Final = "hasten_local_shard"
 """Key of a dict that stands for a sharded tensor, with the shard of one rank."""
 
 
@@ -28,122 +28,144 @@ class RunState:
         # Any: objects with state_dict and load_state_dict
         self.registered: Callable[[], list[Any]] = list
 
-    def collected(self) -> State:
+    def collected(self) -> RunStateDict:
         """Return the state of this rank; it holds no sharded tensors."""
         prepared = self._prepared
-        state: State = {
+        state: RunStateDict = {
             "models": [self._unwrap(model).state_dict() for model in prepared.models],
-            "optimizers": [one.optimizer.state_dict() for one in prepared.optimizers],
-            "updates": [one.num_updates for one in prepared.optimizers],
-            "schedulers": [one.state_dict() for one in prepared.schedulers],
-            "averages": [one.state_dict() for one in prepared.averages],
-            "registered": [one.state_dict() for one in self.registered()],
+            "optimizers": [
+                stateful.optimizer.state_dict() for stateful in prepared.optimizers
+            ],
+            "updates": [stateful.num_updates for stateful in prepared.optimizers],
+            "schedulers": [stateful.state_dict() for stateful in prepared.schedulers],
+            "averages": [stateful.state_dict() for stateful in prepared.averages],
+            "registered": [stateful.state_dict() for stateful in self.registered()],
         }
-        local: State = as_local(state)
+        local: RunStateDict = to_local_shards(state)
         return local
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load the state of the same rank of another replica."""
         prepared = self._prepared
-        for model, values in zip(prepared.models, state["models"], strict=True):
+        for model, saved_values in zip(prepared.models, state["models"], strict=True):
             module = self._unwrap(model)
-            module.load_state_dict(as_shards(values, module.state_dict()))
-        for optimizer, values, updates in zip(
+            module.load_state_dict(to_dtensors(saved_values, module.state_dict()))
+        for optimizer, saved_values, num_updates in zip(
             prepared.optimizers, state["optimizers"], state["updates"], strict=True
         ):
-            inner = optimizer.optimizer
+            inner_optimizer = optimizer.optimizer
             parameters = [
                 parameter
-                for group in inner.param_groups
+                for group in inner_optimizer.param_groups
                 for parameter in group["params"]
             ]
-            shards = {
-                index: {
-                    name: as_shards(value, parameters[index])
-                    for name, value in of_one.items()
+            state_shards = {
+                parameter_index: {
+                    state_name: to_dtensors(saved_value, parameters[parameter_index])
+                    for state_name, saved_value in of_one.items()
                 }
-                for index, of_one in values["state"].items()
+                for parameter_index, of_one in saved_values["state"].items()
             }
-            inner.load_state_dict({**values, "state": shards})
-            optimizer.num_updates = optimizer.num_attempts = updates
-        for scheduler, values in zip(
+            inner_optimizer.load_state_dict({**saved_values, "state": state_shards})
+            optimizer.num_updates = optimizer.num_attempts = num_updates
+        for scheduler, saved_values in zip(
             prepared.schedulers, state["schedulers"], strict=True
         ):
-            scheduler.load_state_dict(values)
+            scheduler.load_state_dict(saved_values)
             scheduler.caught_up()
-        for one, values in [
+        for stateful, saved_values in [
             *zip(prepared.averages, state["averages"], strict=True),
             *zip(self.registered(), state["registered"], strict=True),
         ]:
-            one.load_state_dict(
-                as_shards(values, one.state_dict()) if _holds_shards(values) else values
+            stateful.load_state_dict(
+                to_dtensors(saved_values, stateful.state_dict())
+                if _holds_shards(saved_values)
+                else saved_values
             )
 
 
 # Any: state dicts of models, optimizers and users' objects
-def as_local(tree: Any) -> Any:
+def to_local_shards(state_tree: Any) -> Any:
     """Return the tree with the local shard in place of each sharded tensor."""
-    if isinstance(tree, Tensor):
-        return {_SHARD: local_tensor(tree).detach()} if is_dtensor(tree) else tree
-    if isinstance(tree, dict):
-        return _filled(tree, {name: as_local(value) for name, value in tree.items()})
-    if type(tree) in (list, tuple):
-        return type(tree)(as_local(value) for value in tree)
-    return tree
+    if isinstance(state_tree, Tensor):
+        return (
+            {_SHARD_KEY: local_tensor(state_tree).detach()}
+            if is_dtensor(state_tree)
+            else state_tree
+        )
+    if isinstance(state_tree, dict):
+        return _copy_with(
+            state_tree,
+            {name: to_local_shards(subtree) for name, subtree in state_tree.items()},
+        )
+    if type(state_tree) in (list, tuple):
+        return type(state_tree)(to_local_shards(subtree) for subtree in state_tree)
+    return state_tree
 
 
-def as_shards(tree: Any, like: Any) -> Any:  # Any: as above
+def to_dtensors(state_tree: Any, model_tree: Any) -> Any:  # Any: as above
     """Return the tree with a sharded tensor in place of each local shard, laid out as the tensor at its place in `like`.
 
     `like` may also be one sharded tensor, for all of the tree.
     Raises: HastenError if this rank holds no sharded tensor there.
     """
-    if isinstance(tree, dict) and _SHARD in tree:
-        local = tree[_SHARD]
-        if not is_dtensor(like) or local_tensor(like).shape != local.shape:
+    if isinstance(state_tree, dict) and _SHARD_KEY in state_tree:
+        local_shard = state_tree[_SHARD_KEY]
+        if (
+            not is_dtensor(model_tree)
+            or local_tensor(model_tree).shape != local_shard.shape
+        ):
             raise HastenError(
-                f"another replica has sent a shard of shape {tuple(local.shape)}, and this rank holds {_words(like)} in its place, so it cannot be "
+                f"another replica has sent a shard of shape {tuple(local_shard.shape)}, and this rank holds {_describe_layout(model_tree)} in its place, so it cannot be "
                 "healed. Run the same script with the same number of processes and the same settings on all replicas."
             )
-        return like_parameter(local.to(local_tensor(like).device), like)
-    if isinstance(tree, dict):
-        return _filled(
-            tree,
-            {name: as_shards(value, _at(like, name)) for name, value in tree.items()},
+        return like_parameter(
+            local_shard.to(local_tensor(model_tree).device), model_tree
         )
-    if type(tree) in (list, tuple):
-        return type(tree)(
-            as_shards(value, _at(like, index)) for index, value in enumerate(tree)
+    if isinstance(state_tree, dict):
+        return _copy_with(
+            state_tree,
+            {
+                name: to_dtensors(subtree, _value_at(model_tree, name))
+                for name, subtree in state_tree.items()
+            },
         )
-    return tree
+    if type(state_tree) in (list, tuple):
+        return type(state_tree)(
+            to_dtensors(subtree, _value_at(model_tree, index))
+            for index, subtree in enumerate(state_tree)
+        )
+    return state_tree
 
 
-def _filled(like: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
+def _copy_with(
+    original_dict: dict[Any, Any], new_values: dict[Any, Any]
+) -> dict[Any, Any]:
     """Return a copy of the dict, with its attributes, and with these values."""
-    made = copy(like)
-    made.update(values)
-    return made
+    copied_dict = copy(original_dict)
+    copied_dict.update(new_values)
+    return copied_dict
 
 
-def _at(like: Any, place: Any) -> Any:
+def _value_at(model_tree: Any, tree_key: Any) -> Any:
     """Return the value at this place of a mapping or sequence; None if there is none."""
-    if isinstance(like, Tensor):
-        return like
+    if isinstance(model_tree, Tensor):
+        return model_tree
     try:
-        return like[place]
+        return model_tree[tree_key]
     except (KeyError, IndexError, TypeError):
         return None
 
 
-def _holds_shards(tree: Any) -> bool:
-    if isinstance(tree, dict):
-        return _SHARD in tree or any(map(_holds_shards, tree.values()))
-    return type(tree) in (list, tuple) and any(map(_holds_shards, tree))
+def _holds_shards(state_tree: Any) -> bool:
+    if isinstance(state_tree, dict):
+        return _SHARD_KEY in state_tree or any(map(_holds_shards, state_tree.values()))
+    return type(state_tree) in (list, tuple) and any(map(_holds_shards, state_tree))
 
 
-def _words(like: Any) -> str:
+def _describe_layout(model_tensor: Any) -> str:
     return (
-        f"one of shape {tuple(local_tensor(like).shape)}"
-        if is_dtensor(like)
+        f"one of shape {tuple(local_tensor(model_tensor).shape)}"
+        if is_dtensor(model_tensor)
         else "no sharded tensor"
     )

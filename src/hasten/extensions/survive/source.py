@@ -16,7 +16,11 @@ from hasten.data.position import Position
 from hasten.data.sampler import IndexBatch
 from hasten.data.source import BatchSource, IndexedSource, Item, OuterSource
 from hasten.errors import ConfigError
-from hasten.extensions.survive.ledger_plan import Range, part, positions
+from hasten.extensions.survive.ledger_plan import (
+    PositionRange,
+    list_positions,
+    rank_positions,
+)
 from hasten.extensions.survive.replica import Replica
 from hasten.optim.clock import StepClock
 
@@ -30,32 +34,41 @@ class LedgerSource(OuterSource):
 
     def __init__(
         self,
-        inner: BatchSource,
+        inner_source: BatchSource,
         replica: Replica,
         clock: StepClock,
         num_replicas: int,
     ) -> None:
-        super().__init__(inner)
-        if not isinstance(inner, IndexedSource) or inner.assignment.form != "rows":
+        super().__init__(inner_source)
+        if (
+            not isinstance(inner_source, IndexedSource)
+            or inner_source.assignment.form != "rows"
+        ):
             raise ConfigError(
-                f"survive needs a loader over a map-style dataset with a batch_size, and this one is read by {type(inner).__name__}; without "
+                f"survive needs a loader over a map-style dataset with a batch_size, and this one is read by {type(inner_source).__name__}; without "
                 "positions in a common order, the samples of a lost replica cannot be given out again. Use a dataset with __len__ and "
                 "__getitem__, no batch sampler, and dispatch_batches=False."
             )
-        self._indexed = inner
+        self._indexed = inner_source
         self._replica = replica
         self._clock = clock
         self._num_replicas = num_replicas
-        plan = inner.assignment.plan
-        self._rows, self._drop_last = plan.global_batch, plan.drop_last
-        self._part = partial(part, rank=plan.shard, num_ranks=plan.num_shards)
+        batch_plan = inner_source.assignment.plan
+        self._rows, self._drop_last = batch_plan.global_batch, batch_plan.drop_last
+        self._part = partial(
+            rank_positions, rank=batch_plan.shard, num_ranks=batch_plan.num_shards
+        )
 
     def steps(self) -> int | None:
         """Return the number of batches of an epoch while all replicas are there."""
-        size = self._indexed.size()
-        assert size is not None, "an order with positions has a size"
-        whole = self._rows * self._num_replicas
-        return size // whole if self._drop_last else -(-size // whole)
+        num_samples = self._indexed.size()
+        assert num_samples is not None, "an order with positions has a size"
+        global_batch = self._rows * self._num_replicas
+        return (
+            num_samples // global_batch
+            if self._drop_last
+            else -(-num_samples // global_batch)
+        )
 
     def reached(self, start: Position, steps: int, source_state: Any) -> Position:
         return self._indexed.reached(start, steps, source_state)
@@ -72,36 +85,36 @@ class LedgerSource(OuterSource):
             "skip_first_batches() or join_uneven_inputs(). Iterate over the loader that prepare() returned."
         )
 
-    def open(self, at: Position) -> Generator[Item]:
+    def open(self, position: Position) -> Generator[Item]:
         """Yield this replica's batches until the epoch ends, or until the run has left it behind."""
-        size = self._indexed.size()
-        assert size is not None, "an order with positions has a size"
+        num_samples = self._indexed.size()
+        assert num_samples is not None, "an order with positions has a size"
         replica, clock = self._replica, self._clock
-        replica.opened(size, self._rows, self._drop_last, at.seed)
-        replica.enter(at.epoch)
-        seek = self._seek(at)
-        ahead = _ReadAhead(self._indexed, replica, at, seek, self._part)
+        replica.opened(num_samples, self._rows, self._drop_last, position.seed)
+        replica.enter(position.epoch)
+        seek = self._seek(position)
+        read_ahead = _ReadAhead(self._indexed, replica, position, seek, self._part)
         try:
-            while (ranges := replica.round(at.epoch)) is not None:
-                batch, last = ahead.take(ranges)
-                empty = not self._part(ranges)
-                if empty:  # it only keeps this rank's loop in step with the others
+            while (ranges := replica.round(position.epoch)) is not None:
+                batch, is_last = read_ahead.take(ranges)
+                is_empty = not self._part(ranges)
+                if is_empty:  # it only keeps this rank's loop in step with the others
                     clock.weights.idle = True
-                yield batch[0], batch[1], last, batch[3]
+                yield batch[0], batch[1], is_last, batch[3]
                 clock.weights.idle = False
         finally:
             clock.weights.idle = False
-            ahead.close()
+            read_ahead.close()
 
-    def _seek(self, at: Position) -> Callable[[Indices], Indices]:
-        order = self._indexed.assignment.order
-        found = order.seek(replace(at, seed=self._replica.ledger.seed))
-        if found is None:
+    def _seek(self, position: Position) -> Callable[[Indices], Indices]:
+        sample_order = self._indexed.assignment.order
+        seek = sample_order.seek(replace(position, seed=self._replica.ledger.seed))
+        if seek is None:
             raise ConfigError(
-                f"survive needs an order of samples that is computed from seed and epoch, and {type(order).__name__} draws from a sampler that "
+                f"survive needs an order of samples that is computed from seed and epoch, and {type(sample_order).__name__} draws from a sampler that "
                 "each replica would draw from differently. Use shuffle=True or shuffle=False, with the default use_seedable_sampler=True."
             )
-        return found
+        return seek
 
 
 class _ReadAhead:
@@ -111,45 +124,47 @@ class _ReadAhead:
         self,
         inner: IndexedSource,
         replica: Replica,
-        at: Position,
+        position: Position,
         seek: Callable[[Indices], Indices],
-        part_of: Callable[[list[Range]], list[Range]],
+        part_of: Callable[[list[PositionRange]], list[PositionRange]],
     ) -> None:
         self._inner = inner
         self._replica = replica
-        self._at = at
+        self._at = position
         self._seek = seek
         self._part = part_of
         self._items: Generator[Item] | None = None
-        self._expected: deque[tuple[list[Range], bool]] = deque()
+        self._expected: deque[tuple[list[PositionRange], bool]] = deque()
 
-    def take(self, ranges: list[Range]) -> tuple[Item, bool]:
+    def take(self, ranges: list[PositionRange]) -> tuple[Item, bool]:
         """Return this rank's part of the batch at these positions, and whether it is expected to be the epoch's last."""
         for _ in range(2):
             if self._items is None:
                 self._items = self._inner.read(self._index_batches(ranges), self._at)
-            item = next(self._items, None)
-            if item is not None:
-                expected, last = self._expected.popleft()
-                if expected == ranges:
-                    return item, last
+            read_item = next(self._items, None)
+            if read_item is not None:
+                expected_ranges, is_last = self._expected.popleft()
+                if expected_ranges == ranges:
+                    return read_item, is_last
             self.close()
         raise AssertionError("reading starts at the requested positions")
 
-    def _index_batches(self, first: list[Range]) -> Iterator[IndexBatch]:
+    def _index_batches(self, first_ranges: list[PositionRange]) -> Iterator[IndexBatch]:
         """Return the indices of the batch at `first`, then of those that follow it if the members stay the same."""
         ledger = self._replica.ledger
         # from the ledger as it is now: it has given out `first` only
-        following = ledger.preview(self._replica.name)
-        return starmap(self._index_batch, chain([(first, ledger.exhausted)], following))
+        next_batches = ledger.preview(self._replica.name)
+        return starmap(
+            self._index_batch, chain([(first_ranges, ledger.exhausted)], next_batches)
+        )
 
-    def _index_batch(self, ranges: list[Range], last: bool) -> IndexBatch:
-        self._expected.append((ranges, last))
-        places = positions(self._part(ranges))
-        indices: list[int] = self._seek(
-            np.array(places or [0], dtype=np.int64)
+    def _index_batch(self, ranges: list[PositionRange], is_last: bool) -> IndexBatch:
+        self._expected.append((ranges, is_last))
+        sample_positions = list_positions(self._part(ranges))
+        sample_indices: list[int] = self._seek(
+            np.array(sample_positions or [0], dtype=np.int64)
         ).tolist()
-        return indices, None if places else 0, last
+        return sample_indices, None if sample_positions else 0, is_last
 
     def close(self) -> None:
         """Stop reading ahead."""
