@@ -193,7 +193,7 @@ def test_all_replicas_learn_that_one_wants_to_ask_for_the_members(
     for wishes in [(), (0,), (last,)]:
         parameters = parameters_of(ctx.rank, (2,))
         assert met.average(
-            parameters, 1.0, 1.0, (1.0,), asks=ctx.rank in wishes
+            parameters, 1.0, 1.0, (1.0,), own_request=ctx.rank in wishes
         ) == bool(wishes)
     met.close()
 
