@@ -133,18 +133,10 @@ def _run_list(arguments: argparse.Namespace) -> int:
             "metrics",
             "problem",
         )
-        _write_line(
-            json.dumps(
-                [
-                    {
-                        metric_name: getattr(row, metric_name)
-                        for metric_name in shown_fields
-                    }
-                    for row in rows
-                ],
-                indent=2,
-            )
-        )
+        shown_rows = []
+        for row in rows:
+            shown_rows.append({field: getattr(row, field) for field in shown_fields})
+        _write_line(json.dumps(shown_rows, indent=2))
         return 0
     if not rows:
         _write_line(f"no checkpoints in {arguments.folder}")
@@ -164,10 +156,8 @@ def _run_list(arguments: argparse.Namespace) -> int:
             for metric_name, metric_value in (row.metrics or {}).items()
             if metric_value is not None
         )
-        step, ranks = (
-            "-" if metric_value is None else metric_value
-            for metric_value in (row.step, row.world_size)
-        )
+        step = "-" if row.step is None else row.step
+        ranks = "-" if row.world_size is None else row.world_size
         _write_line(
             f"{row.name:<24} {step:>9} {ranks:>5} {_format_size(row.num_bytes):>10}  {saved_time:<17} {state_text} {metrics_text}".rstrip()
         )
@@ -176,9 +166,9 @@ def _run_list(arguments: argparse.Namespace) -> int:
 
 def _run_verify(arguments: argparse.Namespace) -> int:
     inspect = _load_inspect()
-    checkpoints = (inspect.find_all(arguments.folder) if arguments.all else []) or [
-        inspect.find(arguments.folder)
-    ]
+    checkpoints = inspect.find_all(arguments.folder) if arguments.all else []
+    if not checkpoints:
+        checkpoints = [inspect.find(arguments.folder)]
     num_damaged = 0
     for store, checkpoint_name in checkpoints:
         with _progress_bar(

@@ -153,12 +153,11 @@ def _verify_version(
         for component_name, record in manifest.components.items():
             for rank in manifest.ranks if record.per_rank else (None,):
                 try:
-                    for tensor_name, pieces in checkpoint.component(
-                        component_name, rank
-                    ).pieces.items():
-                        join_pieces(
-                            pieces, tensor_name
-                        ) if not record.per_rank else None
+                    stored_component = checkpoint.component(component_name, rank)
+                    if record.per_rank:
+                        continue
+                    for tensor_name, pieces in stored_component.pieces.items():
+                        join_pieces(pieces, tensor_name)
                 except CheckpointReplacedError:
                     raise
                 except CheckpointError as error:

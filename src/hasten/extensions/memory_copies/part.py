@@ -150,17 +150,13 @@ class MemoryCopies(RunPart):
             return
         machine = self._machine_group(agreement)
         sizes_of_ranks: list[int] = agreement.share(size)
-        machine_bytes = [
-            sum(sizes_of_ranks[rank] for rank in ranks) for ranks in machine.all
-        ]
-        own_bytes, neighbour_bytes = (
-            machine_bytes[machine.index],
-            0 if machine.alone else machine_bytes[machine.index - 1],
-        )
-        needed_bytes, free_bytes = (
-            2 * (own_bytes + neighbour_bytes),
-            self._folder.free_bytes(),
-        )
+        own_bytes = sum(sizes_of_ranks[rank] for rank in machine.ranks)
+        neighbour_bytes = 0
+        if not machine.alone:
+            neighbour_ranks = machine.all[machine.index - 1]
+            neighbour_bytes = sum(sizes_of_ranks[rank] for rank in neighbour_ranks)
+        needed_bytes = 2 * (own_bytes + neighbour_bytes)
+        free_bytes = self._folder.free_bytes()
         if needed_bytes > free_bytes:
             raise ConfigError(
                 f"checkpoint_in_memory needs up to {needed_bytes / 1e6:,.1f} MB in {self._folder.root.parent.parent} on this machine (two steps of "
@@ -178,28 +174,22 @@ class MemoryCopies(RunPart):
         manifests_of_ranks: list[bytes | None] = agreement.share(
             self._folder.manifest(own_copy) if self._first(machine) else None
         )
-        raw_manifests = [
-            raw_manifest
-            for ranks in machine.all
-            if (raw_manifest := manifests_of_ranks[ranks[0]]) is not None
-        ]
-        manifests = [
-            decode_manifest(raw_manifest, "the neighbour's manifest")
-            for raw_manifest in raw_manifests
-        ]
+        raw_manifests, manifests = [], []
+        for ranks in machine.all:
+            raw_manifest = manifests_of_ranks[ranks[0]]
+            assert raw_manifest is not None, "the first rank of a machine shares it"
+            raw_manifests.append(raw_manifest)
+            manifests.append(decode_manifest(raw_manifest, "the neighbour's manifest"))
         transfers = []
         for source, ranks in enumerate(machine.all):
             target = neighbour_of(source, len(machine.all))
             target_files = {
                 (file.name, file.size, file.sums) for file in manifests[target].files
             }
-            alike = tuple(
-                source_file
-                for source_file in manifests[source].files
-                if source_file.size
-                and (source_file.name, source_file.size, source_file.sums)
-                in target_files
-            )
+            alike = []
+            for file in manifests[source].files:
+                if file.size and (file.name, file.size, file.sums) in target_files:
+                    alike.append(file)
             copy = MemoryCopy(ranks, self._ctx.world.size, step)
             transfers.append(
                 CopyTransfer(
@@ -208,7 +198,7 @@ class MemoryCopies(RunPart):
                     copy,
                     raw_manifests[source],
                     manifests[source],
-                    alike,
+                    tuple(alike),
                 )
             )
         self._exchange(
@@ -320,17 +310,11 @@ class MemoryCopies(RunPart):
             if source != target
         ]
         if moves:
-            own_manifests: Mapping[int, bytes] = (
-                {
-                    target_machine: self._folder.manifest(
-                        MemoryCopy(machine.all[target_machine], size, choice.step)
-                    )
-                    for source_machine, target_machine in moves
-                    if source_machine == machine.index
-                }
-                if self._first(machine)
-                else {}
-            )
+            own_manifests: dict[int, bytes] = {}
+            for source, target in moves:
+                if source == machine.index and self._first(machine):
+                    copy = MemoryCopy(machine.all[target], size, choice.step)
+                    own_manifests[target] = self._folder.manifest(copy)
             manifests_of_ranks: list[Mapping[int, bytes]] = agreement.share(
                 own_manifests
             )
