@@ -208,12 +208,11 @@ def _build_tensor(
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def _encode_array(tensor: np.ndarray[Any, Any]) -> msgspec.msgpack.Ext:
-    if tensor.nbytes > _MAX_BYTES:
+def _encode_array(array: np.ndarray[Any, Any]) -> msgspec.msgpack.Ext:
+    if array.nbytes > _MAX_BYTES:
         raise ValueError("it holds an array of more than 1 GiB")
-    return _extension_of(
-        _ARRAY, [_array_dtype(tensor.dtype), list(tensor.shape), tensor.tobytes()]
-    )
+    dtype_text = _array_dtype(array.dtype)
+    return _extension_of(_ARRAY, [dtype_text, list(array.shape), array.tobytes()])
 
 
 def _array_dtype(dtype: np.dtype[Any]) -> str:

@@ -83,22 +83,19 @@ class RollCall:
     def _locate_missing(
         self, turn_number: int, label: str
     ) -> tuple[tuple[int, ...], str]:
-        absent_ranks, labels_elsewhere = [], []
+        missing_ranks: list[int] = []
+        rank_texts: list[str] = []
         for rank in self._ranks:
-            if not self._store.check([f"{turn_number}/{rank}"]):
-                absent_ranks.append(rank)
-            elif (
-                rank_label := self._store.get(f"{turn_number}/{rank}").decode()
-            ) != label:
-                labels_elsewhere.append((rank, rank_label))
-        rank_texts = [f"rank {rank} has not arrived" for rank in absent_ranks]
-        rank_texts += [
-            f"rank {rank} is at {rank_label!r} instead"
-            for rank, rank_label in labels_elsewhere
-        ]
-        return (*absent_ranks, *(rank for rank, _ in labels_elsewhere)), "; ".join(
-            rank_texts
-        ) or "everyone has arrived"
+            rank_key = f"{turn_number}/{rank}"
+            if not self._store.check([rank_key]):
+                missing_ranks.append(rank)
+                rank_texts.append(f"rank {rank} has not arrived")
+                continue
+            rank_label = self._store.get(rank_key).decode()
+            if rank_label != label:
+                missing_ranks.append(rank)
+                rank_texts.append(f"rank {rank} is at {rank_label!r} instead")
+        return tuple(missing_ranks), "; ".join(rank_texts) or "everyone has arrived"
 
     def _missing_error(
         self, turn_number: int, label: str, limit_s: float
@@ -204,9 +201,11 @@ class ProcessGroupComm:
             )
         self.collectives.note("all_reduce", tensor)
         buffer = self._on_backend(tensor).clone()
-        reduce_op = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(
-            kind, dist.ReduceOp.SUM
-        )
+        reduce_op = dist.ReduceOp.SUM
+        if kind == "min":
+            reduce_op = dist.ReduceOp.MIN
+        elif kind == "max":
+            reduce_op = dist.ReduceOp.MAX
         dist.all_reduce(buffer, reduce_op, group=self.group)
         self.collectives.ended()
         reduced = buffer / self.size if kind == "mean" else buffer

@@ -87,8 +87,7 @@ def gather_reports(
         store, num_machines, timeout_s=timeout_s, report_waiting=report_waiting
     )
     return [
-        Report.decode(store.get(f"report/{machine_index}"))
-        for machine_index in range(num_machines)
+        Report.decode(store.get(f"report/{index}")) for index in range(num_machines)
     ]
 
 

@@ -150,7 +150,9 @@ def _submit_job(plan: LaunchPlan, config: Config) -> int:
     print_message(f"wrote {plan.files[0].path}")
     for note in plan.notes if not config.launch.quiet else ():
         print_message(f"note: {note}")
-    return _run_foreign(plan.procs[0], config.launch.stop_grace_s) if plan.procs else 0
+    if not plan.procs:
+        return 0
+    return _run_foreign(plan.procs[0], config.launch.stop_grace_s)
 
 
 def _write_planned(planned: PlannedFile) -> None:

@@ -45,7 +45,8 @@ def decide_shape(request: LaunchRequest, host: Host) -> JobShape:
     num_threads, thread_note = _thread_count(launch_settings, host, num_processes)
     if num_threads is not None:
         worker_variables["OMP_NUM_THREADS"] = str(num_threads)
-    notes += [thread_note] if thread_note else []
+    if thread_note:
+        notes.append(thread_note)
     return JobShape(
         num_processes=num_processes,
         min_machines=min_machines,

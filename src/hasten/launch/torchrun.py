@@ -48,9 +48,10 @@ def plan(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan:
 
 def plan_single(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan:
     """Return a plan with one command and the settings in its environment, without the elastic agent and without torch."""
+    proc = Proc(worker_argv(request.target, host), dict(shape.env))
     return LaunchPlan(
         launcher="single",
-        procs=(Proc(worker_argv(request.target, host), dict(shape.env)),),
+        procs=(proc,),
         notes=shape.notes,
         supervision=supervision(request, shape),
         target=request.target,

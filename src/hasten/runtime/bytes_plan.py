@@ -160,8 +160,9 @@ def format_traffic(bytes_by_axis: Traffic) -> str:
 
 def format_bytes(num_bytes: float) -> str:
     """Return a number of bytes with a suitable unit."""
-    unit = next(
-        (unit for unit in _UNITS if abs(num_bytes) < 1024 * 1024 ** _UNITS.index(unit)),
-        _UNITS[-1],
-    )
-    return f"{num_bytes / 1024 ** _UNITS.index(unit):.{0 if unit == 'bytes' else 1}f} {unit}"
+    scaled, exponent = num_bytes, 0
+    while abs(scaled) >= 1024 and exponent < len(_UNITS) - 1:
+        scaled /= 1024
+        exponent += 1
+    digits = 0 if exponent == 0 else 1
+    return f"{scaled:.{digits}f} {_UNITS[exponent]}"

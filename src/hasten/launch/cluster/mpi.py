@@ -156,8 +156,12 @@ def _mpirun_words(
 
 def read_hostfile(text: str) -> tuple[str, ...]:
     """Return the host names of an MPI or DeepSpeed hostfile: first word of each line, without `:slots`."""
-    lines = (line.split("#")[0].strip() for line in text.splitlines())
-    return tuple(line.split()[0].partition(":")[0] for line in lines if line)
+    hosts: list[str] = []
+    for line in text.splitlines():
+        words = line.partition("#")[0].split()
+        if words:
+            hosts.append(words[0].partition(":")[0])
+    return tuple(hosts)
 
 
 def mpi_kind(version_text: str) -> str:
