@@ -161,11 +161,12 @@ class Agreement:
         self, group_error: Exception, rank_error: HastenError | None
     ) -> CheckpointError:
         """Return the error for a broken group, over which nothing more is sent."""
-        earlier_failure = (
-            ""
-            if rank_error is None
-            else f" This rank had failed with {type(rank_error).__name__}: {rank_error}"
-        )
+        if rank_error is None:
+            earlier_failure = ""
+        else:
+            earlier_failure = (
+                f" This rank had failed with {type(rank_error).__name__}: {rank_error}"
+            )
         lost_error = CheckpointError(
             f"{self.label}: rank {self.comm.ranks[self.comm.rank]} lost contact with the other ranks ({group_error}), so they "
             f"cannot finish together. Look for the error that ended one of them.{earlier_failure}"

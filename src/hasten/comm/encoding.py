@@ -93,11 +93,9 @@ def _to_msgpack(python_value: Any, nesting_level: int) -> Any:
     if value_type in _MSGPACK_TYPES:
         return python_value
     if value_type is int:
-        return (
-            python_value
-            if -(1 << 63) <= python_value < 1 << 63
-            else _extension_of(_INT, str(python_value))
-        )
+        if -(1 << 63) <= python_value < 1 << 63:
+            return python_value
+        return _extension_of(_INT, str(python_value))
     if nesting_level > _MAX_LEVELS:
         raise ValueError(f"it is nested more than {_MAX_LEVELS} levels deep")
     if value_type is list:
@@ -199,11 +197,12 @@ def _build_tensor(
     raw_bytes: bytes,
 ) -> Tensor:
     dtype = _dtype_named(dtype_name)
-    flat_tensor = (
-        torch.frombuffer(bytearray(raw_bytes), dtype=torch.uint8).view(dtype)
-        if raw_bytes
-        else torch.empty(0, dtype=dtype)
-    )
+    if raw_bytes:
+        flat_tensor = torch.frombuffer(bytearray(raw_bytes), dtype=torch.uint8).view(
+            dtype
+        )
+    else:
+        flat_tensor = torch.empty(0, dtype=dtype)
     tensor = flat_tensor.reshape(shape).to(torch.device(device))
     return tensor.requires_grad_() if requires_grad else tensor
 
@@ -264,11 +263,9 @@ def _record_fields(record_class: type) -> tuple[str, ...] | None:
         return record_class.__struct_fields__
     if dataclasses.is_dataclass(record_class):
         record_fields = dataclasses.fields(record_class)
-        return (
-            tuple(record_field.name for record_field in record_fields)
-            if all(record_field.init for record_field in record_fields)
-            else None
-        )
+        if all(record_field.init for record_field in record_fields):
+            return tuple(record_field.name for record_field in record_fields)
+        return None
     if issubclass(record_class, tuple):
         field_names: tuple[str, ...] | None = getattr(record_class, "_fields", None)
         return field_names

@@ -325,21 +325,19 @@ class ProcessGroupComm:
 
     def _on_backend(self, tensor: Tensor) -> Tensor:
         """Return a contiguous tensor on a device that the backend can read."""
-        device = (
-            tensor.device
-            if tensor.device.type in self._device_types
-            else self._readable
-        )
+        if tensor.device.type in self._device_types:
+            device = tensor.device
+        else:
+            device = self._readable
         return tensor.detach().to(device).contiguous()
 
     def _raw_bytes(self, tensor: Tensor) -> Tensor:
         """Return the tensor's raw bytes, which every backend can move for every dtype."""
         readable_tensor = self._on_backend(tensor)
-        readable_tensor = (
-            torch.view_as_real(readable_tensor.resolve_conj())
-            if readable_tensor.is_complex()
-            else readable_tensor.resolve_neg()
-        )
+        if readable_tensor.is_complex():
+            readable_tensor = torch.view_as_real(readable_tensor.resolve_conj())
+        else:
+            readable_tensor = readable_tensor.resolve_neg()
         flat_tensor = readable_tensor.reshape(-1)
         if (
             flat_tensor.stride(0) != 1

@@ -153,11 +153,12 @@ class LaunchPlan:
         first_index = 0
         for proc in self.procs:
             last_index = first_index + proc.count - 1
-            process_title = (
-                f"process {first_index}"
-                if proc.count == 1
-                else f"processes {first_index}-{last_index} (LOCAL_RANK counts up)"
-            )
+            if proc.count == 1:
+                process_title = f"process {first_index}"
+            else:
+                process_title = (
+                    f"processes {first_index}-{last_index} (LOCAL_RANK counts up)"
+                )
             first_index = last_index + 1
             plan_lines += [
                 f"{process_title}:",
@@ -176,16 +177,14 @@ def _meeting_words(meeting: Meeting) -> str:
             f"port {meeting.port}" if meeting.port else "a free port"
         )
     min_machines, max_machines = meeting.min_machines, meeting.max_machines
-    machines_text = (
-        f"{max_machines} machines"
-        if min_machines == max_machines
-        else f"{min_machines} to {max_machines} machines"
-    )
-    rank_text = (
-        "this machine's rank is assigned there"
-        if meeting.machine_rank is None
-        else f"rank {meeting.machine_rank}"
-    )
+    if min_machines == max_machines:
+        machines_text = f"{max_machines} machines"
+    else:
+        machines_text = f"{min_machines} to {max_machines} machines"
+    if meeting.machine_rank is None:
+        rank_text = "this machine's rank is assigned there"
+    else:
+        rank_text = f"rank {meeting.machine_rank}"
     options_text = "".join(
         f", {option_name}={option_value}"
         for option_name, option_value in sorted(meeting.options.items())

@@ -372,11 +372,9 @@ def _program_file(target: Target) -> Path | None:
             module_spec = importlib.util.find_spec(target.name)
         except (ImportError, ValueError):  # the workers report the full error
             return None
-        return (
-            Path(module_spec.origin).resolve()
-            if module_spec is not None and module_spec.origin
-            else None
-        )
+        if module_spec is not None and module_spec.origin:
+            return Path(module_spec.origin).resolve()
+        return None
     script_path = Path(target.name)
     return script_path.resolve() if script_path.is_file() else None
 

@@ -159,11 +159,10 @@ def end_after_signal(number: int, codes: Sequence[int | None]) -> tuple[int, str
         or not set(codes) <= {0, PREEMPTED}
     ):
         return 128 + number, "were ended"
-    end_text = (
-        "have saved and exited"
-        if set(codes) == {PREEMPTED}
-        else "have exited without an error"
-    )
+    if set(codes) == {PREEMPTED}:
+        end_text = "have saved and exited"
+    else:
+        end_text = "have exited without an error"
     return PREEMPTED, f"{end_text}; restart the job to continue"
 
 
@@ -175,11 +174,9 @@ def end_words(code: int) -> str:
         signal_name = signal.Signals(-code).name
     except ValueError:
         return f"signal {-code}"
-    return (
-        f"killed by {signal_name}"
-        if -code == signal.SIGKILL
-        else f"signal {signal_name}"
-    )
+    if -code == signal.SIGKILL:
+        return f"killed by {signal_name}"
+    return f"signal {signal_name}"
 
 
 def read_failure(
@@ -249,11 +246,10 @@ def render_failure(
         ),
         key=lambda failure: failure.rank,
     )
-    order_text = (
-        "failed first"
-        if first_cause.code
-        else "exited first, while other ranks still needed it"
-    )
+    if first_cause.code:
+        order_text = "failed first"
+    else:
+        order_text = "exited first, while other ranks still needed it"
     report_lines = [
         f"rank {first_cause.rank} on {first_cause.host} (pid {first_cause.pid}) {order_text}: {end_words(first_cause.code)}"
     ]
@@ -307,11 +303,10 @@ def _summary_lines(failures: Sequence[Failure]) -> list[str]:
         if failure.stopped:
             end_text = "stopped by the launcher"
         else:
-            first_sentence = (
-                failure.summary.splitlines()[-1].partition(". ")[0]
-                if failure.summary
-                else ""
-            )
+            if failure.summary:
+                first_sentence = failure.summary.splitlines()[-1].partition(". ")[0]
+            else:
+                first_sentence = ""
             end_text = end_words(failure.code) + (
                 f": {first_sentence}" if first_sentence else ""
             )

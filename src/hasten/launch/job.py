@@ -165,11 +165,10 @@ def _check_script(target: Target) -> None:
         else []
     )
     similar_names = get_close_matches(target.name, script_names, n=1)
-    hint = (
-        f"did you mean {similar_names[0]}?"
-        if similar_names
-        else f"the current folder is {Path.cwd()}."
-    )
+    if similar_names:
+        hint = f"did you mean {similar_names[0]}?"
+    else:
+        hint = f"the current folder is {Path.cwd()}."
     raise ConfigError(
         f"the script {target.name!r} does not exist; {hint} (For a module give -m, for a program --no_python.)"
     )
@@ -243,11 +242,9 @@ def _own_launcher(request: LaunchRequest, shape: JobShape) -> OwnLauncher:
     if launch_settings.launcher in ("single", "torchrun"):
         return cast(OwnLauncher, launch_settings.launcher)
     is_single_process = shape.num_processes == 1 and shape.max_machines == 1
-    return (
-        "torchrun"
-        if _needs_agent(launch_settings) or not is_single_process
-        else "single"
-    )
+    if _needs_agent(launch_settings) or not is_single_process:
+        return "torchrun"
+    return "single"
 
 
 def _needs_agent(launch_settings: LaunchConfig) -> bool:

@@ -41,11 +41,12 @@ def read_links(path: Path | str) -> Links:
             f"the link speeds in {path} cannot be read: {str(error).splitlines()[0]}; measure them with `hasten test --links {path}`."
         ) from error
     field_names = {link_field.name for link_field in fields(Links)}
-    link_speeds = (
-        [content.get(field_name) for field_name in ("node_gb_s", "network_gb_s")]
-        if isinstance(content, dict)
-        else []
-    )
+    if isinstance(content, dict):
+        link_speeds = [
+            content.get(field_name) for field_name in ("node_gb_s", "network_gb_s")
+        ]
+    else:
+        link_speeds = []
     has_valid_speeds = all(
         speed is None or (isinstance(speed, int | float) and speed > 0)
         for speed in link_speeds

@@ -69,11 +69,9 @@ def address_towards(peer: str) -> str:
 def address_for_others(peer: str) -> str:
     """Return the address by which other machines reach this one; `peer` if this machine owns it."""
     local_address = address_towards(peer)
-    return (
-        peer
-        if local_address.startswith("127.") and not is_loopback(peer)
-        else local_address
-    )
+    if local_address.startswith("127.") and not is_loopback(peer):
+        return peer
+    return local_address
 
 
 def interface_of(address: str) -> str | None:

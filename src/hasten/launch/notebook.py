@@ -248,11 +248,9 @@ def _failure_words(verdict_file: Path, code: int) -> str:
         for setting_name, argument_name in _ARGUMENT_NAMES
         if setting_name in reason_text
     ]
-    return (
-        f"{reason_text} (In a notebook {', '.join(renamed_settings)}.)"
-        if renamed_settings
-        else reason_text
-    )
+    if renamed_settings:
+        return f"{reason_text} (In a notebook {', '.join(renamed_settings)}.)"
+    return reason_text
 
 
 if __name__ == "__main__":

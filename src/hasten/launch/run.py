@@ -92,11 +92,10 @@ def complete(plan: LaunchPlan, env: Mapping[str, str]) -> LaunchPlan:
     """Return the plan with GLOO_SOCKET_IFNAME set to the network interface that reaches the other machines."""
     if plan.meeting is None or "GLOO_SOCKET_IFNAME" in env:
         return plan
-    local_address = (
-        "127.0.0.1"
-        if plan.meeting.alone
-        else network.address_towards(plan.meeting.address)
-    )
+    if plan.meeting.alone:
+        local_address = "127.0.0.1"
+    else:
+        local_address = network.address_towards(plan.meeting.address)
     interface_name = (
         network.interface_of(local_address)
         if plan.meeting.alone or not local_address.startswith("127.")

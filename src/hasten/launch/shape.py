@@ -128,11 +128,10 @@ def _machine_rank(
                 "or remove machine_rank."
             )
         return 0
-    rank = (
-        launch_settings.machine_rank
-        if launch_settings.machine_rank is not None
-        else allocation.machine_rank
-    )
+    if launch_settings.machine_rank is not None:
+        rank = launch_settings.machine_rank
+    else:
+        rank = allocation.machine_rank
     if rank is not None and rank >= num_machines:
         raise ConfigError(
             f"machine_rank={rank} with {num_machines} machines: ranks count from 0 to {num_machines - 1}. "
@@ -214,11 +213,10 @@ def _local_processes(
                 f"Give processes_per_machine on each, or remove both to use every device."
             )
         local_count = num_processes // num_machines
-        split_text = (
-            f"{num_processes} / {num_machines} machines"
-            if num_machines > 1
-            else "num_processes"
-        )
+        if num_machines > 1:
+            split_text = f"{num_processes} / {num_machines} machines"
+        else:
+            split_text = "num_processes"
         return (
             _check_count(request, host, local_count),
             num_processes,
@@ -232,11 +230,10 @@ def _local_processes(
         )
     if request.config.cpu or host.device == "cpu":
         return 1, None, "1 on this machine: the CPU (give num_processes for more)"
-    num_devices = (
-        host.num_devices
-        if launch_settings.gpu_ids == "all"
-        else len(launch_settings.gpu_ids)
-    )
+    if launch_settings.gpu_ids == "all":
+        num_devices = host.num_devices
+    else:
+        num_devices = len(launch_settings.gpu_ids)
     return (
         num_devices,
         None,
@@ -250,11 +247,10 @@ def _check_count(request: LaunchRequest, host: Host, num_processes: int) -> int:
     if request.config.cpu or host.device == "cpu":
         check_memory(host, num_processes)
         return num_processes
-    num_devices = (
-        host.num_devices
-        if launch_settings.gpu_ids == "all"
-        else len(launch_settings.gpu_ids)
-    )
+    if launch_settings.gpu_ids == "all":
+        num_devices = host.num_devices
+    else:
+        num_devices = len(launch_settings.gpu_ids)
     if num_processes > num_devices:
         raise ConfigError(
             f"{num_processes} processes were requested on {host.name}, which has {num_devices} usable devices ({host.device_words}): two processes "
@@ -291,22 +287,19 @@ def _thread_count(
 
 
 def _gpu_ids_text(launch_settings: LaunchConfig) -> str:
-    return (
-        launch_settings.gpu_ids
-        if isinstance(launch_settings.gpu_ids, str)
-        else ",".join(map(str, launch_settings.gpu_ids))
-    )
+    if isinstance(launch_settings.gpu_ids, str):
+        return launch_settings.gpu_ids
+    return ",".join(map(str, launch_settings.gpu_ids))
 
 
 def _allocation_words(allocation: Allocation) -> str:
     if allocation.rank is not None:
         return f"this is rank {allocation.rank.rank} of {allocation.rank.world_size}"
     min_machines, max_machines = allocation.min_machines, allocation.num_machines
-    machines_text = (
-        f"{max_machines} machines"
-        if min_machines == max_machines
-        else f"{min_machines} to {max_machines} machines"
-    )
+    if min_machines == max_machines:
+        machines_text = f"{max_machines} machines"
+    else:
+        machines_text = f"{min_machines} to {max_machines} machines"
     return f"{machines_text}, this is {'one of them' if allocation.machine_rank is None else allocation.machine_rank}"
 
 

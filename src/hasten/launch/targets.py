@@ -57,11 +57,10 @@ def choose_target(request: LaunchRequest) -> LaunchTarget | None:
 
 def _unknown_name(setting: str, value: str, target_names: list[str]) -> ConfigError:
     similar_names = get_close_matches(value, target_names, n=1)
-    hint = (
-        f"did you mean {similar_names[0]!r}?"
-        if similar_names
-        else f"installed are {', '.join(sorted(target_names))}."
-    )
+    if similar_names:
+        hint = f"did you mean {similar_names[0]!r}?"
+    else:
+        hint = f"installed are {', '.join(sorted(target_names))}."
     return ConfigError(
         f"{setting}={value!r} names no launch target, so nothing can start the processes; {hint}"
     )

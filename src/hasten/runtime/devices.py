@@ -82,11 +82,10 @@ def _requested_device(requested_device: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:
-        present_devices = (
-            "only the CPU"
-            if accelerator is None
-            else f"{accelerator.type!r} and the CPU"
-        )
+        if accelerator is None:
+            present_devices = "only the CPU"
+        else:
+            present_devices = f"{accelerator.type!r} and the CPU"
         raise DeviceError(
             f"device {requested_device!r} was asked for, but this machine has {present_devices}; choose one of those."
         )

@@ -55,11 +55,9 @@ def home(env: Mapping[str, str]) -> Path:
 def runtime_folder(env: Mapping[str, str]) -> Path:
     """Return the user's folder for sockets: in XDG_RUNTIME_DIR, else in the temporary folder, named by the user id."""
     xdg_folder = env.get("XDG_RUNTIME_DIR")
-    return (
-        Path(xdg_folder) / "hasten"
-        if xdg_folder
-        else Path(gettempdir()) / f"hasten-{os.geteuid()}"
-    )
+    if xdg_folder:
+        return Path(xdg_folder) / "hasten"
+    return Path(gettempdir()) / f"hasten-{os.geteuid()}"
 
 
 def log_level(env: Mapping[str, str]) -> str | None:

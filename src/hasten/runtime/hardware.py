@@ -232,11 +232,10 @@ def find_accelerator(
     ]:
         return by_plain[max(contained_names, key=len)]
     similar_names = get_close_matches(name.lower(), list(accelerators), n=1, cutoff=0.5)
-    hint = (
-        f"did you mean {similar_names[0]!r}?"
-        if similar_names
-        else f"known are {', '.join(accelerators)}."
-    )
+    if similar_names:
+        hint = f"did you mean {similar_names[0]!r}?"
+    else:
+        hint = f"known are {', '.join(accelerators)}."
     raise ConfigError(
         f"the accelerator {name!r} is unknown; {hint} Describe others in a YAML file and pass it with --hardware."
     )

@@ -259,11 +259,10 @@ def _checked_vector(
         or saved_vector.dim() != 1
         or num_words not in (None, len(saved_vector))
     ):
-        shown_shape = (
-            (saved_vector.dtype, tuple(saved_vector.shape))
-            if isinstance(saved_vector, Tensor)
-            else type(saved_vector).__name__
-        )
+        if isinstance(saved_vector, Tensor):
+            shown_shape = (saved_vector.dtype, tuple(saved_vector.shape))
+        else:
+            shown_shape = type(saved_vector).__name__
         raise ValueError(
             f"expected a {dtype} vector{f' of {num_words}' if num_words else ''}, found {shown_shape}"
         )
@@ -279,11 +278,10 @@ def device_state(device: torch.device) -> Tensor | None:
             list(_settled_xla_seed().to_bytes(8, "little")), dtype=torch.uint8
         )
     device_module = torch.get_device_module(device)
-    generator_state: Tensor = (
-        device_module.get_rng_state()
-        if device.type == "mps"
-        else device_module.get_rng_state(device)
-    )
+    if device.type == "mps":
+        generator_state: Tensor = device_module.get_rng_state()
+    else:
+        generator_state = device_module.get_rng_state(device)
     return generator_state.cpu()
 
 

@@ -284,11 +284,10 @@ def _parse_slurm(env: Mapping[str, str]) -> Topology:
     """Return the topology of a task of srun. The batch script also has SLURM_PROCID=0, but no step: one process."""
     if "SLURM_STEP_ID" not in env and "SLURM_STEPID" not in env:
         num_tasks = env.get("SLURM_NTASKS", "1")
-        note = (
-            f"SLURM_NTASKS={num_tasks}, but srun did not start this process: it is alone"
-            if num_tasks != "1"
-            else ""
-        )
+        if num_tasks != "1":
+            note = f"SLURM_NTASKS={num_tasks}, but srun did not start this process: it is alone"
+        else:
+            note = ""
         return Topology(source="single", note=note)
     rank = read_companion(env, "SLURM_NTASKS", "SLURM_PROCID")
     world_size = read_companion(
@@ -351,11 +350,9 @@ def _slurm_port(env: Mapping[str, str]) -> int:
 
 def tpu_workers(env: Mapping[str, str]) -> list[str]:
     """Return the hosts of the slice listed in TPU_WORKER_HOSTNAMES; empty if this host is configured to run alone."""
-    return (
-        []
-        if tpu_runs_alone(env)
-        else [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
-    )
+    if tpu_runs_alone(env):
+        return []
+    return [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
 
 
 def tpu_runs_alone(env: Mapping[str, str]) -> bool:

@@ -293,8 +293,6 @@ def _pod_resources(pods: PodPlan) -> JsonObject:
     resource_amounts = _tag_texts(pods.settings.resources)
     if pods.gpus:
         resource_amounts[pods.settings.gpu_resource] = str(pods.gpus)
-    return (
-        {"requests": dict(resource_amounts), "limits": dict(resource_amounts)}
-        if resource_amounts
-        else {}
-    )
+    if resource_amounts:
+        return {"requests": dict(resource_amounts), "limits": dict(resource_amounts)}
+    return {}

@@ -246,11 +246,9 @@ class TrainJobStatus:
         first_time_s, first_share = self._began
         if share >= 1.0:
             return 0
-        return (
-            round((now_s - first_time_s) * (1.0 - share) / (share - first_share))
-            if share > first_share
-            else None
-        )
+        if share > first_share:
+            return round((now_s - first_time_s) * (1.0 - share) / (share - first_share))
+        return None
 
 
 class TrainJobPart(RunPart):

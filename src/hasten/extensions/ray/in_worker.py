@@ -120,11 +120,9 @@ def fsspec_location(filesystem: Any, path: str) -> str:
 
 def _plain_metric(name: str, value: Any) -> bool | int | float | str:
     logged_value = snapshot(name, value)
-    return (
-        logged_value
-        if isinstance(logged_value, bool | int | float | str)
-        else logged_value.tensor.item()
-    )
+    if isinstance(logged_value, bool | int | float | str):
+        return logged_value
+    return logged_value.tensor.item()
 
 
 # Any: the module ray.train and its storage context

@@ -154,16 +154,14 @@ def _count_words(
         request.config.launch,
         request.config.section(RaySettings).workers,
     )
-    workers_text = (
-        f"{max_workers} worker(s)"
-        if min_workers == max_workers
-        else f"{min_workers} to {max_workers} workers"
-    )
-    remedy_text = (
-        ""
-        if workers or launch_settings.num_processes
-        else " (give num_processes or ray_workers for more)"
-    )
+    if min_workers == max_workers:
+        workers_text = f"{max_workers} worker(s)"
+    else:
+        workers_text = f"{min_workers} to {max_workers} workers"
+    if workers or launch_settings.num_processes:
+        remedy_text = ""
+    else:
+        remedy_text = " (give num_processes or ray_workers for more)"
     return f"{workers_text} of Ray Train on {'GPUs' if use_gpu else 'the CPU'}{remedy_text}, {launch_settings.max_restarts} restart(s)"
 
 
@@ -260,11 +258,10 @@ def _worker_end(rank: int, error: BaseException) -> WorkerEnd:
         re.search(r"pid[=:] ?(\d+)", error_text),
     )
     reason_match = re.search(r"The actor is dead because (.*)", error_text)
-    reason_text = (
-        reason_match[1].partition(" Some common causes")[0].rstrip(". ")
-        if reason_match
-        else error_text.strip().splitlines()[0].rstrip(".")
-    )
+    if reason_match:
+        reason_text = reason_match[1].partition(" Some common causes")[0].rstrip(". ")
+    else:
+        reason_text = error_text.strip().splitlines()[0].rstrip(".")
     return WorkerEnd(
         rank,
         reason_text,
@@ -278,11 +275,10 @@ def lost_words(lost_workers: Sequence[WorkerEnd]) -> str:
     """Return one message for lost ranks: which, on what machine, the reason that Ray gives, and what to do."""
     ranks_text = ranks_in_words([worker.rank for worker in lost_workers])
     first_worker = lost_workers[0]
-    worker_text = (
-        f" (Ray actor with pid {first_worker.pid} on {first_worker.host})"
-        if len(lost_workers) == 1 and first_worker.host
-        else ""
-    )
+    if len(lost_workers) == 1 and first_worker.host:
+        worker_text = f" (Ray actor with pid {first_worker.pid} on {first_worker.host})"
+    else:
+        worker_text = ""
     return (
         f"{ranks_text}{worker_text} was lost: {first_worker.summary}. The other ranks cannot finish a step without it. Look for the kernel's "
         "out-of-memory killer and for a reclaimed machine; with FailureConfig(max_failures=…) or --max_restarts Ray restarts the "

@@ -49,11 +49,10 @@ def plan_mpirun(request: LaunchRequest, host: Host) -> LaunchPlan:
     Raises: ConfigError without a number of processes or a rendezvous address.
     """
     launch_settings, mpi = request.config.launch, host.mpi
-    num_machines = (
-        launch_settings.num_machines
-        if launch_settings.num_machines > 1
-        else max(1, len(mpi.hosts))
-    )
+    if launch_settings.num_machines > 1:
+        num_machines = launch_settings.num_machines
+    else:
+        num_machines = max(1, len(mpi.hosts))
     num_processes = (
         launch_settings.num_processes
         or (launch_settings.processes_per_machine or 0) * num_machines
@@ -166,8 +165,6 @@ def read_hostfile(text: str) -> tuple[str, ...]:
 
 def mpi_kind(version_text: str) -> str:
     """Return the MPI implementation that printed `version_text`."""
-    return (
-        "openmpi"
-        if "open mpi" in version_text.lower() or "open-mpi" in version_text.lower()
-        else "mpich"
-    )
+    if "open mpi" in version_text.lower() or "open-mpi" in version_text.lower():
+        return "openmpi"
+    return "mpich"

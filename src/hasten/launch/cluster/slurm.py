@@ -214,11 +214,9 @@ def without_submit(flags: tuple[str, ...]) -> list[str]:
 
 
 def _node_range(launch_settings: LaunchConfig) -> str:
-    return (
-        launch_settings.nnodes.replace(":", "-")
-        if launch_settings.nnodes
-        else str(launch_settings.num_machines)
-    )
+    if launch_settings.nnodes:
+        return launch_settings.nnodes.replace(":", "-")
+    return str(launch_settings.num_machines)
 
 
 def _dashed_options(options: Mapping[str, Any]) -> dict[str, Any]:

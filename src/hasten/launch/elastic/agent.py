@@ -85,11 +85,9 @@ class MachineSupervisor:
     def restarts_left(self, agent_restarts: int) -> int:
         """Return the restarts left: machines of a fixed set share one budget; elastic ones use the agent's count."""
         is_elastic = isinstance(self._handler, ElasticRendezvous)
-        return (
-            agent_restarts
-            if is_elastic
-            else max(0, self._supervision.max_restarts - self._handler.round)
-        )
+        if is_elastic:
+            return agent_restarts
+        return max(0, self._supervision.max_restarts - self._handler.round)
 
     def started(self, pids: Collection[int]) -> None:
         """Record the process groups."""

@@ -156,11 +156,10 @@ def _tcp_store(meeting: Meeting, is_host: bool, read_timeout: timedelta) -> Stor
                 f"port {meeting.port} on {meeting.address} is already in use, often by a run that is still alive. "
                 f"Choose another with --main_process_port."
             ) from error
-        problem_text = (
-            "this machine cannot host the rendezvous at"
-            if is_host
-            else "no machine responds at"
-        )
+        if is_host:
+            problem_text = "this machine cannot host the rendezvous at"
+        else:
+            problem_text = "no machine responds at"
         raise LaunchError(
             f"{problem_text} {meeting.address}:{meeting.port} ({str(error).strip().splitlines()[0][:200]}). Start the job on the machine "
             f"that has this address, and check --main_process_ip, --main_process_port and the firewall."

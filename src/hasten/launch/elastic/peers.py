@@ -78,11 +78,10 @@ class Peers:
             if machine == self.index:
                 continue
             beat_key = self.key("beat", machine)
-            beat = (
-                self.store.get(beat_key).decode()
-                if self.store.check([beat_key])
-                else ""
-            )
+            if self.store.check([beat_key]):
+                beat = self.store.get(beat_key).decode()
+            else:
+                beat = ""
             last_beat, since_s = self._last_beats.setdefault(machine, (beat, now_s))
             if beat != last_beat:
                 self._last_beats[machine] = (beat, now_s)
@@ -146,11 +145,10 @@ class Peers:
             now_s = time.monotonic()
             for machine in awaited_machines:
                 beat_key = self.key("beat", machine)
-                beat = (
-                    self.store.get(beat_key).decode()
-                    if self.store.check([beat_key])
-                    else ""
-                )
+                if self.store.check([beat_key]):
+                    beat = self.store.get(beat_key).decode()
+                else:
+                    beat = ""
                 if beat != last_beats[machine][0]:
                     last_beats[machine] = (beat, now_s)
             if now_s > deadline_s or all(

@@ -294,11 +294,10 @@ class FixedRendezvous(RendezvousHandler):
                 is_local_address = network.owns_address(
                     meeting.address
                 ) and not network.is_loopback(meeting.address)
-                rank_hint = (
-                    f" This machine has that address, but was started with --machine_rank {meeting.machine_rank}."
-                    if is_local_address
-                    else ""
-                )
+                if is_local_address:
+                    rank_hint = f" This machine has that address, but was started with --machine_rank {meeting.machine_rank}."
+                else:
+                    rank_hint = ""
                 raise LaunchError(
                     f"{endpoint_text} did not respond within {meeting.join_timeout_s:g} s.{rank_hint} Start the job there with --machine_rank 0, "
                     f"check main_process_ip, main_process_port and the firewall, or raise --rdzv_conf join_timeout=SECONDS."
@@ -452,18 +451,15 @@ class ElasticRendezvous(RendezvousHandler):
 
 
 def _first_line(error: BaseException) -> str:
-    return (
-        str(error).strip().splitlines()[0][:200]
-        if str(error).strip()
-        else type(error).__name__
-    )
+    if str(error).strip():
+        return str(error).strip().splitlines()[0][:200]
+    return type(error).__name__
 
 
 def with_address(report: Report, meeting: Meeting) -> Report:
     """Return the report with this machine's address as reachable by the others."""
-    address = (
-        meeting.address
-        if meeting.alone
-        else network.address_for_others(meeting.address)
-    )
+    if meeting.alone:
+        address = meeting.address
+    else:
+        address = network.address_for_others(meeting.address)
     return replace(report, address=address)
