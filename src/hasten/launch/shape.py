@@ -128,10 +128,9 @@ def _machine_rank(
                 "or remove machine_rank."
             )
         return 0
+    rank = allocation.machine_rank
     if launch_settings.machine_rank is not None:
         rank = launch_settings.machine_rank
-    else:
-        rank = allocation.machine_rank
     if rank is not None and rank >= num_machines:
         raise ConfigError(
             f"machine_rank={rank} with {num_machines} machines: ranks count from 0 to {num_machines - 1}. "

@@ -260,7 +260,7 @@ def _checked_vector(
         or num_words not in (None, len(saved_vector))
     ):
         if isinstance(saved_vector, Tensor):
-            shown_shape = (saved_vector.dtype, tuple(saved_vector.shape))
+            shown_shape = f"{saved_vector.dtype} of {tuple(saved_vector.shape)}"
         else:
             shown_shape = type(saved_vector).__name__
         raise ValueError(

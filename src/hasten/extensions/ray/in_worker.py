@@ -122,7 +122,8 @@ def _plain_metric(name: str, value: Any) -> bool | int | float | str:
     logged_value = snapshot(name, value)
     if isinstance(logged_value, bool | int | float | str):
         return logged_value
-    return logged_value.tensor.item()
+    number: bool | int | float = logged_value.tensor.item()
+    return number
 
 
 # Any: the module ray.train and its storage context
