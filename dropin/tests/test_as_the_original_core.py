@@ -576,7 +576,9 @@ def test_packages_that_are_missing_are_told_at_the_level_of_debugging(
 ) -> None:
     PartialState(cpu=True)
     caplog.set_level(logging.DEBUG, "accelerate.tracking")
-    with patch("accelerate._impl.trackers.registry.installed", return_value=[]):
+    with patch(
+        "accelerate._impl.trackers.registry.installed_trackers", return_value=[]
+    ):
         assert filter_trackers("wandb") == []
     assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
         (

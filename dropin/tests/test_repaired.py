@@ -34,7 +34,7 @@ from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration, write_basic_config
 from accelerate.utils.memory import find_executable_batch_size
-from hasten.tracking.registry import installed, tracker_names
+from hasten.tracking.registry import installed_trackers, tracker_names
 
 pytestmark = pytest.mark.usefixtures("fresh_states")
 
@@ -200,7 +200,9 @@ def test_a_built_in_tracker_records_settings_and_values(tmp_path: Path) -> None:
 def test_a_tracker_without_its_package_is_left_out_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gone = next((name for name in tracker_names() if name not in installed()), None)
+    gone = next(
+        (name for name in tracker_names() if name not in installed_trackers()), None
+    )
     if gone is None:
         pytest.skip("the packages of all trackers are installed")
     with (

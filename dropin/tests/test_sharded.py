@@ -33,7 +33,7 @@ from accelerate.commands import config, merge
 from accelerate.utils.environment import patch_environment
 from accelerate.utils.fsdp_utils import merge_fsdp_weights
 from hasten.cli.launch_cmd import make_parser
-from hasten.config.files import effective
+from hasten.config.files import effective_settings
 from hasten.errors import ConfigError
 from hasten.launch.job import prepare
 
@@ -343,4 +343,4 @@ def test_variables_of_a_launch_are_read_as_the_settings_they_stand_for() -> None
         [*nvme, "--zero3_save_16bit_model=true", "x.py"],
     ):
         given = settings_for(words)
-        assert effective(variables_for(words), None, ()).config == given
+        assert effective_settings(variables_for(words), None, ()).config == given

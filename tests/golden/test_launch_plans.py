@@ -213,7 +213,7 @@ def plan_text(case: Case) -> str:
             LaunchRequest(
                 resolved.config,
                 target,
-                handoff.pack(resolved.entries),
+                handoff.pack_settings(resolved.entries),
                 flags,
                 folder="/home/me/run",
             ),

@@ -22,7 +22,7 @@ from hasten.comm.agreement import agree
 from hasten.comm.collective_log import CollectiveRecord
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.config import absent
-from hasten.config.handoff import unpack
+from hasten.config.handoff import unpack_settings
 from hasten.config.masking import masked, masked_value
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
@@ -178,11 +178,11 @@ class RunLogPart(RunPart):
         self.run_log.checkpoint_done()
         if error is None:
             step = self._read_step()
-            self.run_log.event(
+            self.run_log.record_event(
                 kind, seconds=round(time.perf_counter() - self._began_s, 4), step=step
             )
         else:
-            self.run_log.event(
+            self.run_log.record_event(
                 f"{kind}: failed", error=masked(f"{type(error).__name__}: {error}")
             )
         self.run_log.flush()
@@ -237,7 +237,9 @@ def resolve_settings(given: Mapping[str, Any]) -> Resolved:
     variables = env.snapshot()
     handed = variables.get(env.CONFIG)
     resolved = resolve(
-        code=given, env=variables, handed=() if handed is None else unpack(handed)
+        code=given,
+        env=variables,
+        handed=() if handed is None else unpack_settings(handed),
     )
     absent.check(resolved.entries)
     if resolved.config.debug:
@@ -324,9 +326,9 @@ def open_trackers(
     if requested_trackers != ():
         with agree(ctx.world, "loading the trackers"):
             # only a run with trackers needs it
-            from hasten.tracking.registry import build
+            from hasten.tracking.registry import build_trackers
 
-            trackers = build(
+            trackers = build_trackers(
                 requested_trackers,
                 missing=config.tracking.missing_tracker,
                 is_main=is_main,

@@ -13,7 +13,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, Literal, NoReturn, Union, get_args, get_origin
 
 from hasten.config.established import SWITCHES
-from hasten.config.layers import nearest
+from hasten.config.layers import nearest_name
 from hasten.config.legacy import OLD_NAMES
 from hasten.config.schema import SETTABLE, FieldInfo
 from hasten.config.source import Path, SettingEntry, SettingSource
@@ -53,12 +53,12 @@ class SettingAction(argparse.Action):
         self,
         option_strings: Sequence[str],
         dest: str,
-        path: Path,
+        setting_path: Path,
         takes_word: bool,
         **kwargs: Any,
     ) -> None:
         super().__init__(option_strings, dest, **kwargs)
-        self.path = path
+        self.path = setting_path
         self.takes_word = takes_word
 
     def __call__(
@@ -70,9 +70,9 @@ class SettingAction(argparse.Action):
     ) -> None:
         """Append the entry to `namespace.settings`."""
         flag = option_string or ""
-        value = "false" if self.negated_by(flag) else values
+        flag_value = "false" if self.negated_by(flag) else values
         settings = getattr(namespace, "settings", None) or []
-        namespace.settings = [*settings, *_entries(self.path, value, flag)]
+        namespace.settings = [*settings, *_flag_entries(self.path, flag_value, flag)]
 
     def negated_by(self, flag: str) -> bool:
         """Return whether the flag as typed negates the setting."""
@@ -83,20 +83,20 @@ class SettingAction(argparse.Action):
         )
 
 
-def _names_itself_no(path: Path) -> bool:
-    return path[-1].startswith("no_")
+def _names_itself_no(setting_path: Path) -> bool:
+    return setting_path[-1].startswith("no_")
 
 
-def _entries(path: Path, value: Any, flag: str) -> list[SettingEntry]:
-    if path[0] == "use_parallelism_config":
+def _flag_entries(setting_path: Path, flag_value: Any, flag: str) -> list[SettingEntry]:
+    if setting_path[0] == "use_parallelism_config":
         return []  # determined by the sizes
-    if path[0] in SWITCHES:
-        is_chosen = str(value).lower() in ("true", "yes", "on", "1")
+    if setting_path[0] in SWITCHES:
+        is_chosen = str(flag_value).lower() in ("true", "yes", "on", "1")
         return (
             [
                 SettingEntry(
                     ("strategy",),
-                    SWITCHES[path[0]],
+                    SWITCHES[setting_path[0]],
                     SettingSource("flag", flag),
                     text=True,
                 )
@@ -104,7 +104,9 @@ def _entries(path: Path, value: Any, flag: str) -> list[SettingEntry]:
             if is_chosen
             else []
         )
-    return [SettingEntry(path, value, SettingSource("flag", flag), text=True)]
+    return [
+        SettingEntry(setting_path, flag_value, SettingSource("flag", flag), text=True)
+    ]
 
 
 def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -123,13 +125,21 @@ class Formatter(argparse.HelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
             return super()._format_action_invocation(action)
-        short = [name for name in action.option_strings if not name.startswith("--")]
-        long = [name for name in action.option_strings if name.startswith("--")][:1]
+        short_name = [
+            flag_name
+            for flag_name in action.option_strings
+            if not flag_name.startswith("--")
+        ]
+        long = [
+            flag_name
+            for flag_name in action.option_strings
+            if flag_name.startswith("--")
+        ][:1]
         takes_value = action.nargs != 0 and not getattr(action, "takes_word", False)
-        value = (
+        flag_value = (
             f" {self._format_args(action, action.dest.upper())}" if takes_value else ""
         )
-        return ", ".join([*short, *long]) + value
+        return ", ".join([*short_name, *long]) + flag_value
 
 
 class HelpAction(argparse.Action):
@@ -206,24 +216,26 @@ class SettingsParser(CommandParser):
         """Add one flag per setting, grouped by section, and the switches of Accelerate."""
         self.usage = self.usage or f"{self.prog} [settings]"
         groups: dict[str, Any] = {}
-        for info in fields:
-            if info.group not in groups:
-                groups[info.group] = self.add_argument_group(info.group)
-            _add(groups[info.group], info)
+        for field_info in fields:
+            if field_info.group not in groups:
+                groups[field_info.group] = self.add_argument_group(field_info.group)
+            _add_field(groups[field_info.group], field_info)
         established = self.add_argument_group("established names")
-        for name in (*SWITCHES, "use_parallelism_config"):
+        for flag_name in (*SWITCHES, "use_parallelism_config"):
             help_text = (
-                f"the same as --strategy {SWITCHES[name]}"
-                if name in SWITCHES
+                f"the same as --strategy {SWITCHES[flag_name]}"
+                if flag_name in SWITCHES
                 else "not needed: determined by the sizes"
             )
-            _add_action(established, (name,), (name,), help_text, is_bool=True)
-        for name in OLD_NAMES:
-            flag = name if name.startswith("fsdp_") else f"fsdp_{name}"
+            _add_action(
+                established, (flag_name,), (flag_name,), help_text, is_bool=True
+            )
+        for flag_name in OLD_NAMES:
+            flag = flag_name if flag_name.startswith("fsdp_") else f"fsdp_{flag_name}"
             if f"--{flag}" not in self._option_string_actions:
                 help_text = "FSDP1's option, translated to FSDP2"
                 _add_action(
-                    established, (flag,), ("fsdp", name), help_text, is_bool=False
+                    established, (flag,), ("fsdp", flag_name), help_text, is_bool=False
                 )
 
     def format_short_help(self) -> str:
@@ -244,8 +256,13 @@ class SettingsParser(CommandParser):
         return f"{text}\n{len(hidden)} more options: `{self.prog} --help-all`.\n"
 
     def _is_essential(self, action: argparse.Action) -> bool:
-        names = {name.lstrip("-").replace("-", "_") for name in action.option_strings}
-        return not isinstance(action, SettingAction) or bool(names & self.essential)
+        flag_names = {
+            flag_name.lstrip("-").replace("-", "_")
+            for flag_name in action.option_strings
+        }
+        return not isinstance(action, SettingAction) or bool(
+            flag_names & self.essential
+        )
 
     def parse_known_args(  # type: ignore[override]
         self,
@@ -276,46 +293,46 @@ class SettingsParser(CommandParser):
                     break
                 explicit_words.append(remaining_words.pop(0))
                 continue
-            word = remaining_words.pop(0)
-            name, has_value, _ = word.partition("=")
-            action = self._option_string_actions.get(name)
+            flag_word = remaining_words.pop(0)
+            flag_name, has_value, _ = flag_word.partition("=")
+            action = self._option_string_actions.get(flag_name)
             if action is None:
-                self._refuse(name)
+                self._refuse(flag_name)
             elif not isinstance(action, SettingAction) or not action.takes_word:
-                explicit_words.append(word)
+                explicit_words.append(flag_word)
                 if not has_value and action.nargs != 0:
                     explicit_words += (
                         [remaining_words.pop(0)] if remaining_words else []
                     )
             elif has_value:
-                explicit_words.append(word)
+                explicit_words.append(flag_word)
             elif (
                 remaining_words
                 and remaining_words[0].lower() in _BOOLEAN_WORDS
-                and not action.negated_by(name)
+                and not action.negated_by(flag_name)
             ):
-                explicit_words.append(f"{name}={remaining_words.pop(0)}")
+                explicit_words.append(f"{flag_name}={remaining_words.pop(0)}")
             else:
-                explicit_words.append(f"{name}=true")
+                explicit_words.append(f"{flag_name}=true")
         return [*explicit_words, *remaining_words]
 
     @property
     def _whole_help(self) -> str:
         return "--help-all" if self.essential else "--help"
 
-    def _refuse(self, name: str) -> NoReturn:
-        dashed = "-" in name.lstrip("-")
+    def _refuse(self, flag_name: str) -> NoReturn:
+        dashed = "-" in flag_name.lstrip("-")
         options_by_name = {
             option.replace("-", "_").lstrip("_"): option
             for option in self._option_string_actions
             if option.startswith("--") and ("-" in option.lstrip("-")) <= dashed
         }
-        word = name.replace("-", "_").lstrip("_")
-        similar_name = _ELSEWHERE.get(word, "")
+        flag_word = flag_name.replace("-", "_").lstrip("_")
+        similar_name = _ELSEWHERE.get(flag_word, "")
         similar_name = (
             similar_name
             if similar_name in options_by_name
-            else nearest(word, options_by_name)
+            else nearest_name(flag_word, options_by_name)
         )
         hint = (
             f"did you mean {options_by_name[similar_name]}?"
@@ -323,68 +340,68 @@ class SettingsParser(CommandParser):
             else f"see `{self.prog} {self._whole_help}` for the supported flags."
         )
         raise UnknownSettingError(
-            f"flag {name}: unknown, so it would have no effect; {hint}"
+            f"flag {flag_name}: unknown, so it would have no effect; {hint}"
         )
 
 
-def _add(group: Any, info: FieldInfo) -> None:
+def _add_field(group: Any, field_info: FieldInfo) -> None:
     default = (
         ""
-        if info.default in (None, (), {}, False)
-        else f" (default: {_plain(info.default)})"
+        if field_info.default in (None, (), {}, False)
+        else f" (default: {_plain_text(field_info.default)})"
     )
-    help_text = (info.meta.help + default).replace("%", "%%")
-    value = "TEXT" if info.meta.lines else metavar(info.type)
+    help_text = (field_info.meta.help + default).replace("%", "%%")
+    flag_value = "TEXT" if field_info.meta.lines else value_placeholder(field_info.type)
     _add_action(
         group,
-        spellings(info),
-        info.path,
+        flag_spellings(field_info),
+        field_info.path,
         help_text,
-        info.is_bool,
-        value,
-        info.meta.short,
+        field_info.is_bool,
+        flag_value,
+        field_info.meta.short,
     )
 
 
-def spellings(info: FieldInfo) -> tuple[str, ...]:
+def flag_spellings(field_info: FieldInfo) -> tuple[str, ...]:
     """Return every name of a setting's flag; the first one is shown in the help."""
-    short = info.flag.removeprefix(_LONG_PREFIX)
-    return tuple(dict.fromkeys((short, *info.flags)))
+    short_name = field_info.flag.removeprefix(_LONG_PREFIX)
+    return tuple(dict.fromkeys((short_name, *field_info.flags)))
 
 
 def _add_action(
     group: Any,
     flags: Sequence[str],
-    path: Path,
+    setting_path: Path,
     help_text: str,
     is_bool: bool,
-    value: str = "VALUE",
-    short: str = "",
+    flag_value: str = "VALUE",
+    short_name: str = "",
 ) -> None:
-    names = list(
+    flag_names = list(
         dict.fromkeys(
             spelling
             for flag in flags
             for spelling in (f"--{flag}", f"--{flag.replace('_', '-')}")
         )
     )
-    if short:
-        names.append(f"-{short}")
-    if is_bool and not _names_itself_no(path):
-        names += [
-            f"--no{dash}{name}"
+    if short_name:
+        flag_names.append(f"-{short_name}")
+    if is_bool and not _names_itself_no(setting_path):
+        flag_names += [
+            f"--no{dash}{flag_name}"
             for flag in flags
-            for dash, name in (("_", flag), ("-", flag.replace("_", "-")))
+            for dash, flag_name in (("_", flag), ("-", flag.replace("_", "-")))
         ]
     group.add_argument(
-        *names,
+        *flag_names,
         action=SettingAction,
         dest="settings",
         default=argparse.SUPPRESS,
-        path=path,
+        setting_path=setting_path,
         takes_word=is_bool,
         nargs="?" if is_bool else None,
-        metavar=value,
+        metavar=flag_value,
         help=help_text,
     )
 
@@ -392,7 +409,7 @@ def _add_action(
 _LONGEST_CHOICES: Final = 44
 
 
-def metavar(tp: Any) -> str:
+def value_placeholder(tp: Any) -> str:
     """Return the placeholder of a flag's value."""
     origin = get_origin(tp)
     if origin is Literal:
@@ -406,7 +423,9 @@ def metavar(tp: Any) -> str:
     if origin in (Union, UnionType):
         return "|".join(
             dict.fromkeys(
-                metavar(member) for member in get_args(tp) if member is not NoneType
+                value_placeholder(member)
+                for member in get_args(tp)
+                if member is not NoneType
             )
         )
     return {int: "N", float: "X", str: "TEXT", timedelta: "TIME"}.get(
@@ -414,13 +433,13 @@ def metavar(tp: Any) -> str:
     )
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
+def _plain_text(flag_value: Any) -> str:
+    if isinstance(flag_value, bool):
+        return str(flag_value).lower()
     return (
-        ",".join(_plain(item) for item in value)
-        if isinstance(value, tuple)
-        else str(value)
+        ",".join(_plain_text(item) for item in flag_value)
+        if isinstance(flag_value, tuple)
+        else str(flag_value)
     )
 
 
@@ -451,7 +470,9 @@ def run_module(
 _LARGEST_NUMBER: Final = 10**12
 
 
-def whole(lowest: int = 0, highest: int = _LARGEST_NUMBER) -> Callable[[str], int]:
+def whole_number(
+    lowest: int = 0, highest: int = _LARGEST_NUMBER
+) -> Callable[[str], int]:
     """Return an argparse type for a whole number from `least` to `most`."""
 
     def read(text: str) -> int:
@@ -468,7 +489,7 @@ def whole(lowest: int = 0, highest: int = _LARGEST_NUMBER) -> Callable[[str], in
     return read
 
 
-def seconds(text: str) -> float:
+def positive_seconds(text: str) -> float:
     """Return a positive number of seconds. Raises: ArgumentTypeError for other text."""
     try:
         number = float(text)
@@ -485,7 +506,7 @@ def find_named(target: str, instead: str) -> Callable[..., Any]:
 
     Raises: ConfigError when there is no such module or function.
     """
-    module_name, _, name = target.partition(":")
+    module_name, _, flag_name = target.partition(":")
     if str(pathlib.Path.cwd()) not in sys.path:
         sys.path.insert(0, str(pathlib.Path.cwd()))
     try:
@@ -496,16 +517,16 @@ def find_named(target: str, instead: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{target}: there is no module {module_name!r}; {instead}."
         ) from error
-    function: Callable[..., Any] | None = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, flag_name, None)
     if not callable(function):
         known_names = ", ".join(
             sorted(
                 key
-                for key, value in vars(module).items()
-                if callable(value) and not key.startswith("_")
+                for key, flag_value in vars(module).items()
+                if callable(flag_value) and not key.startswith("_")
             )
         )
         raise ConfigError(
-            f"{target}: {module_name} has no function {name!r}; it has {known_names or 'none'}."
+            f"{target}: {module_name} has no function {flag_name!r}; it has {known_names or 'none'}."
         )
     return function

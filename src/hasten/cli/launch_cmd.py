@@ -74,7 +74,9 @@ def main(
         arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
     )
     try:
-        return _launch(arguments, words, argv[: len(argv) - len(arguments.script)])
+        return _prepare_and_launch(
+            arguments, words, argv[: len(argv) - len(arguments.script)]
+        )
     except HastenError as error:
         from hasten.launch import failure  # only needed by a launch that failed
 
@@ -82,7 +84,7 @@ def main(
         raise
 
 
-def _launch(
+def _prepare_and_launch(
     arguments: argparse.Namespace, words: list[str], typed: Sequence[str]
 ) -> int:
     from hasten.launch.job import prepare  # so that --help is fast
@@ -97,7 +99,7 @@ def _launch(
         for note in job.resolved.notes:
             sys.stderr.write(f"[hasten] note: {note}\n")
     if arguments.output == "yaml":
-        sys.stdout.write(_manifest(arguments, job))
+        sys.stdout.write(_manifest_text(arguments, job))
         return 0
     if arguments.dry_run:
         sys.stdout.write(job.plan.render() + "\n" + job.mesh())
@@ -105,7 +107,7 @@ def _launch(
     return job.run()
 
 
-def _manifest(arguments: argparse.Namespace, job: Job) -> str:
+def _manifest_text(arguments: argparse.Namespace, job: Job) -> str:
     """Return the manifest alone, as `kubectl apply -f -` reads it."""
     if (
         not arguments.dry_run

@@ -35,18 +35,21 @@ def commands() -> dict[str, tuple[str, str]]:
     Raises: ExtensionError if two extensions, or an extension and the core, provide the same command.
     """
     places_and_help = dict(COMMANDS)
-    for name, offer in offers("commands").items():
-        if name in COMMANDS:
+    for command_name, offer in offers("commands").items():
+        if command_name in COMMANDS:
             raise ExtensionError(
-                f"the extension {offer.extension!r} provides a command {name!r}, which hasten itself has. Rename or remove it."
+                f"the extension {offer.extension!r} provides a command {command_name!r}, which hasten itself has. Rename or remove it."
             )
-        places_and_help[name] = (offer.place, offer.help)
+        places_and_help[command_name] = (offer.place, offer.help)
     return places_and_help
 
 
-def usage() -> str:
+def usage_text() -> str:
     """Return the help of the `hasten` command."""
-    rows = "\n".join(f"  {name:<17}{text}" for name, (_, text) in commands().items())
+    rows = "\n".join(
+        f"  {command_name:<17}{help_text}"
+        for command_name, (_, help_text) in commands().items()
+    )
     return (
         "usage: hasten [--help] [--version] <command> …\n\n"
         "Write a plain PyTorch loop once; run it anywhere, unchanged.\n\n"
@@ -57,22 +60,26 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code: 2 for an invalid command or setting, 1 for other errors."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        sys.stdout.write(usage())
-        return 0 if words else 2
-    if words[0] in ("-V", "--version"):
+    command_words = list(sys.argv[1:] if argv is None else argv)
+    if not command_words or command_words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(usage_text())
+        return 0 if command_words else 2
+    if command_words[0] in ("-V", "--version"):
         sys.stdout.write(f"hasten {__version__}\n")
         return 0
     try:
-        code = run(words[0], words[1:])
-        if argv is None and words[0] == "launch":
-            leave(code)
+        code = run(command_words[0], command_words[1:])
+        if argv is None and command_words[0] == "launch":
+            exit_immediately(code)
         return code
     except HastenError as error:
-        name, text = f"hasten {words[0]}", str(error)
+        command_name, help_text = f"hasten {command_words[0]}", str(error)
         # usage errors include the name
-        sys.stderr.write(f"{text}\n" if text.startswith(name) else f"{name}: {text}\n")
+        sys.stderr.write(
+            f"{help_text}\n"
+            if help_text.startswith(command_name)
+            else f"{command_name}: {help_text}\n"
+        )
         return 2 if isinstance(error, ConfigError) else 1
     # argparse: help was printed, or a wrong value of an option was named
     except SystemExit as end:
@@ -82,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def leave(code: int) -> NoReturn:
+def exit_immediately(code: int) -> NoReturn:
     """Exit immediately: a launch has ended its processes, and unloading torch would take half a second."""
     sys.stdout.flush()
     sys.stderr.flush()

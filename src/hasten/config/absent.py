@@ -58,22 +58,24 @@ def check(entries: Mapping[Path, SettingEntry]) -> None:
     Raises: ConfigError for the first unsupported setting.
     """
     for row_path, row in ABSENT:
-        for path, entry in entries.items():
-            if path[: len(row_path)] != row_path or not refuses(row, entry):
+        for setting_path, setting_entry in entries.items():
+            if setting_path[: len(row_path)] != row_path or not refuses(
+                row, setting_entry
+            ):
                 continue
-            source = entry.source
+            source = setting_entry.source
             if source.kind == "environment" and not source.detail.startswith("HASTEN_"):
                 continue
             raise ConfigError(
-                f"{entry.name}={shown(entry.value)} ({source}) cannot be honoured, because {row.what} is not in this version; {row.instead}."
+                f"{setting_entry.name}={shown(setting_entry.value)} ({source}) cannot be honoured, because {row.what} is not in this version; {row.instead}."
             )
 
 
-def refuses(row: Absent, entry: SettingEntry) -> bool:
+def refuses(row: Absent, setting_entry: SettingEntry) -> bool:
     """Return whether a row refuses the value of a setting below its path."""
-    if entry.path[-1] in row.but:
+    if setting_entry.path[-1] in row.but:
         return False
     if row.values:
-        return entry.value in row.values
-    owner = BY_PATH[entry.path].owner
-    return bool(entry.value != default_of(owner, entry.path[-1]))
+        return setting_entry.value in row.values
+    owner = BY_PATH[setting_entry.path].owner
+    return bool(setting_entry.value != default_of(owner, setting_entry.path[-1]))

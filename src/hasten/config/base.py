@@ -24,7 +24,7 @@ from typing import (
     get_origin,
 )
 
-from hasten.config.decode import Mismatch, decode, describe, is_nothing
+from hasten.config.decode import Mismatch, decode, describe_type, is_nothing
 from hasten.errors import (
     ConfigError,
     ExtensionError,
@@ -46,16 +46,16 @@ class _Signature:
 
     def __get__(self, section: Section | None, cls: type[Section]) -> inspect.Signature:
         parameters = []
-        for name, spec in cls.__dataclass_fields__.items():
-            default = default_of(cls, name)
+        for field_name, field_spec in cls.__dataclass_fields__.items():
+            default = default_of(cls, field_name)
             if default is MISSING:
                 default = inspect.Parameter.empty
             parameters.append(
                 inspect.Parameter(
-                    name,
+                    field_name,
                     inspect.Parameter.KEYWORD_ONLY,
                     default=default,
-                    annotation=spec.type,
+                    annotation=field_spec.type,
                 )
             )
         return inspect.Signature(parameters)
@@ -117,27 +117,30 @@ class Section:
         if unnamed or not values.keys() <= fields.keys():
             raise _wrong_names(cls, unnamed, values)
         given_names = set[str]()
-        for name, spec in fields.items():
-            value = values.get(name)
+        for field_name, field_spec in fields.items():
+            field_value = values.get(field_name)
             # None means "not given" unless the field accepts None, as in scripts written for other libraries.
-            if name in values and not (value is None and _refuses_none(cls, name)):
-                value = fit(cls, name, value)
-                given_names.add(name)
-            elif spec.default is not MISSING:
-                value = spec.default
-            elif spec.default_factory is not MISSING:
-                value = spec.default_factory()
+            if field_name in values and not (
+                field_value is None and _refuses_none(cls, field_name)
+            ):
+                field_value = fit(cls, field_name, field_value)
+                given_names.add(field_name)
+            elif field_spec.default is not MISSING:
+                field_value = field_spec.default
+            elif field_spec.default_factory is not MISSING:
+                field_value = field_spec.default_factory()
             else:
                 raise ConfigError(
-                    f"{cls.__name__} has no default for {name}, so it must be given; add {name}=...."
+                    f"{cls.__name__} has no default for {field_name}, so it must be given; add {field_name}=...."
                 )
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, field_name, field_value)
         object.__setattr__(self, "_given", frozenset(given_names))
 
     def replace(self, **values: Any) -> Self:
         """Return a copy with other values of these fields, which counts them and the fields given before as given."""
         return type(self)(
-            **{name: getattr(self, name) for name in given(self)} | values
+            **{field_name: getattr(self, field_name) for field_name in given(self)}
+            | values
         )
 
     def mesh_degrees(self) -> Mapping[str, int]:
@@ -150,49 +153,54 @@ class Section:
 
     def sections(self) -> Iterator[Section]:
         """Yield the sections of these settings."""
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, Section):
-                yield value
+        for field_name in self.__dataclass_fields__:
+            field_value = getattr(self, field_name)
+            if isinstance(field_value, Section):
+                yield field_value
 
     def section(self, cls: type[S]) -> S:
         """Return the settings of this class among those below this section. Raises: LookupError if there are none."""
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, cls):
-                return value
-            if isinstance(value, Section):
+        for field_name in self.__dataclass_fields__:
+            field_value = getattr(self, field_name)
+            if isinstance(field_value, cls):
+                return field_value
+            if isinstance(field_value, Section):
                 with suppress(LookupError):
-                    return value.section(cls)
+                    return field_value.section(cls)
         raise LookupError(f"no settings of {cls.__name__}")
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+    def __setattr__(self, field_name: str, field_value: object) -> None:
+        raise FrozenInstanceError(f"cannot assign to field {field_name!r}")
 
-    def __delattr__(self, name: str) -> None:
-        raise FrozenInstanceError(f"cannot delete field {name!r}")
+    def __delattr__(self, field_name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete field {field_name!r}")
 
     def __getstate__(self) -> list[Any]:
-        return [getattr(self, name) for name in self.__dataclass_fields__]
+        return [getattr(self, field_name) for field_name in self.__dataclass_fields__]
 
     def __setstate__(self, state: list[Any]) -> None:
-        for name, value in zip(self.__dataclass_fields__, state, strict=True):
-            object.__setattr__(self, name, value)
+        for field_name, field_value in zip(
+            self.__dataclass_fields__, state, strict=True
+        ):
+            object.__setattr__(self, field_name, field_value)
 
     def __eq__(self, section: object) -> bool:
         if type(section) is not type(self):
             return NotImplemented
         return all(
-            getattr(self, name) == getattr(section, name)
-            for name in self.__dataclass_fields__
+            getattr(self, field_name) == getattr(section, field_name)
+            for field_name in self.__dataclass_fields__
         )
 
     def __hash__(self) -> int:
-        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+        return hash(
+            tuple(getattr(self, field_name) for field_name in self.__dataclass_fields__)
+        )
 
     def __repr__(self) -> str:
         shown = (
-            f"{name}={getattr(self, name)!r}" for name in self.__dataclass_fields__
+            f"{field_name}={getattr(self, field_name)!r}"
+            for field_name in self.__dataclass_fields__
         )
         return f"{type(self).__qualname__}({', '.join(shown)})"
 
@@ -240,8 +248,8 @@ def with_extensions(prefix: str) -> Callable[[type[S]], type[S]]:
 
     def add_sections(cls: type[S]) -> type[S]:
         for path, offer in offers("settings").items():
-            name = path.removeprefix(prefix)
-            if not path.startswith(prefix) or "." in name:
+            field_name = path.removeprefix(prefix)
+            if not path.startswith(prefix) or "." in field_name:
                 continue
             try:
                 section = offer.load()
@@ -251,15 +259,15 @@ def with_extensions(prefix: str) -> Callable[[type[S]], type[S]]:
             ) as error:
                 warnings.warn(str(error), HastenWarning, stacklevel=2)
                 continue
-            if name in cls.__annotations__:
+            if field_name in cls.__annotations__:
                 raise ConfigError(
                     f"the extension {offer.extension!r} adds the setting {path!r}, which exists. Rename it."
                 )
             names = section.section_names
-            cls.__annotations__[name] = section
+            cls.__annotations__[field_name] = section
             setattr(
                 cls,
-                name,
+                field_name,
                 setting(
                     factory=section, help=names.flag_group, prefix=names.flag_prefix
                 ),
@@ -288,7 +296,9 @@ def _wrong_names(
             f"{cls.__name__} got {', '.join(map(repr, unnamed))} without a name, so it is unclear which setting is meant; "
             f"write for example {cls.__name__}({setting_names[0]}={unnamed[0]!r})."
         )
-    unknown = next(name for name in values if name not in setting_names)
+    unknown = next(
+        field_name for field_name in values if field_name not in setting_names
+    )
     similar_names = get_close_matches(unknown, setting_names, n=1, cutoff=0.5)
     hint = (
         f"did you mean {similar_names[0]}?"
@@ -298,12 +308,12 @@ def _wrong_names(
     return UnknownSettingError(f"{cls.__name__} has no setting {unknown!r}; {hint}")
 
 
-def _refuses_none(cls: type[Section], name: str) -> bool:
-    spec = cls.__dataclass_fields__.get(name)
+def _refuses_none(cls: type[Section], field_name: str) -> bool:
+    field_spec = cls.__dataclass_fields__.get(field_name)
     return (
-        spec is not None
-        and spec.type is not Any
-        and NoneType not in get_args(spec.type)
+        field_spec is not None
+        and field_spec.type is not Any
+        and NoneType not in get_args(field_spec.type)
     )
 
 
@@ -317,29 +327,31 @@ def given(section: Section) -> frozenset[str]:
         return section._given
     except AttributeError:
         return frozenset(
-            name
-            for name in section.__dataclass_fields__
-            if getattr(section, name) != default_of(type(section), name)
+            field_name
+            for field_name in section.__dataclass_fields__
+            if getattr(section, field_name) != default_of(type(section), field_name)
         )
 
 
-def default_of(cls: type[Section], name: str) -> Any:
+def default_of(cls: type[Section], field_name: str) -> Any:
     """Return the default value of a field."""
-    spec = cls.__dataclass_fields__[name]
+    field_spec = cls.__dataclass_fields__[field_name]
     return (
-        spec.default_factory() if spec.default_factory is not MISSING else spec.default
+        field_spec.default_factory()
+        if field_spec.default_factory is not MISSING
+        else field_spec.default
     )
 
 
-def meta_of(cls: type[Section], name: str) -> Meta:
+def meta_of(cls: type[Section], field_name: str) -> Meta:
     """Return the metadata of a field."""
-    return cast(Meta, cls.__dataclass_fields__[name].metadata[_META])
+    return cast(Meta, cls.__dataclass_fields__[field_name].metadata[_META])
 
 
 def fit(
     cls: type[Section],
-    name: str,
-    value: Any,
+    field_name: str,
+    field_value: Any,
     source: object = None,
     *,
     text: bool = False,
@@ -348,30 +360,37 @@ def fit(
 
     Raises: SettingValueError that starts with `source`, by default the call in code, and names the expected type.
     """
-    spec = cls.__dataclass_fields__[name]
-    meta: Meta = spec.metadata[_META]
+    field_spec = cls.__dataclass_fields__[field_name]
+    meta: Meta = field_spec.metadata[_META]
     # those have values that are refused
-    exact = type(value) is spec.type and spec.type not in (float, timedelta)
+    exact = type(field_value) is field_spec.type and field_spec.type not in (
+        float,
+        timedelta,
+    )
     try:
-        fitted_value = value if exact else _converted(value, spec.type, meta, text)
-        _check_limits(value, fitted_value, meta)
+        fitted_value = (
+            field_value
+            if exact
+            else _converted(field_value, field_spec.type, meta, text)
+        )
+        _check_limits(field_value, fitted_value, meta)
     except Mismatch as error:
-        source_text = source or f"{cls.__name__}({name}={value!r})"
+        source_text = source or f"{cls.__name__}({field_name}={field_value!r})"
         raise SettingValueError(f"{source_text}: {error}") from error
     return fitted_value
 
 
 # Any: the value given, and the value of the field's type
-def _check_limits(value: Any, fitted_value: Any, meta: Meta) -> None:
+def _check_limits(field_value: Any, fitted_value: Any, meta: Meta) -> None:
     """Raise Mismatch for a path that is none, and for a number out of range."""
     if meta.path:
         if isinstance(fitted_value, str) and "\0" in fitted_value:
             raise Mismatch(
                 "text that contains a NUL character, and no file system accepts one; give a path as text, such as 'runs/first'."
             )
-        if isinstance(value, int):
+        if isinstance(field_value, int):
             raise Mismatch(
-                f"{kind_of(value)} that is no path; give a path as text, such as 'runs/first'."
+                f"{kind_of(field_value)} that is no path; give a path as text, such as 'runs/first'."
             )
     if not isinstance(fitted_value, int | float) or isinstance(fitted_value, bool):
         return
@@ -389,25 +408,31 @@ def _check_limits(value: Any, fitted_value: Any, meta: Meta) -> None:
 
 
 # Any: the value given, the field's type, and the value of that type
-def _converted(value: Any, tp: Any, meta: Meta, text: bool) -> Any:
-    is_listed = meta.lines and isinstance(value, str) and not is_nothing(value)
+def _converted(field_value: Any, tp: Any, meta: Meta, text: bool) -> Any:
+    is_listed = (
+        meta.lines and isinstance(field_value, str) and not is_nothing(field_value)
+    )
     lines = (
-        [line for line in value.splitlines() if line.strip()] if is_listed else value
+        [line for line in field_value.splitlines() if line.strip()]
+        if is_listed
+        else field_value
     )
     try:
         return decode(lines, tp, text=text)
     except Mismatch as error:
-        is_choice = isinstance(value, str) and choices_of(tp)
-        got = "" if is_choice else f"got {kind_of(value)}, "
-        raise Mismatch(f"{got}expected {describe(tp)}{advice(value, tp)}.") from error
+        is_choice = isinstance(field_value, str) and choices_of(tp)
+        got = "" if is_choice else f"got {kind_of(field_value)}, "
+        raise Mismatch(
+            f"{got}expected {describe_type(tp)}{type_advice(field_value, tp)}."
+        ) from error
 
 
-def kind_of(value: Any) -> str:
+def kind_of(field_value: Any) -> str:
     """Return a description of a value's type, for messages."""
-    if value is None:
+    if field_value is None:
         return "empty"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+    if isinstance(field_value, float) and not math.isfinite(field_value):
+        return str(field_value)
     names = {
         bool: "a boolean",
         int: "a whole number",
@@ -416,18 +441,18 @@ def kind_of(value: Any) -> str:
         dict: "a mapping",
         list: "a list",
     }
-    return names.get(type(value), f"of type {type(value).__name__}")
+    return names.get(type(field_value), f"of type {type(field_value).__name__}")
 
 
-def advice(value: Any, tp: Any) -> str:
+def type_advice(field_value: Any, tp: Any) -> str:
     """Return advice about a value of the wrong type, beyond the expected type; empty if there is none."""
-    if isinstance(value, str):
+    if isinstance(field_value, str):
         try:
-            decode(value, tp, text=True)
+            decode(field_value, tp, text=True)
             return "; remove the quotes"
         except Mismatch:
             if similar_choices := get_close_matches(
-                value.lower(), choices_of(tp), n=1, cutoff=0.5
+                field_value.lower(), choices_of(tp), n=1, cutoff=0.5
             ):
                 return f"; the nearest is {similar_choices[0]!r}"
     return ""

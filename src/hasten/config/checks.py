@@ -7,11 +7,11 @@ from math import prod
 from types import MappingProxyType
 from typing import Final, get_args
 
-from hasten.config.layers import Problems, nearest
+from hasten.config.layers import Problems, nearest_name
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, SECTIONS
 from hasten.config.sections.loop import DynamoBackend
-from hasten.config.source import DEFAULT, Path, SettingEntry, dotted, shown
+from hasten.config.source import DEFAULT, Path, SettingEntry, dotted_name, shown
 from hasten.errors import ConfigError, ContradictionError, SettingValueError
 from hasten.extension import offers
 
@@ -36,26 +36,33 @@ _EXCLUSIVE: Final = frozenset({"launch", *ENGINES})
 
 
 def settle_choices(
-    winners: Winners, shadowed: Shadowed, problems: Problems
+    winning_entries: Winners, overridden_entries: Shadowed, problems: Problems
 ) -> tuple[Winners, Shadowed, list[str]]:
     """Return the entries after exclusive choices were made, with notes about the choices."""
-    if _EXCLUSIVE.isdisjoint(path[0] for path in winners):
-        return winners, shadowed, []
-    winners, shadowed, notes = dict(winners), dict(shadowed), list[str]()
-    _settle_places(winners, shadowed, notes, problems)
-    _infer_strategy(winners, notes)
-    _settle_engines(winners, notes, problems)
-    return winners, shadowed, notes
+    if _EXCLUSIVE.isdisjoint(setting_path[0] for setting_path in winning_entries):
+        return winning_entries, overridden_entries, []
+    winning_entries, overridden_entries, notes = (
+        dict(winning_entries),
+        dict(overridden_entries),
+        list[str](),
+    )
+    _choose_device(winning_entries, overridden_entries, notes, problems)
+    _infer_strategy(winning_entries, notes)
+    _refuse_unused_engines(winning_entries, notes, problems)
+    return winning_entries, overridden_entries, notes
 
 
-def _settle_places(
-    winners: Winners, shadowed: Shadowed, notes: list[str], problems: Problems
+def _choose_device(
+    winning_entries: Winners,
+    overridden_entries: Shadowed,
+    notes: list[str],
+    problems: Problems,
 ) -> None:
     """Select one of cpu, multi_gpu and tpu, which are mutually exclusive."""
     device_entries = [
-        winners[path]
-        for path in EXCLUSIVE_DEVICES
-        if path in winners and winners[path].value
+        winning_entries[setting_path]
+        for setting_path in EXCLUSIVE_DEVICES
+        if setting_path in winning_entries and winning_entries[setting_path].value
     ]
     if len(device_entries) < 2:
         return
@@ -69,7 +76,7 @@ def _settle_places(
             strongest_entry.weak,
         ):
             problems.add(
-                contradiction(
+                entry_contradiction(
                     strongest_entry,
                     weaker_entry,
                     "training runs in one place",
@@ -77,64 +84,74 @@ def _settle_places(
                 )
             )
             continue
-        del winners[weaker_entry.path]
-        shadowed[weaker_entry.path] = (
+        del winning_entries[weaker_entry.path]
+        overridden_entries[weaker_entry.path] = (
             weaker_entry,
-            *shadowed.get(weaker_entry.path, ()),
+            *overridden_entries.get(weaker_entry.path, ()),
         )
         notes.append(
             f"{strongest_entry.name} ({strongest_entry.source}) outranks {weaker_entry.name} ({weaker_entry.source})"
         )
 
 
-def _infer_strategy(winners: Winners, notes: list[str]) -> None:
+def _infer_strategy(winning_entries: Winners, notes: list[str]) -> None:
     """Choose the strategy whose options were given, if none was named."""
-    if ("strategy",) in winners and winners[("strategy",)].value != "auto":
+    if ("strategy",) in winning_entries and winning_entries[
+        ("strategy",)
+    ].value != "auto":
         return
     # Stale variables are too weak a hint to shard a model; files, flags and code are not.
-    hints = [
+    engine_entries = [
         entry
-        for entry in _engine_entries(winners)
+        for entry in _engine_entries(winning_entries)
         if entry.source.kind != "environment"
     ]
-    if len({entry.path[0] for entry in hints}) == 1:
-        hint = hints[0]
-        value = ENGINES[hint.path[0]]
-        winners[("strategy",)] = replace(
-            hint, path=("strategy",), value=value, said="strategy", weak=True
+    if len({entry.path[0] for entry in engine_entries}) == 1:
+        engine_entry = engine_entries[0]
+        value = ENGINES[engine_entry.path[0]]
+        winning_entries[("strategy",)] = replace(
+            engine_entry, path=("strategy",), value=value, said="strategy", weak=True
         )
         notes.append(
-            f"strategy: {value} is chosen because {hint.spelled} is given ({hint.source})"
+            f"strategy: {value} is chosen because {engine_entry.spelled} is given ({engine_entry.source})"
         )
-    elif len({entry.path[0] for entry in hints}) > 1:
+    elif len({entry.path[0] for entry in engine_entries}) > 1:
         pass  # _settle_engines reports the conflict
-    elif (tpu := winners.get(("launch", "tpu"))) and tpu.value:
-        winners[("strategy",)] = replace(
+    elif (tpu := winning_entries.get(("launch", "tpu"))) and tpu.value:
+        winning_entries[("strategy",)] = replace(
             tpu, path=("strategy",), value="xla", said="strategy", weak=True
         )
 
 
-def _settle_engines(winners: Winners, notes: list[str], problems: Problems) -> None:
+def _refuse_unused_engines(
+    winning_entries: Winners, notes: list[str], problems: Problems
+) -> None:
     """Refuse options of an engine that is not used; those of weaker sources, such as a file, are ignored with a note."""
-    strategy = winners.get(("strategy",))
-    hints = _engine_entries(winners)
+    strategy = winning_entries.get(("strategy",))
+    engine_entries = _engine_entries(winning_entries)
     if strategy is None or strategy.value == "auto":
-        first = next(
-            (entry for entry in hints if entry.source.kind != "environment"), None
+        first_entry = next(
+            (entry for entry in engine_entries if entry.source.kind != "environment"),
+            None,
         )
-        for hint in hints:
+        for engine_entry in engine_entries:
             if (
-                first
-                and hint.path[0] != first.path[0]
-                and hint.source.level == first.source.level
+                first_entry
+                and engine_entry.path[0] != first_entry.path[0]
+                and engine_entry.source.level == first_entry.source.level
             ):
                 why = "one strategy trains a model"
                 problems.add(
-                    contradiction(first, hint, why, "remove one, or name the strategy")
+                    entry_contradiction(
+                        first_entry,
+                        engine_entry,
+                        why,
+                        "remove one, or name the strategy",
+                    )
                 )
                 return
         return
-    for entry in hints:
+    for entry in engine_entries:
         if (
             ENGINES[entry.path[0]] == strategy.value
             or entry.source.kind == "environment"
@@ -143,7 +160,7 @@ def _settle_engines(winners: Winners, notes: list[str], problems: Problems) -> N
         if entry.source.level >= strategy.source.level:
             why = f"{entry.path[0]} options have no effect under strategy {strategy.value}"
             problems.add(
-                contradiction(
+                entry_contradiction(
                     strategy,
                     entry,
                     why,
@@ -156,23 +173,23 @@ def _settle_engines(winners: Winners, notes: list[str], problems: Problems) -> N
             notes.append(note_text)
 
 
-def _engine_entries(winners: Winners) -> list[SettingEntry]:
+def _engine_entries(winning_entries: Winners) -> list[SettingEntry]:
     return [
         entry
-        for path, entry in winners.items()
-        if path[0] in ENGINES
-        and path in BY_PATH
-        and entry.value != BY_PATH[path].default
+        for setting_path, entry in winning_entries.items()
+        if setting_path[0] in ENGINES
+        and setting_path in BY_PATH
+        and entry.value != BY_PATH[setting_path].default
     ]
 
 
-def contradiction(
-    first: SettingEntry, second: SettingEntry, why: str, remedy: str
+def entry_contradiction(
+    first_entry: SettingEntry, second_entry: SettingEntry, why: str, remedy: str
 ) -> ContradictionError:
     """Return the error for two contradictory settings, naming both values and both sources."""
     return ContradictionError(
-        f"{first.name}: {shown(first.value)} ({first.source}) contradicts {second.name}: {shown(second.value)} "
-        f"({second.source}): {why}; {remedy}."
+        f"{first_entry.name}: {shown(first_entry.value)} ({first_entry.source}) contradicts {second_entry.name}: {shown(second_entry.value)} "
+        f"({second_entry.source}): {why}; {remedy}."
     )
 
 
@@ -180,17 +197,17 @@ Entries = Mapping[Path, SettingEntry]
 Rule = Callable[[Config, Entries], Iterator[ConfigError]]
 
 
-def contradictions(config: Config, entries: Entries) -> list[ConfigError]:
+def find_contradictions(config: Config, entries: Entries) -> list[ConfigError]:
     """Return the errors for all contradictions in the settings."""
     errors: list[ConfigError] = []
     given_sections = set[str]()
-    for path in entries:
-        given_sections.add(path[0])
+    for setting_path in entries:
+        given_sections.add(setting_path[0])
     for section, rules in RULES.items():
         for rule in rules if section in given_sections else ():
             errors += rule(config, entries)
-    for (name, *_), section_class in SECTIONS.items():
-        if name in given_sections and section_class.section_names.rules:
+    for (setting_name, *_), section_class in SECTIONS.items():
+        if setting_name in given_sections and section_class.section_names.rules:
             module_name, _, attribute = section_class.section_names.rules.partition(":")
             # the section's module cannot import this one
             for rule in getattr(import_module(module_name), attribute):
@@ -198,30 +215,35 @@ def contradictions(config: Config, entries: Entries) -> list[ConfigError]:
     return errors
 
 
-def at(config: Config, entries: Entries, name: str) -> SettingEntry:
+def at(config: Config, entries: Entries, setting_name: str) -> SettingEntry:
     """Return the entry of a setting, created from the default if it was not given."""
-    path = tuple(name.split("."))
+    setting_path = tuple(setting_name.split("."))
     value: object = config
-    for name_part in path:
+    for name_part in setting_path:
         value = getattr(value, name_part)
-    return entries.get(path) or SettingEntry(path, value, DEFAULT)
+    return entries.get(setting_path) or SettingEntry(setting_path, value, DEFAULT)
 
 
-def clash(
-    config: Config, entries: Entries, first: str, second: str, why: str, remedy: str
+def setting_contradiction(
+    config: Config,
+    entries: Entries,
+    first_entry: str,
+    second_entry: str,
+    why: str,
+    remedy: str,
 ) -> ContradictionError:
     """Return the error for two contradictory settings, given by their dotted names."""
-    return contradiction(
-        at(config, entries, first), at(config, entries, second), why, remedy
+    return entry_contradiction(
+        at(config, entries, first_entry), at(config, entries, second_entry), why, remedy
     )
 
 
-def precision(config: Config, entries: Entries) -> Iterator[ConfigError]:
+def check_precision(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that fp8 recipes are given with mixed_precision fp8, and for the chosen backend."""
     recipes = [
         entry
-        for path, entry in entries.items()
-        if path[0] == "fp8" and entry.source.kind != "environment"
+        for setting_path, entry in entries.items()
+        if setting_path[0] == "fp8" and entry.source.kind != "environment"
     ]
     precision_entry = at(config, entries, "mixed_precision")
     if (
@@ -231,22 +253,30 @@ def precision(config: Config, entries: Entries) -> Iterator[ConfigError]:
     ):
         why = "an fp8 recipe has an effect under fp8 only"
         remedy = "set mixed_precision: fp8"
-        yield contradiction(precision_entry, recipes[0], why, remedy)
+        yield entry_contradiction(precision_entry, recipes[0], why, remedy)
     for backend, other_backend in (("ao", "te"), ("te", "ao")):
-        others = [path for path in entries if path[:2] == ("fp8", other_backend)]
-        if config.fp8.backend == backend and others:
-            name = dotted(others[0])
-            why = f"{name} belongs to the other implementation"
-            yield clash(config, entries, "fp8.backend", name, why, "keep one")
+        other_recipes = [
+            setting_path
+            for setting_path in entries
+            if setting_path[:2] == ("fp8", other_backend)
+        ]
+        if config.fp8.backend == backend and other_recipes:
+            setting_name = dotted_name(other_recipes[0])
+            why = f"{setting_name} belongs to the other implementation"
+            yield setting_contradiction(
+                config, entries, "fp8.backend", setting_name, why, "keep one"
+            )
 
 
-def processes(config: Config, entries: Entries) -> Iterator[ConfigError]:
+def check_processes(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that the numbers of machines, processes and devices fit each other."""
     launch = config.launch
     count, machines = "launch.num_processes", "launch.num_machines"
     if launch.num_processes and launch.num_processes < launch.num_machines:
         why = "every machine needs a process"
-        yield clash(config, entries, count, machines, why, "raise num_processes")
+        yield setting_contradiction(
+            config, entries, count, machines, why, "raise num_processes"
+        )
     if (
         launch.machine_rank is not None
         and launch.machine_rank >= launch.num_machines
@@ -254,24 +284,30 @@ def processes(config: Config, entries: Entries) -> Iterator[ConfigError]:
     ):
         why = "machines are numbered from 0"
         remedy = f"give a machine_rank from 0 to {launch.num_machines - 1}"
-        yield clash(config, entries, "launch.machine_rank", machines, why, remedy)
+        yield setting_contradiction(
+            config, entries, "launch.machine_rank", machines, why, remedy
+        )
     if (
         launch.nnodes
         and launch.num_machines > 1
         and launch.nnodes != str(launch.num_machines)
     ):
         why = "both say how many machines there are"
-        yield clash(config, entries, "launch.nnodes", machines, why, "keep one")
+        yield setting_contradiction(
+            config, entries, "launch.nnodes", machines, why, "keep one"
+        )
     if launch.num_processes and launch.num_processes > 1 and config.strategy == "none":
         why = "strategy none trains in one process"
-        yield clash(config, entries, "strategy", count, why, "set strategy: ddp")
+        yield setting_contradiction(
+            config, entries, "strategy", count, why, "set strategy: ddp"
+        )
     if launch.module and launch.no_python:
         why = "a module is run by Python"
-        names = "launch.module", "launch.no_python"
-        yield clash(config, entries, *names, why, "keep one")
+        setting_names = "launch.module", "launch.no_python"
+        yield setting_contradiction(config, entries, *setting_names, why, "keep one")
 
 
-def devices(config: Config, entries: Entries) -> Iterator[ConfigError]:
+def check_devices(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that enough devices are named, each once, and none for the CPU."""
     launch, ids = config.launch, config.launch.gpu_ids
     if isinstance(ids, str):
@@ -279,7 +315,9 @@ def devices(config: Config, entries: Entries) -> Iterator[ConfigError]:
     named = at(config, entries, "launch.gpu_ids")
     cpu = at(config, entries, "cpu")
     if config.cpu and named.source.level >= cpu.source.level:
-        yield contradiction(cpu, named, "the CPU has no device numbers", "remove one")
+        yield entry_contradiction(
+            cpu, named, "the CPU has no device numbers", "remove one"
+        )
     if (
         not config.cpu
         and launch.num_machines == 1
@@ -289,7 +327,7 @@ def devices(config: Config, entries: Entries) -> Iterator[ConfigError]:
         count = at(config, entries, "launch.num_processes")
         why = "each process needs a device of its own"
         remedy = f"set num_processes: {len(ids)} or name more devices"
-        yield contradiction(count, named, why, remedy)
+        yield entry_contradiction(count, named, why, remedy)
     if len(set(ids)) != len(ids):
         yield SettingValueError(
             f"{named.place}: a device is named twice; name each device once."
@@ -300,7 +338,7 @@ def devices(config: Config, entries: Entries) -> Iterator[ConfigError]:
         )
 
 
-def nnodes_range(config: Config, entries: Entries) -> Iterator[ConfigError]:
+def check_nnodes(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that nnodes is a number or min:max."""
     if (text := config.launch.nnodes) is None:
         return
@@ -316,29 +354,39 @@ def nnodes_range(config: Config, entries: Entries) -> Iterator[ConfigError]:
         )
 
 
-def mesh(config: Config, entries: Entries) -> Iterator[ConfigError]:
+def check_mesh(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that the sizes of the mesh divide the number of processes."""
     axes = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
     sizes = {
         f"{axis}_size": getattr(config.parallelism, f"{axis}_size") for axis in axes
     }
-    filled = [f"parallelism.{name}" for name, size in sizes.items() if size == -1]
-    if len(filled) > 1:
+    filled_axes = [
+        f"parallelism.{setting_name}"
+        for setting_name, size in sizes.items()
+        if size == -1
+    ]
+    if len(filled_axes) > 1:
         why = "only one axis can take what is left"
-        first, second, *_ = filled
-        yield clash(config, entries, first, second, why, "give one of them a number")
+        first_entry, second_entry, *_ = filled_axes
+        yield setting_contradiction(
+            config, entries, first_entry, second_entry, why, "give one of them a number"
+        )
         return
     num_processes = config.launch.num_processes
-    fixed = {name: size for name, size in sizes.items() if size and size > 1}
-    if not num_processes or not fixed or config.launch.nnodes:
+    fixed_sizes = {
+        setting_name: size for setting_name, size in sizes.items() if size and size > 1
+    }
+    if not num_processes or not fixed_sizes or config.launch.nnodes:
         return
-    product = prod(fixed.values())
+    product = prod(fixed_sizes.values())
     open_sizes = (sizes["dp_replicate_size"], sizes["dp_shard_size"])
-    has_open_axis = bool(filled) or None in open_sizes
+    has_open_axis = bool(filled_axes) or None in open_sizes
     if num_processes % product or (not has_open_axis and num_processes != product):
-        shape = " × ".join(f"{name} {size}" for name, size in fixed.items())
-        largest = max(fixed, key=lambda name: fixed[name])
-        yield clash(
+        shape = " × ".join(
+            f"{setting_name} {size}" for setting_name, size in fixed_sizes.items()
+        )
+        largest = max(fixed_sizes, key=lambda setting_name: fixed_sizes[setting_name])
+        yield setting_contradiction(
             config,
             entries,
             f"parallelism.{largest}",
@@ -348,28 +396,35 @@ def mesh(config: Config, entries: Entries) -> Iterator[ConfigError]:
         )
 
 
-def strategy_and_mesh(config: Config, entries: Entries) -> Iterator[ConfigError]:
+def check_strategy_axes(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that the strategy supports the mesh axes."""
     sizes = config.parallelism
     shard, cp, sp = (
-        f"parallelism.{name}" for name in ("dp_shard_size", "cp_size", "sp_size")
+        f"parallelism.{setting_name}"
+        for setting_name in ("dp_shard_size", "cp_size", "sp_size")
     )
     if config.strategy == "ddp" and (sizes.dp_shard_size or 1) > 1:
         why, remedy = "ddp keeps whole copies", "set strategy: fsdp"
-        yield clash(config, entries, "strategy", shard, why, remedy)
+        yield setting_contradiction(config, entries, "strategy", shard, why, remedy)
     if sizes.cp_size > 1 and sizes.sp_size > 1:
-        yield clash(config, entries, cp, sp, "both split the sequence", "keep one")
+        yield setting_contradiction(
+            config, entries, cp, sp, "both split the sequence", "keep one"
+        )
     engine_axes = _mesh_settings(config.strategy)
     if sizes.sp_size > 1 and config.strategy != "auto" and "sp_size" not in engine_axes:
         why = "sequence parallelism of this kind is DeepSpeed's"
-        yield clash(config, entries, "strategy", sp, why, "set strategy: deepspeed")
+        yield setting_contradiction(
+            config, entries, "strategy", sp, why, "set strategy: deepspeed"
+        )
     if config.strategy in offers("strategies"):
-        for name in ("tp_size", "pp_size", "ep_size", "cp_size"):
-            if getattr(sizes, name) != 1 and name not in engine_axes:
+        for setting_name in ("tp_size", "pp_size", "ep_size", "cp_size"):
+            if getattr(sizes, setting_name) != 1 and setting_name not in engine_axes:
                 why = f"{config.strategy} lays out its own processes"
                 remedy = "use the strategy's own options, or strategy: fsdp"
-                axis = f"parallelism.{name}"
-                yield clash(config, entries, "strategy", axis, why, remedy)
+                axis = f"parallelism.{setting_name}"
+                yield setting_contradiction(
+                    config, entries, "strategy", axis, why, remedy
+                )
 
 
 def _mesh_settings(strategy: str) -> tuple[str, ...]:
@@ -380,7 +435,7 @@ def _mesh_settings(strategy: str) -> tuple[str, ...]:
     return ()
 
 
-def fsdp(config: Config, entries: Entries) -> Iterator[ConfigError]:
+def check_fsdp(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that wrap policies have the option they need and no other."""
     policy, size = "fsdp.auto_wrap_policy", "fsdp.min_num_params"
     policy_name = config.fsdp.auto_wrap_policy
@@ -388,9 +443,11 @@ def fsdp(config: Config, entries: Entries) -> Iterator[ConfigError]:
         "size_based_wrap",
         "no_wrap",
     ):
-        names = "fsdp.transformer_cls_names_to_wrap"
+        setting_names = "fsdp.transformer_cls_names_to_wrap"
         why = "class names need the transformer policy"
-        yield clash(config, entries, policy, names, why, "set transformer_based_wrap")
+        yield setting_contradiction(
+            config, entries, policy, setting_names, why, "set transformer_based_wrap"
+        )
     # Accelerate's files contain a size beside any policy; Accelerate never read it there.
     size_entry = at(config, entries, size)
     if (
@@ -400,7 +457,7 @@ def fsdp(config: Config, entries: Entries) -> Iterator[ConfigError]:
         and not size_entry.said
     ):
         remedy = "set size_based_wrap or remove the size"
-        yield clash(
+        yield setting_contradiction(
             config, entries, policy, size, "a size needs the size policy", remedy
         )
     recompute = "fsdp.activation_checkpointing"
@@ -410,79 +467,85 @@ def fsdp(config: Config, entries: Entries) -> Iterator[ConfigError]:
     ):
         remedy = "set activation_checkpointing: true"
         offload = f"{recompute}_offload"
-        yield clash(
+        yield setting_contradiction(
             config, entries, offload, recompute, "nothing is recomputed", remedy
         )
 
 
-def compiling(config: Config, entries: Entries) -> Iterator[ConfigError]:
+def check_compilation(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that options of compilation are given with compilation, and either a mode or options."""
     backend = at(config, entries, "dynamo.backend")
     regional = "use_regional_compilation"
     if config.dynamo.backend == "no":
-        for name in ("fullgraph", regional, "compile_loss", "options"):
-            entry = at(config, entries, f"dynamo.{name}")
+        for setting_name in ("fullgraph", regional, "compile_loss", "options"):
+            entry = at(config, entries, f"dynamo.{setting_name}")
             if entry.value and entry.source.kind != "environment":
                 remedy = "set dynamo.backend: inductor"
-                yield contradiction(entry, backend, "nothing is compiled", remedy)
+                yield entry_contradiction(entry, backend, "nothing is compiled", remedy)
     elif config.dynamo.options is not None and config.dynamo.mode != "default":
         why = "torch.compile takes a mode or options"
-        names = "dynamo.mode", "dynamo.options"
-        yield clash(config, entries, *names, why, "keep one")
+        setting_names = "dynamo.mode", "dynamo.options"
+        yield setting_contradiction(config, entries, *setting_names, why, "keep one")
     if (
         config.dynamo.compile_loss
         and config.dynamo.backend != "no"
         and not config.dynamo.use_regional_compilation
     ):
         why = "the whole model is one graph with its loss"
-        names = "dynamo.compile_loss", f"dynamo.{regional}"
-        yield clash(config, entries, *names, why, f"set {regional}")
+        setting_names = "dynamo.compile_loss", f"dynamo.{regional}"
+        yield setting_contradiction(
+            config, entries, *setting_names, why, f"set {regional}"
+        )
     backend_names = get_args(DynamoBackend)
     if (
         isinstance(backend.value, str)
         and backend.value not in backend_names
-        and (similar_name := nearest(backend.value, backend_names))
+        and (similar_name := nearest_name(backend.value, backend_names))
     ):
         yield SettingValueError(
             f"{backend.place}: no such compiler backend; did you mean {similar_name!r}?"
         )
 
 
-def checkpoints(config: Config, entries: Entries) -> Iterator[ConfigError]:
+def check_checkpoints(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that a metric is given to rank the best checkpoints."""
     if config.project.keep_best and not config.project.best_metric:
         why = "the best ones are ranked by a metric"
-        names = "project.keep_best", "project.best_metric"
-        yield clash(config, entries, *names, why, "name best_metric")
+        setting_names = "project.keep_best", "project.best_metric"
+        yield setting_contradiction(
+            config, entries, *setting_names, why, "name best_metric"
+        )
 
 
-def loaders(config: Config, entries: Entries) -> Iterator[ConfigError]:
+def check_loaders(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that one process does not read for all where each has its own part of the data."""
     if config.dataloader.already_sharded and config.dataloader.dispatch_batches:
         why = "the reading process has its part of the data only"
-        names = "dataloader.already_sharded", "dataloader.dispatch_batches"
-        yield clash(config, entries, *names, why, "remove one")
+        setting_names = "dataloader.already_sharded", "dataloader.dispatch_batches"
+        yield setting_contradiction(config, entries, *setting_names, why, "remove one")
 
 
-def hooks(config: Config, entries: Entries) -> Iterator[ConfigError]:
+def check_comm_hooks(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that a communication wrapper is given with a hook that does not cast already."""
     casting_hooks = ("power_sgd", "batched_power_sgd")
     if config.ddp.comm_wrapper != "no" and config.ddp.comm_hook not in casting_hooks:
         why = "a wrapper casts around PowerSGD"
-        names = "ddp.comm_wrapper", "ddp.comm_hook"
-        yield clash(config, entries, *names, why, "set comm_hook: power_sgd")
+        setting_names = "ddp.comm_wrapper", "ddp.comm_hook"
+        yield setting_contradiction(
+            config, entries, *setting_names, why, "set comm_hook: power_sgd"
+        )
 
 
 RULES: Final = MappingProxyType[str, tuple[Rule, ...]](
     {
-        "fp8": (precision,),
-        "launch": (processes, devices, nnodes_range),
-        "parallelism": (mesh, strategy_and_mesh),
-        "fsdp": (fsdp,),
-        "dynamo": (compiling,),
-        "project": (checkpoints,),
-        "ddp": (hooks,),
-        "dataloader": (loaders,),
+        "fp8": (check_precision,),
+        "launch": (check_processes, check_devices, check_nnodes),
+        "parallelism": (check_mesh, check_strategy_axes),
+        "fsdp": (check_fsdp,),
+        "dynamo": (check_compilation,),
+        "project": (check_checkpoints,),
+        "ddp": (check_comm_hooks,),
+        "dataloader": (check_loaders,),
     }
 )
 """The rules by the section without whose settings no rule can be broken."""

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from hasten.config.decode import Mismatch, to_bool
-from hasten.config.layers import Problems, nearest
+from hasten.config.layers import Problems, nearest_name
 from hasten.config.legacy import OLD_NAMES
 from hasten.config.root import Config
 from hasten.config.schema import SETTABLE
@@ -152,17 +152,27 @@ class EstablishedReading:
     notes: list[str] = field(default_factory=list)
 
     def take(
-        self, path: Path, value: Any, line: int, said: str, *, weak: bool = False
+        self,
+        setting_path: Path,
+        value: Any,
+        line: int,
+        said: str,
+        *,
+        weak: bool = False,
     ) -> None:
         """Add one setting; empty values are ignored."""
         if (
             value is not None
             and value != []
-            and not (path[0] != "mixed_precision" and value in ("None", "none", ""))
+            and not (
+                setting_path[0] != "mixed_precision" and value in ("None", "none", "")
+            )
         ):
             source = SettingSource("file", f"{self.file}:{line}")
             self.entries.append(
-                SettingEntry(path, value, source, text=True, said=said, weak=weak)
+                SettingEntry(
+                    setting_path, value, source, text=True, said=said, weak=weak
+                )
             )
 
 
@@ -177,17 +187,23 @@ def from_accelerate(
     reading = EstablishedReading(file, problems)
     _refuse_sagemaker(tree, file)
     machines = tree.value.get("num_machines", Marked(1, 1)).value
-    for key, item in tree.value.items():
-        if key == "machine_rank" and item.value == 0 and machines in (None, 1, "1"):
+    for file_key, marked_value in tree.value.items():
+        if (
+            file_key == "machine_rank"
+            and marked_value.value == 0
+            and machines in (None, 1, "1")
+        ):
             continue  # always written, even if the cluster will number the machines
         with reading.problems.catching():
-            _read_key(reading, key, item)
+            _read_key(reading, file_key, marked_value)
     first = f"{file} is a Hugging Face Accelerate file; its settings are read under our names (config show --why)"
     return reading.entries, [first, *reading.notes]
 
 
 def _refuse_sagemaker(tree: Marked, file: str) -> None:
-    keys = sorted(_SAGEMAKER & tree.value.keys(), key=lambda key: tree.value[key].line)
+    keys = sorted(
+        _SAGEMAKER & tree.value.keys(), key=lambda file_key: tree.value[file_key].line
+    )
     environment_kind = tree.value.get("compute_environment")
     if (
         environment_kind is not None
@@ -202,47 +218,53 @@ def _refuse_sagemaker(tree: Marked, file: str) -> None:
         )
 
 
-def _read_key(reading: EstablishedReading, key: str, item: Marked) -> None:
-    line_text = f"{reading.file}:{item.line}"
-    if key == "compute_environment":
-        if str(item.value).upper() != "LOCAL_MACHINE":
+def _read_key(reading: EstablishedReading, file_key: str, marked_value: Marked) -> None:
+    line_text = f"{reading.file}:{marked_value.line}"
+    if file_key == "compute_environment":
+        if str(marked_value.value).upper() != "LOCAL_MACHINE":
             raise SettingValueError(
-                f"{line_text}: compute_environment: {shown(item.value)} is unknown; use LOCAL_MACHINE."
+                f"{line_text}: compute_environment: {shown(marked_value.value)} is unknown; use LOCAL_MACHINE."
             )
-    elif key == "distributed_type":
-        _distributed_type(reading, item, line_text)
-    elif key in SWITCHES:
-        if _yes(item.value, f"{line_text}: {key}"):
-            reading.take(("strategy",), SWITCHES[key], item.line, key)
-    elif key == "fp16":  # before mixed_precision existed
-        value = "fp16" if _yes(item.value, f"{line_text}: {key}") else "no"
-        reading.take(("mixed_precision",), value, item.line, key)
+    elif file_key == "distributed_type":
+        _distributed_type(reading, marked_value, line_text)
+    elif file_key in SWITCHES:
+        if _is_switched_on(marked_value.value, f"{line_text}: {file_key}"):
+            reading.take(("strategy",), SWITCHES[file_key], marked_value.line, file_key)
+    elif file_key == "fp16":  # before mixed_precision existed
+        value = (
+            "fp16"
+            if _is_switched_on(marked_value.value, f"{line_text}: {file_key}")
+            else "no"
+        )
+        reading.take(("mixed_precision",), value, marked_value.line, file_key)
         reading.notes.append(
             f"{line_text}: fp16: {str(value == 'fp16').lower()} is mixed_precision: {value}"
         )
-    elif key == "use_parallelism_config":
-        _yes(item.value, f"{line_text}: {key}")  # the sizes themselves decide
-    elif key in _GONE:
-        if item.plain():
+    elif file_key == "use_parallelism_config":
+        _is_switched_on(
+            marked_value.value, f"{line_text}: {file_key}"
+        )  # the sizes themselves decide
+    elif file_key in _GONE:
+        if marked_value.plain():
             reading.notes.append(
-                f"{line_text}: {key} has no meaning any more: {_GONE[key]}"
+                f"{line_text}: {file_key} has no meaning any more: {_GONE[file_key]}"
             )
-    elif key in _TOP:
-        reading.take(_TOP[key], item.plain(), item.line, key)
-    elif key in _NESTED:
-        _read_nested(reading, key, item)
+    elif file_key in _TOP:
+        reading.take(_TOP[file_key], marked_value.plain(), marked_value.line, file_key)
+    elif file_key in _NESTED:
+        _read_nested(reading, file_key, marked_value)
     else:
         known_keys = MARKS | {"mixed_precision", "debug", "use_parallelism_config"}
-        raise _unknown_key(line_text, key, known_keys, reading.problems)
+        raise _unknown_key(line_text, file_key, known_keys, reading.problems)
 
 
 def _distributed_type(
-    reading: EstablishedReading, item: Marked, line_text: str
+    reading: EstablishedReading, marked_value: Marked, line_text: str
 ) -> None:
-    kind = str(item.value).upper()
+    kind = str(marked_value.value).upper()
     if kind not in _DISTRIBUTED:
-        similar_kind = nearest(
-            kind.lower(), [name.lower() for name in _DISTRIBUTED]
+        similar_kind = nearest_name(
+            kind.lower(), [setting_name.lower() for setting_name in _DISTRIBUTED]
         ).upper()
         hint = (
             f"did you mean {similar_kind}?"
@@ -250,84 +272,104 @@ def _distributed_type(
             else f"known are {', '.join(_DISTRIBUTED)}."
         )
         raise SettingValueError(
-            f"{line_text}: distributed_type: {shown(item.value)} is unknown; {hint}"
+            f"{line_text}: distributed_type: {shown(marked_value.value)} is unknown; {hint}"
         )
-    for path, value in _DISTRIBUTED[kind]:
+    for setting_path, value in _DISTRIBUTED[kind]:
         reading.take(
-            path, value, item.line, "distributed_type", weak=kind.startswith("MULTI_")
+            setting_path,
+            value,
+            marked_value.line,
+            "distributed_type",
+            weak=kind.startswith("MULTI_"),
         )
     if kind == "TPU":
         reading.notes.append(f"{line_text}: distributed_type: TPU is called XLA now")
 
 
-def _read_nested(reading: EstablishedReading, key: str, item: Marked) -> None:
-    if item.value is None:
+def _read_nested(
+    reading: EstablishedReading, file_key: str, marked_value: Marked
+) -> None:
+    if marked_value.value is None:
         return
-    line_text = f"{reading.file}:{item.line}"
-    if not isinstance(item.value, Mapping):
+    line_text = f"{reading.file}:{marked_value.line}"
+    if not isinstance(marked_value.value, Mapping):
         raise SettingValueError(
-            f"{line_text}: {key} holds {shown(item.plain())}, but settings are expected below it."
+            f"{line_text}: {file_key} holds {shown(marked_value.plain())}, but settings are expected below it."
         )
-    names = nested_names(key)
-    for name, inner in item.value.items():
-        where = f"{reading.file}:{inner.line}"
-        if name in MSAMP_NAMES:
+    nested_paths = nested_names(file_key)
+    for setting_name, nested_value in marked_value.value.items():
+        line_source = f"{reading.file}:{nested_value.line}"
+        if setting_name in MSAMP_NAMES:
             reading.notes.append(
-                f"{where}: {key}.{name} has no meaning any more: {MSAMP}"
+                f"{line_source}: {file_key}.{setting_name} has no meaning any more: {MSAMP}"
             )
-        elif name not in names:
+        elif setting_name not in nested_paths:
             reading.problems.add(
                 _unknown_key(
-                    where,
-                    f"{key}.{name}",
-                    [f"{key}.{nested_name}" for nested_name in names],
+                    line_source,
+                    f"{file_key}.{setting_name}",
+                    [f"{file_key}.{nested_name}" for nested_name in nested_paths],
                     reading.problems,
                 )
             )
-        elif names[name] == ("fp8", "backend") and str(inner.value).upper() == "MSAMP":
-            message = f"{where}: fp8 backend MSAMP is no longer maintained; use AO (torchao) or TE (Transformer Engine)."
+        elif (
+            nested_paths[setting_name] == ("fp8", "backend")
+            and str(nested_value.value).upper() == "MSAMP"
+        ):
+            message = f"{line_source}: fp8 backend MSAMP is no longer maintained; use AO (torchao) or TE (Transformer Engine)."
             reading.problems.add(SettingValueError(message))
         else:
-            value = inner.plain()
-            path = names[name]
-            if path == ("gradient_accumulation", "num_steps") and value == "auto":
-                path = ("deepspeed", "gradient_accumulation_steps")
-            reading.take(path, value, inner.line, f"{key}.{name}")
+            value = nested_value.plain()
+            setting_path = nested_paths[setting_name]
+            if (
+                setting_path == ("gradient_accumulation", "num_steps")
+                and value == "auto"
+            ):
+                setting_path = ("deepspeed", "gradient_accumulation_steps")
+            reading.take(
+                setting_path, value, nested_value.line, f"{file_key}.{setting_name}"
+            )
 
 
-def nested_names(key: str) -> Mapping[str, Path]:
+def nested_names(file_key: str) -> Mapping[str, Path]:
     """Return the names that a nested mapping of an Accelerate file may contain, with their settings."""
-    section, prefix = _NESTED[key]
-    names: dict[str, Path] = {}
+    section, prefix = _NESTED[file_key]
+    nested_paths: dict[str, Path] = {}
     for info in SETTABLE:
         if info.path[0] == section and (
             section != "launch" or info.path[-1].startswith(prefix)
         ):
             for flag in (*info.flags, info.path[-1]):
-                names.setdefault(flag, info.path)
-                names.setdefault(flag.removeprefix(prefix), info.path)
+                nested_paths.setdefault(flag, info.path)
+                nested_paths.setdefault(flag.removeprefix(prefix), info.path)
     if section == "fsdp":
         for old in OLD_NAMES:
-            names |= {old: ("fsdp", old), f"fsdp_{old}": ("fsdp", old)}
-    extra = {name: path for (nested, name), path in _RENAMED.items() if nested == key}
-    return names | extra | dict.fromkeys(MSAMP_NAMES, ())
+            nested_paths |= {old: ("fsdp", old), f"fsdp_{old}": ("fsdp", old)}
+    extra = {
+        setting_name: setting_path
+        for (nested, setting_name), setting_path in _RENAMED.items()
+        if nested == file_key
+    }
+    return nested_paths | extra | dict.fromkeys(MSAMP_NAMES, ())
 
 
 def _unknown_key(
-    line_text: str, name: str, known_keys: Iterable[str], problems: Problems
+    line_text: str, setting_name: str, known_keys: Iterable[str], problems: Problems
 ) -> UnknownSettingError:
-    similar_key = nearest(name, known_keys) if problems.worth_a_hint else ""
+    similar_key = (
+        nearest_name(setting_name, known_keys) if problems.worth_a_hint else ""
+    )
     hint = (
         f"did you mean {similar_key!r}?"
         if similar_key
         else "remove it, or see docs/config.md for the known keys."
     )
     return UnknownSettingError(
-        f"{line_text}: unknown key {name!r}, which would have no effect; {hint}"
+        f"{line_text}: unknown key {setting_name!r}, which would have no effect; {hint}"
     )
 
 
-def _yes(value: Any, source_text: str) -> bool:
+def _is_switched_on(value: Any, source_text: str) -> bool:
     try:
         return value is not None and to_bool(value)
     except Mismatch as error:
@@ -339,25 +381,30 @@ def _yes(value: Any, source_text: str) -> bool:
 def from_established_environment(env: Mapping[str, str]) -> list[SettingEntry]:
     """Return the entries of Accelerate's environment variables."""
     entries = []
-    for name, path in established_variables():
-        value = env.get(name, "")
+    for setting_name, setting_path in established_variables():
+        value = env.get(setting_name, "")
         if value.strip() and not (
-            name.startswith("ACCELERATE_GRADIENT_ACC")
+            setting_name.startswith("ACCELERATE_GRADIENT_ACC")
             and value.strip().lower() == "auto"
         ):
             entries.append(
-                SettingEntry(path, value, SettingSource("environment", name), text=True)
+                SettingEntry(
+                    setting_path,
+                    value,
+                    SettingSource("environment", setting_name),
+                    text=True,
+                )
             )
     for switch, strategy in SWITCHES.items():
-        name = f"ACCELERATE_{switch.upper()}"
-        if env.get(name, "").strip() and _yes(
-            env[name], f"environment {name}={env[name]}"
+        setting_name = f"ACCELERATE_{switch.upper()}"
+        if env.get(setting_name, "").strip() and _is_switched_on(
+            env[setting_name], f"environment {setting_name}={env[setting_name]}"
         ):
             entries.append(
                 SettingEntry(
                     ("strategy",),
                     strategy,
-                    SettingSource("environment", name),
+                    SettingSource("environment", setting_name),
                     text=True,
                 )
             )
@@ -374,8 +421,8 @@ def established_variables() -> Iterator[tuple[str, Path]]:
             case ("dynamo" | "fp8", *_):
                 for flag in info.flags:
                     yield f"ACCELERATE_{flag.upper()}", info.path
-            case ("fsdp", name):
-                yield f"FSDP_{name.upper()}", info.path
+            case ("fsdp", setting_name):
+                yield f"FSDP_{setting_name.upper()}", info.path
     for old in OLD_NAMES:
         yield f"FSDP_{old.upper()}", ("fsdp", old)
 

@@ -6,24 +6,36 @@ from typing import Any, Final
 
 from hasten.config.decode import encode
 from hasten.config.schema import BY_PATH
-from hasten.config.source import PRECEDENCE, Path, SettingEntry, SettingSource, dotted
+from hasten.config.source import (
+    PRECEDENCE,
+    Path,
+    SettingEntry,
+    SettingSource,
+    dotted_name,
+)
 from hasten.errors import ConfigError
 
 VARIABLE: Final = "HASTEN_CONFIG"
 _VERSION: Final = 1
 
 
-def pack(entries: Mapping[Path, SettingEntry]) -> str:
+def pack_settings(entries: Mapping[Path, SettingEntry]) -> str:
     """Return settings that differ from their default, each with its source, as one line of JSON."""
     rows = [
-        [dotted(path), encode(entry.value), entry.source.kind, entry.source.detail]
-        for path, entry in entries.items()
-        if not BY_PATH[path].meta.code_only and _travels(entry.value)
+        [
+            dotted_name(setting_path),
+            encode(setting_entry.value),
+            setting_entry.source.kind,
+            setting_entry.source.detail,
+        ]
+        for setting_path, setting_entry in entries.items()
+        if not BY_PATH[setting_path].meta.code_only
+        and _is_serialisable(setting_entry.value)
     ]
     return json.dumps({"version": _VERSION, "settings": rows}, separators=(",", ":"))
 
 
-def unpack(text: str) -> tuple[SettingEntry, ...]:
+def unpack_settings(text: str) -> tuple[SettingEntry, ...]:
     """Return the entries passed on by a launcher.
 
     Raises: ConfigError if the string was not written by `pack` of this version.
@@ -31,7 +43,7 @@ def unpack(text: str) -> tuple[SettingEntry, ...]:
     try:
         data: Any = json.loads(text)
         assert data["version"] == _VERSION, data["version"]
-        return tuple(_entry(*row) for row in data["settings"])
+        return tuple(_unpacked_entry(*row) for row in data["settings"])
     except (
         ValueError,
         KeyError,
@@ -46,7 +58,7 @@ def unpack(text: str) -> tuple[SettingEntry, ...]:
         ) from error
 
 
-def _entry(name: str, value: Any, kind: str, detail: str) -> SettingEntry:
+def _unpacked_entry(name: str, value: Any, kind: str, detail: str) -> SettingEntry:
     return SettingEntry(
         tuple(name.split(".")),
         value,
@@ -54,7 +66,7 @@ def _entry(name: str, value: Any, kind: str, detail: str) -> SettingEntry:
     )
 
 
-def _travels(value: Any) -> bool:
+def _is_serialisable(value: Any) -> bool:
     """Return whether a value is serialisable: functions and objects are not."""
     try:
         json.dumps(encode(value))

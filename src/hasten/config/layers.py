@@ -30,7 +30,7 @@ from hasten.config.source import (
     Path,
     SettingEntry,
     SettingSource,
-    dotted,
+    dotted_name,
     shown,
 )
 from hasten.errors import (
@@ -111,7 +111,7 @@ class Problems:
         if len(self.found) == 1:
             raise self.found[0]
         if self.found:
-            self.found.sort(key=_line)
+            self.found.sort(key=_line_number)
             lines = "\n".join(
                 f"  {number}. {error}"
                 for number, error in enumerate(self.found[:_MOST_SHOWN], start=1)
@@ -124,112 +124,120 @@ class Problems:
             )
 
 
-def _line(error: ConfigError) -> int:
+def _line_number(error: ConfigError) -> int:
     """Return the line number of the file at the start of a message; 0 for others."""
     line_match = re.match(r"[^\n]*?:(\d+): ", str(error))
     return int(line_match[1]) if line_match else 0
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
+def nearest_name(setting_name: str, names: Iterable[str]) -> str:
     """Return the most similar name, or an empty string if none is similar."""
-    similar_names = get_close_matches(name.lower(), list(names), n=1, cutoff=0.6)
+    similar_names = get_close_matches(
+        setting_name.lower(), list(names), n=1, cutoff=0.6
+    )
     return similar_names[0] if similar_names else ""
 
 
-def some(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """Return the first few names, to limit the length of a message."""
     return ", ".join(names[:4]) + (", … (see docs/config.md)" if len(names) > 4 else "")
 
 
-def unknown(source_text: str, path: Path) -> UnknownSettingError:
+def unknown_setting(source_text: str, setting_path: Path) -> UnknownSettingError:
     """Return the error for a path that the schema does not have, with the nearest name or the right section."""
-    section = section_at(path[:-1])
+    section = section_at(setting_path[:-1])
     siblings = tuple(section.__dataclass_fields__) if section else ()
     full_names = [
         info.name
         for info in FIELDS
-        if info.path[-1] == path[-1] or info.flag == path[-1]
+        if info.path[-1] == setting_path[-1] or info.flag == setting_path[-1]
     ]
-    if similar_name := nearest(path[-1], siblings):
-        hint = f"did you mean {dotted((*path[:-1], similar_name))!r}?"
+    if similar_name := nearest_name(setting_path[-1], siblings):
+        hint = f"did you mean {dotted_name((*setting_path[:-1], similar_name))!r}?"
     elif full_names:
         hint = f"it belongs under {full_names[0]!r}."
-    elif similar_setting := nearest(path[-1], {info.path[-1] for info in FIELDS}):
+    elif similar_setting := nearest_name(
+        setting_path[-1], {info.path[-1] for info in FIELDS}
+    ):
         hint = f"did you mean {next(i.name for i in FIELDS if i.path[-1] == similar_setting)!r}?"
     else:
-        hint = f"known here are {some(siblings)}."
+        hint = f"known here are {first_names(siblings)}."
     return UnknownSettingError(
-        f"{source_text}: unknown setting {dotted(path)!r}, which would have no effect; {hint}"
+        f"{source_text}: unknown setting {dotted_name(setting_path)!r}, which would have no effect; {hint}"
     )
 
 
-def arguments() -> tuple[str, ...]:
+def argument_names() -> tuple[str, ...]:
     """Return the names of all settings that an Accelerator takes as arguments."""
     single = (
-        name for name in Config.__dataclass_fields__ if section_at((name,)) is None
+        setting_name
+        for setting_name in Config.__dataclass_fields__
+        if section_at((setting_name,)) is None
     )
     return (*ARGUMENTS, *single, "kwargs_handlers")
 
 
-def unknown_argument(name: str) -> UnknownSettingError:
+def unknown_argument(setting_name: str) -> UnknownSettingError:
     """Return the error for an unknown argument of the Accelerator, with the nearest one."""
-    source = SettingSource("code", name)
-    if similar_name := nearest(name, arguments()):
+    setting_source = SettingSource("code", setting_name)
+    if similar_name := nearest_name(setting_name, argument_names()):
         return UnknownSettingError(
-            f"{source}: unknown setting {name!r}, which would have no effect; did you mean {similar_name!r}?"
+            f"{setting_source}: unknown setting {setting_name!r}, which would have no effect; did you mean {similar_name!r}?"
         )
-    return unknown(str(source), (name,))
+    return unknown_setting(str(setting_source), (setting_name,))
 
 
 def from_tree(tree: Marked, file: str, problems: Problems) -> list[SettingEntry]:
     """Return the entries of a hasten settings file; every unknown key becomes a problem with file and line."""
-    return list(_flatten(tree, file, (), problems))
+    return list(_flatten_tree(tree, file, (), problems))
 
 
-def _flatten(
-    tree: Marked, file: str, path: Path, problems: Problems
+def _flatten_tree(
+    tree: Marked, file: str, setting_path: Path, problems: Problems
 ) -> Iterator[SettingEntry]:
-    for key, item in tree.value.items():
-        item_path, line_text = (*path, key), f"{file}:{item.line}"
+    for key, marked_value in tree.value.items():
+        item_path, line_text = (*setting_path, key), f"{file}:{marked_value.line}"
         if section := section_at(item_path):
             word_fields = section.section_names.word_fields
-            if word_fields and isinstance(item.value, str | bool):
-                for name in word_fields:
+            if word_fields and isinstance(marked_value.value, str | bool):
+                for setting_name in word_fields:
                     yield SettingEntry(
-                        (*item_path, name),
-                        item.plain(),
+                        (*item_path, setting_name),
+                        marked_value.plain(),
                         SettingSource("file", line_text),
                     )
-            elif isinstance(item.value, Mapping):
-                yield from _flatten(item, file, item_path, problems)
-            elif item.value is not None:
-                problems.add(_not_a_section(line_text, item_path, item))
-        elif item_path in BY_PATH or (path == ("fsdp",) and key in OLD_NAMES):
+            elif isinstance(marked_value.value, Mapping):
+                yield from _flatten_tree(marked_value, file, item_path, problems)
+            elif marked_value.value is not None:
+                problems.add(_not_a_section(line_text, item_path, marked_value))
+        elif item_path in BY_PATH or (setting_path == ("fsdp",) and key in OLD_NAMES):
             if item_path in BY_PATH and BY_PATH[item_path].meta.code_only:
                 problems.add(
                     UnknownSettingError(
-                        f"{line_text}: {dotted(item_path)!r} holds a Python object; set it in code."
+                        f"{line_text}: {dotted_name(item_path)!r} holds a Python object; set it in code."
                     )
                 )
             else:
                 yield SettingEntry(
-                    item_path, item.plain(), SettingSource("file", line_text)
+                    item_path, marked_value.plain(), SettingSource("file", line_text)
                 )
         elif problems.worth_a_hint:
-            problems.add(unknown(line_text, item_path))
+            problems.add(unknown_setting(line_text, item_path))
         else:
             problems.add(
                 UnknownSettingError(
-                    f"{line_text}: unknown setting {dotted(item_path)!r}, which would have no effect."
+                    f"{line_text}: unknown setting {dotted_name(item_path)!r}, which would have no effect."
                 )
             )
 
 
-def _not_a_section(line_text: str, path: Path, item: Marked) -> ConfigError:
-    cls = section_at(path)
-    names = some(tuple(cls.__dataclass_fields__)) if cls else ""
+def _not_a_section(
+    line_text: str, setting_path: Path, marked_value: Marked
+) -> ConfigError:
+    cls = section_at(setting_path)
+    names = first_names(tuple(cls.__dataclass_fields__)) if cls else ""
     return SettingValueError(
-        f"{line_text}: {dotted(path)!r} is a section, but {shown(item.plain())} is given; write its settings below it: {names}."
+        f"{line_text}: {dotted_name(setting_path)!r} is a section, but {shown(marked_value.plain())} is given; write its settings below it: {names}."
     )
 
 
@@ -238,37 +246,40 @@ def from_environment(env: Mapping[str, str]) -> list[SettingEntry]:
 
     Raises: UnknownSettingError for a variable that is almost spelled like one of hasten's.
     """
-    entries = []
-    for name, value in env.items():
-        if not name.startswith(VARIABLE_PREFIX) or not value.strip():
+    setting_entries = []
+    for setting_name, setting_value in env.items():
+        if not setting_name.startswith(VARIABLE_PREFIX) or not setting_value.strip():
             continue  # an empty variable counts as unset
-        if info := BY_VARIABLE.get(name):
-            entries.append(
+        if info := BY_VARIABLE.get(setting_name):
+            setting_entries.append(
                 SettingEntry(
-                    info.path, value, SettingSource("environment", name), text=True
+                    info.path,
+                    setting_value,
+                    SettingSource("environment", setting_name),
+                    text=True,
                 )
             )
         elif similar_variables := get_close_matches(
-            name, BY_VARIABLE, n=1, cutoff=0.93
+            setting_name, BY_VARIABLE, n=1, cutoff=0.93
         ):
             # Variables of other tools may share the prefix; only a likely typo is refused.
             raise UnknownSettingError(
-                f"environment {name}={value}: unknown variable, which would have no effect; did you mean {similar_variables[0]}?"
+                f"environment {setting_name}={setting_value}: unknown variable, which would have no effect; did you mean {similar_variables[0]}?"
             )
         elif (
-            name not in OTHER_VARIABLES
-            and "TEST" not in name
+            setting_name not in OTHER_VARIABLES
+            and "TEST" not in setting_name
             and "HASTEN_CONFIG" not in env
         ):
-            warnings.warn(_unknown_variable(name), HastenWarning, stacklevel=2)
-    return entries
+            warnings.warn(_unknown_variable(setting_name), HastenWarning, stacklevel=2)
+    return setting_entries
 
 
-def _unknown_variable(name: str) -> str:
+def _unknown_variable(setting_name: str) -> str:
     """Return the warning about a variable that hasten does not read, with the nearest one that it does."""
     variable_names, name_end = (
         [*BY_VARIABLE, *sorted(OTHER_VARIABLES)],
-        name.removeprefix(VARIABLE_PREFIX),
+        setting_name.removeprefix(VARIABLE_PREFIX),
     )
     similar_variables = [
         variable for variable in variable_names if variable.endswith("_" + name_end)
@@ -286,7 +297,7 @@ def _unknown_variable(name: str) -> str:
         if similar_variables
         else "unset it, or see docs/config.md for the names."
     )
-    return f"environment {name}: hasten reads no variable of this name, so it has no effect; {hint}"
+    return f"environment {setting_name}: hasten reads no variable of this name, so it has no effect; {hint}"
 
 
 def from_code(arguments: Mapping[str, Any]) -> list[SettingEntry]:
@@ -295,84 +306,111 @@ def from_code(arguments: Mapping[str, Any]) -> list[SettingEntry]:
     An argument that is None counts as not given. A settings class contributes its explicitly passed fields.
     Raises: UnknownSettingError for an unknown name or class.
     """
-    entries: list[SettingEntry] = []
-    for name, value in arguments.items():
-        if value is None:
+    setting_entries: list[SettingEntry] = []
+    for setting_name, setting_value in arguments.items():
+        if setting_value is None:
             continue
-        if name == "kwargs_handlers":
-            entries += _handlers(value)
+        if setting_name == "kwargs_handlers":
+            setting_entries += _from_handlers(setting_value)
             continue
-        path = ARGUMENTS.get(name) or tuple(name.split("."))
-        if name in MOVED:
-            raise _moved(name, value)
-        if len(path) == 1 and path[0] not in Config.__dataclass_fields__:
-            raise unknown_argument(name)
-        if name == "log_with":
-            trackers = value if isinstance(value, (list, tuple, set)) else [value]
+        setting_path = ARGUMENTS.get(setting_name) or tuple(setting_name.split("."))
+        if setting_name in MOVED:
+            raise _moved_setting(setting_name, setting_value)
+        if (
+            len(setting_path) == 1
+            and setting_path[0] not in Config.__dataclass_fields__
+        ):
+            raise unknown_argument(setting_name)
+        if setting_name == "log_with":
+            trackers = (
+                setting_value
+                if isinstance(setting_value, (list, tuple, set))
+                else [setting_value]
+            )
             # instances are not settings
-            value = [item for item in trackers if isinstance(item, str)]
-        entries += _from_value(path, value, SettingSource("code", name))
-    return entries
+            setting_value = [
+                marked_value
+                for marked_value in trackers
+                if isinstance(marked_value, str)
+            ]
+        setting_entries += _from_value(
+            setting_path, setting_value, SettingSource("code", setting_name)
+        )
+    return setting_entries
 
 
-def spelled_in_code(path: Path, inside: str = "...") -> str:
+def spelled_in_code(setting_path: Path, field_sources: str = "...") -> str:
     """Return the argument of an Accelerator for a section or setting of the schema, with `inside` as its fields."""
-    if path[0] in TrustSettings.__dataclass_fields__:
-        return spelled_in_code(("trust",), f"{path[0]}={inside}")
-    cls = getattr(section_at(path), "__name__", "")
+    if setting_path[0] in TrustSettings.__dataclass_fields__:
+        return spelled_in_code(("trust",), f"{setting_path[0]}={field_sources}")
+    cls = getattr(section_at(setting_path), "__name__", "")
     for argument, argument_path in ARGUMENTS.items():
-        if argument_path == path:
-            return f"{argument}={cls}({inside})"
-    if path in HANDLERS.values():
-        return f"kwargs_handlers=[{cls}({inside})]"
+        if argument_path == setting_path:
+            return f"{argument}={cls}({field_sources})"
+    if setting_path in HANDLERS.values():
+        return f"kwargs_handlers=[{cls}({field_sources})]"
     return "it in a settings file, or as a flag of `hasten launch`"
 
 
-def _moved(name: str, value: Any) -> UnknownSettingError:
+def _moved_setting(setting_name: str, setting_value: Any) -> UnknownSettingError:
     return UnknownSettingError(
-        f"Accelerator({name}={shown(value)}): {name!r} is not an argument, so it would have no effect; "
-        f"write {spelled_in_code((name,))}."
+        f"Accelerator({setting_name}={shown(setting_value)}): {setting_name!r} is not an argument, so it would have no effect; "
+        f"write {spelled_in_code((setting_name,))}."
     )
 
 
-def _from_value(path: Path, value: Any, source: SettingSource) -> list[SettingEntry]:
-    if path in BY_PATH:
-        return [SettingEntry(path, value, source)]
-    cls = section_at(path)
+def _from_value(
+    setting_path: Path, setting_value: Any, setting_source: SettingSource
+) -> list[SettingEntry]:
+    if setting_path in BY_PATH:
+        return [SettingEntry(setting_path, setting_value, setting_source)]
+    cls = section_at(setting_path)
     if cls is None:
-        raise unknown(str(source), path)
-    if cls.section_names.word_fields and isinstance(value, str):
+        raise unknown_setting(str(setting_source), setting_path)
+    if cls.section_names.word_fields and isinstance(setting_value, str):
         return [
-            SettingEntry((*path, name), value, source)
-            for name in cls.section_names.word_fields
+            SettingEntry((*setting_path, setting_name), setting_value, setting_source)
+            for setting_name in cls.section_names.word_fields
         ]
-    inside = {
-        name: SettingSource(source.kind, f"{source.detail}.{name}")
-        for name in cls.__dataclass_fields__
+    field_sources = {
+        setting_name: SettingSource(
+            setting_source.kind, f"{setting_source.detail}.{setting_name}"
+        )
+        for setting_name in cls.__dataclass_fields__
     }
-    if isinstance(value, Mapping):
+    if isinstance(setting_value, Mapping):
         return [
             entry
-            for name, item in value.items()
-            for entry in _from_value((*path, name), item, inside.get(name, source))
+            for setting_name, marked_value in setting_value.items()
+            for entry in _from_value(
+                (*setting_path, setting_name),
+                marked_value,
+                field_sources.get(setting_name, setting_source),
+            )
         ]
-    if not isinstance(value, cls):
+    if not isinstance(setting_value, cls):
         raise ConfigError(
-            f"{source}: {type(value).__name__} was given; give a {cls.__name__} or a mapping."
+            f"{setting_source}: {type(setting_value).__name__} was given; give a {cls.__name__} or a mapping."
         )
-    entries = [
+    setting_entries = [
         entry
-        for name in sorted(given(value))
-        for entry in _from_value((*path, name), getattr(value, name), inside[name])
+        for setting_name in sorted(given(setting_value))
+        for entry in _from_value(
+            (*setting_path, setting_name),
+            getattr(setting_value, setting_name),
+            field_sources[setting_name],
+        )
     ]
     if cls.section_names.strategy:
-        entries.append(
-            SettingEntry(("strategy",), cls.section_names.strategy, source, weak=True)
+        setting_entries.append(
+            SettingEntry(
+                ("strategy",), cls.section_names.strategy, setting_source, weak=True
+            )
         )
-    return entries
+    return setting_entries
 
 
-def _handlers(handlers: Any) -> list[SettingEntry]:
+def _from_handlers(handlers: Any) -> list[SettingEntry]:
     if not isinstance(handlers, Iterable) or isinstance(
         handlers, str | bytes | Mapping
     ):
@@ -381,31 +419,33 @@ def _handlers(handlers: Any) -> list[SettingEntry]:
             f"are meant; write for example kwargs_handlers=[AutocastKwargs(...)]."
         )
     seen_kinds: set[type] = set()
-    entries: list[SettingEntry] = []
+    setting_entries: list[SettingEntry] = []
     for handler in handlers:
-        kind = next((cls for cls in HANDLERS if isinstance(handler, cls)), None)
-        if kind is None:
-            known_names, name = (
+        handler_class = next(
+            (cls for cls in HANDLERS if isinstance(handler, cls)), None
+        )
+        if handler_class is None:
+            known_names, setting_name = (
                 ", ".join(cls.__name__ for cls in HANDLERS),
                 type(handler).__name__,
             )
             raise UnknownSettingError(
-                f"kwargs_handlers holds {name}, which is not a settings class; known are {known_names}."
+                f"kwargs_handlers holds {setting_name}, which is not a settings class; known are {known_names}."
             )
-        if kind in seen_kinds:
+        if handler_class in seen_kinds:
             raise ContradictionError(
-                f"kwargs_handlers holds {kind.__name__} twice; only one could count, keep one."
+                f"kwargs_handlers holds {handler_class.__name__} twice; only one could count, keep one."
             )
-        seen_kinds.add(kind)
-        source = SettingSource("code", kind.__name__)
-        entries += _from_value(HANDLERS[kind], handler, source)
-        if kind in (AORecipeKwargs, TERecipeKwargs):
-            entries.append(
+        seen_kinds.add(handler_class)
+        setting_source = SettingSource("code", handler_class.__name__)
+        setting_entries += _from_value(HANDLERS[handler_class], handler, setting_source)
+        if handler_class in (AORecipeKwargs, TERecipeKwargs):
+            setting_entries.append(
                 SettingEntry(
                     ("fp8", "backend"),
-                    "ao" if kind is AORecipeKwargs else "te",
-                    source,
+                    "ao" if handler_class is AORecipeKwargs else "te",
+                    setting_source,
                     weak=True,
                 )
             )
-    return entries
+    return setting_entries

@@ -30,73 +30,79 @@ _RENAMED: Final = MappingProxyType(
 )
 
 
-def _strategy(entry: SettingEntry) -> Translation:
-    word = (
-        str(entry.value).strip().upper().lstrip("_").removeprefix("SHARDINGSTRATEGY.")
+def _translate_strategy(fsdp_entry: SettingEntry) -> Translation:
+    strategy_word = (
+        str(fsdp_entry.value)
+        .strip()
+        .upper()
+        .lstrip("_")
+        .removeprefix("SHARDINGSTRATEGY.")
     )
-    by_name = {name: row for row in _STRATEGIES.values() for name in (row[0],)}
-    row = _STRATEGIES.get(word) or by_name.get(word)
+    by_name = {
+        option_name: row for row in _STRATEGIES.values() for option_name in (row[0],)
+    }
+    row = _STRATEGIES.get(strategy_word) or by_name.get(strategy_word)
     if row is None:
         names = ", ".join(by_name)
         raise SettingValueError(
-            f"{entry.place}: not a sharding strategy; give one of {names} (or 1 to 5)."
+            f"{fsdp_entry.place}: not a sharding strategy; give one of {names} (or 1 to 5)."
         )
-    name, reshard, hybrid = row
+    option_name, reshard, hybrid = row
     if reshard is None:
         raise SettingValueError(
-            f"{entry.place}: NO_SHARD keeps the whole model on every process, which is plain data parallel and not "
+            f"{fsdp_entry.place}: NO_SHARD keeps the whole model on every process, which is plain data parallel and not "
             "FSDP; set strategy: ddp (distributed_type: MULTI_GPU) instead."
         )
-    derived_entries = [_derived(entry, "reshard_after_forward", reshard)]
+    derived_entries = [_derived_entry(fsdp_entry, "reshard_after_forward", reshard)]
     words = f"reshard_after_forward: {str(reshard).lower()}"
     if hybrid:
-        derived_entries.append(_derived(entry, "hybrid_shard", True))
+        derived_entries.append(_derived_entry(fsdp_entry, "hybrid_shard", True))
         words += ", hybrid_shard: true"
-    return derived_entries, [f"{entry.spelled} {name} is FSDP2's {words}"]
+    return derived_entries, [f"{fsdp_entry.spelled} {option_name} is FSDP2's {words}"]
 
 
-def _reshard(entry: SettingEntry) -> Translation:
+def _translate_reshard(fsdp_entry: SettingEntry) -> Translation:
     """Accept the name of a strategy instead of a boolean, as in older files."""
-    if isinstance(entry.value, str):
+    if isinstance(fsdp_entry.value, str):
         try:
-            decode(entry.value, bool | int, text=True)
+            decode(fsdp_entry.value, bool | int, text=True)
         except Mismatch:
-            derived_entries, sentences = _strategy(entry)
+            derived_entries, sentences = _translate_strategy(fsdp_entry)
             return [
                 replace(derived_entry, weak=False) for derived_entry in derived_entries
             ], sentences
-    return [entry], []
+    return [fsdp_entry], []
 
 
-def _forward_prefetch(entry: SettingEntry) -> Translation:
-    if not _yes(entry):
+def _forward_prefetch(fsdp_entry: SettingEntry) -> Translation:
+    if not _is_switched_on(fsdp_entry):
         return [], []
-    return [_derived(entry, "forward_prefetch_depth", 1)], [
-        f"{entry.spelled} is FSDP2's forward_prefetch_depth: 1"
+    return [_derived_entry(fsdp_entry, "forward_prefetch_depth", 1)], [
+        f"{fsdp_entry.spelled} is FSDP2's forward_prefetch_depth: 1"
     ]
 
 
-def _version(entry: SettingEntry) -> Translation:
-    word = str(entry.value).strip()
-    if word == "2":
+def _translate_version(fsdp_entry: SettingEntry) -> Translation:
+    strategy_word = str(fsdp_entry.value).strip()
+    if strategy_word == "2":
         return [], []
-    if word == "1":
-        return [], [f"{entry.spelled} 1 is read as FSDP2: FSDP1 is no longer used"]
+    if strategy_word == "1":
+        return [], [f"{fsdp_entry.spelled} 1 is read as FSDP2: FSDP1 is no longer used"]
     raise SettingValueError(
-        f"{entry.place}: FSDP has the versions 1 and 2; remove the setting, FSDP2 is used."
+        f"{fsdp_entry.place}: FSDP has the versions 1 and 2; remove the setting, FSDP2 is used."
     )
 
 
-def _state_dict_type(entry: SettingEntry) -> Translation:
+def _state_dict_type(fsdp_entry: SettingEntry) -> Translation:
     if (
-        isinstance(entry.value, str)
-        and entry.value.strip().upper() == "LOCAL_STATE_DICT"
+        isinstance(fsdp_entry.value, str)
+        and fsdp_entry.value.strip().upper() == "LOCAL_STATE_DICT"
     ):
-        sharded_entry = replace(entry, value="SHARDED_STATE_DICT")
+        sharded_entry = replace(fsdp_entry, value="SHARDED_STATE_DICT")
         return [sharded_entry], [
-            f"{entry.spelled} LOCAL_STATE_DICT is SHARDED_STATE_DICT: shards load on any number of processes"
+            f"{fsdp_entry.spelled} LOCAL_STATE_DICT is SHARDED_STATE_DICT: shards load on any number of processes"
         ]
-    return [entry], []
+    return [fsdp_entry], []
 
 
 _ALWAYS: Final = MappingProxyType(
@@ -110,11 +116,11 @@ _ALWAYS: Final = MappingProxyType(
 """What FSDP2 always does, by the option of FSDP1 that chose it."""
 _RULES: Final = MappingProxyType[str, Callable[[SettingEntry], Translation]](
     {
-        "sharding_strategy": _strategy,
-        "reshard_after_forward": _reshard,
+        "sharding_strategy": _translate_strategy,
+        "reshard_after_forward": _translate_reshard,
         "forward_prefetch": _forward_prefetch,
-        "version": _version,
-        "fsdp_version": _version,
+        "version": _translate_version,
+        "fsdp_version": _translate_version,
         "state_dict_type": _state_dict_type,
     }
 )
@@ -130,22 +136,26 @@ OLD_NAMES: Final = (
 """Names of FSDP1 settings that hasten's FSDP section does not have."""
 
 
-def translate(entry: SettingEntry) -> Translation:
+def translate(fsdp_entry: SettingEntry) -> Translation:
     """Return an FSDP1 setting translated to FSDP2, with notes; other settings are returned unchanged.
 
     Raises: SettingValueError for a value without an equivalent.
     """
-    if len(entry.path) != 2 or entry.path[0] != "fsdp":
-        return [entry], []
-    if entry.path[1] in _RENAMED:
-        return [replace(entry, path=("fsdp", _RENAMED[entry.path[1]]))], []
-    if always := _ALWAYS.get(entry.path[1]):
-        is_prefetch = entry.path[1].startswith("backward_prefetch")
-        if entry.value is None or (not is_prefetch and _yes(entry)):
+    if len(fsdp_entry.path) != 2 or fsdp_entry.path[0] != "fsdp":
+        return [fsdp_entry], []
+    if fsdp_entry.path[1] in _RENAMED:
+        return [replace(fsdp_entry, path=("fsdp", _RENAMED[fsdp_entry.path[1]]))], []
+    if always := _ALWAYS.get(fsdp_entry.path[1]):
+        is_prefetch = fsdp_entry.path[1].startswith("backward_prefetch")
+        if fsdp_entry.value is None or (
+            not is_prefetch and _is_switched_on(fsdp_entry)
+        ):
             return [], []
-        return [], [f"{entry.spelled} has no meaning any more: FSDP2 always {always}"]
-    rule = _RULES.get(entry.path[1])
-    return rule(entry) if rule else ([entry], [])
+        return [], [
+            f"{fsdp_entry.spelled} has no meaning any more: FSDP2 always {always}"
+        ]
+    rule = _RULES.get(fsdp_entry.path[1])
+    return rule(fsdp_entry) if rule else ([fsdp_entry], [])
 
 
 def fsdp_from_fsdp1(
@@ -158,37 +168,48 @@ def fsdp_from_fsdp1(
     values: dict[str, Any] = {}
     derived: set[str] = set()
     sentences: list[str] = []
-    for key, value in options.items():
-        name = key.lower().removeprefix("fsdp_")
-        entries, new_sentences = translate(
-            SettingEntry(("fsdp", name), value, SettingSource("code", key), said=key)
+    for key, option_value in options.items():
+        option_name = key.lower().removeprefix("fsdp_")
+        fsdp_entries, new_sentences = translate(
+            SettingEntry(
+                ("fsdp", option_name),
+                option_value,
+                SettingSource("code", key),
+                said=key,
+            )
         )
         sentences += new_sentences
-        for entry in entries:
-            field = entry.path[1]
+        for fsdp_entry in fsdp_entries:
+            field = fsdp_entry.path[1]
             if field not in FullyShardedDataParallelPlugin.__dataclass_fields__:
                 raise UnknownSettingError(
                     f"{key!r} is not an option of FSDP; it would have no effect, so remove it."
                 )
-            if entry.weak and field in values and field not in derived:
+            if fsdp_entry.weak and field in values and field not in derived:
                 continue  # also given explicitly
-            (derived.add if entry.weak else derived.discard)(field)
+            (derived.add if fsdp_entry.weak else derived.discard)(field)
             values[field] = fit(
                 FullyShardedDataParallelPlugin,
                 field,
-                entry.value,
-                f"{key}={value!r}",
+                fsdp_entry.value,
+                f"{key}={option_value!r}",
                 text=True,
             )
     return FullyShardedDataParallelPlugin(**values), sentences
 
 
-def _derived(entry: SettingEntry, field: str, value: Any) -> SettingEntry:
-    return replace(entry, path=("fsdp", field), value=value, weak=True, text=False)
+def _derived_entry(
+    fsdp_entry: SettingEntry, field: str, option_value: Any
+) -> SettingEntry:
+    return replace(
+        fsdp_entry, path=("fsdp", field), value=option_value, weak=True, text=False
+    )
 
 
-def _yes(entry: SettingEntry) -> bool:
+def _is_switched_on(fsdp_entry: SettingEntry) -> bool:
     try:
-        return entry.value is not None and to_bool(entry.value)
+        return fsdp_entry.value is not None and to_bool(fsdp_entry.value)
     except Mismatch as error:
-        raise SettingValueError(f"{entry.place}: expected true or false.") from error
+        raise SettingValueError(
+            f"{fsdp_entry.place}: expected true or false."
+        ) from error

@@ -17,23 +17,23 @@ Secrecy = Literal["open", "likely", "certain"]
 """Certainty that values of a name are secret: `likely` hides only text, `certain` also numbers."""
 
 
-def _words(text: str) -> frozenset[str]:
+def _word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_CERTAIN: Final = _words(
+_CERTAIN: Final = _word_set(
     "password passwords passwd pwd passphrase passphrases passcode secret secrets credential credentials cred creds bearer "
     "cookie cookies dsn jwt authorization signature apikey apikeys"
 )
-_LIKELY: Final = _words("key keys token tokens auth private pass")
-_OWNERS: Final = _words(
+_LIKELY: Final = _word_set("key keys token tokens auth private pass")
+_OWNERS: Final = _word_set(
     "api access secret private auth oauth ssh signing encryption session refresh bearer bot personal deploy service account "
     "client user login admin root license webhook csrf xsrf sas storage db database hub hf huggingface wandb openai anthropic "
     "github gitlab slack aws azure google comet neptune clearml swanlab mlflow"
 )
 """Words before `key` or `token` that mark a credential."""
-_COUNTS: Final = _words("num n max min total avg average mean")
-_HARMLESS_PREFIXES: Final = _words(
+_COUNTS: Final = _word_set("num n max min total avg average mean")
+_HARMLESS_PREFIXES: Final = _word_set(
     "per new image images video audio text input output label labels target column sort metric public "
     "primary foreign partition group cache kv query value dict state model module data batch pad padding eos bos unk sep cls mask "
     "masked special added additional start end stop begin first last next prev prompt completion response generated decoder "
@@ -41,7 +41,7 @@ _HARMLESS_PREFIXES: Final = _words(
     "split random rng seed weight extra mapping lookup join index best monitor sequence seq train eval tool decode position "
     "context of forward backward single sub chunk sample feature question answer class"
 )
-_HARMLESS_SUFFIXES: Final = _words(
+_HARMLESS_SUFFIXES: Final = _word_set(
     "dim dims size sizes count counts len length lengths embedding embeddings embed type types id ids index indices padding mask "
     "head heads value values layer layers per limit budget file path dir name names column columns timeout ratio rate dropout "
     "proj projection bias scale norm cache class level accuracy loss frequency bits width points frames order fn func format "
@@ -50,11 +50,11 @@ _HARMLESS_SUFFIXES: Final = _words(
     "range repo rope window chunk group groups grad gradient choice routing drop capacity"
 )
 """Words around `key`, `token`, `auth`, `private` and `pass` that mark a harmless name: `max_tokens`, `key_dim`."""
-_DESCRIBING_SUFFIXES: Final = _words(
+_DESCRIBING_SUFFIXES: Final = _word_set(
     "file path dir name timeout s seconds expiry expires ttl length size bits type limit"
 )
 """Words after `api_key` and the like that describe the credential without being it."""
-_DIGESTS: Final = _words(
+_DIGESTS: Final = _word_set(
     "commit revision rev sha md hash digest checksum fingerprint uuid crc etag xxh blake"
 )
 """Words in the names of values that are long hexadecimal numbers without being secret."""
@@ -74,20 +74,22 @@ _ADDRESS: Final = re.compile(r"""(://)([^\s"'<>]{0,1000})@""")
 _HEX: Final = re.compile(r"(?<![\w.-])[0-9a-fA-F]{32,}(?![\w.-])")
 
 
-def _address(address_match: re.Match[str]) -> str:
+def _mask_address(address_match: re.Match[str]) -> str:
     """Mask an address up to the last @, because passwords may contain one; an @ in a path without a user is not masked."""
     host = address_match[2].partition("/")[0]
     plain = "/" in address_match[2] and "@" not in host and ":" not in host
     return address_match[0] if plain else f"{address_match[1]}{HIDDEN}@"
 
 
-def _unassigned(text: str) -> str:
+def _mask_assignments(text: str) -> str:
     """Mask the values of secret names in a text; a space counts as an assignment only in `--name value`."""
     masked_parts, position = [], 0
     while assignment := _ASSIGNED.search(text, position):
-        name, between, value = assignment.groups()
+        value_name, between, value = assignment.groups()
         secrecy = (
-            secrecy_of(name) if between.strip() or name.startswith("--") else "open"
+            secrecy_of(value_name)
+            if between.strip() or value_name.startswith("--")
+            else "open"
         )
         hide = secrecy == "certain" or (secrecy == "likely" and not _is_number(value))
         # an expression, which holds no secret
@@ -119,7 +121,7 @@ _BEFORE_NAMES: Final[tuple[tuple[re.Pattern[str], _Replacement], ...]] = (
         HIDDEN,
     ),
     # user:password@host, with a scheme or without
-    (_ADDRESS, _address),
+    (_ADDRESS, _mask_address),
     (
         re.compile(
             r"""(?<![^\s"'=:,;(\[{<>/@])[^\s"'=:,;(\[{<>/@]{1,200}:(?!//)[^\s"'<>]{1,500}@(?=[\w\[.-])(?!\d+\b(?![.:]))"""
@@ -134,11 +136,11 @@ _AFTER_NAMES: Final[tuple[tuple[re.Pattern[str], _Replacement], ...]] = (
 )
 
 
-def secrecy_of(name: str) -> Secrecy:
+def secrecy_of(value_name: str) -> Secrecy:
     """Return the secrecy of a name, regardless of its value; `a.b` is secret if `a` or `b` is."""
     part_secrecies: set[Secrecy] = {
-        _of_words([word.lower() for word in _WORD.findall(name_part)])
-        for name_part in re.split(r"[./]", name)
+        _of_words([name_word.lower() for name_word in _WORD.findall(name_part)])
+        for name_part in re.split(r"[./]", value_name)
     }
     return (
         "certain"
@@ -151,16 +153,16 @@ def secrecy_of(name: str) -> Secrecy:
 
 def _of_words(words: list[str]) -> Secrecy:
     secrecy: Secrecy = "open"
-    for index, word in enumerate(words):
+    for index, name_word in enumerate(words):
         previous_word, next_word = (
             words[index - 1] if index else "",
             words[index + 1] if index + 1 < len(words) else "",
         )
         stem = next(
-            (s for s in ("tokens", "token", "keys", "key") if word.endswith(s)), ""
+            (s for s in ("tokens", "token", "keys", "key") if name_word.endswith(s)), ""
         )
-        glued = word.removesuffix(stem) if stem else ""
-        certain = word in _CERTAIN or word.endswith(
+        glued = name_word.removesuffix(stem) if stem else ""
+        certain = name_word in _CERTAIN or name_word.endswith(
             ("password", "passwd", "passphrase")
         )
         if (
@@ -168,9 +170,9 @@ def _of_words(words: list[str]) -> Secrecy:
         ) and next_word not in _DESCRIBING_SUFFIXES:
             return "certain"
         # `skip_keys`: names or counts
-        several = word in ("keys", "tokens") and len(words) > 1
+        several = name_word in ("keys", "tokens") and len(words) > 1
         if (
-            word in _LIKELY
+            name_word in _LIKELY
             and not several
             and previous_word not in _HARMLESS_PREFIXES
             and next_word not in _HARMLESS_SUFFIXES
@@ -183,24 +185,24 @@ def masked(text: str, *, digests: bool = False) -> str:
     """Return the text with credentials replaced by ***; with `digests`, long hexadecimal numbers are not masked."""
     for pattern, instead in _BEFORE_NAMES:
         text = pattern.sub(instead, text)
-    text = _unassigned(text)
+    text = _mask_assignments(text)
     for pattern, instead in _AFTER_NAMES:
         text = pattern.sub(instead, text)
     return text if digests else _HEX.sub(HIDDEN, text)
 
 
-def masked_value(name: str, value: Any) -> Any:  # Any: a nested value
+def masked_value(value_name: str, value: Any) -> Any:  # Any: a nested value
     """Return the value of this name with its credentials masked."""
-    return _masked(name, value, "open")
+    return _masked_nested(value_name, value, "open")
 
 
 def masked_tree(value: Any) -> Any:  # Any: a nested report
     """Return mappings, lists and dataclasses with credentials masked in every text, and the values of secret names omitted."""
-    return _masked("", value, "open")
+    return _masked_nested("", value, "open")
 
 
-def _masked(name: str, value: Any, above: Secrecy) -> Any:
-    name_secrecy = secrecy_of(name)
+def _masked_nested(value_name: str, value: Any, above: Secrecy) -> Any:
+    name_secrecy = secrecy_of(value_name)
     secrecy: Secrecy = (
         "certain"
         if "certain" in (name_secrecy, above)
@@ -212,13 +214,13 @@ def _masked(name: str, value: Any, above: Secrecy) -> Any:
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         return {
-            masked(key) if isinstance(key, str) else key: _masked(
+            masked(key) if isinstance(key, str) else key: _masked_nested(
                 str(key), item, secrecy
             )
             for key, item in value.items()
         }
     if isinstance(value, list | tuple | set | frozenset):
-        return [_masked("", item, secrecy) for item in value]
+        return [_masked_nested("", item, secrecy) for item in value]
     if (
         value is None
         or isinstance(value, bool)
@@ -233,7 +235,7 @@ def _masked(name: str, value: Any, above: Secrecy) -> Any:
         return masked(
             value,
             digests=not _DIGESTS.isdisjoint(
-                word.lower() for word in _WORD.findall(name)
+                name_word.lower() for name_word in _WORD.findall(value_name)
             ),
         )
     return value

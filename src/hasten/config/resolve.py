@@ -6,9 +6,9 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from hasten.config.base import Section, fit
-from hasten.config.checks import contradictions, settle_choices
+from hasten.config.checks import find_contradictions, settle_choices
 from hasten.config.established import VARIABLES, from_established_environment
-from hasten.config.layers import Problems, from_code, from_environment, unknown
+from hasten.config.layers import Problems, from_code, from_environment, unknown_setting
 from hasten.config.legacy import translate
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, SECTIONS
@@ -30,8 +30,8 @@ class Resolved:
 
     def source(self, name: str | Path) -> SettingSource:
         """Return the source of a setting's value, such as "fsdp.cpu_offload"."""
-        path = tuple(name.split(".")) if isinstance(name, str) else name
-        entry = self.entries.get(path)
+        setting_path = tuple(name.split(".")) if isinstance(name, str) else name
+        entry = self.entries.get(setting_path)
         return entry.source if entry else DEFAULT
 
 
@@ -47,46 +47,57 @@ def resolve(
     """Return the effective settings from all sources.
 
     `code` maps argument names to values, `flags` and `file` are entries from the command line and from `files.read`,
-    `env` is the environment, and `handed` holds the launcher's entries (`handoff.unpack`).
+    `env` is the environment, and `handed` holds the launcher's entries (`handoff.unpack_settings`).
     Raises: ConfigError for unknown, mistyped or contradictory settings; several problems are listed at once.
     """
     problems = Problems()
     variables = env or {}
-    entries: list[SettingEntry] = [*file, *flags]
+    setting_entries: list[SettingEntry] = [*file, *flags]
     with problems.catching():
-        entries += from_environment(variables)
+        setting_entries += from_environment(variables)
         if not VARIABLES.isdisjoint(variables):
-            entries += from_established_environment(variables)
+            setting_entries += from_established_environment(variables)
     with problems.catching():
-        entries += from_code(code or {})
+        setting_entries += from_code(code or {})
     if handed:
-        entries += _not_read_here(handed, entries)
-    decoded, translation_notes = decode_all(entries, problems)
-    winners, shadowed = merge(decoded, problems)
+        setting_entries += _not_read_here(handed, setting_entries)
+    decoded_entries, translation_notes = decode_all(setting_entries, problems)
+    winning_entries, overridden_entries = merge_entries(decoded_entries, problems)
     problems.settle()
-    winners, shadowed, choice_notes = settle_choices(winners, shadowed, problems)
+    winning_entries, overridden_entries, choice_notes = settle_choices(
+        winning_entries, overridden_entries, problems
+    )
     problems.settle()
     config = cast(
         Config,
-        build(Config, (), {path: entry.value for path, entry in winners.items()}),
+        build_section(
+            Config,
+            (),
+            {
+                setting_path: entry.value
+                for setting_path, entry in winning_entries.items()
+            },
+        ),
     )
     resolved = Resolved(
         config,
-        MappingProxyType(winners),
-        MappingProxyType(shadowed),
+        MappingProxyType(winning_entries),
+        MappingProxyType(overridden_entries),
         (*notes, *translation_notes, *choice_notes),
     )
-    for contradiction in contradictions(config, winners):
+    for contradiction in find_contradictions(config, winning_entries):
         problems.add(contradiction)
     problems.settle()
     return resolved
 
 
 def _not_read_here(
-    handed: Iterable[SettingEntry], entries: Sequence[SettingEntry]
+    handed: Iterable[SettingEntry], setting_entries: Sequence[SettingEntry]
 ) -> list[SettingEntry]:
     """Return the launcher's entries without those of variables that this process reads itself: they may have changed."""
-    read_here = {entry.path for entry in entries if entry.source.kind == "environment"}
+    read_here = {
+        entry.path for entry in setting_entries if entry.source.kind == "environment"
+    }
     return [
         entry
         for entry in handed
@@ -95,46 +106,48 @@ def _not_read_here(
 
 
 def decode_all(
-    entries: Iterable[SettingEntry], problems: Problems
+    setting_entries: Iterable[SettingEntry], problems: Problems
 ) -> tuple[list[SettingEntry], list[str]]:
     """Return the entries translated to current names with typed values, and notes about the translation."""
-    decoded: list[SettingEntry] = []
+    decoded_entries: list[SettingEntry] = []
     notes: list[str] = []
-    for raw_entry in entries:
+    for raw_entry in setting_entries:
         with problems.catching():
-            translated = [raw_entry]
+            translated_entries = [raw_entry]
             if raw_entry.path[0] == "fsdp":
-                translated, sentences = translate(raw_entry)
+                translated_entries, sentences = translate(raw_entry)
                 notes += [sentence for sentence in sentences if sentence not in notes]
-            for entry in translated:
+            for entry in translated_entries:
                 info = BY_PATH.get(entry.path)
                 if info is None:
-                    raise unknown(str(entry.source), entry.path)
+                    raise unknown_setting(str(entry.source), entry.path)
                 value = fit(
                     info.owner, entry.path[-1], entry.value, entry, text=entry.text
                 )
-                decoded.append(replace(entry, value=value))
-    return decoded, notes
+                decoded_entries.append(replace(entry, value=value))
+    return decoded_entries, notes
 
 
-def merge(
-    entries: Iterable[SettingEntry], problems: Problems
+def merge_entries(
+    setting_entries: Iterable[SettingEntry], problems: Problems
 ) -> tuple[dict[Path, SettingEntry], dict[Path, tuple[SettingEntry, ...]]]:
     """Return the entry of the strongest source for each setting, and the entries it replaced."""
     by_path: dict[Path, list[SettingEntry]] = {}
-    for entry in entries:
+    for entry in setting_entries:
         by_path.setdefault(entry.path, []).append(entry)
-    winners: dict[Path, SettingEntry] = {}
-    shadowed: dict[Path, tuple[SettingEntry, ...]] = {}
-    for path, rivals in by_path.items():
-        if len(rivals) == 1:
-            winners[path] = rivals[0]
+    winning_entries: dict[Path, SettingEntry] = {}
+    overridden_entries: dict[Path, tuple[SettingEntry, ...]] = {}
+    for setting_path, rival_entries in by_path.items():
+        if len(rival_entries) == 1:
+            winning_entries[setting_path] = rival_entries[0]
             continue
-        ranked = sorted(
-            rivals, key=lambda entry: (entry.source.level, not entry.weak), reverse=True
+        ranked_entries = sorted(
+            rival_entries,
+            key=lambda entry: (entry.source.level, not entry.weak),
+            reverse=True,
         )
-        strongest_entry = ranked[0]
-        for weaker_entry in ranked[1:]:
+        strongest_entry = ranked_entries[0]
+        for weaker_entry in ranked_entries[1:]:
             if (weaker_entry.source.level, weaker_entry.weak) == (
                 strongest_entry.source.level,
                 strongest_entry.weak,
@@ -145,12 +158,14 @@ def merge(
                         f"({weaker_entry.source}): neither outranks the other; remove one."
                     )
                 )
-        winners[path] = strongest_entry
-        shadowed[path] = tuple(ranked[1:])
-    return winners, shadowed
+        winning_entries[setting_path] = strongest_entry
+        overridden_entries[setting_path] = tuple(ranked_entries[1:])
+    return winning_entries, overridden_entries
 
 
-def build(cls: type[Section], path: Path, values: Mapping[Path, Any]) -> Section:
+def build_section(
+    cls: type[Section], path: Path, values: Mapping[Path, Any]
+) -> Section:
     """Return a section built from the values below a path; other fields have their defaults."""
     arguments: dict[str, Any] = {}
     depth = len(path)
@@ -162,5 +177,5 @@ def build(cls: type[Section], path: Path, values: Mapping[Path, Any]) -> Section
         if section is None:
             arguments[child_path[-1]] = value
         elif child_path[-1] not in arguments:
-            arguments[child_path[-1]] = build(section, child_path, values)
+            arguments[child_path[-1]] = build_section(section, child_path, values)
     return cls(**arguments)

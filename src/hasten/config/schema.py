@@ -7,7 +7,7 @@ from typing import Any, Final, Union, get_args, get_origin
 
 from hasten.config.base import Meta, Section, default_of, meta_of
 from hasten.config.root import Config
-from hasten.config.source import Path, dotted
+from hasten.config.source import Path, dotted_name
 
 VARIABLE_PREFIX: Final = "HASTEN_"
 
@@ -27,7 +27,7 @@ class FieldInfo:
     @property
     def name(self) -> str:
         """The dotted name."""
-        return dotted(self.path)
+        return dotted_name(self.path)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -54,28 +54,43 @@ def subsection(tp: Any) -> type[Section] | None:
     return None
 
 
-def walk(
+def walk_fields(
     cls: type[Section] = Config,
-    path: Path = (),
+    setting_path: Path = (),
     prefix: str = "",
     group: str = "general",
 ) -> Iterator[FieldInfo]:
     """Yield every leaf setting below a section, in order of declaration."""
-    for name, spec in cls.__dataclass_fields__.items():
-        meta = meta_of(cls, name)
-        if inner := subsection(spec.type):
-            inner_prefix = prefix + f"{name}_" if meta.prefix is None else meta.prefix
-            yield from walk(
-                inner, (*path, name), inner_prefix, meta.help if not path else group
+    for field_name, field_spec in cls.__dataclass_fields__.items():
+        field_meta = meta_of(cls, field_name)
+        if inner := subsection(field_spec.type):
+            inner_prefix = (
+                prefix + f"{field_name}_"
+                if field_meta.prefix is None
+                else field_meta.prefix
+            )
+            yield from walk_fields(
+                inner,
+                (*setting_path, field_name),
+                inner_prefix,
+                field_meta.help if not setting_path else group,
             )
         else:
-            flag = meta.flag or prefix + name
-            default = default_of(cls, name)
+            flag = field_meta.flag or prefix + field_name
+            default = default_of(cls, field_name)
             fixed = MappingProxyType(default) if isinstance(default, dict) else default
-            yield FieldInfo((*path, name), cls, spec.type, fixed, meta, flag, group)
+            yield FieldInfo(
+                (*setting_path, field_name),
+                cls,
+                field_spec.type,
+                fixed,
+                field_meta,
+                flag,
+                group,
+            )
 
 
-FIELDS: Final[tuple[FieldInfo, ...]] = tuple(walk())
+FIELDS: Final[tuple[FieldInfo, ...]] = tuple(walk_fields())
 BY_PATH: Final[Mapping[Path, FieldInfo]] = MappingProxyType(
     {info.path: info for info in FIELDS}
 )
@@ -87,12 +102,12 @@ BY_VARIABLE: Final[Mapping[str, FieldInfo]] = MappingProxyType(
 )
 
 
-def section_at(path: Path) -> type[Section] | None:
+def section_at(setting_path: Path) -> type[Section] | None:
     """Return the section class at a path, or None for a leaf or an unknown path."""
     cls: type[Section] = Config
-    for name in path:
-        spec = cls.__dataclass_fields__.get(name)
-        inner = subsection(spec.type) if spec else None
+    for field_name in setting_path:
+        field_spec = cls.__dataclass_fields__.get(field_name)
+        inner = subsection(field_spec.type) if field_spec else None
         if inner is None:
             return None
         cls = inner

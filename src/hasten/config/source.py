@@ -68,7 +68,7 @@ class SettingEntry:
     @property
     def name(self) -> str:
         """The dotted name of the setting."""
-        return dotted(self.path)
+        return dotted_name(self.path)
 
     @property
     def spelled(self) -> str:
@@ -93,28 +93,28 @@ class SettingEntry:
                 return f"{self.source.detail or self.spelled}={self.value!r}"
 
 
-def dotted(path: Path) -> str:
+def dotted_name(setting_path: Path) -> str:
     """Return a path in dotted form: fsdp.cpu_offload."""
-    return ".".join(path)
+    return ".".join(setting_path)
 
 
-def shown(value: Any) -> str:
+def shown(shown_value: Any) -> str:
     """Return a value as written in a settings file; ambiguous text is quoted."""
-    if value is None:
+    if shown_value is None:
         return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return value if _PLAIN.fullmatch(value) else repr(value)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(shown(item) for item in value)}]"
-    if isinstance(value, Mapping):
+    if isinstance(shown_value, bool):
+        return str(shown_value).lower()
+    if isinstance(shown_value, str):
+        return shown_value if _PLAIN.fullmatch(shown_value) else repr(shown_value)
+    if isinstance(shown_value, list | tuple):
+        return f"[{', '.join(shown(item) for item in shown_value)}]"
+    if isinstance(shown_value, Mapping):
         return (
             "{"
-            + ", ".join(f"{key}: {shown(item)}" for key, item in value.items())
+            + ", ".join(f"{key}: {shown(item)}" for key, item in shown_value.items())
             + "}"
         )
-    return repr(value)
+    return repr(shown_value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, assert_never, cast
 
 from hasten.config import absent, handoff
-from hasten.config.files import effective
+from hasten.config.files import effective_settings
 from hasten.config.resolve import Resolved
 from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
@@ -99,7 +99,7 @@ def prepare(
     variables = {
         name: value for name, value in host.env.items() if name != handoff.VARIABLE
     }
-    resolved = effective(variables, config_file, settings)
+    resolved = effective_settings(variables, config_file, settings)
     absent.check(resolved.entries)
     launch_settings = resolved.config.launch
     if not words:
@@ -115,7 +115,7 @@ def prepare(
     request = LaunchRequest(
         resolved.config,
         program,
-        handoff.pack(resolved.entries),
+        handoff.pack_settings(resolved.entries),
         flags=_absolute_flags(typed),
         folder=str(Path.cwd()),
         entries=resolved.entries,

@@ -62,14 +62,14 @@ class Progress(Generic[T]):
         `initial` is the number of earlier steps; by default the batches that a resumed loader skips.
         """
         self._iterable = iterable
-        self._here = here
+        self._context = here
         self._desc = desc
-        self._samples, self._tokens = samples or _rows, tokens or _input_ids
+        self._samples, self._tokens = samples or _num_rows, tokens or _num_input_ids
         cursor = getattr(iterable, "cursor", None)
         self._cursor = cursor if isinstance(cursor, LoaderCursor) else None
         self._initial = initial
         self._meter = Meter(
-            _length(iterable) if total is None else total,
+            _length_of(iterable) if total is None else total,
             time.perf_counter(),
             initial or 0,
         )
@@ -87,50 +87,52 @@ class Progress(Generic[T]):
             raise ConfigError(
                 "progress() has no iterable to iterate over; pass one, or call update() directly."
             )
-        pulse = self._here.pulse
-        if pulse is not None:
-            pulse.asked()
+        backward_timer = self._context.pulse
+        if backward_timer is not None:
+            backward_timer.asked()
         if self._initial is None:
             self._meter.begin_at(getattr(self._iterable, "num_done", 0))
         with self:
-            for item in self._iterable:
-                yield item
-                self._advance(item)
-                if pulse is not None:
-                    pulse.asked()
+            for batch in self._iterable:
+                yield batch
+                self._advance_step(batch)
+                if backward_timer is not None:
+                    backward_timer.asked()
 
     def show(self, **values: float | str | Tensor) -> None:
         """Display these values beside the bar; a tensor's number appears when it is ready, without waiting."""
-        if self._here.is_main:
-            self._late.give(values)
+        if self._context.is_main:
+            self._late.store_values(values)
 
     def note(self, line: str, unless_in_place: bool = False) -> None:
         """Display a line of text: above the bar, or in the log file; with `unless_in_place`, in the log file only."""
-        if self._here.is_main and not (unless_in_place and self._here.display.in_place):
-            self._here.display.note(line)
+        if self._context.is_main and not (
+            unless_in_place and self._context.display.in_place
+        ):
+            self._context.display.note(line)
 
     def update(self, steps: int = 1, samples: int = 0, tokens: int = 0) -> None:
         """Count `steps` by hand, with the samples and tokens that this process has seen in them."""
-        meter, replicas = self._meter, self._here.replicas
+        meter, replicas = self._meter, self._context.replicas
         meter.step += steps
         meter.samples += samples * replicas
         meter.tokens += tokens * replicas
-        self._tick()
-        if self._here.pulse is not None:
-            self._here.pulse.asked()
+        self._draw_if_due()
+        if self._context.pulse is not None:
+            self._context.pulse.asked()
 
     def close(self) -> None:
         """Display the last state; a second call does nothing."""
         atexit.unregister(self.close)
         if self._open:
             self._open = False
-            if self._here.is_main:
-                last = self._complete(
+            if self._context.is_main:
+                last_reading = self._complete_reading(
                     self._meter.read_all(time.perf_counter(), self._desc), wait=True
                 )
-                self._here.display.close(last)
-                for show in self._here.parts.progress:
-                    show(self, last, True)
+                self._context.display.close(last_reading)
+                for show_reading in self._context.parts.progress:
+                    show_reading(self, last_reading, True)
 
     def __enter__(self) -> Self:
         # a loop left by `break` may end with the process, when nothing can be displayed any more
@@ -145,34 +147,36 @@ class Progress(Generic[T]):
     ) -> None:
         self.close()
 
-    def _advance(self, item: T) -> None:
-        if self._here.is_main:
-            meter, replicas, cursor = self._meter, self._here.replicas, self._cursor
+    def _advance_step(self, batch: T) -> None:
+        if self._context.is_main:
+            meter, replicas, cursor = self._meter, self._context.replicas, self._cursor
             meter.step += 1
             for_all = mul if cursor is None else cursor.sum_over_ranks
-            meter.samples += for_all(self._samples(item), replicas)
-            meter.tokens += for_all(self._tokens(item), replicas)
-        self._tick()
+            meter.samples += for_all(self._samples(batch), replicas)
+            meter.tokens += for_all(self._tokens(batch), replicas)
+        self._draw_if_due()
 
-    def _tick(self) -> None:
-        now_s, here = time.perf_counter(), self._here
-        if here.watch is not None and here.pulse is not None:
-            known_straggler = here.watch.found
-            here.watch.tick(now_s, here.pulse)
+    def _draw_if_due(self) -> None:
+        now_s, bar_context = time.perf_counter(), self._context
+        if bar_context.watch is not None and bar_context.pulse is not None:
+            known_straggler = bar_context.watch.found
+            bar_context.watch.tick(now_s, bar_context.pulse)
             # checked again, in a step of this bar
-            if here.watch.found is not known_straggler:
-                self._hint = str(here.watch.found)
-        display = here.display
-        if here.is_main and now_s >= display.next_draw_s:
+            if bar_context.watch.found is not known_straggler:
+                self._hint = str(bar_context.watch.found)
+        display = bar_context.display
+        if bar_context.is_main and now_s >= display.next_draw_s:
             display.next_draw_s = now_s + display.every_s
-            reading = self._complete(self._meter.read(now_s, self._desc))
+            reading = self._complete_reading(self._meter.read(now_s, self._desc))
             display.draw(reading)
-            for show in here.parts.progress:
-                show(self, reading, False)
+            for show_reading in bar_context.parts.progress:
+                show_reading(self, reading, False)
 
-    def _complete(self, reading: MeterReading, wait: bool = False) -> MeterReading:
-        memory, watch = self._here.memory, self._here.watch
-        status = self._here.parts.read_numbers()
+    def _complete_reading(
+        self, reading: MeterReading, wait: bool = False
+    ) -> MeterReading:
+        memory, straggler_watch = self._context.memory, self._context.watch
+        status = self._context.parts.read_numbers()
         return replace(
             reading,
             tokens_per_s=status.get("tokens_per_second", reading.tokens_per_s),
@@ -180,27 +184,34 @@ class Progress(Generic[T]):
             values=self._late.read(wait),
             memory_bytes=memory.used_bytes() if memory else None,
             memory_total_bytes=memory.total_bytes if memory else None,
-            hint=self._hint if watch and watch.found and self._shows(watch) else "",
+            hint=self._hint
+            if straggler_watch
+            and straggler_watch.found
+            and self._shows_hint(straggler_watch)
+            else "",
         )
 
-    def _shows(self, watch: StragglerWatch) -> bool:
+    def _shows_hint(self, straggler_watch: StragglerWatch) -> bool:
         """Return whether to display the hint: always in displays that redraw in place, once per rank in log files."""
-        if not isinstance(self._here.display, LineDisplay) or watch.found is None:
+        if (
+            not isinstance(self._context.display, LineDisplay)
+            or straggler_watch.found is None
+        ):
             return True
-        new = watch.found.rank not in watch.named
-        watch.named.add(watch.found.rank)
-        return new
+        is_new = straggler_watch.found.rank not in straggler_watch.named
+        straggler_watch.named.add(straggler_watch.found.rank)
+        return is_new
 
 
 # Any: only its length is used
-def _length(iterable: Iterable[Any] | None) -> int | None:
+def _length_of(iterable: Iterable[Any] | None) -> int | None:
     try:
         return len(iterable)  # type: ignore[arg-type]
     except TypeError:  # an iterable without a length
         return None
 
 
-def _rows(batch: Any) -> int:  # Any: a batch of any type
+def _num_rows(batch: Any) -> int:  # Any: a batch of any type
     # the common batch, without a full traversal
     if type(batch) is dict or isinstance(batch, Mapping):
         for value in batch.values():
@@ -209,7 +220,7 @@ def _rows(batch: Any) -> int:  # Any: a batch of any type
     return trees.batch_size(batch) or 0
 
 
-def _input_ids(batch: Any) -> int:  # Any: a batch of any type
+def _num_input_ids(batch: Any) -> int:  # Any: a batch of any type
     if type(batch) is not dict and not isinstance(batch, Mapping):
         return 0
     tokens = batch.get("input_ids")

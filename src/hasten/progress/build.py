@@ -21,11 +21,11 @@ T = TypeVar("T")
 class ProgressMaker:
     """Factory of the progress bars of one Accelerator, which share a console, a timer of backward passes and a straggler watch."""
 
-    def __init__(self, ctx: ProcessContext, parts: RunParts) -> None:
+    def __init__(self, ctx: ProcessContext, run_parts: RunParts) -> None:
         self._ctx = ctx
-        self._parts = parts
+        self._parts = run_parts
         self.pulse = BackwardTimer(ctx.device)
-        parts.add(self.pulse)
+        run_parts.add(self.pulse)
         self._watch = straggler_watch(ctx)
         # one for all bars: nested bars share the screen
         self._console = error_console()
@@ -35,8 +35,8 @@ class ProgressMaker:
     def __call__(self, iterable: Iterable[T] | None, **options: Any) -> Progress[T]:
         if options.get("console") is None and options.get("every_s") is None:
             options["display"] = self._make_display()
-        options = {"console": self._console, "parts": self._parts, **options}
-        return progress(
+        options = {"console": self._console, "run_parts": self._parts, **options}
+        return make_progress(
             iterable, ctx=self._ctx, pulse=self.pulse, watch=self._watch, **options
         )
 
@@ -52,7 +52,7 @@ def straggler_watch(
     return StragglerWatch(store, ctx.world.rank, ctx.world.size, every_s)
 
 
-def progress(
+def make_progress(
     iterable: Iterable[T] | None,
     *,
     ctx: ProcessContext,
@@ -66,14 +66,14 @@ def progress(
     display: Display | None = None,
     pulse: BackwardTimer | None = None,
     watch: StragglerWatch | None = None,
-    parts: RunParts | None = None,
+    run_parts: RunParts | None = None,
 ) -> Progress[T]:
     """Return a progress bar over `iterable` for this process.
 
     The Accelerator notifies `pulse` when a backward pass starts; without it there are no straggler hints.
     """
     is_main = ctx.topology.rank == 0
-    here = BarContext(
+    bar_context = BarContext(
         display=display
         or DisplayMaker(console or error_console(), is_main=is_main, every_s=every_s)(),
         is_main=is_main,
@@ -81,11 +81,11 @@ def progress(
         memory=MemoryGauge(ctx.device) if is_main else None,
         pulse=pulse,
         watch=watch,
-        parts=parts or RunParts(),
+        parts=run_parts or RunParts(),
     )
     return Progress(
         iterable,
-        here=here,
+        here=bar_context,
         total=total,
         initial=initial,
         desc=desc,

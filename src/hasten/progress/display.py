@@ -49,7 +49,7 @@ class TerminalDisplay:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
         self._live.update(
-            rendered(reading, self._console.options.ascii_only), refresh=True
+            render_bar(reading, self._console.options.ascii_only), refresh=True
         )
 
     def note(self, line: str) -> None:
@@ -64,22 +64,22 @@ class TerminalDisplay:
             self._live = None
 
 
-def rendered(reading: MeterReading, ascii_only: bool = False) -> Text:
+def render_bar(reading: MeterReading, ascii_only: bool = False) -> Text:
     """Return the bar of a terminal with the hint under it: one text, which rich draws three times faster than a table."""
-    mark = "-" if ascii_only else "━"
-    done = (
+    bar_mark = "-" if ascii_only else "━"
+    num_filled = (
         _WIDTH
         if reading.total is None
         else min(_WIDTH * reading.step // max(reading.total, 1), _WIDTH)
     )
-    bar = Text.assemble(
+    bar_text = Text.assemble(
         (f"{reading.desc} " if reading.desc else "", "bold"),
-        (mark * done, "bar.complete"),
-        (mark * (_WIDTH - done), "bar.back"),
-        (f" {text.count(reading)} ", "cyan"),
-        " · ".join(text.parts(reading)),
+        (bar_mark * num_filled, "bar.complete"),
+        (bar_mark * (_WIDTH - num_filled), "bar.back"),
+        (f" {text.step_count(reading)} ", "cyan"),
+        " · ".join(text.line_fields(reading)),
     )
-    return bar.append(f"\n{reading.hint}", "yellow") if reading.hint else bar
+    return bar_text.append(f"\n{reading.hint}", "yellow") if reading.hint else bar_text
 
 
 class LineDisplay:
@@ -96,7 +96,7 @@ class LineDisplay:
     def draw(self, reading: MeterReading) -> None:
         """Write one line."""
         self._is_empty = False
-        self.note(text.line(reading))
+        self.note(text.progress_line(reading))
 
     def note(self, line: str) -> None:
         """Write this line."""
@@ -119,20 +119,20 @@ class NotebookOutput:
         self._handle: Any = None  # Any: IPython is an optional package
         self._cell: int | None = None
 
-    def show(self, bar: int, reading: MeterReading) -> None:
+    def show(self, bar_text: int, reading: MeterReading) -> None:
         """Show or update the line of this bar; a new cell gets a new output."""
         shell = need("IPython").get_ipython()
-        cell = None if shell is None else shell.execution_count
-        if cell != self._cell:
+        cell_number = None if shell is None else shell.execution_count
+        if cell_number != self._cell:
             self._readings.clear()
-            self._handle, self._cell = None, cell
-        self._readings[bar] = reading
+            self._handle, self._cell = None, cell_number
+        self._readings[bar_text] = reading
         if len(self._readings) > _MAX_BARS:
             del self._readings[next(iter(self._readings))]
         readings = self._readings.values()
         content = {
-            "text/plain": "\n".join(map(text.line, readings)),
-            "text/html": "<br>".join(map(_markup, readings)),
+            "text/plain": "\n".join(map(text.progress_line, readings)),
+            "text/html": "<br>".join(map(_render_html, readings)),
         }
         if self._handle is None:
             self._handle = need("IPython.display").display(
@@ -165,15 +165,15 @@ class NotebookDisplay:
         self.draw(reading)
 
 
-def _markup(reading: MeterReading) -> str:
-    bar = (
+def _render_html(reading: MeterReading) -> str:
+    bar_text = (
         ""
         if reading.total is None
         else f'<progress value="{reading.step}" max="{max(reading.total, 1)}"></progress>'
     )
     hint = f"<br><b>{html.escape(reading.hint)}</b>" if reading.hint else ""
-    details = html.escape(" · ".join(text.parts(reading)))
-    return f"<code>{html.escape(reading.desc)} {bar} {html.escape(text.count(reading))} {details}{hint}</code>"
+    details = html.escape(" · ".join(text.line_fields(reading)))
+    return f"<code>{html.escape(reading.desc)} {bar_text} {html.escape(text.step_count(reading))} {details}{hint}</code>"
 
 
 class NoDisplay:

@@ -38,8 +38,8 @@ class MeterReading:
 class Meter:
     """Counter of steps, samples and tokens over time."""
 
-    def __init__(self, total: int | None, now_s: float, initial: int = 0) -> None:
-        self.total = total
+    def __init__(self, total_bytes: int | None, now_s: float, initial: int = 0) -> None:
+        self.total = total_bytes
         self.samples = self.tokens = 0
         self._began_s = now_s
         self._marks: deque[tuple[float, int, int, int]] = deque(maxlen=_WINDOW)
@@ -55,16 +55,18 @@ class Meter:
         """Return the rates since the oldest mark of the window and the time left, and add a mark."""
         then_s, steps, samples, tokens = self._marks[0]
         seconds = max(now_s - then_s, 1e-9)
-        rate = (self.step - steps) / seconds
-        left = None if self.total is None else max(self.total - self.step, 0)
+        steps_per_s = (self.step - steps) / seconds
+        num_steps_left = None if self.total is None else max(self.total - self.step, 0)
         self._marks.append((now_s, self.step, self.samples, self.tokens))
         return MeterReading(
             desc=desc,
             step=self.step,
             total=self.total,
             elapsed_s=now_s - self._began_s,
-            eta_s=left / rate if left is not None and rate > 0 else None,
-            steps_per_s=rate,
+            eta_s=num_steps_left / steps_per_s
+            if num_steps_left is not None and steps_per_s > 0
+            else None,
+            steps_per_s=steps_per_s,
             samples_per_s=(self.samples - samples) / seconds,
             tokens_per_s=(self.tokens - tokens) / seconds,
         )
@@ -86,7 +88,7 @@ class MemoryGauge:
             if device.type == "cpu" or kind_of(device).lazy
             else torch.get_device_module(device)
         )
-        self.total_bytes = self._total()
+        self.total_bytes = self._read_total_bytes()
 
     def used_bytes(self) -> int | None:
         """Return the memory of the process: reserved by torch on a device, resident on the host."""
@@ -95,12 +97,12 @@ class MemoryGauge:
         reserved = getattr(self._module, "memory_reserved", None)
         return None if reserved is None else int(reserved(self._device))
 
-    def _total(self) -> int | None:
+    def _read_total_bytes(self) -> int | None:
         properties = getattr(self._module, "get_device_properties", None)
         if properties is None:
             return None
-        total = getattr(properties(self._device), "total_memory", None)
-        return None if total is None else int(total)
+        total_bytes = getattr(properties(self._device), "total_memory", None)
+        return None if total_bytes is None else int(total_bytes)
 
 
 def _resident_bytes() -> int:

@@ -15,24 +15,24 @@ def fetch_scalars(tensors: Sequence[Tensor]) -> list[float]:
     """Return the numbers in one-element `tensors`, with one transfer per device and dtype."""
     if not tensors:
         return []
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        groups.setdefault((tensor.device, tensor.dtype), []).append(index)
+    tensor_groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for tensor_index, tensor in enumerate(tensors):
+        tensor_groups.setdefault((tensor.device, tensor.dtype), []).append(tensor_index)
     numbers: list[float] = [0.0] * len(tensors)
-    for indices in groups.values():
+    for indices in tensor_groups.values():
         # stacking would compile a program for each number of tensors
         if kind_of(tensors[indices[0]].device).lazy:
-            for index in indices:
-                numbers[index] = float(tensors[index])
+            for tensor_index in indices:
+                numbers[tensor_index] = float(tensors[tensor_index])
             continue
-        flat = [
+        flat_tensors = [
             tensor if tensor.ndim == 0 else tensor.reshape(())
-            for tensor in (tensors[i] for i in indices)
+            for tensor in (tensors[tensor_index] for tensor_index in indices)
         ]
         with torch.no_grad():
-            stacked = torch.stack(flat)
-        for index, number in zip(indices, stacked.tolist(), strict=True):
-            numbers[index] = number
+            stacked_scalars = torch.stack(flat_tensors)
+        for tensor_index, number in zip(indices, stacked_scalars.tolist(), strict=True):
+            numbers[tensor_index] = number
     return numbers
 
 
@@ -44,48 +44,59 @@ class LateScalars:
         self._shown: dict[str, float | str] = {}
         self._sent: tuple[list[str], HostCopy] | None = None
 
-    def give(self, values: Mapping[str, float | str | Tensor]) -> None:
+    def store_values(self, values: Mapping[str, float | str | Tensor]) -> None:
         """Store the newest values; tensors are neither copied nor moved."""
         self._given.update(values)
 
     def read(self, wait: bool = False) -> dict[str, float | str]:
         """Return the newest values known on the host: those on a device are one read behind, or current with `wait`."""
-        self._collect(wait)
-        for name, value in self._given.items():
-            if not isinstance(value, Tensor):
-                self._shown[name] = value
-            elif wait or not _travels(value):
-                self._shown[name] = float(value.detach())
+        self._collect_copy(wait)
+        for value_name, scalar_value in self._given.items():
+            if not isinstance(scalar_value, Tensor):
+                self._shown[value_name] = scalar_value
+            elif wait or not _is_on_device(scalar_value):
+                self._shown[value_name] = float(scalar_value.detach())
         if not wait and self._sent is None:
             self._send()
-        return {name: self._shown[name] for name in self._given if name in self._shown}
+        return {
+            value_name: self._shown[value_name]
+            for value_name in self._given
+            if value_name in self._shown
+        }
 
     def _send(self) -> None:
         """Start a copy to the host."""
-        waiting = {
-            n: v
-            for n, v in self._given.items()
-            if isinstance(v, Tensor) and _travels(v)
+        device_scalars = {
+            value_name: scalar_value
+            for value_name, scalar_value in self._given.items()
+            if isinstance(scalar_value, Tensor) and _is_on_device(scalar_value)
         }
-        if not waiting:
+        if not device_scalars:
             return
-        device = next(iter(waiting.values())).device
-        names = [name for name, value in waiting.items() if value.device == device]
-        stacked = torch.stack(
-            [waiting[name].detach().float().reshape(()) for name in names]
+        device = next(iter(device_scalars.values())).device
+        value_names = [
+            value_name
+            for value_name, scalar_value in device_scalars.items()
+            if scalar_value.device == device
+        ]
+        stacked_scalars = torch.stack(
+            [
+                device_scalars[value_name].detach().float().reshape(())
+                for value_name in value_names
+            ]
         )
-        self._sent = (names, HostCopy(stacked))
+        self._sent = (value_names, HostCopy(stacked_scalars))
 
-    def _collect(self, wait: bool) -> None:
+    def _collect_copy(self, wait: bool) -> None:
         """Read the numbers of the last copy if it is complete."""
         if self._sent is None:
             return
-        names, values = self._sent
+        value_names, values = self._sent
         if wait or values.is_ready():
-            self._shown.update(zip(names, values.wait().tolist(), strict=True))
+            self._shown.update(zip(value_names, values.wait().tolist(), strict=True))
             self._sent = None
 
 
-def _travels(value: Tensor) -> bool:
+def _is_on_device(scalar_value: Tensor) -> bool:
     """Return whether the value can be copied to the host asynchronously."""
-    return value.device.type != "cpu" and not kind_of(value.device).lazy
+    return scalar_value.device.type != "cpu" and not kind_of(scalar_value.device).lazy

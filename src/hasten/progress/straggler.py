@@ -60,9 +60,9 @@ class BackwardTimer(RunPart):
 
     def take(self) -> float | None:
         """Return the mean time since the last call, or None if nothing was measured."""
-        mean = self._sum_s / self._count if self._count else None
+        mean_s = self._sum_s / self._count if self._count else None
         self._sum_s, self._count = 0.0, 0
-        return mean
+        return mean_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +87,14 @@ def find_straggler(
     """Return the slowest rank, if its time is `factor` times the median of the others and `at_least_s` longer."""
     if len(times_s) < 2:
         return None
-    slowest = max(times_s, key=lambda rank: times_s[rank])
-    usual = statistics.median(
-        seconds for rank, seconds in times_s.items() if rank != slowest
+    slowest_rank = max(times_s, key=lambda rank: times_s[rank])
+    usual_s = statistics.median(
+        slowest_s for rank, slowest_s in times_s.items() if rank != slowest_rank
     )
-    seconds = times_s[slowest]
+    slowest_s = times_s[slowest_rank]
     return (
-        Straggler(slowest, seconds, usual)
-        if seconds > factor * usual and seconds - usual > at_least_s
+        Straggler(slowest_rank, slowest_s, usual_s)
+        if slowest_s > factor * usual_s and slowest_s - usual_s > at_least_s
         else None
     )
 
@@ -113,26 +113,26 @@ class StragglerWatch:
         self.named: set[int] = set()
         """Ranks that have been named in lines of text."""
 
-    def tick(self, now_s: float, pulse: BackwardTimer) -> None:
+    def tick(self, now_s: float, backward_timer: BackwardTimer) -> None:
         """Post and compare if it is due."""
         if now_s < self._next_s:
             return
         self._next_s = now_s + self._every_s
-        mean = pulse.take()
-        if mean is None:
+        mean_s = backward_timer.take()
+        if mean_s is None:
             return
         try:
-            self._store.set(str(self._rank), f"{mean:.6f}")
-            times = self._read_all() if self._rank == 0 else {}
+            self._store.set(str(self._rank), f"{mean_s:.6f}")
+            times_s = self._read_all() if self._rank == 0 else {}
         # the store is gone: training will report it, and a hint may be missing
         except (DistError, RuntimeError):
             self._next_s = float("inf")
             return
-        self.found = find_straggler(times)
+        self.found = find_straggler(times_s)
 
     def _read_all(self) -> dict[int, float]:
-        times: dict[int, float] = {}
+        times_s: dict[int, float] = {}
         for rank in range(self._size):
             if self._store.check([str(rank)]):
-                times[rank] = float(self._store.get(str(rank)))
-        return times
+                times_s[rank] = float(self._store.get(str(rank)))
+        return times_s

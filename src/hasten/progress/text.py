@@ -7,7 +7,7 @@ from hasten.progress.meter import MeterReading
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def short(number: float) -> str:
+def short_number(number: float) -> str:
     """Return `number` with three digits and a prefix: 1234567 is 1.23M."""
     for factor, prefix in _PREFIXES:
         if abs(number) >= factor:
@@ -15,7 +15,7 @@ def short(number: float) -> str:
     return f"{number:.3g}"
 
 
-def clock(seconds: float | None) -> str:
+def clock_time(seconds: float | None) -> str:
     """Return `seconds` as m:ss or h:mm:ss; a question mark if unknown."""
     if seconds is None:
         return "?"
@@ -30,37 +30,40 @@ def value_text(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.4g}"
 
 
-def gigabytes(size: int) -> str:
+def gigabytes_text(size: int) -> str:
     """Return `size` in GB with three significant digits."""
     return f"{size / 1e9:.3g}"
 
 
-def parts(reading: MeterReading) -> list[str]:
+def line_fields(reading: MeterReading) -> list[str]:
     """Return the fields of a progress line after its bar."""
-    shown = [f"{name} {value_text(value)}" for name, value in reading.values.items()]
+    shown_fields = [
+        f"{value_name} {value_text(value)}"
+        for value_name, value in reading.values.items()
+    ]
     if reading.samples_per_s > 0:
-        shown.append(f"{short(reading.samples_per_s)} samples/s")
+        shown_fields.append(f"{short_number(reading.samples_per_s)} samples/s")
     elif reading.steps_per_s >= 1 or reading.steps_per_s == 0:
-        shown.append(f"{short(reading.steps_per_s)} it/s")
+        shown_fields.append(f"{short_number(reading.steps_per_s)} it/s")
     else:
-        shown.append(f"{short(1 / reading.steps_per_s)} s/it")
+        shown_fields.append(f"{short_number(1 / reading.steps_per_s)} s/it")
     if reading.tokens_per_s > 0:
-        shown.append(f"{short(reading.tokens_per_s)} tok/s")
+        shown_fields.append(f"{short_number(reading.tokens_per_s)} tok/s")
     if reading.mfu is not None:
-        shown.append(f"mfu {reading.mfu:.1%}")
+        shown_fields.append(f"mfu {reading.mfu:.1%}")
     if reading.memory_bytes is not None:
         of_total = (
-            f"/{gigabytes(reading.memory_total_bytes)}"
+            f"/{gigabytes_text(reading.memory_total_bytes)}"
             if reading.memory_total_bytes
             else ""
         )
-        shown.append(f"mem {gigabytes(reading.memory_bytes)}{of_total} GB")
-    eta = "" if reading.total is None else f"<{clock(reading.eta_s)}"
-    shown.append(f"{clock(reading.elapsed_s)}{eta}")
-    return shown
+        shown_fields.append(f"mem {gigabytes_text(reading.memory_bytes)}{of_total} GB")
+    eta = "" if reading.total is None else f"<{clock_time(reading.eta_s)}"
+    shown_fields.append(f"{clock_time(reading.elapsed_s)}{eta}")
+    return shown_fields
 
 
-def count(reading: MeterReading) -> str:
+def step_count(reading: MeterReading) -> str:
     """Return the number of steps, with the total and the percentage if known."""
     if reading.total is None:
         return str(reading.step)
@@ -68,8 +71,8 @@ def count(reading: MeterReading) -> str:
     return f"{reading.step}/{reading.total} {percent}%"
 
 
-def line(reading: MeterReading) -> str:
+def progress_line(reading: MeterReading) -> str:
     """Return the whole reading as one line of plain text."""
     head = f"{reading.desc} " if reading.desc else ""
     tail = f" | {reading.hint}" if reading.hint else ""
-    return f"{head}{count(reading)} | {' | '.join(parts(reading))}{tail}"
+    return f"{head}{step_count(reading)} | {' | '.join(line_fields(reading))}{tail}"

@@ -74,12 +74,12 @@ class Throughput(RunPart):
     @property
     def updates_per_second(self) -> float | None:
         """Updates a second; None before the second update."""
-        return self._rate(1)
+        return self._rate_of(1)
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens a second over all ranks; None before the second update, and for batches without tokens."""
-        return self._rate(2) or None
+        return self._rate_of(2) or None
 
     @property
     def mfu(self) -> float | None:
@@ -98,7 +98,7 @@ class Throughput(RunPart):
         values = {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
         return {name: value for name, value in values.items() if value is not None}
 
-    def _rate(self, column: int) -> float | None:
+    def _rate_of(self, column: int) -> float | None:
         if len(self._marks) < 2:
             return None
         first, last = self._marks[0], self._marks[-1]

@@ -22,6 +22,8 @@ def tqdm(
     Raises: MissingPackageError without the package tqdm.
     """
     if main_process_only:
-        here = topology or Topology.from_env(env.snapshot())
-        kwargs["disable"] = kwargs.get("disable", False) or here.local_rank != 0
+        process_topology = topology or Topology.from_env(env.snapshot())
+        kwargs["disable"] = (
+            kwargs.get("disable", False) or process_topology.local_rank != 0
+        )
     return need("tqdm.auto", why="hasten.tqdm").tqdm(iterable, *args, **kwargs)

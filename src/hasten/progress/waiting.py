@@ -31,16 +31,16 @@ def waiting_line(
     if not target.isatty():
         yield
         return
-    done, begun = threading.Event(), time.monotonic()
+    is_done, begun_s = threading.Event(), time.monotonic()
 
     def draw() -> None:
-        if done.wait(after_s):
+        if is_done.wait(after_s):
             return
         target.write(_NEW_LINE)
         while True:
-            target.write(_REDRAW + text(time.monotonic() - begun))
+            target.write(_REDRAW + text(time.monotonic() - begun_s))
             target.flush()
-            if done.wait(every_s):
+            if is_done.wait(every_s):
                 break
         target.write(_BACK)
         target.flush()
@@ -50,5 +50,5 @@ def waiting_line(
     try:
         yield
     finally:
-        done.set()
+        is_done.set()
         thread.join()

@@ -43,7 +43,10 @@ class Run:
     @property
     def shown_config(self) -> dict[str, Any]:
         """The config with credentials masked, for files and pages."""
-        return {name: masked_value(name, value) for name, value in self.config.items()}
+        return {
+            value_name: masked_value(value_name, logged_value)
+            for value_name, logged_value in self.config.items()
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +62,18 @@ class Entry:
     def numbers(self) -> dict[str, float]:
         """The values that are numbers."""
         return {
-            name: float(value)
-            for name, value in self.values.items()
-            if not isinstance(value, str)
+            value_name: float(logged_value)
+            for value_name, logged_value in self.values.items()
+            if not isinstance(logged_value, str)
         }
 
     @property
     def texts(self) -> dict[str, str]:
         """The values that are strings."""
         return {
-            name: value for name, value in self.values.items() if isinstance(value, str)
+            value_name: logged_value
+            for value_name, logged_value in self.values.items()
+            if isinstance(logged_value, str)
         }
 
 

@@ -70,115 +70,133 @@ class _RunStart:
     @property
     def finished(self) -> bool:
         """True if `end_training()` was called: the time until the next start is not part of the run."""
-        return any(event.get("event") == "ended" for event in self.log.events)
+        return any(
+            logged_event.get("event") == "ended" for logged_event in self.log.events
+        )
 
 
-def account(logs: Sequence[LoggedRank]) -> Goodput:
+def account_time(rank_logs: Sequence[LoggedRank]) -> Goodput:
     """Return the goodput of one rank from its logs, in order of their start."""
     seconds = dict.fromkeys(CAUSES, 0.0)
-    starts = [_start(log) for log in logs if log.started]
-    for index, start in enumerate(starts):
-        if index and not starts[index - 1].finished:
-            seconds["restart"] += max(start.began_s - starts[index - 1].ended_s, 0.0)
-        _void(starts, index)
-        seconds_by_cause = _in_start(start)
-        for cause, spent in seconds_by_cause.items():
-            seconds[cause] += spent
+    run_starts = [_run_start(rank_log) for rank_log in rank_logs if rank_log.started]
+    for index, run_start in enumerate(run_starts):
+        if index and not run_starts[index - 1].finished:
+            seconds["restart"] += max(
+                run_start.began_s - run_starts[index - 1].ended_s, 0.0
+            )
+        _mark_void_steps(run_starts, index)
+        seconds_by_cause = _losses_of_start(run_start)
+        for cause, spent_s in seconds_by_cause.items():
+            seconds[cause] += spent_s
         seconds["other"] += max(
-            start.ended_s
-            - start.began_s
+            run_start.ended_s
+            - run_start.began_s
             - sum(seconds_by_cause.values())
-            - float(start.useful.sum()),
+            - float(run_start.useful.sum()),
             0.0,
         )
-    for start in starts:
-        seconds["replayed"] += float(start.useful[start.void].sum())
-        seconds["useful"] += float(start.useful[~start.void].sum())
+    for run_start in run_starts:
+        seconds["replayed"] += float(run_start.useful[run_start.void].sum())
+        seconds["useful"] += float(run_start.useful[~run_start.void].sum())
     return Goodput(seconds)
 
 
-def _start(log: LoggedRank) -> _RunStart:
-    times = [float(event["time"]) for event in log.events if "time" in event]
-    last = float(log.steps["time"][-1]) if len(log.steps) else 0.0
-    began = float(log.started.get("process_began", log.started["time"]))
+def _run_start(rank_log: LoggedRank) -> _RunStart:
+    times = [
+        float(logged_event["time"])
+        for logged_event in rank_log.events
+        if "time" in logged_event
+    ]
+    last_s = float(rank_log.steps["time"][-1]) if len(rank_log.steps) else 0.0
+    began_s = float(rank_log.started.get("process_began", rank_log.started["time"]))
     return _RunStart(
-        log,
-        began,
-        max([*times, last, began + float(log.started.get("startup_s") or 0.0)]),
+        rank_log,
+        began_s,
+        max(
+            [*times, last_s, began_s + float(rank_log.started.get("startup_s") or 0.0)]
+        ),
     )
 
 
-def _in_start(start: _RunStart) -> dict[str, float]:
+def _losses_of_start(run_start: _RunStart) -> dict[str, float]:
     """Return the seconds of one start that were neither useful nor unknown, by cause."""
-    steps = start.log.steps
-    seconds_by_cause = {"startup": float(start.log.started.get("startup_s") or 0.0)}
+    steps = run_start.log.steps
+    seconds_by_cause = {"startup": float(run_start.log.started.get("startup_s") or 0.0)}
     seconds_by_cause |= {
         phase: float(steps[phase].astype(np.float64).sum()) for phase in _IN_STEPS
     }
-    for event in start.log.events:
+    for logged_event in run_start.log.events:
         # after the last update, such as the last evaluation
-        for phase, spent in event.get("rest", {}).items():
+        for phase, spent_s in logged_event.get("rest", {}).items():
             if phase in seconds_by_cause:
-                seconds_by_cause[phase] += float(spent)
-    last = (
+                seconds_by_cause[phase] += float(spent_s)
+    last_s = (
         float(steps["time"][-1])
         if len(steps)
-        else start.began_s + seconds_by_cause["startup"]
+        else run_start.began_s + seconds_by_cause["startup"]
     )
     if any(
-        event.get("event") == "stalled" and event["time"] > last
-        for event in start.log.events
+        logged_event.get("event") == "stalled" and logged_event["time"] > last_s
+        for logged_event in run_start.log.events
     ):
         # a stall that ended the process
-        seconds_by_cause["stall"] += max(start.ended_s - last, 0.0)
+        seconds_by_cause["stall"] += max(run_start.ended_s - last_s, 0.0)
     return seconds_by_cause
 
 
-def _void(starts: Sequence[_RunStart], index: int) -> None:
+def _mark_void_steps(run_starts: Sequence[_RunStart], index: int) -> None:
     """Mark the steps that the loads of one start have made void; a start that loads nothing makes all earlier steps void."""
-    events = starts[index].log.events
+    logged_events = run_starts[index].log.events
     loads = [
-        event for event in events if event.get("event") == "loaded" and "step" in event
+        logged_event
+        for logged_event in logged_events
+        if logged_event.get("event") == "loaded" and "step" in logged_event
     ]
-    steps = starts[index].log.steps
-    kinds = {event.get("event") for event in events}
+    steps = run_starts[index].log.steps
+    kinds = {logged_event.get("event") for logged_event in logged_events}
     if index and "loaded" not in kinds and (len(steps) or "begun" in kinds):
-        for start in starts[:index]:
-            start.void[:] = True
+        for run_start in run_starts[:index]:
+            run_start.void[:] = True
     for load in loads:
-        saved = [
-            event["time"]
-            for start in starts[: index + 1]
-            for event in start.log.events
-            if event.get("event") == "saved"
-            and event.get("step") == load["step"]
-            and event["time"] <= load["time"]
+        saved_times = [
+            logged_event["time"]
+            for run_start in run_starts[: index + 1]
+            for logged_event in run_start.log.events
+            if logged_event.get("event") == "saved"
+            and logged_event.get("step") == load["step"]
+            and logged_event["time"] <= load["time"]
         ]
-        if saved:
-            for start in starts[: index + 1]:
-                times = start.log.steps["time"]
-                start.void |= (times > max(saved)) & (times <= load["time"])
+        if saved_times:
+            for run_start in run_starts[: index + 1]:
+                times = run_start.log.steps["time"]
+                run_start.void |= (times > max(saved_times)) & (times <= load["time"])
         else:
-            _void_after(starts[: index + 1], int(load["step"]), float(load["time"]))
+            _mark_void_after(
+                run_starts[: index + 1], int(load["step"]), float(load["time"])
+            )
 
 
-def _void_after(starts: Sequence[_RunStart], step: int, before_s: float) -> None:
+def _mark_void_after(
+    run_starts: Sequence[_RunStart], loaded_step: int, before_s: float
+) -> None:
     """Mark the steps after update number `step` as void: a copy in memory has no event of its save."""
-    valid = 0
-    for start in starts:
-        rows = np.flatnonzero(~start.void & (start.log.steps["time"] <= before_s))
-        start.void[rows[max(step - valid, 0) :]] = True
-        valid += min(len(rows), max(step - valid, 0))
+    num_valid_steps = 0
+    for run_start in run_starts:
+        valid_rows = np.flatnonzero(
+            ~run_start.void & (run_start.log.steps["time"] <= before_s)
+        )
+        run_start.void[valid_rows[max(loaded_step - num_valid_steps, 0) :]] = True
+        num_valid_steps += min(len(valid_rows), max(loaded_step - num_valid_steps, 0))
 
 
-def of_run(ranks: Sequence[LoggedRank]) -> Goodput | None:
+def goodput_of_run(ranks: Sequence[LoggedRank]) -> Goodput | None:
     """Return the goodput of a run: that of its rank with the lowest; None without records.
 
     Ranks wait for each other, so the rank with the lowest share names the cause.
     """
     goodputs = [
-        account([log for log in ranks if log.rank == rank])
-        for rank in sorted({log.rank for log in ranks})
+        account_time([rank_log for rank_log in ranks if rank_log.rank == rank])
+        for rank in sorted({rank_log.rank for rank_log in ranks})
     ]
     goodputs = [
         goodput

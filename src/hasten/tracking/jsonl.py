@@ -12,7 +12,7 @@ from typing import IO, Any, Final
 import msgspec
 
 from hasten.tracking.base import Entry, ImageEntry, Run, Scalar, TableEntry, Tracker
-from hasten.tracking.values import png
+from hasten.tracking.values import encode_png
 
 _WORDS: Final = MappingProxyType(
     {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -38,13 +38,13 @@ class JsonlTracker(Tracker):
         self._folder = run.directory / run.project / run.run_id
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / "metrics.jsonl"
-        torn = (
+        has_torn_line = (
             path.exists()
             and not path.read_bytes().endswith(b"\n")
             and path.stat().st_size > 0
         )
         self._file = path.open("ab")
-        if torn:  # the last run died in the middle of a line
+        if has_torn_line:  # the last run died in the middle of a line
             self._file.write(b"\n")
         (self._folder / "config.json").write_text(
             json.dumps(run.shown_config, indent=2) + "\n", encoding="utf-8"
@@ -59,7 +59,10 @@ class JsonlTracker(Tracker):
         self._write(
             step=entry.step,
             time=entry.time_s,
-            values={k: _safe(v) for k, v in entry.values.items()},
+            values={
+                value_name: _json_safe(logged_value)
+                for value_name, logged_value in entry.values.items()
+            },
         )
 
     def log_images(self, entry: ImageEntry) -> None:
@@ -70,7 +73,7 @@ class JsonlTracker(Tracker):
             folder.mkdir(parents=True, exist_ok=True)
             for index, image in enumerate(images):
                 path = folder / f"{entry.step:08d}_{index}.png"
-                path.write_bytes(png(image))
+                path.write_bytes(encode_png(image))
                 names.setdefault(name, []).append(
                     path.relative_to(self._folder).as_posix()
                 )
@@ -78,11 +81,15 @@ class JsonlTracker(Tracker):
 
     def log_table(self, entry: TableEntry) -> None:
         """Write the table as one line."""
-        rows = [[_safe(cell) for cell in row] for row in entry.rows]
+        value_rows = [[_json_safe(cell) for cell in row] for row in entry.rows]
         self._write(
             step=entry.step,
             time=entry.time_s,
-            table={"name": entry.name, "columns": list(entry.columns), "rows": rows},
+            table={
+                "name": entry.name,
+                "columns": list(entry.columns),
+                "rows": value_rows,
+            },
         )
 
     def rewind(self, step: int) -> None:
@@ -106,7 +113,7 @@ class JsonlTracker(Tracker):
         self._file.write(msgspec.json.encode(record) + b"\n")
 
 
-def _safe(value: Scalar | None) -> Scalar | None:
+def _json_safe(value: Scalar | None) -> Scalar | None:
     """Return the value with NaN and infinities as words, since JSON does not have them."""
     if isinstance(value, float) and not math.isfinite(value):
         return (
@@ -122,7 +129,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """
     path = Path(path)
     path = path / "metrics.jsonl" if path.is_dir() else path
-    rows: list[dict[str, Any]] = []
+    value_rows: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record: Mapping[str, Any] = json.loads(line)
@@ -130,11 +137,15 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
         if "rewind" in record:
-            rows = [row for row in rows if row["step"] <= record["rewind"]]
+            value_rows = [row for row in value_rows if row["step"] <= record["rewind"]]
         elif "values" in record:
             values = {
-                k: _WORDS.get(v, v) if isinstance(v, str) else v
-                for k, v in record["values"].items()
+                value_name: _WORDS.get(logged_value, logged_value)
+                if isinstance(logged_value, str)
+                else logged_value
+                for value_name, logged_value in record["values"].items()
             }
-            rows.append({**values, "step": record["step"], "time": record["time"]})
-    return rows
+            value_rows.append(
+                {**values, "step": record["step"], "time": record["time"]}
+            )
+    return value_rows

@@ -26,10 +26,10 @@ from hasten.tracking.values import (
     check_project,
     check_record,
     fetch_one_by_one,
-    flatten,
+    flatten_values,
     plain_config,
     plain_rows,
-    snapshot,
+    snapshot_value,
 )
 from hasten.tracking.writer import DummyTracker, Record, TrackerWriter, Writer
 
@@ -121,10 +121,10 @@ class TrackerManager:
         """
         check_project(project)
         check_options("init_kwargs", init_kwargs)
-        unknown = set(init_kwargs or ()) - set(self.names)
-        if unknown:
+        unknown_names = set(init_kwargs or ()) - set(self.names)
+        if unknown_names:
             raise TrackerError(
-                f"init_kwargs names {sorted(unknown)}, but the trackers are {list(self.names)}; these settings would be ignored. Use "
+                f"init_kwargs names {sorted(unknown_names)}, but the trackers are {list(self.names)}; these settings would be ignored. Use "
                 "the names passed to log_with."
             )
         self.finish()
@@ -141,25 +141,33 @@ class TrackerManager:
         self._init_kwargs = init_kwargs or {}
         self._step = int(self._resume["step"]) if self._resume else -1
 
-    def _start(self) -> None:
+    def _start_trackers(self) -> None:
         if self._started or self._run is None:
             return
         self._started = True
-        old = self._resume or {}
-        run = replace(self._run, run_id=old.get("run_id", self._run.run_id))
-        ids: Mapping[str, str] = old.get("runs", {})
-        for writer in self._tracker_writers:
-            name = writer.tracker.name
+        resumed_state = self._resume or {}
+        tracker_run = replace(
+            self._run, run_id=resumed_state.get("run_id", self._run.run_id)
+        )
+        run_ids: Mapping[str, str] = resumed_state.get("runs", {})
+        for tracker_writer in self._tracker_writers:
+            tracker_name = tracker_writer.tracker.name
             resume = (
-                Resume(run_id=ids[name], step=int(old["step"])) if name in ids else None
+                Resume(run_id=run_ids[tracker_name], step=int(resumed_state["step"]))
+                if tracker_name in run_ids
+                else None
             )
-            writer.start(
-                replace(run, options=self._init_kwargs.get(name, {}), resume=resume)
+            tracker_writer.start(
+                replace(
+                    tracker_run,
+                    options=self._init_kwargs.get(tracker_name, {}),
+                    resume=resume,
+                )
             )
-        self._run = run
+        self._run = tracker_run
         # after the trackers' exit hooks were registered, so that this one runs before them
         atexit.register(self._at_exit)
-        self._announce()
+        self._show_notices()
 
     # ---- logging
 
@@ -171,17 +179,17 @@ class TrackerManager:
     ) -> None:
         """Record numbers and strings at `step` (default: one more than the last); tensors are read in a later flush."""
         check_record("log", values, step, log_kwargs)
-        if not self._ready("log"):
+        if not self._is_ready("log"):
             return
         plain_values: dict[str, Any] = {}
-        for name, value in flatten(values):
-            if type(value) in (float, int):  # the common value, on the hot path
-                plain_values[name] = value
+        for value_name, logged_value in flatten_values(values):
+            if type(logged_value) in (float, int):  # the common value, on the hot path
+                plain_values[value_name] = logged_value
                 continue
             try:
-                plain_values[name] = snapshot(name, value)
+                plain_values[value_name] = snapshot_value(value_name, logged_value)
             except TrackerError as error:
-                self._warn_once(f"value {name}", str(error))
+                self._warn_once(f"value {value_name}", str(error))
         now_s = time.time()
         self._pending.append(
             _Draft(plain_values, self._next(step), now_s, log_kwargs or {})
@@ -202,22 +210,22 @@ class TrackerManager:
     ) -> None:
         """Record images: arrays, tensors, PIL images, or batches and lists of them."""
         check_record("log_images", values, step, log_kwargs)
-        if not self._ready("log_images"):
+        if not self._is_ready("log_images"):
             return
         images = {}
-        for name, value in values.items():
+        for value_name, logged_value in values.items():
             try:
-                images[name] = as_pixels(name, value)
+                images[value_name] = as_pixels(value_name, logged_value)
             except TrackerError as error:
-                self._warn_once(f"image {name}", str(error))
+                self._warn_once(f"image {value_name}", str(error))
         if not images:
             return
         entry = ImageEntry(images=images, step=self._next(step), time_s=time.time())
-        self._post(entry, log_kwargs or {})
+        self._post_entry(entry, log_kwargs or {})
 
     def log_table(
         self,
-        name: str,
+        table_name: str,
         columns: Sequence[str] | None = None,
         data: Sequence[Sequence[Any]] | None = None,
         dataframe: Any = None,
@@ -225,8 +233,8 @@ class TrackerManager:
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Record a table, given as columns and rows or as a data frame."""
-        check_record("log_table", {name: data}, step, log_kwargs)
-        if not self._ready("log_table"):
+        check_record("log_table", {table_name: data}, step, log_kwargs)
+        if not self._is_ready("log_table"):
             return
         if dataframe is not None:
             columns, data = (
@@ -235,17 +243,17 @@ class TrackerManager:
             )
         if columns is None or data is None:
             raise TrackerError(
-                f"the table {name!r} has no content. Pass columns and data, or a dataframe."
+                f"the table {table_name!r} has no content. Pass columns and data, or a dataframe."
             )
-        rows = plain_rows(name, columns, data)
+        rows = plain_rows(table_name, columns, data)
         entry = TableEntry(
-            name=name,
+            name=table_name,
             columns=list(columns),
             rows=rows,
             step=self._next(step),
             time_s=time.time(),
         )
-        self._post(entry, log_kwargs or {})
+        self._post_entry(entry, log_kwargs or {})
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Send everything logged so far to the trackers and wait until they have written it."""
@@ -255,9 +263,9 @@ class TrackerManager:
                 "slow",
                 f"the trackers did not keep up within {timeout_s:g} s; training continues.",
             )
-        self._announce()
+        self._show_notices()
 
-    def _ready(self, action: str) -> bool:
+    def _is_ready(self, action: str) -> bool:
         if not self.names:
             return False
         if self._run is None:
@@ -265,8 +273,8 @@ class TrackerManager:
                 f"{action} was called before init_trackers, so the values cannot be logged. Call accelerator.init_trackers('project') "
                 "once, on every rank."
             )
-        self._start()
-        self._announce()
+        self._start_trackers()
+        self._show_notices()
         return bool(self._tracker_writers)
 
     def _next(self, step: int | None) -> int:
@@ -276,15 +284,15 @@ class TrackerManager:
         self._step = max(self._step, record_step)
         return record_step
 
-    def _post(
+    def _post_entry(
         self,
         entry: ImageEntry | TableEntry,
         log_kwargs: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self.send()
         self._put(
-            lambda writer: [
-                replace(entry, options=log_kwargs.get(writer.tracker.name, {}))
+            lambda tracker_writer: [
+                replace(entry, options=log_kwargs.get(tracker_writer.tracker.name, {}))
             ],
             1,
         )
@@ -302,24 +310,26 @@ class TrackerManager:
 
         Newer tensors may not be computed yet on a stream that this thread does not wait for.
         """
-        until = time.time() - self._flush_every_s / 2
+        latest_time_s = time.time() - self._flush_every_s / 2
         drafts: list[_Draft] = []
         with self._sending:
-            while self._pending and self._pending[0].time_s <= until:
+            while self._pending and self._pending[0].time_s <= latest_time_s:
                 drafts.append(self._pending.popleft())
             self._send_drafts(drafts)
 
     def _send_drafts(self, drafts: list[_Draft]) -> None:
         if not drafts:
             return
-        waiting = [
-            value
+        deferred_values = [
+            logged_value
             for draft in drafts
-            for value in draft.values.values()
-            if isinstance(value, Deferred)
+            for logged_value in draft.values.values()
+            if isinstance(logged_value, Deferred)
         ]
         try:
-            numbers = iter(self._fetch([value.tensor for value in waiting]))
+            fetched_numbers = iter(
+                self._fetch([logged_value.tensor for logged_value in deferred_values])
+            )
         # a broken device: it will raise in the training loop, where it can be understood
         except Exception as error:
             self._notice_once(
@@ -328,22 +338,26 @@ class TrackerManager:
             )
             return
         for draft in drafts:
-            for name, value in draft.values.items():
-                if isinstance(value, Deferred):
-                    draft.values[name] = next(numbers)
+            for value_name, logged_value in draft.values.items():
+                if isinstance(logged_value, Deferred):
+                    draft.values[value_name] = next(fetched_numbers)
         self._put(
-            lambda writer: [draft.entry(writer.tracker.name) for draft in drafts],
+            lambda tracker_writer: [
+                draft.entry(tracker_writer.tracker.name) for draft in drafts
+            ],
             len(drafts),
         )
 
-    def _put(self, records: Callable[[TrackerWriter], list[Record]], num: int) -> None:
+    def _put(
+        self, records_of: Callable[[TrackerWriter], list[Record]], num_records: int
+    ) -> None:
         def writing() -> None:
-            for writer in self._tracker_writers:
-                writer.write(records(writer))
+            for tracker_writer in self._tracker_writers:
+                tracker_writer.write(records_of(tracker_writer))
 
         if not self._writer.put(writing):
-            for writer in self._tracker_writers:
-                writer.lost += num
+            for tracker_writer in self._tracker_writers:
+                tracker_writer.lost += num_records
             self._notice_once(
                 "full",
                 "the trackers are far behind the training; records are dropped until they catch up.",
@@ -354,25 +368,29 @@ class TrackerManager:
     @property
     def trackers(self) -> list[Tracker]:
         """The active trackers of this process, started."""
-        self._start()
-        return [writer.tracker for writer in self._tracker_writers]
+        self._start_trackers()
+        return [tracker_writer.tracker for tracker_writer in self._tracker_writers]
 
     # Any: with unwrap, an object of a foreign package
-    def get(self, name: str, unwrap: bool = False) -> Any:
+    def get(self, tracker_name: str, unwrap: bool = False) -> Any:
         """Return the tracker called `name`, or with `unwrap` the object of its package.
 
         If the tracker is not active (away from the main process, or after a failed start), a dummy that does nothing is returned.
 
         Raises: TrackerError if no tracker has this name.
         """
-        if name not in self.names:
+        if tracker_name not in self.names:
             raise TrackerError(
-                f"there is no tracker {name!r}; the trackers of log_with are {list(self.names)}."
+                f"there is no tracker {tracker_name!r}; the trackers of log_with are {list(self.names)}."
             )
-        self._start()
-        for writer in self._tracker_writers:
-            if writer.tracker.name == name and (writer.open or not self._started):
-                return writer.tracker.native if unwrap else writer.tracker
+        self._start_trackers()
+        for tracker_writer in self._tracker_writers:
+            if tracker_writer.tracker.name == tracker_name and (
+                tracker_writer.open or not self._started
+            ):
+                return (
+                    tracker_writer.tracker.native if unwrap else tracker_writer.tracker
+                )
         return DummyTracker()
 
     # ---- ending and resuming
@@ -388,11 +406,11 @@ class TrackerManager:
                 "slow end",
                 "the trackers did not finish writing within 60 s; the last records are lost.",
             )
-        for writer in self._tracker_writers:
-            writer.finish(failed)
+        for tracker_writer in self._tracker_writers:
+            tracker_writer.finish(failed)
         self._run, self._resume, self._init_kwargs = None, None, {}
         self._started = self._logged = False
-        self._announce()
+        self._show_notices()
 
     def _at_exit(self) -> None:
         # a forked child shares the trackers with its parent
@@ -410,17 +428,17 @@ class TrackerManager:
             return {"version": _VERSION}
         if self._started:
             self.flush()
-        ids = {
-            writer.tracker.name: writer.run_id
-            for writer in self._tracker_writers
-            if writer.run_id is not None
+        run_ids = {
+            tracker_writer.tracker.name: tracker_writer.run_id
+            for tracker_writer in self._tracker_writers
+            if tracker_writer.run_id is not None
         }
         return {
             "version": _VERSION,
             "project": self._run.project,
             "run_id": self._run.run_id,
             "step": self._step,
-            "runs": ids,
+            "runs": run_ids,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -439,18 +457,18 @@ class TrackerManager:
                     "does not continue. Call load_state before the first log.",
                 )
                 return
-            run, kwargs = self._run, self._init_kwargs
+            tracker_run, kwargs = self._run, self._init_kwargs
             self.finish()
-            self._run, self._init_kwargs = run, kwargs
+            self._run, self._init_kwargs = tracker_run, kwargs
         elif self._started:
             self.send()
-            self._rewind(int(state["step"]))
+            self._rewind_trackers(int(state["step"]))
         self._resume, self._step = state, int(state["step"])
 
-    def _rewind(self, step: int) -> None:
+    def _rewind_trackers(self, step: int) -> None:
         def rewinding() -> None:
-            for writer in self._tracker_writers:
-                writer.rewind(step)
+            for tracker_writer in self._tracker_writers:
+                tracker_writer.rewind(step)
 
         self._writer.put(rewinding)
 
@@ -467,7 +485,7 @@ class TrackerManager:
             self._said.add(topic)
             self._notices.append(message)
 
-    def _announce(self) -> None:
+    def _show_notices(self) -> None:
         """Warn, on the training thread, about errors of the writer thread."""
         while self._notices:
             warnings.warn(self._notices.popleft(), HastenWarning, stacklevel=4)

@@ -23,17 +23,17 @@ def tracker_names() -> list[str]:
     return [JsonlTracker.name, *offers("trackers")]
 
 
-def installed() -> list[str]:
+def installed_trackers() -> list[str]:
     """Return the names of the trackers whose packages are installed."""
-    classes = {name: tracker_class(name) for name in tracker_names()}
+    tracker_classes = {name: tracker_class(name) for name in tracker_names()}
     return [
         name
-        for name, tracker in classes.items()
+        for name, tracker in tracker_classes.items()
         if not tracker.package or available(tracker.package)
     ]
 
 
-def build(
+def build_trackers(
     log_with: LogWith, *, missing: Missing = "error", is_main: bool = True
 ) -> list[Tracker]:
     """Create the trackers of `log_with`: a name, "all" (those whose packages are installed), an instance, or a list of these.
@@ -49,17 +49,31 @@ def build(
             f"log_with={log_with!r} is of type {type(log_with).__name__}, so it is unclear where to log; give a name such as 'jsonl', a "
             "hasten.extending.Tracker, or a list of them."
         )
-    items = [log_with] if isinstance(log_with, str | Tracker | Enum) else list(log_with)
+    requested_trackers = (
+        [log_with] if isinstance(log_with, str | Tracker | Enum) else list(log_with)
+    )
     trackers: list[Tracker] = []
-    for item in items:
-        if isinstance(item, Tracker):
-            trackers += [item] if _is_usable(item, missing, is_main) else []
+    for requested_tracker in requested_trackers:
+        if isinstance(requested_tracker, Tracker):
+            trackers += (
+                [requested_tracker]
+                if _is_usable(requested_tracker, missing, is_main)
+                else []
+            )
             continue
-        name = str(item.value if isinstance(item, Enum) else item).lower()
-        names, lenient = (installed(), "warn") if name == "all" else ([name], missing)
-        classes = [tracker_class(tracker_name) for tracker_name in names]
+        name = str(
+            requested_tracker.value
+            if isinstance(requested_tracker, Enum)
+            else requested_tracker
+        ).lower()
+        names, missing_policy = (
+            (installed_trackers(), "warn") if name == "all" else ([name], missing)
+        )
+        tracker_classes = [tracker_class(tracker_name) for tracker_name in names]
         trackers += [
-            tracker() for tracker in classes if _is_usable(tracker, lenient, is_main)
+            tracker()
+            for tracker in tracker_classes
+            if _is_usable(tracker, missing_policy, is_main)
         ]
     _check_names(trackers)
     return trackers
@@ -94,22 +108,22 @@ def tracker_class(name: str) -> type[Tracker]:
     """Return the class of a tracker. Raises: TrackerError for a name that nothing provides, or another object."""
     if name == JsonlTracker.name:
         return JsonlTracker
-    offered = offers("trackers")
-    if name not in offered:
+    offered_trackers = offers("trackers")
+    if name not in offered_trackers:
         known_names = tracker_names()
-        near = difflib.get_close_matches(name, known_names, n=1)
+        similar_names = difflib.get_close_matches(name, known_names, n=1)
         hint = (
-            f"Did you mean {near[0]!r}?"
-            if near
+            f"Did you mean {similar_names[0]!r}?"
+            if similar_names
             else "Pass custom trackers as instances."
         )
         raise TrackerError(
             f"there is no tracker {name!r}; the trackers are {', '.join(known_names)} and 'all'. {hint}"
         )
-    tracker = offered[name].load()
+    tracker = offered_trackers[name].load()
     if not (isinstance(tracker, type) and issubclass(tracker, Tracker)):
         raise TrackerError(
-            f"the extension {offered[name].extension!r} offers {tracker!r} as the tracker {name!r}, which cannot be started. Let its class "
+            f"the extension {offered_trackers[name].extension!r} offers {tracker!r} as the tracker {name!r}, which cannot be started. Let its class "
             "derive from hasten.extending.Tracker."
         )
     return tracker

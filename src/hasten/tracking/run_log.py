@@ -109,36 +109,36 @@ class RunLog:
         """Error message of the disk, after which nothing is written."""
 
     # -- phases of a step ------------------------------------------------------------------------------------------
-    def _take(self, phase: str) -> float:
+    def _end_phase(self, phase: str) -> float:
         """Add the time since the last mark to a phase, without collectives; returns the current time."""
         now_s = time.perf_counter()
-        spent = self.spent
-        collected = self._collectives_s()
-        waited = collected - self._collected_s
-        spent["communication"] += waited
-        passed = now_s - self._last_s - waited
-        if passed > 0.0:
-            spent[phase] += passed
-        self._last_s, self._collected_s = now_s, collected
+        spent_s = self.spent
+        collected_s = self._collectives_s()
+        waited_s = collected_s - self._collected_s
+        spent_s["communication"] += waited_s
+        passed_s = now_s - self._last_s - waited_s
+        if passed_s > 0.0:
+            spent_s[phase] += passed_s
+        self._last_s, self._collected_s = now_s, collected_s
         return now_s
 
-    def asked(self, unused: bool = False) -> None:
+    def asked(self, is_unused: bool = False) -> None:
         """Mark the request for the next batch, which ends a step that has made an update.
 
         `unused` means that no backward pass used the loader's previous batch: it was an evaluation's.
         """
         if self._begun:
-            if unused and not self._updated:
-                now_s = self._take("evaluation")
+            if is_unused and not self._updated:
+                now_s = self._end_phase("evaluation")
                 self.spent["data"] -= self._waited_s
                 self.spent["evaluation"] += self._waited_s
                 self._waited_s = 0.0
             else:
-                now_s = self._take("other")
+                now_s = self._end_phase("other")
                 self.samples += self._in_batch
             self._in_batch = 0
             if self._updated:
-                self._commit(now_s)
+                self._commit_step(now_s)
             return
         self._begun, self._last_s, self._collected_s = (
             True,
@@ -150,30 +150,30 @@ class RunLog:
     def got(self, num_samples: int) -> None:
         """Mark the arrival of a batch, which ends the wait for data."""
         data_s = self.spent["data"]
-        self._take("data")
+        self._end_phase("data")
         self._waited_s = self.spent["data"] - data_s
         self._in_batch = num_samples
 
     def backward_begins(self) -> None:
         """Mark the start of backward, which ends the forward pass and the loss."""
-        self._take("forward")
+        self._end_phase("forward")
 
     def backward_done(self, exchanged: bool = False) -> None:
         """Mark the end of backward; with `exchanged`, the wait for gradients of other ranks counts as communication."""
         backward_s = self.spent["backward"]
-        self._take("backward")
+        self._end_phase("backward")
         if exchanged and self._gradient_s:
-            waited = min(self._gradient_s, self.spent["backward"] - backward_s)
-            self.spent["backward"] -= waited
-            self.spent["communication"] += waited
+            waited_s = min(self._gradient_s, self.spent["backward"] - backward_s)
+            self.spent["backward"] -= waited_s
+            self.spent["communication"] += waited_s
 
     def optimizer_begins(self) -> None:
         """Mark the start of an update; the time since backward, such as clipping, counts as other."""
-        self._take("other")
+        self._end_phase("other")
 
     def optimizer_done(self) -> None:
         """Mark the end of an update, applied or skipped."""
-        self.updated_s = now_s = self._take("optimizer")
+        self.updated_s = now_s = self._end_phase("optimizer")
         self._updated = True
         if now_s >= self._due_s:
             self._due_s = now_s + _EVERY_S
@@ -183,12 +183,12 @@ class RunLog:
     def skipped(self) -> None:
         """Record that the update was skipped."""
         self.num_skipped += 1
-        self.event("skipped")
+        self.record_event("skipped")
 
     def checkpoint_begins(self) -> None:
         """Mark the start of a save or load, which ends the current phase."""
         if self._begun:
-            self._take("other")
+            self._end_phase("other")
 
     def checkpoint_done(self) -> None:
         """Mark the end of a save or load; its collectives count as part of it."""
@@ -217,34 +217,40 @@ class RunLog:
         except OSError as error:
             self.broken = str(error)
 
-    def _commit(self, now_s: float) -> None:
+    def _commit_step(self, now_s: float) -> None:
         # the stall happened inside one phase of this step, the longest
         while self._stalls:
-            seconds, spent = self._stalls.popleft(), self.spent
-            longest = max(
+            seconds, spent_s = self._stalls.popleft(), self.spent
+            longest_phase = max(
                 STEP_PARTS,
-                key=lambda phase: spent[phase] - self._recorded[PARTS.index(phase)],
+                key=lambda phase: spent_s[phase] - self._recorded[PARTS.index(phase)],
             )
-            moved = min(seconds, spent[longest] - self._recorded[PARTS.index(longest)])
-            spent[longest] -= moved
-            spent["stall"] += moved
+            moved_s = min(
+                seconds,
+                spent_s[longest_phase] - self._recorded[PARTS.index(longest_phase)],
+            )
+            spent_s[longest_phase] -= moved_s
+            spent_s["stall"] += moved_s
         if now_s - self._flushed_s >= _EVERY_S:
             self.flush()
         self._updated = False
         if self._folder is None:
             return
         current = tuple(self.spent.values())
-        phases = [
-            after - recorded_s
-            for after, recorded_s in zip(current, self._recorded, strict=True)
+        phase_seconds = [
+            spent_after_s - recorded_s
+            for spent_after_s, recorded_s in zip(current, self._recorded, strict=True)
         ]
         self._records += _RECORD.pack(
-            time.time(), *phases, self.samples - self._recorded_samples, self._memory_mb
+            time.time(),
+            *phase_seconds,
+            self.samples - self._recorded_samples,
+            self._memory_mb,
         )
         self._recorded, self._recorded_samples = current, self.samples
 
     # -- events ----------------------------------------------------------------------------------------------------
-    def event(self, kind: str, **details: Any) -> None:
+    def record_event(self, kind: str, **details: Any) -> None:
         """Record an event with the current time."""
         if self._folder is not None:
             self._events.append(
@@ -275,18 +281,18 @@ class RunLog:
             if not self._stem:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._stem = f"rank{self._rank}-{int(self._began_s * 1000)}"
-                first = {
+                started_event = {
                     "event": "started",
                     "time": self._began_s,
                     "rank": self._rank,
                     "parts": PARTS,
                 }
-                first |= {
+                started_event |= {
                     "process_began": self.process_began_s,
                     "startup_s": self.startup_s,
                     **self._facts(),
                 }
-                events = msgspec.json.encode(first) + b"\n" + events
+                events = msgspec.json.encode(started_event) + b"\n" + events
             for ending, content in (("steps", records), ("jsonl", events)):
                 if content:
                     with (self._folder / f"{self._stem}.{ending}").open("ab") as file:
@@ -299,9 +305,9 @@ class RunLog:
         if self._begun:
             if self._updated:
                 self.samples, self._in_batch = self.samples + self._in_batch, 0
-                self._commit(time.perf_counter())
+                self._commit_step(time.perf_counter())
             unrecorded = zip(PARTS, self.spent.values(), self._recorded, strict=True)
-            self.event(
+            self.record_event(
                 "ended",
                 rest={
                     phase: round(spent_s - recorded_s, 4)
@@ -345,12 +351,12 @@ def read_run_log(folder: Path) -> list[LoggedRank]:
     Incomplete last records and lines are omitted.
     """
     logs, dtype = [], step_dtype()
-    for path in sorted(folder.glob("rank*-*.jsonl"), key=_began):
-        lines = _lines(path)
-        first = next(
+    for path in sorted(folder.glob("rank*-*.jsonl"), key=_start_order):
+        lines = _read_lines(path)
+        started_event = next(
             (line for line in lines if line.get("event") == "started"), {"parts": PARTS}
         )
-        if tuple(first.get("parts", ())) != PARTS:
+        if tuple(started_event.get("parts", ())) != PARTS:
             continue
         content = (
             path.with_suffix(".steps").read_bytes()
@@ -367,16 +373,16 @@ def read_run_log(folder: Path) -> list[LoggedRank]:
     return logs
 
 
-def _began(path: Path) -> tuple[int, int]:
+def _start_order(path: Path) -> tuple[int, int]:
     rank, began = path.stem.removeprefix("rank").split("-")
     return int(began), int(rank)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    rows = []
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    logged_events = []
     for line in path.read_bytes().splitlines():
         try:
-            rows.append(msgspec.json.decode(line))
+            logged_events.append(msgspec.json.decode(line))
         except msgspec.DecodeError:  # truncated when its process died
             continue
-    return rows
+    return logged_events

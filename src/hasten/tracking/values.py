@@ -34,14 +34,16 @@ def fetch_one_by_one(tensors: Sequence[Any]) -> list[float]:
     return [tensor.item() for tensor in tensors]
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_values(
+    values: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Yield every value with its path, joined by slashes."""
-    for key, value in values.items():
-        name = key if not prefix and type(key) is str else f"{prefix}{key}"
-        if type(value) not in (float, int) and isinstance(value, Mapping):
-            yield from flatten(value, f"{name}/")
+    for key, logged_value in values.items():
+        value_name = key if not prefix and type(key) is str else f"{prefix}{key}"
+        if type(logged_value) not in (float, int) and isinstance(logged_value, Mapping):
+            yield from flatten_values(logged_value, f"{value_name}/")
         else:
-            yield name, value
+            yield value_name, logged_value
 
 
 def check_record(call: str, values: Any, step: Any, log_kwargs: Any) -> None:
@@ -73,7 +75,7 @@ def check_project(project: object) -> None:
         )
 
 
-def check_options(name: str, options: Any) -> None:
+def check_options(value_name: str, options: Any) -> None:
     """Raise unless `options` are mappings by tracker. Raises: ArgumentError."""
     if options is not None and not (
         isinstance(options, Mapping)
@@ -82,46 +84,50 @@ def check_options(name: str, options: Any) -> None:
         )
     ):
         raise ArgumentError(
-            f"{name}={options!r:.60} does not assign options to trackers; write for example {name}={{'wandb': {{'entity': 'us'}}}}."
+            f"{value_name}={options!r:.60} does not assign options to trackers; write for example {value_name}={{'wandb': {{'entity': 'us'}}}}."
         )
 
 
-def snapshot(name: str, value: Any) -> Scalar | Deferred:
+def snapshot_value(value_name: str, logged_value: Any) -> Scalar | Deferred:
     """Return the value to log, safe against later in-place changes, without synchronising with a device.
 
     Raises: TrackerError if the value is not one number or string.
     """
-    if isinstance(value, (bool, int, float, str)):
-        return value
-    detach = getattr(value, "detach", None)
-    if hasattr(type(value), "full_tensor"):
+    if isinstance(logged_value, (bool, int, float, str)):
+        return logged_value
+    detach = getattr(logged_value, "detach", None)
+    if hasattr(type(logged_value), "full_tensor"):
         raise TrackerError(
-            f"{name!r} is a distributed tensor; reading it on the main process only would hang. "
-            f"Log {name}.full_tensor(), called on every rank, instead."
+            f"{value_name!r} is a distributed tensor; reading it on the main process only would hang. "
+            f"Log {value_name}.full_tensor(), called on every rank, instead."
         )
     if detach is not None:
-        if value.numel() != 1:
+        if logged_value.numel() != 1:
             raise TrackerError(
-                _not_scalar(name, f"a tensor of shape {tuple(value.shape)}")
+                _not_scalar(
+                    value_name, f"a tensor of shape {tuple(logged_value.shape)}"
+                )
             )
-        if value.is_cpu:  # no device to wait for
-            return _scalar(name, value.item())
+        if logged_value.is_cpu:  # no device to wait for
+            return _checked_scalar(value_name, logged_value.item())
         return Deferred(detach().clone())
-    if hasattr(value, "item"):
-        if getattr(value, "size", 1) != 1:
-            raise TrackerError(_not_scalar(name, f"an array of shape {value.shape}"))
-        return _scalar(name, value.item())
-    return _scalar(name, value)
+    if hasattr(logged_value, "item"):
+        if getattr(logged_value, "size", 1) != 1:
+            raise TrackerError(
+                _not_scalar(value_name, f"an array of shape {logged_value.shape}")
+            )
+        return _checked_scalar(value_name, logged_value.item())
+    return _checked_scalar(value_name, logged_value)
 
 
-def _scalar(name: str, value: Any) -> Scalar:
-    if isinstance(value, (bool, int, float, str)):
-        return value
-    raise TrackerError(_not_scalar(name, f"a {type(value).__name__}"))
+def _checked_scalar(value_name: str, logged_value: Any) -> Scalar:
+    if isinstance(logged_value, (bool, int, float, str)):
+        return logged_value
+    raise TrackerError(_not_scalar(value_name, f"a {type(logged_value).__name__}"))
 
 
-def _not_scalar(name: str, value_words: str) -> str:
-    return f"{name!r} is {value_words}; log takes single numbers and strings, so it was dropped. Reduce it first, e.g. by mean()."
+def _not_scalar(value_name: str, value_words: str) -> str:
+    return f"{value_name!r} is {value_words}; log takes single numbers and strings, so it was dropped. Reduce it first, e.g. by mean()."
 
 
 def plain_config(config: Any) -> dict[str, Any]:
@@ -137,67 +143,79 @@ def plain_config(config: Any) -> dict[str, Any]:
             f"the config of a run is a {type(config).__name__}; trackers keep it as named values. "
             "Give a dict, an argparse.Namespace or a dataclass."
         )
-    return {str(key): _plain(value) for key, value in config.items()}
+    return {str(key): _plain_json(logged_value) for key, logged_value in config.items()}
 
 
-def _plain(value: Any) -> Any:
-    match value:
+def _plain_json(logged_value: Any) -> Any:
+    match logged_value:
         case None | bool() | int() | str():
-            return value
+            return logged_value
         case float():
-            return value if math.isfinite(value) else str(value)
+            return logged_value if math.isfinite(logged_value) else str(logged_value)
         case Path():
-            return str(value)
+            return str(logged_value)
         case Mapping():
-            return {str(key): _plain(inner) for key, inner in value.items()}
+            return {str(key): _plain_json(inner) for key, inner in logged_value.items()}
         case list() | tuple() | set() | frozenset():
-            return [_plain(inner) for inner in value]
-        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return _plain(dataclasses.asdict(value))
+            return [_plain_json(inner) for inner in logged_value]
+        case _ if dataclasses.is_dataclass(logged_value) and not isinstance(
+            logged_value, type
+        ):
+            return _plain_json(dataclasses.asdict(logged_value))
         case _:
-            return str(value)
+            return str(logged_value)
 
 
 def plain_rows(
-    name: str, columns: Sequence[str], data: Sequence[Sequence[Any]]
+    value_name: str, columns: Sequence[str], data: Sequence[Sequence[Any]]
 ) -> list[list[Scalar | None]]:
     """Return the rows of a table as plain values. Raises: TrackerError unless a row has one cell per column."""
-    rows = [[plain_cell(value) for value in row] for row in data]
+    rows = [[plain_cell(logged_value) for logged_value in row] for row in data]
     for row in rows:
         if len(row) != len(columns):
             raise TrackerError(
-                f"the table {name!r} has {len(columns)} columns and a row of {len(row)} cells, so cells cannot be assigned to columns. "
+                f"the table {value_name!r} has {len(columns)} columns and a row of {len(row)} cells, so cells cannot be assigned to columns. "
                 "Give every row one cell per column."
             )
     return rows
 
 
-def plain_cell(value: Any) -> Scalar | None:
+def plain_cell(logged_value: Any) -> Scalar | None:
     """Return one cell of a table as a plain value."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if hasattr(value, "item") and not hasattr(value, "full_tensor"):
-        item = value.item()
-        return item if isinstance(item, (bool, int, float, str)) else str(item)
-    return str(value)
+    if logged_value is None or isinstance(logged_value, (bool, int, float, str)):
+        return logged_value
+    if hasattr(logged_value, "item") and not hasattr(logged_value, "full_tensor"):
+        array_item = logged_value.item()
+        return (
+            array_item
+            if isinstance(array_item, (bool, int, float, str))
+            else str(array_item)
+        )
+    return str(logged_value)
 
 
 _CHANNELS = (1, 3, 4)
 
 
-def as_pixels(name: str, value: Any) -> list[Pixels]:
+def as_pixels(value_name: str, logged_value: Any) -> list[Pixels]:
     """Return the images in `value` as height x width x channels arrays of bytes.
 
     Accepts an array, tensor or PIL image, or a list of them: one image (H,W), (H,W,C) or (C,H,W), or a batch of such.
     Floats are read as 0..1, integers as 0..255.
     Raises: TrackerError for other shapes.
     """
-    if isinstance(value, (list, tuple)):
-        return [image for item in value for image in as_pixels(name, item)]
+    if isinstance(logged_value, (list, tuple)):
+        return [
+            image
+            for array_item in logged_value
+            for image in as_pixels(value_name, array_item)
+        ]
     array = np.asarray(
-        value.detach().float().cpu() if hasattr(value, "detach") else value
+        logged_value.detach().float().cpu()
+        if hasattr(logged_value, "detach")
+        else logged_value
     )
-    if hasattr(value, "detach") and not value.dtype.is_floating_point:
+    if hasattr(logged_value, "detach") and not logged_value.dtype.is_floating_point:
         array = array.astype(np.uint8)
     if array.ndim == 2:
         array = array[None, :, :, None]
@@ -211,7 +229,7 @@ def as_pixels(name: str, value: Any) -> list[Pixels]:
         array = array.transpose(0, 2, 3, 1)
     if array.ndim != 4 or array.shape[3] not in _CHANNELS:
         raise TrackerError(
-            f"{name!r} has the shape {tuple(np.shape(array))}, which is not an image; it was dropped. "
+            f"{value_name!r} has the shape {tuple(np.shape(array))}, which is not an image; it was dropped. "
             "Give (H,W), (H,W,C), (C,H,W) or a batch of these, with 1, 3 or 4 channels."
         )
     if array.dtype.kind == "f":
@@ -221,7 +239,7 @@ def as_pixels(name: str, value: Any) -> list[Pixels]:
     return list(array.clip(0, 255).astype(np.uint8))
 
 
-def png(image: Pixels) -> bytes:
+def encode_png(image: Pixels) -> bytes:
     """Return `image` as the bytes of a PNG file."""
     height, width, channels = image.shape
     color = {1: 0, 3: 2, 4: 6}[channels]
@@ -234,10 +252,12 @@ def png(image: Pixels) -> bytes:
         (b"IDAT", zlib.compress(rows.tobytes(), 6)),
         (b"IEND", b""),
     )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, body) for kind, body in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        _png_chunk(kind, body) for kind, body in chunks
+    )
 
 
-def _chunk(kind: bytes, body: bytes) -> bytes:
+def _png_chunk(kind: bytes, body: bytes) -> bytes:
     return (
         struct.pack(">I", len(body))
         + kind

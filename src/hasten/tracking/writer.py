@@ -29,7 +29,7 @@ class Writer:
         """Start the thread if it does not run."""
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._work, name="hasten-trackers", daemon=True
+                target=self._run_jobs, name="hasten-trackers", daemon=True
             )
             self._thread.start()
 
@@ -46,8 +46,8 @@ class Writer:
         """Wait until every job queued so far is done; returns False if that takes longer than `timeout_s`."""
         if self._thread is None:
             return True
-        done = threading.Event()
-        return self.put(done.set) and done.wait(timeout_s)
+        is_done = threading.Event()
+        return self.put(is_done.set) and is_done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Finish the queued jobs and end the thread; returns False if that takes longer than `timeout_s`."""
@@ -61,7 +61,7 @@ class Writer:
         thread.join(timeout_s)
         return not thread.is_alive()
 
-    def _work(self) -> None:
+    def _run_jobs(self) -> None:
         while True:
             try:
                 job = self._jobs.get(timeout=self._idle_s)
@@ -102,7 +102,7 @@ class TrackerWriter:
         def opening() -> None:
             self.run_id = self.tracker.start(run)
 
-        self._try("start", opening, "nothing will be logged to it")
+        self._try_call("start", opening, "nothing will be logged to it")
 
     def write(self, records: Sequence[Record]) -> None:
         """Log `records` in order, then flush."""
@@ -112,14 +112,14 @@ class TrackerWriter:
         for record in records:
             if not self._write_one(record):
                 self.lost += 1
-        self._try(
+        self._try_call(
             "flush", self.tracker.flush, "the newest values may not be visible yet"
         )
 
     def rewind(self, step: int) -> None:
         """Rewind the tracker to `step`, since training was rolled back."""
         if self.open:
-            self._try(
+            self._try_call(
                 "rewind",
                 lambda: self.tracker.rewind(step),
                 "the curve will show the repeated steps twice",
@@ -128,7 +128,7 @@ class TrackerWriter:
     def finish(self, failed: bool) -> None:
         """Close the tracker and log the number of lost records."""
         if self.open:
-            self._try(
+            self._try_call(
                 "finish",
                 lambda: self.tracker.finish(failed),
                 "its run may look unfinished",
@@ -145,25 +145,27 @@ class TrackerWriter:
     def _write_one(self, record: Record) -> bool:
         match record:
             case Entry():
-                return self._try(
+                return self._try_call(
                     "log",
                     lambda: self.tracker.log(record),
                     "training continues without these values",
                 )
             case ImageEntry():
-                return self._try(
+                return self._try_call(
                     "log_images",
                     lambda: self.tracker.log_images(record),
                     "training continues",
                 )
             case TableEntry():
-                return self._try(
+                return self._try_call(
                     "log_table",
                     lambda: self.tracker.log_table(record),
                     "training continues",
                 )
 
-    def _try(self, action: str, call: Callable[[], None], consequence: str) -> bool:
+    def _try_call(
+        self, action: str, call: Callable[[], None], consequence: str
+    ) -> bool:
         try:
             call()
         except MissingPackageError:

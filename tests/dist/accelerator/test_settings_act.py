@@ -25,7 +25,7 @@ from hasten.errors import ConfigError, MissingPackageError
 from hasten.optional import available
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.tracking.registry import installed, tracker_names
+from hasten.tracking.registry import installed_trackers, tracker_names
 
 
 def draws() -> list[float]:
@@ -124,7 +124,9 @@ def test_automatic_naming_acts(ctx: ProcessContext, tmp_path: Path) -> None:
 def test_a_tracker_whose_package_is_missing_is_an_error_or_a_warning(
     ctx: ProcessContext,
 ) -> None:
-    gone = next((name for name in tracker_names() if name not in installed()), None)
+    gone = next(
+        (name for name in tracker_names() if name not in installed_trackers()), None
+    )
     if gone is None:
         pytest.skip("the packages of all trackers are installed")
     with pytest.raises(

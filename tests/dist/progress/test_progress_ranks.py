@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator, DataLoaderConfiguration
 from hasten.accelerator.setup import RunLogPart
 from hasten.config.sections.loop import Pad
-from hasten.progress.build import progress, straggler_watch
+from hasten.progress.build import make_progress, straggler_watch
 from hasten.progress.straggler import BackwardTimer
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
@@ -27,7 +27,7 @@ def test_the_slow_rank_is_named_on_the_main_process(ctx: ProcessContext) -> None
     file, size = io.StringIO(), ctx.world.size
     watch, pulse = straggler_watch(ctx, every_s=0.05), BackwardTimer(ctx.device)
     assert watch is not None
-    bar = progress(
+    bar = make_progress(
         range(30),
         ctx=ctx,
         console=Console(file=file),
@@ -56,7 +56,7 @@ def test_the_slow_rank_is_named_once_in_lines_that_stay(ctx: ProcessContext) -> 
     watch, pulse = straggler_watch(ctx, every_s=0.05), BackwardTimer(ctx.device)
     try:
         for _ in range(2):  # as in two epochs
-            bar = progress(
+            bar = make_progress(
                 range(10),
                 ctx=ctx,
                 console=Console(file=file),
@@ -81,7 +81,7 @@ def test_a_loop_on_the_main_process_alone_does_not_hang(ctx: ProcessContext) -> 
     watch, pulse = straggler_watch(ctx, every_s=0.0), BackwardTimer(ctx.device)
     if ctx.world.rank == 0:
         seen = []
-        for number in progress(
+        for number in make_progress(
             range(5),
             ctx=ctx,
             console=Console(file=io.StringIO()),

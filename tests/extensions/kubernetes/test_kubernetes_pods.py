@@ -68,7 +68,9 @@ def manifest(kind: str) -> list[dict[str, Any]]:
     resolved = resolve(flags=make_parser().parse_args(flags).settings)
     words = (str(SAMPLES), "0.04", "0")
     request = LaunchRequest(
-        resolved.config, Target(str(TRAIN), words), handoff.pack(resolved.entries)
+        resolved.config,
+        Target(str(TRAIN), words),
+        handoff.pack_settings(resolved.entries),
     )
     return list(yaml.safe_load_all(plan_submit(request, Host()).files[0].text))
 

@@ -38,7 +38,8 @@ def plan_of(resolved: Resolved, *args: str) -> LaunchPlan:
         "train_lm.py", args, module=launch.module, no_python=launch.no_python
     )
     return make_plan(
-        LaunchRequest(resolved.config, target, handoff.pack(resolved.entries)), Host()
+        LaunchRequest(resolved.config, target, handoff.pack_settings(resolved.entries)),
+        Host(),
     )
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from hasten import Accelerator
-from hasten.extensions.metrics.catalogue import HELP, RankCollector, serve
+from hasten.extensions.metrics.catalogue import HELP, RankCollector, serve_metrics
 from hasten.extensions.metrics.part import metrics_of
 from hasten.extensions.metrics.reading import RankReading
 from hasten.runtime.context import ProcessContext
@@ -204,7 +204,7 @@ def test_every_query_of_the_dashboard_returns_data(tmp_path: Path) -> None:
         "$__range": "1m",
     }
     servers = [
-        serve(
+        serve_metrics(
             "127.0.0.1",
             0,
             RankCollector(partial(full_reading, began), labels_of_rank(rank)),

@@ -15,7 +15,7 @@ import pytest
 from hasten.cli.main import main
 from hasten.errors import ConfigError
 from hasten.extensions.report import report_data
-from hasten.extensions.report.report_data import MOST_POINTS, thinned
+from hasten.extensions.report.report_data import MOST_POINTS, thin_curve
 from hasten.extensions.report.run_folder import Curve, read_run
 from hasten.tracking.run_log import PARTS, step_dtype
 
@@ -69,7 +69,7 @@ def write_run(
 @pytest.mark.parametrize("length", [1, 10, MOST_POINTS, MOST_POINTS + 1, 100_001])
 def test_thinning_keeps_the_extremes_and_the_order(length: int) -> None:
     values = np.random.default_rng(0).normal(size=length)
-    curve = thinned(
+    curve = thin_curve(
         Curve(np.arange(length), np.arange(length, dtype=np.float64), values)
     )
     assert len(curve.values) <= MOST_POINTS
@@ -85,7 +85,7 @@ def test_a_million_points_stay_small(tmp_path: Path) -> None:
         1,
     )
     run = read_run(write_run(tmp_path / "run", 0.1))
-    charts = report_data.charts(
+    charts = report_data.all_charts(
         [
             type(run)(
                 run.name,
@@ -110,20 +110,22 @@ def test_what_a_folder_tells(tmp_path: Path) -> None:
     ]
     assert run.settings["mixed_precision"] == ("bf16", "flag")
     assert run.settings["deep.er"][0] == "</script><b>"
-    rows = report_data.spread(run)
+    rows = report_data.rank_rows(run)
     assert [row[:4] for row in rows] == [
         ["0", "100", "6.00", "6.00"],
         ["1", "100", "12.00", "12.00"],
     ]
     (throughput,) = [
         chart
-        for chart in report_data.charts([run])
+        for chart in report_data.all_charts([run])
         if chart["title"].startswith("throughput")
     ]
     assert [trace["y"][0] for trace in throughput["traces"]] == [
         pytest.approx(8 / 0.006, rel=1e-4)
     ] * 2
-    parts = next(chart for chart in report_data.charts([run]) if chart.get("stacked"))
+    parts = next(
+        chart for chart in report_data.all_charts([run]) if chart.get("stacked")
+    )
     assert [trace["name"] for trace in parts["traces"]] == list(PARTS)
     # every start begins and ends at 0: a missing value would draw a ramp between starts
     for trace in parts["traces"]:
@@ -138,7 +140,7 @@ def test_differences_name_what_is_not_the_same(tmp_path: Path) -> None:
         read_run(write_run(tmp_path / name, rate, ranks))
         for name, rate, ranks in (("a", 0.1, 1), ("b", 0.2, 2))
     ]
-    assert report_data.differences(runs) == [
+    assert report_data.difference_rows(runs) == [
         ["lr", "0.1", "0.2"],
         ["world_size", "1", "2"],
     ]
@@ -222,7 +224,7 @@ def test_a_browser_draws_every_chart(
     shown = drawn_by_chromium(page_of(tmp_path, capsys), tmp_path)
     assert ready_ms(shown) > 0
     num_charts = len(
-        report_data.charts([read_run(tmp_path / name / "run") for name in "ab"])
+        report_data.all_charts([read_run(tmp_path / name / "run") for name in "ab"])
     )
     assert shown.count('class="drawn"') >= num_charts
 

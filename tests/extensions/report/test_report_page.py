@@ -116,7 +116,7 @@ def test_a_browser_draws_odd_runs_inside_the_window(tmp_path: Path, width: int) 
     page.write_text(text.replace("</body>", MEASURED), "utf-8")
     shown = drawn(page, tmp_path, width)
     assert 'data-ready-ms="' in shown
-    num_charts = len(report_data.charts([read_run(run) for run in runs]))
+    num_charts = len(report_data.all_charts([read_run(run) for run in runs]))
     assert shown.count('class="chart"') == num_charts
     assert shown.count('class="drawn"') >= num_charts
     assert "no finite value" in shown
@@ -153,7 +153,8 @@ def test_the_unit_of_time_suits_the_run(
 
 def test_durations_are_spelled() -> None:
     spelled = [
-        report_data.duration(seconds / 60) for seconds in (0, 0.0123, 16.84, 61, 3661)
+        report_data.duration_text(seconds / 60)
+        for seconds in (0, 0.0123, 16.84, 61, 3661)
     ]
     assert spelled == ["0 s", "0.0123 s", "16.8 s", "0:01:01", "1:01:01"]
 

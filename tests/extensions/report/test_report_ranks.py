@@ -86,12 +86,12 @@ def test_both_ranks_and_the_restart_are_in_the_report(
     assert all((log.steps["communication"] > 0).any() for log in run.ranks)
     kinds = [event["event"] for event in run.events]
     assert kinds == ["started", "saved", "ended", "restarted", "loaded", "ended"]
-    titles = [chart["title"] for chart in report_data.charts([run])]
+    titles = [chart["title"] for chart in report_data.all_charts([run])]
     assert titles[:4] == ["loss", "eval_loss", "learning_rate", "grad_norm"]
     assert titles[-2:] == ["throughput (samples/s)", "time of a step by part (ms)"]
     (parts,) = (
         chart
-        for chart in report_data.charts([run])
+        for chart in report_data.all_charts([run])
         if chart["title"] == "time of a step by part (ms)"
     )
     assert [trace["name"] for trace in parts["traces"]] == list(PARTS)

@@ -119,7 +119,7 @@ def test_show_inside_a_worker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launched = resolve(code={"mixed_precision": "bf16"})
-    monkeypatch.setenv(handoff.VARIABLE, handoff.pack(launched.entries))
+    monkeypatch.setenv(handoff.VARIABLE, handoff.pack_settings(launched.entries))
     assert main(["config", "show", "--why"]) == 0
     assert "code argument mixed_precision" in capsys.readouterr().out
 

@@ -18,7 +18,7 @@ from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.errors import ContradictionError
 from hasten.extensions.setup.machine import MachineFacts
-from hasten.extensions.setup.wizard import Ask, Question, interview
+from hasten.extensions.setup.wizard import Ask, Question, interview_user
 
 MACHINES: Final = (
     MachineFacts(cores=4),
@@ -74,7 +74,7 @@ def configs_of_every_path(machine: MachineFacts) -> Iterator[Config]:
     while open_paths:
         answers = open_paths.pop()
         try:
-            yield interview(machine, scripted(answers))
+            yield interview_user(machine, scripted(answers))
         except UnansweredQuestion as unanswered:
             open_paths += [
                 [*answers, answer] for answer in possible_answers(unanswered.question)
@@ -112,7 +112,7 @@ def test_only_what_matters_is_asked() -> None:
         prompts.append(question.prompt)
         return recommended(question)
 
-    config = interview(MachineFacts(cores=4), ask)
+    config = interview_user(MachineFacts(cores=4), ask)
     assert prompts == [
         "Where will training run?",
         "How many machines?",
@@ -121,12 +121,14 @@ def test_only_what_matters_is_asked() -> None:
     ]
     assert config == resolve(code={"cpu": True, "launch.num_processes": 1}).config
     prompts.clear()
-    assert interview(MachineFacts(device="tpu", num_devices=8), ask).strategy == "xla"
+    assert (
+        interview_user(MachineFacts(device="tpu", num_devices=8), ask).strategy == "xla"
+    )
     assert prompts == ["Where will training run?", "Mixed precision?"]
 
 
 def test_the_found_number_of_devices_is_not_written_down() -> None:
-    config = interview(MACHINES[2], recommended)
+    config = interview_user(MACHINES[2], recommended)
     assert config.launch.num_processes is None
     assert config.strategy == "ddp"
     assert config.mixed_precision == "bf16"

@@ -18,7 +18,7 @@ import torch
 from hasten import read_metrics
 from hasten.optional import need
 from hasten.tracking.manager import TrackerManager
-from hasten.tracking.registry import build
+from hasten.tracking.registry import build_trackers
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "wandb": {"mode": "offline"},
@@ -40,7 +40,7 @@ def train(
     name: str, folder: Path, state: dict[str, Any] | None, steps: range, failed: bool
 ) -> dict[str, Any]:
     """One process of a training that logs a loss 1/(step+1), a string, two images and a table."""
-    manager = TrackerManager(build(name), directory=folder)
+    manager = TrackerManager(build_trackers(name), directory=folder)
     manager.init(
         "project", {"lr": 0.1, "model": {"depth": 2}}, {name: OPTIONS.get(name, {})}
     )

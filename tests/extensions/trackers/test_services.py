@@ -16,7 +16,7 @@ from hasten.extensions.trackers.comet_ml import CometTracker
 from hasten.extensions.trackers.swanlab import SwanlabTracker
 from hasten.extensions.trackers.wandb import WandbTracker
 from hasten.tracking.base import Resume, Run, Tracker
-from hasten.tracking.registry import build
+from hasten.tracking.registry import build_trackers
 
 
 @pytest.fixture(name="broken")
@@ -37,18 +37,18 @@ def test_a_package_that_cannot_be_imported_is_an_error() -> None:
             MissingPackageError,
             match=r"importing wandb failed \(AttributeError.*no_longer_there",
         ) as caught:
-            build(asked)
+            build_trackers(asked)
         assert "Reinstall it: pip uninstall wandb" in str(caught.value)
         assert "missing_tracker: warn" in str(caught.value)
-    assert build("wandb", is_main=False), "other ranks do not import it"
+    assert build_trackers("wandb", is_main=False), "other ranks do not import it"
 
 
 @pytest.mark.usefixtures("broken")
 def test_a_broken_package_may_be_left_out() -> None:
     with pytest.warns(HastenWarning, match="importing wandb failed.*not logged there"):
-        assert build("wandb", missing="warn") == []
+        assert build_trackers("wandb", missing="warn") == []
     with pytest.warns(HastenWarning, match="importing wandb failed"):
-        assert "wandb" not in [one.name for one in build("all")]
+        assert "wandb" not in [one.name for one in build_trackers("all")]
 
 
 def stub(name: str, made: list[dict[str, Any]]) -> ModuleType:

@@ -12,8 +12,8 @@ import pytest
 from hasten.cli.flags import (
     SettingsParser,
     UsageError,
-    metavar,
-    spellings,
+    flag_spellings,
+    value_placeholder,
 )
 from hasten.cli.main import commands, main
 from hasten.config.schema import SETTABLE
@@ -128,7 +128,7 @@ def test_help_lists_every_setting_once_in_groups() -> None:
         if word[:2] == "--"
     ]
     for info in SETTABLE:
-        assert firsts.count(f"--{spellings(info)[0]}") == 1, info.flag
+        assert firsts.count(f"--{flag_spellings(info)[0]}") == 1, info.flag
     for group in (
         "processes and machines:",
         "sharded data parallel:",
@@ -137,7 +137,7 @@ def test_help_lists_every_setting_once_in_groups() -> None:
     ):
         assert group in text
     assert max(len(line) for line in text.splitlines()) <= 140
-    assert metavar(int | None) == "N"
+    assert value_placeholder(int | None) == "N"
 
 
 def test_the_package_runs_as_the_command() -> None:

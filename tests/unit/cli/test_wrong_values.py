@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from hasten.cli.flags import spellings
+from hasten.cli.flags import flag_spellings
 from hasten.cli.main import main
 from hasten.config.schema import SETTABLE
 
@@ -59,7 +59,7 @@ def refused_well(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_every_flag_takes_or_refuses_strange_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    flags = [*OWN, *(spellings(info)[0] for info in SETTABLE)]
+    flags = [*OWN, *(flag_spellings(info)[0] for info in SETTABLE)]
     pairs = zip(flags, islice(cycle(VALUES), len(flags)), strict=True)
     faults = [
         refused_well(["--cpu", f"--{flag}={value}", "--dry-run", "train.py"], capsys)

@@ -28,7 +28,11 @@ def settings_of(case: dict[str, Any]) -> Resolved:
     env = case.get("env", {})
     given = parser.parse_args(case.get("argv", [])).settings
     file = files.read_text(case.get("file", ""), Path("c.yaml"))
-    handed = handoff.unpack(env[handoff.VARIABLE]) if handoff.VARIABLE in env else ()
+    handed = (
+        handoff.unpack_settings(env[handoff.VARIABLE])
+        if handoff.VARIABLE in env
+        else ()
+    )
     return resolve(
         flags=given, env=env, file=file.entries, notes=file.notes, handed=handed
     )

@@ -20,7 +20,7 @@ from hasten.config.base import Section, default_of, fit, given, meta_of
 from hasten.config.decode import Mismatch, decode, encode
 from hasten.config.established import from_established_environment
 from hasten.config.layers import Problems, from_code, from_environment
-from hasten.config.resolve import build, decode_all, merge, resolve
+from hasten.config.resolve import build_section, decode_all, merge_entries, resolve
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, FIELDS, SETTABLE, FieldInfo, subsection
 from hasten.config.source import PRECEDENCE, SettingEntry, SettingSource, SourceKind
@@ -164,7 +164,7 @@ def test_class_round_trip(cls: type[Section]) -> None:
             for n in names
             if not meta_of(cls, n).code_only
         }
-        config = build(Config, (), values)
+        config = build_section(Config, (), values)
         assert isinstance(config, Config)
         for as_json in (False, True):
             file = files.read_text(files.dump(config, as_json=as_json), Path("c"))
@@ -173,7 +173,9 @@ def test_class_round_trip(cls: type[Section]) -> None:
             entries, _ = decode_all(file.entries, problems)
             problems.settle()
             assert (
-                build(Config, (), {entry.path: entry.value for entry in entries})
+                build_section(
+                    Config, (), {entry.path: entry.value for entry in entries}
+                )
                 == config
             )
 
@@ -229,7 +231,7 @@ def precedence(info: FieldInfo) -> None:
             for order in ([low, high], [high, low]):
                 problems = Problems()
                 decoded, said = decode_all(order, problems)
-                winners, shadowed = merge(decoded, problems)
+                winners, shadowed = merge_entries(decoded, problems)
                 problems.settle()
                 assert not said
                 assert winners[info.path].value == (
@@ -270,9 +272,9 @@ def test_handoff_keeps_every_value_and_source() -> None:
             sent = SettingEntry(
                 info.path, samples(info.type)[-1], SettingSource(kind, "somewhere:1")
             )
-            packed = handoff.pack({info.path: sent})
+            packed = handoff.pack_settings({info.path: sent})
             problems = Problems()
-            (arrived,), _ = decode_all(handoff.unpack(packed), problems)
+            (arrived,), _ = decode_all(handoff.unpack_settings(packed), problems)
             problems.settle()
             assert (arrived.path, arrived.value, arrived.source) == (
                 sent.path,

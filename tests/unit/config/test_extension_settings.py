@@ -38,7 +38,7 @@ assert (resolved.config.farm.queue, resolved.config.farm.nodes, resolved.config.
 assert resolved.config.section(FarmSettings) is resolved.config.launch.field
 assert resolved.config == pickle.loads(pickle.dumps(resolved.config)) != resolve().config
 assert resolve(code={"farm": FarmSettings(nodes=2)}).config.farm.nodes == 2
-assert resolve(handed=handoff.unpack(handoff.pack(resolved.entries))).config == resolved.config
+assert resolve(handed=handoff.unpack_settings(handoff.pack_settings(resolved.entries))).config == resolved.config
 assert "the farm" in make_parser().format_help()
 assert "queue: long" in files.dump(resolved.config)
 """

@@ -81,10 +81,10 @@ def test_mutated_values_of_every_flag_and_variable() -> None:
 def test_mutated_handoffs() -> None:
     rng = random.Random(2)
     file = files.read_text(OURS, Path("c.yaml"))
-    packed = handoff.pack(resolve(file=file.entries).entries)
+    packed = handoff.pack_settings(resolve(file=file.entries).entries)
     for _ in range(500):
         try:
-            resolve(handed=handoff.unpack(mutated(packed, rng)))
+            resolve(handed=handoff.unpack_settings(mutated(packed, rng)))
         except ConfigError as error:
             assert str(error)  # noqa: PT017 - both ends are right, a crash is not
 

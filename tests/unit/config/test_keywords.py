@@ -13,7 +13,7 @@ import pytest
 from hasten import Accelerator, FullyShardedDataParallelPlugin, TrustSettings
 from hasten.config.base import Section, given
 from hasten.config.files import read
-from hasten.config.layers import ARGUMENTS, HANDLERS, MOVED, arguments, from_code
+from hasten.config.layers import ARGUMENTS, HANDLERS, MOVED, argument_names, from_code
 from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.config.schema import section_at
@@ -24,7 +24,7 @@ SIGNATURE = [
     for name in inspect.signature(Accelerator).parameters
     if name != "extension_settings"
 ]
-KEYWORDS = [*arguments(), "context"]
+KEYWORDS = [*argument_names(), "context"]
 """Every argument, those of extensions included."""
 
 

@@ -71,7 +71,7 @@ def test_a_file_larger_than_settings_is_refused(tmp_path: Path) -> None:
 )
 def test_deep_nesting_is_an_error_and_no_crash(text: str) -> None:
     with pytest.raises(ConfigFileError, match="nested too deeply"):
-        yaml_text.parse(text, "c.yaml")
+        yaml_text.parse_yaml(text, "c.yaml")
 
 
 def test_many_keys_do_not_take_long() -> None:

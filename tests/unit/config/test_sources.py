@@ -12,7 +12,7 @@ import hasten
 from hasten.config import files, handoff
 from hasten.config.decode import Mismatch, decode
 from hasten.config.established import established_variables
-from hasten.config.files import parse
+from hasten.config.files import parse_yaml
 from hasten.config.layers import OTHER_VARIABLES
 from hasten.config.legacy import fsdp_from_fsdp1
 from hasten.config.resolve import Resolved, resolve
@@ -62,7 +62,7 @@ def test_what_is_no_boolean_is_refused(value: object) -> None:
 
 def test_yaml_words_follow_version_1_2() -> None:
     text = "a: no\nb: yes\nc: 1:2\nd: 1e-5\ne: 010\nf: true\ng: ~\nh: 'true'\ni: 0x10\nj: .inf\nk: 1_000\n"
-    assert parse(text, "c").plain() == {
+    assert parse_yaml(text, "c").plain() == {
         "a": "no",
         "b": "yes",
         "c": "1:2",
@@ -79,11 +79,11 @@ def test_yaml_words_follow_version_1_2() -> None:
 
 def test_yaml_aliases_are_refused() -> None:
     with pytest.raises(ConfigFileError, match="c:1: settings have no aliases"):
-        parse("x: &x {a: 1, b: 2}\nz: *x\n", "c")
+        parse_yaml("x: &x {a: 1, b: 2}\nz: *x\n", "c")
 
 
 def test_json_with_tabs_keeps_its_lines() -> None:
-    assert parse('{\n\t"cpu": true\n}', "c").value["cpu"] == Marked(True, 2)
+    assert parse_yaml('{\n\t"cpu": true\n}', "c").value["cpu"] == Marked(True, 2)
 
 
 @pytest.mark.parametrize(
@@ -371,20 +371,23 @@ def test_handoff_stands_for_file_flags_and_variables() -> None:
     ]
     env = {"HASTEN_GRADIENT_ACCUMULATION_STEPS": "2"}
     launcher = resolve(file=file.entries, flags=flags, env=env)
-    text = handoff.pack(launcher.entries)
+    text = handoff.pack_settings(launcher.entries)
     assert "\n" not in text
-    worker = resolve(env=env, handed=handoff.unpack(text))
+    worker = resolve(env=env, handed=handoff.unpack_settings(text))
     assert worker.config == launcher.config
     assert {path: entry.source for path, entry in worker.entries.items()} == {
         path: entry.source for path, entry in launcher.entries.items()
     }
     changed = resolve(
-        env={"HASTEN_GRADIENT_ACCUMULATION_STEPS": "3"}, handed=handoff.unpack(text)
+        env={"HASTEN_GRADIENT_ACCUMULATION_STEPS": "3"},
+        handed=handoff.unpack_settings(text),
     )
     assert changed.config.gradient_accumulation.num_steps == 3, (
         "the script changed its environment"
     )
-    coded = resolve(code={"mixed_precision": "no"}, handed=handoff.unpack(text))
+    coded = resolve(
+        code={"mixed_precision": "no"}, handed=handoff.unpack_settings(text)
+    )
     assert coded.config.mixed_precision == "no"
 
 
@@ -396,7 +399,7 @@ def test_damaged_handoff_is_refused(text: str) -> None:
     with pytest.raises(
         ConfigError, match="HASTEN_CONFIG holds no settings of this version"
     ):
-        handoff.unpack(text)
+        handoff.unpack_settings(text)
 
 
 def test_objects_do_not_travel() -> None:
@@ -409,7 +412,10 @@ def test_objects_do_not_travel() -> None:
             )
         }
     )
-    assert {entry.path for entry in handoff.unpack(handoff.pack(resolved.entries))} == {
+    assert {
+        entry.path
+        for entry in handoff.unpack_settings(handoff.pack_settings(resolved.entries))
+    } == {
         ("fsdp", "cpu_offload"),
         ("strategy",),
     }

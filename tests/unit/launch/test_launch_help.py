@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from hasten.cli.flags import spellings
+from hasten.cli.flags import flag_spellings
 from hasten.cli.launch_cmd import ESSENTIAL, main, make_parser
 from hasten.config.schema import SETTABLE
 
@@ -76,7 +76,7 @@ def test_help_shows_what_most_people_need_and_help_all_the_rest(
     whole, every = help_of("--help-all", capsys)
     assert help_of("--help_all", capsys)[0] == whole
     assert set(shown) < set(every)
-    assert {spellings(info)[0] for info in SETTABLE} <= set(every)
+    assert {flag_spellings(info)[0] for info in SETTABLE} <= set(every)
     assert (
         f"{len(every) - len(shown)} more options: `hasten launch --help-all`." in text
     )
@@ -84,14 +84,16 @@ def test_help_shows_what_most_people_need_and_help_all_the_rest(
 
 def test_the_mesh_is_spelled_short_and_the_long_spelling_is_accepted() -> None:
     parser = make_parser()
-    every = [name for info in SETTABLE for name in spellings(info)]
+    every = [name for info in SETTABLE for name in flag_spellings(info)]
     assert len(set(every)) == len(every)
     for info in SETTABLE:
         if info.name.startswith("parallelism."):
-            assert spellings(info)[0] == info.flag.removeprefix("parallelism_config_")
+            assert flag_spellings(info)[0] == info.flag.removeprefix(
+                "parallelism_config_"
+            )
             paths = {
                 parser._option_string_actions[f"--{name}"].path  # type: ignore[attr-defined]
-                for name in spellings(info)
+                for name in flag_spellings(info)
             }
             assert paths == {info.path}
     for flag in (

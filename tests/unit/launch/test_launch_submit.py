@@ -26,7 +26,7 @@ def planned(folder: Path) -> str:
     request = LaunchRequest(
         resolved.config,
         Target("train.py", ("--data", "my data")),
-        handoff.pack(resolved.entries),
+        handoff.pack_settings(resolved.entries),
     )
     (script,) = plan_submit(
         replace(request, folder=str(folder)), Host(name="login")
@@ -118,7 +118,7 @@ def test_a_signal_to_the_shell_alone_reaches_the_step(
 def test_no_requeue_is_an_option() -> None:
     config = resolve(code={"launch.submit_options": {"requeue": False}})
     request = LaunchRequest(
-        config.config, Target("train.py"), handoff.pack(config.entries)
+        config.config, Target("train.py"), handoff.pack_settings(config.entries)
     )
     (script,) = plan_submit(replace(request, folder="/job"), Host(name="login")).files
     assert "requeue" not in script.text
@@ -154,7 +154,7 @@ def test_the_code_of_a_run_with_replicas_is_that_of_machine_0(
     launcher.chmod(0o755)
     resolved = resolve(code={"survive.replicas": 2, "launch.num_machines": 2})
     request = LaunchRequest(
-        resolved.config, Target("train.py"), handoff.pack(resolved.entries)
+        resolved.config, Target("train.py"), handoff.pack_settings(resolved.entries)
     )
     flags = ("--replicas", "2", "--submit", "slurm", "--num_machines", "2")
     (script,) = plan_submit(
@@ -187,7 +187,7 @@ def test_a_signal_to_replicas_under_slurm_reaches_their_launchers(
     launcher.chmod(0o755)
     resolved = resolve(code={"survive.replicas": 2})
     request = LaunchRequest(
-        resolved.config, Target("train.py"), handoff.pack(resolved.entries)
+        resolved.config, Target("train.py"), handoff.pack_settings(resolved.entries)
     )
     (script,) = plan_submit(
         replace(request, folder=str(tmp_path)), Host(name="login", python=str(launcher))
@@ -201,7 +201,7 @@ def script_with(**settings: object) -> str:
         code={f"launch.{name}": value for name, value in settings.items()}
     )
     request = LaunchRequest(
-        resolved.config, Target("train.py"), handoff.pack(resolved.entries)
+        resolved.config, Target("train.py"), handoff.pack_settings(resolved.entries)
     )
     return plan_submit(request, Host(name="login")).files[0].text
 

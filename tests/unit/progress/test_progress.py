@@ -234,14 +234,14 @@ def test_rates_and_remaining_time_follow_the_window() -> None:
     [(0.5, "0.5"), (999, "999"), (1234, "1.23k"), (1234567, "1.23M"), (2.5e9, "2.5G")],
 )
 def test_short_numbers(number: float, shown: str) -> None:
-    assert text.short(number) == shown
+    assert text.short_number(number) == shown
 
 
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(None, "?"), (5, "0:05"), (65, "1:05"), (3661, "1:01:01")]
 )
 def test_clock_times(seconds: float | None, shown: str) -> None:
-    assert text.clock(seconds) == shown
+    assert text.clock_time(seconds) == shown
 
 
 def test_many_scalars_are_fetched_in_one_go_each_with_its_own_precision() -> None:
@@ -258,8 +258,8 @@ def test_many_scalars_are_fetched_in_one_go_each_with_its_own_precision() -> Non
 def test_late_scalars_show_the_newest_value() -> None:
     late = LateScalars()
     assert late.read() == {}
-    late.give({"loss": torch.tensor(1.0), "note": "a"})
-    late.give({"loss": torch.tensor(2.0)})
+    late.store_values({"loss": torch.tensor(1.0), "note": "a"})
+    late.store_values({"loss": torch.tensor(2.0)})
     assert late.read() == {"loss": 2.0, "note": "a"}
 
 

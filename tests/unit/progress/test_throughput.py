@@ -19,7 +19,7 @@ from hasten.errors import ConfigError
 from hasten.extensions.report import report_data
 from hasten.extensions.report.run_folder import read_run
 from hasten.progress.meter import MeterReading
-from hasten.progress.text import line
+from hasten.progress.text import progress_line
 from hasten.progress.throughput import Throughput
 from hasten.runtime.hardware import KNOWN
 
@@ -178,12 +178,12 @@ def test_trackers_and_reports_get_the_values(tmp_path: Path) -> None:
     ]
     found = [one for one in lines if "mfu" in json.dumps(one)]
     assert found, lines[:3]
-    titles = [chart["title"] for chart in report_data.charts([read_run(tmp_path)])]
+    titles = [chart["title"] for chart in report_data.all_charts([read_run(tmp_path)])]
     assert {"mfu", "tokens_per_second"} <= set(titles)
 
 
 def test_progress_shows_the_values() -> None:
-    text = line(MeterReading(step=3, tokens_per_s=1200.0, mfu=0.541))
+    text = progress_line(MeterReading(step=3, tokens_per_s=1200.0, mfu=0.541))
     assert "1.2k tok/s | mfu 54.1%" in text
     accelerator = Accelerator(cpu=True)
     net = Net()

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from hasten import Accelerator
 from hasten.accelerator.setup import RunLogPart
-from hasten.extensions.report.report_data import causes
+from hasten.extensions.report.report_data import cause_rows
 from hasten.testing.toys import seeded
-from hasten.tracking.goodput import Goodput, account, of_run
+from hasten.tracking.goodput import Goodput, account_time, goodput_of_run
 from hasten.tracking.run_log import LoggedRank, RunLog, read_run_log, step_dtype
 from tests.support.toys import Blobs, Classifier
 
@@ -52,7 +52,7 @@ def seconds(found: Goodput) -> dict[str, float]:
 
 
 def test_one_start() -> None:
-    found = account([start(0.0, 5.0, 10, data=0.2, evaluation=0.1)])
+    found = account_time([start(0.0, 5.0, 10, data=0.2, evaluation=0.1)])
     assert seconds(found) == {
         "useful": 7.0,
         "startup": 5.0,
@@ -67,7 +67,7 @@ def test_a_restart_from_a_checkpoint() -> None:
     """Saved after 6 of 10 steps, lost at second 15, started again at 20, loaded, four steps repeated."""
     first = start(0.0, 5.0, 10, [{"event": "saved", "time": 11.0, "step": 6}])
     second = start(20.0, 23.0, 4, [{"event": "loaded", "time": 22.0, "step": 6}])
-    found = account([first, second])
+    found = account_time([first, second])
     assert seconds(found) == {
         "useful": 10.0,
         "startup": 8.0,
@@ -78,21 +78,24 @@ def test_a_restart_from_a_checkpoint() -> None:
 
 
 def test_a_restart_from_nothing_makes_all_earlier_steps_void() -> None:
-    found = account([start(0.0, 5.0, 10), start(15.0, 16.0, 3)])
+    found = account_time([start(0.0, 5.0, 10), start(15.0, 16.0, 3)])
     assert seconds(found) == {"useful": 3.0, "startup": 6.0, "replayed": 10.0}
-    crashed = account([start(0.0, 5.0, 10), start(15.0, 16.0, 0), start(16.0, 17.0, 1)])
+    crashed = account_time(
+        [start(0.0, 5.0, 10), start(15.0, 16.0, 0), start(16.0, 17.0, 1)]
+    )
     assert crashed.seconds["replayed"] == 10.0, "counted once"
 
 
 def test_a_start_without_a_step_makes_nothing_void() -> None:
     assert (
-        account([start(0.0, 5.0, 10), start(15.0, 16.0, 0)]).seconds["useful"] == 10.0
+        account_time([start(0.0, 5.0, 10), start(15.0, 16.0, 0)]).seconds["useful"]
+        == 10.0
     )
 
 
 def test_a_copy_in_memory_has_no_event_of_its_save() -> None:
     second = start(20.0, 21.0, 4, [{"event": "loaded", "time": 20.5, "step": 7}])
-    assert account([start(0.0, 5.0, 10), second]).seconds["replayed"] == 3.0
+    assert account_time([start(0.0, 5.0, 10), second]).seconds["replayed"] == 3.0
 
 
 def test_a_rollback_inside_one_start() -> None:
@@ -101,7 +104,7 @@ def test_a_rollback_inside_one_start() -> None:
         {"event": "loaded", "time": 9.5, "step": 2},
         {"event": "saved", "time": 12.0, "step": 4},
     ]
-    found = account([start(0.0, 5.0, 10, events)])
+    found = account_time([start(0.0, 5.0, 10, events)])
     assert found.seconds["replayed"] == 2.0
     assert found.seconds["useful"] == 8.0
 
@@ -113,7 +116,7 @@ def test_the_same_step_saved_again_after_a_rollback() -> None:
         {"event": "saved", "time": 9.6, "step": 2},
         {"event": "loaded", "time": 12.5, "step": 2},
     ]
-    assert account([start(0.0, 5.0, 10, events)]).seconds["replayed"] == 5.0
+    assert account_time([start(0.0, 5.0, 10, events)]).seconds["replayed"] == 5.0
 
 
 def test_a_finished_run_that_is_continued_later_did_not_wait() -> None:
@@ -127,7 +130,7 @@ def test_a_finished_run_that_is_continued_later_did_not_wait() -> None:
         ],
     )
     second = start(1000.0, 1001.0, 5, [{"event": "loaded", "time": 1000.5, "step": 10}])
-    assert seconds(account([first, second])) == {
+    assert seconds(account_time([first, second])) == {
         "useful": 15.0,
         "startup": 6.0,
         "other": 0.5,
@@ -135,7 +138,7 @@ def test_a_finished_run_that_is_continued_later_did_not_wait() -> None:
 
 
 def test_a_stall_that_ended_the_process() -> None:
-    found = account(
+    found = account_time(
         [
             start(0.0, 5.0, 10, [{"event": "stalled", "time": 75.0, "seconds": 60.0}]),
             start(80.0, 82.0, 1),
@@ -176,7 +179,7 @@ def test_causes_add_up_for_random_histories() -> None:
                 )
             logs.append(start(now, first, steps, events, data=0.25, checkpoint=0.05))
             now = max(first + steps, *(event["time"] for event in logs[-1].events))
-        found = account(logs)
+        found = account_time(logs)
         assert min(found.seconds.values()) >= 0
         began = float(logs[0].started["process_began"])
         assert found.wall_s == pytest.approx(now - began, abs=1e-3)
@@ -184,11 +187,11 @@ def test_causes_add_up_for_random_histories() -> None:
 
 def test_the_run_is_its_lowest_rank() -> None:
     ranks = [start(0.0, 5.0, 10), start(0.0, 5.0, 10, rank=1, data=0.5)]
-    found = of_run(ranks)
+    found = goodput_of_run(ranks)
     assert found is not None
     assert found.seconds["data"] == 5.0
-    assert of_run([start(0.0, 5.0, 0)]) is None
-    rows = causes(found)
+    assert goodput_of_run([start(0.0, 5.0, 0)]) is None
+    rows = cause_rows(found)
     assert rows[0][:3] == ["useful", "5 s", "33.3%"]
     assert {row[0] for row in rows} == {"useful", "startup", "data"}
 
@@ -223,7 +226,7 @@ def test_a_training_with_evaluation_saves_and_a_resume(tmp_path: Path) -> None:
         else:
             accelerator.end_training()
     logs = read_run_log(tmp_path / "run_log")
-    found = account(logs)
+    found = account_time(logs)
     assert found.seconds["evaluation"] >= 2 * 4 * 0.05
     assert found.seconds["useful"] >= 8 * 0.02 * 0.9
     assert found.seconds["replayed"] >= 3 * 0.02

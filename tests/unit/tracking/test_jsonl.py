@@ -16,7 +16,7 @@ from PIL import Image
 from hasten import Accelerator, read_metrics
 from hasten.tracking.jsonl import JsonlTracker
 from hasten.tracking.manager import TrackerManager
-from hasten.tracking.values import as_pixels, png
+from hasten.tracking.values import as_pixels, encode_png
 
 CRASH = """
 import sys, torch
@@ -91,7 +91,7 @@ def test_a_torn_line_is_skipped_and_the_next_run_begins_on_its_own(
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_png_files_are_read_by_others(channels: int, tmp_path: Path) -> None:
     image = np.random.default_rng(0).integers(0, 256, (7, 5, channels), dtype=np.uint8)
-    (tmp_path / "a.png").write_bytes(png(image))
+    (tmp_path / "a.png").write_bytes(encode_png(image))
     with Image.open(tmp_path / "a.png") as found:
         assert np.array_equal(np.asarray(found).reshape(image.shape), image)
 

@@ -11,7 +11,7 @@ import pytest
 from hasten import extension
 from hasten.errors import TrackerError
 from hasten.tracking.jsonl import JsonlTracker
-from hasten.tracking.registry import build, tracker_names
+from hasten.tracking.registry import build_trackers, tracker_names
 
 PLUGIN = """
 from hasten.extension import Extension
@@ -28,21 +28,21 @@ extension = Extension(name="paper", summary="lines on paper", trackers=places)
 
 def test_names_instances_and_lists_are_accepted() -> None:
     tracker = JsonlTracker()
-    assert build(None) == []
-    assert build(tracker) == [tracker]
-    assert [one.name for one in build("jsonl")] == ["jsonl"]
-    assert [one.name for one in build(["JSONL"])] == ["jsonl"]
-    assert "jsonl" in [one.name for one in build("all")]
+    assert build_trackers(None) == []
+    assert build_trackers(tracker) == [tracker]
+    assert [one.name for one in build_trackers("jsonl")] == ["jsonl"]
+    assert [one.name for one in build_trackers(["JSONL"])] == ["jsonl"]
+    assert "jsonl" in [one.name for one in build_trackers("all")]
 
 
 def test_a_misspelt_name_is_told_the_nearest() -> None:
     with pytest.raises(TrackerError, match="Did you mean 'tensorboard'"):
-        build("tensorbord")
+        build_trackers("tensorbord")
 
 
 def test_two_trackers_of_one_name_are_refused() -> None:
     with pytest.raises(TrackerError, match="a different name"):
-        build(["jsonl", JsonlTracker()])
+        build_trackers(["jsonl", JsonlTracker()])
 
 
 @pytest.fixture
@@ -65,9 +65,9 @@ def paper_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 @pytest.mark.usefixtures("paper_package")
 def test_an_extension_brings_a_tracker() -> None:
     assert "paper" in tracker_names()
-    assert [tracker.name for tracker in build("paper")] == ["paper"]
+    assert [tracker.name for tracker in build_trackers("paper")] == ["paper"]
     with pytest.raises(
         TrackerError,
         match="extension 'paper' offers <class 'dict'> as the tracker 'stone'",
     ):
-        build("stone")
+        build_trackers("stone")

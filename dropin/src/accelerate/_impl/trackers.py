@@ -589,7 +589,7 @@ def register_tracker_class(tracker_class: object) -> None:
 
 
 def get_available_trackers() -> list[LoggerType]:
-    installed = set(registry.installed())
+    installed = set(registry.installed_trackers())
     return [kind for kind in LoggerType if kind.value in installed]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from hasten.config.checks import Entries, Rule, at, contradiction
+from hasten.config.checks import Entries, Rule, at, entry_contradiction
 from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
@@ -29,7 +29,7 @@ def check_offload(config: Config, entries: Entries) -> Iterator[ConfigError]:
                 and option_entry.source.level >= config_entry.source.level
                 and option_entry.source.kind != "environment"
             ):
-                yield contradiction(
+                yield entry_contradiction(
                     config_entry,
                     option_entry,
                     "DeepSpeed's own configuration says it too",
@@ -39,7 +39,7 @@ def check_offload(config: Config, entries: Entries) -> Iterator[ConfigError]:
     for kind, lowest_stage in (("param", 3), ("optimizer", 1)):
         device_entry = at(config, entries, f"deepspeed.offload_{kind}_device")
         if device_entry.value != "none" and plugin.zero_stage < lowest_stage:
-            yield contradiction(
+            yield entry_contradiction(
                 device_entry,
                 stage,
                 f"this offload needs ZeRO stage {lowest_stage}",
@@ -47,7 +47,7 @@ def check_offload(config: Config, entries: Entries) -> Iterator[ConfigError]:
             )
     if plugin.zero3_init_flag and plugin.zero_stage != 3:
         flag_entry = at(config, entries, "deepspeed.zero3_init_flag")
-        yield contradiction(
+        yield entry_contradiction(
             flag_entry,
             stage,
             "parameters are sharded by stage 3 only",

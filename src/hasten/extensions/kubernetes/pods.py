@@ -14,7 +14,7 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any, Final
 
-from hasten.config.handoff import unpack
+from hasten.config.handoff import unpack_settings
 from hasten.config.masking import masked, masked_tree, masked_value
 from hasten.config.schema import BY_PATH
 from hasten.config.sections.launch import LaunchConfig
@@ -267,7 +267,7 @@ def _pod_command(request: LaunchRequest, processes: int) -> tuple[str, ...]:
 
 def _setting_flags(handoff: str) -> Iterator[str]:
     """Yield the settings of a launch as flags, without those that the manifest expresses."""
-    for setting_entry in unpack(handoff) if handoff else ():
+    for setting_entry in unpack_settings(handoff) if handoff else ():
         is_manifest_section = setting_entry.path[:2] == ("launch", "kubernetes")
         if setting_entry.path in _MANIFEST_SETTINGS or is_manifest_section:
             continue

@@ -147,7 +147,7 @@ class TrainJobStatus:
     # Any: of any type; other than numbers are left out
     def take(self, values: Mapping[str, Any]) -> None:
         """Take the newest metrics; tensors are read later, without waiting for their device."""
-        self._late.give(
+        self._late.store_values(
             {
                 str(metric_name): metric_value
                 for metric_name, metric_value in values.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from hasten.config.checks import Entries, Rule, at, contradiction
+from hasten.config.checks import Entries, Rule, at, entry_contradiction
 from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.extensions.megatron.settings import MegatronLMPlugin
@@ -18,7 +18,7 @@ def check_sizes(config: Config, entries: Entries) -> Iterator[ConfigError]:
         return
     product = sizes.tp_degree * sizes.pp_degree
     if total % product:
-        yield contradiction(
+        yield entry_contradiction(
             at(config, entries, "megatron.tp_degree"),
             at(config, entries, "launch.num_processes"),
             f"tp_degree {sizes.tp_degree} × pp_degree {sizes.pp_degree} = {product} does not fit",

@@ -85,7 +85,9 @@ class RankCollector(Collector):
         return GaugeMetricFamily(name, text, labels=[*self._labels, *labels])
 
 
-def serve(host: str, port: int, collector: RankCollector) -> ThreadingWSGIServer:
+def serve_metrics(
+    host: str, port: int, collector: RankCollector
+) -> ThreadingWSGIServer:
     """Start a server of the metrics in a thread. Raises: OSError or OverflowError for a port that cannot be used."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)

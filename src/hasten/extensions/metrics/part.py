@@ -57,9 +57,9 @@ class SampledScalars:
         """Have the next loss and gradient norm stored, in any thread."""
         self.loss_due = self.norm_due = True
 
-    def see(self, name: SampledName, value: object) -> None:
+    def see(self, replica_name: SampledName, value: object) -> None:
         """Store the value; the next one of this name is stored after a request."""
-        if name == "loss":
+        if replica_name == "loss":
             self.loss_due = False
         else:
             self.norm_due = False
@@ -68,12 +68,14 @@ class SampledScalars:
                 return
             if value.is_cuda and torch.cuda.is_current_stream_capturing():
                 return
-            self._late.give({name: value.detach()})
+            self._late.store_values({replica_name: value.detach()})
         elif isinstance(value, int | float):
-            self._late.give({name: float(value)})
-        found = self._late.read()
+            self._late.store_values({replica_name: float(value)})
+        sampled_scalars = self._late.read()
         self.known = {
-            one: number for one, number in found.items() if isinstance(number, float)
+            scalar_name: number
+            for scalar_name, number in sampled_scalars.items()
+            if isinstance(number, float)
         }
 
 
@@ -132,7 +134,7 @@ class RankMetrics:
             "script": Path(sys.argv[0]).name,
         }
         self._world_size = ctx.world.size * max(
-            1, getattr(_replicas(config), "replicas", 1)
+            1, getattr(_replica_settings(config), "replicas", 1)
         )
         self._restarts = ctx.topology.restart_count
         self._gauges = {"host": MemoryGauge(torch.device("cpu"))}
@@ -150,11 +152,11 @@ class RankMetrics:
         local_rank = number_of(config, topology.local_rank, topology.local_world_size)
         port = metrics.port + (local_rank if metrics.port else 0)
         # needs the optional package
-        from hasten.extensions.metrics.catalogue import RankCollector, serve
+        from hasten.extensions.metrics.catalogue import RankCollector, serve_metrics
 
         collector = RankCollector(self.read, self._labels)
         try:
-            self.server = serve(metrics.host, port, collector)
+            self.server = serve_metrics(metrics.host, port, collector)
         except (OSError, OverflowError) as error:
             log.warning(
                 "metrics are not served at %s:%d (%s); the training is not affected. Set metrics.port to a free one, with a free port for "
@@ -180,10 +182,13 @@ class RankMetrics:
         accelerator, run_log = self._owner(), self._run_log()
         if accelerator is None or run_log is None:
             return None
-        known_parts = components(accelerator)
-        clock, optimizers = known_parts.clock, list(known_parts.prepared.optimizers)
+        run_components = components(accelerator)
+        clock, optimizers = (
+            run_components.clock,
+            list(run_components.prepared.optimizers),
+        )
         status = clock.parts.read_numbers()
-        save, now_s = run_log.last_save, time.time()
+        last_save, now_s = run_log.last_save, time.time()
         sizes = {kind: gauge.used_bytes() for kind, gauge in self._gauges.items()}
         sampled = self.sampled.known
         # a run whose optimizer is not prepared makes no updates that would
@@ -198,7 +203,9 @@ class RankMetrics:
             seconds=seconds,
             numbers={
                 "hasten_world_size": self._world_size,
-                "hasten_step": max((o.num_updates for o in optimizers), default=0),
+                "hasten_step": max(
+                    (optimizer.num_updates for optimizer in optimizers), default=0
+                ),
                 "hasten_updates_total": clock.num_updates,
                 "hasten_samples_total": run_log.samples,
                 "hasten_loss": sampled.get("loss"),
@@ -214,9 +221,11 @@ class RankMetrics:
                 "hasten_skipped_updates_total": run_log.num_skipped,
                 "hasten_checkpoints_total": run_log.num_saves,
                 "hasten_checkpoint_age_seconds": (
-                    None if save is None else max(now_s - save[0], 0.0)
+                    None if last_save is None else max(now_s - last_save[0], 0.0)
                 ),
-                "hasten_checkpoint_duration_seconds": None if save is None else save[1],
+                "hasten_checkpoint_duration_seconds": None
+                if last_save is None
+                else last_save[1],
                 "hasten_goodput_ratio": seconds["useful"] / max(uptime_s, 1e-9),
                 "hasten_replicas": status.get("replicas"),
                 "hasten_replicas_lost_total": status.get("replicas_lost"),
@@ -229,11 +238,11 @@ class RankMetrics:
 
 def _seconds_by_cause(run_log: RunLog, uptime_s: float) -> dict[str, float]:
     """Return the wall time of this process by cause; `running` is the phase that has not ended."""
-    spent = dict(run_log.spent)
+    spent_s = dict(run_log.spent)
     startup_s = uptime_s if run_log.startup_s is None else run_log.startup_s
-    seconds = {"useful": sum(spent[phase] for phase in USEFUL), "startup": startup_s}
+    seconds = {"useful": sum(spent_s[phase] for phase in USEFUL), "startup": startup_s}
     for phase in ("data", "checkpoint", "evaluation", "stall"):
-        seconds[phase] = spent[phase]
+        seconds[phase] = spent_s[phase]
     seconds["running"] = max(uptime_s - sum(seconds.values()), 0.0)
     return seconds
 
@@ -241,31 +250,33 @@ def _seconds_by_cause(run_log: RunLog, uptime_s: float) -> dict[str, float]:
 def labels_of(config: Config, ctx: ProcessContext) -> dict[str, str]:
     """Return the labels of every sample: job, rank and machine."""
     folder = config.project.project_dir
-    named = Path(folder.rstrip("/")).name if folder else Path(sys.argv[0]).stem
+    folder_name = Path(folder.rstrip("/")).name if folder else Path(sys.argv[0]).stem
     rank = str(number_of(config, ctx.rank, ctx.world.size))
     return {
-        "job": config.section(MetricsSettings).job or named or "hasten",
+        "job": config.section(MetricsSettings).job or folder_name or "hasten",
         "rank": rank,
         "machine": socket.gethostname(),
     }
 
 
-def _replicas(config: Config) -> Any:  # Any: settings of another extension
+def _replica_settings(config: Config) -> Any:  # Any: settings of another extension
     """Return the settings of replicas that may be lost; None if nothing provides them."""
     return getattr(config, "survive", None)
 
 
 def number_of(config: Config, rank: int, num_ranks: int) -> int:
     """Return the number of this rank among those of all replicas, of `num_ranks` each; `rank` for other runs and for replicas with names."""
-    name = getattr(_replicas(config), "replica", None)
+    replica_name = getattr(_replica_settings(config), "replica", None)
     return (
-        int(name) * num_ranks + rank if name is not None and name.isdecimal() else rank
+        int(replica_name) * num_ranks + rank
+        if replica_name is not None and replica_name.isdecimal()
+        else rank
     )
 
 
 def metrics_of(accelerator: Accelerator) -> RankMetrics | None:
     """Return the metrics of a run, for programs that read them in its process; None if it serves none."""
-    for part in components(accelerator).clock.parts.members:
-        if isinstance(part, Metrics):
-            return part.rank
+    for run_part in components(accelerator).clock.parts.members:
+        if isinstance(run_part, Metrics):
+            return run_part.rank
     return None

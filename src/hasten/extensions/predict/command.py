@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from hasten.cli.flags import SettingsParser, run_module, whole
+from hasten.cli.flags import SettingsParser, run_module, whole_number
 from hasten.errors import ConfigError
 from hasten.extensions.predict.rows import KINDS
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--batch_size",
         "--batch-size",
-        type=whole(),
+        type=whole_number(),
         default=32,
         metavar="N",
         help="rows per call (32)",

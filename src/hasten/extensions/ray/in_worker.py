@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hasten.errors import CheckpointError, LaunchError, PeerFailedError
 from hasten.extensions.ray.launch_target import VERSIONS, failures_of, lost_words
 from hasten.optional import need
-from hasten.tracking.values import snapshot
+from hasten.tracking.values import snapshot_value
 
 if TYPE_CHECKING:
     from hasten.accelerator.facade import Accelerator
@@ -119,7 +119,7 @@ def fsspec_location(filesystem: Any, path: str) -> str:
 
 
 def _plain_metric(name: str, value: Any) -> bool | int | float | str:
-    logged_value = snapshot(name, value)
+    logged_value = snapshot_value(name, value)
     if isinstance(logged_value, bool | int | float | str):
         return logged_value
     number: bool | int | float = logged_value.tensor.item()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hasten.cli.flags import CommandParser
 from hasten.errors import ConfigError
-from hasten.extensions.report.report_page import page
+from hasten.extensions.report.report_page import report_page
 from hasten.extensions.report.run_folder import RunFolder, read_run
 
 
@@ -33,26 +33,26 @@ def main(argv: Sequence[str]) -> int:
         metavar="FILE",
         help="the page (default: report.html)",
     )
-    given = parser.parse_args(argv)
-    if given.output.suffix != ".html":
+    command_arguments = parser.parse_args(argv)
+    if command_arguments.output.suffix != ".html":
         raise ConfigError(
-            f"--output={given.output} does not end in .html, but a report is a page of HTML; rename it."
+            f"--output={command_arguments.output} does not end in .html, but a report is a page of HTML; rename it."
         )
-    write(given.runs, given.output)
-    sys.stdout.write(f"{given.output}\n")
+    write_report(command_arguments.runs, command_arguments.output)
+    sys.stdout.write(f"{command_arguments.output}\n")
     return 0
 
 
-def write(folders: Sequence[str], output: Path) -> None:
+def write_report(folders: Sequence[str], output: Path) -> None:
     """Write the report atomically, so that no browser reads an incomplete file."""
-    runs = named_apart([read_run(folder) for folder in folders], folders)
+    runs = name_apart([read_run(folder) for folder in folders], folders)
     output.parent.mkdir(parents=True, exist_ok=True)
-    draft = output.with_name(f".{output.name}.draft")
-    draft.write_text(page(runs), encoding="utf-8")
-    draft.replace(output)
+    draft_path = output.with_name(f".{output.name}.draft")
+    draft_path.write_text(report_page(runs), encoding="utf-8")
+    draft_path.replace(output)
 
 
-def named_apart(runs: Sequence[RunFolder], folders: Sequence[str]) -> list[RunFolder]:
+def name_apart(runs: Sequence[RunFolder], folders: Sequence[str]) -> list[RunFolder]:
     """Return the runs, renamed to their whole path where two folders have the same name."""
     names = [run.name for run in runs]
     return [

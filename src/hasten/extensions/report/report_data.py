@@ -39,163 +39,202 @@ _RATES: Final = ("tokens_per_second", "mfu")
 # Any in this file: JSON values.
 
 
-def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
+def thin_curve(curve: Curve, max_points: int = MOST_POINTS) -> Curve:
     """Return the curve with at most `most` points: minimum and maximum of each interval, to preserve peaks."""
-    length = len(curve.values)
-    if length <= most:
+    num_points = len(curve.values)
+    if num_points <= max_points:
         return curve
-    edges = np.linspace(0, length, most // 2 + 1).astype(int)
-    keep: list[int] = []
+    edges = np.linspace(0, num_points, max_points // 2 + 1).astype(int)
+    kept_indices: list[int] = []
     for first, last in pairwise(edges.tolist()):
-        part = curve.values[first:last]
-        if np.isnan(part).all():
-            keep.append(first)
+        step_part = curve.values[first:last]
+        if np.isnan(step_part).all():
+            kept_indices.append(first)
             continue
-        keep += sorted(
-            {first + int(np.nanargmin(part)), first + int(np.nanargmax(part))}
+        kept_indices += sorted(
+            {first + int(np.nanargmin(step_part)), first + int(np.nanargmax(step_part))}
         )
-    index = np.array(keep)
+    index = np.array(kept_indices)
     return Curve(curve.steps[index], curve.times[index], curve.values[index])
 
 
-def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+def all_charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """Return all charts of the page, in order: metrics first, then throughput and the time of a step by part."""
-    all_charts = [_metric_chart(name, runs) for name in _metric_names(runs)]
+    all_charts = [
+        _metric_chart(metric_name, runs) for metric_name in _metric_names(runs)
+    ]
     has_several_runs = len(runs) > 1
     throughput = []
     for run in runs:
-        for log in main_logs(run):
-            throughput.append(_throughput(run, log, has_several_runs))
+        for rank_log in main_logs(run):
+            throughput.append(_throughput_trace(run, rank_log, has_several_runs))
     all_charts.append(_time_chart("throughput (samples/s)", throughput))
     for run in runs:
-        if logs := main_logs(run):
+        if rank_logs := main_logs(run):
             title = "time of a step by part (ms)"
             if has_several_runs:
                 title += f": {run.name}"
-            chart = _time_chart(title, _step_parts(run, logs))
+            chart = _time_chart(title, _step_parts(run, rank_logs))
             all_charts.append({**chart, "stacked": True, "run": run.name})
-    return [chart for chart in all_charts if any(t["y"] for t in chart["traces"])]
+    return [
+        chart for chart in all_charts if any(trace["y"] for trace in chart["traces"])
+    ]
 
 
 def main_logs(run: RunFolder) -> list[LoggedRank]:
     """Return the logs of rank 0 that have steps, one for each start of the program."""
-    return [log for log in run.ranks if log.rank == 0 and len(log.steps)]
+    return [
+        rank_log for rank_log in run.ranks if rank_log.rank == 0 and len(rank_log.steps)
+    ]
 
 
 def _metric_names(runs: Sequence[RunFolder]) -> list[str]:
-    names = dict.fromkeys(name for run in runs for name in run.curves)
+    metric_names = dict.fromkeys(
+        metric_name for run in runs for metric_name in run.curves
+    )
     first = ("loss", "eval_loss", "learning_rate", "grad_norm")
-    ordered = [name for name in first if name in names] + [
-        name for name in names if name not in first
+    ordered = [metric_name for metric_name in first if metric_name in metric_names] + [
+        metric_name for metric_name in metric_names if metric_name not in first
     ]
     plain = [
-        name
-        for name in ordered
-        if name in _RATES or (name != "epoch" and not name.endswith(_SECONDS))
+        metric_name
+        for metric_name in ordered
+        if metric_name in _RATES
+        or (metric_name != "epoch" and not metric_name.endswith(_SECONDS))
     ]
     return [
-        name
-        for name in plain
-        if any(len(run.curves[name].values) > 1 for run in runs if name in run.curves)
+        metric_name
+        for metric_name in plain
+        if any(
+            len(run.curves[metric_name].values) > 1
+            for run in runs
+            if metric_name in run.curves
+        )
     ]
 
 
-def _metric_chart(name: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
+def _metric_chart(metric_name: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
     traces = []
     for run in runs:
-        if name in run.curves:
-            curve = thinned(run.curves[name])
+        if metric_name in run.curves:
+            curve = thin_curve(run.curves[metric_name])
             minutes = (curve.times - run.began_s) / 60
             traces.append(
-                _trace(run.name, minutes, curve.values, steps=curve.steps.tolist())
+                _chart_trace(
+                    run.name, minutes, curve.values, steps=curve.steps.tolist()
+                )
             )
-    return {"title": name, "traces": traces, "metric": True}
+    return {"title": metric_name, "traces": traces, "metric": True}
 
 
 def _time_chart(title: str, traces: list[dict[str, Any]]) -> dict[str, Any]:
     return {"title": title, "traces": traces, "metric": False}
 
 
-def _trace(
-    name: str, minutes: NDArray[Any], values: NDArray[Any], **more: Any
+def _chart_trace(
+    metric_name: str, minutes: NDArray[Any], values: NDArray[Any], **extra_fields: Any
 ) -> dict[str, Any]:
     shown = [
-        None if not np.isfinite(value) else float(f"{value:.6g}")
-        for value in values.tolist()
+        None if not np.isfinite(metric_value) else float(f"{metric_value:.6g}")
+        for metric_value in values.tolist()
     ]
-    return {"name": name, "minutes": np.round(minutes, 5).tolist(), "y": shown, **more}
+    return {
+        "name": metric_name,
+        "minutes": np.round(minutes, 5).tolist(),
+        "y": shown,
+        **extra_fields,
+    }
 
 
-def _label(run: RunFolder, log: LoggedRank, has_several_runs: bool) -> str:
+def _trace_label(run: RunFolder, rank_log: LoggedRank, has_several_runs: bool) -> str:
     words = [run.name] if has_several_runs else []
-    words.append(f"rank {log.rank}")
-    began = log.started.get("time", 0)
+    words.append(f"rank {rank_log.rank}")
+    began_s = rank_log.started.get("time", 0)
     if restarts := sum(
-        other.started.get("time", 0) < began for other in main_logs(run)
+        earlier_log.started.get("time", 0) < began_s for earlier_log in main_logs(run)
     ):
         words.append(f"restart {restarts}")
     return ", ".join(words)
 
 
-def _bucketed(
-    log: LoggedRank, columns: Sequence[str]
+def _sum_buckets(
+    rank_log: LoggedRank, columns: Sequence[str]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return times and the sums of columns over intervals of steps, with the number of steps as the last column."""
-    steps = log.steps
+    steps = rank_log.steps
     edges = np.unique(
         np.linspace(0, len(steps), min(_BUCKETS, len(steps)) + 1).astype(int)
     )
-    sums = [
-        np.add.reduceat(steps[name].astype(np.float64), edges[:-1]) for name in columns
+    column_sums = [
+        np.add.reduceat(steps[metric_name].astype(np.float64), edges[:-1])
+        for metric_name in columns
     ]
     return steps["time"][edges[1:] - 1], np.stack(
-        [*sums, np.diff(edges).astype(np.float64)]
+        [*column_sums, np.diff(edges).astype(np.float64)]
     )
 
 
-def _minutes(run: RunFolder, times: NDArray[Any]) -> NDArray[Any]:
-    return (times - run.began_s) / 60
+def _minutes_of_run(run: RunFolder, step_times: NDArray[Any]) -> NDArray[Any]:
+    return (step_times - run.began_s) / 60
 
 
-def _throughput(
-    run: RunFolder, log: LoggedRank, has_several_runs: bool
+def _throughput_trace(
+    run: RunFolder, rank_log: LoggedRank, has_several_runs: bool
 ) -> dict[str, Any]:
-    times, sums = _bucketed(log, [*STEP_PARTS, "samples"])
-    seconds = np.maximum(sums[: len(STEP_PARTS)].sum(axis=0), 1e-9)
-    return _trace(
-        _label(run, log, has_several_runs),
-        _minutes(run, times),
-        sums[len(STEP_PARTS)] / seconds,
+    step_times, column_sums = _sum_buckets(rank_log, [*STEP_PARTS, "samples"])
+    seconds = np.maximum(column_sums[: len(STEP_PARTS)].sum(axis=0), 1e-9)
+    return _chart_trace(
+        _trace_label(run, rank_log, has_several_runs),
+        _minutes_of_run(run, step_times),
+        column_sums[len(STEP_PARTS)] / seconds,
     )
 
 
-def _step_parts(run: RunFolder, logs: Sequence[LoggedRank]) -> list[dict[str, Any]]:
-    found = [_bucketed(log, PARTS) for log in logs]
+def _step_parts(
+    run: RunFolder, rank_logs: Sequence[LoggedRank]
+) -> list[dict[str, Any]]:
+    step_sums = [_sum_buckets(rank_log, PARTS) for rank_log in rank_logs]
     gap = np.array(
         [[0.0]] * len(PARTS) + [[1.0]]
     )  # between two starts: where values are missing, stacked areas become ramps
-    times = np.concatenate(
+    step_times = np.concatenate(
         [
-            np.concatenate([times[:1] - _EDGE_S, times, times[-1:] + _EDGE_S])
-            for times, _ in found
+            np.concatenate(
+                [step_times[:1] - _EDGE_S, step_times, step_times[-1:] + _EDGE_S]
+            )
+            for step_times, _ in step_sums
         ]
     )
-    sums = np.concatenate(
-        [part for _, sums in found for part in (gap, sums, gap)], axis=1
+    column_sums = np.concatenate(
+        [
+            step_part
+            for _, column_sums in step_sums
+            for step_part in (gap, column_sums, gap)
+        ],
+        axis=1,
     )
     return [
-        _trace(part, _minutes(run, times), 1e3 * sums[index] / sums[-1])
-        for index, part in enumerate(PARTS)
+        _chart_trace(
+            step_part,
+            _minutes_of_run(run, step_times),
+            1e3 * column_sums[index] / column_sums[-1],
+        )
+        for index, step_part in enumerate(PARTS)
     ]
 
 
 def last_values(runs: Sequence[RunFolder]) -> list[list[str]]:
     """Return a row per metric: its name, and for each run its last, lowest and highest value."""
-    names = dict.fromkeys(name for run in runs for name in run.curves)
-    return [[name, *(_last(run.curves.get(name)) for run in runs)] for name in names]
+    metric_names = dict.fromkeys(
+        metric_name for run in runs for metric_name in run.curves
+    )
+    return [
+        [metric_name, *(_last_value(run.curves.get(metric_name)) for run in runs)]
+        for metric_name in metric_names
+    ]
 
 
-def _last(curve: Curve | None) -> str:
+def _last_value(curve: Curve | None) -> str:
     if curve is None:
         return "—"
     if len(curve.values) == 1 or np.isnan(curve.values).all():
@@ -203,7 +242,7 @@ def _last(curve: Curve | None) -> str:
     return f"{curve.values[-1]:.6g} ({np.nanmin(curve.values):.6g} to {np.nanmax(curve.values):.6g})"
 
 
-def unit(charts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def time_unit(charts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the unit of the time axes, by the longest one: seconds, minutes or hours, and the units per minute."""
     longest = max(
         (
@@ -222,7 +261,7 @@ def unit(charts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     )
 
 
-def duration(minutes: float) -> str:
+def duration_text(minutes: float) -> str:
     """Return a duration as seconds below a minute, else as hours, minutes and seconds."""
     seconds = minutes * 60
     if abs(seconds) < 60:
@@ -230,43 +269,50 @@ def duration(minutes: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def events(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+def run_events(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """Return the events of all runs, with their minutes since the start of the run."""
     return [
         {
             "run": run.name,
-            **event,
-            "minutes": round((event["time"] - run.began_s) / 60, 4),
+            **logged_event,
+            "minutes": round((logged_event["time"] - run.began_s) / 60, 4),
         }
         for run in runs
-        for event in run.events
+        for logged_event in run.events
     ]
 
 
-def spread(run: RunFolder) -> list[list[str]]:
+def rank_rows(run: RunFolder) -> list[list[str]]:
     """Return a row per rank: steps, mean and 95th percentile of the step time, and the share of each part."""
-    rows = []
-    for rank in sorted({log.rank for log in run.ranks}):
-        logs = [log.steps for log in run.ranks if log.rank == rank and len(log.steps)]
-        if not logs:
+    table_rows = []
+    for rank in sorted({rank_log.rank for rank_log in run.ranks}):
+        rank_logs = [
+            rank_log.steps
+            for rank_log in run.ranks
+            if rank_log.rank == rank and len(rank_log.steps)
+        ]
+        if not rank_logs:
             continue
-        steps = np.concatenate(logs)
+        steps = np.concatenate(rank_logs)
         seconds = np.sum(
-            [steps[part].astype(np.float64) for part in STEP_PARTS], axis=0
+            [steps[step_part].astype(np.float64) for step_part in STEP_PARTS], axis=0
         )
         total = max(
-            sum(float(steps[part].astype(np.float64).sum()) for part in PARTS), 1e-9
+            sum(
+                float(steps[step_part].astype(np.float64).sum()) for step_part in PARTS
+            ),
+            1e-9,
         )
         cells = [
             f"{1e3 * seconds.mean():.2f}",
             f"{1e3 * np.percentile(seconds, 95):.2f}",
         ]
         shares = [
-            f"{float(steps[part].astype(np.float64).sum()) / total:.1%}"
-            for part in PARTS
+            f"{float(steps[step_part].astype(np.float64).sum()) / total:.1%}"
+            for step_part in PARTS
         ]
-        rows.append([str(rank), str(len(steps)), *cells, *shares])
-    return rows
+        table_rows.append([str(rank), str(len(steps)), *cells, *shares])
+    return table_rows
 
 
 _MEANINGS: Final = MappingProxyType(
@@ -284,22 +330,33 @@ _MEANINGS: Final = MappingProxyType(
 )
 
 
-def causes(found: Goodput) -> list[list[str]]:
+def cause_rows(step_sums: Goodput) -> list[list[str]]:
     """Return a row per cause of the wall time: its name, time, share and meaning; causes that took no time are left out."""
-    wall = max(found.wall_s, 1e-9)
+    wall = max(step_sums.wall_s, 1e-9)
     return [
-        [cause, duration(seconds / 60), f"{seconds / wall:.1%}", _MEANINGS[cause]]
-        for cause, seconds in found.seconds.items()
+        [cause, duration_text(seconds / 60), f"{seconds / wall:.1%}", _MEANINGS[cause]]
+        for cause, seconds in step_sums.seconds.items()
         if seconds > 0 or cause == "useful"
     ]
 
 
-def differences(runs: Sequence[RunFolder]) -> list[list[str]]:
+def difference_rows(runs: Sequence[RunFolder]) -> list[list[str]]:
     """Return a row per setting or fact that differs between runs: its name and its value in each."""
     tables = [
-        {**{k: v for k, (v, _) in run.settings.items()}, **run.environment}
+        {
+            **{
+                setting_name: setting_value
+                for setting_name, (setting_value, _) in run.settings.items()
+            },
+            **run.environment,
+        }
         for run in runs
     ]
-    names = dict.fromkeys(name for table in tables for name in table)
-    rows = [[name, *(table.get(name, "—") for table in tables)] for name in names]
-    return [row for row in rows if len(set(row[1:])) > 1]
+    metric_names = dict.fromkeys(
+        metric_name for table in tables for metric_name in table
+    )
+    table_rows = [
+        [metric_name, *(table.get(metric_name, "—") for table in tables)]
+        for metric_name in metric_names
+    ]
+    return [row for row in table_rows if len(set(row[1:])) > 1]

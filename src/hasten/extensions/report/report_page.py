@@ -16,23 +16,25 @@ from hasten.tracking import goodput
 from hasten.tracking.run_log import PARTS
 
 
-def page(runs: Sequence[RunFolder]) -> str:
+def report_page(runs: Sequence[RunFolder]) -> str:
     """Return the HTML about these runs, whose charts are drawn as SVG."""
-    charts = report_data.charts(runs)
+    charts = report_data.all_charts(runs)
     content = {
         "charts": charts,
-        "events": report_data.events(runs),
-        "unit": report_data.unit(charts),
+        "events": report_data.run_events(runs),
+        "unit": report_data.time_unit(charts),
         "colours": report_data.COLOURS,
     }
-    parts = {
+    placeholders = {
         "__TITLE__": escape(f"hasten report: {', '.join(run.name for run in runs)}"),
-        "__TABLES__": "\n".join(_tables(runs)),
+        "__TABLES__": "\n".join(_run_tables(runs)),
         "__DATA__": script_json(content),
-        "__DRAWING__": _file("report_svg.js"),
+        "__DRAWING__": _read_file("report_svg.js"),
     }
-    template = _file("report_page.html")
-    return re.sub("|".join(parts), lambda match: parts[match[0]], template)
+    template = _read_file("report_page.html")
+    return re.sub(
+        "|".join(placeholders), lambda match: placeholders[match[0]], template
+    )
 
 
 def script_json(content: Any) -> str:  # Any: JSON values
@@ -41,64 +43,76 @@ def script_json(content: Any) -> str:  # Any: JSON values
     return re.sub("[<>&\u2028\u2029]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def _file(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+def _read_file(setting_name: str) -> str:
+    return Path(__file__).with_name(setting_name).read_text(encoding="utf-8")
 
 
-def _tables(runs: Sequence[RunFolder]) -> list[str]:
+def _run_tables(runs: Sequence[RunFolder]) -> list[str]:
     tables: list[str] = []
     if len(runs) > 1:
-        heading = ["setting or fact", *(run.name for run in runs)]
-        tables.append(_table("What differs", heading, report_data.differences(runs)))
-    if rows := report_data.last_values(runs):
+        table_heading = ["setting or fact", *(run.name for run in runs)]
         tables.append(
-            _table(
+            _table_html(
+                "What differs", table_heading, report_data.difference_rows(runs)
+            )
+        )
+    if table_rows := report_data.last_values(runs):
+        tables.append(
+            _table_html(
                 "Last values (lowest to highest)",
                 ["metric", *(run.name for run in runs)],
-                rows,
+                table_rows,
             )
         )
     for run in runs:
         of_run = f": {run.name}" if len(runs) > 1 else ""
-        if (found := goodput.of_run(run.ranks)) is not None:
-            title = f"Goodput{of_run}: {found.ratio:.1%} of {report_data.duration(found.wall_s / 60)}"
+        if (run_goodput := goodput.goodput_of_run(run.ranks)) is not None:
+            table_title = f"Goodput{of_run}: {run_goodput.ratio:.1%} of {report_data.duration_text(run_goodput.wall_s / 60)}"
             tables.append(
-                _table(title, ["cause", "time", "share", ""], report_data.causes(found))
+                _table_html(
+                    table_title,
+                    ["cause", "time", "share", ""],
+                    report_data.cause_rows(run_goodput),
+                )
             )
-        if rows := report_data.spread(run):
-            heading = ["rank", "updates", "step (ms)", "95 % below", *PARTS]
-            tables.append(_table(f"Ranks{of_run}", heading, rows))
+        if table_rows := report_data.rank_rows(run):
+            table_heading = ["rank", "updates", "step (ms)", "95 % below", *PARTS]
+            tables.append(_table_html(f"Ranks{of_run}", table_heading, table_rows))
         events = [
             [
-                report_data.duration(event["minutes"]),
+                report_data.duration_text(event["minutes"]),
                 str(event["event"]),
-                _details(event),
+                _event_details(event),
             ]
-            for event in report_data.events([run])
+            for event in report_data.run_events([run])
         ]
         if events:
             tables.append(
-                _folded(
+                _folded_html(
                     f"Events{of_run} ({len(events)})",
                     ["after", "event", ""],
                     events[:500],
                 )
             )
         settings = [
-            [name, value, source]
-            for name, (value, source) in sorted(run.settings.items())
+            [setting_name, value, source]
+            for setting_name, (value, source) in sorted(run.settings.items())
         ]
         if settings:
             tables.append(
-                _folded(f"Settings{of_run}", ["setting", "value", "from"], settings)
+                _folded_html(
+                    f"Settings{of_run}", ["setting", "value", "from"], settings
+                )
             )
         if run.environment:
-            rows = [[name, value] for name, value in run.environment.items()]
-            tables.append(_folded(f"Environment{of_run}", ["", ""], rows))
+            table_rows = [
+                [setting_name, value] for setting_name, value in run.environment.items()
+            ]
+            tables.append(_folded_html(f"Environment{of_run}", ["", ""], table_rows))
     return tables
 
 
-def _details(event: dict[str, object]) -> str:
+def _event_details(event: dict[str, object]) -> str:
     return ", ".join(
         f"{event[key]}{' s' if key == 'seconds' else ''}"
         for key in ("words", "seconds", "error")
@@ -106,18 +120,22 @@ def _details(event: dict[str, object]) -> str:
     )
 
 
-def _table(title: str, heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return f"<h2>{escape(title)}</h2>{_cells(heading, rows)}"
+def _table_html(
+    table_title: str, table_heading: Sequence[str], table_rows: Sequence[Sequence[str]]
+) -> str:
+    return f"<h2>{escape(table_title)}</h2>{_cells_html(table_heading, table_rows)}"
 
 
-def _folded(title: str, heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return (
-        f"<details><summary>{escape(title)}</summary>{_cells(heading, rows)}</details>"
-    )
+def _folded_html(
+    table_title: str, table_heading: Sequence[str], table_rows: Sequence[Sequence[str]]
+) -> str:
+    return f"<details><summary>{escape(table_title)}</summary>{_cells_html(table_heading, table_rows)}</details>"
 
 
-def _cells(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+def _cells_html(
+    table_heading: Sequence[str], table_rows: Sequence[Sequence[str]]
+) -> str:
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in table_rows]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in heading)
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in table_heading)
     return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'

@@ -46,7 +46,11 @@ class RunFolder:
     @property
     def began_s(self) -> float:
         """Start of the run, in seconds since 1970."""
-        times = [float(log.started["time"]) for log in self.ranks if log.started]
+        times = [
+            float(rank_log.started["time"])
+            for rank_log in self.ranks
+            if rank_log.started
+        ]
         times += [
             float(curve.times.min())
             for curve in self.curves.values()
@@ -57,54 +61,57 @@ class RunFolder:
     @property
     def settings(self) -> dict[str, tuple[str, str]]:
         """Name -> value and source: the Accelerator's settings, then those of the tracker."""
-        found = {
-            name: (str(value), "given to init_trackers")
-            for name, value in self.config.items()
+        settings_by_name = {
+            value_name: (str(value), "given to init_trackers")
+            for value_name, value in self.config.items()
         }
-        started = next(
+        started_event = next(
             (
-                log.started
-                for log in reversed(self.ranks)
-                if log.rank == 0 and log.started
+                rank_log.started
+                for rank_log in reversed(self.ranks)
+                if rank_log.rank == 0 and rank_log.started
             ),
             {},
         )
-        found |= {
-            name: (str(masked_value(name, value)), source)
-            for name, (value, source) in started.get("settings", {}).items()
+        settings_by_name |= {
+            value_name: (str(masked_value(value_name, value)), source)
+            for value_name, (value, source) in started_event.get("settings", {}).items()
         }
-        return found
+        return settings_by_name
 
     @property
     def environment(self) -> dict[str, str]:
         """Machine and package versions, as of the latest start."""
-        started = next(
+        started_event = next(
             (
-                log.started
-                for log in reversed(self.ranks)
-                if log.rank == 0 and log.started
+                rank_log.started
+                for rank_log in reversed(self.ranks)
+                if rank_log.rank == 0 and rank_log.started
             ),
             {},
         )
         plain = {
-            name: started.get(name)
-            for name in ("command", "strategy", "world_size", "device", "host")
+            value_name: started_event.get(value_name)
+            for value_name in ("command", "strategy", "world_size", "device", "host")
         }
-        found = {
-            name: masked(str(value))
-            for name, value in plain.items()
+        facts_by_name = {
+            value_name: masked(str(value))
+            for value_name, value in plain.items()
             if value is not None
         }
-        return found | {
-            str(name): str(value) for name, value in started.get("versions", {}).items()
+        return facts_by_name | {
+            str(value_name): str(value)
+            for value_name, value in started_event.get("versions", {}).items()
         }
 
     @property
     def events(self) -> list[dict[str, Any]]:
         """Events of the main process, by time; starts after the first are called restarts."""
-        found: list[dict[str, Any]] = []
-        for number, log in enumerate(log for log in self.ranks if log.rank == 0):
-            for event in log.events:
+        logged_events: list[dict[str, Any]] = []
+        for number, rank_log in enumerate(
+            rank_log for rank_log in self.ranks if rank_log.rank == 0
+        ):
+            for event in rank_log.events:
                 kind = (
                     "restarted"
                     if number and event.get("event") == "started"
@@ -117,10 +124,10 @@ class RunFolder:
                         if key in event
                     }
                 )
-                found.append(
+                logged_events.append(
                     {"event": kind, "time": float(event.get("time", 0.0)), **details}
                 )
-        return sorted(found, key=lambda event: float(event["time"]))
+        return sorted(logged_events, key=lambda event: float(event["time"]))
 
 
 def read_run(folder: str | Path) -> RunFolder:
@@ -140,12 +147,15 @@ def read_run(folder: str | Path) -> RunFolder:
     config: dict[str, Any] = {}
     for path in files:
         suffix = "" if len(files) == 1 else f" ({path.parent.name})"
-        records = _records(path)
-        curves |= {f"{name}{suffix}": curve for name, curve in _curves(records).items()}
+        records = _read_records(path)
+        curves |= {
+            f"{value_name}{suffix}": curve
+            for value_name, curve in _read_curves(records).items()
+        }
         settings = path.with_name("config.json")
         if settings.exists():
             config |= dict(
-                _flat(masked_tree(msgspec.json.decode(settings.read_bytes())))
+                _flatten_config(masked_tree(msgspec.json.decode(settings.read_bytes())))
             )
     return RunFolder(
         root.name or str(root.resolve().name),
@@ -161,44 +171,48 @@ def _metrics_files(root: Path) -> list[Path]:
     )
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
+def _read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file that have a step; steps repeated after a resume appear once, with their later records."""
     decoder = msgspec.json.Decoder()
-    rows: list[dict[str, Any]] = []
+    logged_records: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines():
         try:
             record = decoder.decode(line)
         except msgspec.DecodeError:  # truncated when its process died
             continue
         if "rewind" in record:
-            rows = [row for row in rows if row["step"] <= record["rewind"]]
+            logged_records = [
+                row for row in logged_records if row["step"] <= record["rewind"]
+            ]
         elif "step" in record:
-            rows.append(record)
-    return rows
+            logged_records.append(record)
+    return logged_records
 
 
-def _curves(records: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
-    found: dict[str, list[tuple[int, float, float]]] = {}
+def _read_curves(records: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
+    points_by_name: dict[str, list[tuple[int, float, float]]] = {}
     for record in records:
-        for name, value in record.get("values", {}).items():
+        for value_name, value in record.get("values", {}).items():
             number = _WORDS.get(value) if isinstance(value, str) else value
             if isinstance(number, (int, float)) and not isinstance(number, bool):
-                found.setdefault(name, []).append(
+                points_by_name.setdefault(value_name, []).append(
                     (record["step"], record["time"], float(number))
                 )
-    return {name: _curve(points) for name, points in found.items()}
+    return {
+        value_name: _curve_of(points) for value_name, points in points_by_name.items()
+    }
 
 
-def _curve(points: list[tuple[int, float, float]]) -> Curve:
+def _curve_of(points: list[tuple[int, float, float]]) -> Curve:
     table = np.array(points, dtype=np.float64)
     return Curve(table[:, 0].astype(np.int64), table[:, 1], table[:, 2])
 
 
-def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+def _flatten_config(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
     if not isinstance(tree, dict):
         return [(prefix, tree)]
     return [
         pair
         for key, value in tree.items()
-        for pair in _flat(value, f"{prefix}.{key}" if prefix else str(key))
+        for pair in _flatten_config(value, f"{prefix}.{key}" if prefix else str(key))
     ]

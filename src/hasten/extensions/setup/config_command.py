@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from hasten.cli.flags import SettingsParser
 from hasten.config import files
 from hasten.config.decode import encode
-from hasten.config.files import default_path, effective, write
+from hasten.config.files import default_path, effective_settings, write
 from hasten.config.masking import masked_value
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
@@ -27,18 +27,20 @@ from hasten.runtime import env as environment
 log = logging.getLogger(__name__)
 
 
-def basic_config(machine: MachineFacts, mixed_precision: str | None = None) -> Config:
+def basic_config(
+    machine_facts: MachineFacts, mixed_precision: str | None = None
+) -> Config:
     """Return suitable settings for a machine: all its devices, or its CPU, and its precision unless one is given."""
-    code: dict[str, Any] = {
-        "mixed_precision": mixed_precision or recommended_precision(machine)[0]
+    code_settings: dict[str, Any] = {
+        "mixed_precision": mixed_precision or recommended_precision(machine_facts)[0]
     }
-    if machine.device == "cpu":
-        code["cpu"] = True
-    elif machine.device == "tpu":
-        code |= {"launch.tpu": True, "strategy": "xla"}
-    elif machine.num_devices > 1:
-        code |= {"launch.multi_gpu": True, "strategy": "ddp"}
-    return resolve(code=code).config
+    if machine_facts.device == "cpu":
+        code_settings["cpu"] = True
+    elif machine_facts.device == "tpu":
+        code_settings |= {"launch.tpu": True, "strategy": "xla"}
+    elif machine_facts.num_devices > 1:
+        code_settings |= {"launch.multi_gpu": True, "strategy": "ddp"}
+    return resolve(code=code_settings).config
 
 
 def write_basic_config(
@@ -59,22 +61,24 @@ def write_basic_config(
     return write(basic_config(examine(), mixed_precision), path)
 
 
-def explain(resolved: Resolved) -> Iterator[str]:
+def explain_values(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each value that was set: name, value, source, and the values that it overrides."""
     for info in SETTABLE:
-        entry = resolved.entries.get(info.path)
-        if entry is None:
+        setting_entry = resolved.entries.get(info.path)
+        if setting_entry is None:
             continue
         overridden = ", ".join(
             f"{_masked_text(weaker_entry)} ({weaker_entry.source})"
             for weaker_entry in resolved.shadowed.get(info.path, ())
         )
-        line = f"{info.name:<36} {_masked_text(entry):<16} {entry.source}"
+        line = (
+            f"{info.name:<36} {_masked_text(setting_entry):<16} {setting_entry.source}"
+        )
         yield f"{line}, instead of {overridden}" if overridden else line
 
 
-def _masked_text(entry: SettingEntry) -> str:
-    return shown(masked_value(entry.path[-1], encode(entry.value)))
+def _masked_text(setting_entry: SettingEntry) -> str:
+    return shown(masked_value(setting_entry.path[-1], encode(setting_entry.value)))
 
 
 USAGE: Final = """usage: hasten config [command] [options]
@@ -93,25 +97,27 @@ Run `hasten config <command> --help` for the options of a command.
 
 def main(argv: Sequence[str]) -> int:
     """Run `hasten config …` and return its exit code."""
-    words = list(argv)
-    if words and words[0] in ("-h", "--help"):
+    command_words = list(argv)
+    if command_words and command_words[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0
-    if words and not words[0].startswith("-"):
-        name = words.pop(0)
-        if name not in COMMANDS:
-            similar_names = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    if command_words and not command_words[0].startswith("-"):
+        command_name = command_words.pop(0)
+        if command_name not in COMMANDS:
+            similar_names = get_close_matches(command_name, COMMANDS, n=1, cutoff=0.5)
             hint = (
                 f"did you mean `hasten config {similar_names[0]}`?"
                 if similar_names
                 else f"the commands are {', '.join(COMMANDS)}."
             )
-            raise ConfigError(f"there is no command `hasten config {name}`; {hint}")
-        return COMMANDS[name](words)
-    return ask(words)
+            raise ConfigError(
+                f"there is no command `hasten config {command_name}`; {hint}"
+            )
+        return COMMANDS[command_name](command_words)
+    return run_wizard(command_words)
 
 
-def ask(argv: Sequence[str]) -> int:
+def run_wizard(argv: Sequence[str]) -> int:
     """Run the wizard."""
     parser = SettingsParser(
         prog="hasten config",
@@ -124,11 +130,11 @@ def ask(argv: Sequence[str]) -> int:
         help="where to write (default: config path)",
     )
     arguments = parser.parse_args(argv)
-    env = environment.snapshot()
+    environment_variables = environment.snapshot()
     path = (
         Path(arguments.config_file)
         if arguments.config_file
-        else files.default_path(env)
+        else files.default_path(environment_variables)
     )
     # the other commands do not need questionary
     from hasten.extensions.setup import wizard
@@ -136,7 +142,7 @@ def ask(argv: Sequence[str]) -> int:
     return wizard.run(examine(), path)
 
 
-def default(argv: Sequence[str]) -> int:
+def write_default(argv: Sequence[str]) -> int:
     """Write settings without questions."""
     parser = SettingsParser(
         prog="hasten config default",
@@ -162,11 +168,11 @@ def default(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"{path} already exists; pass --force to overwrite it, or --config_file to write another file."
         )
-    machine = examine()
-    config = with_flags(basic_config(machine), arguments.settings)
+    machine_facts = examine()
+    config = with_flags(basic_config(machine_facts), arguments.settings)
     files.write(config, path)
     sys.stdout.write(
-        f"This machine: {machine.words}\n\n{files.dump(config, masked=True)}\nWritten to {path}\n"
+        f"This machine: {machine_facts.words}\n\n{files.dump(config, masked=True)}\nWritten to {path}\n"
     )
     return 0
 
@@ -179,7 +185,7 @@ def with_flags(config: Config, flags: Sequence[SettingEntry]) -> Config:
     ).config
 
 
-def show(argv: Sequence[str]) -> int:
+def show_settings(argv: Sequence[str]) -> int:
     """Print the effective settings."""
     parser = SettingsParser(
         prog="hasten config show",
@@ -198,10 +204,12 @@ def show(argv: Sequence[str]) -> int:
     )
     parser.add_settings()
     arguments = parser.parse_args(argv)
-    env = environment.snapshot()
-    resolved = effective(env, arguments.config_file, arguments.settings)
+    environment_variables = environment.snapshot()
+    resolved = effective_settings(
+        environment_variables, arguments.config_file, arguments.settings
+    )
     if arguments.why:
-        sys.stdout.writelines(f"{line}\n" for line in explain(resolved))
+        sys.stdout.writelines(f"{line}\n" for line in explain_values(resolved))
     else:
         sys.stdout.write(files.dump(resolved.config, masked=True))
     for note in resolved.notes:
@@ -209,30 +217,35 @@ def show(argv: Sequence[str]) -> int:
     return 0
 
 
-def check(argv: Sequence[str]) -> int:
+def check_file(argv: Sequence[str]) -> int:
     """Check a settings file; return exit code 0 or 2, with every problem listed."""
     parser = SettingsParser(
         prog="hasten config check", description="Check a settings file."
     )
     parser.add_argument("file", metavar="FILE")
     arguments = parser.parse_args(argv)
-    file = files.read(arguments.file)
-    resolved = resolve(file=file.entries, notes=file.notes)
-    kind = "ours" if file.kind == "hasten" else "Hugging Face Accelerate's"
-    sys.stdout.write(f"{file.path}: valid ({kind}, {len(resolved.entries)} settings)\n")
+    settings_file = files.read(arguments.file)
+    resolved = resolve(file=settings_file.entries, notes=settings_file.notes)
+    kind = "ours" if settings_file.kind == "hasten" else "Hugging Face Accelerate's"
+    sys.stdout.write(
+        f"{settings_file.path}: valid ({kind}, {len(resolved.entries)} settings)\n"
+    )
     for note in resolved.notes:
         sys.stdout.write(f"note: {note}\n")
     return 0
 
 
-def path(argv: Sequence[str]) -> int:
+def print_path(argv: Sequence[str]) -> int:
     """Print the path of the settings file, and the file in effect."""
     parser = SettingsParser(
         prog="hasten config path", description="Print the path of the settings file."
     )
     parser.parse_args(argv)
-    env = environment.snapshot()
-    used_file, default_file = files.find(env), files.default_path(env)
+    environment_variables = environment.snapshot()
+    used_file, default_file = (
+        files.find(environment_variables),
+        files.default_path(environment_variables),
+    )
     sys.stdout.write(f"{used_file or default_file}\n")
     if used_file is None:
         sys.stderr.write("note: there is no file yet; `hasten config` writes it\n")
@@ -244,5 +257,10 @@ def path(argv: Sequence[str]) -> int:
 
 
 COMMANDS: Final = MappingProxyType[str, Callable[[Sequence[str]], int]](
-    {"default": default, "show": show, "check": check, "path": path}
+    {
+        "default": write_default,
+        "show": show_settings,
+        "check": check_file,
+        "path": print_path,
+    }
 )

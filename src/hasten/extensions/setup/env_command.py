@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from hasten.config import files
-from hasten.config.files import effective
+from hasten.config.files import effective_settings
 from hasten.config.masking import masked_tree, masked_value
 from hasten.errors import HastenError
 from hasten.extensions.setup.machine import examine
@@ -41,25 +41,25 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
-    env = environment.snapshot()
+    environment_variables = environment.snapshot()
     report: dict[str, Any] = {  # Any: strings, and mappings of them
         "hasten": __version__,
         "platform": platform.platform(),
         "machine": examine().words,
-        "cluster": _cluster(env),
+        "cluster": _cluster_text(environment_variables),
         "packages": package_versions(),
-        "torch": _torch(),
-        "variables": _variables(env),
-        "settings": _settings(env, arguments.config_file),
+        "torch": _torch_facts(),
+        "variables": _training_variables(environment_variables),
+        "settings": _settings_report(environment_variables, arguments.config_file),
     }
     report = masked_tree(report)
     sys.stdout.write(
-        json.dumps(report, indent=2) + "\n" if arguments.json else _text(report)
+        json.dumps(report, indent=2) + "\n" if arguments.json else _report_text(report)
     )
     return 0
 
 
-def _torch() -> dict[str, str]:
+def _torch_facts() -> dict[str, str]:
     """Return facts about torch and its devices; the reason if torch cannot be imported."""
     try:
         torch = need("torch")
@@ -73,23 +73,24 @@ def _torch() -> dict[str, str]:
         "devices": str(torch.accelerator.device_count()),
         "threads": str(torch.get_num_threads()),
         "backends": ", ".join(
-            name
-            for name in ("gloo", "nccl", "mpi", "ucc", "xccl")
-            if torch.distributed.is_backend_available(name)
+            variable_name
+            for variable_name in ("gloo", "nccl", "mpi", "ucc", "xccl")
+            if torch.distributed.is_backend_available(variable_name)
         ),
     }
     if torch.cuda.is_available():
         torch_facts["names"] = ", ".join(
-            torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
+            torch.cuda.get_device_name(device_index)
+            for device_index in range(torch.cuda.device_count())
         )
         torch_facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         torch_facts["cudnn"] = str(torch.backends.cudnn.version())
     return torch_facts
 
 
-def _cluster(env: Mapping[str, str]) -> str:
+def _cluster_text(environment_variables: Mapping[str, str]) -> str:
     try:
-        allocation = read_allocation(env)
+        allocation = read_allocation(environment_variables)
     except HastenError as error:
         return f"cannot be read: {error}"
     if not allocation.source:
@@ -97,17 +98,21 @@ def _cluster(env: Mapping[str, str]) -> str:
     return f"{allocation.source}, {allocation.num_machines} machines"
 
 
-def _variables(env: Mapping[str, str]) -> dict[str, str]:
+def _training_variables(environment_variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that affect training."""
     return {
-        name: value for name, value in sorted(env.items()) if _VARIABLES.match(name)
+        variable_name: value
+        for variable_name, value in sorted(environment_variables.items())
+        if _VARIABLES.match(variable_name)
     }
 
 
-def _settings(env: Mapping[str, str], config_file: str | None) -> dict[str, str]:
-    settings_file = config_file or files.find(env)
+def _settings_report(
+    environment_variables: Mapping[str, str], config_file: str | None
+) -> dict[str, str]:
+    settings_file = config_file or files.find(environment_variables)
     try:
-        resolved = effective(env, config_file)
+        resolved = effective_settings(environment_variables, config_file)
     except HastenError as error:
         return {"file": str(settings_file), "error": str(error)}
     values = {
@@ -117,14 +122,14 @@ def _settings(env: Mapping[str, str], config_file: str | None) -> dict[str, str]
     return {"file": str(settings_file or "none"), **values}
 
 
-def _text(report: Mapping[str, Any]) -> str:
+def _report_text(report: Mapping[str, Any]) -> str:
     lines = []
-    for name, value in report.items():
+    for variable_name, value in report.items():
         if isinstance(value, dict):
-            lines.append(f"- {name}:")
+            lines.append(f"- {variable_name}:")
             lines += [f"    {key}: {inner}" for key, inner in value.items()] or [
                 "    none"
             ]
         else:
-            lines.append(f"- {name}: {value}")
+            lines.append(f"- {variable_name}: {value}")
     return "\n".join(lines) + "\n"

@@ -42,61 +42,65 @@ class MachineFacts:
         if self.device == "cpu":
             device_text = f"no accelerator; {host}"
         else:
-            memory = (
+            memory_bytes = (
                 f", {self.memory_bytes / _GIB:.0f} GiB each"
                 if self.memory_bytes
                 else ""
             )
-            device_text = f"{self.num_devices} x {self.device_name or self.device}{memory}; {host}"
+            device_text = f"{self.num_devices} x {self.device_name or self.device}{memory_bytes}; {host}"
         return f"{device_text}; under {self.cluster}" if self.cluster else device_text
 
 
 def examine() -> MachineFacts:
     """Return the current state of this machine."""
     host = look_at_host()
-    memory, capability = _examine_nvidia() if host.device == "cuda" else (0, 0.0)
+    memory_bytes, capability = _examine_nvidia() if host.device == "cuda" else (0, 0.0)
     return MachineFacts(
         device=host.device,
         num_devices=host.num_devices,
         device_name=host.device_name,
         cores=host.cores,
-        memory_bytes=memory,
+        memory_bytes=memory_bytes,
         host_memory_bytes=host.memory_bytes,
         capability=capability,
         cluster=cluster_of(host.env),
     )
 
 
-def recommended_precision(machine: MachineFacts) -> tuple[PrecisionType, str]:
+def recommended_precision(machine_facts: MachineFacts) -> tuple[PrecisionType, str]:
     """Return the recommended precision for the devices, and the reason."""
-    if machine.device == "tpu":
+    if machine_facts.device == "tpu":
         return "bf16", "TPUs compute in bf16"
-    if machine.device == "cuda" and machine.capability >= _BF16_CAPABILITY:
+    if machine_facts.device == "cuda" and machine_facts.capability >= _BF16_CAPABILITY:
         return (
             "bf16",
-            f"{machine.device_name} computes bf16 at full speed and needs no loss scaling",
+            f"{machine_facts.device_name} computes bf16 at full speed and needs no loss scaling",
         )
-    if machine.device == "cuda" and machine.capability >= _FP16_CAPABILITY:
-        return "fp16", f"{machine.device_name} is fast in fp16 but not in bf16"
-    if machine.device in ("rocm", "xpu", "npu"):
+    if machine_facts.device == "cuda" and machine_facts.capability >= _FP16_CAPABILITY:
+        return "fp16", f"{machine_facts.device_name} is fast in fp16 but not in bf16"
+    if machine_facts.device in ("rocm", "xpu", "npu"):
         return "bf16", "these accelerators compute in bf16"
     return "no", "full precision is the safe choice here"
 
 
-def offers_fp8(machine: MachineFacts) -> bool:
+def offers_fp8(machine_facts: MachineFacts) -> bool:
     """Return whether the devices can compute in fp8."""
-    return machine.device == "cuda" and machine.capability >= _FP8_CAPABILITY
+    return (
+        machine_facts.device == "cuda" and machine_facts.capability >= _FP8_CAPABILITY
+    )
 
 
 def cluster_of(env: Mapping[str, str]) -> str:
     """Return the scheduler whose variables are set; empty if none."""
-    signs = (
+    scheduler_variables = (
         ("SLURM_JOB_ID", "SLURM"),
         ("PET_NNODES", "Kubernetes"),
         ("OMPI_COMM_WORLD_SIZE", "OpenMPI"),
         ("PMI_SIZE", "MPI"),
     )
-    return next((name for variable, name in signs if env.get(variable)), "")
+    return next(
+        (name for variable, name in scheduler_variables if env.get(variable)), ""
+    )
 
 
 def _examine_nvidia() -> tuple[int, float]:
@@ -116,12 +120,12 @@ def _examine_nvidia() -> tuple[int, float]:
 def parse_devices(rows: Iterable[str]) -> tuple[int, float]:
     """Return the minimum memory in bytes and the minimum capability of rows such as `143771, 9.0`."""
     device_rows = [
-        match
+        row_match
         for row in rows
-        if (match := re.fullmatch(r"\s*(\d+)\s*,\s*(\d+\.\d+)\s*", row))
+        if (row_match := re.fullmatch(r"\s*(\d+)\s*,\s*(\d+\.\d+)\s*", row))
     ]
     if not device_rows:
         return 0, 0.0
-    return min(int(match[1]) for match in device_rows) * 1024**2, min(
-        float(match[2]) for match in device_rows
+    return min(int(row_match[1]) for row_match in device_rows) * 1024**2, min(
+        float(row_match[2]) for row_match in device_rows
     )

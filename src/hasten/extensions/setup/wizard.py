@@ -49,47 +49,55 @@ class Abandoned(ConfigError):
     """Raised when the user leaves the wizard; nothing was written."""
 
 
-def interview(machine: MachineFacts, ask: Ask) -> Config:
+def interview_user(machine_facts: MachineFacts, ask: Ask) -> Config:
     """Return the settings for the answers; `ask` asks one question.
 
     Raises: ConfigError when the answers contradict each other.
     """
-    device = ask(_device_question(machine))
+    device = ask(_device_question(machine_facts))
     settings: dict[str, Any] = {}
     if device == "tpu":
         settings |= {"launch.tpu": True, "strategy": "xla"}
     else:
-        settings |= _ask_for_processes(machine, device, ask)
-    settings["mixed_precision"] = ask(_precision_question(machine, device))
+        settings |= _ask_for_processes(machine_facts, device, ask)
+    settings["mixed_precision"] = ask(_precision_question(machine_facts, device))
     return resolve(code=settings).config
 
 
-def _device_question(machine: MachineFacts) -> Question:
+def _device_question(machine_facts: MachineFacts) -> Question:
     titles = {
-        "cpu": f"CPU, {machine.cores} cores",
+        "cpu": f"CPU, {machine_facts.cores} cores",
         "accelerator": "GPUs or other accelerators of another machine",
         "tpu": "TPU of another machine",
     }
-    detected = machine.device if machine.device in ("cpu", "tpu") else "accelerator"
-    if detected != "cpu":
-        name = machine.device_name or machine.device
-        titles[detected] = f"{machine.num_devices} x {name} (found)"
-    choices = sorted(titles.items(), key=lambda choice: choice[0] != detected)
+    detected_device = (
+        machine_facts.device
+        if machine_facts.device in ("cpu", "tpu")
+        else "accelerator"
+    )
+    if detected_device != "cpu":
+        precision_name = machine_facts.device_name or machine_facts.device
+        titles[detected_device] = (
+            f"{machine_facts.num_devices} x {precision_name} (found)"
+        )
+    choices = sorted(titles.items(), key=lambda choice: choice[0] != detected_device)
     return Question("Where will training run?", tuple(choices))
 
 
-def _ask_for_processes(machine: MachineFacts, device: str, ask: Ask) -> dict[str, Any]:
+def _ask_for_processes(
+    machine_facts: MachineFacts, device: str, ask: Ask
+) -> dict[str, Any]:
     """Return the settings of machines, processes and strategy."""
     settings: dict[str, Any] = {"cpu": True} if device == "cpu" else {}
     num_machines = ask(Question("How many machines?", default="1", minimum=1))
     settings["launch.num_machines"] = num_machines
-    if num_machines > 1 and not machine.cluster:
+    if num_machines > 1 and not machine_facts.cluster:
         settings["launch.main_process_ip"] = ask(Question("Address of machine 0?"))
         settings["launch.main_process_port"] = ask(
             Question("Free port on machine 0?", default="29500", minimum=1)
         )
-    has_devices = device == "accelerator" and machine.device != "cpu"
-    num_devices = num_machines * (machine.num_devices if has_devices else 1)
+    has_devices = device == "accelerator" and machine_facts.device != "cpu"
+    num_devices = num_machines * (machine_facts.num_devices if has_devices else 1)
     num_processes = ask(
         Question(
             "How many processes, over all machines?",
@@ -112,29 +120,37 @@ def _strategy_question() -> Question:
         ("fsdp", "FSDP2: parameters, gradients and optimizer state are sharded"),
     ]
     for extension in installed():
-        for name in extension.strategies:
+        for precision_name in extension.strategies:
             # A strategy with a variable is selected by the kind of device.
-            if name not in extension.strategy_variables:
+            if precision_name not in extension.strategy_variables:
                 choices.append(
-                    (name, f"{extension.summary}; edit its settings in the file")
+                    (
+                        precision_name,
+                        f"{extension.summary}; edit its settings in the file",
+                    )
                 )
     return Question("How is the model distributed over processes?", tuple(choices))
 
 
-def _precision_question(machine: MachineFacts, device: str) -> Question:
-    is_elsewhere = device == "accelerator" and machine.device == "cpu"
+def _precision_question(machine_facts: MachineFacts, device: str) -> Question:
+    is_elsewhere = device == "accelerator" and machine_facts.device == "cpu"
     if is_elsewhere or device == "tpu":
-        best, reason = "bf16", "recommended for recent accelerators"
+        best_precision, reason = "bf16", "recommended for recent accelerators"
     else:
-        best, reason = recommended_precision(
-            MachineFacts() if device == "cpu" else machine
+        best_precision, reason = recommended_precision(
+            MachineFacts() if device == "cpu" else machine_facts
         )
     choices = [
-        (name, f"{title} (recommended: {reason})" if name == best else title)
-        for name, title in _PRECISION_TITLES
-        if name != "fp8" or offers_fp8(machine) or is_elsewhere
+        (
+            precision_name,
+            f"{title} (recommended: {reason})"
+            if precision_name == best_precision
+            else title,
+        )
+        for precision_name, title in _PRECISION_TITLES
+        if precision_name != "fp8" or offers_fp8(machine_facts) or is_elsewhere
     ]
-    choices.sort(key=lambda choice: choice[0] != best)
+    choices.sort(key=lambda choice: choice[0] != best_precision)
     return Question("Mixed precision?", tuple(choices))
 
 
@@ -168,7 +184,7 @@ def _problem_of(question: Question, text: str) -> str:
     return f"a whole number of at least {question.minimum}"
 
 
-def run(machine: MachineFacts, path: Path) -> int:
+def run(machine_facts: MachineFacts, path: Path) -> int:
     """Ask the questions, show the file and write it; return the exit code.
 
     Raises: Abandoned when the user leaves, or there is no terminal.
@@ -177,9 +193,9 @@ def run(machine: MachineFacts, path: Path) -> int:
         raise Abandoned(
             "the wizard needs an interactive terminal; run `hasten config default`, or write the file by hand (docs/config.md)."
         )
-    sys.stdout.write(f"This machine: {machine.words}\n\n")
+    sys.stdout.write(f"This machine: {machine_facts.words}\n\n")
     try:
-        config = interview(machine, ask_in_terminal)
+        config = interview_user(machine_facts, ask_in_terminal)
         sys.stdout.write(f"\n{dump(config, masked=True)}\n")
         verb = "Replace" if path.exists() else "Write"
         if not questionary.confirm(f"{verb} {path}?", default=True).unsafe_ask():

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from hasten.config.handoff import pack
+from hasten.config.handoff import pack_settings
 from hasten.config.root import Config
 from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import ConfigError, LaunchError, MissingPackageError
@@ -133,7 +133,7 @@ def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
         setting_entry.path: setting_entry
         for setting_entry in settings_of_replica(request.config)
     }
-    handoff = pack({**request.entries, **replica_entries})
+    handoff = pack_settings({**request.entries, **replica_entries})
     shape = decide_shape(request, host)
     if shape.allocation.rank is not None:
         raise ConfigError(

@@ -157,7 +157,7 @@ class Survive(RunPart):
         )
         self._clock, self._num_replicas = components.clock, settings.replicas
         if components.run_log is not None:
-            replica.note = components.run_log.event
+            replica.note = components.run_log.record_event
         accelerator.process.leads = lambda: replica.duties.leads
         preemption, saving = components.preemption, components.saving
         replica.duties.received = lambda: preemption.received

@@ -15,9 +15,9 @@ class AimTracker(Tracker):
     name = "aim"
     package = "aim"
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **run_options: Any) -> None:
         """Pass `options` to aim.Run, for example `repo="aim://host:53800"`."""
-        self._options = options
+        self._options = run_options
         self._run: Any = None  # Any: aim is an optional package
         self._aim: Any = None
 
@@ -30,7 +30,7 @@ class AimTracker(Tracker):
         """Start a run, or reopen that of the checkpoint."""
         self._aim = need("aim", why='log_with="aim"')
         run.directory.mkdir(parents=True, exist_ok=True)
-        options = {
+        run_options = {
             "repo": str(run.directory),
             "experiment": run.project,
             "capture_terminal_logs": False,
@@ -39,7 +39,7 @@ class AimTracker(Tracker):
             **self._options,
             **run.options,
         }
-        self._run = self._aim.Run(**options)
+        self._run = self._aim.Run(**run_options)
         self._run.name = run.run_id
         if run.config:
             self._run["config"] = run.shown_config
@@ -51,21 +51,23 @@ class AimTracker(Tracker):
 
     def log(self, entry: Entry) -> None:
         """Track numbers as metrics and strings as texts."""
-        for name, number in entry.numbers.items():
-            self._run.track(number, name=name, step=entry.step, **entry.options)
-        for name, text in entry.texts.items():
+        for value_name, number in entry.numbers.items():
+            self._run.track(number, name=value_name, step=entry.step, **entry.options)
+        for value_name, text in entry.texts.items():
             self._run.track(
-                self._aim.Text(text), name=name, step=entry.step, **entry.options
+                self._aim.Text(text), name=value_name, step=entry.step, **entry.options
             )
 
     def log_images(self, entry: ImageEntry) -> None:
         """Track the images of a name as one sequence element."""
-        for name, images in entry.images.items():
-            wrapped = [
+        for value_name, images in entry.images.items():
+            aim_images = [
                 self._aim.Image(image.squeeze(2) if image.shape[2] == 1 else image)
                 for image in images
             ]
-            self._run.track(wrapped, name=name, step=entry.step, **entry.options)
+            self._run.track(
+                aim_images, name=value_name, step=entry.step, **entry.options
+            )
 
     def finish(self, failed: bool) -> None:
         """Close the run; a failed one is tagged."""

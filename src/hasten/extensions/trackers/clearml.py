@@ -14,9 +14,9 @@ class ClearmlTracker(Tracker):
     name = "clearml"
     package = "clearml"
 
-    def __init__(self, *, offline: bool = False, **options: Any) -> None:
+    def __init__(self, *, offline: bool = False, **task_options: Any) -> None:
         """Pass `options` to clearml.Task.init."""
-        self._options = {"offline": offline, **options}
+        self._options = {"offline": offline, **task_options}
         self._offline = offline
         self._task: Any = None  # Any: clearml is an optional package
 
@@ -28,7 +28,7 @@ class ClearmlTracker(Tracker):
     def start(self, run: Run) -> str:
         """Create the task, or continue that of the checkpoint."""
         task = need("clearml", why='log_with="clearml"').Task
-        options = {
+        task_options = {
             "project_name": run.project,
             "task_name": run.run_id,
             "reuse_last_task_id": False,
@@ -37,12 +37,12 @@ class ClearmlTracker(Tracker):
             **self._options,
             **run.options,
         }
-        self._offline = bool(options.pop("offline")) or task.is_offline()
+        self._offline = bool(task_options.pop("offline")) or task.is_offline()
         if self._offline:
             task.set_offline(offline_mode=True)
             # an offline session cannot be reopened; a resume starts another
-            options["continue_last_task"] = False
-        self._task = task.init(**options)
+            task_options["continue_last_task"] = False
+        self._task = task.init(**task_options)
         # ClearML adds an offset to the steps of a continued task; hasten's steps are absolute already
         if run.resume:
             self._task.set_initial_iteration(0)
@@ -53,8 +53,8 @@ class ClearmlTracker(Tracker):
     def log(self, entry: Entry) -> None:
         """Report numbers as scalars (`title/series`) and strings as text."""
         logger = self._task.get_logger()
-        for name, number in entry.numbers.items():
-            title, series = _split(name)
+        for value_name, number in entry.numbers.items():
+            title, series = _split_title(value_name)
             logger.report_scalar(
                 title=title,
                 series=series,
@@ -62,28 +62,30 @@ class ClearmlTracker(Tracker):
                 iteration=entry.step,
                 **entry.options,
             )
-        for name, text in entry.texts.items():
-            logger.report_text(f"step {entry.step} {name}: {text}", print_console=False)
+        for value_name, text in entry.texts.items():
+            logger.report_text(
+                f"step {entry.step} {value_name}: {text}", print_console=False
+            )
 
     def log_images(self, entry: ImageEntry) -> None:
         """Report every image."""
         logger = self._task.get_logger()
-        for name, images in entry.images.items():
+        for value_name, images in entry.images.items():
             for index, image in enumerate(images):
-                title, series = _split(name)
+                title, series = _split_title(value_name)
                 series = series if len(images) == 1 else f"{series}_{index}"
-                flat = image.squeeze(2) if image.shape[2] == 1 else image
+                flat_image = image.squeeze(2) if image.shape[2] == 1 else image
                 logger.report_image(
                     title=title,
                     series=series,
                     iteration=entry.step,
-                    image=flat,
+                    image=flat_image,
                     **entry.options,
                 )
 
     def log_table(self, entry: TableEntry) -> None:
         """Report the table with its header."""
-        title, series = _split(entry.name)
+        title, series = _split_title(entry.name)
         table = [list(entry.columns), *(list(row) for row in entry.rows)]
         logger = self._task.get_logger()
         logger.report_table(
@@ -108,7 +110,7 @@ class ClearmlTracker(Tracker):
         self._task.close()
 
 
-def _split(name: str) -> tuple[str, str]:
+def _split_title(value_name: str) -> tuple[str, str]:
     """Return the ClearML plot and line of a name: `train/loss` is the line `loss` in the plot `train`."""
-    title, slash, series = name.partition("/")
-    return (title, series) if slash else (name, name)
+    title, slash, series = value_name.partition("/")
+    return (title, series) if slash else (value_name, value_name)

@@ -10,7 +10,7 @@ from typing import Any
 from hasten.optional import need
 from hasten.runtime import env as environment
 from hasten.tracking.base import Entry, Run, Tracker
-from hasten.tracking.values import flatten
+from hasten.tracking.values import flatten_values
 
 
 class CometTracker(Tracker):
@@ -32,26 +32,36 @@ class CometTracker(Tracker):
     def start(self, run: Run) -> str:
         """Create the experiment, or continue that of the checkpoint."""
         comet = need("comet_ml", why='log_with="comet_ml"')
-        given = {**self._options, **run.options}
-        known = set(inspect.signature(comet.start).parameters)
-        extra = {name: given.pop(name) for name in list(given) if name not in known}
-        if "experiment_config" not in given:
+        start_options = {**self._options, **run.options}
+        start_parameters = set(inspect.signature(comet.start).parameters)
+        config_options = {
+            name: start_options.pop(name)
+            for name in list(start_options)
+            if name not in start_parameters
+        }
+        if "experiment_config" not in start_options:
             # the user's choice takes precedence
-            chosen = environment.snapshot().get("COMET_OFFLINE_DIRECTORY")
-            folder = Path(chosen) if chosen else run.directory / run.project / "comet"
-            folder.mkdir(parents=True, exist_ok=True)
-            given["experiment_config"] = comet.ExperimentConfig(
-                **{"offline_directory": str(folder), **extra}
+            user_folder = environment.snapshot().get("COMET_OFFLINE_DIRECTORY")
+            folder = (
+                Path(user_folder)
+                if user_folder
+                else run.directory / run.project / "comet"
             )
-        key = (
+            folder.mkdir(parents=True, exist_ok=True)
+            start_options["experiment_config"] = comet.ExperimentConfig(
+                **{"offline_directory": str(folder), **config_options}
+            )
+        experiment_key = (
             run.resume.run_id
             if run.resume
             else hashlib.blake2b(run.run_id.encode(), digest_size=16).hexdigest()
         )
-        named = {"experiment_key": key, "mode": "get_or_create"}
-        self._experiment = comet.start(**{"project": run.project, **named, **given})
+        identity_options = {"experiment_key": experiment_key, "mode": "get_or_create"}
+        self._experiment = comet.start(
+            **{"project": run.project, **identity_options, **start_options}
+        )
         if run.config and not run.resume:
-            self._experiment.log_parameters(dict(flatten(run.shown_config)))
+            self._experiment.log_parameters(dict(flatten_values(run.shown_config)))
         return str(self._experiment.get_key())
 
     def log(self, entry: Entry) -> None:

@@ -44,8 +44,8 @@ class DvcliveTracker(Tracker):
     def log(self, entry: Entry) -> None:
         """Log every value at its step."""
         self._live.step = entry.step
-        for name, value in entry.values.items():
-            self._live.log_metric(name, value, **entry.options)
+        for value_name, value in entry.values.items():
+            self._live.log_metric(value_name, value, **entry.options)
 
     def flush(self) -> None:
         """Write the summary file."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from hasten.optional import check_installed, need
 from hasten.tracking.base import Entry, Run, Tracker
-from hasten.tracking.values import flatten
+from hasten.tracking.values import flatten_values
 
 _BATCH = 100  # largest number of parameters in one call of MLflow
 
@@ -43,8 +43,8 @@ class MlflowTracker(Tracker):
         """Create the run, or set that of the checkpoint running again."""
         self._mlflow = need("mlflow", why='log_with="mlflow"')
         options = {**self._options, **run.options}
-        uri = options.pop("tracking_uri", self._uri)
-        self.tracking_uri = uri or self._default_uri(run)
+        tracking_address = options.pop("tracking_uri", self._uri)
+        self.tracking_uri = tracking_address or self._default_uri(run)
         self.client = self._mlflow.MlflowClient(tracking_uri=self.tracking_uri)
         if run.resume:
             self.run_id = run.resume.run_id
@@ -72,34 +72,39 @@ class MlflowTracker(Tracker):
             experiment, **{"run_name": run.run_id, **options}
         )
         self.run_id = created.info.run_id
-        self.log_params(dict(flatten(run.shown_config)))
+        self.log_params(dict(flatten_values(run.shown_config)))
 
-    def _experiment(self, name: str) -> str:
+    def _experiment(self, value_name: str) -> str:
         """Return the id of the experiment of this name, which is created if there is none."""
-        found = self.client.get_experiment_by_name(name)
+        existing_experiment = self.client.get_experiment_by_name(value_name)
         return str(
-            found.experiment_id
-            if found
-            else self.client.create_experiment(name, self._artifacts)
+            existing_experiment.experiment_id
+            if existing_experiment
+            else self.client.create_experiment(value_name, self._artifacts)
         )
 
     def log_params(self, values: Mapping[str, Any]) -> None:
         """Record settings, in batches that MLflow accepts."""
         params = [
-            self._mlflow.entities.Param(name, str(value))
-            for name, value in values.items()
+            self._mlflow.entities.Param(value_name, str(value))
+            for value_name, value in values.items()
         ]
-        for first in range(0, len(params), _BATCH):
-            self.client.log_batch(self.run_id, params=params[first : first + _BATCH])
+        for batch_start in range(0, len(params), _BATCH):
+            self.client.log_batch(
+                self.run_id, params=params[batch_start : batch_start + _BATCH]
+            )
 
     def log(self, entry: Entry) -> None:
         """Log numbers as metrics and strings as tags, in one call."""
-        entities, when = self._mlflow.entities, int(entry.time_s * 1000)
+        entities, time_ms = self._mlflow.entities, int(entry.time_s * 1000)
         metrics = [
-            entities.Metric(name, value, when, entry.step)
-            for name, value in entry.numbers.items()
+            entities.Metric(value_name, value, time_ms, entry.step)
+            for value_name, value in entry.numbers.items()
         ]
-        tags = [entities.RunTag(name, value) for name, value in entry.texts.items()]
+        tags = [
+            entities.RunTag(value_name, value)
+            for value_name, value in entry.texts.items()
+        ]
         self.client.log_batch(self.run_id, metrics=metrics, tags=tags, **entry.options)
 
     def finish(self, failed: bool) -> None:

@@ -36,42 +36,45 @@ class SwanlabTracker(Tracker):
             environment.snapshot().get("SWANLAB_LOG_DIR") or run.directory / "swanlab"
         )  # the user's choice takes precedence
         folder.mkdir(parents=True, exist_ok=True)
-        found = (
+        run_id = (
             run.resume.run_id
             if run.resume
             else hashlib.blake2b(run.run_id.encode(), digest_size=10).hexdigest()
         )
-        named = {
+        identity_options = {
             "name": run.run_id,
-            "id": found,
+            "id": run_id,
             "resume": "allow",
             "log_dir": str(folder),
         }
         options = {
             "project": run.project,
             "config": run.shown_config,
-            **named,
+            **identity_options,
             **self._options,
             **run.options,
         }
         self._run = self._swanlab.init(**options)
-        return found
+        return run_id
 
     def log(self, entry: Entry) -> None:
         """Log numbers as scalars and strings as texts."""
-        texts = {name: self._swanlab.Text(text) for name, text in entry.texts.items()}
+        texts = {
+            value_name: self._swanlab.Text(text)
+            for value_name, text in entry.texts.items()
+        }
         self._run.log({**entry.numbers, **texts}, step=entry.step, **entry.options)
 
     def log_images(self, entry: ImageEntry) -> None:
         """Log the images of a name together."""
         media = {
-            name: [
+            value_name: [
                 self._swanlab.Image(
                     image.repeat(3, 2) if image.shape[2] == 1 else image
                 )
                 for image in images
             ]
-            for name, images in entry.images.items()
+            for value_name, images in entry.images.items()
         }
         self._run.log(media, step=entry.step, **entry.options)
 

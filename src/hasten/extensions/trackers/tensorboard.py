@@ -8,7 +8,7 @@ from typing import Any
 
 from hasten.optional import need
 from hasten.tracking.base import Entry, ImageEntry, Run, Tracker
-from hasten.tracking.values import flatten
+from hasten.tracking.values import flatten_values
 
 
 class TensorboardTracker(Tracker):
@@ -40,18 +40,18 @@ class TensorboardTracker(Tracker):
 
     def log(self, entry: Entry) -> None:
         """Add one scalar or text per value."""
-        for name, number in entry.numbers.items():
+        for value_name, number in entry.numbers.items():
             self._writer.add_scalar(
-                name, number, entry.step, walltime=entry.time_s, **entry.options
+                value_name, number, entry.step, walltime=entry.time_s, **entry.options
             )
-        for name, text in entry.texts.items():
-            self._writer.add_text(name, text, entry.step, walltime=entry.time_s)
+        for value_name, text in entry.texts.items():
+            self._writer.add_text(value_name, text, entry.step, walltime=entry.time_s)
 
     def log_images(self, entry: ImageEntry) -> None:
         """Add the images, with an index after the name if there are several."""
-        for name, images in entry.images.items():
+        for value_name, images in entry.images.items():
             for index, image in enumerate(images):
-                tag = name if len(images) == 1 else f"{name}/{index}"
+                tag = value_name if len(images) == 1 else f"{value_name}/{index}"
                 options = {"dataformats": "HWC", **entry.options}
                 self._writer.add_image(
                     tag, image, entry.step, walltime=entry.time_s, **options
@@ -81,10 +81,10 @@ class TensorboardTracker(Tracker):
             "config", f"```json\n{json.dumps(run.shown_config, indent=2)}\n```", 0
         )
         settings = {
-            name: value
+            value_name: value
             if isinstance(value, (bool, int, float, str))
             else json.dumps(value)
-            for name, value in flatten(run.shown_config)
+            for value_name, value in flatten_values(run.shown_config)
         }
         for summary in need("torch.utils.tensorboard.summary").hparams(settings, {}):
             self._writer.file_writer.add_summary(summary)

@@ -28,21 +28,21 @@ class TrackioTracker(Tracker):
     def start(self, run: Run) -> str:
         """Start the run, or continue that of the checkpoint."""
         self._trackio = need("trackio", why='log_with="trackio"')
-        name = run.resume.run_id if run.resume else run.run_id
-        named = {
-            "name": name,
+        run_name = run.resume.run_id if run.resume else run.run_id
+        identity_options = {
+            "name": run_name,
             "resume": "must" if run.resume else "never",
             "embed": False,
         }
         options = {
             "project": run.project,
             "config": run.shown_config,
-            **named,
+            **identity_options,
             **self._options,
             **run.options,
         }
         self._run = self._trackio.init(**options)
-        return name
+        return run_name
 
     def log(self, entry: Entry) -> None:
         """Log the values at their step."""
@@ -51,10 +51,12 @@ class TrackioTracker(Tracker):
     def log_images(self, entry: ImageEntry) -> None:
         """Log every image."""
         media = {
-            name if len(images) == 1 else f"{name}_{index}": self._trackio.Image(
+            run_name
+            if len(images) == 1
+            else f"{run_name}_{index}": self._trackio.Image(
                 image.repeat(3, 2) if image.shape[2] == 1 else image
             )
-            for name, images in entry.images.items()
+            for run_name, images in entry.images.items()
             for index, image in enumerate(images)
         }
         self._run.log(media, step=entry.step, **entry.options)

@@ -33,7 +33,7 @@ class WandbTracker(Tracker):
         env = environment.snapshot()
         # the user's choice takes precedence
         folder = env.get("WANDB_DIR") or str(run.directory)
-        named = {
+        identity_options = {
             "dir": folder,
             "id": run.resume.run_id
             if run.resume
@@ -45,7 +45,7 @@ class WandbTracker(Tracker):
         options = {
             "project": run.project,
             "config": run.shown_config,
-            **named,
+            **identity_options,
             **self._options,
             **run.options,
         }
@@ -63,11 +63,11 @@ class WandbTracker(Tracker):
     def log_images(self, entry: ImageEntry) -> None:
         """Log the images as wandb media."""
         media = {
-            name: [
+            value_name: [
                 self._wandb.Image(image.squeeze(2) if image.shape[2] == 1 else image)
                 for image in images
             ]
-            for name, images in entry.images.items()
+            for value_name, images in entry.images.items()
         }
         self._run.log(media, step=entry.step, **entry.options)
 

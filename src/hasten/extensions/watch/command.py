@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hasten.cli.flags import CommandParser, seconds
+from hasten.cli.flags import CommandParser, positive_seconds
 from hasten.errors import ConfigError
 from hasten.extensions.watch.job_sockets import Address, live_sockets, request_status
 from hasten.runtime import env
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--interval",
-        type=seconds,
+        type=positive_seconds,
         default=1.0,
         metavar="S",
         help="seconds between refreshes (default: 1)",

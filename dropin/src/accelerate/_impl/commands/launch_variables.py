@@ -11,7 +11,7 @@ from typing import Any, Final
 from accelerate._impl.environment.variables import environment
 from hasten.cli.launch_cmd import make_parser
 from hasten.config.established import established_variables
-from hasten.config.files import effective
+from hasten.config.files import effective_settings
 from hasten.config.handoff import VARIABLE
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH
@@ -63,7 +63,7 @@ def sequence_options_apart(words: Sequence[str]) -> list[SettingEntry]:
 def settings_for(words: Sequence[str]) -> Config:
     parsed = make_parser("accelerate").parse_args(words)
     env = {name: value for name, value in environment().items() if name != VARIABLE}
-    return effective(env, parsed.config_file, parsed.settings).config
+    return effective_settings(env, parsed.config_file, parsed.settings).config
 
 
 def spell_variables(config: Config) -> dict[str, str]:

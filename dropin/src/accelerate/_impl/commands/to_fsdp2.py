@@ -10,7 +10,7 @@ import yaml
 
 from accelerate._impl.environment.parsers import parser_of, runner
 from accelerate._impl.surface.messages import message
-from hasten.config.files import contents
+from hasten.config.files import read_contents
 from hasten.config.legacy import fsdp_from_fsdp1
 from hasten.errors import ConfigError
 
@@ -31,7 +31,7 @@ def to_fsdp2_command(args: Any) -> None:
 
 
 def load_config(config_file: str) -> dict[str, Any]:
-    return dict(yaml.safe_load(contents(Path(config_file))))
+    return dict(yaml.safe_load(read_contents(Path(config_file))))
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from accelerate._impl.enums import (
 )
 from accelerate._impl.environment.variables import environment
 from accelerate._impl.surface.messages import message
-from hasten.config.files import accelerate_paths, contents
+from hasten.config.files import accelerate_paths, read_contents
 
 # Any in this file: values of settings.
 _SWITCHES = dict.fromkeys(("use_cpu", "debug", "enable_cpu_affinity"), False)
@@ -34,7 +34,7 @@ def load_config_from_file(config_file: str | None) -> "BaseConfig":
         raise FileNotFoundError(message("no_config_file", config_file))
     if not path.is_file() and (older := path.with_suffix(".json")).is_file():
         path = older
-    text = contents(path)
+    text = read_contents(path)
     values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     return config_from(values, str(path))
 

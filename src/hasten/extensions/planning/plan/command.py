@@ -12,7 +12,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from hasten.cli.flags import CommandParser, split_at_dashes, whole
+from hasten.cli.flags import CommandParser, split_at_dashes, whole_number
 from hasten.config import files
 from hasten.errors import ConfigError
 from hasten.extensions.planning.plan import hardware, report
@@ -153,7 +153,7 @@ def _make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--gpus", type=whole(1, 1_000_000), required=True, help="number of GPUs"
+        "--gpus", type=whole_number(1, 1_000_000), required=True, help="number of GPUs"
     )
     parser.add_argument(
         "--gpu",
@@ -163,13 +163,13 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--global-batch",
         "--global_batch",
-        type=whole(1),
+        type=whole_number(1),
         required=True,
         help="samples per update, over all GPUs",
     )
     parser.add_argument(
         "--seq",
-        type=whole(1),
+        type=whole_number(1),
         help="tokens per sample, for a folder or a model without inputs",
     )
     parser.add_argument(
@@ -182,7 +182,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--micro-batch",
         "--micro_batch",
-        type=whole(1),
+        type=whole_number(1),
         help="samples per forward pass, instead of a search",
     )
     parser.add_argument(

@@ -19,7 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from hasten.cli.flags import CommandParser, split_at_dashes, whole
+from hasten.cli.flags import CommandParser, split_at_dashes, whole_number
 from hasten.config import files
 from hasten.config.root import Config
 from hasten.errors import ConfigError
@@ -256,13 +256,13 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--updates",
-        type=whole(2),
+        type=whole_number(2),
         default=20,
         help="updates that are timed in each trial",
     )
     parser.add_argument(
         "--warmup",
-        type=whole(),
+        type=whole_number(),
         default=5,
         help="updates before those, which are not timed",
     )
