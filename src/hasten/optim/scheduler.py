@@ -162,7 +162,7 @@ def total_of(scheduler: Any) -> int | None:
             ),
             None,
         )
-    schedule_length = next(
+    num_steps = next(
         (
             getattr(scheduler, name)
             for kind, name in _LENGTHS
@@ -170,7 +170,7 @@ def total_of(scheduler: Any) -> int | None:
         ),
         None,
     )
-    return int(schedule_length) if isinstance(schedule_length, int | float) else None
+    return int(num_steps) if isinstance(num_steps, int | float) else None
 
 
 def _of_function(user_function: Callable[..., Any]) -> int | None:
