@@ -22,7 +22,7 @@ MODELS: Final = (
 FUNCTION: Final = "it needs a function"
 
 
-def refuse(call: str, value: object, need: str) -> NoReturn:
+def refuse(call_name: str, value: object, requirement: str) -> NoReturn:
     """Raise ArgumentError for an argument of a call; `need` says what it must be and what to pass instead."""
     shown = (
         f"a tensor of shape {tuple(value.shape)}"
@@ -32,43 +32,45 @@ def refuse(call: str, value: object, need: str) -> NoReturn:
     if len(shown) > _MAX_CHARS:
         shown = f"{shown[:_MAX_CHARS]}…"
     raise ArgumentError(
-        f"accelerator.{call} got {shown} of type {type(value).__qualname__}; {need}."
+        f"accelerator.{call_name} got {shown} of type {type(value).__qualname__}; {requirement}."
     )
 
 
 # Any: a class, a union or an abstract class
-def check_type(call: str, kind: Any, need: str, *values: object) -> None:
+def check_type(call_name: str, kind: Any, requirement: str, *values: object) -> None:
     """Raise unless every value is an instance of `kind`."""
     for value in values:
         if not isinstance(value, kind):
-            refuse(call, value, need)
+            refuse(call_name, value, requirement)
 
 
 # Any: the user's
 def check_number(
-    call: str, value: Any, least: float | None = None, whole: bool = False
+    call_name: str, value: Any, least: float | None = None, is_integer: bool = False
 ) -> None:
     """Raise unless `value` is one number, a whole one if asked for, and at least `least`."""
-    need = "it needs a whole number" if whole else "it needs a number"
+    requirement = "it needs a whole number" if is_integer else "it needs a number"
     if least is not None:
-        need = f"{need} of at least {least}"
+        requirement = f"{requirement} of at least {least}"
     is_scalar = isinstance(value, Tensor) and value.numel() == 1
     if isinstance(value, bool) or not (
-        is_scalar or isinstance(value, Integral if whole else Real)
+        is_scalar or isinstance(value, Integral if is_integer else Real)
     ):
-        refuse(call, value, need)
+        refuse(call_name, value, requirement)
     # reading it would synchronise with the device
     if least is None or (is_scalar and not value.is_cpu):
         return
     if not float(value) >= least:
-        refuse(call, value, f"{need}, since nan and smaller ones make no sense")
+        refuse(
+            call_name, value, f"{requirement}, since nan and smaller ones make no sense"
+        )
 
 
 def check_loss(loss: object, batch: object) -> None:
     """Raise for a `loss` that is no tensor; `batch` is the batch that the loop reads, None if unknown."""
     if loss is not None:
-        need = "only a tensor has gradients to backpropagate. Give the loss itself, not loss.item() or the model's whole output"
-        check_type("backward(loss)", Tensor, need, loss)
+        requirement = "only a tensor has gradients to backpropagate. Give the loss itself, not loss.item() or the model's whole output"
+        check_type("backward(loss)", Tensor, requirement, loss)
         return
     if not isinstance(batch, Mapping):
         reason = "and there is nothing to backpropagate. Give the model its labels, or compute the loss from what it returns"
@@ -81,37 +83,39 @@ def check_loss(loss: object, batch: object) -> None:
     )
 
 
-def check_tensors(tree: Tree, call: str) -> None:
+def check_tensors(tree: Tree, call_name: str) -> None:
     """Raise if `tree` holds no tensor, which a collective would return unchanged; empty containers and None are accepted."""
     if isinstance(tree, Tensor) or tree is None or trees.tensors(tree):
         return
     if not trees.is_container(tree) or any(True for _ in trees.paths(tree)):
-        need = "it works on tensors, and the values of the other processes would be missing. Use gather_object for objects"
-        refuse(call, tree, f"{need}, or wrap the number in torch.tensor(...)")
+        requirement = "it works on tensors, and the values of the other processes would be missing. Use gather_object for objects"
+        refuse(
+            call_name, tree, f"{requirement}, or wrap the number in torch.tensor(...)"
+        )
 
 
 def check_axes(axes: object) -> None:
     """Raise unless `axes` is a list of distinct mesh axes."""
-    call, need = (
+    call_name, requirement = (
         "gather(axes) and other collectives",
         f"it needs a list of mesh axes, such as [Axis.TP]; there are {', '.join(AXES)}",
     )
     if isinstance(axes, str) or not isinstance(axes, Iterable):
-        refuse(call, axes, need)
+        refuse(call_name, axes, requirement)
     names = list(axes)
     for axis in names:
         if not isinstance(axis, str) or axis not in AXES:
-            refuse(call, axis, need)
+            refuse(call_name, axis, requirement)
     if len(set(names)) < len(names):
-        refuse(call, names, "an axis is named twice. Name each once")
+        refuse(call_name, names, "an axis is named twice. Name each once")
 
 
-def check_cursor(loader: object, call: str) -> LoaderCursor:
+def check_cursor(loader: object, call_name: str) -> LoaderCursor:
     """Return the cursor of a prepared loader; raise for anything else."""
     cursor = getattr(loader, "cursor", None)
     if not isinstance(cursor, LoaderCursor):
         refuse(
-            call,
+            call_name,
             loader,
             "only a prepared loader knows its padding and its end. Give the loader that prepare() returned",
         )

@@ -188,22 +188,22 @@ class Accelerator:
         context: ProcessContext | None = None,
         **extension_settings: Any,  # Any: sections, mappings, names and numbers
     ) -> None:
-        given = {
+        given_settings = {
             name: value
             for name, value in locals().items()
             if name not in ("self", "context", "extension_settings")
             and value is not None
         }
-        settings = resolve_settings(given | extension_settings)
+        settings = resolve_settings(given_settings | extension_settings)
         self.config: Config = settings.config
         self.ctx = join_world(settings.config, context)
         self.process = Process(self.ctx)
         self._strategy: Strategy = choose_strategy(self.config, self.ctx)
-        window = self.config.gradient_accumulation
+        accumulation_settings = self.config.gradient_accumulation
         clock = StepClock(
-            window.num_steps,
+            accumulation_settings.num_steps,
             LossWeights(self.ctx.groups(*LOSS)),
-            window.sync_with_dataloader,
+            accumulation_settings.sync_with_dataloader,
         )
         self._clock = clock
         self._precision = build_precision(
@@ -226,10 +226,12 @@ class Accelerator:
         )
         self._prepared = self._preparer.done
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
-        owner = weakref.ref(self)  # the clock must not keep the Accelerator alive
+        accelerator_ref = weakref.ref(
+            self
+        )  # the clock must not keep the Accelerator alive
         clock.read_position = lambda: (
             None
-            if (accelerator := owner()) is None
+            if (accelerator := accelerator_ref()) is None
             else accelerator._saving.read_position()
         )
         self._is_checked: Callable[[str], bool] = lambda setting: (
@@ -273,11 +275,11 @@ class Accelerator:
         return load("uploads", "hub")(
             self.ctx.world,
             self.is_main_process,
-            self._facts,
+            self._describe_run,
             self.config.project.project_dir,
         )
 
-    def _facts(self) -> dict[str, Any]:  # Any: numbers and strings
+    def _describe_run(self) -> dict[str, Any]:  # Any: numbers and strings
         """Return a description of the run for model cards."""
         precision = self.config.mixed_precision
         return {
@@ -313,7 +315,7 @@ class Accelerator:
                 model, self._strategy.unwrap(model)
             )
         self._preemption = Preemption(self.ctx.world)
-        members: list[RunPart] = [self._preemption]
+        run_part_members: list[RunPart] = [self._preemption]
         number_settings = numbers_settings(self.config, self._strategy, self._precision)
         if number_settings is not None:
             numbers_watch = NumbersWatch(
@@ -323,16 +325,16 @@ class Accelerator:
                 self._clock,
                 number_settings,
             )
-            members.append(numbers_watch)
+            run_part_members.append(numbers_watch)
         if self.config.checkpoint_in_memory is not None:
             load("run_parts", "checkpoint_in_memory")  # an error if nothing provides it
         if self._run_log is not None:
-            members.append(RunLogPart(self._run_log, self._clock))
-        members += parts_of_every_run() or parts_of_extensions(settings)
+            run_part_members.append(RunLogPart(self._run_log, self._clock))
+        run_part_members += parts_of_every_run() or parts_of_extensions(settings)
         run_parts = self._clock.parts
-        run_parts.add(*members)
-        for begin in run_parts.built:
-            begin(components(self))
+        run_parts.add(*run_part_members)
+        for begin_event in run_parts.built:
+            begin_event(components(self))
         log.debug("the parts of this run, with their events:\n%s", run_parts)
 
     if not TYPE_CHECKING:  # a type checker must still find misspelt attributes
@@ -434,12 +436,12 @@ class Accelerator:
         tuple. Ranks: every rank, with the same objects in the same order.
         """
         if device_placement is not None:
-            need = "it needs a list with True or False for each object"
+            requirement = "it needs a list with True or False for each object"
             arguments.check_type(
-                "prepare(device_placement)", Sequence, need, device_placement
+                "prepare(device_placement)", Sequence, requirement, device_placement
             )
             arguments.check_type(
-                "prepare(device_placement)", bool, need, *device_placement
+                "prepare(device_placement)", bool, requirement, *device_placement
             )
         if objects and all(value is None for value in objects):
             raise PrepareError(
@@ -482,9 +484,9 @@ class Accelerator:
         With `already_sharded=True` the loader holds only this process's share. The default is the setting of
         `DataLoaderConfiguration`.
         """
-        need = "it needs a torch.utils.data.DataLoader, whose dataset and sampler can be divided. Wrap the data in one"
+        requirement = "it needs a torch.utils.data.DataLoader, whose dataset and sampler can be divided. Wrap the data in one"
         arguments.check_type(
-            "prepare_data_loader(data_loader)", DataLoader, need, data_loader
+            "prepare_data_loader(data_loader)", DataLoader, requirement, data_loader
         )
         loader: Any = data_loader
         for replace in self._clock.parts.preparing:
@@ -500,7 +502,7 @@ class Accelerator:
         It is ceil(len(loader) / gradient_accumulation_steps) * epochs.
         """
         arguments.check_cursor(loader, "num_updates(loader)")
-        arguments.check_number("num_updates(epochs)", epochs, whole=True)
+        arguments.check_number("num_updates(epochs)", epochs, is_integer=True)
         return self._preparer.num_updates(loader, epochs)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
@@ -509,7 +511,9 @@ class Accelerator:
         After loading a checkpoint saved inside an epoch, that epoch is yielded again and its loader returns the remaining batches; after
         one saved at the end of an epoch, the next number is yielded. Ranks: every rank.
         """
-        arguments.check_number("epochs(num_epochs)", num_epochs, least=0, whole=True)
+        arguments.check_number(
+            "epochs(num_epochs)", num_epochs, least=0, is_integer=True
+        )
         return self._epochs.over(num_epochs)
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -554,14 +558,14 @@ class Accelerator:
         Ranks: every rank.
         """
         self._preparer.done.index_of(model)
-        average = EMA(
+        ema_part = EMA(
             self._strategy.unwrap(model),
             self._preparer.done.optimizers,
             decay,
         )
-        self._preparer.done.averages.append(average.state)
-        self._clock.parts.add(average)
-        return average
+        self._preparer.done.averages.append(ema_part.state)
+        self._clock.parts.add(ema_part)
+        return ema_part
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context manager in which backward does not synchronise this model's gradients."""
@@ -602,9 +606,9 @@ class Accelerator:
             arguments.check_loss(loss, self._clock.active and self._clock.active.given)
         clock = self._clock
         clock.num_passes += 1
-        parts = clock.parts
-        for begin in parts.backward:
-            begin()
+        run_parts = clock.parts
+        for begin_event in run_parts.backward:
+            begin_event()
         if clock.every > 1 and clock.inside and clock.checks_models:
             clock.refuse_plain_optimizers()
         weighed, divisor = clock.weigh(loss, weight)
@@ -613,15 +617,15 @@ class Accelerator:
         weights = clock.weights
         if weights.idle or weights.share is not None:
             weight = weights.effective(weight)
-        for watch in parts.loss:
-            watch(loss, weight)
+        for watch_loss in run_parts.loss:
+            watch_loss(loss, weight)
         if weight is None:
             self._strategy.backward(weighed, divisor, **kwargs)
         else:
             with zero_if_weightless(loss, weight, weights.joined):
                 self._strategy.backward(weighed, divisor, **kwargs)
-        for end in parts.backward_done:
-            end()
+        for end_event in run_parts.backward_done:
+            end_event()
 
     def forward_backward(
         self,
@@ -647,20 +651,22 @@ class Accelerator:
             "forward_backward(weight)", Callable | None, arguments.FUNCTION, weight
         )
         self._clock.num_passes += 1
-        parts = self._clock.parts
-        for begin in parts.backward:
-            begin()
-        amounts: list[float | Tensor | None] = []
+        run_parts = self._clock.parts
+        for begin_event in run_parts.backward:
+            begin_event()
+        loss_weights: list[float | Tensor | None] = []
 
-        def weigh(loss: Tensor, weight: float | Tensor | None = None) -> Tensor:
-            amounts.append(weight)
+        def weigh_loss(loss: Tensor, weight: float | Tensor | None = None) -> Tensor:
+            loss_weights.append(weight)
             return self._precision.scale(divided(*self._clock.weigh(loss, weight)))
 
-        loss = self._strategy.forward_backward(model, batch, loss_of, weigh, weight)
-        for watch in parts.loss:
-            watch(loss, amounts[-1])
-        for end in parts.backward_done:
-            end()
+        loss = self._strategy.forward_backward(
+            model, batch, loss_of, weigh_loss, weight
+        )
+        for watch_loss in run_parts.loss:
+            watch_loss(loss, loss_weights[-1])
+        for end_event in run_parts.backward_done:
+            end_event()
         return loss
 
     def capture_step(self, fn: Callable[P, R]) -> Callable[P, R]:
@@ -673,8 +679,8 @@ class Accelerator:
         arguments.check_type("capture_step(fn)", Callable, arguments.FUNCTION, fn)
         for note in self._clock.parts.capturing:
             note()
-        wrap = load("step_wrappers", "capture_step")
-        step: Callable[P, R] = wrap(fn, components(self))
+        wrap_step = load("step_wrappers", "capture_step")
+        step: Callable[P, R] = wrap_step(fn, components(self))
         return step
 
     def context_parallel(
@@ -732,16 +738,18 @@ class Accelerator:
         """
         if not self._clock.boundary:
             return None
-        need = (
+        requirement = (
             "it needs the order of a norm, above 0: 2.0, or inf for the largest element"
         )
-        arguments.check_type("clip_grad_norm_(norm_type)", int | float, need, norm_type)
+        arguments.check_type(
+            "clip_grad_norm_(norm_type)", int | float, requirement, norm_type
+        )
         if not norm_type > 0:
-            arguments.refuse("clip_grad_norm_(norm_type)", norm_type, need)
+            arguments.refuse("clip_grad_norm_(norm_type)", norm_type, requirement)
         clipped_parameters = self._to_clip(parameters, max_norm, "clip_grad_norm_")
         norm = self._strategy.clip_norm(clipped_parameters, max_norm, norm_type)
-        for watch in self._clock.parts.clipped:
-            watch(norm)
+        for watch_loss in self._clock.parts.clipped:
+            watch_loss(norm)
         return norm
 
     def clip_grad_value_(
@@ -758,10 +766,12 @@ class Accelerator:
     ) -> list[Tensor]:
         """Return the checked parameters with their gradients unscaled."""
         arguments.check_number(f"{call}(…, limit)", limit, least=0)
-        need = "it needs parameters (tensors). Give model.parameters()"
-        arguments.check_type(f"{call}(parameters)", Iterable, need, parameters)
+        requirement = "it needs parameters (tensors). Give model.parameters()"
+        arguments.check_type(f"{call}(parameters)", Iterable, requirement, parameters)
         checked_parameters = clip.as_list(parameters)
-        arguments.check_type(f"{call}(parameters)", Tensor, need, *checked_parameters)
+        arguments.check_type(
+            f"{call}(parameters)", Tensor, requirement, *checked_parameters
+        )
         settle(checked_parameters, self._prepared.optimizers)
         if self._clock.has_unowned:
             refuse_unowned(checked_parameters, self._prepared.optimizers)
@@ -778,10 +788,15 @@ class Accelerator:
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:  # Any: prepared models and optimizers
         """Context manager in which processes may run out of batches at different times."""
-        need = "it needs a list of prepared models and optimizers"
-        arguments.check_type("join_uneven_inputs(joinables)", Iterable, need, joinables)
+        requirement = "it needs a list of prepared models and optimizers"
         arguments.check_type(
-            "join_uneven_inputs(joinables)", nn.Module | Optimizer, need, *joinables
+            "join_uneven_inputs(joinables)", Iterable, requirement, joinables
+        )
+        arguments.check_type(
+            "join_uneven_inputs(joinables)",
+            nn.Module | Optimizer,
+            requirement,
+            *joinables,
         )
         arguments.check_type(
             "join_uneven_inputs(even_batches)",
@@ -801,15 +816,17 @@ class Accelerator:
         With `gather=False` each process gets its own rows. Ranks: every rank.
         """
         self._prepared.index_of(model)
-        inner = self._strategy.unwrap(model)
+        unwrapped_model = self._strategy.unwrap(model)
         with self.autocast():
-            tokens = generating.generate(inner, batch, self.num_processes, options)
+            tokens = generating.generate(
+                unwrapped_model, batch, self.num_processes, options
+            )
         if not gather:
             return tokens
         tokens = self.pad_across_processes(
             tokens,
             dim=1,
-            pad_index=generating.padding_token(inner, options),
+            pad_index=generating.padding_token(unwrapped_model, options),
             axes=tuple(BATCH),
         )
         gathered_tokens: Tensor = (
@@ -825,10 +842,10 @@ class Accelerator:
             "mark_forward_method(model)", nn.Module, arguments.MODELS, model
         )
         self._prepared.index_of(model)
-        inner = self.unwrap_model(model)
-        if not callable(getattr(inner, str(name), None)):
+        unwrapped_model = self.unwrap_model(model)
+        if not callable(getattr(unwrapped_model, str(name), None)):
             raise PrepareError(
-                f"mark_forward_method({type(inner).__name__}, {name!r}): {type(inner).__name__} has no method {name!r} to mark, so calls "
+                f"mark_forward_method({type(unwrapped_model).__name__}, {name!r}): {type(unwrapped_model).__name__} has no method {name!r} to mark, so calls "
                 "would not synchronise gradients; check the spelling."
             )
         self._strategy.mark_forward_method(model, name)
@@ -862,7 +879,7 @@ class Accelerator:
         """Broadcast the tensors of one process to all."""
         arguments.check_tensors(tensor, "broadcast(tensor)")
         arguments.check_number(
-            "broadcast(from_process)", from_process, least=0, whole=True
+            "broadcast(from_process)", from_process, least=0, is_integer=True
         )
         return ops.broadcast(tensor, self._over(axes), from_process)
 
@@ -876,13 +893,13 @@ class Accelerator:
     ) -> Tree:
         """Pad tensors along `dim` to the largest size on any process."""
         arguments.check_tensors(tensor, "pad_across_processes(tensor)")
-        arguments.check_number("pad_across_processes(dim)", dim, whole=True)
+        arguments.check_number("pad_across_processes(dim)", dim, is_integer=True)
         arguments.check_number("pad_across_processes(pad_index)", pad_index)
         padded = ops.pad_across(tensor, self._over(axes), dim, pad_index, pad_first)
         num_dims = [leaf.ndim for leaf in trees.tensors(tensor)]
         if not any(-count <= dim < count for count in num_dims):
-            need = f"the tensors have {max(num_dims, default=0)} dimensions. Give one of these, counted from 0"
-            arguments.refuse("pad_across_processes(dim)", dim, need)
+            requirement = f"the tensors have {max(num_dims, default=0)} dimensions. Give one of these, counted from 0"
+            arguments.refuse("pad_across_processes(dim)", dim, requirement)
         return padded
 
     # Any: the user's objects
@@ -898,7 +915,10 @@ class Accelerator:
     ) -> list[Any]:  # Any: the user's objects
         """Replace the items of the list in place by those of one process."""
         arguments.check_number(
-            "broadcast_object_list(from_process)", from_process, least=0, whole=True
+            "broadcast_object_list(from_process)",
+            from_process,
+            least=0,
+            is_integer=True,
         )
         arguments.check_type(
             "broadcast_object_list(objects)",
@@ -921,7 +941,7 @@ class Accelerator:
         samples, by default the first: `dim=1` for time-major results.
         """
         if dim is not None:
-            arguments.check_number("gather_for_metrics(dim)", dim, whole=True)
+            arguments.check_number("gather_for_metrics(dim)", dim, is_integer=True)
         loaders = self._clock.loaders
         cursor = (
             loaders.only()
@@ -962,8 +982,8 @@ class Accelerator:
         `step` is by default the number of updates of the prepared optimizers; without one, calls are counted. After `track_throughput()`, `tokens_per_second` and `mfu` are added.
         """
         if isinstance(values, Mapping):
-            for change in self._clock.parts.log:
-                changed = change(values)
+            for change_values in self._clock.parts.log:
+                changed = change_values(values)
                 if changed is None:
                     return
                 values = changed
@@ -1049,9 +1069,9 @@ class Accelerator:
         Raises: DivergenceError when ranks that must hold the same values do not; HubError when a background upload failed.
         """
         first_error: Exception | None = None
-        for close in self._closing():
+        for close_part in self._closing_steps():
             try:
-                close()
+                close_part()
             except Exception as error:  # of any type: what follows is closed first
                 first_error = first_error or error
         try:
@@ -1060,7 +1080,7 @@ class Accelerator:
             if first_error is not None:
                 raise first_error
 
-    def _closing(self) -> Iterator[Callable[[], object]]:
+    def _closing_steps(self) -> Iterator[Callable[[], object]]:
         """Yield what ends this run, but for the trackers, in order."""
         yield from self._clock.parts.end
         if "_saving" in self.__dict__:
@@ -1077,11 +1097,11 @@ class Accelerator:
     ) -> Progress[T]:
         """Return a progress bar for the main process with loss, rates, memory and time left; see docs/tracking.md for options."""
         if iterable is not None:
-            need = "it needs what a loop iterates over, such as a loader"
-            arguments.check_type("progress(iterable)", Iterable, need, iterable)
+            requirement = "it needs what a loop iterates over, such as a loader"
+            arguments.check_type("progress(iterable)", Iterable, requirement, iterable)
         if options.get("total") is not None:
             arguments.check_number(
-                "progress(total)", options["total"], least=0, whole=True
+                "progress(total)", options["total"], least=0, is_integer=True
             )
         if self._progress is None:
             # imports rich, which is not needed without a bar
@@ -1104,20 +1124,20 @@ class Accelerator:
         written in the background. `metrics` are used to rank checkpoints for `keep_best`. With `survive`, the first of the present
         replicas saves for all; the others get an empty text.
         """
-        parts = self._clock.parts
-        for begin in parts.before_save:
-            if (answer := begin()) is not None:
+        run_parts = self._clock.parts
+        for begin_event in run_parts.before_save:
+            if (answer := begin_event()) is not None:
                 return answer
         try:
             path = self._saving.save_state(
                 output_dir, safe_serialization, blocking, metrics
             )
         except BaseException as error:
-            for tell in parts.after_save:
-                tell(error)
+            for notify_part in run_parts.after_save:
+                notify_part(error)
             raise
-        for tell in parts.after_save:
-            tell(None)
+        for notify_part in run_parts.after_save:
+            notify_part(None)
         return path
 
     def load_state(
@@ -1138,19 +1158,19 @@ class Accelerator:
                 input_dir,
                 "must_exist=False is for the newest checkpoint. Leave out one of the two",
             )
-        parts = self._clock.parts
-        for begin in parts.before_load:
-            begin()
+        run_parts = self._clock.parts
+        for begin_event in run_parts.before_load:
+            begin_event()
         try:
             reports = self._saving.load_state(
                 input_dir, strict, allow_pickle, must_exist=must_exist
             )
         except BaseException as error:
-            for tell in parts.after_load:
-                tell(error)
+            for notify_part in run_parts.after_load:
+                notify_part(error)
             raise
-        for tell in parts.after_load if reports or must_exist else ():
-            tell(None)
+        for notify_part in run_parts.after_load if reports or must_exist else ():
+            notify_part(None)
         return reports
 
     def wait_for_saves(self) -> None:
@@ -1316,13 +1336,13 @@ class Accelerator:
     def free_memory(self, *objects: Any) -> Any:  # Any: the user's objects
         """Release all prepared objects and empty the device's cache; returns None for each argument."""
         self._prepared.clear()
-        for part in self._clock.parts.members:
-            if isinstance(part, EMA):
-                self._clock.parts.remove(part)
+        for run_part in self._clock.parts.members:
+            if isinstance(run_part, EMA):
+                self._clock.parts.remove(run_part)
         self._clock.has_unowned = False
         self._accumulations.clear()
-        cleared = [None] * len(objects)
+        cleared_slots = [None] * len(objects)
         del objects
         gc.collect()
         empty_cache(self.ctx.device)
-        return cleared[0] if len(cleared) == 1 else cleared
+        return cleared_slots[0] if len(cleared_slots) == 1 else cleared_slots

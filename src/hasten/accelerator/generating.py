@@ -23,20 +23,20 @@ def generate(
     Ranks of a sharded model continue until the last of them has finished, because each forward needs all of them.
     Raises: ArgumentError for a model without `generate`, or a batch without `input_ids`.
     """
-    if not callable(method := getattr(model, "generate", None)):
+    if not callable(generate_method := getattr(model, "generate", None)):
         raise ArgumentError(
             f"generate(model) was given a {type(model).__name__}, which has no generate() method, so there is nothing to run; "
             "give a model with text generation, such as a causal language model of transformers."
         )
-    inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
-    inputs.pop("labels", None)
+    model_inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
+    model_inputs.pop("labels", None)
     if (
-        "input_ids" not in inputs
-        and "inputs" not in inputs
-        and "inputs_embeds" not in inputs
+        "input_ids" not in model_inputs
+        and "inputs" not in model_inputs
+        and "inputs_embeds" not in model_inputs
     ):
         raise ArgumentError(
-            f"generate(batch) has the fields {sorted(inputs)} and no 'input_ids', the prompts; give the tokens, or a batch that "
+            f"generate(batch) has the fields {sorted(model_inputs)} and no 'input_ids', the prompts; give the tokens, or a batch that "
             "holds them."
         )
     method_options = dict(options)
@@ -48,10 +48,10 @@ def generate(
     model.eval()
     try:
         with torch.no_grad():
-            made = method(**inputs, **method_options)
+            generated = generate_method(**model_inputs, **method_options)
     finally:
         model.train(was_training)
-    tokens: Tensor = made if isinstance(made, Tensor) else made.sequences
+    tokens: Tensor = generated if isinstance(generated, Tensor) else generated.sequences
     return tokens
 
 
@@ -62,8 +62,10 @@ def padding_token(model: nn.Module, options: Mapping[str, Any]) -> int:
         "generation_config", getattr(model, "generation_config", None)
     )
     for name in ("pad_token_id", "eos_token_id"):
-        found = options.get(name, getattr(settings, name, None))
-        found = found[0] if isinstance(found, list | tuple) and found else found
-        if isinstance(found, int):
-            return found
+        token_id = options.get(name, getattr(settings, name, None))
+        token_id = (
+            token_id[0] if isinstance(token_id, list | tuple) and token_id else token_id
+        )
+        if isinstance(token_id, int):
+            return token_id
     return 0

@@ -54,9 +54,9 @@ def fused_refusal(optimizer: Optimizer) -> str:
             return f"{'foreach' if group.get('foreach') else 'differentiable'}=True was given"
         unfit_parameter = next(
             (
-                p
-                for p in group["params"]
-                if p.device.type != "cuda" or not p.is_floating_point()
+                parameter
+                for parameter in group["params"]
+                if parameter.device.type != "cuda" or not parameter.is_floating_point()
             ),
             None,
         )
@@ -137,33 +137,35 @@ class Preparer:
                 f"device_placement has {len(placement)} entries for {len(objects)} objects; give one for each."
             )
         placements = list(placement or [self._config.device_placement] * len(objects))
-        bundle = PrepareArguments.sort(objects, placements)
-        for item in bundle.items:
-            if self.done.holds(item.value):
-                item.kind = "nothing"
+        prepare_arguments = PrepareArguments.sort(objects, placements)
+        for prepare_item in prepare_arguments.items:
+            if self.done.holds(prepare_item.value):
+                prepare_item.kind = "nothing"
         if "bitsandbytes" in sys.modules:
             # only for quantized models
             from hasten.modules.quantized import restore_states_on_load
 
-            for item in bundle.of("model"):
-                restore_states_on_load(item.value)
-        bundle.earlier = [self._strategy.unwrap(model) for model in self.done.models]
+            for prepare_item in prepare_arguments.of("model"):
+                restore_states_on_load(prepare_item.value)
+        prepare_arguments.earlier = [
+            self._strategy.unwrap(model) for model in self.done.models
+        ]
         # Models are transformed, in the order of their strategy's transforms, and optimizers get their new parameters.
-        self._strategy.prepare(bundle, self._ctx, self._precision, train)
-        for item in bundle.of("model"):
-            self.done.models.append(item.value)
+        self._strategy.prepare(prepare_arguments, self._ctx, self._precision, train)
+        for prepare_item in prepare_arguments.of("model"):
+            self.done.models.append(prepare_item.value)
             if self.on_call is not None:
-                self.on_call(item.value)
+                self.on_call(prepare_item.value)
         # Optimizers follow the accumulation window, schedulers their optimizers, and loaders read this rank's share.
-        for item in bundle.of("optimizer"):
-            item.value = self._optimizer(item.value)
+        for prepare_item in prepare_arguments.of("optimizer"):
+            prepare_item.value = self._optimizer(prepare_item.value)
         self._note_unowned()
-        for item in bundle.of("scheduler"):
-            item.value = self._prepare_scheduler(item.value)
-        self._loaders(bundle.of("loader"))
-        return self._replaced(bundle.in_call_order())
+        for prepare_item in prepare_arguments.of("scheduler"):
+            prepare_item.value = self._prepare_scheduler(prepare_item.value)
+        self._loaders(prepare_arguments.of("loader"))
+        return self._replace_prepared(prepare_arguments.in_call_order())
 
-    def _replaced(self, objects: Objects) -> Objects:
+    def _replace_prepared(self, objects: Objects) -> Objects:
         """Return what the parts of the run put in place of prepared objects."""
         for replace_objects in self._clock.parts.prepared:
             objects = replace_objects(objects)
@@ -175,15 +177,15 @@ class Preparer:
             message = _make_fused(optimizer, self._ctx.device)
             if self._ctx.is_main:
                 log.info("performance: %s", message)
-        offload = offload_of(self._config)
-        if offload is not None:
+        offload_strategy = offload_of(self._config)
+        if offload_strategy is not None:
             # hooks on compiled blocks would be compiled with them; less memory is then used for state on its way
             models = (
                 []
                 if compiles(self._config)
                 else [self._strategy.unwrap(model) for model in self.done.models]
             )
-            offload.stream_updates(
+            offload_strategy.stream_updates(
                 optimizer, self._config, self._ctx, lambda: self._clock.boundary, models
             )
         prepared = PreparedOptimizer(optimizer, self._clock, self._precision)
@@ -206,7 +208,7 @@ class Preparer:
     # Any: schedulers share no base class
     def _prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         scheduled_optimizer = getattr(scheduler, "optimizer", None)
-        owner = next(
+        schedule_owner = next(
             (
                 prepared_optimizer
                 for prepared_optimizer in self.done.optimizers
@@ -215,13 +217,13 @@ class Preparer:
             ),
             None,
         )
-        if owner is None:
+        if schedule_owner is None:
             raise PrepareError(
                 f"{type(scheduler).__name__} schedules an optimizer that is not prepared, so it could not follow its "
                 "updates; pass the optimizer to prepare() too, before or together with the scheduler."
             )
         prepared = PreparedScheduler(
-            scheduler, owner, self._config.step_scheduler_with_optimizer
+            scheduler, schedule_owner, self._config.step_scheduler_with_optimizer
         )
         if not self.done.loaders:
             self._before_loaders.append(scheduler)
@@ -230,14 +232,16 @@ class Preparer:
         self.done.schedulers.append(prepared)
         return prepared
 
-    def _loaders(self, items: list[Item]) -> None:
-        if not items:
+    def _loaders(self, prepare_items: list[Item]) -> None:
+        if not prepare_items:
             return
-        seed = self._seed()
-        for item in items:
-            item.value = self.loader(item.value, item.place, seed)
+        seed = self._shared_seed()
+        for prepare_item in prepare_items:
+            prepare_item.value = self.loader(
+                prepare_item.value, prepare_item.place, seed
+            )
 
-    def _seed(self) -> int:
+    def _shared_seed(self) -> int:
         """Return the seed of the first rank, which all ranks shuffle with."""
         world, own_seed = self._ctx.world, torch.initial_seed()
         return own_seed if world.size == 1 else int(world.broadcast_object(own_seed))
@@ -245,33 +249,37 @@ class Preparer:
     def prepare_loader(
         self,
         loader: Any,
-        placement: bool | None = None,
+        moves_batches: bool | None = None,
         already_sharded: bool | None = None,
     ) -> Any:
         """Prepare one loader."""
         if self.done.holds(loader):
             return loader
-        place = self._config.device_placement if placement is None else placement
+        moves_to_device = (
+            self._config.device_placement if moves_batches is None else moves_batches
+        )
         prepared = (
             None
             if loader is None
-            else self.loader(loader, place, self._seed(), already_sharded)
+            else self.loader(
+                loader, moves_to_device, self._shared_seed(), already_sharded
+            )
         )
-        return self._replaced((prepared,))[0]
+        return self._replace_prepared((prepared,))[0]
 
     def join(
         self, joinables: Sequence[Any], even_batches: bool | None
     ) -> AbstractContextManager[None]:
         """Context manager in which ranks may run out of batches at different times."""
-        for part in self._clock.parts.members:
-            if part.needs_even_batches:
+        for run_part in self._clock.parts.members:
+            if run_part.needs_even_batches:
                 raise StepError(
-                    f"join_uneven_inputs() cannot be combined with {part.needs_even_batches}"
+                    f"join_uneven_inputs() cannot be combined with {run_part.needs_even_batches}"
                 )
-        return self._joined(joinables, even_batches)
+        return self._join_models(joinables, even_batches)
 
     @contextmanager
-    def _joined(
+    def _join_models(
         self, joinables: Sequence[Any], even_batches: bool | None
     ) -> Iterator[None]:
         with ExitStack() as stack:
@@ -294,7 +302,7 @@ class Preparer:
     def loader(
         self,
         loader: Any,
-        place: bool,
+        moves_batches: bool,
         seed: int,
         already_sharded: bool | None = None,
     ) -> Any:
@@ -308,7 +316,7 @@ class Preparer:
             ctx=self._ctx,
             config=config.replace(prefetch=0) if wraps else config,
             clock=self._clock,
-            device=self._ctx.device if place else None,
+            device=self._ctx.device if moves_batches else None,
             seed=seed,
             rng_types=self._rng_types,
             transfer=self._strategy.caps.transfer,
@@ -322,9 +330,9 @@ class Preparer:
 
     def num_updates(self, loader: Loader, epochs: int) -> int:
         """Return the number of updates in so many epochs of a prepared loader."""
-        total = self._length_of(len(loader), len(loader)).num_updates(epochs)
-        self.right_lengths.add(total)
-        return total
+        num_updates = self._length_of(len(loader), len(loader)).num_updates(epochs)
+        self.right_lengths.add(num_updates)
+        return num_updates
 
     def _length_of(self, num_batches: int, num_prepared: int) -> LoopLength:
         every = self._clock.every if self._config.step_scheduler_with_optimizer else 1
@@ -340,17 +348,17 @@ class Preparer:
         """Warn about schedules whose length is that of the loader before it was prepared, or its number of batches."""
         schedules, self._before_loaders = self._before_loaders, []
         try:
-            length = self._length_of(len(loader), len(prepared))
+            loop_length = self._length_of(len(loader), len(prepared))
         except TypeError:  # an iterable dataset without a length
             return
         for schedule in schedules:
-            self._warn_of_length(schedule, length)
+            self._warn_of_length(schedule, loop_length)
 
-    def _warn_of_length(self, schedule: Any, length: LoopLength) -> None:
+    def _warn_of_length(self, schedule: Any, loop_length: LoopLength) -> None:
         if not self._ctx.is_main or total_of(schedule) in self.right_lengths:
             return
-        if words := explain_wrong_length(schedule, length):
-            warnings.warn(words, HastenWarning, stacklevel=user_stacklevel())
+        if length_warning := explain_wrong_length(schedule, loop_length):
+            warnings.warn(length_warning, HastenWarning, stacklevel=user_stacklevel())
 
 
 def user_stacklevel() -> int:

@@ -92,23 +92,23 @@ class Process:
             yield
 
     @contextmanager
-    def _first(self, first: bool, label: str) -> Iterator[None]:
+    def _first(self, first: bool, block_name: str) -> Iterator[None]:
         # inside a block of the same kind the order is already established
-        if self._ordering == label:
+        if self._ordering == block_name:
             yield
             return
         if self._ordering is not None:
             raise CommError(
-                f"{label} was entered inside {self._ordering}; the processes would wait for each other forever. "
+                f"{block_name} was entered inside {self._ordering}; the processes would wait for each other forever. "
                 "Leave the outer block first, or use the same one for both."
             )
         # the first may prepare data for hours: no timeout, but an entry in the log
         if not first:
-            self._together(None, f"{label}: the first")
+            self._meet_and_vote(None, f"{block_name}: the first")
         error: Exception | None = None
-        self._ordering = label
+        self._ordering = block_name
         try:
-            with self.ctx.collectives.patience(label):
+            with self.ctx.collectives.patience(block_name):
                 yield
         # any error of the user's block has to reach the other ranks; it is re-raised
         except Exception as caught:
@@ -116,24 +116,24 @@ class Process:
         finally:
             self._ordering = None
         if first:
-            self._together(error, f"{label}: the first")
-        self._together(error, f"{label}: the others")
+            self._meet_and_vote(error, f"{block_name}: the first")
+        self._meet_and_vote(error, f"{block_name}: the others")
 
-    def _together(self, error: Exception | None, label: str) -> None:
-        self.ctx.world.barrier(label, math.inf)
-        vote(self.ctx.world, error, label)
+    def _meet_and_vote(self, error: Exception | None, block_name: str) -> None:
+        self.ctx.world.barrier(block_name, math.inf)
+        vote(self.ctx.world, error, block_name)
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Decorate a function to run on the main process only; it returns None elsewhere."""
-        return self._only(lambda: self.is_main_process, function)
+        return self._run_only_where(lambda: self.is_main_process, function)
 
     def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Decorate a function to run on each node's main process only; it returns None elsewhere."""
-        return self._only(lambda: self.is_local_main_process, function)
+        return self._run_only_where(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Decorate a function to run on the last process only; it returns None elsewhere."""
-        return self._only(lambda: self.is_last_process, function)
+        return self._run_only_where(lambda: self.is_last_process, function)
 
     def on_process(
         self, function: Callable[P, R] | None = None, process_index: int = 0
@@ -141,8 +141,12 @@ class Process:
         """Decorate a function to run on one process only; also usable as `@on_process(process_index=2)`."""
         if function is None:  # Any: a function, or a decorator when called without one
             return functools.partial(self.on_process, process_index=process_index)
-        check_number("on_process(process_index)", process_index, least=0, whole=True)
-        return self._only(lambda: self.process_index == process_index, function)
+        check_number(
+            "on_process(process_index)", process_index, least=0, is_integer=True
+        )
+        return self._run_only_where(
+            lambda: self.process_index == process_index, function
+        )
 
     def on_local_process(
         self, function: Callable[P, R] | None = None, local_process_index: int = 0
@@ -156,23 +160,23 @@ class Process:
             "on_local_process(local_process_index)",
             local_process_index,
             least=0,
-            whole=True,
+            is_integer=True,
         )
-        return self._only(
+        return self._run_only_where(
             lambda: self.local_process_index == local_process_index, function
         )
 
     @staticmethod
-    def _only(
+    def _run_only_where(
         runs_here: Callable[[], bool], function: Callable[P, R]
     ) -> Callable[P, R | None]:
         check_type("on_process(function) and its kind", Callable, FUNCTION, function)
 
         @functools.wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        def run_function(*args: P.args, **kwargs: P.kwargs) -> R | None:
             return function(*args, **kwargs) if runs_here() else None
 
-        return run
+        return run_function
 
     @contextmanager
     def split_between_processes(
@@ -183,7 +187,7 @@ class Process:
         Shares differ by at most one element; with `apply_padding` the last element is repeated until all are equal.
         """
         # Any: the caller's container; the share is of the same kind.
-        yield share(inputs, self.process_index, self.num_processes, apply_padding)
+        yield take_share(inputs, self.process_index, self.num_processes, apply_padding)
 
     def set_trigger(self) -> None:
         """Set a flag that `check_trigger` returns on every process. Ranks: any."""
@@ -204,7 +208,7 @@ def start_here(cpu: bool = False) -> ProcessContext:
     return bootstrap.start(topology, device)
 
 
-def bounds(length: int, index: int, shares: int) -> tuple[int, int]:
+def share_bounds(length: int, index: int, shares: int) -> tuple[int, int]:
     """Return the start and end of contiguous share `index` of `length` elements; the first shares may have one more."""
     share_length, num_longer = divmod(length, shares)
     start = index * share_length + min(index, num_longer)
@@ -212,7 +216,9 @@ def bounds(length: int, index: int, shares: int) -> tuple[int, int]:
 
 
 # Any: the caller's container
-def share(inputs: Any, index: int, shares: int, apply_padding: bool = False) -> Any:
+def take_share(
+    inputs: Any, index: int, shares: int, apply_padding: bool = False
+) -> Any:
     """Return share number `index` of `inputs`. Raises: DataError if the values of a dict differ in length."""
     if not hasattr(inputs, "__len__"):
         refuse(
@@ -229,11 +235,14 @@ def share(inputs: Any, index: int, shares: int, apply_padding: bool = False) -> 
             )
         return trees.rebuild(
             inputs,
-            [share(value, index, shares, apply_padding) for value in inputs.values()],
+            [
+                take_share(value, index, shares, apply_padding)
+                for value in inputs.values()
+            ],
         )
     if shares == 1:
         return inputs
-    start, end = bounds(len(inputs), index, shares)
+    start, end = share_bounds(len(inputs), index, shares)
     num_missing = (
         -(-len(inputs) // shares) - (end - start)
         if apply_padding and len(inputs)

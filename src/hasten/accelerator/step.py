@@ -67,15 +67,15 @@ class Accumulation:
         if boundary or not self._syncs or (self._hidden and clock.crowded):
             return
         if len(self._models) == 1:  # the common case, without the cost of an ExitStack
-            quiet: AbstractContextManager[object] = self._strategy.no_sync(
+            sync_pause: AbstractContextManager[object] = self._strategy.no_sync(
                 self._models[0]
             )
-            quiet.__enter__()
+            sync_pause.__enter__()
         else:
-            quiet = stack = ExitStack()
+            sync_pause = stack = ExitStack()
             for model in self._models:
                 stack.enter_context(self._strategy.no_sync(model))
-        self._quiet = quiet
+        self._quiet = sync_pause
 
     def __exit__(
         self,
@@ -84,10 +84,10 @@ class Accumulation:
         trace: TracebackType | None,
     ) -> None:
         self._clock.inside = False
-        quiet = self._quiet
-        if quiet is not None:
+        sync_pause = self._quiet
+        if sync_pause is not None:
             self._quiet = None
-            quiet.__exit__(kind, error, trace)
+            sync_pause.__exit__(kind, error, trace)
         if error is not None:
             self._clock.interrupt()
             if isinstance(error, torch.OutOfMemoryError):
@@ -135,13 +135,13 @@ def gather_for_metrics(
     try:
         rows = real_rows(_samples_first(data, dim), cursor, warn=dim is None)
     except (ArgumentError, DataError):
-        _disagree(comm)
+        _send_mismatch(comm)
         raise
     gathered = ops.gather_ragged(rows, comm)
     return (
         gathered
         if not dim
-        else trees.map_tensors(lambda x: x.movedim(0, dim), gathered)
+        else trees.map_tensors(lambda tensor: tensor.movedim(0, dim), gathered)
     )
 
 
@@ -149,15 +149,15 @@ def _samples_first(data: Tree, dim: int | None) -> Tree:
     if not dim:
         return data
 
-    def turned(x: Tensor) -> Tensor:
-        if not -x.ndim <= dim < x.ndim:
+    def move_samples_first(tensor: Tensor) -> Tensor:
+        if not -tensor.ndim <= dim < tensor.ndim:
             raise ArgumentError(
-                f"gather_for_metrics(dim={dim}) was given a tensor of shape {tuple(x.shape)}, which has no such dimension, so "
+                f"gather_for_metrics(dim={dim}) was given a tensor of shape {tuple(tensor.shape)}, which has no such dimension, so "
                 "its samples cannot be found. Gather tensors with different layouts in separate calls."
             )
-        return x.movedim(dim, 0).contiguous()
+        return tensor.movedim(dim, 0).contiguous()
 
-    return trees.map_tensors(turned, data)
+    return trees.map_tensors(move_samples_first, data)
 
 
 def real_rows(data: Tree, cursor: LoaderCursor | None, warn: bool = False) -> Tree:
@@ -165,29 +165,34 @@ def real_rows(data: Tree, cursor: LoaderCursor | None, warn: bool = False) -> Tr
     if cursor is None or cursor.num_real is None:
         return data
 
-    def cut(x: Tensor) -> Tensor:
-        rows = x.reshape(1) if x.ndim == 0 else x
+    def cut_padding(tensor: Tensor) -> Tensor:
+        rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
         if warn:
             _check_layout(rows, cursor)
         return rows[: num_real(rows.shape[0], cursor)]
 
-    return trees.map_tensors(cut, data)
+    return trees.map_tensors(cut_padding, data)
 
 
-def _check_layout(x: Tensor, cursor: LoaderCursor) -> None:
+def _check_layout(tensor: Tensor, cursor: LoaderCursor) -> None:
     """Warn if a later dimension could hold the samples as well; raise if only a later dimension could."""
-    real, rows = cursor.num_real, cursor.num_rows
-    if not real or rows is None or real == rows or rows not in x.shape[1:]:
+    num_real_rows, rows = cursor.num_real, cursor.num_rows
+    if (
+        not num_real_rows
+        or rows is None
+        or num_real_rows == rows
+        or rows not in tensor.shape[1:]
+    ):
         return
-    other_dim = 1 + tuple(x.shape[1:]).index(rows)
-    problem = f"gather_for_metrics() got a tensor of shape {tuple(x.shape)} for a batch of {rows} samples of which {real} are real"
-    if x.shape[0] % rows:
+    other_dim = 1 + tuple(tensor.shape[1:]).index(rows)
+    ambiguity = f"gather_for_metrics() got a tensor of shape {tuple(tensor.shape)} for a batch of {rows} samples of which {num_real_rows} are real"
+    if tensor.shape[0] % rows:
         raise DataError(
-            f"{problem}: the samples are in dimension {other_dim}, not in the first, and cutting the first would drop real results. "
+            f"{ambiguity}: the samples are in dimension {other_dim}, not in the first, and cutting the first would drop real results. "
             f"Pass dim={other_dim}."
         )
     warnings.warn(
-        f"{problem}: both dimension 0 and dimension {other_dim} could be the samples. Dimension 0 was taken; if that is wrong, real "
+        f"{ambiguity}: both dimension 0 and dimension {other_dim} could be the samples. Dimension 0 was taken; if that is wrong, real "
         f"results were dropped and repeated ones counted. Pass dim=0 or dim={other_dim} to say which.",
         HastenWarning,
         stacklevel=2,
@@ -199,27 +204,27 @@ def num_real(length: int, cursor: LoaderCursor) -> int:
 
     Raises: DataError if real rows cannot be distinguished from padding.
     """
-    real, rows = cursor.num_real, cursor.num_rows
-    if real is None or length == 0:
+    num_real_rows, rows = cursor.num_real, cursor.num_rows
+    if num_real_rows is None or length == 0:
         return length
     # one number for the whole batch: dropped where the batch is all padding
-    if real == 0 or length == 1:
-        return min(real, length)
+    if num_real_rows == 0 or length == 1:
+        return min(num_real_rows, length)
     # batches without planned rows: either all of them are real or none
     if rows is None:
         return length
     if length % rows:
         raise DataError(
-            f"gather_for_metrics() got {length} rows for a batch of {rows} samples of which {real} are real; it cannot "
+            f"gather_for_metrics() got {length} rows for a batch of {rows} samples of which {num_real_rows} are real; it cannot "
             f"tell which rows belong to padding, and counting them would bias the metric. Pass results with one row, "
             f"or a fixed number of rows, for each sample, or use even_batches=False."
         )
-    return length // rows * real
+    return length // rows * num_real_rows
 
 
 # Any: the caller's objects
 def _gather_items(data: Any, comm: Comm, cursor: LoaderCursor | None) -> Any:
-    items = (
+    local_items = (
         data
         if isinstance(data, list)
         else list(data)
@@ -228,18 +233,18 @@ def _gather_items(data: Any, comm: Comm, cursor: LoaderCursor | None) -> Any:
     )
     if cursor is not None and cursor.num_real is not None:
         try:
-            items = items[: num_real(len(items), cursor)]
+            local_items = local_items[: num_real(len(local_items), cursor)]
         except DataError as error:
             ops.gather_object([_Unclear(str(error))], comm)
             raise
-    gathered = ops.gather_object(items, comm)
+    gathered = ops.gather_object(local_items, comm)
     for item in gathered:
         if isinstance(item, _Unclear):
             raise DataError(f"on another rank, {item.reason}")
     return gathered
 
 
-def _disagree(comm: Comm) -> None:
+def _send_mismatch(comm: Comm) -> None:
     """Make the ranks that wait for this rank's rows raise MismatchError, by sending a different structure."""
     try:
         ops.gather_ragged(
@@ -260,15 +265,15 @@ def profile(config: ProfileKwargs, ctx: ProcessContext) -> Iterator[profiler.pro
 
     With a schedule, each finished cycle writes a separate trace. Ranks: any, each independently.
     """
-    folder = Path(config.output_trace_dir) if config.output_trace_dir else None
+    trace_folder = Path(config.output_trace_dir) if config.output_trace_dir else None
     schedule = (
         profiler.schedule(**config.schedule_option) if config.schedule_option else None
     )
     ready = config.on_trace_ready
-    if ready is None and folder is not None and schedule is not None:
-        ready = _trace_writer(folder, ctx.rank)
+    if ready is None and trace_folder is not None and schedule is not None:
+        ready = _trace_writer(trace_folder, ctx.rank)
     with profiler.profile(
-        activities=_activities(config),
+        activities=_profiler_activities(config),
         schedule=schedule,
         on_trace_ready=ready,
         record_shapes=config.record_shapes,
@@ -276,25 +281,25 @@ def profile(config: ProfileKwargs, ctx: ProcessContext) -> Iterator[profiler.pro
         with_stack=config.with_stack,
         with_flops=config.with_flops,
         with_modules=config.with_modules,
-    ) as running:
-        yield running
-    if folder is not None and schedule is None:
-        folder.mkdir(parents=True, exist_ok=True)
-        running.export_chrome_trace(str(folder / f"rank_{ctx.rank}.json"))
+    ) as profiler_run:
+        yield profiler_run
+    if trace_folder is not None and schedule is None:
+        trace_folder.mkdir(parents=True, exist_ok=True)
+        profiler_run.export_chrome_trace(str(trace_folder / f"rank_{ctx.rank}.json"))
 
 
-def _trace_writer(folder: Path, rank: int) -> Callable[[profiler.profile], None]:
-    def write(running: profiler.profile) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        running.export_chrome_trace(
-            str(folder / f"rank_{rank}_step_{running.step_num}.json")
+def _trace_writer(trace_folder: Path, rank: int) -> Callable[[profiler.profile], None]:
+    def write_trace(profiler_run: profiler.profile) -> None:
+        trace_folder.mkdir(parents=True, exist_ok=True)
+        profiler_run.export_chrome_trace(
+            str(trace_folder / f"rank_{rank}_step_{profiler_run.step_num}.json")
         )
 
-    return write
+    return write_trace
 
 
 # Any: torch's ProfilerActivity is an untyped C enum
-def _activities(config: ProfileKwargs) -> list[Any]:
+def _profiler_activities(config: ProfileKwargs) -> list[Any]:
     supported_activities: set[Any] = profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     if config.activities is None:
         return sorted(supported_activities, key=str)

@@ -80,12 +80,12 @@ def words(size: int) -> str:
 
 
 def _bars(sizes: Mapping[str, int]) -> list[str]:
-    most, width = (
+    largest_bytes, width = (
         max(sizes.values(), default=0),
         max((len(name) for name in sizes), default=0),
     )
     return [
-        f"    {name:<{width}}  {words(size):>10}  {'█' * round(_BAR_WIDTH * size / most) if most else ''}".rstrip()
+        f"    {name:<{width}}  {words(size):>10}  {'█' * round(_BAR_WIDTH * size / largest_bytes) if largest_bytes else ''}".rstrip()
         for name, size in sizes.items()
     ]
 
@@ -95,7 +95,9 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     storages: dict[int, int] = {}
     for tensor in tensors:
         # Any: sparse tensors have no storage themselves
-        part: Any = local_tensor(tensor)
-        part = part._values() if part.is_sparse else part
-        storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+        section: Any = local_tensor(tensor)
+        section = section._values() if section.is_sparse else section
+        storages[section.untyped_storage().data_ptr()] = (
+            section.untyped_storage().nbytes()
+        )
     return sum(storages.values())

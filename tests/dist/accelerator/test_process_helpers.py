@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from hasten.accelerator.process import Process, bounds, share
+from hasten.accelerator.process import Process, share_bounds, take_share
 from hasten.errors import CommError, DataError, PeerFailedError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
@@ -108,7 +108,7 @@ def as_list(part: Any) -> list[int]:
 def test_shares_partition_in_order_for_every_length_and_world() -> None:
     for shares in range(1, 17):
         for length in range(40):
-            cuts = [bounds(length, index, shares) for index in range(shares)]
+            cuts = [share_bounds(length, index, shares) for index in range(shares)]
             assert cuts[0][0] == 0
             assert cuts[-1][1] == length
             assert all(a[1] == b[0] for a, b in pairwise(cuts))
@@ -120,11 +120,11 @@ def test_shares_partition_in_order_for_every_length_and_world() -> None:
 def test_shares_of_every_container(shares: int) -> None:
     for length in (0, 1, 2, 5, 12):
         for inputs in containers(length):
-            parts = [share(inputs, index, shares) for index in range(shares)]
+            parts = [take_share(inputs, index, shares) for index in range(shares)]
             assert all(type(part) is type(inputs) for part in parts)
             assert [x for part in parts for x in as_list(part)] == list(range(length))
             padded = [
-                as_list(share(inputs, index, shares, apply_padding=True))
+                as_list(take_share(inputs, index, shares, apply_padding=True))
                 for index in range(shares)
             ]
             assert len({len(part) for part in padded}) == 1
@@ -133,9 +133,9 @@ def test_shares_of_every_container(shares: int) -> None:
 
 def test_shares_of_datasets_and_bad_dicts() -> None:
     dataset = TensorDataset(torch.arange(5))
-    parts: Sequence[Subset[Any]] = [share(dataset, index, 2) for index in range(2)]
+    parts: Sequence[Subset[Any]] = [take_share(dataset, index, 2) for index in range(2)]
     assert [int(part[i][0]) for part in parts for i in range(len(part))] == list(
         range(5)
     )
     with pytest.raises(DataError, match=r"differ in length: \{'a': 1, 'b': 2\}"):
-        share({"a": [1], "b": [1, 2]}, 0, 2)
+        take_share({"a": [1], "b": [1, 2]}, 0, 2)

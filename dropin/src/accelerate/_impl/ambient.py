@@ -11,7 +11,7 @@ import torch
 
 from accelerate._impl.pickled import PICKLE
 from accelerate._impl.surface.shown import shown_property
-from hasten.accelerator.process import Process, share
+from hasten.accelerator.process import Process, take_share
 from hasten.optim.clock import StepClock
 from hasten.runtime import bootstrap, env
 from hasten.runtime.bootstrap import GroupSettings
@@ -30,7 +30,7 @@ class EstablishedProcess(Process):
         """A block that some ranks run first; their errors are raised on all, and blocks may be nested. Ranks: every rank."""
         # quirk: NESTED_FIRST
         if not first:
-            self._together(None, "process_first")
+            self._meet_and_vote(None, "process_first")
         error: Exception | None = None
         try:
             yield
@@ -40,7 +40,7 @@ class EstablishedProcess(Process):
                 raise
             error = caught
         if first:
-            self._together(error, "process_first")
+            self._meet_and_vote(error, "process_first")
 
     num_processes = shown_property(
         lambda self: AMBIENT.partial.get("num_processes", self.ctx.topology.world_size),
@@ -56,14 +56,14 @@ class EstablishedProcess(Process):
         "The rank on the node.",
     )
 
-    def _only(  # type: ignore[override]  # of this process
+    def _run_only_where(  # type: ignore[override]  # of this process
         self, is_selected: Callable[[], bool], function: Callable[..., Any]
     ) -> Callable[..., Any]:
         # quirk: ONE_PROCESS_IS_ALL
         return (
             function
             if self.num_processes == 1
-            else Process._only(is_selected, function)
+            else Process._run_only_where(is_selected, function)
         )
 
     @contextmanager
@@ -81,7 +81,7 @@ class EstablishedProcess(Process):
         yield (
             inputs
             if count == 1 or isinstance(inputs, str)
-            else share(inputs, rank, count, apply_padding)
+            else take_share(inputs, rank, count, apply_padding)
         )
 
 

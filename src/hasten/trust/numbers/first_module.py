@@ -30,13 +30,13 @@ class LastCalls:
     """The latest forward of each model that is followed."""
 
     _calls: dict[int, ModuleCall] = field(default_factory=dict)
-    _followed: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    _followed_models: WeakSet[nn.Module] = field(default_factory=WeakSet)
 
     def follow(self, model: nn.Module) -> None:
         """Record the forwards of this model from now on."""
-        if model not in self._followed:
-            self._followed.add(model)
-            model.register_forward_pre_hook(self._remember, with_kwargs=True)
+        if model not in self._followed_models:
+            self._followed_models.add(model)
+            model.register_forward_pre_hook(self._record_call, with_kwargs=True)
 
     def all(self) -> list[ModuleCall]:
         """Return the calls since `clear`, in order of their models' first calls."""
@@ -46,7 +46,7 @@ class LastCalls:
         """Drop the calls and the batches that they hold."""
         self._calls.clear()
 
-    def _remember(
+    def _record_call(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if (
@@ -60,7 +60,7 @@ class LastCalls:
             )
 
 
-def first_bad_module(call: ModuleCall, module: nn.Module) -> str:
+def first_bad_module(module_call: ModuleCall, module: nn.Module) -> str:
     """Return a description of the first module inside `module` whose output is not finite when the call is repeated.
 
     Weights, buffers and random states are unchanged afterwards.
@@ -79,10 +79,10 @@ def first_bad_module(call: ModuleCall, module: nn.Module) -> str:
 
     input_words = (
         ""
-        if all_finite(trees.tensors((call.args, call.kwargs)))
+        if all_finite(trees.tensors((module_call.args, module_call.kwargs)))
         else "the batch contains nan or inf; "
     )
-    with torch.no_grad(), _as_before(module, call):
+    with torch.no_grad(), _as_before(module, module_call):
         try:
             handles += [
                 inner_module.register_forward_hook(
@@ -90,7 +90,7 @@ def first_bad_module(call: ModuleCall, module: nn.Module) -> str:
                 )
                 for name, inner_module in module.named_modules()
             ]
-            module(*call.args, **call.kwargs)
+            module(*module_call.args, **module_call.kwargs)
         # the user's forward may raise on such numbers, which is a result too
         except Exception as error:
             return f"{input_words}running the batch again raised {type(error).__name__}: {error}"
@@ -110,17 +110,17 @@ def all_finite(tensors: Any) -> bool:  # Any: an iterable of tensors
 
 
 @contextmanager
-def _as_before(module: nn.Module, call: ModuleCall) -> Iterator[None]:
+def _as_before(module: nn.Module, module_call: ModuleCall) -> Iterator[None]:
     """Context manager that sets the call's random states, and restores buffers and random states at the end."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     current_states = _random_states(module)
-    _set_random_states(module, call.random)
+    _set_random_states(module, module_call.random)
     try:
         yield
     finally:
         _set_random_states(module, current_states)
-        for buffer, value in buffers:
-            buffer.copy_(value)
+        for buffer, saved_buffer in buffers:
+            buffer.copy_(saved_buffer)
 
 
 def _random_states(model: nn.Module) -> tuple[Tensor, Tensor | None]:

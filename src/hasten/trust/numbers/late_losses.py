@@ -76,45 +76,45 @@ class LateLosses(Generic[Origin]):
 
     def take(self) -> Update[Origin]:
         """Return the collected losses as those of one update, and clear them."""
-        collected, self.held = self.held, []
+        loss_records, self.held = self.held, []
         return Update(
-            losses=[(loss, weight, origin) for loss, weight, origin, _ in collected]
+            losses=[(loss, weight, origin) for loss, weight, origin, _ in loss_records]
         )
 
     def rest(self) -> list[Update[Origin]]:
         """Return all losses that have not been read yet, waiting for them."""
-        return [*self.copy(ready_only=False), *self._arrived()]
+        return [*self.copy(ready_only=False), *self._read_arrived()]
 
     def copy(self, ready_only: bool = True) -> list[Update[Origin]]:
         """Start the copy of the collected losses, and return the losses of the previous copy.
 
         With `ready_only`, a loss that its device has not computed yet stays collected if waiting for it would cost a step.
         """
-        arrived_updates, self._copied_at = self._arrived(), time.monotonic()
-        collected, self.held = self.held, []
-        if collected and kind_of(collected[-1][0].device).lazy:
+        arrived_updates, self._copied_at = self._read_arrived(), time.monotonic()
+        loss_records, self.held = self.held, []
+        if loss_records and kind_of(loss_records[-1][0].device).lazy:
             # the latest loss is not computed yet, and reading it would split its step in two
             if ready_only:
-                collected, self.held = collected[:-1], collected[-1:]
-            collected = [
+                loss_records, self.held = loss_records[:-1], loss_records[-1:]
+            loss_records = [
                 (loss.cpu(), _move_to_host(weight), origin, step)
-                for loss, weight, origin, step in collected
+                for loss, weight, origin, step in loss_records
             ]
-        if collected:
+        if loss_records:
             joined_losses = _join_losses(
-                [(loss, weight) for loss, weight, _, _ in collected]
+                [(loss, weight) for loss, weight, _, _ in loss_records]
             )
-            self._copying = collected, HostCopy(joined_losses)
+            self._copying = loss_records, HostCopy(joined_losses)
         return arrived_updates
 
-    def _arrived(self) -> list[Update[Origin]]:
+    def _read_arrived(self) -> list[Update[Origin]]:
         if self._copying is None:
             return []
-        (collected, host_copy), self._copying = self._copying, None
+        (loss_records, host_copy), self._copying = self._copying, None
         numbers: list[float] = host_copy.wait().tolist()
         if self.odd_only and math.isfinite(sum(numbers)):
             return []
-        updates, remaining_numbers = _group_by_update(collected), iter(numbers)
+        updates, remaining_numbers = _group_by_update(loss_records), iter(numbers)
         for update in updates:
             update.values = [next(remaining_numbers) for _ in update.losses]
         return updates
@@ -125,18 +125,18 @@ def _move_to_host(weight: float | Tensor | None) -> float | Tensor | None:
 
 
 def _group_by_update(
-    collected: Sequence[tuple[Tensor, float | Tensor | None, Origin, int]],
+    loss_records: Sequence[tuple[Tensor, float | Tensor | None, Origin, int]],
 ) -> list[Update[Origin]]:
     """Group losses by update, in the same order."""
     updates: list[Update[Origin]] = []
-    for loss, weight, origin, step in collected:
+    for loss, weight, origin, step in loss_records:
         if not updates or updates[-1].step != step:
             updates.append(Update(step))
         updates[-1].losses.append((loss, weight, origin))
     return updates
 
 
-def read(update: Update[Origin]) -> list[float]:
+def read_losses(update: Update[Origin]) -> list[float]:
     """Return the losses as numbers, synchronously."""
     if (
         len(update.losses) == 1

@@ -29,7 +29,7 @@ from hasten.prepare_args import PreparedObjects
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.nodelist import ranks_in_words
 from hasten.trust.numbers.first_module import LastCalls, first_bad_module
-from hasten.trust.numbers.late_losses import LateLosses, Update, read
+from hasten.trust.numbers.late_losses import LateLosses, Update, read_losses
 
 _NUM_RECENT_LOSSES: Final = 64
 _FEWEST_LOSSES: Final = 16
@@ -138,7 +138,7 @@ class NumbersWatch(RunPart):
             if is_copy_due and not (
                 loss.is_cuda and torch.cuda.is_current_stream_capturing()
             ):
-                self._report(self._losses.copy())
+                self._report_losses(self._losses.copy())
         elif (
             len(self._losses.held) > _MOST_COLLECTED_LOSSES
         ):  # a script with an unprepared optimizer makes no updates here
@@ -149,8 +149,8 @@ class NumbersWatch(RunPart):
             self._clock.num_updates + 1,
             [(loss.detach(), weight, self._current_batches())],
         )
-        update.values = read(update)
-        self._report([update])
+        update.values = read_losses(update)
+        self._report_losses([update])
 
     def _current_batches(self) -> Batches:
         """Return the batches that the active loaders yielded last."""
@@ -174,10 +174,10 @@ class NumbersWatch(RunPart):
     def end(self) -> None:
         """Check the losses that have not been checked yet."""
         if self._settings.then == "report":
-            self._report(self._losses.rest())
+            self._report_losses(self._losses.rest())
 
     # -- reports of one rank, some updates later --------------------------------------------------------------------
-    def _report(self, updates: Sequence[Update[Batches]]) -> None:
+    def _report_losses(self, updates: Sequence[Update[Batches]]) -> None:
         for update in updates:
             if self._is_quiet or not (problem := self._describe_problem(update.values)):
                 continue
@@ -198,7 +198,7 @@ class NumbersWatch(RunPart):
         self, update: Update[Batches], step: int, optimizer: Holder
     ) -> bool:
         if update.losses:
-            update.values = read(update)
+            update.values = read_losses(update)
         problem = self._describe_problem(update.values)
         severity = _LOSS if problem else _FINE
         if (
@@ -217,15 +217,15 @@ class NumbersWatch(RunPart):
             # averaged with the gradients of a rank whose loss is bad: not caused by this rank
         ):
             problem = ""
-        finding = self._find_problem(update, problem, optimizer)
+        bad_value = self._find_problem(update, problem, optimizer)
         self._last_calls.clear()
         findings_by_rank = self._ctx.world.all_gather_object(
-            (finding.what, finding.samples, finding.lines)
+            (bad_value.what, bad_value.samples, bad_value.lines)
         )
         findings = {
             rank: BadValue(*fields) for rank, fields in enumerate(findings_by_rank)
         }
-        self._react(step, findings, optimizer.scaled)
+        self._react_to_findings(step, findings, optimizer.scaled)
         return not optimizer.scaled
 
     def _largest_severity(self, severity: int) -> int:
@@ -241,7 +241,9 @@ class NumbersWatch(RunPart):
             )
         )
 
-    def _react(self, step: int, findings: Mapping[int, BadValue], scaled: bool) -> None:
+    def _react_to_findings(
+        self, step: int, findings: Mapping[int, BadValue], scaled: bool
+    ) -> None:
         if self._settings.then == "stop":
             consequence = "every rank stops, before the update; trust.numbers=skip would skip the update and continue"
             raise _make_error(step, findings, consequence)
@@ -264,12 +266,12 @@ class NumbersWatch(RunPart):
         self, update: Update[Batches], problem: str, optimizer: Holder
     ) -> BadValue:
         """Return this rank's finding. If a forward needs every rank, all ranks repeat theirs."""
-        lines: list[str] = []
+        report_lines: list[str] = []
         if problem or self._settings.runs_together:
             for call in self._last_calls.all():
                 plain_model = self._unwrap(call.model)
                 if stage_part(plain_model) is None:
-                    lines.append(
+                    report_lines.append(
                         f"  first module whose output is not finite: {first_bad_module(call, plain_model)}"
                     )
         if not problem:
@@ -279,12 +281,14 @@ class NumbersWatch(RunPart):
             and optimizer.readable
             and (parameter_names := self._name_bad_gradients(optimizer))
         ):
-            lines.append(
+            report_lines.append(
                 f"  gradients that are not finite: {', '.join(parameter_names[:_MOST_SHOWN])}{' …' if len(parameter_names) > _MOST_SHOWN else ''}"
             )
         batch_description = self._describe_batches(update)
         return BadValue(
-            problem, batch_description.samples, [*batch_description.lines, *lines]
+            problem,
+            batch_description.samples,
+            [*batch_description.lines, *report_lines],
         )
 
     def _name_bad_gradients(self, optimizer: Holder) -> list[str]:
@@ -297,70 +301,75 @@ class NumbersWatch(RunPart):
         ]
 
     # -- losses -----------------------------------------------------------------------------------------------------
-    def _describe_problem(self, values: list[float]) -> str:
+    def _describe_problem(self, loss_values: list[float]) -> str:
         """Return a description of the problem with these losses; empty if there is none."""
-        for value in values:
-            if not math.isfinite(value):
-                return f"the loss is {value}"
+        for loss_value in loss_values:
+            if not math.isfinite(loss_value):
+                return f"the loss is {loss_value}"
         spike = self._settings.spike
         if spike is not None:
             if len(self._recent_losses) >= _FEWEST_LOSSES:
                 median = _median(self._recent_losses)
-                for value in values:
-                    if value > spike * median > 0:
-                        return f"the loss is {value:.6g}, {value / median:.3g} times the median of the last {len(self._recent_losses)}"
-            self._recent_losses.extend(values)
+                for loss_value in loss_values:
+                    if loss_value > spike * median > 0:
+                        return f"the loss is {loss_value:.6g}, {loss_value / median:.3g} times the median of the last {len(self._recent_losses)}"
+            self._recent_losses.extend(loss_values)
         return ""
 
     def _describe_batches(self, update: Update[Batches]) -> BadValue:
         """Return the batches of this update."""
-        values = update.values
-        lines: list[str] = []
+        loss_values = update.values
+        report_lines: list[str] = []
         samples: list[int] = []
         bad_losses = [
             batch_number
-            for batch_number, value in enumerate(values)
-            if not math.isfinite(value)
+            for batch_number, loss_value in enumerate(loss_values)
+            if not math.isfinite(loss_value)
         ]
-        for index in bad_losses or range(len(values)):
+        for index in bad_losses or range(len(loss_values)):
             for loader, start, steps in update.losses[index][2]:
-                indices = loader.samples(start, steps)
-                batch_words = f"  loss {values[index]:.6g}: epoch {start.epoch}, batch {steps} of this pass"
-                if indices is None:
-                    lines.append(
+                sample_indices = loader.samples(start, steps)
+                batch_words = f"  loss {loss_values[index]:.6g}: epoch {start.epoch}, batch {steps} of this pass"
+                if sample_indices is None:
+                    report_lines.append(
                         f"{batch_words}, of a stream or sampler whose order is unknown"
                     )
                 else:
-                    samples += indices
+                    samples += sample_indices
                     remaining_words = (
-                        f" and {len(indices) - _MOST_SHOWN} more"
-                        if len(indices) > _MOST_SHOWN
+                        f" and {len(sample_indices) - _MOST_SHOWN} more"
+                        if len(sample_indices) > _MOST_SHOWN
                         else ""
                     )
-                    lines.append(
-                        f"{batch_words}, dataset indices {', '.join(map(str, indices[:_MOST_SHOWN]))}{remaining_words}"
+                    report_lines.append(
+                        f"{batch_words}, dataset indices {', '.join(map(str, sample_indices[:_MOST_SHOWN]))}{remaining_words}"
                     )
-        return BadValue("", samples, lines)
+        return BadValue("", samples, report_lines)
 
 
 def _render_findings(
     step: int, findings: Mapping[int, BadValue], consequence: str
 ) -> str:
     """Return the report: the findings by rank, and the consequence."""
-    ranks = tuple(rank for rank, finding in findings.items() if finding.what)
+    ranks = tuple(rank for rank, bad_value in findings.items() if bad_value.what)
     problems = dict.fromkeys(
-        finding.what for finding in findings.values() if finding.what
+        bad_value.what for bad_value in findings.values() if bad_value.what
     )
-    lines = [f"{' and '.join(problems)} in update {step} on {ranks_in_words(ranks)}"]
+    report_lines = [
+        f"{' and '.join(problems)} in update {step} on {ranks_in_words(ranks)}"
+    ]
     for rank in ranks[:_MOST_SHOWN]:
-        lines += [f"  rank {rank}:", *(f"  {line}" for line in findings[rank].lines)]
-    return "\n".join([*lines, f"  why:  {_WHY}", f"  now:  {consequence}"])
+        report_lines += [
+            f"  rank {rank}:",
+            *(f"  {line}" for line in findings[rank].lines),
+        ]
+    return "\n".join([*report_lines, f"  why:  {_WHY}", f"  now:  {consequence}"])
 
 
 def _make_error(
     step: int, findings: Mapping[int, BadValue], consequence: str
 ) -> NumbersError:
-    ranks = tuple(rank for rank, finding in findings.items() if finding.what)
+    ranks = tuple(rank for rank, bad_value in findings.items() if bad_value.what)
     return NumbersError(
         _render_findings(step, findings, consequence),
         step,
@@ -396,8 +405,8 @@ def _has_finite_gradients(parameters: Sequence[Tensor]) -> bool:
     )
 
 
-def _median(values: Collection[float]) -> float:
-    sorted_values = sorted(values)
+def _median(loss_values: Collection[float]) -> float:
+    sorted_values = sorted(loss_values)
     middle = len(sorted_values) // 2
     return (
         sorted_values[middle]
