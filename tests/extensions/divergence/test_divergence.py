@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from hasten.extensions.divergence.divergence import Record, find
+from hasten.extensions.divergence.divergence import Record, find_divergence
 from hasten.runtime.mesh_plan import Axis, MeshSpec
 
 MESHES = (
@@ -38,10 +38,10 @@ def records(
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_minority_of_each_group_is_named(mesh: MeshSpec) -> None:
     for axes in ((Axis.DP_REPLICATE,), (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.TP)):
-        assert find(records(mesh, axes, ()), mesh, 7, 3) is None
+        assert find_divergence(records(mesh, axes, ()), mesh, 7, 3) is None
         for size in (1, 2):
             for odd in combinations(range(mesh.world_size), size):
-                found = find(records(mesh, axes, odd), mesh, 7, 3)
+                found = find_divergence(records(mesh, axes, odd), mesh, 7, 3)
                 expected = set()
                 for group in mesh.groups(*axes):
                     camp = set(group) & set(odd)
@@ -61,7 +61,7 @@ def test_a_tensor_that_some_ranks_lack_differs() -> None:
     held = {rank: [Record("state", "weight (exp_avg)", axes, 1)] for rank in (0, 1)} | {
         2: []
     }
-    found = find(held, mesh, 7, None)
+    found = find_divergence(held, mesh, 7, None)
     assert found is not None
     assert (found.cause, found.odd) == ("state", (2,))
     assert "  rank 2 differs from ranks 0-1\n" in found.message("x")
@@ -83,7 +83,7 @@ def test_the_cause_comes_before_its_consequences() -> None:
             rank: [Record(kind, kind, axes, rank) for kind in kinds]
             for rank in range(2)
         }
-        found = find(held, mesh, 7, 3)
+        found = find_divergence(held, mesh, 7, 3)
         assert found is not None
         assert found.cause == order[first][1]
         for part in (
@@ -102,4 +102,4 @@ def test_gradients_alone_are_no_alarm() -> None:
         rank: [Record(kind, kind, axes, rank) for kind in ("gradient", "updates")]
         for rank in range(2)
     }
-    assert find(held, mesh, 1, None) is None
+    assert find_divergence(held, mesh, 1, None) is None

@@ -19,10 +19,10 @@ from hasten.comm.collective_log import LIBRARIES, CollectiveRecord, calling_line
 from hasten.extensions.watch import observe as processes
 from hasten.extensions.watch import stacks
 from hasten.extensions.watch import wording as words
-from hasten.extensions.watch.diagnose import diagnose
+from hasten.extensions.watch.diagnose import diagnose_stall
 from hasten.extensions.watch.evidence import Evidence
 from hasten.extensions.watch.stacks import StackCall, place_of
-from hasten.extensions.watch.state import CodeLine, Note, SeenState, State, Status
+from hasten.extensions.watch.state import CodeLine, Note, ObservedRank, State, Status
 
 SIZES = (2, 3, 8, 64)
 
@@ -47,9 +47,9 @@ def state(
     )
 
 
-def here(*states: State) -> list[SeenState]:
+def here(*states: State) -> list[ObservedRank]:
     return [
-        SeenState(one.rank, "here", one, Note(one.rank, "h", 100 + one.rank, 1))
+        ObservedRank(one.rank, "here", one, Note(one.rank, "h", 100 + one.rank, 1))
         for one in states
     ]
 
@@ -61,7 +61,7 @@ def test_a_lost_rank_is_the_cause_whatever_the_others_do(
 ) -> None:
     for culprit in {0, size // 2, size - 1}:
         world = here(*(state(rank) for rank in range(size)))
-        world[culprit] = SeenState(
+        world[culprit] = ObservedRank(
             culprit,
             status,
             None,
@@ -69,7 +69,7 @@ def test_a_lost_rank_is_the_cause_whatever_the_others_do(
                 culprit, "h", 5, 1, "at 10:00" if status in ("left", "failed") else ""
             ),
         )
-        found = diagnose(world)
+        found = diagnose_stall(world)
         assert found is not None
         assert (found.cause, found.missing, found.ends) == (status, (culprit,), "never")
         assert f"rank {culprit}" in found.sentence
@@ -97,7 +97,7 @@ def test_a_rank_that_works_is_named_but_the_wait_may_end(
             else state(rank, "train.py:57", "", **changes)
             for rank in range(size)
         ]
-        found = diagnose(here(*states))
+        found = diagnose_stall(here(*states))
         assert found is not None
         assert (found.cause, found.missing, found.ends) == (
             cause,
@@ -124,19 +124,19 @@ def test_ranks_that_may_take_their_time_are_no_cause(
         state(rank) if rank else state(rank, "train.py:57", "", **changes)
         for rank in range(size)
     ]
-    assert diagnose(here(*states)) is None
+    assert diagnose_stall(here(*states)) is None
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_nobody_waits_then_nothing_is_said(size: int) -> None:
     assert (
-        diagnose(
+        diagnose_stall(
             here(*(state(rank, kind="user", quiet_s=9999.0) for rank in range(size)))
         )
         is None
     )
     assert (
-        diagnose(
+        diagnose_stall(
             here(*(state(rank, kind="backward", cpu_share=0.8) for rank in range(size)))
         )
         is None
@@ -149,7 +149,7 @@ def test_different_calls_never_end(size: int) -> None:
         state(rank) if rank else state(rank, "train.py:50", "broadcast")
         for rank in range(size)
     ]
-    found = diagnose(here(*states))
+    found = diagnose_stall(here(*states))
     assert found is not None
     assert (found.cause, found.ends) == ("other call", "never")
     assert "train.py:50" in found.sentence
@@ -165,12 +165,12 @@ def test_a_rank_still_receiving_what_another_has_sent_is_given_time() -> None:
         counts={"0/cpu": 10, "barrier/w": 1},
     )
     receiver = state(1, "train.py:40", "broadcast", counts={"0/cpu": 10})
-    found = diagnose(here(sender, receiver))
+    found = diagnose_stall(here(sender, receiver))
     assert found is not None
     assert (found.cause, found.ends) == ("other call", "hardly")
     # began one that the other has not
     ahead = msgspec.structs.replace(receiver, counts={"0/cpu": 11})
-    found = diagnose(here(sender, ahead))
+    found = diagnose_stall(here(sender, ahead))
     assert found is not None
     assert found.ends == "never"
 
@@ -184,28 +184,31 @@ def test_a_backward_counts_as_waiting_only_when_it_computes_nothing() -> None:
         counts={"0/cpu": 10, "barrier/w": 1},
     )
     waiting = state(0, "train.py:42", "backward", kind="backward", counts={"0/cpu": 11})
-    found = diagnose(here(waiting, barrier))
+    found = diagnose_stall(here(waiting, barrier))
     assert found is not None
     assert (found.cause, found.ends) == ("other call", "never")
     busy = msgspec.structs.replace(waiting, cpu_share=0.9)
-    found = diagnose(here(busy, barrier))
+    found = diagnose_stall(here(busy, barrier))
     assert found is not None
     assert (found.missing, found.ends) == ((0,), "perhaps")
 
 
 def test_all_in_the_same_call() -> None:
-    found = diagnose(here(*(state(rank) for rank in range(4))))
+    found = diagnose_stall(here(*(state(rank) for rank in range(4))))
     assert found is not None
     assert (found.cause, found.ends) == ("same call", "perhaps")
 
 
 def test_a_silent_rank_is_named_with_its_pid() -> None:
-    world = [*here(state(0)), SeenState(1, "silent", None, Note(1, "node7", 4711, 1))]
-    found = diagnose(world)
+    world = [
+        *here(state(0)),
+        ObservedRank(1, "silent", None, Note(1, "node7", 4711, 1)),
+    ]
+    found = diagnose_stall(world)
     assert found is not None
     assert (found.cause, found.missing) == ("silent", (1,))
     assert "pid 4711 on node7" in found.sentence
-    text = words.report(found, world, 31.0, "it waits")
+    text = words.render_report(found, world, 31.0, "it waits")
     assert "rank 1: does not respond" in text
     assert "rank 0: waits at train.py:40 gather(x) for 31 s, after 7 updates" in text
 
@@ -219,7 +222,7 @@ def test_a_rank_that_moves_is_neither_silent_nor_waiting(size: int) -> None:
                 for rank in range(size)
             )
         )
-        found = diagnose(world)
+        found = diagnose_stall(world)
         assert found is not None
         assert (found.cause, found.missing, found.ends) == (
             "elsewhere",
@@ -227,7 +230,7 @@ def test_a_rank_that_moves_is_neither_silent_nor_waiting(size: int) -> None:
             "perhaps",
         )
         assert mover not in found.waiting
-        assert f"rank {mover}: is busy with other collectives" in words.report(
+        assert f"rank {mover}: is busy with other collectives" in words.render_report(
             found, world, 31.0, "it waits"
         )
         in_block = here(
@@ -236,11 +239,13 @@ def test_a_rank_that_moves_is_neither_silent_nor_waiting(size: int) -> None:
                 for rank in range(size)
             )
         )
-        assert diagnose(in_block) is None, "the others wait for it with its knowledge"
+        assert diagnose_stall(in_block) is None, (
+            "the others wait for it with its knowledge"
+        )
 
 
-def left(rank: int, counts: dict[str, int] | None) -> SeenState:
-    return SeenState(
+def left(rank: int, counts: dict[str, int] | None) -> ObservedRank:
+    return ObservedRank(
         rank, "left", None, Note(rank, "h", 5, 1, "at 10:00", counts=counts)
     )
 
@@ -251,13 +256,13 @@ def test_a_rank_that_has_left_is_the_cause_only_where_it_is_missing() -> None:
         state(0, counts={"0/cpu": 10, "pair/cpu": 4}),
         state(1, counts={"0/cpu": 10, "pair/cpu": 3}, kind="user"),
     )
-    found = diagnose([*world, left(2, {"0/cpu": 10})])
+    found = diagnose_stall([*world, left(2, {"0/cpu": 10})])
     assert found is not None
     assert (found.cause, found.missing, found.ends) == ("user code", (1,), "perhaps")
-    found = diagnose([*world, left(2, {"0/cpu": 9})])
+    found = diagnose_stall([*world, left(2, {"0/cpu": 9})])
     assert found is not None
     assert (found.cause, found.missing, found.ends) == ("left", (2,), "never")
-    unknown = diagnose([*world, left(2, None)])
+    unknown = diagnose_stall([*world, left(2, None)])
     assert unknown is not None
     assert unknown.missing == (1,), "the rank that works explains the wait"
 
@@ -267,10 +272,10 @@ def test_the_same_call_from_different_lines_may_be_one_collective() -> None:
         state(0, "train.py:40", "broadcast"),
         state(1, "train.py:42", "broadcast"),
     ]
-    found = diagnose(here(*states))
+    found = diagnose_stall(here(*states))
     assert found is not None
     assert (found.cause, found.ends) == ("same call", "perhaps")
-    found = diagnose(
+    found = diagnose_stall(
         here(states[0], msgspec.structs.replace(states[1], counts={"0/cpu": 11}))
     )
     assert found is not None
@@ -282,7 +287,7 @@ def test_a_thread_that_wants_the_processor_or_the_disk_does_not_wait_for_ranks(
     thread: Any,
 ) -> None:
     waiting = state(0, counts={"0/cpu": 11})
-    found = diagnose(
+    found = diagnose_stall(
         here(waiting, state(1, "train.py:42", "forward", kind="forward", thread=thread))
     )
     assert found is not None
@@ -291,10 +296,10 @@ def test_a_thread_that_wants_the_processor_or_the_disk_does_not_wait_for_ranks(
 
 def test_a_step_that_is_behind_may_come_yet() -> None:
     behind = state(1, "train.py:42", "backward", kind="backward")
-    found = diagnose(here(state(0, counts={"0/cpu": 11}), behind))
+    found = diagnose_stall(here(state(0, counts={"0/cpu": 11}), behind))
     assert found is not None
     assert (found.cause, found.ends) == ("other call", "perhaps")
-    found = diagnose(here(state(0), behind))
+    found = diagnose_stall(here(state(0), behind))
     assert found is not None
     assert found.ends == "hardly", (
         "it has begun as many, so it waits in another collective"
@@ -302,7 +307,7 @@ def test_a_step_that_is_behind_may_come_yet() -> None:
 
 
 def test_a_device_may_compute_without_the_processor() -> None:
-    found = diagnose(
+    found = diagnose_stall(
         here(state(0), state(1, "train.py:42", "synchronize", kind="device"))
     )
     assert found is not None
@@ -313,7 +318,7 @@ def test_unequal_batches_are_named_where_one_rank_trains_and_another_has_ended()
     None
 ):
     ending = state(0, "train.py:50", "end_training", kind="ending")
-    found = diagnose(
+    found = diagnose_stall(
         here(
             ending,
             state(1, "train.py:42", "backward", kind="backward", counts={"0/cpu": 11}),
@@ -322,7 +327,7 @@ def test_unequal_batches_are_named_where_one_rank_trains_and_another_has_ended()
     assert found is not None
     assert (found.cause, found.missing, found.ends) == ("uneven", (0,), "never")
     assert "unequal numbers of batches" in found.sentence
-    slow = diagnose(
+    slow = diagnose_stall(
         here(
             msgspec.structs.replace(ending, io_quiet_s=61.0),
             state(1, "train.py:60", counts={"0/cpu": 11}),
@@ -335,17 +340,19 @@ def test_unequal_batches_are_named_where_one_rank_trains_and_another_has_ended()
 def test_evidence_is_what_ranks_post_now_and_twice() -> None:
     evidence = Evidence(0, 1.0)
     own, other = state(0, turn=1), state(1, "train.py:50", "broadcast", turn=8)
-    found = diagnose(here(own, other))
+    found = diagnose_stall(here(own, other))
     assert found is not None
     results = []
     for turn in (8, 8, 9, 10, 10, 11, 12):
         world = here(own, msgspec.structs.replace(other, turn=turn))
-        results.append(evidence.confirms(found, world))
+        results.append(evidence.confirms_diagnosis(found, world))
     assert results == [False, False, False, True, False, False, True], (
         "two more posts each time"
     )
     moved = msgspec.structs.replace(other, turn=14, counts={"0/cpu": 11})
-    assert not evidence.confirms(found, here(own, moved)), "another wait than before"
+    assert not evidence.confirms_diagnosis(found, here(own, moved)), (
+        "another wait than before"
+    )
 
 
 def test_a_state_that_is_not_posted_again_is_dropped() -> None:
@@ -378,7 +385,7 @@ def test_a_process_is_not_gone_because_its_file_cannot_be_opened() -> None:
         assert processes.status_of(os.getpid(), 1) == "here"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert processes.namespace() == str(Path("/proc/self/ns/pid").readlink())
+    assert processes.pid_namespace() == str(Path("/proc/self/ns/pid").readlink())
 
 
 def test_ranks_that_do_the_same_share_a_line() -> None:
@@ -388,9 +395,9 @@ def test_ranks_that_do_the_same_share_a_line() -> None:
             for rank in range(64)
         )
     )
-    found = diagnose(world)
+    found = diagnose_stall(world)
     assert found is not None
-    text = words.report(found, world, 31.0, "it waits")
+    text = words.render_report(found, world, 31.0, "it waits")
     assert "  ranks 0-4, 6-63: waits at train.py:40" in text
     assert "  rank 5: is in user code at train.py:57" in text
 
@@ -506,6 +513,6 @@ def test_who_may_still_receive_is_given_time(size: int, behind: int, ends: str) 
         state(rank, "train.py:40", "broadcast", counts={"0/cpu": behind})
         for rank in range(1, size)
     ]
-    found = diagnose(here(*states))
+    found = diagnose_stall(here(*states))
     assert found is not None
     assert (found.cause, found.ends) == ("other call", ends)

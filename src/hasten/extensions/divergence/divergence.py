@@ -107,25 +107,25 @@ class Divergence:
         """Ranks in the minority."""
         return self.differences[0].odd
 
-    def message(self, then: str) -> str:
+    def message(self, consequence: str) -> str:
         """Return the report as text; `then` describes the consequence."""
         first_difference, other_differences = self.differences[0], self.differences[1:]
         other_ranks = sorted(
-            {rank for group in first_difference.groups for rank in group}
+            {rank for rank_group in first_difference.groups for rank in rank_group}
             - set(first_difference.odd)
         )
-        reason, cure = _CAUSES[self.cause]
+        reason, remedy = _CAUSES[self.cause]
         last_agreement = (
             f"all agreed at update {self.agreed_at}"
             if self.agreed_at is not None
             else "never compared before"
         )
-        lines = [
+        report_lines = [
             f"ranks hold different values: {first_difference.kind} {first_difference.name!r}, seen at update {self.step} ({last_agreement})",
             f"  {_name_parties(first_difference.odd, other_ranks)}",
         ]
         if any(first_difference.said.values()):
-            lines.append(
+            report_lines.append(
                 "  "
                 + "; ".join(
                     f"rank {rank}: {text}"
@@ -137,11 +137,16 @@ class Divergence:
                 f"{difference.kind} {difference.name!r}"
                 for difference in other_differences[:_MOST_SHOWN]
             )
-            lines.append(
+            report_lines.append(
                 f"  also: {shown_differences}{f' and {len(other_differences) - _MOST_SHOWN} more' if len(other_differences) > _MOST_SHOWN else ''}"
             )
         return "\n".join(
-            [*lines, f"  cause: {reason}", f"  cure:  {cure}", f"  now:   {then}"]
+            [
+                *report_lines,
+                f"  cause: {reason}",
+                f"  cure:  {remedy}",
+                f"  now:   {consequence}",
+            ]
         )
 
 
@@ -153,10 +158,10 @@ def _name_parties(odd_ranks: Sequence[int], other_ranks: Sequence[int]) -> str:
     return f"{odd_words} {'differs' if len(odd_ranks) == 1 else 'differ'} from {other_words}"
 
 
-def find(
+def find_divergence(
     records: Mapping[int, Sequence[Record]],
     mesh: MeshSpec,
-    step: int,
+    update_number: int,
     agreed_at: int | None,
 ) -> Divergence | None:
     """Return the divergence in the ranks' records; None if all values that must be equal are equal."""
@@ -177,7 +182,7 @@ def find(
     )
     return Divergence(
         cause,
-        step,
+        update_number,
         agreed_at,
         (
             first_difference,
@@ -201,17 +206,17 @@ def _find_differences(
         any_record = next(iter(records_by_rank.values()))
         odd_ranks: list[int] = []
         differing_groups: list[tuple[int, ...]] = []
-        for group in mesh.groups(*map(Axis, any_record.axes)):
-            if any(rank in records_by_rank for rank in group) and (
-                minority_ranks := _minority_ranks(group, records_by_rank)
+        for rank_group in mesh.groups(*map(Axis, any_record.axes)):
+            if any(rank in records_by_rank for rank in rank_group) and (
+                minority_ranks := _minority_ranks(rank_group, records_by_rank)
             ):
                 odd_ranks += minority_ranks
-                differing_groups.append(group)
+                differing_groups.append(rank_group)
         if odd_ranks:
             texts_by_rank = {
                 rank: records_by_rank[rank].said if rank in records_by_rank else ""
-                for group in differing_groups
-                for rank in group
+                for rank_group in differing_groups
+                for rank in rank_group
             }
             yield RankDifference(
                 kind,
@@ -223,11 +228,11 @@ def _find_differences(
 
 
 def _minority_ranks(
-    group: tuple[int, ...], records_by_rank: Mapping[int, Record]
+    rank_group: tuple[int, ...], records_by_rank: Mapping[int, Record]
 ) -> list[int]:
     """Return the ranks outside the majority; of groups of equal size, the one with the lowest rank is the majority."""
     ranks_by_value: dict[int | None, list[int]] = defaultdict(list)
-    for rank in group:
+    for rank in rank_group:
         ranks_by_value[
             records_by_rank[rank].value if rank in records_by_rank else None
         ].append(rank)

@@ -22,7 +22,12 @@ from torch import Tensor
 from torch.distributed import Store
 
 from hasten.errors import DivergenceError, HastenWarning
-from hasten.extensions.divergence.divergence import EVIDENCE, Divergence, Record, find
+from hasten.extensions.divergence.divergence import (
+    EVIDENCE,
+    Divergence,
+    Record,
+    find_divergence,
+)
 from hasten.extensions.divergence.fingerprint import Fingerprints, FingerprintStore
 from hasten.extensions.divergence.replicas import ComparedTensor, Replicas
 from hasten.optim.run_part import RunPart
@@ -98,14 +103,14 @@ class DivergenceCheck(RunPart):
 
         Raises: DivergenceError on every rank when the check of an earlier update has found a difference.
         """
-        step = self._replicas.clock.num_updates
+        update_number = self._replicas.clock.num_updates
         if self._replicas.clock.apart or self._is_over:
             self._pending_checks.clear()
             return
         if self._pending_checks:
-            self._advance(step)
-        if step % self._settings.every == 0 or self._num_checks == 0:
-            self._begin_check(step)
+            self._advance_checks(update_number)
+        if update_number % self._settings.every == 0 or self._num_checks == 0:
+            self._begin_check(update_number)
 
     def end(self) -> None:
         """Run a last check and wait for its result. Ranks: every rank, at the end of training."""
@@ -114,19 +119,19 @@ class DivergenceCheck(RunPart):
         self._begin_check(self._replicas.clock.num_updates)
         deadline_s = time.monotonic() + _LAST_CHECK_S
         while self._pending_checks and time.monotonic() < deadline_s:
-            self._advance(None)
+            self._advance_checks(None)
             time.sleep(_POLL_INTERVAL_S)
         if self._pending_checks:
             log.warning(
                 "the last divergence check was skipped: not every rank reached it"
             )
 
-    def _advance(self, step: int | None) -> None:
+    def _advance_checks(self, update_number: int | None) -> None:
         """Advance every check as far as possible without waiting; `step` is None at the end of training."""
         try:
             for check in list(self._pending_checks):
-                if step is None or step > check.step:
-                    self._advance_check(check, step)
+                if update_number is None or update_number > check.step:
+                    self._advance_check(check, update_number)
         # the process that serves the store has exited, which is reported there
         except LOST:
             log.warning(
@@ -134,49 +139,51 @@ class DivergenceCheck(RunPart):
             )
             self._pending_checks.clear()
 
-    def _advance_check(self, check: _Check, step: int | None) -> None:
-        number = check.number
+    def _advance_check(self, check: _Check, update_number: int | None) -> None:
+        check_number = check.number
         if check.stage == "taken":
             self._post(check)
             check.stage = "posted"
         if (
             check.stage == "posted"
-            and (has_agreed := self._store.verdict(number)) is not None
+            and (has_agreed := self._store.verdict(check_number)) is not None
         ):
             if has_agreed:
                 self._agreed_at = check.step
                 self._pending_checks.remove(check)
                 return
-            self._store.show(number, _make_records(check))
+            self._store.show(check_number, _make_records(check))
             check.stage = "shown"
         if (
             check.stage == "shown"
             and self._ctx.is_main
-            and (records_by_rank := self._store.shown(number)) is not None
+            and (records_by_rank := self._store.shown(check_number)) is not None
         ):
             self._post_answer(check, records_by_rank)
             check.stage = "answered"
         if (
             check.stage in ("shown", "answered")
-            and (encoded_answer := self._store.answer(number)) is not None
+            and (encoded_answer := self._store.answer(check_number)) is not None
         ):
             check.answer = msgspec.json.decode(encoded_answer, type=_Answer)
             check.stage = "known"
         if check.stage == "known" and check.answer is not None:
-            if step is None or self._moment >= check.answer.act_at:
+            if update_number is None or self._shared_moment >= check.answer.act_at:
                 self._act_on(check.answer.found)
-        elif step is not None and step - check.step > _STALE_UPDATES:
+        elif update_number is not None and update_number - check.step > _STALE_UPDATES:
             self._pending_checks.remove(check)
 
     def _post_answer(
         self, check: _Check, records_by_rank: dict[int, list[Record]]
     ) -> None:
         """Find the cause, and set the moment at which all ranks act: when every rank has read it."""
-        divergence = find(records_by_rank, self._ctx.mesh, check.step, self._agreed_at)
+        divergence = find_divergence(
+            records_by_rank, self._ctx.mesh, check.step, self._agreed_at
+        )
         assert divergence is not None, (
             "fingerprints that differ belong to records that differ"
         )
-        current_moment = self._moment
+        current_moment = self._shared_moment
         passes_per_update = -(
             -current_moment // max(1, self._replicas.clock.num_updates)
         )
@@ -187,13 +194,13 @@ class DivergenceCheck(RunPart):
         self._store.set_answer(check.number, msgspec.json.encode(answer).decode())
 
     @property
-    def _moment(self) -> int:
+    def _shared_moment(self) -> int:
         """Number of backward passes, in which ranks stay in step, or of updates in a script without `backward()`."""
         clock = self._replicas.clock
         return clock.num_passes or clock.num_updates
 
     # -- one check --------------------------------------------------------------------------------------------------
-    def _begin_check(self, step: int) -> None:
+    def _begin_check(self, update_number: int) -> None:
         """Compute the fingerprints, and start their copy to the host."""
         entries = list(self._replicas.entries())
         tensors = [tensor for _, tensor in entries if tensor is not None]
@@ -210,7 +217,7 @@ class DivergenceCheck(RunPart):
         self._pending_checks.append(
             _Check(
                 self._num_checks,
-                step,
+                update_number,
                 [entry for entry, _ in entries],
                 fingerprints,
                 copied_event,
@@ -243,10 +250,10 @@ class DivergenceCheck(RunPart):
                 divergence.odd,
             )
         if self._ctx.is_main:
-            text = divergence.message(
+            warning_text = divergence.message(
                 "training continues, and the ranks are not compared any more"
             )
-            warnings.warn(text, HastenWarning, stacklevel=2)
+            warnings.warn(warning_text, HastenWarning, stacklevel=2)
 
 
 # called for every tensor in every check, with few different sets of axes

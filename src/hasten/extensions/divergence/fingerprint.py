@@ -96,7 +96,9 @@ class FingerprintStore:
         for record in records:
             axes_class = _axes_class_of(record.axes)
             sums[axes_class] = (sums[axes_class] + record.value) & _MASK
-        self._note(number, self._rank, np.array(sums, dtype=np.uint64).tobytes().hex())
+        self._set_message(
+            number, self._rank, np.array(sums, dtype=np.uint64).tobytes().hex()
+        )
 
     def verdict(self, number: int) -> bool | None:
         """Return whether all ranks that must agree have posted the same; None until rank 0 has all posts."""
@@ -117,14 +119,16 @@ class FingerprintStore:
                 ).all()
             )
             if self._size > 1:
-                self._note(number, "verdict", _AGREED if is_equal else "differ")
+                self._set_message(number, "verdict", _AGREED if is_equal else "differ")
             self._decided[number] = is_equal
             self._decided.pop(number - _KEPT_CHECKS, None)
         return self._decided[number]
 
     def show(self, number: int, records: Sequence[Record]) -> None:
         """Post the full records of this rank."""
-        self._note(number, f"held/{self._rank}", msgspec.json.encode(records).decode())
+        self._set_message(
+            number, f"held/{self._rank}", msgspec.json.encode(records).decode()
+        )
 
     def shown(self, number: int) -> dict[int, list[Record]] | None:
         """Return the full records of every rank; None until all have posted."""
@@ -138,7 +142,7 @@ class FingerprintStore:
 
     def set_answer(self, number: int, answer: str) -> None:
         """Post rank 0's diagnosis for every rank."""
-        self._note(number, "answer", answer)
+        self._set_message(number, "answer", answer)
 
     def answer(self, number: int) -> str | None:
         """Return rank 0's diagnosis; None until it is posted."""
@@ -148,7 +152,7 @@ class FingerprintStore:
     def _key(self, number: int, message_name: int | str) -> str:
         return f"{self._prefix}/{number % _KEPT_CHECKS}/{message_name}"
 
-    def _note(self, number: int, message_name: int | str, text: str) -> None:
+    def _set_message(self, number: int, message_name: int | str, text: str) -> None:
         self._store.set(self._key(number, message_name), f"{number}:{text}")
 
     def _peek(

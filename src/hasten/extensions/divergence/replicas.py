@@ -85,42 +85,46 @@ class Replicas:
             None,
         )
         names_and_axes: dict[int, tuple[str, frozenset[Axis]]] = {}
-        for position, model in enumerate(self.prepared.models):
-            prefix = f"model[{position}]." if position else ""
-            yield from self._model(model, prefix, names_and_axes)
-        for position, optimizer in enumerate(self.prepared.optimizers):
-            prefix = f"optimizer[{position}]." if position else ""
-            yield from self._optimizer(optimizer, prefix, names_and_axes)
+        for object_number, model in enumerate(self.prepared.models):
+            name_prefix = f"model[{object_number}]." if object_number else ""
+            yield from self._model_entries(model, name_prefix, names_and_axes)
+        for object_number, optimizer in enumerate(self.prepared.optimizers):
+            name_prefix = f"optimizer[{object_number}]." if object_number else ""
+            yield from self._optimizer_entries(optimizer, name_prefix, names_and_axes)
 
-    def _model(
+    def _model_entries(
         self,
         model: nn.Module,
-        prefix: str,
+        name_prefix: str,
         names_and_axes: dict[int, tuple[str, frozenset[Axis]]],
     ) -> Iterator[EntryWithTensor]:
         ignored_names, synchronised_modules = _unsynchronised_by_ddp(model)
         for plain_name, parameter in named_parameters(model):
-            name = prefix + plain_name
+            full_name = name_prefix + plain_name
             if (
                 id(parameter) in names_and_axes
                 or plain_name in ignored_names
-                or self._ignores(name, plain_name)
+                or self._ignores_name(full_name, plain_name)
             ):
                 continue
-            axes = axes_of(parameter)
-            names_and_axes[id(parameter)] = name, axes
-            yield from _tensor_entries("parameter", name, axes, parameter)
+            equal_axes = axes_of(parameter)
+            names_and_axes[id(parameter)] = full_name, equal_axes
+            yield from _tensor_entries("parameter", full_name, equal_axes, parameter)
             if parameter.grad is not None:
-                yield from _tensor_entries("gradient", name, axes, parameter.grad)
+                yield from _tensor_entries(
+                    "gradient", full_name, equal_axes, parameter.grad
+                )
         for plain_name, buffer in _unsynchronised_buffers(model, synchronised_modules):
-            name = prefix + plain_name
-            if plain_name not in ignored_names and not self._ignores(name, plain_name):
-                yield from _tensor_entries("buffer", name, axes_of(buffer), buffer)
+            full_name = name_prefix + plain_name
+            if plain_name not in ignored_names and not self._ignores_name(
+                full_name, plain_name
+            ):
+                yield from _tensor_entries("buffer", full_name, axes_of(buffer), buffer)
 
-    def _optimizer(
+    def _optimizer_entries(
         self,
         optimizer: PreparedOptimizer,
-        prefix: str,
+        name_prefix: str,
         names_and_axes: Mapping[int, tuple[str, frozenset[Axis]]],
     ) -> Iterator[EntryWithTensor]:
         plain_optimizer = optimizer.optimizer
@@ -128,36 +132,41 @@ class Replicas:
             plain_optimizer
         ):
             return  # each rank holds a different shard of the state
-        for number, group in enumerate(plain_optimizer.param_groups):
-            group_name = f"{prefix}param_groups[{number}]"
-            for option, value in group.items():
-                if isinstance(value, Tensor):
+        for group_number, param_group in enumerate(plain_optimizer.param_groups):
+            group_name = f"{name_prefix}param_groups[{group_number}]"
+            for option, option_value in param_group.items():
+                if isinstance(option_value, Tensor):
                     yield from _tensor_entries(
-                        "setting", f"{group_name}[{option!r}]", COMPARED, value
+                        "setting", f"{group_name}[{option!r}]", COMPARED, option_value
                     )
-                elif option != "params" and _is_plain_value(value):
+                elif option != "params" and _is_plain_value(option_value):
                     yield (
                         ComparedTensor(
                             "setting",
                             f"{group_name}[{option!r}]",
                             COMPARED,
-                            said=repr(value),
+                            said=repr(option_value),
                         ),
                         None,
                     )
-            for parameter in group["params"]:
+            for parameter in param_group["params"]:
                 if id(parameter) not in names_and_axes:
                     continue  # excluded, or not a parameter of a prepared model
-                name, axes = names_and_axes[id(parameter)]
-                for key, value in plain_optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor):
+                full_name, equal_axes = names_and_axes[id(parameter)]
+                for key, option_value in plain_optimizer.state.get(
+                    parameter, {}
+                ).items():
+                    if isinstance(option_value, Tensor):
                         yield from _tensor_entries(
-                            "state", f"{prefix}{name} ({key})", axes, value
+                            "state",
+                            f"{name_prefix}{full_name} ({key})",
+                            equal_axes,
+                            option_value,
                         )
 
-    def _ignores(self, *names: str) -> bool:
+    def _ignores_name(self, *names: str) -> bool:
         for pattern in self.ignored:
-            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            if any(fnmatch.fnmatchcase(full_name, pattern) for full_name in names):
                 return True
         return False
 
@@ -178,59 +187,59 @@ def axes_of(tensor: Tensor) -> frozenset[Axis]:
     """Return the axes along which all ranks hold the same shard of the tensor: all axes, unless it is sharded."""
     if type(tensor) in _PLAIN and not vars(tensor):
         return COMPARED
-    axes = set(COMPARED)
+    equal_axes = set(COMPARED)
     if is_dtensor(tensor):
         # a mesh of the user's
         mesh_axes = tensor.device_mesh.mesh_dim_names or [""] * len(tensor.placements)
         for axis_name, placement in zip(mesh_axes, tensor.placements, strict=True):
             if not isinstance(placement, placements().Replicate):
                 # An axis of a separate mesh divides experts among data-parallel ranks.
-                axes.difference_update(
+                equal_axes.difference_update(
                     {Axis(axis_name)} if axis_name in _AXES else BATCH
                 )
                 # ranks of one sequence hold different shards
                 if axis_name == Axis.DP_SHARD:
-                    axes.difference_update(SHARD)
+                    equal_axes.difference_update(SHARD)
     # megatron-core's mark of a tensor-parallel shard
     elif getattr(tensor, "tensor_model_parallel", False):
-        axes.discard(Axis.TP)
+        equal_axes.discard(Axis.TP)
     if not getattr(tensor, "allreduce", True):
         # megatron-core's mark of an expert, which only some data-parallel ranks hold
-        axes.difference_update(BATCH, {Axis.CP, Axis.TP})
-    return frozenset(axes)
+        equal_axes.difference_update(BATCH, {Axis.CP, Axis.TP})
+    return frozenset(equal_axes)
 
 
 def _tensor_entries(
     kind: Kind,
-    name: str,
-    axes: frozenset[Axis],
+    full_name: str,
+    equal_axes: frozenset[Axis],
     tensor: Tensor,
 ) -> Iterator[EntryWithTensor]:
     """Yield the entries of a tensor, or of its inner tensors; nothing for a tensor without memory."""
-    local: Any = tensor  # Any: subclasses of several packages
+    local_tensor: Any = tensor  # Any: subclasses of several packages
     if type(tensor) not in _PLAIN:
-        local = tensor.detach()
-        if is_dtensor(local):
-            local = local.to_local()
-    if local.is_meta or local.layout is not torch.strided:
+        local_tensor = tensor.detach()
+        if is_dtensor(local_tensor):
+            local_tensor = local_tensor.to_local()
+    if local_tensor.is_meta or local_tensor.layout is not torch.strided:
         return
-    if type(local) not in _PLAIN and hasattr(local, "__tensor_flatten__"):
-        for inner_name in local.__tensor_flatten__()[0]:
+    if type(local_tensor) not in _PLAIN and hasattr(local_tensor, "__tensor_flatten__"):
+        for inner_name in local_tensor.__tensor_flatten__()[0]:
             yield from _tensor_entries(
                 kind,
-                f"{name}.{inner_name}",
-                axes,
-                getattr(local, inner_name),
+                f"{full_name}.{inner_name}",
+                equal_axes,
+                getattr(local_tensor, inner_name),
             )
         return
     yield (
         ComparedTensor(
             kind,
-            name,
-            axes,
-            layout=_layout_text(tuple(local.shape), local.dtype),
+            full_name,
+            equal_axes,
+            layout=_layout_text(tuple(local_tensor.shape), local_tensor.dtype),
         ),
-        local,
+        local_tensor,
     )
 
 
@@ -244,8 +253,8 @@ def _unsynchronised_by_ddp(model: nn.Module) -> tuple[frozenset[str], frozenset[
                 f"{outer_name}.module" if outer_name else "module", model
             )
             ignored_names.update(
-                f"{first_name}.{name}" if first_name else name
-                for name in module.parameters_to_ignore
+                f"{first_name}.{full_name}" if first_name else full_name
+                for full_name in module.parameters_to_ignore
             )
             if module.broadcast_buffers:
                 synchronised_modules.update(id(inner) for inner in module.modules())
@@ -274,7 +283,7 @@ def _divides_state(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _is_plain_value(value: object) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_plain_value, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+def _is_plain_value(option_value: object) -> bool:
+    if isinstance(option_value, (tuple, list)):
+        return all(map(_is_plain_value, option_value))
+    return option_value is None or isinstance(option_value, (bool, int, float, str))

@@ -55,24 +55,26 @@ def main(argv: Sequence[str]) -> int:
         metavar="S",
         help="seconds between refreshes (default: 1)",
     )
-    given = parser.parse_args(argv)
-    folder = env.runtime_folder(env.snapshot())
-    sockets = chosen(folder, given.job)
-    if given.json:
-        sys.stdout.write(json.dumps(_look(sockets, given.stacks), indent=2) + "\n")
+    arguments = parser.parse_args(argv)
+    socket_folder = env.runtime_folder(env.snapshot())
+    socket_paths = job_sockets(socket_folder, arguments.job)
+    if arguments.json:
+        sys.stdout.write(
+            json.dumps(request_answers(socket_paths, arguments.stacks), indent=2) + "\n"
+        )
         return 0
     console = Console(highlight=False)
-    _follow(console, folder, sockets, given)
+    _redraw_table(console, socket_folder, socket_paths, arguments)
     return 0
 
 
-def chosen(folder: Path, job: int | None) -> list[Path]:
+def job_sockets(socket_folder: Path, job: int | None) -> list[Path]:
     """Return the sockets of the job.
 
     Raises: ConfigError if there is no such job, no job at all, or several and none is specified.
     """
-    found = list(live_sockets(folder)) if folder.is_dir() else []
-    jobs = sorted({address.job for address, _ in found})
+    live_addresses = list(live_sockets(socket_folder)) if socket_folder.is_dir() else []
+    jobs = sorted({address.job for address, _ in live_addresses})
     if not jobs:
         raise ConfigError(
             "no running job of this user was found on this machine; only jobs that `hasten launch` started are shown. Start the job with it."
@@ -81,116 +83,140 @@ def chosen(folder: Path, job: int | None) -> list[Path]:
         raise ConfigError(
             f"several jobs are running; give the number of one of them: {', '.join(map(str, jobs))}."
         )
-    wanted = jobs[0] if job is None else job
-    if wanted not in jobs:
+    job_number = jobs[0] if job is None else job
+    if job_number not in jobs:
         raise ConfigError(
-            f"there is no job {wanted} on this machine; the running jobs are {', '.join(map(str, jobs))}."
+            f"there is no job {job_number} on this machine; the running jobs are {', '.join(map(str, jobs))}."
         )
-    return _of_job(folder, wanted)
+    return _of_job(socket_folder, job_number)
 
 
-def _of_job(folder: Path, job: int) -> list[Path]:
+def _of_job(socket_folder: Path, job: int) -> list[Path]:
     """Return the sockets of a job: of several Accelerators in a process, the newest one's."""
     newest = {
-        (address.rank, address.pid): path
-        for address, path in sorted(live_sockets(folder))
+        (address.rank, address.pid): socket_path
+        for address, socket_path in sorted(live_sockets(socket_folder))
         if address.job == job
     }
     return list(newest.values())
 
 
-def _look(sockets: Sequence[Path], stacks: bool) -> list[Status]:
-    answers = [request_status(path, {"stacks": stacks}) for path in sockets]
+def request_answers(socket_paths: Sequence[Path], stacks: bool) -> list[Status]:
+    rank_answers = [
+        request_status(socket_path, {"stacks": stacks}) for socket_path in socket_paths
+    ]
     return sorted(
-        (answer for answer in answers if answer is not None),
-        key=lambda status: (status["rank"], status["pid"]),
+        (answer for answer in rank_answers if answer is not None),
+        key=lambda rank_status: (rank_status["rank"], rank_status["pid"]),
     )
 
 
-def _follow(
-    console: Console, folder: Path, sockets: Sequence[Path], given: argparse.Namespace
+def _redraw_table(
+    console: Console,
+    socket_folder: Path,
+    socket_paths: Sequence[Path],
+    arguments: argparse.Namespace,
 ) -> None:
     """Redraw the table until the job ends or the user presses Ctrl-C."""
-    waits: dict[int, list[bool]] = {}
+    waits_by_pid: dict[int, list[bool]] = {}
     # waiting and working are distinguished by the CPU time between two samples
-    _look(sockets, False)
-    time.sleep(min(given.interval, 0.1))
-    address = Address.parse(sockets[0].name)
+    request_answers(socket_paths, False)
+    time.sleep(min(arguments.interval, 0.1))
+    address = Address.parse(socket_paths[0].name)
     job = 0 if address is None else address.job
     with Live(console=console, auto_refresh=False) as live:
         try:
-            while answers := _look(sockets, given.stacks):
-                for status in answers:
-                    waits.setdefault(status["pid"], []).append(status["waits"])
-                    del waits[status["pid"]][:-30]
-                live.update(_page(answers, waits), refresh=True)
-                time.sleep(max(given.interval, 0.1))
+            while rank_answers := request_answers(socket_paths, arguments.stacks):
+                for rank_status in rank_answers:
+                    waits_by_pid.setdefault(rank_status["pid"], []).append(
+                        rank_status["waits"]
+                    )
+                    del waits_by_pid[rank_status["pid"]][:-30]
+                live.update(_render_page(rank_answers, waits_by_pid), refresh=True)
+                time.sleep(max(arguments.interval, 0.1))
                 # lost replicas, and restarted ranks, return as other processes
-                sockets = _of_job(folder, job)
+                socket_paths = _of_job(socket_folder, job)
         except KeyboardInterrupt:  # the way to leave a live table
             return
     console.print(f"job {job} has ended")
 
 
-def _page(answers: Sequence[Status], waits: dict[int, list[bool]]) -> RenderableType:
-    if not answers:
+def _render_page(
+    rank_answers: Sequence[Status], waits_by_pid: dict[int, list[bool]]
+) -> RenderableType:
+    if not rank_answers:
         return Text("no rank responded: the job has ended, or is stopped")
-    first = answers[0]
+    first_status = rank_answers[0]
     # some may have been started again
-    longest_s = max(float(status["seconds"]) for status in answers)
-    head = f"{first['script']} on {first['host']}: {len(answers)} of {first['world_size']} ranks, for {_duration(longest_s)}"
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=head, title_justify="left")
-    added = dict.fromkeys(name for status in answers for name in status["values"])
+    longest_s = max(float(rank_status["seconds"]) for rank_status in rank_answers)
+    head = f"{first_status['script']} on {first_status['host']}: {len(rank_answers)} of {first_status['world_size']} ranks, for {_describe_duration(longest_s)}"
+    rank_table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, title=head, title_justify="left"
+    )
+    added_columns = dict.fromkeys(
+        name for rank_status in rank_answers for name in rank_status["values"]
+    )
     headings = (
         "rank",
         "pid",
         "step",
         "steps/s",
-        *added,
+        *added_columns,
         "waiting",
-        *first["memory"],
+        *first_status["memory"],
         "at",
     )
     for heading in headings:
-        grid.add_column(
+        rank_table.add_column(
             heading,
             justify="left" if heading == "at" else "right",
             no_wrap=heading != "at",
         )
-    for status in answers:
-        seen = waits.get(status["pid"]) or [status["waits"]]
-        rate = status["steps_per_s"]
-        grid.add_row(
-            str(status["rank"]),
-            str(status["pid"]),
-            str(status["step"]),
-            "" if rate is None else f"{rate:.2f}",
+    for rank_status in rank_answers:
+        rank_waits = waits_by_pid.get(rank_status["pid"]) or [rank_status["waits"]]
+        steps_per_s = rank_status["steps_per_s"]
+        rank_table.add_row(
+            str(rank_status["rank"]),
+            str(rank_status["pid"]),
+            str(rank_status["step"]),
+            "" if steps_per_s is None else f"{steps_per_s:.2f}",
             *(
-                _FORMATS.get(name, "{}").format(status["values"].get(name, ""))
-                for name in added
+                _FORMATS.get(name, "{}").format(rank_status["values"].get(name, ""))
+                for name in added_columns
             ),
-            f"{sum(seen) / len(seen):.0%}",
-            *(_size(size) for size in status["memory"].values()),
-            status["at"],
+            f"{sum(rank_waits) / len(rank_waits):.0%}",
+            *(
+                _describe_bytes(num_bytes)
+                for num_bytes in rank_status["memory"].values()
+            ),
+            rank_status["at"],
         )
-    parts: list[RenderableType] = [grid]
-    for status in answers:
-        if "stack" in status:
-            parts.append(Text(f"stack of rank {status['rank']}", style="bold"))
-            parts += [Text(f"  {line}") for line in status["stack"]]
-    return Group(*parts)
+    renderables: list[RenderableType] = [rank_table]
+    for rank_status in rank_answers:
+        if "stack" in rank_status:
+            renderables.append(
+                Text(f"stack of rank {rank_status['rank']}", style="bold")
+            )
+            renderables += [
+                Text(f"  {line_number}") for line_number in rank_status["stack"]
+            ]
+    return Group(*renderables)
 
 
-def _size(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+def _describe_bytes(num_bytes: int) -> str:
+    return (
+        f"{num_bytes / 2**30:.2f} GiB"
+        if num_bytes >= 2**30
+        else f"{num_bytes / 2**20:.0f} MiB"
+    )
 
 
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
+def _describe_duration(seconds: float) -> str:
+    minutes, remaining_s = divmod(int(seconds), 60)
     return (
         f"{minutes // 60} h {minutes % 60} min"
         if minutes >= 60
-        else f"{minutes} min {rest} s"
+        else f"{minutes} min {remaining_s} s"
         if minutes
-        else f"{rest} s"
+        else f"{remaining_s} s"
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hasten.extensions.watch.diagnose import Diagnosis
-from hasten.extensions.watch.state import SeenState, State
+from hasten.extensions.watch.state import ObservedRank, State
 
 _SLACK_TICKS: Final = 5.0
 """Number of ticks by which a post may be late: watchdogs are delayed on a busy machine, too."""
@@ -50,29 +50,33 @@ class Evidence:
         """Drop the first observation."""
         self._diagnosis_key, self._first_observations = (), {}
 
-    def fresh(self, states: Mapping[int, State], now: float) -> dict[int, State]:
+    def fresh(self, rank_states: Mapping[int, State], now_s: float) -> dict[int, State]:
         """Return the states of ranks that still post."""
         current: dict[int, State] = {}
-        for rank, state in states.items():
-            if self._latest_posts.get(rank, (-1, 0.0))[0] != state.turn:
-                self._latest_posts[rank] = (state.turn, now)
-            age = now - self._latest_posts[rank][1]
+        for rank, rank_state in rank_states.items():
+            if self._latest_posts.get(rank, (-1, 0.0))[0] != rank_state.turn:
+                self._latest_posts[rank] = (rank_state.turn, now_s)
+            age = now_s - self._latest_posts[rank][1]
             limit_s = 2 * HEARTBEAT_TICKS * self._tick_s
-            if not state.moves:
+            if not rank_state.moves:
                 limit_s = (
-                    2 * pause_s(self._tick_s, state.quiet_s + age)
+                    2 * pause_s(self._tick_s, rank_state.quiet_s + age)
                     + _SLACK_TICKS * self._tick_s
                 )
             if rank == self._rank or age <= limit_s:
-                current[rank] = state
+                current[rank] = rank_state
         return current
 
-    def confirms(self, diagnosis: Diagnosis, world: Sequence[SeenState]) -> bool:
+    def confirms_diagnosis(
+        self, diagnosis: Diagnosis, observed_ranks: Sequence[ObservedRank]
+    ) -> bool:
         """Return whether the states in `world` confirm the previous diagnosis; the next call compares with them."""
         observations = {
-            seen.rank: _observe(seen.state, seen.rank in diagnosis.waiting)
-            for seen in world
-            if seen.state is not None
+            observed_rank.rank: _observe_rank(
+                observed_rank.state, observed_rank.rank in diagnosis.waiting
+            )
+            for observed_rank in observed_ranks
+            if observed_rank.state is not None
         }
         is_same = diagnosis.key == self._diagnosis_key and {
             rank: observation.wait for rank, observation in observations.items()
@@ -90,8 +94,10 @@ class Evidence:
         return is_confirmed
 
 
-def _observe(state: State, waits: bool) -> _FirstObservation:
+def _observe_rank(rank_state: State, waits: bool) -> _FirstObservation:
     return _FirstObservation(
-        state.turn,
-        (state.spot, state.kind, tuple(sorted(state.counts.items()))) if waits else (),
+        rank_state.turn,
+        (rank_state.spot, rank_state.kind, tuple(sorted(rank_state.counts.items())))
+        if waits
+        else (),
     )

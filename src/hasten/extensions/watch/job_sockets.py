@@ -39,14 +39,14 @@ class Address:
     @classmethod
     def parse(cls, name: str) -> Address | None:
         """Return the address in a file name; None for other files."""
-        parts = name.removesuffix(_SOCKET_SUFFIX).split(".")
+        name_parts = name.removesuffix(_SOCKET_SUFFIX).split(".")
         if (
             not name.endswith(_SOCKET_SUFFIX)
-            or len(parts) != 4
-            or not all(part.isdecimal() for part in parts)
+            or len(name_parts) != 4
+            or not all(name_part.isdecimal() for name_part in name_parts)
         ):
             return None
-        return cls(*map(int, parts))
+        return cls(*map(int, name_parts))
 
 
 def private_folder(folder: Path) -> Path:
@@ -81,23 +81,23 @@ def peer_is_owner(connection: socket.socket) -> bool:
 
 def live_sockets(folder: Path) -> Iterator[tuple[Address, Path]]:
     """Yield the sockets of live ranks, in order; sockets left by killed processes are removed."""
-    for path in sorted(folder.glob(f"*{_SOCKET_SUFFIX}")):
-        address = Address.parse(path.name)
+    for socket_path in sorted(folder.glob(f"*{_SOCKET_SUFFIX}")):
+        address = Address.parse(socket_path.name)
         if address is None:
             continue
         if _is_alive(address.pid):
-            yield address, path
+            yield address, socket_path
         else:
-            path.unlink(missing_ok=True)
+            socket_path.unlink(missing_ok=True)
 
 
 # Any: JSON values
-def request_status(path: Path, request: dict[str, Any]) -> dict[str, Any] | None:
+def request_status(socket_path: Path, request: dict[str, Any]) -> dict[str, Any] | None:
     """Send a request to a rank and return its answer; None if the rank has ended or does not answer in time."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(ANSWER_S)
         try:
-            connection.connect(str(path))
+            connection.connect(str(socket_path))
             connection.sendall(msgspec.json.encode(request) + b"\n")
             return msgspec.json.decode(receive_line(connection), type=dict[str, Any])
         # the rank has ended meanwhile, or is stopped
@@ -109,10 +109,10 @@ def receive_line(connection: socket.socket) -> bytes:
     """Return the bytes up to the end of a line or of the connection."""
     received = b""
     while not received.endswith(b"\n") and len(received) < _MOST_BYTES:
-        chunk = connection.recv(1 << 16)
-        if not chunk:
+        received_chunk = connection.recv(1 << 16)
+        if not received_chunk:
             break
-        received += chunk
+        received += received_chunk
     return received
 
 

@@ -30,13 +30,15 @@ _LEAST_MEASURED_S: Final = 0.1
 """Minimum seconds between two measurements of this process."""
 
 
-def start_ticks(pid: int | str = "self") -> int:
+def start_ticks(process_id: int | str = "self") -> int:
     """Return the start time of the process in clock ticks since boot; 0 if the kernel does not report it."""
-    fields = _process_fields(pid)
-    return int(fields[_STARTED]) if fields and len(fields) > _STARTED else 0
+    stat_fields = _process_fields(process_id)
+    return (
+        int(stat_fields[_STARTED]) if stat_fields and len(stat_fields) > _STARTED else 0
+    )
 
 
-def namespace() -> str:
+def pid_namespace() -> str:
     """Return the pid namespace: the same pid in another container is another process. Empty if unknown."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
@@ -44,20 +46,20 @@ def namespace() -> str:
         return ""
 
 
-def status_of(pid: int, started: int) -> Status:
+def status_of(process_id: int, started: int) -> Status:
     """Return whether the process runs ("here"), is stopped or gone; "here" if the kernel does not report it."""
     if not Path("/proc/self/stat").exists():
         return "here"
-    fields = _process_fields(pid)
-    if fields is None:
+    stat_fields = _process_fields(process_id)
+    if stat_fields is None:
         return "here"
     if (
-        not fields
-        or fields[_STATUS] in "ZX"
-        or (started and int(fields[_STARTED]) != started)
+        not stat_fields
+        or stat_fields[_STATUS] in "ZX"
+        or (started and int(stat_fields[_STARTED]) != started)
     ):
         return "gone"
-    return "stopped" if fields[_STATUS] in "Tt" else "here"
+    return "stopped" if stat_fields[_STATUS] in "Tt" else "here"
 
 
 def io_count() -> int:
@@ -67,38 +69,41 @@ def io_count() -> int:
     except OSError:  # other systems, or hidden in a container: saves then count as idle
         return 0
     return sum(
-        int(line.partition(":")[2])
-        for line in lines
-        if line.startswith(("rchar", "wchar"))
+        int(line_number.partition(":")[2])
+        for line_number in lines
+        if line_number.startswith(("rchar", "wchar"))
     )
 
 
 def major_faults() -> int:
     """Return the number of major page faults of this process so far; 0 if unknown."""
-    fields = _process_fields("self")
-    return int(fields[_FAULTS]) if fields else 0
+    stat_fields = _process_fields("self")
+    return int(stat_fields[_FAULTS]) if stat_fields else 0
 
 
-def thread_state(thread: int, faults_per_s: float) -> Thread:
+def thread_state(thread_number: int, faults_per_s: float) -> Thread:
     """Return the kernel state of one of this process's threads; "asleep" if unknown."""
-    fields = _process_fields(f"self/task/{thread}")
-    if not fields:
+    stat_fields = _process_fields(f"self/task/{thread_number}")
+    if not stat_fields:
         return "asleep"
-    if fields[_STATUS] == "D" or faults_per_s > _SWAPPING_FAULTS_PER_S:
+    if stat_fields[_STATUS] == "D" or faults_per_s > _SWAPPING_FAULTS_PER_S:
         return "disk"
-    return "runs" if fields[_STATUS] == "R" else "asleep"
+    return "runs" if stat_fields[_STATUS] == "R" else "asleep"
 
 
-def lost_neighbours(notes: Iterable[Note]) -> dict[int, Status]:
+def lost_neighbours(rank_notes: Iterable[Note]) -> dict[int, Status]:
     """Return the ranks of this machine that are stopped or gone."""
-    statuses = {note.rank: status_of(note.pid, note.started) for note in notes}
+    statuses = {
+        rank_note.rank: status_of(rank_note.pid, rank_note.started)
+        for rank_note in rank_notes
+    }
     return {rank: status for rank, status in statuses.items() if status != "here"}
 
 
-def _process_fields(pid: int | str) -> list[str] | None:
+def _process_fields(process_id: int | str) -> list[str] | None:
     """Return the fields of /proc/PID/stat from the state on; empty if there is no such process, None if unknown."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return []
     except OSError:  # such as too many open files, which is unrelated to the process
@@ -136,7 +141,7 @@ class Observer:
             start_ticks(),
             ended,
             failed,
-            namespace(),
+            pid_namespace(),
             self.counts()
             if ended and count_collectives(self.device_type)
             else None,  # a destroyed group has no counters
@@ -152,15 +157,15 @@ class Observer:
 
     def start_looking(self) -> None:
         """Start measuring CPU time and file I/O."""
-        now = time.monotonic()
-        self._last_cpu = (now, time.process_time())
-        self._last_io = (now, io_count())
+        now_s = time.monotonic()
+        self._last_cpu = (now_s, time.process_time())
+        self._last_io = (now_s, io_count())
         self._num_faults = self._cpu_share = None
 
     def look(
         self,
         quiet_s: float,
-        counts: Mapping[str, int],
+        collective_counts: Mapping[str, int],
         peers: Mapping[int, Status] | None = None,
     ) -> State:
         """Return the current state of the training thread; `peers` are other ranks that are stopped or gone."""
@@ -198,7 +203,7 @@ class Observer:
             function=activity.function,
             step=self.step(),
             cpu_share=cpu_share,
-            counts=dict(counts),
+            counts=dict(collective_counts),
             barrier=activity.barrier,
             in_dataset=activity.in_dataset,
             block=self.collectives.block,
@@ -217,18 +222,22 @@ class Observer:
 
 def describe_error(error: BaseException) -> str:
     """Return the exception in one line, with the last line of the user's code in its traceback."""
-    traceback, place = error.__traceback__, ""
+    traceback, raise_place = error.__traceback__, ""
     while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if not stacks.is_library(file):
-            place = f" (raised at {stacks.shorten_path(file)}:{traceback.tb_lineno})"
+        file_name = traceback.tb_frame.f_code.co_filename
+        if not stacks.is_library(file_name):
+            raise_place = (
+                f" (raised at {stacks.shorten_path(file_name)}:{traceback.tb_lineno})"
+            )
         traceback = traceback.tb_next
-    return f"{type(error).__name__}: {error}{place}"
+    return f"{type(error).__name__}: {error}{raise_place}"
 
 
-def _code_line(file: str, line: int, op: str) -> CodeLine:
+def _code_line(file_name: str, line_number: int, op: str) -> CodeLine:
     return CodeLine(
-        f"{stacks.shorten_path(file)}:{line}", op, stacks.source_line(file, line)
+        f"{stacks.shorten_path(file_name)}:{line_number}",
+        op,
+        stacks.source_line(file_name, line_number),
     )
 
 
@@ -237,30 +246,32 @@ STALLED: Final = 86
 _FLUSH_S: Final = 1.0
 
 
-def end_process(summary: str, others: Iterable[Note] = ()) -> None:
+def end_process(summary: str, other_notes: Iterable[Note] = ()) -> None:
     """End this process with the reason, after killing those of `others` that are stopped.
 
     The training thread may be blocked in native code, so no stack is unwound.
     """
-    if path := env.snapshot().get(last_words.ERROR_FILE):
+    if socket_path := env.snapshot().get(last_words.ERROR_FILE):
         # the disk may have caused the stall; the exit code is still set
         with suppress(OSError):
-            last_words.write_error(Path(path), f"{StallError.__name__}: {summary}", "")
+            last_words.write_error(
+                Path(socket_path), f"{StallError.__name__}: {summary}", ""
+            )
     # the blocked thread may hold a stream's lock
     flushing = threading.Thread(target=_flush_streams, daemon=True)
     flushing.start()
     flushing.join(_FLUSH_S)
-    _kill_stopped(others)
+    _kill_stopped(other_notes)
     os._exit(STALLED)
 
 
-def _kill_stopped(notes: Iterable[Note]) -> None:
+def _kill_stopped(rank_notes: Iterable[Note]) -> None:
     """Kill those of these processes that are stopped: they react to no other signal and would outlive the job."""
-    for note in notes:
-        if status_of(note.pid, note.started) == "stopped":
+    for rank_note in rank_notes:
+        if status_of(rank_note.pid, rank_note.started) == "stopped":
             # it ended meanwhile, or belongs to another user
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(note.pid, signal.SIGKILL)
+                os.kill(rank_note.pid, signal.SIGKILL)
 
 
 def _flush_streams() -> None:

@@ -43,8 +43,8 @@ class StallWatch(RunPart):
             if timeout is None
             else timeout.total_seconds(),
             folder=reports_in(config, "stalls"),
-            noted=noted,
+            notify_stall=noted,
         )
-        watchdog.watch(
+        watchdog.start_watchdog(
             run.accelerator, watchdog=watchdog.watchdog_of(ctx, step, settings)
         )

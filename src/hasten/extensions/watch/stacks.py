@@ -139,19 +139,23 @@ def calls_of(thread_id: int) -> list[StackCall]:
 def is_over(calls: Sequence[StackCall]) -> bool:
     """Return whether the main thread has run its program to the end and waits for other threads."""
     return any(
-        call.function == "_shutdown" and call.file.endswith("/threading.py")
-        for call in calls
+        stack_call.function == "_shutdown" and stack_call.file.endswith("/threading.py")
+        for stack_call in calls
     )
 
 
 def place_of(calls: Sequence[StackCall]) -> StackFrame:
     """Return the activity of the thread with these calls."""
     user_index = next(
-        (i for i, call in enumerate(calls) if not is_library(call.file)),
+        (i for i, stack_call in enumerate(calls) if not is_library(stack_call.file)),
         max(0, len(calls) - 1),
     )
     user_call = calls[user_index] if calls else StackCall("?", 0, "?")
-    inner_calls = [call for call in calls[:user_index] if not call.file.startswith("<")]
+    inner_calls = [
+        stack_call
+        for stack_call in calls[:user_index]
+        if not stack_call.file.startswith("<")
+    ]
     kind: Kind = "user"
     if is_over(calls):
         kind = "over"
@@ -160,7 +164,7 @@ def place_of(calls: Sequence[StackCall]) -> StackFrame:
             (
                 kind
                 for path_part, kind in _KINDS_BY_PATH
-                if any(path_part in call.file for call in inner_calls)
+                if any(path_part in stack_call.file for stack_call in inner_calls)
             ),
             "user",
         )
@@ -169,17 +173,20 @@ def place_of(calls: Sequence[StackCall]) -> StackFrame:
         ):
             kind = "user"
         if kind != "collective" and any(
-            call.function == "end_training" and call.file.endswith(_FACADE_FILE)
-            for call in inner_calls
+            stack_call.function == "end_training"
+            and stack_call.file.endswith(_FACADE_FILE)
+            for stack_call in inner_calls
         ):
             kind = "ending"
     outer_calls = calls[user_index:]
     if kind == "user" and any(
-        "/hasten/checkpoint/" in call.file for call in outer_calls
+        "/hasten/checkpoint/" in stack_call.file for stack_call in outer_calls
     ):
         kind = "checkpoint"  # the user's state_dict(), called by a save
     named_functions = [
-        call.function for call in inner_calls if call.function not in _GENERIC_FUNCTIONS
+        stack_call.function
+        for stack_call in inner_calls
+        if stack_call.function not in _GENERIC_FUNCTIONS
     ]
     return StackFrame(
         kind,
@@ -188,38 +195,39 @@ def place_of(calls: Sequence[StackCall]) -> StackFrame:
         user_call.line,
         user_call.function,
         barrier=any(
-            call.file.endswith("/hasten/comm/rollcall.py") for call in inner_calls
+            stack_call.file.endswith("/hasten/comm/rollcall.py")
+            for stack_call in inner_calls
         ),
         in_dataset=kind == "user"
-        and any("/torch/utils/data/" in call.file for call in outer_calls),
+        and any("/torch/utils/data/" in stack_call.file for stack_call in outer_calls),
     )
 
 
-def is_library(file: str) -> bool:
+def is_library(file_name: str) -> bool:
     """Return whether a file is not the user's: part of Python, torch, hasten or an installed package."""
     return (
-        file.startswith(_LIBRARY_PREFIXES)
-        or "/site-packages/" in file
-        or "/dist-packages/" in file
+        file_name.startswith(_LIBRARY_PREFIXES)
+        or "/site-packages/" in file_name
+        or "/dist-packages/" in file_name
     )
 
 
-def shorten_path(file: str) -> str:
+def shorten_path(file_name: str) -> str:
     """Return a short path: from the package name for packages, else relative to the working folder if below it."""
     for packages_folder in ("/site-packages/", "/dist-packages/"):
-        if packages_folder in file:
-            return file.rpartition(packages_folder)[2]
-    if file.startswith(LIBRARIES[0]):
-        return file[len(LIBRARIES[0]) - len("hasten/") :]
+        if packages_folder in file_name:
+            return file_name.rpartition(packages_folder)[2]
+    if file_name.startswith(LIBRARIES[0]):
+        return file_name[len(LIBRARIES[0]) - len("hasten/") :]
     try:
-        return str(Path(file).relative_to(Path.cwd()))
+        return str(Path(file_name).relative_to(Path.cwd()))
     except (ValueError, OSError):
-        return file
+        return file_name
 
 
-def source_line(file: str, line: int) -> str:
+def source_line(file_name: str, line_number: int) -> str:
     """Return a source line without its comment; empty if the file cannot be read."""
-    text = linecache.getline(file, line).partition("  # ")[0].strip()
+    text = linecache.getline(file_name, line_number).partition("  # ")[0].strip()
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
@@ -227,9 +235,14 @@ def text_of(calls: Sequence[StackCall]) -> list[str]:
     """Return the stack as lines, outermost first as in a traceback, starting at the first call of the user's code."""
     outermost_first = list(reversed(calls))
     first_user_index = next(
-        (i for i, call in enumerate(outermost_first) if not is_library(call.file)), 0
+        (
+            i
+            for i, stack_call in enumerate(outermost_first)
+            if not is_library(stack_call.file)
+        ),
+        0,
     )
     return [
-        f"{shorten_path(call.file)}:{call.line} in {call.function}"
-        for call in outermost_first[first_user_index:]
+        f"{shorten_path(stack_call.file)}:{stack_call.line} in {stack_call.function}"
+        for stack_call in outermost_first[first_user_index:]
     ]

@@ -18,81 +18,83 @@ class StallStore:
         number = store.add(f"hasten/stall/made/{rank}", 1)
         self._prefix = f"hasten/stall/{number}"
         self._store = store
-        self._own: Store | None = None
+        self._cloned_store: Store | None = None
         self._rank = rank
         self._turn = 0
 
-    def register(self, note: Note) -> None:
+    def register(self, rank_note: Note) -> None:
         """Post this rank's host and process. Called by the training thread at the start."""
-        self._store.set(f"{self._prefix}/note/{self._rank}", _text(note))
+        self._store.set(f"{self._prefix}/note/{self._rank}", _encode_message(rank_note))
 
-    def post_end(self, note: Note) -> None:
+    def post_end(self, rank_note: Note) -> None:
         """Post the end of this rank. Called at exit, when the training thread's connection is no longer blocked.
 
         No connection is opened for it: if the store's server has exited, torch would retry for the whole init timeout.
         """
-        (self._own or self._store).set(f"{self._prefix}/note/{self._rank}", _text(note))
+        (self._cloned_store or self._store).set(
+            f"{self._prefix}/note/{self._rank}", _encode_message(rank_note)
+        )
 
-    def post(self, state: State) -> None:
+    def post(self, rank_state: State) -> None:
         """Post the state of this rank."""
         self._turn += 1
-        text = _text(msgspec.structs.replace(state, turn=self._turn))
-        self._connected().set(f"{self._prefix}/state/{self._rank}", text)
+        text = _encode_message(msgspec.structs.replace(rank_state, turn=self._turn))
+        self._own_connection().set(f"{self._prefix}/state/{self._rank}", text)
 
-    def notes(self, ranks: Sequence[int]) -> dict[int, Note]:
+    def notes(self, rank_numbers: Sequence[int]) -> dict[int, Note]:
         """Return the hosts, processes and ends of ranks."""
         return {
             rank: msgspec.json.decode(data, type=Note)
-            for rank, data in self._read("note", ranks).items()
+            for rank, data in self._read("note", rank_numbers).items()
         }
 
-    def states(self, ranks: Sequence[int]) -> dict[int, State]:
+    def states(self, rank_numbers: Sequence[int]) -> dict[int, State]:
         """Return the posted states of ranks."""
         return {
             rank: msgspec.json.decode(data, type=State)
-            for rank, data in self._read("state", ranks).items()
+            for rank, data in self._read("state", rank_numbers).items()
         }
 
     def post_heartbeat(self, turn: int) -> None:
         """Post that this rank writes the report, with a growing heartbeat counter."""
-        self._connected().set(f"{self._prefix}/speaker", f"{self._rank} {turn}")
+        self._own_connection().set(f"{self._prefix}/speaker", f"{self._rank} {turn}")
 
-    def reporter(self) -> str:
+    def read_reporter(self) -> str:
         """Return the reporting rank and its heartbeat counter; empty if there is none."""
         return self._get("speaker")
 
     def stop_reporting(self) -> None:
         """Stop being the reporting rank."""
-        self._connected().delete_key(f"{self._prefix}/speaker")
+        self._own_connection().delete_key(f"{self._prefix}/speaker")
 
-    def set_verdict(self, words: str) -> None:
+    def set_verdict(self, reason: str) -> None:
         """Post to every rank that the job ends, with the reason."""
-        self._connected().set(f"{self._prefix}/verdict", words)
+        self._own_connection().set(f"{self._prefix}/verdict", reason)
 
     def verdict(self) -> str:
         """Return the reason why the job ends; empty if it does not."""
         return self._get("verdict")
 
     def _get(self, key: str) -> str:
-        store = self._connected()
+        store = self._own_connection()
         return (
             store.get(f"{self._prefix}/{key}").decode()
             if store.check([f"{self._prefix}/{key}"])
             else ""
         )
 
-    def _read(self, what: str, ranks: Sequence[int]) -> dict[int, bytes]:
-        store = self._connected()
-        keys = {rank: f"{self._prefix}/{what}/{rank}" for rank in ranks}
+    def _read(self, topic: str, rank_numbers: Sequence[int]) -> dict[int, bytes]:
+        store = self._own_connection()
+        keys = {rank: f"{self._prefix}/{topic}/{rank}" for rank in rank_numbers}
         return {
             rank: store.get(key) for rank, key in keys.items() if store.check([key])
         }
 
-    def _connected(self) -> Store:
-        if self._own is None:
-            self._own = self._store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
-        return self._own
+    def _own_connection(self) -> Store:
+        if self._cloned_store is None:
+            self._cloned_store = self._store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
+        return self._cloned_store
 
 
-def _text(value: Note | State) -> str:
+def _encode_message(value: Note | State) -> str:
     return msgspec.json.encode(value).decode()

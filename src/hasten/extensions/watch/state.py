@@ -98,7 +98,7 @@ class Note(msgspec.Struct, frozen=True):
     """Number of collectives started before the rank ended; None if unknown."""
 
 
-class SeenState(msgspec.Struct, frozen=True):
+class ObservedRank(msgspec.Struct, frozen=True):
     """State of one rank, as known to the rank that writes the report."""
 
     rank: int

@@ -67,9 +67,9 @@ class StatusPart(RunPart):
             observer, ctx.topology, ctx.device, folder, values
         )
         server.start()
-        at_exit = partial(_close, weakref.ref(server))
+        at_exit = partial(_close_server, weakref.ref(server))
         atexit.register(at_exit)
-        weakref.finalize(accelerator, _forget, server, at_exit).atexit = False
+        weakref.finalize(accelerator, _forget_server, server, at_exit).atexit = False
 
     def end(self) -> None:
         """Stop the server."""
@@ -77,12 +77,12 @@ class StatusPart(RunPart):
             self._server.close()
 
 
-def _close(ref: weakref.ref[StatusServer]) -> None:
+def _close_server(ref: weakref.ref[StatusServer]) -> None:
     if (server := ref()) is not None:
         server.close()
 
 
-def _forget(server: StatusServer, at_exit: Callable[[], None]) -> None:
+def _forget_server(server: StatusServer, at_exit: Callable[[], None]) -> None:
     atexit.unregister(at_exit)
     server.close()
 
@@ -121,10 +121,12 @@ class StatusServer:
                 Address(os.getppid(), self._topology.rank, os.getpid(), number).name
                 for number in range(1 << 10)
             )
-            path = next(folder / name for name in names if not (folder / name).exists())
-            self._socket.bind(str(path))
-            self._path = path
-            path.chmod(0o600)
+            socket_path = next(
+                folder / name for name in names if not (folder / name).exists()
+            )
+            self._socket.bind(str(socket_path))
+            self._path = socket_path
+            socket_path.chmod(0o600)
             self._socket.listen(4)
         except (OSError, CommError) as error:
             log.info("`hasten top` cannot connect to this rank: %s", error)
@@ -150,7 +152,7 @@ class StatusServer:
             try:
                 connection, _ = self._socket.accept()
                 with connection:
-                    self._answer(connection)
+                    self._answer_request(connection)
             except TimeoutError:
                 continue
             # the client has disconnected, or sent an invalid request
@@ -159,37 +161,38 @@ class StatusServer:
                 # without free file descriptors, accept() fails at once
                 self._over.wait(_PATIENCE_S)
 
-    def _answer(self, connection: socket.socket) -> None:
+    def _answer_request(self, connection: socket.socket) -> None:
         # the next client is answered even if this one sends nothing
         connection.settimeout(_PATIENCE_S)
         if peer_is_owner(connection):
             request = msgspec.json.decode(receive_line(connection), type=dict[str, Any])
             connection.sendall(
-                msgspec.json.encode(self._status(bool(request.get("stacks")))) + b"\n"
+                msgspec.json.encode(self._describe_rank(bool(request.get("stacks"))))
+                + b"\n"
             )
 
-    def _status(self, stacks: bool) -> dict[str, Any]:  # Any: JSON values
-        state = self._observer.look(0.0, {})
+    def _describe_rank(self, stacks: bool) -> dict[str, Any]:  # Any: JSON values
+        rank_state = self._observer.look(0.0, {})
         return {
-            "rank": state.rank,
+            "rank": rank_state.rank,
             "world_size": self._topology.world_size,
-            "host": state.host,
-            "pid": state.pid,
+            "host": rank_state.host,
+            "pid": rank_state.pid,
             "script": Path(sys.argv[0]).name,
             "seconds": round(time.time() - self._began_s, 1),
-            "step": state.step,
-            "steps_per_s": self._rate(state.step),
+            "step": rank_state.step,
+            "steps_per_s": self._steps_per_s(rank_state.step),
             "values": dict(self._rates()),
-            "waits": state.waits and self._topology.world_size > 1,
-            "doing": state.kind,
-            "at": state.spot.words(),
+            "waits": rank_state.waits and self._topology.world_size > 1,
+            "doing": rank_state.kind,
+            "at": rank_state.spot.words(),
             "memory": process_memory(self._device),
-            **({"stack": list(state.stack)} if stacks else {}),
+            **({"stack": list(rank_state.stack)} if stacks else {}),
         }
 
-    def _rate(self, step: int) -> float | None:
+    def _steps_per_s(self, step: int) -> float | None:
         """Return the updates per second over the last half minute; None without an update."""
         if not self._steps or step == self._steps[0][1]:
             return None
-        since, before = self._steps[0]
-        return round((step - before) / max(time.monotonic() - since, 1e-3), 3)
+        since_s, steps_before = self._steps[0]
+        return round((step - steps_before) / max(time.monotonic() - since_s, 1e-3), 3)

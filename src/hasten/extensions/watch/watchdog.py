@@ -27,11 +27,11 @@ from hasten.comm.process_group import ProcessGroupComm
 from hasten.extensions.watch import observe as ending
 from hasten.extensions.watch import observe as processes
 from hasten.extensions.watch import wording as words
-from hasten.extensions.watch.diagnose import Diagnosis, diagnose
+from hasten.extensions.watch.diagnose import Diagnosis, diagnose_stall
 from hasten.extensions.watch.evidence import HEARTBEAT_TICKS, Evidence, pause_s
 from hasten.extensions.watch.observe import Observer, describe_error
 from hasten.extensions.watch.stall_store import StallStore
-from hasten.extensions.watch.state import Note, SeenState, State, Status
+from hasten.extensions.watch.state import Note, ObservedRank, State, Status
 from hasten.runtime import env, launcher_files
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.store import LOST
@@ -60,7 +60,7 @@ class WatchSettings:
     """The timeout of the process group."""
     folder: Path = field(default_factory=Path)
     """Folder of the reports."""
-    noted: Callable[[float, bool], None] = lambda _seconds, _over: None
+    notify_stall: Callable[[float, bool], None] = lambda _seconds, _over: None
     """Called with the seconds of waiting when a stall is reported (False), and when the ranks make progress again (True)."""
 
 
@@ -135,17 +135,20 @@ class Watchdog:
         return max(_PATIENCE_FACTOR * self.after_s, self._settings.timeout_s)
 
     def _run(self) -> None:
-        before = self._quiet_since = time.monotonic()
+        last_tick_s = self._quiet_since = time.monotonic()
         while not self._is_over.wait(self._tick_s):
-            now = time.monotonic()
-            counts = self._observer.counts()
+            now_s = time.monotonic()
+            collective_counts = self._observer.counts()
             # made progress, or was stopped itself
-            if counts != self._counts or now - before > 10 * self._tick_s + 2.0:
-                self._note_progress(counts, now)
-            if now >= self._post_at:
-                self._post_at = now + self._pause_s(now)
+            if (
+                collective_counts != self._counts
+                or now_s - last_tick_s > 10 * self._tick_s + 2.0
+            ):
+                self._note_progress(collective_counts, now_s)
+            if now_s >= self._post_at:
+                self._post_at = now_s + self._pause_s(now_s)
                 try:
-                    self._post(now)
+                    self._post(now_s)
                 # the training thread loses the store, too, and reports it
                 except LOST as error:
                     log.debug(
@@ -153,92 +156,99 @@ class Watchdog:
                         self._observer.rank,
                         error,
                     )
-            before = now
+            last_tick_s = now_s
 
-    def _note_progress(self, counts: dict[str, int], now: float) -> None:
+    def _note_progress(self, collective_counts: dict[str, int], now_s: float) -> None:
         """Begin anew after progress of this rank; a state that says that it waits is replaced at once."""
-        self._counts = counts
-        waited, self._quiet_since = now - self._quiet_since, now
+        self._counts = collective_counts
+        waited, self._quiet_since = now_s - self._quiet_since, now_s
         if waited >= self._look_s:
-            self._post_at = now
+            self._post_at = now_s
         self._longest_s = max(self._longest_s, waited)
         if self._reported_key:
             log.warning("the ranks make progress again after %.0f s", waited)
-            self._settings.noted(waited, True)
+            self._settings.notify_stall(waited, True)
         self._reported_key = ()
         self._evidence.forget()
         self._observer.start_looking()
 
-    def _post(self, now: float) -> None:
+    def _post(self, now_s: float) -> None:
         """Post the state of this rank; diagnose on the reporting rank if it has started no collective for a while."""
-        quiet_s = now - self._quiet_since
+        quiet_s = now_s - self._quiet_since
         if quiet_s < self._look_s:
             if self._is_reporter:
                 self._is_reporter = False
                 self._stall_store.stop_reporting()
-            state = self._observer.look(quiet_s, self._counts)
-            self._stall_store.post(msgspec.structs.replace(state, moves=True, stack=()))
+            rank_state = self._observer.look(quiet_s, self._counts)
+            self._stall_store.post(
+                msgspec.structs.replace(rank_state, moves=True, stack=())
+            )
             return
         if verdict := self._stall_store.verdict():
             # after the reporting rank, whose error the launcher prints
             self._end_job(verdict, 2.5)
         neighbours = [
-            note
-            for rank, note in self._stall_store.notes(self._local_ranks).items()
-            if rank != self._observer.rank and not note.ended and _is_local(note)
+            rank_note
+            for rank, rank_note in self._stall_store.notes(self._local_ranks).items()
+            if rank != self._observer.rank
+            and not rank_note.ended
+            and _is_local(rank_note)
         ]
         self._stall_store.post(
             self._observer.look(
                 quiet_s, self._counts, processes.lost_neighbours(neighbours)
             )
         )
-        if self._becomes_reporter(now):
-            notes, states = (
+        if self._becomes_reporter(now_s):
+            rank_notes, rank_states = (
                 self._stall_store.notes(self._ranks),
                 self._stall_store.states(self._ranks),
             )
-            states = self._evidence.fresh(states, now)
+            rank_states = self._evidence.fresh(rank_states, now_s)
             exit_codes = launcher_files.ended_ranks(env.snapshot())
-            self._diagnose(_statuses_of(self._ranks, notes, states, exit_codes))
+            self._diagnose_ranks(
+                _statuses_of(self._ranks, rank_notes, rank_states, exit_codes)
+            )
 
-    def _becomes_reporter(self, now: float) -> bool:
+    def _becomes_reporter(self, now_s: float) -> bool:
         """Return whether this rank reports: rank 0, or the next waiting rank if those before it are silent."""
         if not self._is_reporter:
             delay_s = (
                 0.25 * self._look_s * min(self._observer.rank, _LATEST_DELAYED_RANK)
             )
-            reporter = self._stall_store.reporter()
+            reporter = self._stall_store.read_reporter()
             if reporter != self._last_reporter[0]:
-                self._last_reporter = (reporter, now)
-            silent_s = now - self._last_reporter[1]
+                self._last_reporter = (reporter, now_s)
+            silent_s = now_s - self._last_reporter[1]
             self._is_reporter = (
-                silent_s > _SILENT_PAUSES * self._pause_s(now)
+                silent_s > _SILENT_PAUSES * self._pause_s(now_s)
                 if reporter
-                else now - self._quiet_since > self._look_s + delay_s
+                else now_s - self._quiet_since > self._look_s + delay_s
             )
         if self._is_reporter:
             self._heartbeat_number += 1
             self._stall_store.post_heartbeat(self._heartbeat_number)
         return self._is_reporter
 
-    def _pause_s(self, now: float) -> float:
+    def _pause_s(self, now_s: float) -> float:
         """Return the seconds until the next post."""
-        quiet_s = now - self._quiet_since
+        quiet_s = now_s - self._quiet_since
         if quiet_s < self._look_s:
             return min(HEARTBEAT_TICKS * self._tick_s, self._look_s - quiet_s)
         return pause_s(self._tick_s, quiet_s)
 
-    def _diagnose(self, world: list[SeenState]) -> None:
-        diagnosis = diagnose(world, io_patience_s=self.after_s)
+    def _diagnose_ranks(self, observed_ranks: list[ObservedRank]) -> None:
+        diagnosis = diagnose_stall(observed_ranks, io_patience_s=self.after_s)
         if diagnosis is None:
             self._evidence.forget()
             return
-        if not self._evidence.confirms(diagnosis, world):
+        if not self._evidence.confirms_diagnosis(diagnosis, observed_ranks):
             return
         waited_s = max(
-            seen.state.quiet_s
-            for seen in world
-            if seen.rank in diagnosis.waiting and seen.state is not None
+            observed_rank.state.quiet_s
+            for observed_rank in observed_ranks
+            if observed_rank.rank in diagnosis.waiting
+            and observed_rank.state is not None
         )
         limit_s = self._limit_s(diagnosis)
         ends_job = self._settings.then == "abort" and waited_s >= limit_s
@@ -252,8 +262,11 @@ class Watchdog:
             ends_job or waited_s >= due_s or is_certain
         ):
             self._reported_key = diagnosis.key
-            self._report(
-                diagnosis, world, waited_s, self._consequence(ends_job, limit_s)
+            self._write_stall_report(
+                diagnosis,
+                observed_ranks,
+                waited_s,
+                self._describe_consequence(ends_job, limit_s),
             )
         elif ends_job:
             log.error(
@@ -267,7 +280,11 @@ class Watchdog:
             self._end_job(
                 diagnosis.sentence,
                 1.0,
-                [seen.note for seen in world if seen.note and _is_local(seen.note)],
+                [
+                    observed_rank.note
+                    for observed_rank in observed_ranks
+                    if observed_rank.note and _is_local(observed_rank.note)
+                ],
             )
 
     def _limit_s(self, diagnosis: Diagnosis) -> float:
@@ -282,19 +299,21 @@ class Watchdog:
             diagnosis.ends
         ]
 
-    def _report(
+    def _write_stall_report(
         self,
         diagnosis: Diagnosis,
-        world: list[SeenState],
+        observed_ranks: list[ObservedRank],
         waited_s: float,
         consequence: str,
     ) -> None:
-        self._settings.noted(waited_s, False)
-        text = words.report(diagnosis, world, waited_s, consequence)
-        path = _write_report(text, self._settings.folder)
-        log.error("%s%s", text, f"\n  this report: {path}" if path else "")
+        self._settings.notify_stall(waited_s, False)
+        text = words.render_report(diagnosis, observed_ranks, waited_s, consequence)
+        socket_path = _write_report(text, self._settings.folder)
+        log.error(
+            "%s%s", text, f"\n  this report: {socket_path}" if socket_path else ""
+        )
 
-    def _consequence(self, ends_job: bool, limit_s: float) -> str:
+    def _describe_consequence(self, ends_job: bool, limit_s: float) -> str:
         if ends_job:
             return f"the job ends (exit code {ending.STALLED}); trust.stall=report would keep waiting"
         if self._settings.then == "report":
@@ -302,11 +321,11 @@ class Watchdog:
         return f"the job keeps waiting, and ends after {limit_s:.0f} s"
 
     def _end_job(
-        self, summary: str, pause_s: float, others: Sequence[Note] = ()
+        self, summary: str, pause_s: float, other_notes: Sequence[Note] = ()
     ) -> None:
         """End this process, unless its training thread does so first."""
         if not self._is_over.wait(pause_s):
-            ending.end_process(summary, others)
+            ending.end_process(summary, other_notes)
 
 
 def watchdog_of(
@@ -320,16 +339,16 @@ def watchdog_of(
     )
 
 
-def watch(owner: object, watchdog: Watchdog) -> None:
+def start_watchdog(owner: object, watchdog: Watchdog) -> None:
     """Start the watchdog; it is closed with `owner`, or at exit, when it posts the end of this rank."""
     watchdog.start()
     at_exit = partial(_post_end_of_process, weakref.ref(watchdog), os.getpid())
     # runs before the group is destroyed: handlers run in reverse order
     atexit.register(at_exit)
-    weakref.finalize(owner, _unregister, watchdog, at_exit).atexit = False
+    weakref.finalize(owner, _close_watchdog, watchdog, at_exit).atexit = False
 
 
-def _unregister(watchdog: Watchdog, at_exit: Callable[[], None]) -> None:
+def _close_watchdog(watchdog: Watchdog, at_exit: Callable[[], None]) -> None:
     atexit.unregister(at_exit)
     watchdog.close()
 
@@ -339,51 +358,60 @@ def _post_end_of_process(ref: weakref.ref[Watchdog], pid: int) -> None:
     if watchdog is None or os.getpid() != pid:  # in a fork of the rank
         return
     error = getattr(sys, "last_value", None)
-    at = f"at {time.strftime('%H:%M:%S')}"
+    end_time_words = f"at {time.strftime('%H:%M:%S')}"
     watchdog.close(
-        at if error is None else f"{at} with {describe_error(error)}",
+        end_time_words
+        if error is None
+        else f"{end_time_words} with {describe_error(error)}",
         failed=error is not None,
     )
 
 
-def _is_local(note: Note) -> bool:
+def _is_local(rank_note: Note) -> bool:
     """Return whether the note's pid is valid in this process: the same machine and the same container."""
-    return note.host == socket.gethostname() and note.namespace == processes.namespace()
+    return (
+        rank_note.host == socket.gethostname()
+        and rank_note.namespace == processes.pid_namespace()
+    )
 
 
 def _statuses_of(
-    ranks: range,
-    notes: dict[int, Note],
-    states: dict[int, State],
+    rank_numbers: range,
+    rank_notes: dict[int, Note],
+    rank_states: dict[int, State],
     exit_codes: dict[int, int],
-) -> list[SeenState]:
+) -> list[ObservedRank]:
     """Return every rank's status: from its posted end, the launcher, its neighbours, or its posted state."""
     seen_by_others = {
         rank: status
-        for state in states.values()
-        for rank, status in state.peers.items()
+        for rank_state in rank_states.values()
+        for rank, status in rank_state.peers.items()
     }
-    world = []
-    for rank in ranks:
-        note, state = notes.get(rank), states.get(rank)
-        status: Status = "here" if state is not None else "silent"
-        if note is not None and note.ended:
-            status = "failed" if note.failed else "left"
+    observed_ranks = []
+    for rank in rank_numbers:
+        rank_note, rank_state = rank_notes.get(rank), rank_states.get(rank)
+        status: Status = "here" if rank_state is not None else "silent"
+        if rank_note is not None and rank_note.ended:
+            status = "failed" if rank_note.failed else "left"
         elif rank in exit_codes:
             status = "left" if exit_codes[rank] == 0 else "gone"
         elif rank in seen_by_others:
             status = seen_by_others[rank]
         # states posted before a rank was stopped or ended are outdated
-        world.append(SeenState(rank, status, state if status == "here" else None, note))
-    return world
+        observed_ranks.append(
+            ObservedRank(
+                rank, status, rank_state if status == "here" else None, rank_note
+            )
+        )
+    return observed_ranks
 
 
 def _write_report(text: str, folder: Path) -> Path | None:
-    path = folder / f"stall-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    socket_path = folder / f"stall-{time.strftime('%Y%m%d-%H%M%S')}.txt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
+        socket_path.write_text(text + "\n")
     # a full or dead disk may have caused the stall: the log has the report
     except OSError:
         return None
-    return path
+    return socket_path
