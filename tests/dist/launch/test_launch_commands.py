@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 from hasten import Accelerator
 from hasten.cli.main import main
 from hasten.extensions.selfcheck.selfcheck import CheckFailed, measured_links
-from hasten.extensions.selfcheck.selfcheck import run as self_check
+from hasten.extensions.selfcheck.selfcheck import run_checks as self_check
 from hasten.launch.network import free_port
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks

@@ -6,7 +6,7 @@ import pytest
 
 from hasten.errors import ConfigError
 from hasten.extensions.selfcheck.command import main
-from hasten.extensions.selfcheck.matrix import CELLS, chosen
+from hasten.extensions.selfcheck.matrix import CELLS, select_cells
 
 
 def test_every_strategy_of_hasten_is_a_cell() -> None:
@@ -42,13 +42,13 @@ def test_every_strategy_of_hasten_is_a_cell() -> None:
 def test_only_takes_strategies_precisions_and_cells(
     only: str, names: list[str]
 ) -> None:
-    assert chosen(only) == names
+    assert select_cells(only) == names
 
 
 @pytest.mark.parametrize("only", ["dpd", "", "ddp-fp8", ","])
 def test_a_name_that_is_no_cell_is_refused(only: str) -> None:
     with pytest.raises(ConfigError, match="is no cell of the matrix"):
-        chosen(only)
+        select_cells(only)
 
 
 def test_a_command_is_what_a_user_would_type() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from hasten.cli.main import commands, main
 from hasten.errors import DataError
-from hasten.extensions.predict.program import one_batch
+from hasten.extensions.predict.program import predict_batch
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_function_that_returns_no_list_is_told_so(result: int | None) -> None:
         DataError,
         match="was returned instead of results; return a list with one result per row",
     ) as caught:
-        one_batch(lambda rows: result, [{"text": "a"}], range(1))  # type: ignore[arg-type, return-value]
+        predict_batch(lambda rows: result, [{"text": "a"}], range(1))  # type: ignore[arg-type, return-value]
     assert caught.value.__notes__ == ["while predicting rows 0 to 0"]
 
 

@@ -47,37 +47,41 @@ class StepGraph:
         self._models, self._optimizers = models, optimizers
         self._inputs = [tensor.clone() for tensor in trees.tensors(inputs)]
         self._rates = [
-            _Rate(group) for optimizer in optimizers for group in optimizer.param_groups
+            _LearningRate(param_group)
+            for optimizer in optimizers
+            for param_group in optimizer.param_groups
         ]
         self._graph = torch.cuda.CUDAGraph()
-        static = trees.replace_tensors(inputs, self._inputs)
+        static_inputs = trees.replace_tensors(inputs, self._inputs)
         with (
-            _capturable(self._rates),
+            _capturable_optimizers(self._rates),
             # thread_local: a loader's threads may call CUDA meanwhile
             torch.cuda.graph(
                 self._graph, stream=stream, capture_error_mode="thread_local"
             ),
         ):
-            returned = function(*static)
-        self._returned = trees.map_tensors(Tensor.detach, returned)
+            step_result = function(*static_inputs)
+        self._returned = trees.map_tensors(Tensor.detach, step_result)
         self._outputs = trees.tensors(self._returned)
-        self._places = self._addresses()
-        self._options = [rate.options() for rate in self._rates]
+        self._captured_addresses = self._tensor_addresses()
+        self._options = [group_rate.options() for group_rate in self._rates]
 
     @property
     def stale(self) -> bool:
         """True if options or addresses have changed since the capture."""
         groups = [
-            group for optimizer in self._optimizers for group in optimizer.param_groups
+            param_group
+            for optimizer in self._optimizers
+            for param_group in optimizer.param_groups
         ]
         return (
             len(self._rates) != len(groups)
             or any(
-                rate.group is not group
-                for rate, group in zip(self._rates, groups, strict=True)
+                group_rate.group is not param_group
+                for group_rate, param_group in zip(self._rates, groups, strict=True)
             )
-            or self._options != [rate.options() for rate in self._rates]
-            or self._places != self._addresses()
+            or self._options != [group_rate.options() for group_rate in self._rates]
+            or self._captured_addresses != self._tensor_addresses()
         )
 
     def replay(self, inputs: Tree) -> Tree:
@@ -86,8 +90,8 @@ class StepGraph:
             self._inputs, trees.tensors(inputs), strict=True
         ):
             static_input.copy_(input_tensor, non_blocking=True)
-        for rate in self._rates:
-            rate.follow()
+        for group_rate in self._rates:
+            group_rate.follow()
         self._graph.replay()
         outputs = [tensor.clone() for tensor in self._outputs]
         return (
@@ -96,7 +100,7 @@ class StepGraph:
             else self._returned
         )
 
-    def _addresses(self) -> list[int]:
+    def _tensor_addresses(self) -> list[int]:
         """Return the addresses of all tensors that a step reads and writes besides its inputs."""
         addresses = [
             tensor.data_ptr()
@@ -106,30 +110,30 @@ class StepGraph:
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
                 addresses += [
-                    value.data_ptr()
-                    for value in state.values()
-                    if isinstance(value, Tensor)
+                    state_value.data_ptr()
+                    for state_value in state.values()
+                    if isinstance(state_value, Tensor)
                 ]
         return addresses
 
 
-class _Rate:
+class _LearningRate:
     """Learning rate of a group: a number for the user and schedulers, a tensor on the device for the graph."""
 
-    def __init__(self, group: dict[str, Any]) -> None:
-        self.group = group
-        device = group["params"][0].device
-        self._last = float(group["lr"])
+    def __init__(self, param_group: dict[str, Any]) -> None:
+        self.group = param_group
+        device = param_group["params"][0].device
+        self._last = float(param_group["lr"])
         self.tensor = torch.full((), self._last, dtype=torch.float32, device=device)
 
     def options(self) -> dict[str, Any]:  # Any: torch's options of an optimizer
         """Return the options that are constants in a graph, and the number of parameters."""
-        constants = {
-            name: value
-            for name, value in self.group.items()
+        constant_options = {
+            name: state_value
+            for name, state_value in self.group.items()
             if name not in ("lr", "params", "initial_lr")
         }
-        return {**constants, "params": len(self.group["params"])}
+        return {**constant_options, "params": len(self.group["params"])}
 
     def follow(self) -> None:
         """Copy the group's current learning rate to the tensor."""
@@ -140,20 +144,23 @@ class _Rate:
 
 
 @contextmanager
-def _capturable(rates: Sequence[_Rate]) -> Iterator[None]:
+def _capturable_optimizers(rates: Sequence[_LearningRate]) -> Iterator[None]:
     """Context manager in which optimizers can be captured: they read learning rates from the device."""
-    group_options = [(rate.group["lr"], rate.group.get("capturable")) for rate in rates]
-    for rate in rates:
-        rate.group["lr"] = rate.tensor
-        if "capturable" in rate.group:
-            rate.group["capturable"] = True
+    group_options = [
+        (group_rate.group["lr"], group_rate.group.get("capturable"))
+        for group_rate in rates
+    ]
+    for group_rate in rates:
+        group_rate.group["lr"] = group_rate.tensor
+        if "capturable" in group_rate.group:
+            group_rate.group["capturable"] = True
     try:
         yield
     finally:
-        for rate, (lr, capturable) in zip(rates, group_options, strict=True):
-            rate.group["lr"] = lr
-            if "capturable" in rate.group:
-                rate.group["capturable"] = capturable
+        for group_rate, (lr, capturable) in zip(rates, group_options, strict=True):
+            group_rate.group["lr"] = lr
+            if "capturable" in group_rate.group:
+                group_rate.group["capturable"] = capturable
 
 
 log = get_logger(__name__)
@@ -174,44 +181,44 @@ class CapturedStep(Generic[P, R]):
     def __init__(
         self,
         function: Callable[P, R],
-        prepared: PreparedObjects,
+        prepared_object: PreparedObjects,
         clock: StepClock,
         refusal: str,
     ) -> None:
         self._function = function
-        self._prepared = prepared
+        self._prepared = prepared_object
         self._clock = clock
-        self._graphs: dict[object, _Replayed] = {}
+        self._graphs: dict[object, _ReplayedStep] = {}
         self._seen: dict[object, int] = {}
         self._stream: torch.cuda.Stream | None = None
         self.refusal = ""
         """Reason why the step runs as the plain function; empty while it may be captured."""
         update_wrapper(self, function)
         if refusal:
-            self._refuse(refusal)
+            self._refuse_capture(refusal)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the step and return the function's result with its tensors detached."""
         if self.refusal:
-            return _detached(self._function(*args, **kwargs))
+            return _detach_tensors(self._function(*args, **kwargs))
         inputs = (args, kwargs)
-        key = self._key(inputs)
-        replayed_step = self._graphs.get(key)
+        graph_key = self._key(inputs)
+        replayed_step = self._graphs.get(graph_key)
         if replayed_step is not None and replayed_step.graph.stale:
-            del self._graphs[key]
+            del self._graphs[graph_key]
             replayed_step = None
         if replayed_step is not None:
-            return self._replay(replayed_step, inputs)
-        num_calls = self._seen[key] = self._seen.get(key, 0) + 1
+            return self._replay_step(replayed_step, inputs)
+        num_calls = self._seen[graph_key] = self._seen.get(graph_key, 0) + 1
         if len(self._seen) > _MOST_DISTINCT_INPUTS:
-            self._refuse(
+            self._refuse_capture(
                 f"its inputs came in {_MOST_DISTINCT_INPUTS} different shapes or constants"
             )
         if num_calls <= _NUM_WARM_UP_CALLS or len(self._graphs) >= _MOST_GRAPHS:
             return self._warm_up(inputs)
-        return self._capture(key, inputs)
+        return self._capture_graph(graph_key, inputs)
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse_capture(self, reason: str) -> None:
         self.refusal = reason
         log.info("%s runs as it is, not as a CUDA graph: %s", self._name, reason)
 
@@ -227,51 +234,52 @@ class CapturedStep(Generic[P, R]):
         ]
         try:
             hash(
-                key := (
+                graph_key := (
                     *descriptions,
                     *(model.training for model in self._prepared.models),
                 )
             )
         except TypeError:
-            self._refuse("an argument is neither a tensor nor a constant")
+            self._refuse_capture("an argument is neither a tensor nor a constant")
             return None
-        return key
+        return graph_key
 
     def _warm_up(self, inputs: tuple[Any, Any]) -> R:
         """Run the plain function on the capture stream, and check whether it can be captured."""
         if self.refusal:
-            return _detached(self._function(*inputs[0], **inputs[1]))
+            return _detach_tensors(self._function(*inputs[0], **inputs[1]))
         stream = self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         stream.wait_stream(torch.cuda.current_stream())
         epochs_before = [
-            getattr(prepared, "last_epoch", None)
-            for prepared in self._prepared.schedulers
+            getattr(prepared_object, "last_epoch", None)
+            for prepared_object in self._prepared.schedulers
         ]
         attempts_before = [
-            prepared.num_attempts for prepared in self._prepared.optimizers
+            prepared_object.num_attempts
+            for prepared_object in self._prepared.optimizers
         ]
         with torch.cuda.stream(stream):
-            result = _detached(self._function(*inputs[0], **inputs[1]))
+            detached_result = _detach_tensors(self._function(*inputs[0], **inputs[1]))
         torch.cuda.current_stream().wait_stream(stream)
-        for tensor in trees.tensors(result):
+        for tensor in trees.tensors(detached_result):
             tensor.record_stream(torch.cuda.current_stream())
         stepped_optimizers = [
-            prepared
-            for prepared, num_before in zip(
+            prepared_object
+            for prepared_object, num_before in zip(
                 self._prepared.optimizers, attempts_before, strict=True
             )
-            if prepared.num_attempts != num_before
+            if prepared_object.num_attempts != num_before
         ]
         if epochs_before != [
-            getattr(prepared, "last_epoch", None)
-            for prepared in self._prepared.schedulers
+            getattr(prepared_object, "last_epoch", None)
+            for prepared_object in self._prepared.schedulers
         ]:
-            self._refuse(
+            self._refuse_capture(
                 "it calls scheduler.step(), whose numbers a graph would freeze; call it after the step"
             )
-        elif why := self._capture_obstacle(inputs, stepped_optimizers):
-            self._refuse(why)
-        return result
+        elif obstacle := self._capture_obstacle(inputs, stepped_optimizers):
+            self._refuse_capture(obstacle)
+        return detached_result
 
     def _capture_obstacle(
         self, inputs: tuple[Any, Any], stepped_optimizers: list[PreparedOptimizer]
@@ -304,7 +312,7 @@ class CapturedStep(Generic[P, R]):
             return "it leaves gradients behind, to which the next step would add; call optimizer.zero_grad() at its end"
         return ""
 
-    def _capture(self, key: object, inputs: tuple[Any, Any]) -> R:
+    def _capture_graph(self, graph_key: object, inputs: tuple[Any, Any]) -> R:
         """Capture the step and replay it once."""
         restore_counters = self._counter_restorer()
         attempts_before = [
@@ -313,7 +321,7 @@ class CapturedStep(Generic[P, R]):
         clock, passes_before = self._clock, self._clock.num_passes
         assert self._stream is not None, "steps were run before"
         captured = _CapturedScalars()
-        parts, clock.parts = clock.parts, RunParts(captured)
+        run_parts, clock.parts = clock.parts, RunParts(captured)
         try:
             graph = StepGraph(
                 lambda args, kwargs: self._function(*args, **kwargs),
@@ -324,14 +332,14 @@ class CapturedStep(Generic[P, R]):
             )
         except RuntimeError as error:
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            self._refuse(f"the capture failed ({first_line})")
+            self._refuse_capture(f"the capture failed ({first_line})")
             return self._run_plainly(restore_counters, inputs)
         finally:
-            clock.parts = parts
+            clock.parts = run_parts
         attempts_after = [
             optimizer.num_attempts for optimizer in self._prepared.optimizers
         ]
-        replayed_step = _Replayed(
+        replayed_step = _ReplayedStep(
             graph,
             num_passes=clock.num_passes - passes_before,
             stepped=[
@@ -347,13 +355,13 @@ class CapturedStep(Generic[P, R]):
             scalars=captured,
         )
         restore_counters()
-        self._graphs[key] = replayed_step
+        self._graphs[graph_key] = replayed_step
         log.info(
             "%s runs as one CUDA graph from now on for these shapes: the host starts it in one call; "
             "performance={'step_graph': False} turns it off",
             self._name,
         )
-        return self._replay(replayed_step, inputs)
+        return self._replay_step(replayed_step, inputs)
 
     def _run_plainly(
         self, restore_counters: Callable[[], None], inputs: tuple[Any, Any]
@@ -361,21 +369,21 @@ class CapturedStep(Generic[P, R]):
         restore_counters()
         for optimizer in self._prepared.optimizers:
             optimizer.optimizer.zero_grad()
-        return _detached(self._function(*inputs[0], **inputs[1]))
+        return _detach_tensors(self._function(*inputs[0], **inputs[1]))
 
-    def _replay(self, replayed_step: _Replayed, inputs: tuple[Any, Any]) -> R:
-        result: R = replayed_step.graph.replay(inputs)
+    def _replay_step(self, replayed_step: _ReplayedStep, inputs: tuple[Any, Any]) -> R:
+        detached_result: R = replayed_step.graph.replay(inputs)
         self._clock.num_passes += replayed_step.num_passes
-        parts = self._clock.parts
-        for watch_loss in parts.loss:
+        run_parts = self._clock.parts
+        for watch_loss in run_parts.loss:
             for loss in replayed_step.scalars.losses:
                 watch_loss(loss.clone(), None)
-        for watch_norm in parts.clipped:
+        for watch_norm in run_parts.clipped:
             for norm in replayed_step.scalars.norms:
                 watch_norm(norm.clone())
         for optimizer in replayed_step.stepped:
             optimizer.replayed()
-        return result
+        return detached_result
 
     def _counter_restorer(self) -> Callable[[], None]:
         """Return a function that restores all counters of the host to their current values."""
@@ -409,7 +417,7 @@ class _CapturedScalars(RunPart):
 
 
 @dataclass(frozen=True, slots=True)
-class _Replayed:
+class _ReplayedStep:
     """Captured graph with the counter increments of one replay."""
 
     graph: StepGraph
@@ -418,20 +426,24 @@ class _Replayed:
     scalars: _CapturedScalars
 
 
-def _detached(value: R) -> R:
+def _detach_tensors(state_value: R) -> R:
     """Return the value with its tensors detached, so that the caller does not keep the autograd graph alive."""
-    result: R = trees.map_tensors(Tensor.detach, value)
-    return result
+    detached_result: R = trees.map_tensors(Tensor.detach, state_value)
+    return detached_result
 
 
 def capture_step(function: Callable[P, R], run: Components) -> CapturedStep[P, R]:
     """Return the training step of a run as one CUDA graph where possible; elsewhere the reason is logged."""
-    return CapturedStep(function, run.prepared, run.clock, _refusal(run))
+    return CapturedStep(function, run.prepared, run.clock, _run_refusal(run))
 
 
-def _refusal(run: Components) -> str:
+def _run_refusal(run: Components) -> str:
     """Return the reason why steps are not captured in this run; empty if they may be captured."""
-    config, ctx, parts = run.accelerator.config, run.accelerator.ctx, run.clock.parts
+    config, ctx, run_parts = (
+        run.accelerator.config,
+        run.accelerator.ctx,
+        run.clock.parts,
+    )
     if not chooses_speed(config.performance):
         return "performance is off; Accelerator(performance='auto') captures it"
     if not config.performance.step_graph:
@@ -448,10 +460,8 @@ def _refusal(run: Components) -> str:
         return f"trust.numbers={config.trust.numbers} looks at gradients on the host before each update"
     if config.offload is not None:
         return f"offload={config.offload!r} copies training state between updates, in an order that the host decides"
-    if parts.gradients:
-        return (
-            f"{parts.names('gradients')} uses gradients on the host before each update"
-        )
+    if run_parts.gradients:
+        return f"{run_parts.names('gradients')} uses gradients on the host before each update"
     if config.gradient_accumulation.num_steps > 1:
         return "gradients are accumulated over micro-steps, which the host counts"
     if config.dynamo.makes_cuda_graphs:

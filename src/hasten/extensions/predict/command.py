@@ -69,19 +69,21 @@ def main(argv: Sequence[str]) -> int:
         help="print the plan without starting anything",
     )
     parser.add_settings()
-    given = parser.parse_args(argv)
-    check(given.model, given.data, given.output, given.batch_size)
-    words = [
+    arguments = parser.parse_args(argv)
+    check_arguments(
+        arguments.model, arguments.data, arguments.output, arguments.batch_size
+    )
+    program_words = [
         "hasten.extensions.predict.program",
-        given.model,
-        str(given.data),
-        str(given.output),
-        str(given.batch_size),
+        arguments.model,
+        str(arguments.data),
+        str(arguments.output),
+        str(arguments.batch_size),
     ]
-    return run_module(words, "hasten predict", given, argv)
+    return run_module(program_words, "hasten predict", arguments, argv)
 
 
-def check(model: str, data: Path, output: Path, batch_size: int) -> None:
+def check_arguments(model: str, data: Path, output: Path, batch_size: int) -> None:
     """Raise for arguments that cannot work, before processes are started.
 
     Raises: ConfigError that names the argument.

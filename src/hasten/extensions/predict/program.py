@@ -26,23 +26,23 @@ Rows = Sequence[dict[str, Any]]
 Predict = Callable[[Rows], Sequence[Any]]
 
 
-def load(target: str, accelerator: Accelerator) -> Predict:
+def load_target(target: str, accelerator: Accelerator) -> Predict:
     """Return a function that maps a batch of rows to as many results. Ranks: every rank.
 
     Raises: ConfigError when there is no such module or name.
     """
-    made = find_named(
+    target_object = find_named(
         target, "give module:function with the module in the current folder"
     )
-    takes = (
+    extra_arguments = (
         {"accelerator": accelerator}
-        if "accelerator" in inspect.signature(made).parameters
+        if "accelerator" in inspect.signature(target_object).parameters
         else {}
     )
-    if inspect.isclass(made):
-        instance: Any = made(**takes)
+    if inspect.isclass(target_object):
+        instance: Any = target_object(**extra_arguments)
         return cast(Predict, instance)
-    return lambda rows: made(rows, **takes)
+    return lambda rows: target_object(rows, **extra_arguments)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -52,12 +52,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("batch_size", type=int)
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     accelerator = Accelerator()
-    said = predict_file(
-        accelerator, given.target, given.data, given.output, given.batch_size
+    summary = predict_file(
+        accelerator,
+        arguments.target,
+        arguments.data,
+        arguments.output,
+        arguments.batch_size,
     )
-    accelerator.print(said)
+    accelerator.print(summary)
     accelerator.end_training()
 
 
@@ -71,65 +75,73 @@ def predict_file(
     """
     with agree(accelerator.ctx.world, f"reading {data} and loading {target}"):
         rows = read_rows(data)
-        predict = load(target, accelerator)
-    parts = RowParts(output, len(rows), batch_size)
-    differing = ""
-    with agree(accelerator.ctx.world, f"preparing {parts.folder}"):
+        predict = load_target(target, accelerator)
+    row_parts = RowParts(output, len(rows), batch_size)
+    changed_facts = ""
+    with agree(accelerator.ctx.world, f"preparing {row_parts.folder}"):
         if accelerator.is_main_process:
-            differing = parts.begin(
+            changed_facts = row_parts.begin(
                 {
                     "target": target,
-                    "model": fingerprint(target),
-                    "data": digest(data),
+                    "model": module_digest(target),
+                    "data": file_digest(data),
                     "batch_size": batch_size,
                 }
             )
-    waiting: list[int] = accelerator.broadcast_object_list([parts.missing()])[0]
-    kept = parts.count - len(waiting)
+    missing_parts: list[int] = accelerator.broadcast_object_list([row_parts.missing()])[
+        0
+    ]
+    num_finished = row_parts.count - len(missing_parts)
     with (
         agree(accelerator.ctx.world, f"predicting {len(rows)} rows of {data}"),
         torch.inference_mode(),
     ):
-        mine = waiting[accelerator.process_index :: accelerator.num_processes]
-        for part in accelerator.progress(mine, desc="predict"):
-            parts.finish(
-                part,
+        rank_parts = missing_parts[
+            accelerator.process_index :: accelerator.num_processes
+        ]
+        for part_number in accelerator.progress(rank_parts, desc="predict"):
+            row_parts.finish(
+                part_number,
                 [
                     result
-                    for batch in parts.batches(part)
-                    for result in one_batch(predict, rows, batch)
+                    for batch in row_parts.batches(part_number)
+                    for result in predict_batch(predict, rows, batch)
                 ],
             )
     with agree(accelerator.ctx.world, f"writing {output}"):
         if accelerator.is_main_process:
-            parts.publish()
-    processes = (
+            row_parts.publish()
+    process_words = (
         "1 process"
         if accelerator.num_processes == 1
         else f"{accelerator.num_processes} processes"
     )
-    words = [f"{output}: {len(rows)} rows on {processes}"]
-    words += [f"{kept} of {parts.count} parts already existed"] if kept else []
-    words += (
-        [f"parts of another job were removed (different: {differing})"]
-        if differing
+    summary_words = [f"{output}: {len(rows)} rows on {process_words}"]
+    summary_words += (
+        [f"{num_finished} of {row_parts.count} parts already existed"]
+        if num_finished
         else []
     )
-    return "; ".join(words)
+    summary_words += (
+        [f"parts of another job were removed (different: {changed_facts})"]
+        if changed_facts
+        else []
+    )
+    return "; ".join(summary_words)
 
 
-def one_batch(predict: Predict, rows: Rows, batch: range) -> list[Any]:
+def predict_batch(predict: Predict, rows: Rows, batch: range) -> list[Any]:
     """Return the results of a batch.
 
     Raises: DataError when their number differs from that of the rows; any error of the user's function, with a note of the rows.
     """
     try:
-        made = predict([rows[index] for index in batch])
-        if not isinstance(made, Iterable):
+        returned_results = predict([rows[index] for index in batch])
+        if not isinstance(returned_results, Iterable):
             raise DataError(
-                f"{made!r} was returned instead of results; return a list with one result per row."
+                f"{returned_results!r} was returned instead of results; return a list with one result per row."
             )
-        results = list(made)
+        results = list(returned_results)
     except Exception as error:  # any error of the user's code: re-raised with a note
         error.add_note(f"while predicting rows {batch.start} to {batch.stop - 1}")
         raise
@@ -141,15 +153,15 @@ def one_batch(predict: Predict, rows: Rows, batch: range) -> list[Any]:
     return results
 
 
-def digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """Return a checksum of a file."""
     return xxhash.xxh3_64_hexdigest(path.read_bytes())
 
 
-def fingerprint(target: str) -> str:
+def module_digest(target: str) -> str:
     """Return a checksum of the module that holds the target; empty without a file."""
     file = getattr(sys.modules.get(target.partition(":")[0]), "__file__", None)
-    return digest(Path(file)) if file else ""
+    return file_digest(Path(file)) if file else ""
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import msgspec
 
 from hasten.errors import ConfigError, DataError
 
-_MOST_PARTS: Final = 512
+_MAX_PART_FILES: Final = 512
 _JOB: Final = "job.json"
 
 # Any in this file: the facts of a job and the results are JSON values.
@@ -39,103 +39,110 @@ class RowParts:
     def rows_per_part(self) -> int:
         """Rows of every part but the last: one batch, or more if that would make too many files."""
         num_batches = -(-self.num_rows // self.batch_size)
-        return self.batch_size * max(-(-num_batches // _MOST_PARTS), 1)
+        return self.batch_size * max(-(-num_batches // _MAX_PART_FILES), 1)
 
     @property
     def count(self) -> int:
         """The number of parts."""
         return -(-self.num_rows // self.rows_per_part)
 
-    def batches(self, part: int) -> list[range]:
+    def batches(self, part_number: int) -> list[range]:
         """Return the row ranges of the batches of a part."""
-        first, last = (
-            part * self.rows_per_part,
-            min((part + 1) * self.rows_per_part, self.num_rows),
+        first_row, end_row = (
+            part_number * self.rows_per_part,
+            min((part_number + 1) * self.rows_per_part, self.num_rows),
         )
         return [
-            range(begin, min(begin + self.batch_size, last))
-            for begin in range(first, last, self.batch_size)
+            range(batch_start, min(batch_start + self.batch_size, end_row))
+            for batch_start in range(first_row, end_row, self.batch_size)
         ]
 
     def missing(self) -> list[int]:
         """Return the parts that are not finished."""
-        return [part for part in range(self.count) if not self._path(part).exists()]
+        return [
+            part_number
+            for part_number in range(self.count)
+            if not self._part_path(part_number).exists()
+        ]
 
     def begin(self, job: Mapping[str, Any]) -> str:
         """Reuse the parts of the same job, remove those of another; return the facts that differ. Ranks: main only."""
         text = json.dumps(dict(job), sort_keys=True)
-        record = self.folder / _JOB
-        differing = ""
+        job_file = self.folder / _JOB
+        changed_facts = ""
         if self.folder.exists():
-            known = _facts(record)
-            differing = ", ".join(
+            earlier_job = _read_job(job_file)
+            changed_facts = ", ".join(
                 sorted(
-                    name for name in {*known, *job} if known.get(name) != job.get(name)
+                    name
+                    for name in {*earlier_job, *job}
+                    if earlier_job.get(name) != job.get(name)
                 )
             )
-            if differing:
+            if changed_facts:
                 shutil.rmtree(self.folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(record, text + "\n")
+            write_atomically(job_file, text + "\n")
         except OSError as error:
             raise ConfigError(
                 f"--output={self.output} cannot be written ({error.strerror}), so the results cannot be saved; give a file in a folder "
                 "that "
                 "you may write to."
             ) from error
-        return differing
+        return changed_facts
 
-    def finish(self, part: int, results: Sequence[Any]) -> None:
+    def finish(self, part_number: int, results: Sequence[Any]) -> None:
         """Write the results of a part, one per line."""
-        write_whole(
-            self._path(part), "".join(f"{to_json(result)}\n" for result in results)
+        write_atomically(
+            self._part_path(part_number),
+            "".join(f"{to_json(result)}\n" for result in results),
         )
 
     def publish(self) -> None:
         """Join all parts in order into the output, and remove them. Ranks: main only, when none is missing."""
-        draft = self.folder / "output"
-        with draft.open("wb") as file:
-            for part in range(self.count):
-                file.write(self._path(part).read_bytes())
+        draft_path = self.folder / "output"
+        with draft_path.open("wb") as file:
+            for part_number in range(self.count):
+                file.write(self._part_path(part_number).read_bytes())
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(self.output)
+        draft_path.replace(self.output)
         shutil.rmtree(self.folder)
 
-    def _path(self, part: int) -> Path:
-        return self.folder / f"{part:06d}.jsonl"
+    def _part_path(self, part_number: int) -> Path:
+        return self.folder / f"{part_number:06d}.jsonl"
 
 
-def _facts(record: Path) -> dict[str, Any]:
+def _read_job(job_file: Path) -> dict[str, Any]:
     """Return the facts of an earlier job; empty if it was interrupted while writing them."""
     try:
-        known = json.loads(record.read_text("utf-8"))
+        earlier_job = json.loads(job_file.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
-    return known if isinstance(known, dict) else {}
+    return earlier_job if isinstance(earlier_job, dict) else {}
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically, even if the machine stops."""
-    draft = path.with_name(f".{path.name}.draft")
-    with draft.open("w", encoding="utf-8") as file:
+    draft_path = path.with_name(f".{path.name}.draft")
+    with draft_path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    draft.replace(path)
+    draft_path.replace(path)
 
 
 def to_json(result: Any) -> str:
     """Return a result as one line of JSON; a value that is not a dict becomes the value of `prediction`."""
     return json.dumps(
         result if isinstance(result, dict) else {"prediction": result},
-        default=_plain,
+        default=_to_list,
         ensure_ascii=False,
     )
 
 
-def _plain(value: Any) -> Any:
+def _to_list(value: Any) -> Any:
     """Convert arrays and tensors to lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -156,11 +163,14 @@ def read_rows(path: Path) -> Sequence[dict[str, Any]]:
     """
     match path.suffix:
         case ".jsonl":
-            return [_decoded(path, number, line) for number, line in _lines(path)]
+            return [
+                _decode_row(path, number, line)
+                for number, line in _numbered_lines(path)
+            ]
         case ".csv" | ".tsv":
-            return list(_cells(path, "," if path.suffix == ".csv" else "\t"))
+            return list(_read_cells(path, "," if path.suffix == ".csv" else "\t"))
         case ".txt":
-            return [{"text": line} for line in _text(path).splitlines()]
+            return [{"text": line} for line in _read_text(path).splitlines()]
         case _:
             raise ConfigError(
                 f"{path} ends neither in {' nor in '.join(KINDS)}, so its format is unknown; convert it to JSON lines, "
@@ -168,7 +178,7 @@ def read_rows(path: Path) -> Sequence[dict[str, Any]]:
             )
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -177,8 +187,10 @@ def _text(path: Path) -> str:
         ) from error
 
 
-def _cells(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
-    reader = csv.DictReader(io.StringIO(_text(path), newline=""), delimiter=delimiter)
+def _read_cells(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
+    reader = csv.DictReader(
+        io.StringIO(_read_text(path), newline=""), delimiter=delimiter
+    )
     try:
         for row in reader:
             if None in row:
@@ -193,13 +205,13 @@ def _cells(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
         ) from error
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip():
             yield number, line
 
 
-def _decoded(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _decode_row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.MsgspecError as error:

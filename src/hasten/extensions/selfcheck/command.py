@@ -44,31 +44,33 @@ def main(argv: Sequence[str]) -> int:
         help="also measure the links inside machines and between them, for `hasten plan --links FILE`",
     )
     parser.add_settings()
-    given = parser.parse_args(argv)
-    if given.matrix:
-        return _matrix(given)
-    if given.only is not None:
+    arguments = parser.parse_args(argv)
+    if arguments.matrix:
+        return _run_matrix(arguments)
+    if arguments.only is not None:
         parser.error("--only is an option of --matrix; add --matrix, or remove it")
     words = [
         "hasten.extensions.selfcheck.selfcheck",
-        *([] if given.links is None else [given.links]),
+        *([] if arguments.links is None else [arguments.links]),
     ]
-    return run_module(words, "hasten test", given, argv)
+    return run_module(words, "hasten test", arguments, argv)
 
 
-def _matrix(given: argparse.Namespace) -> int:
-    others = [entry.name for entry in given.settings if entry.path != ("cpu",)]
-    others += [
-        name for name in ("config_file", "dry_run", "links") if getattr(given, name)
+def _run_matrix(arguments: argparse.Namespace) -> int:
+    launch_flags = [
+        entry.name for entry in arguments.settings if entry.path != ("cpu",)
     ]
-    if others:
+    launch_flags += [
+        name for name in ("config_file", "dry_run", "links") if getattr(arguments, name)
+    ]
+    if launch_flags:
         raise ConfigError(
-            f"{others[0]} was given with --matrix, whose cells use fixed settings, so it would have no effect; remove it, or choose "
+            f"{launch_flags[0]} was given with --matrix, whose cells use fixed settings, so it would have no effect; remove it, or choose "
             "cells with --only. (--cpu is allowed.)"
         )
     from hasten.extensions.selfcheck import matrix  # inspects the machine
 
     cpu = any(
-        str(entry.value).lower() in ("true", "1", "yes") for entry in given.settings
+        str(entry.value).lower() in ("true", "1", "yes") for entry in arguments.settings
     )
-    return matrix.run(given.only, cpu)
+    return matrix.run_cells(arguments.only, cpu)

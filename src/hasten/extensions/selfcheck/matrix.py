@@ -44,52 +44,65 @@ CELLS: Final = MappingProxyType[str, tuple[int, tuple[str, ...]]](
 """Number of processes and flags of `hasten launch` for each cell."""
 
 
-def chosen(only: str | None) -> list[str]:
+def select_cells(only: str | None) -> list[str]:
     """Return the cells of strategies (`ddp`), precisions (`bf16`) and cells (`ddp-bf16`) in a list with commas.
 
     Raises: ConfigError for a name that selects nothing.
     """
     if only is None:
         return list(CELLS)
-    words = [word.strip() for word in only.split(",")]
-    for word in words:
-        if not any(word in (cell, *cell.split("-")) for cell in CELLS):
+    selected_names = [selected_name.strip() for selected_name in only.split(",")]
+    for selected_name in selected_names:
+        if not any(selected_name in (cell, *cell.split("-")) for cell in CELLS):
             raise ConfigError(
-                f"--only: {word!r} is no cell of the matrix; name some of {', '.join(CELLS)}."
+                f"--only: {selected_name!r} is no cell of the matrix; name some of {', '.join(CELLS)}."
             )
-    return [cell for cell in CELLS if {cell, *cell.split("-")} & set(words)]
+    return [cell for cell in CELLS if {cell, *cell.split("-")} & set(selected_names)]
 
 
-def run(only: str | None, cpu: bool) -> int:
+def run_cells(only: str | None, cpu: bool) -> int:
     """Run the self-check in the chosen cells and print a line for each; return 1 if one fails, else 0."""
-    host = look_at_host()
-    on_cpu = cpu or host.device == "cpu"
-    code = 0
-    for cell in chosen(only):
+    machine = look_at_host()
+    on_cpu = cpu or machine.device == "cpu"
+    exit_code = 0
+    for cell in select_cells(only):
         num_processes, flags = CELLS[cell]
-        if not on_cpu and num_processes > host.num_devices:
+        if not on_cpu and num_processes > machine.num_devices:
             sys.stdout.write(
-                f"skipped {cell:<16} needs {num_processes} devices, {host.num_devices} here\n"
+                f"skipped {cell:<16} needs {num_processes} devices, {machine.num_devices} here\n"
             )
             continue
-        passed, summary = check([*(["--cpu"] if on_cpu else []), *flags])
+        passed, summary = check_cell([*(["--cpu"] if on_cpu else []), *flags])
         sys.stdout.write(f"{'passed ' if passed else 'FAILED '} {cell:<16} {summary}\n")
         sys.stdout.flush()
-        code = code if passed else 1
-    return code
+        exit_code = exit_code if passed else 1
+    return exit_code
 
 
-def check(flags: list[str]) -> tuple[bool, str]:
+def check_cell(flags: list[str]) -> tuple[bool, str]:
     """Return whether the self-check passes under these flags of `hasten launch`, with its losses or its last error."""
     command = [sys.executable, "-m", "hasten.cli.main", "launch", *flags, "-m", PROGRAM]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
+        finished_process = subprocess.run(
+            command, capture_output=True, text=True, timeout=_LIMIT_S
+        )
     except subprocess.TimeoutExpired:
         return False, f"did not end within {_LIMIT_S:.0f} s"
-    trained = re.search(r"^passed +training +[^:]*: (.*)$", done.stdout, re.MULTILINE)
-    if done.returncode == 0 and trained is not None:
+    trained = re.search(
+        r"^passed +training +[^:]*: (.*)$", finished_process.stdout, re.MULTILINE
+    )
+    if finished_process.returncode == 0 and trained is not None:
         return True, trained[1]
-    lines = [line.strip() for line in (done.stdout + done.stderr).splitlines()]
-    failed = [line for line in lines if line.startswith("FAILED")]
-    errors = [line for line in lines if "Error" in line]
-    return False, (failed[:1] or errors[-1:] or ["no output"])[0][:300]
+    output_lines = [
+        output_line.strip()
+        for output_line in (
+            finished_process.stdout + finished_process.stderr
+        ).splitlines()
+    ]
+    failed_lines = [
+        output_line for output_line in output_lines if output_line.startswith("FAILED")
+    ]
+    error_lines = [
+        output_line for output_line in output_lines if "Error" in output_line
+    ]
+    return False, (failed_lines[:1] or error_lines[-1:] or ["no output"])[0][:300]

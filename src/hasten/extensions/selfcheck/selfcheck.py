@@ -35,66 +35,79 @@ class CheckFailed(Exception):
     """Raised when a check fails on this rank."""
 
 
-def ranks(accelerator: Accelerator) -> str:
+def check_ranks(accelerator: Accelerator) -> str:
     """Check that every rank is present exactly once."""
-    found = gather_object(accelerator.process_index, accelerator.ctx.world)
-    _expect(found == list(range(accelerator.num_processes)), f"the ranks are {found}")
+    gathered_ranks = gather_object(accelerator.process_index, accelerator.ctx.world)
+    _expect_that(
+        gathered_ranks == list(range(accelerator.num_processes)),
+        f"the ranks are {gathered_ranks}",
+    )
     return f"{accelerator.num_processes} on {accelerator.device.type}"
 
 
-def collectives(accelerator: Accelerator) -> str:
+def check_collectives(accelerator: Accelerator) -> str:
     """Check the results of gather, reduce, broadcast and pad."""
-    rank, size, device = (
+    rank, num_processes, device = (
         accelerator.process_index,
         accelerator.num_processes,
         accelerator.device,
     )
-    mine = torch.full((2,), float(rank), device=device)
-    gathered = accelerator.gather(mine)
-    _expect(
-        gathered.tolist() == [float(r) for r in range(size) for _ in range(2)],
-        f"gather gave {gathered.tolist()}",
+    rank_tensor = torch.full((2,), float(rank), device=device)
+    gathered_tensor = accelerator.gather(rank_tensor)
+    _expect_that(
+        gathered_tensor.tolist()
+        == [float(r) for r in range(num_processes) for _ in range(2)],
+        f"gather gave {gathered_tensor.tolist()}",
     )
-    total = accelerator.reduce(mine, reduction="sum")
-    _expect(
-        total.tolist() == [size * (size - 1) / 2] * 2, f"reduce gave {total.tolist()}"
+    reduced_tensor = accelerator.reduce(rank_tensor, reduction="sum")
+    _expect_that(
+        reduced_tensor.tolist() == [num_processes * (num_processes - 1) / 2] * 2,
+        f"reduce gave {reduced_tensor.tolist()}",
     )
-    sent = accelerator.broadcast(mine + 7.0, from_process=size - 1)
-    _expect(sent.tolist() == [size + 6.0] * 2, f"broadcast gave {sent.tolist()}")
+    broadcast_tensor = accelerator.broadcast(
+        rank_tensor + 7.0, from_process=num_processes - 1
+    )
+    _expect_that(
+        broadcast_tensor.tolist() == [num_processes + 6.0] * 2,
+        f"broadcast gave {broadcast_tensor.tolist()}",
+    )
     padded = accelerator.pad_across_processes(torch.ones(rank + 1, device=device))
-    _expect(
-        padded.shape[0] == size, f"pad_across_processes gave {padded.shape[0]} rows"
+    _expect_that(
+        padded.shape[0] == num_processes,
+        f"pad_across_processes gave {padded.shape[0]} rows",
     )
     accelerator.wait_for_everyone()
     return "gather, reduce, broadcast, pad, barrier"
 
 
-def training(accelerator: Accelerator) -> str:
+def check_training(accelerator: Accelerator) -> str:
     """Check that the losses of a few updates equal those of plain torch in one process on the whole batch."""
     accelerator.gradient_accumulation_steps = 1
-    readers = accelerator.ctx.mesh.size(*BATCH)
-    num_rows = readers * -(-_LEAST_ROWS // readers)  # the same number for each reader
-    losses = _losses(accelerator, num_rows)
-    worst = max(
+    num_readers = accelerator.ctx.mesh.size(*BATCH)
+    num_rows = num_readers * -(
+        -_LEAST_ROWS // num_readers
+    )  # the same number for each reader
+    losses = _train_losses(accelerator, num_rows)
+    largest_difference = max(
         abs(loss - expected)
         for loss, expected in zip(losses, _plain_losses(num_rows), strict=True)
     )
     precision = accelerator.config.mixed_precision
     tolerance = dict(_TOLERANCES)[precision]
-    _expect(
-        worst <= tolerance,
-        f"losses differ from one process by {worst:.2g}, more than {tolerance:g}",
+    _expect_that(
+        largest_difference <= tolerance,
+        f"losses differ from one process by {largest_difference:.2g}, more than {tolerance:g}",
     )
-    return f"{len(losses)} updates, {precision}: losses differ from one process by {worst:.1e}"
+    return f"{len(losses)} updates, {precision}: losses differ from one process by {largest_difference:.1e}"
 
 
-def bandwidth(accelerator: Accelerator) -> str:
+def measure_bandwidth(accelerator: Accelerator) -> str:
     """Return the all-reduce bus bandwidth: the bytes per second that each link carries."""
-    size = accelerator.num_processes
-    if size == 1:
+    num_processes = accelerator.num_processes
+    if num_processes == 1:
         return "one process, nothing to reduce"
-    speed, num_bytes, seconds = _all_reduce(accelerator, list(range(size)))
-    return f"{speed:.2f} GB/s over {size} processes ({num_bytes >> 20} MiB, {seconds * 1e3:.1f} ms)"
+    speed, num_bytes, seconds = _all_reduce(accelerator, list(range(num_processes)))
+    return f"{speed:.2f} GB/s over {num_processes} processes ({num_bytes >> 20} MiB, {seconds * 1e3:.1f} ms)"
 
 
 def measured_links(accelerator: Accelerator) -> Links:
@@ -102,7 +115,7 @@ def measured_links(accelerator: Accelerator) -> Links:
 
     Raises: CheckFailed if there is only one process.
     """
-    _expect(
+    _expect_that(
         accelerator.num_processes > 1,
         "measuring links needs at least two processes; start two or more",
     )
@@ -112,15 +125,15 @@ def measured_links(accelerator: Accelerator) -> Links:
         rank for rank, machine in enumerate(machines) if machine == topology.node_rank
     ]
     node = _all_reduce(accelerator, local_ranks)[0] if len(local_ranks) > 1 else None
-    between = (
+    network_speed = (
         _all_reduce(accelerator, list(range(len(machines))))[0]
         if len(set(machines)) > 1
         else None
     )
-    everywhere = zip(
-        *gather_object((node, between), accelerator.ctx.world), strict=True
+    rank_words = zip(
+        *gather_object((node, network_speed), accelerator.ctx.world), strict=True
     )
-    slowest = [min(found) if all(found) else None for found in everywhere]
+    slowest = [min(speeds) if all(speeds) else None for speeds in rank_words]
     return Links(
         device=_device_name(accelerator),
         machines=len(set(machines)),
@@ -146,74 +159,82 @@ def _all_reduce(
     Ranks: every rank; groups are disjoint.
     """
     on_cpu = accelerator.device.type == "cpu"
-    numbers, repeats = (1 << 20, 5) if on_cpu else (1 << 26, 10)
-    group = group_of(members)
-    block = torch.zeros(numbers, device=accelerator.device)
-    dist.all_reduce(block, group=group)
+    num_elements, repeats = (1 << 20, 5) if on_cpu else (1 << 26, 10)
+    process_group = group_of(members)
+    reduced_block = torch.zeros(num_elements, device=accelerator.device)
+    dist.all_reduce(reduced_block, group=process_group)
     accelerator.wait_for_everyone()
     start = time.perf_counter()
     for _ in range(repeats):
-        block.fill_(1.0)
-        dist.all_reduce(block, group=group)
+        reduced_block.fill_(1.0)
+        dist.all_reduce(reduced_block, group=process_group)
     if not on_cpu:
         torch.accelerator.synchronize()
     seconds = (time.perf_counter() - start) / repeats
-    _expect(
-        float(block[0]) == len(members), f"an all-reduce of ones gave {float(block[0])}"
+    _expect_that(
+        float(reduced_block[0]) == len(members),
+        f"an all-reduce of ones gave {float(reduced_block[0])}",
     )
-    moved = numbers * 4 * 2 * (len(members) - 1) / len(members)
-    return moved / seconds / 1e9, numbers * 4, seconds
+    moved_bytes = num_elements * 4 * 2 * (len(members) - 1) / len(members)
+    return moved_bytes / seconds / 1e9, num_elements * 4, seconds
 
 
 CHECKS: Final[tuple[tuple[str, Check], ...]] = (
-    ("ranks", ranks),
-    ("collectives", collectives),
-    ("training", training),
-    ("all-reduce", bandwidth),
+    ("ranks", check_ranks),
+    ("collectives", check_collectives),
+    ("training", check_training),
+    ("all-reduce", measure_bandwidth),
 )
 
 
-def run(
+def run_checks(
     accelerator: Accelerator, checks: tuple[tuple[str, Check], ...] = CHECKS
 ) -> bool:
     """Run the checks on every rank and print the results on the first; return False if a check failed on any rank."""
-    good = True
+    has_passed = True
     for name, check in checks:
         try:
-            message, passed = check(accelerator), True
+            check_message, passed = check(accelerator), True
         # every error is reported with its rank, and the next check still runs
         except Exception as error:
-            message, passed = f"{type(error).__name__}: {error}", False
-        outcomes = gather_object((passed, message), accelerator.ctx.world)
-        good = good and all(ok for ok, _ in outcomes)
+            check_message, passed = f"{type(error).__name__}: {error}", False
+        outcomes = gather_object((passed, check_message), accelerator.ctx.world)
+        has_passed = has_passed and all(ok for ok, _ in outcomes)
         if accelerator.is_main_process:
-            sys.stdout.write("".join(f"{line}\n" for line in _lines(name, outcomes)))
-    return good
+            sys.stdout.write(
+                "".join(f"{line}\n" for line in _result_lines(name, outcomes))
+            )
+    return has_passed
 
 
-def _lines(name: str, outcomes: list[tuple[bool, str]]) -> list[str]:
+def _result_lines(name: str, outcomes: list[tuple[bool, str]]) -> list[str]:
     """Return one line for a check that passed on all ranks, else one line per failed rank."""
-    bad = [
-        (rank, message) for rank, (passed, message) in enumerate(outcomes) if not passed
+    failures = [
+        (rank, check_message)
+        for rank, (passed, check_message) in enumerate(outcomes)
+        if not passed
     ]
-    if not bad:
-        everywhere = "rank 0" if len(outcomes) == 1 else f"ranks 0-{len(outcomes) - 1}"
-        return [f"passed  {name:<12} {everywhere}: {outcomes[0][1]}"]
-    return [f"FAILED  {name:<12} rank {rank}: {message}" for rank, message in bad]
+    if not failures:
+        rank_words = "rank 0" if len(outcomes) == 1 else f"ranks 0-{len(outcomes) - 1}"
+        return [f"passed  {name:<12} {rank_words}: {outcomes[0][1]}"]
+    return [
+        f"FAILED  {name:<12} rank {rank}: {check_message}"
+        for rank, check_message in failures
+    ]
 
 
-def _expect(holds: bool, otherwise: str) -> None:
+def _expect_that(holds: bool, otherwise: str) -> None:
     if not holds:
         raise CheckFailed(otherwise)
 
 
-def _model() -> TinyLM:
+def _make_model() -> TinyLM:
     return seeded(
         lambda: TinyLM(vocab=_VOCAB, width=16, heads=4, depth=2, context=_LENGTH)
     )
 
 
-def _batches(num_rows: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _make_batches(num_rows: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return tokens, next tokens and positions of each batch."""
     generator = torch.Generator().manual_seed(1)
     rows = [
@@ -234,10 +255,10 @@ def _loss_of(model: Any, batch: Any) -> Tensor:
 
 def _plain_losses(num_rows: int) -> list[float]:
     """Return the losses in plain torch, in this process alone, in full precision."""
-    model = _model()
+    model = _make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     losses = []
-    for batch in _batches(num_rows):
+    for batch in _make_batches(num_rows):
         loss = _loss_of(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -247,64 +268,73 @@ def _plain_losses(num_rows: int) -> list[float]:
     return losses
 
 
-def _losses(accelerator: Accelerator, num_rows: int) -> list[float]:
+def _train_losses(accelerator: Accelerator, num_rows: int) -> list[float]:
     """Return the losses of the same loop under the settings of this run. Ranks: every rank."""
-    model = _model()
+    model = _make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     # Any: the prepared model and optimizer
     prepared: tuple[Any, Any] = accelerator.prepare(model, optimizer)
-    net, stepper = prepared
+    prepared_model, prepared_optimizer = prepared
     mesh, losses = accelerator.ctx.mesh, []
-    readers, reader = mesh.size(*BATCH), mesh.index(accelerator.process_index, *BATCH)
-    for tensors in _batches(num_rows):
+    num_readers, reader_index = (
+        mesh.size(*BATCH),
+        mesh.index(accelerator.process_index, *BATCH),
+    )
+    for tensors in _make_batches(num_rows):
         batch = [
-            tensor.chunk(readers)[reader].to(accelerator.device, copy=True)
+            tensor.chunk(num_readers)[reader_index].to(accelerator.device, copy=True)
             for tensor in tensors
         ]
         with (
-            accelerator.accumulate(net),
+            accelerator.accumulate(prepared_model),
             accelerator.context_parallel(batch, [1, 1, 1], labels=None),
         ):
-            loss = accelerator.forward_backward(net, tuple(batch), _loss_of)
-            accelerator.clip_grad_norm_(net.parameters(), 1.0)
-            stepper.step()
-            stepper.zero_grad()
+            loss = accelerator.forward_backward(prepared_model, tuple(batch), _loss_of)
+            accelerator.clip_grad_norm_(prepared_model.parameters(), 1.0)
+            prepared_optimizer.step()
+            prepared_optimizer.zero_grad()
         losses.append(float(accelerator.reduce(loss.detach(), "mean")))
     return losses
 
 
-def _written(accelerator: Accelerator, file: str) -> str:
+def _write_links(accelerator: Accelerator, links_file: str) -> str:
     links = measured_links(accelerator)
     if accelerator.is_main_process:
-        links.write(file)
+        links.write(links_file)
     inside = (
         ""
         if links.node_gb_s is None
         else f"{links.node_gb_s:.2f} GB/s inside a machine, "
     )
-    between = (
+    network_speed = (
         ""
         if links.network_gb_s is None
         else f"{links.network_gb_s:.2f} GB/s between machines per process, "
     )
-    return f"{inside}{between}written to {file}"
+    return f"{inside}{network_speed}written to {links_file}"
 
 
 def main() -> int:
     """Run the checks under the launcher's settings; the optional argument is a file for the measured link speeds."""
     accelerator = Accelerator()
-    file = sys.argv[1] if len(sys.argv) > 1 else None
-    good = run(
+    links_file = sys.argv[1] if len(sys.argv) > 1 else None
+    has_passed = run_checks(
         accelerator,
         CHECKS
-        if file is None
-        else (*CHECKS, ("links", lambda given: _written(given, file))),
+        if links_file is None
+        else (
+            *CHECKS,
+            (
+                "links",
+                lambda run_accelerator: _write_links(run_accelerator, links_file),
+            ),
+        ),
     )
     if accelerator.is_main_process:
         sys.stdout.write(
-            "everything works\n" if good else "some checks failed, see above\n"
+            "everything works\n" if has_passed else "some checks failed, see above\n"
         )
-    return 0 if good else 1
+    return 0 if has_passed else 1
 
 
 if __name__ == "__main__":

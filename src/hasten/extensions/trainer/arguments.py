@@ -108,15 +108,15 @@ class TrainingArguments:
     resume_from_checkpoint: str | bool | None = None
 
     # Any: the arguments of __init__
-    def __new__(cls, *args: Any, **given: Any) -> TrainingArguments:
+    def __new__(cls, *args: Any, **settings: Any) -> TrainingArguments:
         """Check that every name is known, and return an empty object."""
-        known = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in known:
-                near = get_close_matches(name, known, n=1, cutoff=0.6)
+        setting_names = [field.name for field in fields(cls)]
+        for name in settings:
+            if name not in setting_names:
+                similar_names = get_close_matches(name, setting_names, n=1, cutoff=0.6)
                 hint = (
-                    f"did you mean {near[0]!r}?"
-                    if near
+                    f"did you mean {similar_names[0]!r}?"
+                    if similar_names
                     else "the names are listed in docs/trainer.md."
                 )
                 raise UnknownSettingError(
@@ -126,28 +126,32 @@ class TrainingArguments:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
+            if (setting_value := getattr(self, name)) not in choices:
                 raise SettingValueError(
-                    f"{name}={value!r} is not a known value; give one of {', '.join(choices)}."
+                    f"{name}={setting_value!r} is not a known value; give one of {', '.join(choices)}."
                 )
-        for name, least in _AT_LEAST.items():
-            if not (value := getattr(self, name)) >= least:  # nan is refused too
+        for name, smallest_value in _AT_LEAST.items():
+            if (
+                not (setting_value := getattr(self, name)) >= smallest_value
+            ):  # nan is refused too
                 raise SettingValueError(
-                    f"{name}={value!r} is below {least}; give a number from {least} up."
+                    f"{name}={setting_value!r} is below {smallest_value}; give a number from {smallest_value} up."
                 )
         if self.warmup_ratio > 1:
             raise SettingValueError(
                 f"warmup_ratio={self.warmup_ratio!r} is above 1, but it is a fraction; give a number from 0 to 1."
             )
         for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= (value := getattr(self, name)) < 1:
+            if not 0 <= (setting_value := getattr(self, name)) < 1:
                 raise SettingValueError(
-                    f"{name}={value!r} is outside [0, 1): an average keeps this fraction of itself at every update; give a number such as 0.9."
+                    f"{name}={setting_value!r} is outside [0, 1): an average keeps this fraction of itself at every update; give a number such as 0.9."
                 )
         for name in ("logging_steps", "eval_steps", "save_steps"):
-            if (value := getattr(self, name)) is not None and not value > 0:
+            if (
+                setting_value := getattr(self, name)
+            ) is not None and not setting_value > 0:
                 raise SettingValueError(
-                    f"{name}={value!r} is not a number of updates; give one from 1 up, or a fraction of the training between 0 and 1."
+                    f"{name}={setting_value!r} is not a number of updates; give one from 1 up, or a fraction of the training between 0 and 1."
                 )
         self._check_length()
         self._check_pairs()
@@ -180,14 +184,14 @@ class TrainingArguments:
         check_needs(self)
 
     def _check_best(self) -> None:
-        what = (
+        setting_words = (
             "load_best_model_at_end=True"
             if self.load_best_model_at_end
             else "save_strategy='best'"
         )
         if self.eval_strategy == "no":
             raise ContradictionError(
-                f"{what} needs evaluations to find the best model; set eval_strategy."
+                f"{setting_words} needs evaluations to find the best model; set eval_strategy."
             )
         if self.save_strategy in ("best", self.eval_strategy):
             steps = self.eval_steps or self.logging_steps
@@ -197,7 +201,7 @@ class TrainingArguments:
             ):
                 return
         raise ContradictionError(
-            f"{what} needs a checkpoint of each model that may be the best, but eval_strategy={self.eval_strategy!r} "
+            f"{setting_words} needs a checkpoint of each model that may be the best, but eval_strategy={self.eval_strategy!r} "
             f"and save_strategy={self.save_strategy!r} do not match; give both the same strategy, with save_steps a "
             "multiple of eval_steps, or set save_strategy='best'."
         )
@@ -330,34 +334,40 @@ _NEEDS: Final[Sequence[_Need]] = (
 
 def check_needs(args: TrainingArguments) -> None:
     """Raise for arguments that have no effect in combination with the others. Raises: ContradictionError."""
-    for names, acts, why, remedy in _NEEDS:
-        if (wrong := _given(args, names)) and not acts(args):
-            raise ContradictionError(f"{wrong} would have no effect: {why}; {remedy}.")
+    for setting_names, has_effect, why, remedy in _NEEDS:
+        if (wrong_setting := _first_changed(args, setting_names)) and not has_effect(
+            args
+        ):
+            raise ContradictionError(
+                f"{wrong_setting} would have no effect: {why}; {remedy}."
+            )
 
 
 def check_given_optimizers(
     args: TrainingArguments, optimizer: object, scheduler: object
 ) -> None:
     """Raise for arguments about an optimizer or scheduler that was passed to the Trainer. Raises: ContradictionError."""
-    for passed_object, names, what in (
+    for passed_object, setting_names, object_words in (
         (optimizer, _OPTIMIZER, "an optimizer"),
         (scheduler, _SCHEDULE, "a scheduler"),
     ):
-        if passed_object is not None and (wrong := _given(args, names)):
+        if passed_object is not None and (
+            wrong_setting := _first_changed(args, setting_names)
+        ):
             raise ContradictionError(
-                f"{wrong} would have no effect: optimizers=(…) contains {what}, which is used unchanged; set this when you create it, "
+                f"{wrong_setting} would have no effect: optimizers=(…) contains {object_words}, which is used unchanged; set this when you create it, "
                 "or remove it from optimizers."
             )
 
 
-def _given(args: TrainingArguments, names: Sequence[str]) -> str:
+def _first_changed(args: TrainingArguments, setting_names: Sequence[str]) -> str:
     """Return the first of these arguments that differs from its default, as `name=value`; empty for none."""
     # Any: of every type
     defaults: dict[str, Any] = {field.name: field.default for field in fields(args)}
     return next(
         (
             f"{name}={getattr(args, name)!r}"
-            for name in names
+            for name in setting_names
             if getattr(args, name) != defaults[name]
         ),
         "",

@@ -184,7 +184,7 @@ class CallbackList:
     def __init__(self, trainer: TrainerInterface, callbacks: Sequence[Any]) -> None:
         self._trainer = trainer
         self.callbacks: list[TrainerCallback] = []
-        self._heard: dict[str, list[Any]] = {event: [] for event in EVENTS}
+        self._listeners: dict[str, list[Any]] = {event: [] for event in EVENTS}
         for callback in callbacks:
             self.add(callback)
 
@@ -197,24 +197,24 @@ class CallbackList:
                 "hasten.TrainerCallback."
             )
         self.callbacks.append(callback_object)
-        self._find()
+        self._find_listeners()
 
-    def _find(self) -> None:
+    def _find_listeners(self) -> None:
         for event in EVENTS:
-            plain = getattr(TrainerCallback, event)
-            self._heard[event] = [
-                getattr(c, event)
-                for c in self.callbacks
-                if getattr(type(c), event) is not plain
+            base_method = getattr(TrainerCallback, event)
+            self._listeners[event] = [
+                getattr(callback, event)
+                for callback in self.callbacks
+                if getattr(type(callback), event) is not base_method
             ]
 
     def call(self, event: str, **kwargs: Any) -> None:  # Any: keywords of the event
         """Call an event of every callback that overrides it, in the order they were added."""
-        heard = self._heard[event]
-        if not heard:
+        listeners = self._listeners[event]
+        if not listeners:
             return
         trainer = self._trainer
-        for listener in heard:
+        for listener in listeners:
             listener(
                 trainer.args,
                 trainer.state,
@@ -279,10 +279,14 @@ class EarlyStoppingCallback(TrainerCallback):
                 f"EarlyStoppingCallback needs the metric {args.best_metric}, which the evaluation did not return (it returned "
                 f"{', '.join(metrics)}); set metric_for_best_model to one of them."
             )
-        value = float(metrics[args.best_metric])
-        gain = value - self._best if args.larger_is_better else self._best - value
-        if math.isnan(self._best) or gain > self.early_stopping_threshold:
-            self._best, self._waited = value, 0
+        logged_value = float(metrics[args.best_metric])
+        improvement = (
+            logged_value - self._best
+            if args.larger_is_better
+            else self._best - logged_value
+        )
+        if math.isnan(self._best) or improvement > self.early_stopping_threshold:
+            self._best, self._waited = logged_value, 0
         else:
             self._waited += 1
         if self._waited >= self.early_stopping_patience:
@@ -322,10 +326,10 @@ class ProgressCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Open the bar."""
-        bar = kwargs["accelerator"].progress(
+        progress_bar = kwargs["accelerator"].progress(
             total=state.max_steps, initial=state.global_step, desc="train"
         )
-        self._bar = bar.__enter__()
+        self._bar = progress_bar.__enter__()
 
     def on_step_end(
         self,
@@ -348,20 +352,25 @@ class ProgressCallback(TrainerCallback):
         if self._bar is None:
             return
         logs = kwargs["logs"]
-        if shown := {
-            name: value
-            for name, value in logs.items()
-            if name in ("loss", args.best_metric)
+        if bar_values := {
+            metric_name: logged_value
+            for metric_name, logged_value in logs.items()
+            if metric_name in ("loss", args.best_metric)
         }:
-            self._bar.show(**shown)
-        values = [
-            f"{name} {_shown(value)}"
-            for name, value in logs.items()
-            if not name.endswith(_TIMES)
+            self._bar.show(**bar_values)
+        value_words = [
+            f"{metric_name} {_value_words(logged_value)}"
+            for metric_name, logged_value in logs.items()
+            if not metric_name.endswith(_TIMES)
         ]
-        line = " | ".join([f"step {state.global_step}/{state.max_steps}", *values])
+        log_line = " | ".join(
+            [f"step {state.global_step}/{state.max_steps}", *value_words]
+        )
         self._bar.note(
-            line, unless_in_place=not any(name.startswith("eval_") for name in logs)
+            log_line,
+            unless_in_place=not any(
+                metric_name.startswith("eval_") for metric_name in logs
+            ),
         )
 
     def on_train_end(
@@ -376,15 +385,19 @@ class ProgressCallback(TrainerCallback):
             return
         self._bar.close()
         if control.should_training_stop or control.stop_reason:
-            why = (
+            stop_reason = (
                 control.stop_reason
                 or "requested by a callback (control.should_training_stop)"
             )
             self._bar.note(
-                f"stopped at step {state.global_step}/{state.max_steps}: {why}"
+                f"stopped at step {state.global_step}/{state.max_steps}: {stop_reason}"
             )
         self._bar = None
 
 
-def _shown(value: Any) -> str:  # Any: a value from compute_metrics
-    return value_text(value) if isinstance(value, (int, float)) else str(value)
+def _value_words(logged_value: Any) -> str:  # Any: a value from compute_metrics
+    return (
+        value_text(logged_value)
+        if isinstance(logged_value, (int, float))
+        else str(logged_value)
+    )

@@ -21,7 +21,7 @@ from hasten.errors import ConfigError
 from hasten.extensions.trainer.interface import TrainerInterface
 
 
-def save(trainer: TrainerInterface, metrics: Mapping[str, float]) -> str:
+def save_checkpoint(trainer: TrainerInterface, metrics: Mapping[str, float]) -> str:
     """Save the whole state and return its path. Ranks: every rank."""
     state = trainer.state
     trainer.callbacks.keep_states()
@@ -36,11 +36,11 @@ def save(trainer: TrainerInterface, metrics: Mapping[str, float]) -> str:
     return checkpoint_path
 
 
-def resume(trainer: TrainerInterface, which: str | bool) -> None:
+def load_checkpoint(trainer: TrainerInterface, checkpoint: str | bool) -> None:
     """Restore the state of a checkpoint. Ranks: every rank."""
     accelerator, state = trainer.accelerator, trainer.state
-    checkpoint_path: str | None = which if isinstance(which, str) else None
-    if which == "auto":
+    checkpoint_path: str | None = checkpoint if isinstance(checkpoint, str) else None
+    if checkpoint == "auto":
         checkpoint_path = None
         if not _any_checkpoint(trainer):
             return
@@ -48,15 +48,18 @@ def resume(trainer: TrainerInterface, which: str | bool) -> None:
     trainer.callbacks.restore_states()
     if state.best_metric is not None and state.best_global_step == state.global_step:
         # its path was not known when it was written
-        state.best_model_checkpoint = checkpoint_path or _newest(trainer)
+        state.best_model_checkpoint = checkpoint_path or _newest_checkpoint(trainer)
 
 
-def _root(trainer: TrainerInterface) -> str:
+def _checkpoint_root(trainer: TrainerInterface) -> str:
     return join_location(trainer.args.output_dir, "checkpoints")
 
 
-def _newest(trainer: TrainerInterface) -> str:
-    return join_location(_root(trainer), find_newest(open_store(_root(trainer))) or "")
+def _newest_checkpoint(trainer: TrainerInterface) -> str:
+    return join_location(
+        _checkpoint_root(trainer),
+        find_newest(open_store(_checkpoint_root(trainer))) or "",
+    )
 
 
 def _any_checkpoint(trainer: TrainerInterface) -> bool:
@@ -67,7 +70,9 @@ def _any_checkpoint(trainer: TrainerInterface) -> bool:
     has_checkpoint = [False]
     with agreeing(trainer.accelerator.ctx.world, "looking for a checkpoint"):
         if trainer.accelerator.is_main_process:
-            has_checkpoint = [find_newest(open_store(_root(trainer))) is not None]
+            has_checkpoint = [
+                find_newest(open_store(_checkpoint_root(trainer))) is not None
+            ]
     return bool(trainer.accelerator.broadcast_object_list(has_checkpoint)[0])
 
 
@@ -84,14 +89,18 @@ def note_best(trainer: TrainerInterface, metrics: Mapping[str, float]) -> bool:
                 "metric_for_best_model to one of them."
             )
         return False
-    value = float(metrics[args.best_metric])
+    metric_value = float(metrics[args.best_metric])
     best_so_far = state.best_metric
-    if math.isnan(value) or (
+    if math.isnan(metric_value) or (
         best_so_far is not None
-        and (value < best_so_far if args.larger_is_better else value > best_so_far)
+        and (
+            metric_value < best_so_far
+            if args.larger_is_better
+            else metric_value > best_so_far
+        )
     ):
         return False
-    state.best_metric, state.best_global_step = value, state.global_step
+    state.best_metric, state.best_global_step = metric_value, state.global_step
     return True
 
 
@@ -102,26 +111,28 @@ def load_best(trainer: TrainerInterface) -> None:
         trainer.accelerator.load_model(trainer.wrapped_model, checkpoint_path)
 
 
-def save_model(trainer: TrainerInterface, folder: str) -> str:
+def save_model(trainer: TrainerInterface, model_folder: str) -> str:
     """Write weights, configuration, tokenizer and arguments to a folder. Ranks: every rank."""
     accelerator = trainer.accelerator
     model = trainer.model_for_evaluation()
     # Any: models with save_pretrained share no base class here
-    inner: Any = accelerator.unwrap_model(model)
-    if not hasattr(inner, "save_pretrained"):
-        accelerator.save_model(model, folder)
+    unwrapped_model: Any = accelerator.unwrap_model(model)
+    if not hasattr(unwrapped_model, "save_pretrained"):
+        accelerator.save_model(model, model_folder)
     else:
         weights = accelerator.get_state_dict(model)
         with agree(accelerator.ctx.world, "save_model"):
             if accelerator.is_main_process:
-                check_no_checkpoint(check_local(folder, "save_model(output_dir)"))
-                inner.save_pretrained(folder, state_dict=weights)
+                check_no_checkpoint(check_local(model_folder, "save_model(output_dir)"))
+                unwrapped_model.save_pretrained(model_folder, state_dict=weights)
     with agree(accelerator.ctx.world, "save_model: tokenizer and arguments"):
         if accelerator.is_main_process:
             if hasattr(trainer.processing_class, "save_pretrained"):
-                trainer.processing_class.save_pretrained(folder)
+                trainer.processing_class.save_pretrained(model_folder)
             text = json.dumps(
                 masked_tree(trainer.args.to_dict()), indent=2, default=str
             )
-            Path(folder, "training_args.json").write_text(text + "\n", encoding="utf-8")
-    return folder
+            Path(model_folder, "training_args.json").write_text(
+                text + "\n", encoding="utf-8"
+            )
+    return model_folder

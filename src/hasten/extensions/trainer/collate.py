@@ -26,20 +26,22 @@ def default_data_collator(features: list[Any]) -> Any:  # Any: samples of any ty
     if not features or not isinstance(features[0], Mapping):
         return default_collate(features)
     batch = {}
-    for key in features[0]:
-        values = [
-            torch.as_tensor(feature[key])
+    for column_name in features[0]:
+        column_values = [
+            torch.as_tensor(feature[column_name])
             for feature in features
-            if feature[key] is not None
+            if feature[column_name] is not None
         ]
-        if len(values) != len(features):
+        if len(column_values) != len(features):
             continue  # a column that some samples lack cannot be used
-        if len({value.shape for value in values}) > 1:
+        if len({column_value.shape for column_value in column_values}) > 1:
             raise DataError(
-                f"samples of one batch have {key} of different shapes ({sorted({tuple(v.shape) for v in values})}), which "
+                f"samples of one batch have {column_name} of different shapes ({sorted({tuple(column_value.shape) for column_value in column_values})}), which "
                 "cannot be stacked; give the Trainer processing_class=tokenizer or data_collator=DataCollatorWithPadding(…)."
             )
-        batch["labels" if key in _RENAMED else key] = torch.stack(values)
+        batch["labels" if column_name in _RENAMED else column_name] = torch.stack(
+            column_values
+        )
     return batch
 
 
@@ -80,39 +82,48 @@ class DataCollatorWithPadding:
         if not features or not isinstance(features[0], Mapping):
             return default_collate(features)
         columns = {
-            key: [torch.as_tensor(feature[key]) for feature in features]
-            for key in features[0]
+            column_name: [torch.as_tensor(feature[column_name]) for feature in features]
+            for column_name in features[0]
         }
         if "input_ids" in columns and "attention_mask" not in columns:
             columns["attention_mask"] = [
                 torch.ones_like(ids) for ids in columns["input_ids"]
             ]
         batch = {}
-        for key, values in columns.items():
-            name = "labels" if key in _RENAMED else key
-            batch[name] = (
-                torch.stack(values)
-                if values[0].ndim == 0
-                else self._padded(values, self._filler(name))
+        for column_name, column_values in columns.items():
+            batch_key = "labels" if column_name in _RENAMED else column_name
+            batch[batch_key] = (
+                torch.stack(column_values)
+                if column_values[0].ndim == 0
+                else self._pad_values(column_values, self._padding_value(batch_key))
             )
         return batch
 
-    def _filler(self, name: str) -> int:
-        if name == "labels":
+    def _padding_value(self, batch_key: str) -> int:
+        if batch_key == "labels":
             return self.label_pad_token_id
-        if name == "special_tokens_mask":
+        if batch_key == "special_tokens_mask":
             return 1
-        return self.pad_token_id if name == "input_ids" else 0
+        return self.pad_token_id if batch_key == "input_ids" else 0
 
-    def _padded(self, values: Sequence[Tensor], filler: int) -> Tensor:
-        length = max(value.shape[0] for value in values)
+    def _pad_values(
+        self, column_values: Sequence[Tensor], padding_value: int
+    ) -> Tensor:
+        padded_length = max(column_value.shape[0] for column_value in column_values)
         if self.pad_to_multiple_of:
-            length = -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        batch = values[0].new_full((len(values), length, *values[0].shape[1:]), filler)
-        for row, value in zip(batch, values, strict=True):
-            size = value.shape[0]
-            first = 0 if self.padding_side == "right" else length - size
-            row[first : first + size] = value
+            padded_length = (
+                -(-padded_length // self.pad_to_multiple_of) * self.pad_to_multiple_of
+            )
+        batch = column_values[0].new_full(
+            (len(column_values), padded_length, *column_values[0].shape[1:]),
+            padding_value,
+        )
+        for row, column_value in zip(batch, column_values, strict=True):
+            row_length = column_value.shape[0]
+            first_index = (
+                0 if self.padding_side == "right" else padded_length - row_length
+            )
+            row[first_index : first_index + row_length] = column_value
         return batch
 
 
@@ -122,14 +133,14 @@ LABELS: Final = ("labels", "label", "label_ids")
 def taken_by(model: nn.Module, label_names: Sequence[str]) -> frozenset[str] | None:
     """Return the argument names of the model's forward, and the label names; None if it accepts any name."""
     parameters = inspect.signature(model.forward).parameters.values()
-    named = [
-        p.name
-        for p in parameters
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    parameter_names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
-    if not named:
+    if not parameter_names:
         return None
-    return frozenset([*named, *LABELS, *label_names])
+    return frozenset([*parameter_names, *LABELS, *label_names])
 
 
 # Any: datasets have no common base
@@ -138,20 +149,20 @@ def without_unused(dataset: Any, taken: frozenset[str] | None) -> Any:
 
     Raises: DataError if no column is left.
     """
-    names = getattr(dataset, "column_names", None)
+    column_names = getattr(dataset, "column_names", None)
     if (
         taken is None
-        or not isinstance(names, list)
+        or not isinstance(column_names, list)
         or not hasattr(dataset, "remove_columns")
     ):
         return dataset
-    unused = [name for name in names if name not in taken]
-    if len(unused) == len(names):
+    unused_columns = [batch_key for batch_key in column_names if batch_key not in taken]
+    if len(unused_columns) == len(column_names):
         raise DataError(
-            f"none of the columns {', '.join(names)} is an argument of the model's forward, so every sample would be empty; "
+            f"none of the columns {', '.join(column_names)} is an argument of the model's forward, so every sample would be empty; "
             "rename the columns, tokenize the texts, or set remove_unused_columns=False."
         )
-    return dataset.remove_columns(unused) if unused else dataset
+    return dataset.remove_columns(unused_columns) if unused_columns else dataset
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +175,11 @@ class CollateUsed:
     def __call__(self, samples: list[Any]) -> Any:
         if samples and isinstance(samples[0], Mapping):
             samples = [
-                {key: value for key, value in sample.items() if key in self.taken}
+                {
+                    column_name: column_value
+                    for column_name, column_value in sample.items()
+                    if column_name in self.taken
+                }
                 for sample in samples
             ]
             if not samples[0]:

@@ -64,21 +64,25 @@ def run_evaluation(
     model, accelerator = trainer.model_for_evaluation(), trainer.accelerator
     was_training = model.training
     model.eval()
-    got = _Collected()
+    collected = _Collected()
     num_batches = 0
     try:
         with torch.no_grad():
             for batch in loader:
-                _one_batch(trainer, model, batch, loader, loss_only, got)
+                _evaluate_batch(trainer, model, batch, loader, loss_only, collected)
                 num_batches += 1
                 trainer.callbacks.call("on_prediction_step")
     finally:
         model.train(was_training)
     sums = torch.tensor(
-        [got.loss_sum, got.weight, float(got.num_samples)], dtype=torch.float64
+        [collected.loss_sum, collected.weight, float(collected.num_samples)],
+        dtype=torch.float64,
     )
     loss_sum, weight, num_samples = accelerator.reduce(sums, "sum", axes=BATCH).tolist()
-    predictions, labels = _joined(got.predictions), _joined(got.labels)
+    predictions, labels = (
+        _join_batches(collected.predictions),
+        _join_batches(collected.labels),
+    )
     metrics: dict[str, float] = {}
     if weight:
         metrics["loss"] = loss_sum / weight
@@ -86,24 +90,28 @@ def run_evaluation(
         computed_metrics = trainer.compute_metrics(EvalPrediction(predictions, labels))
         metrics.update(
             {
-                name: getattr(value, "item", lambda value=value: value)()
-                for name, value in computed_metrics.items()
+                metric_name: getattr(
+                    metric_value, "item", lambda metric_value=metric_value: metric_value
+                )()
+                for metric_name, metric_value in computed_metrics.items()
             }
         )
-    seconds = slowest(accelerator, time.perf_counter() - began_s)
+    seconds = slowest_rank_s(accelerator, time.perf_counter() - began_s)
     metrics |= {
         "runtime": round(seconds, 4),
         "samples_per_second": round(num_samples / seconds, 3),
         "steps_per_second": round(num_batches / seconds, 3),
     }
-    named = {
-        name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value
-        for name, value in metrics.items()
+    prefixed_metrics = {
+        metric_name
+        if metric_name.startswith(f"{prefix}_")
+        else f"{prefix}_{metric_name}": metric_value
+        for metric_name, metric_value in metrics.items()
     }
-    return PredictionOutput(predictions, labels, named)
+    return PredictionOutput(predictions, labels, prefixed_metrics)
 
 
-def slowest(accelerator: Accelerator, seconds: float) -> float:
+def slowest_rank_s(accelerator: Accelerator, seconds: float) -> float:
     """Return the time of the slowest rank, so that logs are equal on all ranks, as checkpoints require. Ranks: every rank."""
     return max(
         float(
@@ -113,21 +121,21 @@ def slowest(accelerator: Accelerator, seconds: float) -> float:
     )
 
 
-def _one_batch(
+def _evaluate_batch(
     trainer: TrainerInterface,
     model: Any,
     batch: Any,
     loader: Loader,
     loss_only: bool,
-    got: _Collected,
+    collected: _Collected,
 ) -> None:
     cursor = loader.cursor
-    real = cursor.num_real
-    rows = trees.batch_size(batch) or 0
+    num_real = cursor.num_real
+    num_rows = trees.batch_size(batch) or 0
     # one row stays even if none is real: every rank takes part in the forward
-    if real is not None and real < rows:
-        batch = trees.slice_rows(batch, slice(0, max(real, 1)))
-    num_real_rows = rows if real is None else min(real, rows)
+    if num_real is not None and num_real < num_rows:
+        batch = trees.slice_rows(batch, slice(0, max(num_real, 1)))
+    num_real_rows = num_rows if num_real is None else min(num_real, num_rows)
     labels = labels_in(batch, trainer.label_names)
     if labels is not None:
         loss, outputs = trainer.compute_loss(model, batch, return_outputs=True)
@@ -137,19 +145,19 @@ def _one_batch(
     if loss is not None and num_real_rows:
         items = num_items(labels, trainer.shifted)
         weight = float(num_real_rows if items is None else items)
-        got.loss_sum += float(loss) * weight if weight else 0.0
-        got.weight += weight
-    got.num_samples += num_real_rows
+        collected.loss_sum += float(loss) * weight if weight else 0.0
+        collected.weight += weight
+    collected.num_samples += num_real_rows
     if loss_only:
         return
     logits = outputs_besides_loss(outputs, loss is not None)
     if trainer.preprocess_logits_for_metrics is not None and logits is not None:
         logits = trainer.preprocess_logits_for_metrics(logits, labels)
-    _keep(trainer, got.predictions, logits, num_real_rows)
-    _keep(trainer, got.labels, labels, num_real_rows)
+    _collect_rows(trainer, collected.predictions, logits, num_real_rows)
+    _collect_rows(trainer, collected.labels, labels, num_real_rows)
 
 
-def _keep(
+def _collect_rows(
     trainer: TrainerInterface, collected: list[Any], values: Any, num_rows: int
 ) -> None:
     """Gather the rows of all ranks, padded to one width, and append them to `kept` on the host."""
@@ -157,53 +165,62 @@ def _keep(
         return
     accelerator = trainer.accelerator
     rows = trees.map_tensors(
-        lambda x: x.reshape(1) if x.ndim == 0 else x[:num_rows], values
+        lambda tensor: tensor.reshape(1) if tensor.ndim == 0 else tensor[:num_rows],
+        values,
     )
     if accelerator.num_processes > 1:
-        widths = [x.shape[1] if x.ndim > 1 else 0 for x in trees.tensors(rows)]
+        widths = [
+            tensor.shape[1] if tensor.ndim > 1 else 0 for tensor in trees.tensors(rows)
+        ]
         most = iter(
             accelerator.reduce(
                 torch.tensor(widths, device=accelerator.device), "max", axes=BATCH
             ).tolist()
         )
-        rows = trees.map_tensors(lambda x: _padded(x, next(most)), rows)
+        rows = trees.map_tensors(lambda tensor: _pad_columns(tensor, next(most)), rows)
         rows = accelerator.gather_ragged(rows, axes=BATCH)
     collected.append(trees.map_tensors(_to_numpy, rows))
 
 
-def _padded(x: Tensor, width: int) -> Tensor:
-    if x.ndim < 2 or x.shape[1] == width:
-        return x
-    padded = x.new_full((x.shape[0], width, *x.shape[2:]), IGNORED)
-    padded[:, : x.shape[1]] = x
+def _pad_columns(tensor: Tensor, padded_width: int) -> Tensor:
+    if tensor.ndim < 2 or tensor.shape[1] == padded_width:
+        return tensor
+    padded = tensor.new_full(
+        (tensor.shape[0], padded_width, *tensor.shape[2:]), IGNORED
+    )
+    padded[:, : tensor.shape[1]] = tensor
     return padded
 
 
-def _to_numpy(x: Tensor) -> Any:
-    x = x.detach().cpu()
-    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+def _to_numpy(tensor: Tensor) -> Any:
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def _joined(batches: list[Any]) -> Any:
+def _join_batches(batches: list[Any]) -> Any:
     """Return all batches concatenated, with arrays padded with -100 to the widest."""
     if not batches:
         return None
     if isinstance(batches[0], (tuple, list)):
         return tuple(
-            _joined([batch[index] for batch in batches])
+            _join_batches([batch[index] for batch in batches])
             for index in range(len(batches[0]))
         )
     if isinstance(batches[0], Mapping):
-        return {key: _joined([batch[key] for batch in batches]) for key in batches[0]}
+        return {
+            key: _join_batches([batch[key] for batch in batches]) for key in batches[0]
+        }
     if batches[0].ndim < 2 or len({batch.shape[1] for batch in batches}) == 1:
         return np.concatenate(batches)
-    width = max(batch.shape[1] for batch in batches)
-    return np.concatenate([_widened(batch, width) for batch in batches])
+    padded_width = max(batch.shape[1] for batch in batches)
+    return np.concatenate([_widen_array(batch, padded_width) for batch in batches])
 
 
-def _widened(array: Any, width: int) -> Any:
-    missing = [(0, 0), (0, width - array.shape[1])] + [(0, 0)] * (array.ndim - 2)
-    return np.pad(array, missing, constant_values=IGNORED)
+def _widen_array(array: Any, padded_width: int) -> Any:
+    padding_widths = [(0, 0), (0, padded_width - array.shape[1])] + [(0, 0)] * (
+        array.ndim - 2
+    )
+    return np.pad(array, padding_widths, constant_values=IGNORED)
 
 
 ComputeMetrics = Callable[[EvalPrediction], Mapping[str, float]]

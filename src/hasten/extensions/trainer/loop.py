@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from hasten.extensions.trainer.checkpoints import load_best, note_best, save
-from hasten.extensions.trainer.evaluation import slowest
+from hasten.extensions.trainer.checkpoints import load_best, note_best, save_checkpoint
+from hasten.extensions.trainer.evaluation import slowest_rank_s
 from hasten.extensions.trainer.interface import TrainerInterface
 from hasten.extensions.trainer.step_plan import TrainingPlan
 from hasten.runtime.mesh_plan import BATCH
@@ -38,15 +38,15 @@ class TrainingLoop:
         self._sums: list[Tensor] = []
         """Sums of loss times weight and of weights over earlier batches that were not yet reduced over the ranks."""
         # Any: the norm of the latest update's gradients, a tensor on the device or None
-        self._norm: Any = None
-        self._rate: Any = (
+        self._gradient_norm: Any = None
+        self._learning_rate: Any = (
             # Any: the learning rate of the latest update, which capturable optimizers store as a tensor
             0.0
         )
         self._begins_window = True
         """True if the next batch is the first of an accumulation window."""
-        self._began_s = time.perf_counter()
-        self._began_at, self._began_at_epoch = (
+        self._start_s = time.perf_counter()
+        self._start_step, self._start_epoch = (
             trainer.state.global_step,
             trainer.state.epoch,
         )
@@ -63,14 +63,14 @@ class TrainingLoop:
         if state.evaluation_due:
             state.evaluation_due = False
             self._evaluate()
-        while not self._complete() and not control.should_training_stop:
+        while not self._is_complete() and not control.should_training_stop:
             control.should_epoch_stop = False
             trainer.callbacks.call("on_epoch_begin")
             is_complete = self._train_epoch()
             if control.should_epoch_stop and not is_complete:
                 trainer.train_loader.set_epoch(trainer.train_loader.epoch + 1)
             self._end_epoch(is_complete or control.should_epoch_stop)
-        return self._finish()
+        return self._finish_training()
 
     def _count_updates(self, loaded: bool) -> None:
         """Set the number of updates at the end, and after a load the loaded epoch's batches, for this number of processes."""
@@ -83,26 +83,26 @@ class TrainingLoop:
         num_left = plan.num_updates_left(state.epochs_done, state.batches_in_epoch)
         state.max_steps = state.global_step + num_left
 
-    def _complete(self) -> bool:
+    def _is_complete(self) -> bool:
         """Return whether all updates were made."""
         state, plan = self._trainer.state, self._plan
         return plan.is_complete(
             state.global_step, state.epochs_done, state.batches_in_epoch
         )
 
-    def _leaves(self) -> bool:
+    def _leaves_epoch(self) -> bool:
         """Return whether to leave the epoch now; after its last batch it ends by itself."""
-        state, control, per_epoch = (
+        state, control, num_batches = (
             self._trainer.state,
             self._trainer.control,
             self._plan.batches_per_epoch,
         )
-        if per_epoch is not None and state.batches_in_epoch >= per_epoch:
+        if num_batches is not None and state.batches_in_epoch >= num_batches:
             return False
         return (
             control.should_training_stop
             or control.should_epoch_stop
-            or self._complete()
+            or self._is_complete()
         )
 
     def _train_epoch(self) -> bool:
@@ -120,7 +120,7 @@ class TrainingLoop:
                 trainer.callbacks.call("on_substep_end")
                 continue
             self._end_step()
-            if self._leaves():
+            if self._leaves_epoch():
                 return False
         return True
 
@@ -128,20 +128,24 @@ class TrainingLoop:
         """Run forward and backward on a batch, and at the end of a window the update."""
         trainer, accelerator = self._trainer, self._trainer.accelerator
         model, optimizer = trainer.wrapped_model, trainer.optimizer
-        call, max_norm = trainer.callbacks.call, trainer.args.max_grad_norm
+        call_event, max_norm = trainer.callbacks.call, trainer.args.max_grad_norm
         if self._begins_window:
-            call("on_step_begin")
+            call_event("on_step_begin")
         with accelerator.accumulate(model):
             self._add(*trainer.training_step(model, batch))
             if max_norm:
-                norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                self._norm = self._norm if norm is None else norm
+                gradient_norm = accelerator.clip_grad_norm_(
+                    model.parameters(), max_norm
+                )
+                self._gradient_norm = (
+                    self._gradient_norm if gradient_norm is None else gradient_norm
+                )
             if accelerator.sync_gradients:
-                call("on_pre_optimizer_step")
+                call_event("on_pre_optimizer_step")
             optimizer.step()
             if accelerator.sync_gradients:
-                self._rate = optimizer.param_groups[0]["lr"]
-                call("on_optimizer_step")
+                self._learning_rate = optimizer.param_groups[0]["lr"]
+                call_event("on_optimizer_step")
             trainer.lr_scheduler.step()
             optimizer.zero_grad()
         self._begins_window = accelerator.sync_gradients
@@ -150,9 +154,9 @@ class TrainingLoop:
         """Store a batch's loss for the next log; losses are summed in groups, since each sum costs time."""
         self._losses.append((loss.detach(), weight))
         if len(self._losses) >= _SUMMED_AT_ONCE:
-            self._sum()
+            self._sum_losses()
 
-    def _sum(self) -> None:
+    def _sum_losses(self) -> None:
         """Sum the stored losses."""
         device = self._losses[0][0].device
         losses = torch.stack([loss for loss, _ in self._losses]).double()
@@ -164,8 +168,10 @@ class TrainingLoop:
             ]
         ).double()
         # the mean over no labels is nan, and so is nan * 0
-        counted = torch.where(weights == 0, 0.0, losses)
-        self._sums.append(torch.stack([(counted * weights).sum(), weights.sum()]))
+        counted_losses = torch.where(weights == 0, 0.0, losses)
+        self._sums.append(
+            torch.stack([(counted_losses * weights).sum(), weights.sum()])
+        )
         self._losses.clear()
 
     def _end_step(self) -> None:
@@ -178,21 +184,21 @@ class TrainingLoop:
         plan, args = self._plan, trainer.args
         state.global_step += 1
         self._set_epoch()
-        step = state.global_step
-        last = self._complete()
-        if plan.due(args.logging_strategy, plan.logging_steps, step) or (
-            args.logging_first_step and step == 1
+        update_number = state.global_step
+        is_last = self._is_complete()
+        if plan.due(args.logging_strategy, plan.logging_steps, update_number) or (
+            args.logging_first_step and update_number == 1
         ):
             control.should_log = True
-        if plan.due(args.eval_strategy, plan.eval_steps, step):
+        if plan.due(args.eval_strategy, plan.eval_steps, update_number):
             control.should_evaluate = True
-        if plan.due(args.save_strategy, plan.save_steps, step) or (
-            last and args.save_strategy == "steps"
+        if plan.due(args.save_strategy, plan.save_steps, update_number) or (
+            is_last and args.save_strategy == "steps"
         ):
             control.should_save = True
         trainer.callbacks.call("on_step_end")
         stopping = trainer.accelerator.preempted
-        self._act(stopping)
+        self._act_on_requests(stopping)
         if stopping:
             control.stop_reason = "after a signal; a checkpoint was saved"
             trainer.callbacks.call("on_train_end")
@@ -215,14 +221,16 @@ class TrainingLoop:
         control.should_evaluate |= args.eval_strategy == "epoch"
         control.should_save |= args.save_strategy == "epoch"
         trainer.callbacks.call("on_epoch_end")
-        self._act()
+        self._act_on_requests()
 
     def _set_epoch(self) -> None:
-        state, per_epoch = self._trainer.state, self._plan.batches_per_epoch
-        within = min(1.0, state.batches_in_epoch / per_epoch) if per_epoch else 0.0
-        state.epoch = state.epochs_done + within
+        state, num_batches = self._trainer.state, self._plan.batches_per_epoch
+        epoch_share = (
+            min(1.0, state.batches_in_epoch / num_batches) if num_batches else 0.0
+        )
+        state.epoch = state.epochs_done + epoch_share
 
-    def _act(self, stopping: bool = False) -> None:
+    def _act_on_requests(self, stopping: bool = False) -> None:
         """Log, evaluate and save, as the control requests."""
         control = self._trainer.control
         if control.should_log:
@@ -238,7 +246,7 @@ class TrainingLoop:
         if control.should_save or stopping:
             control.should_save = False
             self.add_up()
-            save(self._trainer, metrics)
+            save_checkpoint(self._trainer, metrics)
 
     def _evaluate(self) -> dict[str, float]:
         trainer = self._trainer
@@ -252,7 +260,7 @@ class TrainingLoop:
         """Reduce the losses since the last call over all ranks and add them to the state. Ranks: every rank."""
         state, accelerator = self._trainer.state, self._trainer.accelerator
         if self._losses:
-            self._sum()
+            self._sum_losses()
         if not self._sums:
             return
         sums = torch.stack(self._sums).sum(0).cpu()
@@ -274,33 +282,37 @@ class TrainingLoop:
         if not state.loss_weight:
             return
         logs: dict[str, float] = {"loss": state.loss_sum / state.loss_weight}
-        if self._norm is not None:
-            logs["grad_norm"] = float(self._norm)
-        logs["learning_rate"] = float(self._rate)
+        if self._gradient_norm is not None:
+            logs["grad_norm"] = float(self._gradient_norm)
+        logs["learning_rate"] = float(self._learning_rate)
         state.loss_sum = state.loss_weight = 0.0
         trainer.log(logs)
 
-    def _finish(self) -> TrainOutput:
+    def _finish_training(self) -> TrainOutput:
         trainer, state = self._trainer, self._trainer.state
         self.add_up()
-        seconds = slowest(trainer.accelerator, time.perf_counter() - self._began_s)
-        steps = state.global_step - self._began_at
-        mean = state.total_loss / state.total_weight if state.total_weight else math.nan
+        elapsed_s = slowest_rank_s(
+            trainer.accelerator, time.perf_counter() - self._start_s
+        )
+        num_updates = state.global_step - self._start_step
+        mean_loss = (
+            state.total_loss / state.total_weight if state.total_weight else math.nan
+        )
         metrics = {
-            "train_runtime": round(seconds, 4),
-            "train_steps_per_second": round(steps / seconds, 3),
+            "train_runtime": round(elapsed_s, 4),
+            "train_steps_per_second": round(num_updates / elapsed_s, 3),
         }
         if (
             self._plan.batches_per_epoch is not None
             and trainer.train_loader.total_batch_size is not None
         ):
             num_samples = (
-                state.epoch - self._began_at_epoch
+                state.epoch - self._start_epoch
             ) * trainer.train_loader.total_dataset_length
-            metrics["train_samples_per_second"] = round(num_samples / seconds, 3)
-        metrics |= {"train_loss": mean, "epoch": state.epoch}
+            metrics["train_samples_per_second"] = round(num_samples / elapsed_s, 3)
+        metrics |= {"train_loss": mean_loss, "epoch": state.epoch}
         trainer.log(dict(metrics))
         if trainer.args.load_best_model_at_end:
             load_best(trainer)
         trainer.callbacks.call("on_train_end")
-        return TrainOutput(state.global_step, mean, metrics)
+        return TrainOutput(state.global_step, mean_loss, metrics)

@@ -39,12 +39,12 @@ def loss_in(outputs: Any, unlabelled: bool = False) -> Tensor:
     """Return the loss in a model's output; `unlabelled` batches get a hint. Raises: ArgumentError if there is none."""
     loss = loss_or_none(outputs)
     if loss is None:
-        cause = (
+        cause_words = (
             " The batch has no labels, without which most models compute no loss: add them to the samples."
             * unlabelled
         )
         raise ArgumentError(
-            f"the model returned a {type(outputs).__qualname__} without a scalar loss, so there is nothing to train on.{cause} Return "
+            f"the model returned a {type(outputs).__qualname__} without a scalar loss, so there is nothing to train on.{cause_words} Return "
             "the loss, a tuple that begins with it or a dict with 'loss', or override compute_loss."
         )
     return loss
@@ -53,17 +53,17 @@ def loss_in(outputs: Any, unlabelled: bool = False) -> Tensor:
 def outputs_besides_loss(outputs: Any, has_loss: bool) -> Any:
     """Return a model's output without its loss: a single tensor alone, several as a tuple, None for nothing."""
     if isinstance(outputs, Mapping):
-        other_outputs = tuple(
+        model_outputs = tuple(
             value
             for key, value in outputs.items()
             if key not in ("loss", "past_key_values")
         )
     elif isinstance(outputs, (tuple, list)):
-        other_outputs = tuple(outputs[1:] if has_loss else outputs)
+        model_outputs = tuple(outputs[1:] if has_loss else outputs)
     else:
-        other_outputs = () if has_loss else (outputs,)
-    other_outputs = tuple(value for value in other_outputs if value is not None)
-    return other_outputs[0] if len(other_outputs) == 1 else other_outputs or None
+        model_outputs = () if has_loss else (outputs,)
+    model_outputs = tuple(value for value in model_outputs if value is not None)
+    return model_outputs[0] if len(model_outputs) == 1 else model_outputs or None
 
 
 def labels_in(inputs: Any, names: Sequence[str]) -> Tensor | None:
@@ -84,8 +84,8 @@ def num_items(labels: Tensor | None, shifted: bool) -> Tensor | None:
         return None
     if labels.is_floating_point():
         return torch.tensor(float(labels.numel()))
-    counted = labels[..., 1:] if shifted and labels.ndim > 1 else labels
-    return (counted != IGNORED).sum()
+    counted_labels = labels[..., 1:] if shifted and labels.ndim > 1 else labels
+    return (counted_labels != IGNORED).sum()
 
 
 def shifts_labels(model: nn.Module) -> bool:

@@ -14,12 +14,12 @@ from hasten.extensions.trainer.evaluation import EvalPrediction
 Array = NDArray[Any]  # Any: numbers of any dtype
 
 
-def classification_metrics(found: EvalPrediction) -> dict[str, float]:
+def classification_metrics(predicted: EvalPrediction) -> dict[str, float]:
     """Return accuracy and F1 of one label per sample: F1 of class 1 for two classes, else the mean over the classes.
 
     Raises: DataError if predictions are not class scores, or labels do not match them.
     """
-    logits, labels = _logits(found, 2), np.asarray(found.label_ids)
+    logits, labels = _logits_of(predicted, 2), np.asarray(predicted.label_ids)
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:
         raise DataError(
             f"predictions of shape {logits.shape} and labels of shape {labels.shape} are not one label per sample; compute "
@@ -30,18 +30,22 @@ def classification_metrics(found: EvalPrediction) -> dict[str, float]:
         [1] if logits.shape[1] == 2 else sorted({*answers.tolist(), *labels.tolist()})
     )
     return {
-        "accuracy": _accuracy(answers, labels),
-        "f1": float(np.mean([_f1(answers, labels, one) for one in classes])),
+        "accuracy": _accuracy_of(answers, labels),
+        "f1": float(
+            np.mean(
+                [_f1_score(answers, labels, class_label) for class_label in classes]
+            )
+        ),
     }
 
 
-def _logits(found: EvalPrediction, ndim: int) -> Array:
-    first = (
-        found.predictions[0]
-        if isinstance(found.predictions, (tuple, list))
-        else found.predictions
+def _logits_of(predicted: EvalPrediction, ndim: int) -> Array:
+    first_prediction = (
+        predicted.predictions[0]
+        if isinstance(predicted.predictions, (tuple, list))
+        else predicted.predictions
     )
-    logits = np.asarray(first)
+    logits = np.asarray(first_prediction)
     if logits.ndim != ndim:
         raise DataError(
             f"predictions have the shape {logits.shape} instead of {ndim} dimensions, so they are not class scores; "
@@ -50,11 +54,11 @@ def _logits(found: EvalPrediction, ndim: int) -> Array:
     return logits
 
 
-def _accuracy(answers: Array, truths: Array) -> float:
+def _accuracy_of(answers: Array, truths: Array) -> float:
     return float((answers == truths).mean()) if len(truths) else math.nan
 
 
-def _f1(answers: Array, truths: Array, one: int) -> float:
-    hits = int(((answers == one) & (truths == one)).sum())
-    both = int((answers == one).sum() + (truths == one).sum())
-    return 2 * hits / both if both else 0.0
+def _f1_score(answers: Array, truths: Array, class_label: int) -> float:
+    num_hits = int(((answers == class_label) & (truths == class_label)).sum())
+    num_labels = int((answers == class_label).sum() + (truths == class_label).sum())
+    return 2 * num_hits / num_labels if num_labels else 0.0

@@ -19,33 +19,43 @@ from hasten.extensions.trainer.arguments import TrainingArguments
 Factor = Callable[..., float]
 
 
-def _done(step: int, warmup: int, total: int) -> float:
+def _decay_progress(step: int, warmup: int, total: int) -> float:
     """Return the fraction of the time after the warm-up that has passed, at most 1."""
     return min(max(step - warmup, 0) / max(total - warmup, 1), 1.0)
 
 
-def _constant(step: int, warmup: int, total: int) -> float:
+def _constant_factor(step: int, warmup: int, total: int) -> float:
     return 1.0
 
 
-def _linear(step: int, warmup: int, total: int) -> float:
-    return 1.0 - _done(step, warmup, total)
+def _linear_factor(step: int, warmup: int, total: int) -> float:
+    return 1.0 - _decay_progress(step, warmup, total)
 
 
-def _cosine(step: int, warmup: int, total: int, num_cycles: float = 0.5) -> float:
+def _cosine_factor(
+    step: int, warmup: int, total: int, num_cycles: float = 0.5
+) -> float:
     return max(
         0.0,
-        0.5 * (1.0 + math.cos(2.0 * math.pi * num_cycles * _done(step, warmup, total))),
+        0.5
+        * (
+            1.0
+            + math.cos(
+                2.0 * math.pi * num_cycles * _decay_progress(step, warmup, total)
+            )
+        ),
     )
 
 
-def _cosine_with_min_lr(
+def _cosine_with_min_lr_factor(
     step: int, warmup: int, total: int, min_lr_rate: float, num_cycles: float = 0.5
 ) -> float:
-    return min_lr_rate + (1.0 - min_lr_rate) * _cosine(step, warmup, total, num_cycles)
+    return min_lr_rate + (1.0 - min_lr_rate) * _cosine_factor(
+        step, warmup, total, num_cycles
+    )
 
 
-def _warmup_stable_decay(
+def _warmup_stable_decay_factor(
     step: int,
     warmup: int,
     total: int,
@@ -53,18 +63,18 @@ def _warmup_stable_decay(
     min_lr_ratio: float = 0.0,
     num_cycles: float = 0.5,
 ) -> float:
-    decay = _cosine(step, total - num_decay_steps, total, num_cycles)
-    return min_lr_ratio + (1.0 - min_lr_ratio) * decay
+    decay_factor = _cosine_factor(step, total - num_decay_steps, total, num_cycles)
+    return min_lr_ratio + (1.0 - min_lr_ratio) * decay_factor
 
 
 SCHEDULES: Final[Mapping[str, Factor]] = MappingProxyType(
     {
-        "linear": _linear,
-        "cosine": _cosine,
-        "cosine_with_min_lr": _cosine_with_min_lr,
-        "constant": _constant,
-        "constant_with_warmup": _constant,
-        "warmup_stable_decay": _warmup_stable_decay,
+        "linear": _linear_factor,
+        "cosine": _cosine_factor,
+        "cosine_with_min_lr": _cosine_with_min_lr_factor,
+        "constant": _constant_factor,
+        "constant_with_warmup": _constant_factor,
+        "warmup_stable_decay": _warmup_stable_decay_factor,
     }
 )
 """Name -> the factor on the learning rate at a step after the warm-up."""
@@ -75,12 +85,12 @@ def factor_at(
     shape: Factor,
     warmup: int,
     num_training_steps: int,
-    options: Mapping[str, Any],
+    schedule_options: Mapping[str, Any],
 ) -> float:
     """Return the factor on the learning rate: linear during the warm-up, then `shape`."""
     if step < warmup:
         return step / warmup
-    return shape(step, warmup, num_training_steps, **options)
+    return shape(step, warmup, num_training_steps, **schedule_options)
 
 
 def get_scheduler(
@@ -94,7 +104,7 @@ def get_scheduler(
 
     Raises: SettingValueError for an unknown name or option.
     """
-    options = dict(scheduler_specific_kwargs or {})
+    schedule_options = dict(scheduler_specific_kwargs or {})
     if name not in SCHEDULES:
         raise SettingValueError(
             f"lr_scheduler_type={name!r} is unknown; give one of {', '.join(SCHEDULES)}, or a custom scheduler in "
@@ -102,10 +112,10 @@ def get_scheduler(
         )
     shape = SCHEDULES[name]
     try:
-        shape(0, 0, 1, **options)
+        shape(0, 0, 1, **schedule_options)
     except TypeError as error:
         raise SettingValueError(
-            f"lr_scheduler_kwargs={options!r} are not the options of the schedule {name!r}: {error}. Give those options alone."
+            f"lr_scheduler_kwargs={schedule_options!r} are not the options of the schedule {name!r}: {error}. Give those options alone."
         ) from None
     warmup = 0 if name == "constant" else num_warmup_steps
     lr_lambda = partial(
@@ -113,7 +123,7 @@ def get_scheduler(
         shape=shape,
         warmup=warmup,
         num_training_steps=num_training_steps,
-        options=options,
+        schedule_options=schedule_options,
     )
     return LambdaLR(optimizer, lr_lambda)
 
@@ -130,27 +140,34 @@ def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer:
 
     Raises: SettingValueError for a name without an optimizer.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
+    trained_parameters = [
+        parameter for parameter in model.parameters() if parameter.requires_grad
+    ]
+    param_groups = [
         {
-            "params": [p for p in trained if p.ndim >= 2],
+            "params": [p for p in trained_parameters if p.ndim >= 2],
             "weight_decay": args.weight_decay,
         },
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained_parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    adam = {
+    param_groups = [
+        param_group for param_group in param_groups if param_group["params"]
+    ]
+    # Any: numbers and pairs
+    adam_options: dict[str, Any] = {
         "lr": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
     }
-    makers: dict[str, Callable[[], Optimizer]] = {
-        "adamw_torch": lambda: torch.optim.AdamW(groups, **adam),  # type: ignore[arg-type]
-        "adamw_torch_fused": lambda: torch.optim.AdamW(groups, fused=True, **adam),  # type: ignore[arg-type]
-        "sgd": lambda: torch.optim.SGD(groups, lr=args.learning_rate),
+    optimizer_makers: dict[str, Callable[[], Optimizer]] = {
+        "adamw_torch": lambda: torch.optim.AdamW(param_groups, **adam_options),
+        "adamw_torch_fused": lambda: torch.optim.AdamW(
+            param_groups, fused=True, **adam_options
+        ),
+        "sgd": lambda: torch.optim.SGD(param_groups, lr=args.learning_rate),
     }
-    if args.optim not in makers:
+    if args.optim not in optimizer_makers:
         raise SettingValueError(
-            f"optim={args.optim!r} is unknown; give one of {', '.join(makers)}, or a custom optimizer in optimizers=(optimizer, scheduler)."
+            f"optim={args.optim!r} is unknown; give one of {', '.join(optimizer_makers)}, or a custom optimizer in optimizers=(optimizer, scheduler)."
         )
-    return makers[args.optim]()
+    return optimizer_makers[args.optim]()

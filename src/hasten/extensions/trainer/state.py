@@ -37,15 +37,15 @@ class TrainerState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: everything but the ranks of this process."""
-        values = asdict(self)
-        del values["is_world_process_zero"], values["is_local_process_zero"]
-        return values
+        state_values = asdict(self)
+        del state_values["is_world_process_zero"], state_values["is_local_process_zero"]
+        return state_values
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        known = {item.name for item in fields(self)}
+        field_names = {state_field.name for state_field in fields(self)}
         for name, value in state.items():
-            if name in known:
+            if name in field_names:
                 setattr(self, name, value)
 
 

@@ -79,29 +79,31 @@ def plan_training(
     per_epoch = (
         None if batches_per_epoch is None else math.ceil(batches_per_epoch / window)
     )
-    steps = (
+    max_steps = (
         args.max_steps
         if args.max_steps > 0
         else math.ceil(args.num_train_epochs * (per_epoch or 0))
     )
-    epochs = math.ceil(steps / per_epoch) if per_epoch else 0
+    num_epochs = math.ceil(max_steps / per_epoch) if per_epoch else 0
     last_epoch_batches = None
     if args.max_steps <= 0 and per_epoch and batches_per_epoch:
         last_epoch_batches = min(
-            batches_per_epoch, window * (steps - (epochs - 1) * per_epoch)
+            batches_per_epoch, window * (max_steps - (num_epochs - 1) * per_epoch)
         )
     return TrainingPlan(
-        max_steps=steps,
-        num_epochs=epochs,
+        max_steps=max_steps,
+        num_epochs=num_epochs,
         batches_per_epoch=batches_per_epoch,
         last_epoch_batches=last_epoch_batches,
         window=window,
-        logging_steps=_steps(args.logging_steps, steps),
-        eval_steps=_steps(args.eval_steps or args.logging_steps, steps),
-        save_steps=_steps(args.save_steps, steps),
+        logging_steps=_num_updates(args.logging_steps, max_steps),
+        eval_steps=_num_updates(args.eval_steps or args.logging_steps, max_steps),
+        save_steps=_num_updates(args.save_steps, max_steps),
     )
 
 
-def _steps(setting: float, total: int) -> int:
+def _num_updates(step_setting: float, max_steps: int) -> int:
     """Return a number of updates; a value below 1 is a fraction of the total."""
-    return math.ceil(setting * total) if setting < 1 else int(setting)
+    return (
+        math.ceil(step_setting * max_steps) if step_setting < 1 else int(step_setting)
+    )

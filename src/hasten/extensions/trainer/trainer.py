@@ -99,9 +99,11 @@ class Trainer:
         self.data_collator = data_collator or self._default_collator()
         self.label_names: list[str] = list(args.label_names or LABELS)
         self.shifted = shifts_labels(model)
-        recompute: Any = getattr(model, "gradient_checkpointing_enable", None)
-        if args.gradient_checkpointing and recompute is not None:
-            recompute({"use_reentrant": False})
+        enable_recomputation: Any = getattr(
+            model, "gradient_checkpointing_enable", None
+        )
+        if args.gradient_checkpointing and enable_recomputation is not None:
+            enable_recomputation({"use_reentrant": False})
         self.accelerator = self._make_accelerator()
         self.state = TrainerState(
             is_world_process_zero=self.accelerator.is_main_process,
@@ -155,23 +157,23 @@ class Trainer:
             return default_data_collator
         return DataCollatorWithPadding(self.processing_class)
 
-    def _loader(
-        self, dataset: Any, collate: Callable[[list[Any]], Any], **options: Any
+    def _make_loader(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], **loader_options: Any
     ) -> DataLoader[Any]:
         args = self.args
         if args.remove_unused_columns:
-            taken = taken_by(self.model, self.label_names)
-            dataset = without_unused(dataset, taken)
-            if taken is not None:
-                collate = CollateUsed(collate, taken)
+            argument_names = taken_by(self.model, self.label_names)
+            dataset = without_unused(dataset, argument_names)
+            if argument_names is not None:
+                collate = CollateUsed(collate, argument_names)
         if args.dataloader_num_workers:
-            options["persistent_workers"] = args.dataloader_persistent_workers
-            options["prefetch_factor"] = args.dataloader_prefetch_factor
+            loader_options["persistent_workers"] = args.dataloader_persistent_workers
+            loader_options["prefetch_factor"] = args.dataloader_prefetch_factor
         return DataLoader(
             dataset,
             collate_fn=collate,
             num_workers=args.dataloader_num_workers,
-            **options,
+            **loader_options,
         )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -181,17 +183,17 @@ class Trainer:
                 "train() needs a train_dataset, but the Trainer was created without one; pass train_dataset=."
             )
         args, dataset = self.args, self.train_dataset
-        options: dict[str, Any] = {
+        loader_options: dict[str, Any] = {
             "drop_last": args.dataloader_drop_last,
             "batch_size": args.per_device_train_batch_size,
         }
         if not isinstance(dataset, IterableDataset):
-            options["shuffle"] = True
-        return self._loader(dataset, self.data_collator, **options)
+            loader_options["shuffle"] = True
+        return self._make_loader(dataset, self.data_collator, **loader_options)
 
     def get_eval_dataloader(self, dataset: Any) -> DataLoader[Any]:
         """Return the loader of an evaluation or prediction dataset before it is prepared."""
-        return self._loader(
+        return self._make_loader(
             dataset, self.data_collator, batch_size=self.args.per_device_eval_batch_size
         )
 
@@ -215,16 +217,16 @@ class Trainer:
         )
         self.control = TrainerControl()
         if self.wrapped_model is None:
-            plan = self._prepare()
+            plan = self._prepare_training()
         else:  # a second call continues the training
-            plan = self._plan(self.train_loader)
+            plan = self._plan_training(self.train_loader)
         if not self._tracking:
             self.accelerator.init_trackers(
                 self.args.run_name or "trainer", config=self.args.to_dict()
             )
             self._tracking = True
         if resume:
-            checkpoints.resume(self, resume)
+            checkpoints.load_checkpoint(self, resume)
         try:
             output = TrainingLoop(self, plan).run(resumed=bool(resume))
         except BaseException:
@@ -237,16 +239,16 @@ class Trainer:
         self._tracking = False
         return output
 
-    def _plan(self, loader: Loader) -> TrainingPlan:
+    def _plan_training(self, loader: Loader) -> TrainingPlan:
         try:
-            length: int | None = len(loader)
+            num_batches: int | None = len(loader)
         except TypeError:  # an iterable dataset
-            length = None
+            num_batches = None
         return plan_training(
-            self.args, length, self.accelerator.gradient_accumulation_steps
+            self.args, num_batches, self.accelerator.gradient_accumulation_steps
         )
 
-    def _prepare(self) -> TrainingPlan:
+    def _prepare_training(self) -> TrainingPlan:
         """Prepare loader, model, optimizer and schedule. Ranks: every rank."""
         accelerator, args = self.accelerator, self.args
         set_seed(
@@ -256,7 +258,7 @@ class Trainer:
             rank=accelerator.process_index,
         )
         self.train_loader = accelerator.prepare_data_loader(self.get_train_dataloader())
-        plan = self._plan(self.train_loader)
+        plan = self._plan_training(self.train_loader)
         components(accelerator).right_lengths.add(plan.max_steps)
         self.create_optimizer_and_scheduler(plan.max_steps)
         self.wrapped_model, self.optimizer, self.lr_scheduler = accelerator.prepare(
@@ -269,11 +271,11 @@ class Trainer:
         if self.optimizer is None:
             self.optimizer = make_optimizer(self.args, self.model)
         if self.lr_scheduler is None:
-            warmup = num_warmup_steps(self.args, num_training_steps)
+            warmup_steps = num_warmup_steps(self.args, num_training_steps)
             self.lr_scheduler = get_scheduler(
                 self.args.lr_scheduler_type,
                 self.optimizer,
-                warmup,
+                warmup_steps,
                 num_training_steps,
                 self.args.lr_scheduler_kwargs,
             )
@@ -327,8 +329,10 @@ class Trainer:
             )
         if isinstance(dataset, dict):
             metrics: dict[str, float] = {}
-            for name, named_dataset in dataset.items():
-                metrics |= self.evaluate(named_dataset, f"{metric_key_prefix}_{name}")
+            for dataset_name, named_dataset in dataset.items():
+                metrics |= self.evaluate(
+                    named_dataset, f"{metric_key_prefix}_{dataset_name}"
+                )
             return metrics
         loss_only = self.compute_metrics is None
         metrics = run_evaluation(
