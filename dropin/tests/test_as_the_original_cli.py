@@ -282,7 +282,7 @@ def test_a_parser_remembers_what_was_stored() -> None:
     args = parser.parse_args(
         ["--a-b", "3", "--more", "1", "--more", "2", "--loud", "--loud"]
     )
-    assert (args.a_b, args.has_more, args.loud, args.nondefault) == (
+    assert (args.a_b, args.more, args.loud, args.nondefault) == (
         3,
         ["1", "2"],
         2,

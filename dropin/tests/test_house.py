@@ -20,14 +20,14 @@ from tests.support.syntax import lines_of_tokens
 
 SOURCE = Path(__file__).parent.parent / "src"
 FACES = json.loads((Path(__file__).parent / "golden" / "names.json").read_text())
-MAX_BODY_TOKENS = 175
+MAX_BODY_TOKENS = 176
 FROM_HASTEN = {  # functions that hasten once showed: name -> tokens
     "accelerate._impl.models.align __init__": 127,
     "accelerate._impl.models.align init_hook": 235,
     "accelerate._impl.models.align attach_align_device_hook": 144,
     "accelerate._impl.models.hooked dispatch_model": 288,
 }
-MAX_TOKENS = 97_600
+MAX_TOKENS = 98_700
 
 
 def modules() -> dict[str, Path]:

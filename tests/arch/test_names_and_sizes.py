@@ -54,6 +54,11 @@ SMALL: Final = MappingProxyType(
         "extensions/planning/plan/traffic.py": "formulas, compared with counted bytes by a test",
         "extensions/trainer/state.py": "two public classes without torch",
         "extensions/trainer/step_plan.py": "arithmetic without torch",
+        "extensions/metrics/reading.py": "a public class without Prometheus's package",
+        "extensions/trackers/dvclive.py": "one file for each service",
+        "runtime/affinity.py": "imported by the launcher, without torch",
+        "runtime/nodelist.py": "the notation of SLURM's node lists, without torch",
+        "strategies/gradient_hooks.py": "private names of torch, away from the sharding that asks",
         "version.py": "read by the build",
     }
 )

@@ -45,6 +45,7 @@ NOT_TORCH: Final = frozenset(
         "_supports_attention_backend",
         "_starting_state_dict",  # datasets
         "_distributed",
+        "_epoch",
         "_indices",
         "_backward_epilogue",  # DeepSpeed, whose versions are bounded in pyproject.toml
         "_backward_prologue",

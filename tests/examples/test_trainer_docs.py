@@ -17,7 +17,7 @@ DOCS: Final = Path(__file__).parents[2] / "docs"
 
 
 @ranks(1)
-@pytest.mark.parametrize(("page", "num_blocks"), [("trainer.md", 4), ("report.md", 1)])
+@pytest.mark.parametrize(("page", "num_blocks"), [("trainer.md", 3), ("report.md", 1)])
 def test_blocks_run_in_order(
     ctx: ProcessContext, tmp_path: Path, page: str, num_blocks: int
 ) -> None:

@@ -170,6 +170,18 @@ NAMES: Final = (
     # gradients
     Name(
         "torch:Tensor",
+        "_version",
+        (
+            "src/hasten/extensions/bigmodel/packs.py",
+            "src/hasten/extensions/chunked_loss/logits.py",
+            _WEIGHTS,
+            "src/hasten/optim/gradients.py",
+            "src/hasten/state/loop_position.py",
+        ),
+        "changes of weights, gradients and buffers in place go unnoticed",
+    ),
+    Name(
+        "torch:Tensor",
         "_is_view",
         ("src/hasten/trust/numbers/late_losses.py",),
         "the numbers watch fails",

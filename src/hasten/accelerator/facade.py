@@ -314,7 +314,7 @@ class Accelerator:
             self._preparer.on_call = lambda model: self._context.follow(
                 model, self._strategy.unwrap(model)
             )
-        self._preemption = Preemption(self.ctx.world)
+        self._preemption = Preemption(self.ctx.world, self._clock)
         run_part_members: list[RunPart] = [self._preemption]
         number_settings = numbers_settings(self.config, self._strategy, self._precision)
         if number_settings is not None:
@@ -773,7 +773,11 @@ class Accelerator:
             f"{call}(parameters)", Tensor, requirement, *checked_parameters
         )
         settle(checked_parameters, self._prepared.optimizers)
-        if self._clock.has_unowned:
+        clock = self._clock
+        is_rescaled = (
+            clock.every > 1 or clock.pending or self._precision.scaler is not None
+        )
+        if clock.has_unowned and is_rescaled:
             refuse_unowned(checked_parameters, self._prepared.optimizers)
         return checked_parameters
 

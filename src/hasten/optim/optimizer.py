@@ -436,6 +436,6 @@ def refuse_unowned(
     )
     if num_unowned:
         raise StepError(
-            f"{num_unowned} of the clipped parameters are trained and in no prepared optimizer, so their gradients, which add up from step to step, are "
-            "neither normalised nor saved. Clip the parameters of the optimizer, or call requires_grad_(False) on the rest."
+            f"{num_unowned} of the clipped parameters are trained and in no prepared optimizer, so their gradients lack the divisor of the window, or "
+            "the scale of fp16, that the others get. Clip the parameters of the optimizer, or call requires_grad_(False) on the rest."
         )

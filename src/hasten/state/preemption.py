@@ -13,6 +13,8 @@ from typing import Any, Final
 import torch
 
 from hasten.comm.base import Comm
+from hasten.optim.clock import StepClock
+from hasten.optim.loader_progress import LoaderCursor
 from hasten.optim.run_part import RunPart
 
 log = logging.getLogger(__name__)
@@ -24,16 +26,22 @@ _STOP_SIGNALS: Final = ("SIGTERM", "SIGUSR1")
 
 
 class Preemption(RunPart):
-    """Listener for SIGTERM and SIGUSR1, installed at the first query; until then signals have their default effect."""
+    """Listener for SIGTERM and SIGUSR1, installed at the first query; until then signals have their default effect.
 
-    def __init__(self, comm: Comm) -> None:
+    During the first window of the first loop they are held, because its query is still to come: a signal takes its default effect when
+    the loop asks for the batch after that window, or ends, without a query.
+    """
+
+    def __init__(self, comm: Comm, clock: StepClock | None = None) -> None:
         self._comm = comm
+        self._clock = clock
         self.decide: Callable[[], bool] | None = None
         """Returns whether to stop, in place of the ranks' agreement."""
         self._received: int | None = None
         self._agreed = False
         self._previous: dict[int, Any] = {}  # Any: any handler
         self._warned = False
+        self._holds_signals = False
 
     @property
     def listening(self) -> bool:
@@ -45,8 +53,9 @@ class Preemption(RunPart):
 
         Ranks: each independently.
         """
-        if self._previous:
+        if self._previous and not self._holds_signals:
             return
+        self._holds_signals = False
         if threading.current_thread() is not threading.main_thread():
             if not self._warned:
                 log.warning(
@@ -58,13 +67,51 @@ class Preemption(RunPart):
             return
         for signal_name in signal_names:
             signal_number = getattr(signal, signal_name, None)
-            if signal_number is not None:
+            if signal_number is not None and signal_number not in self._previous:
                 self._previous[int(signal_number)] = signal.signal(
                     signal_number, self._receive
                 )
 
+    def pass_begins(self, cursor: LoaderCursor) -> None:
+        """Hold signals that have their default effect, until the first query or the end of the first window."""
+        if self._previous or threading.current_thread() is not threading.main_thread():
+            return
+        for signal_name in _STOP_SIGNALS:
+            signal_number = getattr(signal, signal_name, None)
+            if signal_number is None:
+                continue
+            if signal.getsignal(signal_number) is signal.SIG_DFL:
+                self._previous[int(signal_number)] = signal.signal(
+                    signal_number, self._receive
+                )
+        self._holds_signals = True
+
+    def batch(self, cursor: LoaderCursor) -> None:
+        """End the first window, unless it is still open."""
+        clock = self._clock
+        if clock is None or clock.num_updates > 0 or clock.num_passes == 0:
+            self.pass_ends(cursor)
+
+    def pass_ends(self, cursor: LoaderCursor) -> None:
+        """End the first window with its loop."""
+        self._release_signals()
+        if self._clock is not None:
+            self._clock.parts.forget(self, "pass_begins", "batch", "pass_ends")
+
+    def _release_signals(self) -> None:
+        """Give signals their default effect again, and to one that was held, unless there was a query."""
+        if not self._holds_signals:
+            return
+        self._holds_signals = False
+        self.end()
+        if self._received is not None and self._received > 0:
+            signal.raise_signal(self._received)
+
     def _receive(self, signal_number: int, frame: FrameType | None) -> None:
+        is_repeated = self._received is not None
         self._received = signal_number
+        if is_repeated:  # a loop that hangs in its first window can be ended
+            self._release_signals()
 
     def set(self) -> None:
         """Request a stop without a signal. Ranks: any."""

@@ -98,13 +98,30 @@ def test_a_part_of_the_parameters_is_trained_as_in_plain_torch(
         torch.testing.assert_close(whole(got.detach()), want, rtol=0, atol=1e-9)
 
 
-@ranks(1, 2)
-def test_parameters_without_an_optimizer_are_not_clipped(ctx: ProcessContext) -> None:
-    accelerator = Accelerator()
+def clip_both_layers(accelerator: Accelerator) -> Tensor:
+    """Clip all parameters of a network whose optimizer holds the second layer alone."""
     net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
     head = net[1].parameters()
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(head, lr=0.0))
     accelerator.backward(net(torch.ones(2, 4)).mean())
+    assert accelerator.clip_grad_norm_(updated_by(optimizer), 1e9) is not None
+    return accelerator.clip_grad_norm_(net.parameters(), LIMIT)
+
+
+@ranks(1, 2)
+def test_parameters_without_an_optimizer_are_clipped_as_in_torch(
+    ctx: ProcessContext,
+) -> None:
+    net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+    net(torch.ones(2, 4)).mean().backward()
+    expected_norm = nn.utils.clip_grad_norm_(net.parameters(), LIMIT)
+    torch.testing.assert_close(clip_both_layers(Accelerator()), expected_norm)
+
+
+@ranks(1, 2)
+def test_parameters_without_an_optimizer_are_not_clipped_in_a_window(
+    ctx: ProcessContext,
+) -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
     with pytest.raises(StepError, match=r"2 of the clipped.*requires_grad_"):
-        accelerator.clip_grad_norm_(net.parameters(), LIMIT)
-    assert accelerator.clip_grad_norm_(updated_by(optimizer), LIMIT) is not None
+        clip_both_layers(accelerator)

@@ -17,7 +17,9 @@ from accelerate._impl.surface.shown import shown_property
 from accelerate._impl.views.state import AcceleratorState, GradientState
 from hasten.accelerator.process import Process
 from hasten.comm.base import Comm
+from hasten.errors import PrepareError
 from hasten.runtime.mesh_plan import BATCH, Axis
+from hasten.strategies.choose import choose_strategy
 
 # Any in this file: plugins and the user's objects, and parts that are defined above it.
 
@@ -266,3 +268,19 @@ class Composed(hasten.Accelerator):
         ),
         "Whether the latest step of any optimizer was skipped.",
     )
+
+    def _reconfigure(self, **sections: Any) -> None:
+        """Replace whole sections of the settings before the first model is prepared.
+
+        Raises: PrepareError if a model has been prepared already.
+        """
+        models = self._prepared.models
+        if models:
+            raise PrepareError(
+                f"{', '.join(sections)} cannot change: a {type(models[0]).__name__} was prepared under the earlier "
+                "settings and keeps its layout. Change them before the first prepare(), or make another Accelerator."
+            )
+        self.config = self.config.replace(**sections)
+        self._strategy = choose_strategy(self.config, self.ctx)
+        self._saving.reconfigure(self._strategy)
+        self._preparer.reconfigure(self.config, self._strategy)

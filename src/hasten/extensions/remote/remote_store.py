@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
 import secrets
 import shutil
@@ -54,6 +55,8 @@ _VERSION_FOLDER: Final = re.compile(r"v-([0-9a-f]{8})-[0-9a-f]{12}/")
 """Subfolder for the files of one save, with the second of its start."""
 _FOLDER_NOTE: Final = "folder"
 """Name of the note in a manifest with the subfolder."""
+_RESERVATION_FILE: Final = "started"
+"""File in the subfolder that reserves the checkpoint's number."""
 _ABANDONED_AFTER_S: Final = 24 * 3600.0
 _OBJECT_STORE_PROTOCOLS: Final = frozenset(
     {"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "oci"}
@@ -158,7 +161,10 @@ class RemoteDraft:
                     f"{file.name} is at {self._store.address}/{self.name} with {remote_size or 'none'} of {file.size} bytes, so the "
                     "checkpoint was not committed. Save again; look at the storage service if it happens again."
                 )
-        outdated_names = remote_sizes.keys() & self._store.listed_files(self.name)
+        outdated_names = {
+            *self._store.listed_files(self.name),
+            f"{self.token}/{_RESERVATION_FILE}",
+        } & remote_sizes.keys()
         placed_manifest = msgspec.structs.replace(
             manifest, notes={**manifest.notes, _FOLDER_NOTE: self.token}
         )
@@ -215,14 +221,25 @@ class RemoteStore:
             return self._new_draft(name)
 
     def begin_numbered(self, at_least: int) -> RemoteDraft:
-        """Return a new draft with the next free number; of two runs that start at the same moment, the last commit stays."""
+        """Return a new draft with the next free number, which no other process gets.
+
+        A file reserves the number. Of processes that reserve one at the same moment each finds the other's file, and all
+        of them try again; the storage service must list a file as soon as it has been written, as S3, GCS and Azure do.
+        """
         with self._explaining_start(numbered_checkpoint(at_least)):
             for name in set(self._folders()) - set(self.names()):
                 if checkpoint_number(name) is not None:
                     self._remove_abandoned(name)
-            return self._new_draft(
-                numbered_checkpoint(next_number(self._folders(), at_least))
-            )
+            while True:
+                next_name = numbered_checkpoint(next_number(self._folders(), at_least))
+                draft = self._new_draft(next_name)
+                reservation = f"{draft.token}/{_RESERVATION_FILE}"
+                self.fs.pipe_file(self.join_path(draft.name, reservation), b"")
+                if set(self.sizes(draft.name)) == {reservation}:
+                    return draft
+                self.remove(draft.name, [reservation])
+                # not from the generators that training uses
+                time.sleep(random.SystemRandom().uniform(0.01, 0.1))
 
     def _new_draft(self, name: str) -> RemoteDraft:
         version = f"v-{int(time.time()):08x}-{secrets.token_hex(6)}"

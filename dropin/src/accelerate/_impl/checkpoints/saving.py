@@ -198,7 +198,7 @@ class SavingFace(Composed):
                     and not self._strategy.caps.sharded_state
                 )
                 if input_dir is None or not (
-                    is_other_model or manifests.rewritten(input_dir)
+                    is_other_model or manifests.was_rewritten(input_dir)
                 ):
                     raise
                 self._load_original(str(input_dir), load_model_func_kwargs)

@@ -17,26 +17,7 @@ from accelerate._impl.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from accelerate._impl.settings.kwargs_handlers import DistributedDataParallelKwargs
 from accelerate._impl.surface.messages import message
 from hasten.accelerator.components import components
-from hasten.errors import PrepareError
 from hasten.extensions.deepspeed import settings as deepspeed_settings
-from hasten.strategies.choose import choose_strategy
-
-
-def _reconfigure(accelerator: Composed, **sections: Any) -> None:  # Any: of every type
-    """Replace whole sections of the settings before the first model is prepared.
-
-    Raises: PrepareError if a model has been prepared already.
-    """
-    if accelerator._prepared.models:
-        raise PrepareError(
-            f"{', '.join(sections)} cannot change: a {type(accelerator._prepared.models[0]).__name__} was prepared under the earlier "
-            "settings and keeps its layout. Change them before the first prepare(), or make another Accelerator."
-        )
-    saving = accelerator._saving
-    accelerator.config = accelerator.config.replace(**sections)
-    accelerator._strategy = choose_strategy(accelerator.config, accelerator.ctx)
-    saving.reconfigure(accelerator._strategy)
-    accelerator._preparer.reconfigure(accelerator.config, accelerator._strategy)
 
 
 class FollowedPlugin:
@@ -79,7 +60,7 @@ class FollowedPlugin:
             raise ValueError(message("strategy_too_late"))
         if changed:
             fsdp = replace(self._accelerator.config.fsdp, **changed)
-            _reconfigure(self._accelerator, fsdp=fsdp)
+            self._accelerator._reconfigure(fsdp=fsdp)
             self._taken = current_settings
 
 
@@ -109,7 +90,7 @@ class FollowedSections:
         """
         for name, current_value in self._current_sections().items():
             if current_value != self._taken[name]:
-                _reconfigure(self._accelerator, **{name: current_value})
+                self._accelerator._reconfigure(**{name: current_value})
                 self._taken[name] = current_value
 
 

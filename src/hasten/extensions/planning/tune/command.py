@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from hasten.extensions.planning.tune.tuning import (
     describe_exit,
 )
 from hasten.launch.base import look_at_host
+from hasten.runtime import env
 from hasten.runtime.bytes_plan import format_bytes
 
 _TRIAL_HELP: Final = """Every trial runs the script from its start, with the same data, and stops it after a few updates. A value is accepted
@@ -113,7 +113,7 @@ class TrialRunner:
                 *self._script_command,
             ]
             variables = {
-                **os.environ,
+                **env.snapshot(),
                 **({"HASTEN_CPU": "1"} if self._arguments.cpu else {}),
             }
             start_s = time.monotonic()
