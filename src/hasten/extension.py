@@ -143,11 +143,10 @@ def offers(kind: Kind) -> Mapping[str, Offer]:
                     f"the extensions {offers_by_name[name].extension!r} and {extension.name!r} both provide the {_NOUNS[kind]} {name!r}, so "
                     "hasten cannot choose. Remove one of the two."
                 )
-            help_line = (
-                extension.command_help.get(name, extension.summary)
-                if kind == "commands"
-                else ""
-            )
+            if kind == "commands":
+                help_line = extension.command_help.get(name, extension.summary)
+            else:
+                help_line = ""
             offers_by_name[name] = Offer(kind, name, place, extension.name, help_line)
     return offers_by_name
 
@@ -176,11 +175,10 @@ def load(kind: Kind, name: str) -> Any:  # Any: a class or function of any kind
     known = offers(kind)
     if name not in known:
         close_names = get_close_matches(name, known, n=1)
-        hint = (
-            f"did you mean {close_names[0]!r}?"
-            if close_names
-            else f"installed extensions provide: {', '.join(known) or 'none'}."
-        )
+        if close_names:
+            hint = f"did you mean {close_names[0]!r}?"
+        else:
+            hint = f"installed extensions provide: {', '.join(known) or 'none'}."
         raise ExtensionError(
             f"no installed extension provides the {_NOUNS[kind]} {name!r}; {hint} Install a package that provides it."
         )

@@ -40,11 +40,10 @@ def exports(
 
                 if (offer := offers("public_names").get(name)) is not None:
                     return offer.load()
-            other_modules = (
-                [f"{face}.{module_name}" for module_name in modules]
-                if is_unknown
-                else []
-            )
+            if is_unknown:
+                other_modules = [f"{face}.{module_name}" for module_name in modules]
+            else:
+                other_modules = []
             home = next(
                 (
                     other
@@ -53,11 +52,10 @@ def exports(
                 ),
                 None,
             )
-            hint = (
-                f"it is in {home}"
-                if home
-                else f"public names are listed in {face}.__all__"
-            )
+            if home:
+                hint = f"it is in {home}"
+            else:
+                hint = f"public names are listed in {face}.__all__"
             raise AttributeError(f"module {face!r} has no attribute {name!r}; {hint}")
         with without_collections():
             value: object = getattr(import_module(module), name)

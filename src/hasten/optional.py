@@ -90,9 +90,10 @@ def check_installed(module: str, spec: str = "", why: str = "") -> None:
     purpose = f" for {why}" if why else ""
     extra = dict(_EXTRAS).get(root)
     named = dict(_DISTRIBUTIONS).get(root, root)
-    remedy = (
-        f"pip install 'hasten[{extra}]'" if extra else f"pip install '{named}{spec}'"
-    )
+    if extra:
+        remedy = f"pip install 'hasten[{extra}]'"
+    else:
+        remedy = f"pip install '{named}{spec}'"
     if not available(root):
         raise MissingPackageError(
             f"the package {root!r} is not installed; it is needed{purpose}. Run: {remedy}"

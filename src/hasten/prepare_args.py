@@ -110,11 +110,10 @@ def kind_of(value: Any) -> Kind:  # Any: an argument of the user
         return "scheduler"
     if isinstance(value, DataLoader):
         return "loader"
-    advice = (
-        "wrap the dataset in a torch.utils.data.DataLoader"
-        if isinstance(value, Dataset)
-        else "leave it out"
-    )
+    if isinstance(value, Dataset):
+        advice = "wrap the dataset in a torch.utils.data.DataLoader"
+    else:
+        advice = "leave it out"
     raise PrepareError(
         f"prepare() got an object of type {type(value).__name__}, which is not a model, optimizer, scheduler or "
         f"DataLoader, so nothing would be done with it; {advice}."

@@ -24,11 +24,10 @@ FUNCTION: Final = "it needs a function"
 
 def refuse(call_name: str, value: object, requirement: str) -> NoReturn:
     """Raise ArgumentError for an argument of a call; `need` says what it must be and what to pass instead."""
-    shown = (
-        f"a tensor of shape {tuple(value.shape)}"
-        if isinstance(value, Tensor)
-        else repr(value)
-    )
+    if isinstance(value, Tensor):
+        shown = f"a tensor of shape {tuple(value.shape)}"
+    else:
+        shown = repr(value)
     if len(shown) > _MAX_CHARS:
         shown = f"{shown[:_MAX_CHARS]}…"
     raise ArgumentError(

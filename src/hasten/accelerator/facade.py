@@ -525,11 +525,12 @@ class Accelerator:
         Optimizers and schedulers step, and gradients are synchronised, only at the end of an accumulation window. The end
         of an epoch of `loader` also ends the window; by default this is the first loader to advance in each step.
         """
-        self._clock.loaders.followed = (
-            None
-            if loader is None
-            else arguments.check_cursor(loader, "accumulate(loader)")
-        )
+        if loader is None:
+            self._clock.loaders.followed = None
+        else:
+            self._clock.loaders.followed = arguments.check_cursor(
+                loader, "accumulate(loader)"
+            )
         try:
             accumulation = self._accumulations.get(models)
         except TypeError:  # not hashable, so not a module: refused below
@@ -833,11 +834,10 @@ class Accelerator:
             pad_index=generating.padding_token(unwrapped_model, options),
             axes=tuple(BATCH),
         )
-        gathered_tokens: Tensor = (
-            self.gather(tokens, axes=tuple(BATCH))
-            if self._clock.active is None
-            else self.gather_for_metrics(tokens)
-        )
+        if self._clock.active is None:
+            gathered_tokens: Tensor = self.gather(tokens, axes=tuple(BATCH))
+        else:
+            gathered_tokens = self.gather_for_metrics(tokens)
         return gathered_tokens
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
@@ -947,11 +947,10 @@ class Accelerator:
         if dim is not None:
             arguments.check_number("gather_for_metrics(dim)", dim, is_integer=True)
         loaders = self._clock.loaders
-        cursor = (
-            loaders.only()
-            if loader is None
-            else arguments.check_cursor(loader, "gather_for_metrics(loader)")
-        )
+        if loader is None:
+            cursor = loaders.only()
+        else:
+            cursor = arguments.check_cursor(loader, "gather_for_metrics(loader)")
         return metrics.gather_for_metrics(
             input_data, self.ctx.groups(*BATCH), cursor, use_gather_object, dim
         )
@@ -1301,11 +1300,9 @@ class Accelerator:
 
     @property
     def _writes(self) -> bool:
-        return (
-            self.is_local_main_process
-            if self.config.project.save_on_each_node
-            else self.is_main_process
-        )
+        if self.config.project.save_on_each_node:
+            return self.is_local_main_process
+        return self.is_main_process
 
     # -- models and memory ----------------------------------------------------------------------------------------
     def unwrap_model(

@@ -63,9 +63,10 @@ def padding_token(model: nn.Module, options: Mapping[str, Any]) -> int:
     )
     for name in ("pad_token_id", "eos_token_id"):
         token_id = options.get(name, getattr(settings, name, None))
-        token_id = (
-            token_id[0] if isinstance(token_id, list | tuple) and token_id else token_id
-        )
+        if isinstance(token_id, list | tuple) and token_id:
+            token_id = token_id[0]
+        else:
+            token_id = token_id
         if isinstance(token_id, int):
             return token_id
     return 0

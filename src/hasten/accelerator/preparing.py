@@ -115,11 +115,10 @@ class Preparer:
         """Lengths of schedules that are right: results of `num_updates`, and the length of a Trainer's training."""
         self.on_call: Callable[[nn.Module], None] | None = None
         """Called with each prepared model, to add hooks to its calls."""
-        self._rng_types = (
-            checked_rng_types(config.rng_types, ctx.device)
-            if config.rng_types
-            else frozenset[str]()
-        )
+        if config.rng_types:
+            self._rng_types = checked_rng_types(config.rng_types, ctx.device)
+        else:
+            self._rng_types = frozenset[str]()
 
     def reconfigure(self, config: Config, strategy: Strategy) -> None:
         """Use other settings for later calls of `prepare()`."""
@@ -180,11 +179,10 @@ class Preparer:
         offload_strategy = offload_of(self._config)
         if offload_strategy is not None:
             # hooks on compiled blocks would be compiled with them; less memory is then used for state on its way
-            models = (
-                []
-                if compiles(self._config)
-                else [self._strategy.unwrap(model) for model in self.done.models]
-            )
+            if compiles(self._config):
+                models = []
+            else:
+                models = [self._strategy.unwrap(model) for model in self.done.models]
             offload_strategy.stream_updates(
                 optimizer, self._config, self._ctx, lambda: self._clock.boundary, models
             )
@@ -255,16 +253,16 @@ class Preparer:
         """Prepare one loader."""
         if self.done.holds(loader):
             return loader
-        moves_to_device = (
-            self._config.device_placement if moves_batches is None else moves_batches
-        )
-        prepared = (
-            None
-            if loader is None
-            else self.loader(
+        if moves_batches is None:
+            moves_to_device = self._config.device_placement
+        else:
+            moves_to_device = moves_batches
+        if loader is None:
+            prepared = None
+        else:
+            prepared = self.loader(
                 loader, moves_to_device, self._shared_seed(), already_sharded
             )
-        )
         return self._replace_prepared((prepared,))[0]
 
     def join(

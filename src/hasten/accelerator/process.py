@@ -243,19 +243,16 @@ def take_share(
     if shares == 1:
         return inputs
     start, end = share_bounds(len(inputs), index, shares)
-    num_missing = (
-        -(-len(inputs) // shares) - (end - start)
-        if apply_padding and len(inputs)
-        else 0
-    )
+    if apply_padding and len(inputs):
+        num_missing = -(-len(inputs) // shares) - (end - start)
+    else:
+        num_missing = 0
     if isinstance(inputs, Tensor):
-        return (
-            torch.cat(
+        if num_missing:
+            return torch.cat(
                 [inputs[start:end], inputs[-1:].expand(num_missing, *inputs.shape[1:])]
             )
-            if num_missing
-            else inputs[start:end]
-        )
+        return inputs[start:end]
     # a Hugging Face dataset
     if hasattr(inputs, "select") and hasattr(inputs, "column_names"):
         return inputs.select([*range(start, end), *([len(inputs) - 1] * num_missing)])

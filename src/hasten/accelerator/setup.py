@@ -93,11 +93,10 @@ def open_run_log(
             },
         }
 
-    collectives = (
-        ctx.world.collectives
-        if isinstance(ctx.world, ProcessGroupComm)
-        else CollectiveRecord()
-    )
+    if isinstance(ctx.world, ProcessGroupComm):
+        collectives = ctx.world.collectives
+    else:
+        collectives = CollectiveRecord()
     from hasten.progress.meter import MemoryGauge  # only a run with a folder has a log
     from hasten.tracking.run_log import FOLDER, RunLog  # the same
 

@@ -138,11 +138,9 @@ def gather_for_metrics(
         _send_mismatch(comm)
         raise
     gathered = ops.gather_ragged(rows, comm)
-    return (
-        gathered
-        if not dim
-        else trees.map_tensors(lambda tensor: tensor.movedim(0, dim), gathered)
-    )
+    if not dim:
+        return gathered
+    return trees.map_tensors(lambda tensor: tensor.movedim(0, dim), gathered)
 
 
 def _samples_first(data: Tree, dim: int | None) -> Tree:
@@ -224,13 +222,12 @@ def num_real(length: int, cursor: LoaderCursor) -> int:
 
 # Any: the caller's objects
 def _gather_items(data: Any, comm: Comm, cursor: LoaderCursor | None) -> Any:
-    local_items = (
-        data
-        if isinstance(data, list)
-        else list(data)
-        if isinstance(data, tuple)
-        else [data]
-    )
+    if isinstance(data, list):
+        local_items = data
+    elif isinstance(data, tuple):
+        local_items = list(data)
+    else:
+        local_items = [data]
     if cursor is not None and cursor.num_real is not None:
         try:
             local_items = local_items[: num_real(len(local_items), cursor)]
@@ -266,9 +263,10 @@ def profile(config: ProfileKwargs, ctx: ProcessContext) -> Iterator[profiler.pro
     With a schedule, each finished cycle writes a separate trace. Ranks: any, each independently.
     """
     trace_folder = Path(config.output_trace_dir) if config.output_trace_dir else None
-    schedule = (
-        profiler.schedule(**config.schedule_option) if config.schedule_option else None
-    )
+    if config.schedule_option:
+        schedule = profiler.schedule(**config.schedule_option)
+    else:
+        schedule = None
     ready = config.on_trace_ready
     if ready is None and trace_folder is not None and schedule is not None:
         ready = _trace_writer(trace_folder, ctx.rank)

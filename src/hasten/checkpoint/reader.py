@@ -122,9 +122,10 @@ class Checkpoint:
                     )
                 tensor_pieces.append(piece)
             aliases.update(tensor_file.aliases)
-            packed_state = (
-                tensor_file.data if tensor_file.data is not None else packed_state
-            )
+            if tensor_file.data is not None:
+                packed_state = tensor_file.data
+            else:
+                packed_state = packed_state
         return StoredComponent(
             name, component_record.kind, pieces, aliases, packed_state
         )
@@ -238,11 +239,9 @@ def verify_files(
                 wrong_chunks.setdefault(file_record.name, []).append(chunk_index)
             if progress is not None:
                 progress(min(CHUNK_BYTES, file_record.size - chunk_index * CHUNK_BYTES))
-    return (
-        _problem_lines(file_records, problems, wrong_chunks)
-        if problems or wrong_chunks
-        else []
-    )
+    if problems or wrong_chunks:
+        return _problem_lines(file_records, problems, wrong_chunks)
+    return []
 
 
 def _problem_lines(
@@ -272,10 +271,10 @@ def _find_visible_problem(file_path: Path, file_record: FileRecord) -> str | Non
         return "is a pipe, a device or a folder instead of a file"
     except OSError as error:
         return f"cannot be read: {error}"
+    if file_size == file_record.size:
+        return None
     return (
-        None
-        if file_size == file_record.size
-        else f"has {file_size} bytes instead of {file_record.size} (truncated or replaced)"
+        f"has {file_size} bytes instead of {file_record.size} (truncated or replaced)"
     )
 
 

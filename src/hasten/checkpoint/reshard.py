@@ -62,9 +62,9 @@ class Copy:
             and source.is_contiguous()
             and target.dtype == source.dtype
         )
-        return (
-            self.file.place(source) if self.file is not None and is_readable else None
-        )
+        if self.file is not None and is_readable:
+            return self.file.place(source)
+        return None
 
 
 Region = tuple[tuple[int, int], ...]  # (start, length) per dim
@@ -99,12 +99,14 @@ def plan_copies(
     Raises: OtherModelError when the shape differs; CorruptCheckpointError when a region is in no file.
     """
     live_tensor = target.data if isinstance(target, Slice) else target.detach()
-    global_shape = (
-        target.shape if isinstance(target, Slice) else tuple(live_tensor.shape)
-    )
-    global_offset = (
-        target.offset if isinstance(target, Slice) else (0,) * live_tensor.dim()
-    )
+    if isinstance(target, Slice):
+        global_shape = target.shape
+    else:
+        global_shape = tuple(live_tensor.shape)
+    if isinstance(target, Slice):
+        global_offset = target.offset
+    else:
+        global_offset = (0,) * live_tensor.dim()
     for piece in pieces:
         if piece.shape != global_shape:
             raise OtherModelError(
@@ -199,11 +201,10 @@ class _FileRange:
     def copy_from(self, staged_bytes: Tensor) -> None:
         """Start the copies from a buffer that holds the range, and wait for them."""
         for low, high, device_part in self.parts:
-            source = (
-                staged_bytes
-                if high - low == staged_bytes.numel()
-                else staged_bytes[low:high]
-            )
+            if high - low == staged_bytes.numel():
+                source = staged_bytes
+            else:
+                source = staged_bytes[low:high]
             device_part.copy_(source, non_blocking=True)
         finish_copies(self.devices)
 
@@ -400,11 +401,10 @@ def _fill_range(
         finish_copies(file_range.devices)
         return range_bytes
     staged_bytes = host_buffer.take(range_bytes) if file_range.devices else None
-    views = (
-        _views_to_fill(file_range, host_buffer)
-        if staged_bytes is None
-        else [byte_view(staged_bytes)]
-    )
+    if staged_bytes is None:
+        views = _views_to_fill(file_range, host_buffer)
+    else:
+        views = [byte_view(staged_bytes)]
     try:
         num_read = read_cached(descriptor, views, file_range.start)
         if num_read < range_bytes:

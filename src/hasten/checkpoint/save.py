@@ -111,11 +111,10 @@ class Save:
         store, comm = self.store, agreement.comm
         agreement.label = f"starting a checkpoint in {store.address}"
         if comm.rank == 0:
-            self._draft = (
-                store.begin_numbered(at_least)
-                if checkpoint_name is None
-                else store.begin(checkpoint_name)
-            )
+            if checkpoint_name is None:
+                self._draft = store.begin_numbered(at_least)
+            else:
+                self._draft = store.begin(checkpoint_name)
         if comm.size == 1:
             return
         checkpoint_name, draft_token = agreement.share(
@@ -264,14 +263,13 @@ def _check_same_components(tree: StateTree, agreement: Agreement) -> None:
     comm = agreement.comm
     descriptions: list[Any] = []
     for component_name, component in tree.components.items():
-        tensor_shapes = (
-            []
-            if component.per_rank or component.sliced
-            else sorted(
+        if component.per_rank or component.sliced:
+            tensor_shapes = []
+        else:
+            tensor_shapes = sorted(
                 (tensor_name, str(tensor.shape))
                 for tensor_name, tensor in component.tensors.items()
             )
-        )
         descriptions.append(
             (
                 component_name,

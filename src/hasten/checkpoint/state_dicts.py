@@ -113,9 +113,10 @@ def plan_model(
     for state_key, live_value in model.state_dict(keep_vars=True).items():
         live_state[plain_name(state_key)] = (state_key, live_value)
     live_ids = set(map(id, (*model.parameters(), *model.buffers())))
-    extra_values = (
-        extra_state(stored_component) if stored_component.data is not None else {}
-    )
+    if stored_component.data is not None:
+        extra_values = extra_state(stored_component)
+    else:
+        extra_values = {}
     stored_names = {*stored_component.pieces, *stored_component.aliases} - (
         tensor_keys(extra_values) if extra_values else set()
     )
@@ -189,9 +190,10 @@ def _plan_tensor(
 
 def extra_state(stored_component: StoredComponent) -> dict[str, Json]:
     """Return the packed values of a model's component that are not plain tensors, by name."""
-    packed_state = (
-        stored_component.data if isinstance(stored_component.data, dict) else {}
-    )
+    if isinstance(stored_component.data, dict):
+        packed_state = stored_component.data
+    else:
+        packed_state = {}
     return {
         state_key: packed_value
         for state_key, packed_value in packed_state.items()
@@ -205,13 +207,14 @@ def tensor_keys(packed_state: Json) -> set[str]:
         return {key for inner_state in packed_state for key in tensor_keys(inner_state)}
     if not isinstance(packed_state, dict):
         return set()
-    own_keys = (
-        {str(packed_state["key"])}
-        if TAG in packed_state
+    if (
+        TAG in packed_state
         and "key" in packed_state
         and not isinstance(packed_state["key"], dict)
-        else set()
-    )
+    ):
+        own_keys = {str(packed_state["key"])}
+    else:
+        own_keys = set()
     return own_keys | {
         key for inner_state in packed_state.values() for key in tensor_keys(inner_state)
     }
@@ -243,11 +246,10 @@ def parameter_names(models: Sequence[nn.Module]) -> dict[int, str]:
     for _, prefix, model in model_names(models):
         stage = stage_part(model)
         for local_name, parameter in model.named_parameters():
-            parameter_name = (
-                plain_name(local_name)
-                if stage is None
-                else stage.whole_name(plain_name(local_name))
-            )
+            if stage is None:
+                parameter_name = plain_name(local_name)
+            else:
+                parameter_name = stage.whole_name(plain_name(local_name))
             names_by_id.setdefault(id(parameter), prefix + parameter_name)
     return names_by_id
 
@@ -255,12 +257,11 @@ def parameter_names(models: Sequence[nn.Module]) -> dict[int, str]:
 def names_of_other_stages(model: nn.Module) -> frozenset[str]:
     """Return the names of the whole model's state that this rank's pipeline stage does not hold."""
     stage = stage_part(model)
-    return (
-        frozenset()
-        if stage is None
-        else frozenset(stage.state_keys)
-        - {plain_name(state_key) for state_key in model.state_dict()}
-    )
+    if stage is None:
+        return frozenset()
+    return frozenset(stage.state_keys) - {
+        plain_name(state_key) for state_key in model.state_dict()
+    }
 
 
 def names_elsewhere(
@@ -321,11 +322,9 @@ def _group_names(
 
 # Any: torch uses indices; custom optimizers may add keys
 def _name_of_key(flat_names: Sequence[str], state_key: Any) -> str:
-    return (
-        flat_names[state_key]
-        if isinstance(state_key, int) and 0 <= state_key < len(flat_names)
-        else str(state_key)
-    )
+    if isinstance(state_key, int) and 0 <= state_key < len(flat_names):
+        return flat_names[state_key]
+    return str(state_key)
 
 
 def _as_stored_state(state_value: Any) -> Any:  # Any: state is nested freely
@@ -514,9 +513,10 @@ def _find_target(
     if (make_target := getattr(optimizer, "state_room", None)) is not None:
         engine_target: Tensor | Slice = make_target(parameter, state_key, shape, dtype)
         return engine_target
-    live_tensor = (
-        optimizer.state.get(parameter, {}).get(state_key) if state_key else None
-    )
+    if state_key:
+        live_tensor = optimizer.state.get(parameter, {}).get(state_key)
+    else:
+        live_tensor = None
     if (
         isinstance(live_tensor, Tensor)
         and tuple(live_tensor.shape) == shape

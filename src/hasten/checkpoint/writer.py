@@ -55,20 +55,18 @@ def plan_component(
     For whole components the result is the same on every rank; for per-rank and sliced ones it lists this rank's file.
     """
     kind, file_format, limits = component.kind, component.format, layout or FileLayout()
-    stem = (
-        limits.torch_model + component_name.removeprefix("model")
-        if kind == "model" and file_format == "torch"
-        else component_name
-    )
+    if kind == "model" and file_format == "torch":
+        stem = limits.torch_model + component_name.removeprefix("model")
+    else:
+        stem = component_name
     if kind in limits.hidden:
         stem = f".{stem}"
-    suffix = (
-        ".safetensors"
-        if file_format == "safetensors"
-        else ".pt"
-        if kind == "scaler"
-        else ".bin"
-    )
+    if file_format == "safetensors":
+        suffix = ".safetensors"
+    elif kind == "scaler":
+        suffix = ".pt"
+    else:
+        suffix = ".bin"
     if component.per_rank:
         # a number after the name of an object is its index
         rank_label = f"rank_{rank}" if kind == "object" else str(rank)
@@ -163,11 +161,9 @@ def split_into_shards(component: Component, max_bytes: int) -> list[tuple[str, .
             current_shard, used_bytes = [], 0
         current_shard += aliases_by_name[first_name]
         used_bytes += tensor_bytes
-    return (
-        [*shard_keys, tuple(current_shard)]
-        if current_shard or not shard_keys
-        else shard_keys
-    )
+    if current_shard or not shard_keys:
+        return [*shard_keys, tuple(current_shard)]
+    return shard_keys
 
 
 def hub_index(file_plans: Sequence[FilePlan], component: Component) -> Blob:

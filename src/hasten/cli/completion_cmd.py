@@ -71,11 +71,10 @@ def flags_of(entry_point: str) -> list[str]:
 def _bash(
     flags: Mapping[str, Sequence[str]], helps: Mapping[str, str], *, with_zsh: bool
 ) -> str:
-    lines = (
-        ["autoload -Uz compinit bashcompinit && compinit && bashcompinit"]
-        if with_zsh
-        else []
-    )
+    if with_zsh:
+        lines = ["autoload -Uz compinit bashcompinit && compinit && bashcompinit"]
+    else:
+        lines = []
     lines += [
         "_hasten() {",
         '    local words="" word="${COMP_WORDS[COMP_CWORD]}"',

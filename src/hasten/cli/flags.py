@@ -92,8 +92,8 @@ def _flag_entries(setting_path: Path, flag_value: Any, flag: str) -> list[Settin
         return []  # determined by the sizes
     if setting_path[0] in SWITCHES:
         is_chosen = str(flag_value).lower() in ("true", "yes", "on", "1")
-        return (
-            [
+        if is_chosen:
+            return [
                 SettingEntry(
                     ("strategy",),
                     SWITCHES[setting_path[0]],
@@ -101,9 +101,7 @@ def _flag_entries(setting_path: Path, flag_value: Any, flag: str) -> list[Settin
                     text=True,
                 )
             ]
-            if is_chosen
-            else []
-        )
+        return []
     return [
         SettingEntry(setting_path, flag_value, SettingSource("flag", flag), text=True)
     ]
@@ -136,9 +134,10 @@ class Formatter(argparse.HelpFormatter):
             if flag_name.startswith("--")
         ][:1]
         takes_value = action.nargs != 0 and not getattr(action, "takes_word", False)
-        flag_value = (
-            f" {self._format_args(action, action.dest.upper())}" if takes_value else ""
-        )
+        if takes_value:
+            flag_value = f" {self._format_args(action, action.dest.upper())}"
+        else:
+            flag_value = ""
         return ", ".join([*short_name, *long]) + flag_value
 
 
@@ -222,11 +221,10 @@ class SettingsParser(CommandParser):
             _add_field(groups[field_info.group], field_info)
         established = self.add_argument_group("established names")
         for flag_name in (*SWITCHES, "use_parallelism_config"):
-            help_text = (
-                f"the same as --strategy {SWITCHES[flag_name]}"
-                if flag_name in SWITCHES
-                else "not needed: determined by the sizes"
-            )
+            if flag_name in SWITCHES:
+                help_text = f"the same as --strategy {SWITCHES[flag_name]}"
+            else:
+                help_text = "not needed: determined by the sizes"
             _add_action(
                 established, (flag_name,), (flag_name,), help_text, is_bool=True
             )
@@ -329,27 +327,24 @@ class SettingsParser(CommandParser):
         }
         flag_word = flag_name.replace("-", "_").lstrip("_")
         similar_name = _ELSEWHERE.get(flag_word, "")
-        similar_name = (
-            similar_name
-            if similar_name in options_by_name
-            else nearest_name(flag_word, options_by_name)
-        )
-        hint = (
-            f"did you mean {options_by_name[similar_name]}?"
-            if similar_name
-            else f"see `{self.prog} {self._whole_help}` for the supported flags."
-        )
+        if similar_name in options_by_name:
+            similar_name = similar_name
+        else:
+            similar_name = nearest_name(flag_word, options_by_name)
+        if similar_name:
+            hint = f"did you mean {options_by_name[similar_name]}?"
+        else:
+            hint = f"see `{self.prog} {self._whole_help}` for the supported flags."
         raise UnknownSettingError(
             f"flag {flag_name}: unknown, so it would have no effect; {hint}"
         )
 
 
 def _add_field(group: Any, field_info: FieldInfo) -> None:
-    default = (
-        ""
-        if field_info.default in (None, (), {}, False)
-        else f" (default: {_plain_text(field_info.default)})"
-    )
+    if field_info.default in (None, (), {}, False):
+        default = ""
+    else:
+        default = f" (default: {_plain_text(field_info.default)})"
     help_text = (field_info.meta.help + default).replace("%", "%%")
     flag_value = "TEXT" if field_info.meta.lines else value_placeholder(field_info.type)
     _add_action(
@@ -436,11 +431,9 @@ def value_placeholder(tp: Any) -> str:
 def _plain_text(flag_value: Any) -> str:
     if isinstance(flag_value, bool):
         return str(flag_value).lower()
-    return (
-        ",".join(_plain_text(item) for item in flag_value)
-        if isinstance(flag_value, tuple)
-        else str(flag_value)
-    )
+    if isinstance(flag_value, tuple):
+        return ",".join(_plain_text(item) for item in flag_value)
+    return str(flag_value)
 
 
 def run_module(

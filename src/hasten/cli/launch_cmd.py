@@ -70,9 +70,10 @@ def main(
     """
     arguments = make_parser(program).parse_args(argv)
     arguments.settings = [*arguments.settings, *settings]
-    words: list[str] = (
-        arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
-    )
+    if arguments.script[:1] == ["--"]:
+        words: list[str] = arguments.script[1:]
+    else:
+        words = arguments.script
     try:
         return _prepare_and_launch(
             arguments, words, argv[: len(argv) - len(arguments.script)]

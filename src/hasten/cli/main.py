@@ -106,11 +106,10 @@ def run(command: str, argv: Sequence[str]) -> int:
         similar_names = get_close_matches(
             command.lower(), known_commands, n=1, cutoff=0.5
         )
-        hint = (
-            f"did you mean `hasten {similar_names[0]}`?"
-            if similar_names
-            else f"the commands are {', '.join(known_commands)}."
-        )
+        if similar_names:
+            hint = f"did you mean `hasten {similar_names[0]}`?"
+        else:
+            hint = f"the commands are {', '.join(known_commands)}."
         raise ConfigError(f"there is no command {command!r}; {hint}")
     return function_of(known_commands[command][0])(argv)
 

@@ -100,9 +100,10 @@ class Agreement:
 
     def fail(self, error: Exception) -> None:
         """Send the error to the other ranks in place of this rank's next value. Raises: always."""
-        joint_error = (
-            error if isinstance(error, HastenError) else self._wrap_error(error)
-        )
+        if isinstance(error, HastenError):
+            joint_error = error
+        else:
+            joint_error = self._wrap_error(error)
         if self.comm.size == 1:
             joint_error.agreed = True
             raise joint_error
@@ -117,9 +118,10 @@ class Agreement:
         return wrapped_error
 
     def _exchange(self, error: HastenError | None, value: Any) -> list[Any]:
-        failure = (
-            None if error is None else (self.label, type(error).__name__, str(error))
-        )
+        if error is None:
+            failure = None
+        else:
+            failure = (self.label, type(error).__name__, str(error))
         try:
             reports_by_rank: list[tuple[Failure | None, Any]] = (
                 self.comm.all_gather_object((failure, value))

@@ -274,11 +274,10 @@ def _record_fields(record_class: type) -> tuple[str, ...] | None:
 
 def _library_class(module_name: str, class_name: str) -> type:
     """Return an already imported class of hasten; a message never causes an import."""
-    library_class: Any = (
-        sys.modules.get(module_name)
-        if module_name.startswith(_LIBRARY_PREFIX)
-        else None
-    )
+    if module_name.startswith(_LIBRARY_PREFIX):
+        library_class: Any = sys.modules.get(module_name)
+    else:
+        library_class = None
     for name_part in class_name.split("."):
         library_class = getattr(library_class, name_part, None)
     if not isinstance(library_class, type) or library_class.__module__ != module_name:

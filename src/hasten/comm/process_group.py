@@ -174,9 +174,10 @@ class ProcessGroupComm:
         self._host_group: dist.ProcessGroup | None = None
         """Group that exchanges tensors in host memory."""
         self._device_types = _device_types(group)
-        self._readable = (
-            device if device.type in self._device_types else torch.device("cpu")
-        )
+        if device.type in self._device_types:
+            self._readable = device
+        else:
+            self._readable = torch.device("cpu")
         """Device for tensors that the backends cannot read: the group's device, or host memory if they cannot read that either."""
         global_rank = self.ranks[self.rank]
         # Communicators are created in the same order on every member, so a per-rank count numbers them equally.
@@ -234,11 +235,10 @@ class ProcessGroupComm:
         sender = self._global_rank(src)
         self.collectives.note("scatter", like)
         raw_bytes = torch.empty_like(self._raw_bytes(like))
-        sent_bytes = (
-            [self._raw_bytes(shard) for shard in parts]
-            if self.rank == src and parts is not None
-            else None
-        )
+        if self.rank == src and parts is not None:
+            sent_bytes = [self._raw_bytes(shard) for shard in parts]
+        else:
+            sent_bytes = None
         dist.scatter(raw_bytes, sent_bytes, src=sender, group=self.group)
         self.collectives.ended()
         return _from_bytes(raw_bytes, like.dtype, like.shape).to(like.device)
@@ -279,13 +279,12 @@ class ProcessGroupComm:
         if self._host_group is None:
             reads_host_tensors = "cpu" in self._device_types
             time_limit = timedelta(seconds=self._timeout_s)
-            self._host_group = (
-                self.group
-                if reads_host_tensors
-                else dist.new_group(
+            if reads_host_tensors:
+                self._host_group = self.group
+            else:
+                self._host_group = dist.new_group(
                     list(self.ranks), backend="gloo", timeout=time_limit
                 )
-            )
         starts_and_tensors = ((dist.isend, sends), (dist.irecv, receives))
         pending_works = [
             start_transfer(tensor, self._global_rank(position), group=self._host_group)

@@ -300,11 +300,10 @@ def _wrong_names(
         field_name for field_name in values if field_name not in setting_names
     )
     similar_names = get_close_matches(unknown, setting_names, n=1, cutoff=0.5)
-    hint = (
-        f"did you mean {similar_names[0]}?"
-        if similar_names
-        else f"it has {', '.join(setting_names)}."
-    )
+    if similar_names:
+        hint = f"did you mean {similar_names[0]}?"
+    else:
+        hint = f"it has {', '.join(setting_names)}."
     return UnknownSettingError(f"{cls.__name__} has no setting {unknown!r}; {hint}")
 
 
@@ -336,11 +335,9 @@ def given(section: Section) -> frozenset[str]:
 def default_of(cls: type[Section], field_name: str) -> Any:
     """Return the default value of a field."""
     field_spec = cls.__dataclass_fields__[field_name]
-    return (
-        field_spec.default_factory()
-        if field_spec.default_factory is not MISSING
-        else field_spec.default
-    )
+    if field_spec.default_factory is not MISSING:
+        return field_spec.default_factory()
+    return field_spec.default
 
 
 def meta_of(cls: type[Section], field_name: str) -> Meta:
@@ -368,11 +365,10 @@ def fit(
         timedelta,
     )
     try:
-        fitted_value = (
-            field_value
-            if exact
-            else _converted(field_value, field_spec.type, meta, text)
-        )
+        if exact:
+            fitted_value = field_value
+        else:
+            fitted_value = _converted(field_value, field_spec.type, meta, text)
         _check_limits(field_value, fitted_value, meta)
     except Mismatch as error:
         source_text = source or f"{cls.__name__}({field_name}={field_value!r})"
@@ -412,11 +408,10 @@ def _converted(field_value: Any, tp: Any, meta: Meta, text: bool) -> Any:
     is_listed = (
         meta.lines and isinstance(field_value, str) and not is_nothing(field_value)
     )
-    lines = (
-        [line for line in field_value.splitlines() if line.strip()]
-        if is_listed
-        else field_value
-    )
+    if is_listed:
+        lines = [line for line in field_value.splitlines() if line.strip()]
+    else:
+        lines = field_value
     try:
         return decode(lines, tp, text=text)
     except Mismatch as error:

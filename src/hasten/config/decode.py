@@ -248,9 +248,9 @@ def _plain_item(raw_item: str) -> Any:
             return decode(raw_item, value_type, text=True)
         except Mismatch:
             continue
-    return (
-        _WORDS[raw_item.lower()] if raw_item.lower() in {"true", "false"} else raw_item
-    )
+    if raw_item.lower() in {"true", "false"}:
+        return _WORDS[raw_item.lower()]
+    return raw_item
 
 
 def encode(raw_value: Any) -> Any:

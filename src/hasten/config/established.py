@@ -266,11 +266,10 @@ def _distributed_type(
         similar_kind = nearest_name(
             kind.lower(), [setting_name.lower() for setting_name in _DISTRIBUTED]
         ).upper()
-        hint = (
-            f"did you mean {similar_kind}?"
-            if similar_kind
-            else f"known are {', '.join(_DISTRIBUTED)}."
-        )
+        if similar_kind:
+            hint = f"did you mean {similar_kind}?"
+        else:
+            hint = f"known are {', '.join(_DISTRIBUTED)}."
         raise SettingValueError(
             f"{line_text}: distributed_type: {shown(marked_value.value)} is unknown; {hint}"
         )
@@ -356,14 +355,14 @@ def nested_names(file_key: str) -> Mapping[str, Path]:
 def _unknown_key(
     line_text: str, setting_name: str, known_keys: Iterable[str], problems: Problems
 ) -> UnknownSettingError:
-    similar_key = (
-        nearest_name(setting_name, known_keys) if problems.worth_a_hint else ""
-    )
-    hint = (
-        f"did you mean {similar_key!r}?"
-        if similar_key
-        else "remove it, or see docs/config.md for the known keys."
-    )
+    if problems.worth_a_hint:
+        similar_key = nearest_name(setting_name, known_keys)
+    else:
+        similar_key = ""
+    if similar_key:
+        hint = f"did you mean {similar_key!r}?"
+    else:
+        hint = "remove it, or see docs/config.md for the known keys."
     return UnknownSettingError(
         f"{line_text}: unknown key {setting_name!r}, which would have no effect; {hint}"
     )

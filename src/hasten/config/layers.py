@@ -292,11 +292,10 @@ def _unknown_variable(setting_name: str) -> str:
             cutoff=0.6,
         )
         similar_variables = [VARIABLE_PREFIX + variable for variable in similar_ends]
-    hint = (
-        f"did you mean {similar_variables[0]}? Otherwise unset it."
-        if similar_variables
-        else "unset it, or see docs/config.md for the names."
-    )
+    if similar_variables:
+        hint = f"did you mean {similar_variables[0]}? Otherwise unset it."
+    else:
+        hint = "unset it, or see docs/config.md for the names."
     return f"environment {setting_name}: hasten reads no variable of this name, so it has no effect; {hint}"
 
 
@@ -322,11 +321,10 @@ def from_code(arguments: Mapping[str, Any]) -> list[SettingEntry]:
         ):
             raise unknown_argument(setting_name)
         if setting_name == "log_with":
-            trackers = (
-                setting_value
-                if isinstance(setting_value, (list, tuple, set))
-                else [setting_value]
-            )
+            if isinstance(setting_value, (list, tuple, set)):
+                trackers = setting_value
+            else:
+                trackers = [setting_value]
             # instances are not settings
             setting_value = [
                 marked_value

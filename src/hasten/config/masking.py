@@ -86,11 +86,10 @@ def _mask_assignments(text: str) -> str:
     masked_parts, position = [], 0
     while assignment := _ASSIGNED.search(text, position):
         value_name, between, value = assignment.groups()
-        secrecy = (
-            secrecy_of(value_name)
-            if between.strip() or value_name.startswith("--")
-            else "open"
-        )
+        if between.strip() or value_name.startswith("--"):
+            secrecy = secrecy_of(value_name)
+        else:
+            secrecy = "open"
         hide = secrecy == "certain" or (secrecy == "likely" and not _is_number(value))
         # an expression, which holds no secret
         shell = value.lstrip("\"'").startswith(("${", "$("))
@@ -142,13 +141,11 @@ def secrecy_of(value_name: str) -> Secrecy:
         _of_words([name_word.lower() for name_word in _WORD.findall(name_part)])
         for name_part in re.split(r"[./]", value_name)
     }
-    return (
-        "certain"
-        if "certain" in part_secrecies
-        else "likely"
-        if "likely" in part_secrecies
-        else "open"
-    )
+    if "certain" in part_secrecies:
+        return "certain"
+    if "likely" in part_secrecies:
+        return "likely"
+    return "open"
 
 
 def _of_words(words: list[str]) -> Secrecy:
@@ -203,13 +200,12 @@ def masked_tree(value: Any) -> Any:  # Any: a nested report
 
 def _masked_nested(value_name: str, value: Any, above: Secrecy) -> Any:
     name_secrecy = secrecy_of(value_name)
-    secrecy: Secrecy = (
-        "certain"
-        if "certain" in (name_secrecy, above)
-        else "likely"
-        if "likely" in (name_secrecy, above)
-        else "open"
-    )
+    if "certain" in (name_secrecy, above):
+        secrecy: Secrecy = "certain"
+    elif "likely" in (name_secrecy, above):
+        secrecy = "likely"
+    else:
+        secrecy = "open"
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):

@@ -64,11 +64,10 @@ def walk_fields(
     for field_name, field_spec in cls.__dataclass_fields__.items():
         field_meta = meta_of(cls, field_name)
         if inner := subsection(field_spec.type):
-            inner_prefix = (
-                prefix + f"{field_name}_"
-                if field_meta.prefix is None
-                else field_meta.prefix
-            )
+            if field_meta.prefix is None:
+                inner_prefix = prefix + f"{field_name}_"
+            else:
+                inner_prefix = field_meta.prefix
             yield from walk_fields(
                 inner,
                 (*setting_path, field_name),

@@ -218,11 +218,15 @@ class Loader(DataLoader[Any]):
         # the length of a stream is not asked for
         is_length_known = num_units is not None and global_batch_size is not None
         num_steps = components.source.steps() if is_length_known else None
-        cursor.pads_like = (
-            None
-            if num_steps is None
-            else (num_units, position.consumed, global_batch_size, num_steps)
-        )
+        if num_steps is None:
+            cursor.pads_like = None
+        else:
+            cursor.pads_like = (
+                num_units,
+                position.consumed,
+                global_batch_size,
+                num_steps,
+            )
         if not cursor.opened:
             components.clock.loaders.opening(cursor)
         return items if components.move is None else components.move(items), position

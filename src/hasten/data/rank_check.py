@@ -216,11 +216,10 @@ def _read_first_samples(
     is_stream = isinstance(dataset, IterableDataset)
     if not is_stream and not size:
         return None
-    first_samples: Any = (
-        FirstElements(dataset, num_turns)
-        if is_stream
-        else FirstItems(dataset, size, num_turns)
-    )
+    if is_stream:
+        first_samples: Any = FirstElements(dataset, num_turns)
+    else:
+        first_samples = FirstItems(dataset, size, num_turns)
     engine = copy_loader(
         loader,
         dataset=first_samples,

@@ -55,9 +55,10 @@ class StreamSource:
         self._process = RandomStates()
         self._shard = StreamShard(dataset, cutting, loader.num_workers, self._process)
         has_fixed_order = has_fixed_shard_order(loader.dataset)
-        self._prepared_state = (
-            self._shard.hasten_carried.capture() if has_fixed_order else None
-        )
+        if has_fixed_order:
+            self._prepared_state = self._shard.hasten_carried.capture()
+        else:
+            self._prepared_state = None
         # states of the datasets of persistent workers
         self._ends: list[Any] = [None] * self._num_workers
         self.engine = copy_loader(

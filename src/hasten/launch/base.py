@@ -143,9 +143,10 @@ class LaunchPlan:
         if self.launcher == "torchrun":
             plan_lines.append("restarts: " + str(self.supervision.max_restarts))
         for planned_file in self.files:
-            shown_text = (
-                planned_file.text if planned_file.public else masked(planned_file.text)
-            )
+            if planned_file.public:
+                shown_text = planned_file.text
+            else:
+                shown_text = masked(planned_file.text)
             plan_lines += [
                 f"file {planned_file.path}:",
                 *("    " + text_row for text_row in shown_text.splitlines()),
@@ -368,9 +369,10 @@ def _find_devices(env: Mapping[str, str]) -> tuple[DeviceKind, int, str]:
 
 def _nvidia_names() -> list[str]:
     """Return one name per NVIDIA device (or MIG slice), as reported by the driver; empty without a working driver."""
-    listing = (
-        _command_output(["nvidia-smi", "-L"]) if shutil.which("nvidia-smi") else ""
-    )
+    if shutil.which("nvidia-smi"):
+        listing = _command_output(["nvidia-smi", "-L"])
+    else:
+        listing = ""
     mig_slices = re.findall(r"^\s+(MIG [^\s:]+)", listing, re.MULTILINE)
     return mig_slices or re.findall(r"^GPU \d+: (.+?) \(UUID", listing, re.MULTILINE)
 

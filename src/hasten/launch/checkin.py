@@ -214,9 +214,10 @@ def rank_table(reports: Sequence[Report]) -> str:
     first_rank = 0
     for index, report in enumerate(reports):
         last_rank = first_rank + report.num_processes - 1
-        ranks_text = (
-            f"{first_rank}-{last_rank}" if last_rank > first_rank else str(first_rank)
-        )
+        if last_rank > first_rank:
+            ranks_text = f"{first_rank}-{last_rank}"
+        else:
+            ranks_text = str(first_rank)
         table_rows.append(
             (str(index), ranks_text, report.host, report.address, report.device)
         )

@@ -282,9 +282,10 @@ def render_failure(
         ]
     elif first_cause.traceback:
         # a program that never started
-        title = (
-            "traceback" if first_cause.traceback.startswith("Traceback") else "error"
-        )
+        if first_cause.traceback.startswith("Traceback"):
+            title = "traceback"
+        else:
+            title = "error"
         report_lines += [
             f"{title} of rank {first_cause.rank} on {first_cause.host}:",
             first_cause.traceback.rstrip(),

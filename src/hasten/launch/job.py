@@ -130,11 +130,10 @@ def prepare(
     ):
         if surveying_target.survey is not None:
             host = surveying_target.survey(request, host)
-    launch_plan = (
-        make_plan(request, host)
-        if launch_target is None
-        else launch_target.plan(request, host)
-    )
+    if launch_target is None:
+        launch_plan = make_plan(request, host)
+    else:
+        launch_plan = launch_target.plan(request, host)
     return Job(request, resolved, host, complete(launch_plan, host.env), launch_target)
 
 
@@ -159,11 +158,12 @@ def _check_script(target: Target) -> None:
     if script_path.exists():
         return
     script_folder = Path(target.name).parent
-    script_names = (
-        [str(script_folder / script.name) for script in script_folder.glob("*.py")]
-        if script_folder.is_dir()
-        else []
-    )
+    if script_folder.is_dir():
+        script_names = [
+            str(script_folder / script.name) for script in script_folder.glob("*.py")
+        ]
+    else:
+        script_names = []
     similar_names = get_close_matches(target.name, script_names, n=1)
     if similar_names:
         hint = f"did you mean {similar_names[0]}?"

@@ -96,11 +96,10 @@ def complete(plan: LaunchPlan, env: Mapping[str, str]) -> LaunchPlan:
         local_address = "127.0.0.1"
     else:
         local_address = network.address_towards(plan.meeting.address)
-    interface_name = (
-        network.interface_of(local_address)
-        if plan.meeting.alone or not local_address.startswith("127.")
-        else None
-    )
+    if plan.meeting.alone or not local_address.startswith("127."):
+        interface_name = network.interface_of(local_address)
+    else:
+        interface_name = None
     if interface_name is None:
         return plan
     procs = tuple(

@@ -125,11 +125,10 @@ def _searching(
     def run(*args: Any, **kwargs: Any) -> Any:  # Any: arguments of the user's function
         _check_arguments(user_function, args)
         batch_size = size_search.start
-        accumulation_steps = (
-            size_search.accelerator.gradient_accumulation_steps
-            if size_search.accelerator is not None
-            else 1
-        )
+        if size_search.accelerator is not None:
+            accumulation_steps = size_search.accelerator.gradient_accumulation_steps
+        else:
+            accumulation_steps = 1
         while batch_size > 0:
             _free_memory()
             if size_search.keep_global_batch:
@@ -171,11 +170,10 @@ def _attempt(
         fits = False
     else:
         fits = True
-    comm = (
-        size_search.accelerator.ctx.world
-        if size_search.accelerator is not None
-        else None
-    )
+    if size_search.accelerator is not None:
+        comm = size_search.accelerator.ctx.world
+    else:
+        comm = None
     if comm is None or comm.size == 1:
         if error is not None:
             raise error

@@ -107,11 +107,10 @@ def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
     nonempty_shards = [
         local_shard for local_shard in local_shards if local_shard.numel()
     ]
-    norm = (
-        torch.nn.utils.get_total_norm(nonempty_shards, norm_type)
-        if nonempty_shards
-        else local_shards[0].new_zeros(())
-    )
+    if nonempty_shards:
+        norm = torch.nn.utils.get_total_norm(nonempty_shards, norm_type)
+    else:
+        norm = local_shards[0].new_zeros(())
     reduction = "max" if math.isinf(norm_type) else "sum"
     total = norm if reduction == "max" else norm**norm_type
     dtensor_types = placements()

@@ -200,11 +200,9 @@ class ActiveLoaders:
         ]
         if moved_cursors:
             return min(moved_cursors, key=lambda cursor: cursor.moved)
-        return (
-            self._leader
-            if any(cursor is self._leader for cursor in active_cursors)
-            else active_cursors[-1]
-        )
+        if any(cursor is self._leader for cursor in active_cursors):
+            return self._leader
+        return active_cursors[-1]
 
     def _check_cut(self, within_window: bool) -> None:
         assert self._cut_short is not None, "asked only when a leader was cut short"

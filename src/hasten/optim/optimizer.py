@@ -228,11 +228,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def _gradient_versions(self) -> object:
         """Return a value that changes when a backward reaches these parameters."""
-        return (
-            versions(self.parameters)
-            if self._engine is None
-            else self._engine.num_passes
-        )
+        if self._engine is None:
+            return versions(self.parameters)
+        return self._engine.num_passes
 
     def _refuse_lost_gradients(self) -> None:
         """Raise StepError if zero_grad() would have to clear the gradients of one loss and keep those of earlier micro-steps."""
@@ -353,11 +351,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._refuse_unscaled_gradients()
         try:
             engine = self._engine
-            result = (
-                self._precision.step(self.optimizer)
-                if engine is None
-                else engine.apply()
-            )
+            if engine is None:
+                result = self._precision.step(self.optimizer)
+            else:
+                result = engine.apply()
         except (RuntimeError, NotImplementedError) as error:
             self._explain(error)
             raise

@@ -70,11 +70,10 @@ class OptimizerRecord:
         old_parameters: list[Tensor] = []
         new_parameters: list[Tensor] = []
         for param_group, names in zip(optimizer.param_groups, self.groups, strict=True):
-            local_names = (
-                names
-                if not remote_names
-                else tuple(name for name in names if name not in remote_names)
-            )
+            if not remote_names:
+                local_names = names
+            else:
+                local_names = tuple(name for name in names if name not in remote_names)
             if not parameters.keys() >= set(local_names):
                 raise _gone(optimizer, local_names, parameters)
             new_groups.append(list(map(parameters.__getitem__, local_names)))
@@ -178,11 +177,9 @@ def convert_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tens
 def _as_its_parameter(value: Tensor, parameter: Tensor) -> Tensor:
     """Return state made for half-precision weights, in float32 if its parameter has become a float32 master."""
     half = value.dtype in (torch.float16, torch.bfloat16)
-    return (
-        value.float()
-        if half and value.shape == parameter.shape and parameter.dtype == torch.float32
-        else value
-    )
+    if half and value.shape == parameter.shape and parameter.dtype == torch.float32:
+        return value.float()
+    return value
 
 
 def _gone(

@@ -142,17 +142,13 @@ def total_of(scheduler: Any) -> int | None:
     """Return the number of steps after which a schedule ends; None if it has no end, or only warms up."""
     if isinstance(scheduler, torch_schedules.SequentialLR):
         last_length = total_of(scheduler._schedulers[-1])
-        return (
-            None
-            if last_length is None
-            else last_length + int(scheduler.state_dict()["_milestones"][-1])
-        )
+        if last_length is None:
+            return None
+        return last_length + int(scheduler.state_dict()["_milestones"][-1])
     if isinstance(scheduler, torch_schedules.LinearLR):
-        return (
-            int(scheduler.total_iters)
-            if scheduler.end_factor < scheduler.start_factor
-            else None
-        )
+        if scheduler.end_factor < scheduler.start_factor:
+            return int(scheduler.total_iters)
+        return None
     if isinstance(scheduler, torch_schedules.LambdaLR):
         return next(
             (

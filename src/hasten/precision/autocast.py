@@ -159,9 +159,10 @@ def refuse_half_weights(model: nn.Module) -> None:
         if parameter.requires_grad and parameter.dtype == torch.float16
     ]
     if half_parameters:
-        remaining = (
-            "" if len(half_parameters) == 1 else f" and {len(half_parameters) - 1} more"
-        )
+        if len(half_parameters) == 1:
+            remaining = ""
+        else:
+            remaining = f" and {len(half_parameters) - 1} more"
         raise PrecisionError(
             f"parameter {half_parameters[0]!r}{remaining} is float16 and trainable; under fp16 the weights stay float32 and only the "
             f"compute is cast, because small updates vanish in float16. Call model.float() before prepare(), freeze "

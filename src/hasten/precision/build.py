@@ -55,11 +55,10 @@ def build_precision(
             from hasten.precision.autocast import AutocastPrecision  # the same
             from hasten.precision.scaler import LossScaler  # the same
 
-            loss_scaler = (
-                LossScaler(device, scaler or GradScalerKwargs(), comm)
-                if scales
-                else None
-            )
+            if scales:
+                loss_scaler = LossScaler(device, scaler or GradScalerKwargs(), comm)
+            else:
+                loss_scaler = None
             precision = AutocastPrecision(
                 spec, device, torch.float16, kwargs, loss_scaler, in_flight
             )

@@ -146,11 +146,10 @@ def layer_filter(
     if ao_recipe.module_filter_func is not None:
         return ao_recipe.module_filter_func
     linear_names = surgery.linear_names(model)
-    skipped_names = (
-        {linear_names[0], linear_names[-1]}
-        if ao_recipe.skip_first_and_last and linear_names
-        else set()
-    )
+    if ao_recipe.skip_first_and_last and linear_names:
+        skipped_names = {linear_names[0], linear_names[-1]}
+    else:
+        skipped_names = set()
 
     def is_converted(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear) or name in skipped_names:
@@ -220,11 +219,10 @@ class TEForward(forwarding.Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         enabled = self.module.training or self.in_eval
         te = need("transformer_engine.pytorch")
-        context = (
-            te.fp8_autocast(enabled=True, fp8_recipe=self.recipe)
-            if enabled
-            else nullcontext()
-        )
+        if enabled:
+            context = te.fp8_autocast(enabled=True, fp8_recipe=self.recipe)
+        else:
+            context = nullcontext()
         with context:
             return self.inner(*args, **kwargs)
 

@@ -115,12 +115,14 @@ class LossScaler(torch.amp.GradScaler):
         if not self._enabled or (new_scale is None and not has_checked_gradients):
             return
         super().update(new_scale)
-        self._skipped_updates = (
-            self._skipped_updates + 1 if self._overflowed and new_scale is None else 0
-        )
-        self._good_steps = (
-            0 if self._overflowed or new_scale is not None else self._good_steps + 1
-        )
+        if self._overflowed and new_scale is None:
+            self._skipped_updates = self._skipped_updates + 1
+        else:
+            self._skipped_updates = 0
+        if self._overflowed or new_scale is not None:
+            self._good_steps = 0
+        else:
+            self._good_steps = self._good_steps + 1
         if (
             self._overflowed
             or new_scale is not None
@@ -150,11 +152,10 @@ class LossScaler(torch.amp.GradScaler):
         if scale_is_zero or (
             self._max_skipped is not None and self._skipped_updates >= self._max_skipped
         ):
-            limit_words = (
-                "has run out"
-                if scale_is_zero
-                else f"reached scaler.max_skipped_steps={self._max_skipped}"
-            )
+            if scale_is_zero:
+                limit_words = "has run out"
+            else:
+                limit_words = f"reached scaler.max_skipped_steps={self._max_skipped}"
             raise LossScaleError(
                 f"fp16: {self._skipped_updates} updates in a row were skipped because gradients were inf or nan ({limit_words}); the "
                 f"loss scale is {self._known_scale:g}, so that scaling is not the cause and no parameter has changed "
@@ -226,11 +227,12 @@ class LossScaler(torch.amp.GradScaler):
         if self._comm is None:
             return
         flags = list(overflow_flags.values())
-        largest_flag = (
-            torch.stack([flag.to(self._comm.device) for flag in flags]).max()
-            if flags
-            else torch.zeros(())
-        )
+        if flags:
+            largest_flag = torch.stack(
+                [flag.to(self._comm.device) for flag in flags]
+            ).max()
+        else:
+            largest_flag = torch.zeros(())
         shared_flag = self._comm.all_reduce(largest_flag.to(self._comm.device), "max")
         if not flags:
             overflow_flags[self._comm.device] = shared_flag.reshape(1)

@@ -67,11 +67,10 @@ class TerminalDisplay:
 def render_bar(reading: MeterReading, ascii_only: bool = False) -> Text:
     """Return the bar of a terminal with the hint under it: one text, which rich draws three times faster than a table."""
     bar_mark = "-" if ascii_only else "━"
-    num_filled = (
-        _WIDTH
-        if reading.total is None
-        else min(_WIDTH * reading.step // max(reading.total, 1), _WIDTH)
-    )
+    if reading.total is None:
+        num_filled = _WIDTH
+    else:
+        num_filled = min(_WIDTH * reading.step // max(reading.total, 1), _WIDTH)
     bar_text = Text.assemble(
         (f"{reading.desc} " if reading.desc else "", "bold"),
         (bar_mark * num_filled, "bar.complete"),
@@ -166,11 +165,10 @@ class NotebookDisplay:
 
 
 def _render_html(reading: MeterReading) -> str:
-    bar_text = (
-        ""
-        if reading.total is None
-        else f'<progress value="{reading.step}" max="{max(reading.total, 1)}"></progress>'
-    )
+    if reading.total is None:
+        bar_text = ""
+    else:
+        bar_text = f'<progress value="{reading.step}" max="{max(reading.total, 1)}"></progress>'
     hint = f"<br><b>{html.escape(reading.hint)}</b>" if reading.hint else ""
     details = html.escape(" · ".join(text.line_fields(reading)))
     return f"<code>{html.escape(reading.desc)} {bar_text} {html.escape(text.step_count(reading))} {details}{hint}</code>"
@@ -222,8 +220,6 @@ class DisplayMaker:
         """Return the display of a new bar."""
         if self._notebook is not None:
             return NotebookDisplay(self._notebook, **self._interval)
-        return (
-            TerminalDisplay(self._console, **self._interval)
-            if self._shared is None
-            else self._shared
-        )
+        if self._shared is None:
+            return TerminalDisplay(self._console, **self._interval)
+        return self._shared

@@ -83,11 +83,10 @@ class MemoryGauge:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module = (
-            None
-            if device.type == "cpu" or kind_of(device).lazy
-            else torch.get_device_module(device)
-        )
+        if device.type == "cpu" or kind_of(device).lazy:
+            self._module = None
+        else:
+            self._module = torch.get_device_module(device)
         self.total_bytes = self._read_total_bytes()
 
     def used_bytes(self) -> int | None:

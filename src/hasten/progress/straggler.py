@@ -92,11 +92,9 @@ def find_straggler(
         slowest_s for rank, slowest_s in times_s.items() if rank != slowest_rank
     )
     slowest_s = times_s[slowest_rank]
-    return (
-        Straggler(slowest_rank, slowest_s, usual_s)
-        if slowest_s > factor * usual_s and slowest_s - usual_s > at_least_s
-        else None
-    )
+    if slowest_s > factor * usual_s and slowest_s - usual_s > at_least_s:
+        return Straggler(slowest_rank, slowest_s, usual_s)
+    return None
 
 
 class StragglerWatch:

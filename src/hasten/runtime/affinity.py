@@ -29,9 +29,10 @@ def set_affinity(pci_address: str | None, root: Path = SYS) -> str:
         )
     cpulist_path = root / "bus/pci/devices" / pci_address.lower() / "local_cpulist"
     allowed_cpus = os.sched_getaffinity(0)
-    near_cpus = (
-        parse_cpus(cpulist_path.read_text()) if cpulist_path.exists() else frozenset()
-    )
+    if cpulist_path.exists():
+        near_cpus = parse_cpus(cpulist_path.read_text())
+    else:
+        near_cpus = frozenset()
     pinned_cpus = near_cpus & allowed_cpus
     if not pinned_cpus or pinned_cpus == allowed_cpus:
         return "cores left as they are: all or none of them are near the device"

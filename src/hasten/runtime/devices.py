@@ -68,9 +68,10 @@ def choose_device(
     """
     if requested_device is not None:
         return _requested_device(requested_device, local_rank)
-    accelerator = (
-        None if cpu else torch.accelerator.current_accelerator(check_available=True)
-    )
+    if cpu:
+        accelerator = None
+    else:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
     return _indexed_device(accelerator.type, local_rank)
@@ -89,9 +90,9 @@ def _requested_device(requested_device: str, local_rank: int) -> torch.device:
         raise DeviceError(
             f"device {requested_device!r} was asked for, but this machine has {present_devices}; choose one of those."
         )
-    return (
-        device if ":" in requested_device else _indexed_device(device.type, local_rank)
-    )
+    if ":" in requested_device:
+        return device
+    return _indexed_device(device.type, local_rank)
 
 
 def _indexed_device(device_type: str, local_rank: int) -> torch.device:

@@ -36,11 +36,10 @@ class HostPool:
     def __init__(self, pinned: bool, pinned_bytes: int | None = None) -> None:
         """Create an empty pool; `pinned_bytes` limits the page-locked memory, by default to a share of what is free."""
         self._pin = pinned
-        self._pinned_limit_bytes = (
-            int(PINNED_SHARE * free_host_bytes())
-            if pinned_bytes is None
-            else pinned_bytes
-        )
+        if pinned_bytes is None:
+            self._pinned_limit_bytes = int(PINNED_SHARE * free_host_bytes())
+        else:
+            self._pinned_limit_bytes = pinned_bytes
         self._lock = threading.Lock()
         self._free_slabs: list[Tensor] = []
         self._adopted: dict[int, Tensor] = {}
@@ -128,11 +127,10 @@ class HostPool:
                 None,
             )
             slab_bytes = max(_power_of_two(num_bytes), min(self._size, SLAB_BYTES))
-            self._slab = (
-                self._free_slabs.pop(slab_index)
-                if slab_index is not None
-                else self._allocate_slab(slab_bytes)
-            )
+            if slab_index is not None:
+                self._slab = self._free_slabs.pop(slab_index)
+            else:
+                self._slab = self._allocate_slab(slab_bytes)
             self._used = 0
         start_bytes = self._used
         self._used = start_bytes + aligned_bytes(num_bytes)

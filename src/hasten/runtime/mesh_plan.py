@@ -320,9 +320,10 @@ def check_mesh(config: Config, local_world_size: int, mesh: MeshSpec) -> None:
         for setting_name in _AXES_OF_SIZES
         if getattr(config.parallelism, setting_name) not in (None, 1)
     ]
-    requested_mesh = (
-        mesh_of(config, local_world_size, mesh.world_size) if set_names else mesh
-    )
+    if set_names:
+        requested_mesh = mesh_of(config, local_world_size, mesh.world_size)
+    else:
+        requested_mesh = mesh
     for setting_name in set_names:
         axis = _AXES_OF_SIZES[setting_name]
         if getattr(requested_mesh, axis) != getattr(mesh, axis):

@@ -62,9 +62,10 @@ def _checked_seed(seed: object) -> int:
         and 0 <= int(seed) <= _LARGEST_SEED
     ):
         return int(seed)
-    problem_text = (
-        "is negative" if isinstance(seed, Integral) and int(seed) < 0 else "is no seed"
-    )
+    if isinstance(seed, Integral) and int(seed) < 0:
+        problem_text = "is negative"
+    else:
+        problem_text = "is no seed"
     raise ConfigError(
         f"seed={seed!r} {problem_text}: not a whole number from 0 to 2**63 - 1, and numpy and torch take no other; choose one, such as 42."
     )
@@ -297,9 +298,10 @@ def _settled_xla_seed() -> int:
     next_seed = int(xla_model.get_rng_state())
     xla_model.set_rng_state(shown_seed)
     sync()
-    settled_seed = (
-        shown_seed if int(xla_model.get_rng_state()) == next_seed else next_seed
-    )
+    if int(xla_model.get_rng_state()) == next_seed:
+        settled_seed = shown_seed
+    else:
+        settled_seed = next_seed
     xla_model.set_rng_state(settled_seed)
     return settled_seed
 

@@ -146,11 +146,9 @@ class EpochLoops:
         """Return True if a resume starts after the running body: it has trained, and no loader is inside an epoch."""
         if loaders_midway:
             return False
-        return (
-            has_trained
-            if self._objects.optimizers
-            else any(loader.cursor.num_ended for loader in self._objects.loaders)
-        )
+        if self._objects.optimizers:
+            return has_trained
+        return any(loader.cursor.num_ended for loader in self._objects.loaders)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the loops continue from `state`, once the loaders have their positions."""

@@ -63,17 +63,16 @@ def find_source(
     agreement.label = "looking for the newest checkpoint"
     memory_choice = newer_states.newest(agreement) if newer_states is not None else None
     if project.project_dir is None and (memory_choice is not None or not must_exist):
-        return (
-            None
-            if newer_states is None or memory_choice is None
-            else (*newer_states.fetch(memory_choice, agreement), True)
-        )
+        if newer_states is None or memory_choice is None:
+            return None
+        return (*newer_states.fetch(memory_choice, agreement), True)
     store = open_store(automatic_root(project))
     checkpoint_name = find_newest_of_all(store, agreement)
     if newer_states is not None and memory_choice is not None:
-        saved_step = (
-            None if checkpoint_name is None else store.manifest(checkpoint_name).step
-        )
+        if checkpoint_name is None:
+            saved_step = None
+        else:
+            saved_step = store.manifest(checkpoint_name).step
         if all(
             rank_step is None or rank_step <= memory_choice.step
             for rank_step in agreement.share(saved_step)

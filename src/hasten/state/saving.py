@@ -293,11 +293,9 @@ class Saving:
         )
         world = self._ctx.world
         if world.size == 1:
-            return (
-                gather_slices(state_tree, world, keeps=True)
-                if self.whole
-                else state_tree
-            )
+            if self.whole:
+                return gather_slices(state_tree, world, keeps=True)
+            return state_tree
         if save.ranks == world.ranks:
             state_tree = owned_by_axes(state_tree, self._is_first)
         else:  # separate disks: each machine writes everything that its ranks hold

@@ -19,11 +19,10 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    block = (
-        _common_class(module)
-        if isinstance(module, (nn.ModuleList, nn.Sequential))
-        else None
-    )
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        block = _common_class(module)
+    else:
+        block = None
     for child_name, child in module.named_children():
         path = f"{prefix}.{child_name}" if prefix else child_name
         if block is not None and isinstance(child, block):

@@ -104,11 +104,9 @@ def _refusal(blocks: Sequence[nn.Module], device: torch.device) -> str:
     if not blocks:
         return "it has no repeated block"
     if device.type == "cuda":
-        return (
-            ""
-            if importlib.util.find_spec("triton")
-            else "Triton, which generates its kernels, is not installed"
-        )
+        if importlib.util.find_spec("triton"):
+            return ""
+        return "Triton, which generates its kernels, is not installed"
     if device.type == "cpu":
         return "" if shutil.which("g++") else "there is no g++ on this machine"
     return f"automatic compilation has not been tested on {device.type}"
@@ -124,9 +122,10 @@ class FirstCalls:
         self, modules: Sequence[nn.Module], name: str, is_main: bool, automatic: bool
     ) -> None:
         self._modules = modules
-        self._title = (
-            name if len(modules) == 1 else f"the {len(modules)} blocks of {name}"
-        )
+        if len(modules) == 1:
+            self._title = name
+        else:
+            self._title = f"the {len(modules)} blocks of {name}"
         self._name = name
         self._is_main = is_main
         self._automatic = automatic
@@ -172,9 +171,10 @@ class FirstCalls:
         ):
             self._explain_nothing()
         elif self._is_main:
-            graphs = (
-                "1 graph" if self._num_graphs == 1 else f"{self._num_graphs} graphs"
-            )
+            if self._num_graphs == 1:
+                graphs = "1 graph"
+            else:
+                graphs = f"{self._num_graphs} graphs"
             log.info("compiled %s in %.1f s (%s)", self._title, self._spent_s, graphs)
 
     def _explain_nothing(self) -> None:
@@ -196,11 +196,10 @@ class FirstCalls:
         log.warning("performance: %s is not compiled: %s", self._name, reason)
 
     def _waiting_text(self, seconds: float) -> str:
-        block = (
-            ""
-            if len(self._modules) == 1
-            else f", block {self._num_called} of {len(self._modules)}"
-        )
+        if len(self._modules) == 1:
+            block = ""
+        else:
+            block = f", block {self._num_called} of {len(self._modules)}"
         return f"compiling {self._name}{block}, {self._spent_s + seconds:.0f} s"
 
 
@@ -383,11 +382,9 @@ def options(dynamo: TorchDynamoPlugin) -> dict[str, Any]:
     }
     if dynamo.options is not None:
         return {**compile_options, "options": dict(dynamo.options)}
-    return (
-        compile_options
-        if dynamo.mode == "default"
-        else {**compile_options, "mode": dynamo.mode}
-    )
+    if dynamo.mode == "default":
+        return compile_options
+    return {**compile_options, "mode": dynamo.mode}
 
 
 def is_compiled(model: nn.Module) -> bool:

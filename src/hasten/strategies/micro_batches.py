@@ -46,19 +46,19 @@ def share(output: Any, group_comm: ProcessGroupComm, source: int) -> Any:
     spec = group_comm.broadcast_object(spec, source)
     if isinstance(spec, str):
         raise StepError(spec)
-    local_tensors = (
-        iter(trees.tensors(output)) if group_comm.rank == source else iter(())
-    )
+    if group_comm.rank == source:
+        local_tensors = iter(trees.tensors(output))
+    else:
+        local_tensors = iter(())
 
     def fetch(shape: list[int], dtype: str) -> Tensor:
         local_tensor = next(local_tensors, None)
-        source_tensor = (
-            local_tensor.detach()
-            if local_tensor is not None
-            else torch.empty(
+        if local_tensor is not None:
+            source_tensor = local_tensor.detach()
+        else:
+            source_tensor = torch.empty(
                 shape, dtype=getattr(torch, dtype), device=group_comm.device
             )
-        )
         return group_comm.broadcast(source_tensor, source)
 
     received_output = _rebuild(spec, fetch)
@@ -75,11 +75,9 @@ def _describe(tree: Any) -> Any:
         return {tree_class.__name__: [_describe(subtree) for subtree in tree]}
     if isinstance(tree, dict):  # transformers' outputs are subclasses of dict
         subtrees = {str(key): _describe(subtree) for key, subtree in tree.items()}
-        return (
-            {"dict": subtrees}
-            if tree_class is dict
-            else {"output": [tree_class.__module__, tree_class.__qualname__, subtrees]}
-        )
+        if tree_class is dict:
+            return {"dict": subtrees}
+        return {"output": [tree_class.__module__, tree_class.__qualname__, subtrees]}
     raise StepError(
         f"the model returned a {tree_class.__name__}, which cannot be sent to the other pipeline stages. Return tensors, or "
         "tuples, lists and dicts of them."

@@ -147,11 +147,12 @@ def scatter_from_rank_0(
     """
     for tensor_name, target in named_tensors(model):
         unsharded_tensor = unsharded_tensors.pop(tensor_name, None)
-        broadcast_source = (
-            torch.empty(target.shape, dtype=target.dtype, device=ctx.device)
-            if unsharded_tensor is None
-            else unsharded_tensor
-        )
+        if unsharded_tensor is None:
+            broadcast_source = torch.empty(
+                target.shape, dtype=target.dtype, device=ctx.device
+            )
+        else:
+            broadcast_source = unsharded_tensor
         whole_tensor = ctx.world.broadcast(broadcast_source.to(ctx.device))
         if isinstance(target, DTensor):
             own_slice = dtensor_slice(target)
@@ -171,9 +172,9 @@ def allocate_meta(model: nn.Module, device: torch.device) -> None:
         if not tensor.is_meta:
             return tensor
         allocated = torch.empty_like(tensor, device=device)
-        return (
-            allocated.fill_(torch.nan) if allocated.is_floating_point() else allocated
-        )
+        if allocated.is_floating_point():
+            return allocated.fill_(torch.nan)
+        return allocated
 
     if any(tensor.is_meta for _, tensor in named_tensors(model)):
         model._apply(allocate)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -50,11 +50,9 @@ def whole_on_main(model: nn.Module, is_main: bool) -> dict[str, Any]:
         if id(value) not in host_tensors:
             unsharded_tensor = whole_of(value) if is_dtensor(value) else value
             host_tensors[id(value)] = _on_host(unsharded_tensor) if is_main else None
-    return (
-        {name: host_tensors[id(value)] for name, value in state.items()}
-        if is_main
-        else {}
-    )
+    if is_main:
+        return {name: host_tensors[id(value)] for name, value in state.items()}
+    return {}
 
 
 # Any: a tensor, or extra state, which is returned unchanged

@@ -84,9 +84,10 @@ class _PoolCall:
     folder: Path
 
     def job(self, rank: int, variables: Mapping[str, str]) -> PoolJob:
-        rank_variables = (
-            {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.num_ranks > 1 else {}
-        )
+        if self.num_ranks > 1:
+            rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        else:
+            rank_variables = {}
         # an Accelerator created in the call must not use an available accelerator
         if self.device == "cpu":
             rank_variables["HASTEN_CPU"] = "1"
@@ -365,11 +366,10 @@ class _TeamWatch:
 
         The pool kills those that do not stop.
         """
-        stop_status: RankStatus = (
-            "interrupted"
-            if any(outcome.status != "returned" for outcome in self._done.values())
-            else "hung"
-        )
+        if any(outcome.status != "returned" for outcome in self._done.values()):
+            stop_status: RankStatus = "interrupted"
+        else:
+            stop_status = "hung"
         stopped_workers = dict(self._pending)
         for worker in stopped_workers.values():
             worker.signal(STACK_SIGNAL)
@@ -396,11 +396,9 @@ class _TeamWatch:
 
     def _read(self, file_prefix: str, rank: int) -> str:
         path = self._call.folder / f"{file_prefix}-{rank}"
-        return (
-            path.read_text(errors="replace")[-MAX_OUTPUT_CHARS:]
-            if path.exists()
-            else ""
-        )
+        if path.exists():
+            return path.read_text(errors="replace")[-MAX_OUTPUT_CHARS:]
+        return ""
 
 
 def _unpickle_exception(pickled: bytes) -> BaseException | None:

@@ -159,11 +159,9 @@ def _select_device(job: PoolJob) -> torch.device:
 def _select_backend(job: PoolJob) -> str:
     """Return gloo, combined with the device's backend if every rank has a separate device."""
     device_backend = None if job.device == "cpu" else kind_of(job.device).backend
-    return (
-        f"cpu:gloo,{job.device}:{device_backend}"
-        if device_backend and torch.accelerator.device_count() >= job.world_size
-        else "gloo"
-    )
+    if device_backend and torch.accelerator.device_count() >= job.world_size:
+        return f"cpu:gloo,{job.device}:{device_backend}"
+    return "gloo"
 
 
 @contextmanager

@@ -130,11 +130,10 @@ def _losses_of_start(run_start: _RunStart) -> dict[str, float]:
         for phase, spent_s in logged_event.get("rest", {}).items():
             if phase in seconds_by_cause:
                 seconds_by_cause[phase] += float(spent_s)
-    last_s = (
-        float(steps["time"][-1])
-        if len(steps)
-        else run_start.began_s + seconds_by_cause["startup"]
-    )
+    if len(steps):
+        last_s = float(steps["time"][-1])
+    else:
+        last_s = run_start.began_s + seconds_by_cause["startup"]
     if any(
         logged_event.get("event") == "stalled" and logged_event["time"] > last_s
         for logged_event in run_start.log.events

@@ -116,9 +116,11 @@ class JsonlTracker(Tracker):
 def _json_safe(value: Scalar | None) -> Scalar | None:
     """Return the value with NaN and infinities as words, since JSON does not have them."""
     if isinstance(value, float) and not math.isfinite(value):
-        return (
-            "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-        )
+        if math.isnan(value):
+            return "NaN"
+        if value > 0:
+            return "Infinity"
+        return "-Infinity"
     return value
 
 

@@ -152,11 +152,12 @@ class TrackerManager:
         run_ids: Mapping[str, str] = resumed_state.get("runs", {})
         for tracker_writer in self._tracker_writers:
             tracker_name = tracker_writer.tracker.name
-            resume = (
-                Resume(run_id=run_ids[tracker_name], step=int(resumed_state["step"]))
-                if tracker_name in run_ids
-                else None
-            )
+            if tracker_name in run_ids:
+                resume = Resume(
+                    run_id=run_ids[tracker_name], step=int(resumed_state["step"])
+                )
+            else:
+                resume = None
             tracker_writer.start(
                 replace(
                     tracker_run,
@@ -388,9 +389,9 @@ class TrackerManager:
             if tracker_writer.tracker.name == tracker_name and (
                 tracker_writer.open or not self._started
             ):
-                return (
-                    tracker_writer.tracker.native if unwrap else tracker_writer.tracker
-                )
+                if unwrap:
+                    return tracker_writer.tracker.native
+                return tracker_writer.tracker
         return DummyTracker()
 
     # ---- ending and resuming

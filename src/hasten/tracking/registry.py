@@ -49,9 +49,10 @@ def build_trackers(
             f"log_with={log_with!r} is of type {type(log_with).__name__}, so it is unclear where to log; give a name such as 'jsonl', a "
             "hasten.extending.Tracker, or a list of them."
         )
-    requested_trackers = (
-        [log_with] if isinstance(log_with, str | Tracker | Enum) else list(log_with)
-    )
+    if isinstance(log_with, str | Tracker | Enum):
+        requested_trackers = [log_with]
+    else:
+        requested_trackers = list(log_with)
     trackers: list[Tracker] = []
     for requested_tracker in requested_trackers:
         if isinstance(requested_tracker, Tracker):
@@ -112,11 +113,10 @@ def tracker_class(name: str) -> type[Tracker]:
     if name not in offered_trackers:
         known_names = tracker_names()
         similar_names = difflib.get_close_matches(name, known_names, n=1)
-        hint = (
-            f"Did you mean {similar_names[0]!r}?"
-            if similar_names
-            else "Pass custom trackers as instances."
-        )
+        if similar_names:
+            hint = f"Did you mean {similar_names[0]!r}?"
+        else:
+            hint = "Pass custom trackers as instances."
         raise TrackerError(
             f"there is no tracker {name!r}; the trackers are {', '.join(known_names)} and 'all'. {hint}"
         )

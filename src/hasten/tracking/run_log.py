@@ -358,11 +358,10 @@ def read_run_log(folder: Path) -> list[LoggedRank]:
         )
         if tuple(started_event.get("parts", ())) != PARTS:
             continue
-        content = (
-            path.with_suffix(".steps").read_bytes()
-            if path.with_suffix(".steps").exists()
-            else b""
-        )
+        if path.with_suffix(".steps").exists():
+            content = path.with_suffix(".steps").read_bytes()
+        else:
+            content = b""
         num_complete_bytes = len(content) // dtype.itemsize * dtype.itemsize
         rank = int(path.stem.split("-")[0].removeprefix("rank"))
         logs.append(

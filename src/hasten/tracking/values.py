@@ -186,11 +186,9 @@ def plain_cell(logged_value: Any) -> Scalar | None:
         return logged_value
     if hasattr(logged_value, "item") and not hasattr(logged_value, "full_tensor"):
         array_item = logged_value.item()
-        return (
-            array_item
-            if isinstance(array_item, (bool, int, float, str))
-            else str(array_item)
-        )
+        if isinstance(array_item, (bool, int, float, str)):
+            return array_item
+        return str(array_item)
     return str(logged_value)
 
 

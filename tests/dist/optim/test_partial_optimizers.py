@@ -98,7 +98,7 @@ def test_a_part_of_the_parameters_is_trained_as_in_plain_torch(
         torch.testing.assert_close(whole(got.detach()), want, rtol=0, atol=1e-9)
 
 
-def clip_both_layers(accelerator: Accelerator) -> Tensor:
+def clip_both_layers(accelerator: Accelerator) -> Tensor | None:
     """Clip all parameters of a network whose optimizer holds the second layer alone."""
     net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
     head = net[1].parameters()

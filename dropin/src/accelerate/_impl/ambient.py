@@ -60,11 +60,9 @@ class EstablishedProcess(Process):
         self, is_selected: Callable[[], bool], function: Callable[..., Any]
     ) -> Callable[..., Any]:
         # quirk: ONE_PROCESS_IS_ALL
-        return (
-            function
-            if self.num_processes == 1
-            else Process._run_only_where(is_selected, function)
-        )
+        if self.num_processes == 1:
+            return function
+        return Process._run_only_where(is_selected, function)
 
     @contextmanager
     def split_between_processes(

@@ -167,11 +167,12 @@ def _sort_accumulation(
     num_steps = int(
         environment().get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", str(steps))
     )
-    sorted_arguments.accumulation = (
-        kinds.GradientAccumulationPlugin(num_steps=num_steps)
-        if plugin is None
-        else plugin
-    )
+    if plugin is None:
+        sorted_arguments.accumulation = kinds.GradientAccumulationPlugin(
+            num_steps=num_steps
+        )
+    else:
+        sorted_arguments.accumulation = plugin
     if (
         sorted_arguments.accumulation.num_steps is not None
         or sorted_arguments.accumulation != kinds.GradientAccumulationPlugin()
@@ -197,9 +198,10 @@ def _sort_sharding(
 def _sort_engine(
     sorted_arguments: Arguments, plugin: Any, plugins: Any, explicit: bool
 ) -> None:
-    earlier = (
-        AMBIENT.whole.get("deepspeed_plugins") if plugins is plugin is None else plugins
-    )
+    if plugins is plugin is None:
+        earlier = AMBIENT.whole.get("deepspeed_plugins")
+    else:
+        earlier = plugins
     sorted_arguments.deepspeed = chosen_plugins(plugin, earlier)
     active = active_plugin(sorted_arguments.deepspeed)
     if active is None:

@@ -302,9 +302,9 @@ def gather_object(object: Any) -> Any:
 @verify_operation
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Return the tensors of one process, written into those of the others. Ranks: every rank."""
-    return (
-        tensor if _world_comm().size == 1 else _gpu_broadcast(tensor, src=from_process)
-    )
+    if _world_comm().size == 1:
+        return tensor
+    return _gpu_broadcast(tensor, src=from_process)
 
 
 def _gpu_broadcast(data: Any, src: int = 0) -> Any:
@@ -321,11 +321,9 @@ def _gpu_broadcast(data: Any, src: int = 0) -> Any:
 def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
     """Return the list, its items replaced by those of one process. Ranks: every rank."""
     world = _world_comm()
-    return (
-        object_list
-        if world.size == 1
-        else ops.broadcast_object_list(object_list, world, from_process)
-    )
+    if world.size == 1:
+        return object_list
+    return ops.broadcast_object_list(object_list, world, from_process)
 
 
 @verify_operation

@@ -507,11 +507,10 @@ class ClearMLTracker(_Tables):
                 "`ClearMLTracker.log_table` requires that `data` to be supplied if `dataframe` is `None`"
             )
         if rows is None:
-            rows = (
-                [table["columns"], *table["data"]]
-                if table["columns"]
-                else table["data"]
-            )
+            if table["columns"]:
+                rows = [table["columns"], *table["data"]]
+            else:
+                rows = table["data"]
         self.task.get_logger().report_table(
             **_plot_title(name), table_plot=rows, iteration=step, **kwargs
         )
@@ -541,11 +540,9 @@ class DVCLiveTracker(_Package):
         self.live = live
 
     def _open(self) -> Any:
-        return (
-            self.live
-            if self.live is not None
-            else self._module.Live(**self.init_kwargs)
-        )
+        if self.live is not None:
+            return self.live
+        return self._module.Live(**self.init_kwargs)
 
     @on_main_process
     def log(
@@ -650,11 +647,10 @@ def begin(
         tracker: Any = kind
         if not isinstance(kind, GeneralTracker):
             tracker_class: Any = LOGGER_TYPE_TO_CLASS[str(kind)]
-            folder_arguments = (
-                [logging_dir]
-                if getattr(tracker_class, "requires_logging_directory", False)
-                else []
-            )
+            if getattr(tracker_class, "requires_logging_directory", False):
+                folder_arguments = [logging_dir]
+            else:
+                folder_arguments = []
             tracker = tracker_class(
                 project, *folder_arguments, **init_kwargs.get(str(kind), {})
             )

@@ -84,9 +84,10 @@ def _pack_tagged(
         ]
         return {TAG: _MAPPINGS[state_class], "of": packed_pairs}
     if state_class in (torch.Size, set, frozenset, collections.deque):
-        inner_states = (
-            sorted(state, key=repr) if state_class in (set, frozenset) else state
-        )
+        if state_class in (set, frozenset):
+            inner_states = sorted(state, key=repr)
+        else:
+            inner_states = state
         packed_states: list[Json] = [
             _pack(inner_state, f"{inner_path}{index}", tensors, keep_tags)
             for index, inner_state in enumerate(inner_states)
@@ -95,11 +96,9 @@ def _pack_tagged(
             TAG: state_class.__name__.lower(),
             "of": packed_states,
         }
-        return (
-            {**tagged, "maxlen": state.maxlen}
-            if state_class is collections.deque
-            else tagged
-        )
+        if state_class is collections.deque:
+            return {**tagged, "maxlen": state.maxlen}
+        return tagged
     return _pack_scalar(state, state_path, tensors)
 
 
@@ -217,14 +216,13 @@ def _unpack(packed_state: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
     packed_kind = packed_state[TAG]
     if packed_kind in ("tensor", "ndarray", "npscalar"):
         tensor_key = packed_state["key"]
-        tensor = (
-            _unpack(tensor_key, tensors)
-            if isinstance(tensor_key, dict)
-            else tensors[str(tensor_key)]
-        )
-        return (
-            tensor if packed_kind == "tensor" else _make_array(str(packed_kind), tensor)
-        )
+        if isinstance(tensor_key, dict):
+            tensor = _unpack(tensor_key, tensors)
+        else:
+            tensor = tensors[str(tensor_key)]
+        if packed_kind == "tensor":
+            return tensor
+        return _make_array(str(packed_kind), tensor)
     if packed_kind in _READERS:
         return _READERS[str(packed_kind)](packed_state["of"])
     if not isinstance(packed_state["of"], list):

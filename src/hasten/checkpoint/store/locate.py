@@ -74,11 +74,9 @@ def open_store(location: str | Path) -> CheckpointStore:
     location_text = str(location)
     if location_text.startswith("file://"):
         return LocalStore(location_text.removeprefix("file://"))
-    return (
-        _open_url(location_text)
-        if is_url(location_text)
-        else LocalStore(Path(location_text))
-    )
+    if is_url(location_text):
+        return _open_url(location_text)
+    return LocalStore(Path(location_text))
 
 
 def _open_url(url: str) -> CheckpointStore:
@@ -122,11 +120,10 @@ def locate_existing(location: str | Path) -> tuple[CheckpointStore, str]:
         checkpoint_path = store.folder(name)
         if checkpoint_path.is_file():
             has_manifest = (checkpoint_path.parent / MANIFEST_NAME).is_file()
-            hint = (
-                f"give the folder it is in, {checkpoint_path.parent}"
-                if has_manifest
-                else "give such a folder"
-            )
+            if has_manifest:
+                hint = f"give the folder it is in, {checkpoint_path.parent}"
+            else:
+                hint = "give such a folder"
             raise IncompleteCheckpointError(
                 f"{location} is a file; a checkpoint is a folder with {MANIFEST_NAME} in it, as save_state writes it: {hint}."
             )
@@ -201,11 +198,9 @@ def find_newest(store: CheckpointStore, log_level: int = logging.WARNING) -> str
 
 def join_location(location: str, *path_parts: str) -> str:
     """Return a path or URL with further parts appended."""
-    return (
-        "/".join((location.rstrip("/"), *path_parts))
-        if is_url(location)
-        else str(Path(location).joinpath(*path_parts))
-    )
+    if is_url(location):
+        return "/".join((location.rstrip("/"), *path_parts))
+    return str(Path(location).joinpath(*path_parts))
 
 
 def find_newest_of_all(store: CheckpointStore, agreement: Agreement) -> str | None:

@@ -68,11 +68,9 @@ def _normalize_key(device_key: DeviceKey) -> DeviceKey:
 
 def device_order(device_key: DeviceKey) -> tuple[int, int]:
     """Return the place of a device in a map: accelerators by number, then "mps", "cpu" and "disk"."""
-    return (
-        (0, device_key)
-        if isinstance(device_key, int)
-        else (("mps", "cpu", "disk").index(device_key) + 1, 0)
-    )
+    if isinstance(device_key, int):
+        return (0, device_key)
+    return (("mps", "cpu", "disk").index(device_key) + 1, 0)
 
 
 def _num_devices() -> int:
@@ -312,9 +310,10 @@ def clean_device_map(
         if entry_name != module_name
     )
     for child_name in child_names:
-        device_map = (
-            clean_device_map(device_map, child_name) if child_name else device_map
-        )
+        if child_name:
+            device_map = clean_device_map(device_map, child_name)
+        else:
+            device_map = device_map
     return device_map
 
 

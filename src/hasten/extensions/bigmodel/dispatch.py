@@ -98,9 +98,10 @@ def dispatch_model(
     """
     check_device_map(model, device_map)
     end_dispatch(model)
-    compute_device = (
-        main_device_of(device_map) if main_device is None else device_of(main_device)
-    )
+    if main_device is None:
+        compute_device = main_device_of(device_map)
+    else:
+        compute_device = device_of(main_device)
     offload_kinds = ("disk",) if compute_device.type == "cpu" else OFFLOAD
     skipped_keys = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
     device_names = {
@@ -261,11 +262,12 @@ def _copy_to(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     copied_tensor = tensor.detach().to(device, copy=True)
     tensor_class: Any = type(tensor)  # Any: a subclass with another constructor
-    copied_parameter: Tensor = (
-        tensor_class(copied_tensor, requires_grad=tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else copied_tensor
-    )
+    if isinstance(tensor, nn.Parameter):
+        copied_parameter: Tensor = tensor_class(
+            copied_tensor, requires_grad=tensor.requires_grad
+        )
+    else:
+        copied_parameter = copied_tensor
     return copied_parameter
 
 
@@ -304,11 +306,10 @@ def _attach_forwards(
                         PlacedForward(device_of(device_key), skipped_keys),
                     )
     root_device = device_map.get("")
-    input_device = (
-        compute_device
-        if root_device is None or "" in streamed_names
-        else device_of(root_device)
-    )
+    if root_device is None or "" in streamed_names:
+        input_device = compute_device
+    else:
+        input_device = device_of(root_device)
     if forwarding.find(model, PlacedForward.tag) is None:
         forwarding.replace(
             model, PlacedForward(input_device, skipped_keys, return_to_input=True)
@@ -358,11 +359,9 @@ def _start_streaming(
         to_host = (
             device_names[owner_in(device_names, named_tensor.name) or ""] != "disk"
         )
-        return (
-            PackedTensor(named_tensor.tensor, table_places)
-            if file_piece is None
-            else mapped_entry(named_tensor.tensor, table_places, file_piece, to_host)
-        )
+        if file_piece is None:
+            return PackedTensor(named_tensor.tensor, table_places)
+        return mapped_entry(named_tensor.tensor, table_places, file_piece, to_host)
 
     units = make_units(unit_cuts, entry_of)
     unit_packs = list(dict.fromkeys(pack for unit in units for pack in unit.packs))
@@ -460,11 +459,9 @@ def _execution_device(model: nn.Module, device: Place | None) -> torch.device:
         torch.device("cpu"),
     )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return (
-        weight_device
-        if weight_device.type != "cpu" or accelerator is None
-        else torch.device(accelerator.type, 0)
-    )
+    if weight_device.type != "cpu" or accelerator is None:
+        return weight_device
+    return torch.device(accelerator.type, 0)
 
 
 def _offload_model(

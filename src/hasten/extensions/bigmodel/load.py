@@ -212,15 +212,13 @@ class _LoadPlan:
     def device(self, named_tensor: NamedTensor) -> torch.device:
         """Return the target device of a weight."""
         if self.keep_device:
-            return (
-                torch.device("cpu")
-                if named_tensor.tensor.is_meta
-                else named_tensor.tensor.device
-            )
+            if named_tensor.tensor.is_meta:
+                return torch.device("cpu")
+            return named_tensor.tensor.device
         device_key = self.places[owner_in(self.places, named_tensor.name) or ""]
-        return (
-            torch.device("cpu") if str(device_key) == "disk" else device_of(device_key)
-        )
+        if str(device_key) == "disk":
+            return torch.device("cpu")
+        return device_of(device_key)
 
     def dtype_of(self, named_tensor: NamedTensor) -> torch.dtype:
         """Return the target dtype of a weight; only floating point weights are converted."""

@@ -200,11 +200,10 @@ def _plan_read(entry: PackedTensor, host_pool: HostPool) -> Copy:
     assert file_piece is not None, "the tensor lies in a file"
     host_slab, start_byte, flat_bytes = host_pool.cut(entry.num_bytes)
     shaped_tensor = flat_bytes.view(entry.rest.dtype).view(entry.rest.shape)
-    entry.rest = (
-        _make_parameter(shaped_tensor, entry.rest)
-        if isinstance(entry.rest, nn.Parameter)
-        else shaped_tensor
-    )
+    if isinstance(entry.rest, nn.Parameter):
+        entry.rest = _make_parameter(shaped_tensor, entry.rest)
+    else:
+        entry.rest = shaped_tensor
     entry.put(entry.rest)
     entry.home, entry.piece, entry.to_host = (host_slab, start_byte), None, False
     return Copy(flat_bytes, as_bytes(file_piece.data), file_piece.file)
@@ -244,11 +243,10 @@ def mapped_entry(
 ) -> PackedTensor:
     """Return an entry whose bytes stay in a file or are read to the host; the model refers to the mapped file."""
     file_data = file_piece.data.reshape(resting_tensor.shape)
-    mapped_tensor: Tensor = (
-        _make_parameter(file_data, resting_tensor)
-        if isinstance(resting_tensor, nn.Parameter)
-        else file_data
-    )
+    if isinstance(resting_tensor, nn.Parameter):
+        mapped_tensor: Tensor = _make_parameter(file_data, resting_tensor)
+    else:
+        mapped_tensor = file_data
     entry = PackedTensor(
         mapped_tensor,
         table_places,

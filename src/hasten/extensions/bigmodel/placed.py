@@ -124,9 +124,10 @@ class PlacedForward(forwarding.Forward):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        first_input = (
-            next(iter(tensors((args, kwargs))), None) if self.return_to_input else None
-        )
+        if self.return_to_input:
+            first_input = next(iter(tensors((args, kwargs))), None)
+        else:
+            first_input = None
         args, kwargs = self.inputs(args, kwargs)
         forward_output = self.inner(*args, **kwargs)
         if first_input is not None and not first_input.is_meta:

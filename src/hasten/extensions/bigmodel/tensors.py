@@ -47,11 +47,10 @@ def set_tensor(
     """
     owner_module, tensor_key = parent_of(module, name)
     is_buffer = tensor_key in owner_module._buffers
-    current_tensor = (
-        owner_module._buffers[tensor_key]
-        if is_buffer
-        else owner_module._parameters.get(tensor_key)
-    )
+    if is_buffer:
+        current_tensor = owner_module._buffers[tensor_key]
+    else:
+        current_tensor = owner_module._parameters.get(tensor_key)
     if current_tensor is None:
         raise PrepareError(
             f"{type(owner_module).__name__} has no parameter or buffer {tensor_key!r} to put on {device}."
@@ -71,17 +70,17 @@ def set_tensor(
         )
     source_tensor = current_tensor if value is None else value
     source_address = 0 if source_tensor.is_meta else source_tensor.data_ptr()
-    shared_copy = (
-        tied.get(source_address, {}).get(device)
-        if tied is not None and source_address
-        else None
-    )
+    if tied is not None and source_address:
+        shared_copy = tied.get(source_address, {}).get(device)
+    else:
+        shared_copy = None
     with torch.no_grad():
-        moved_tensor: Any = (
-            source_tensor.to(device, dtype, non_blocking=non_blocking)
-            if shared_copy is None
-            else shared_copy
-        )
+        if shared_copy is None:
+            moved_tensor: Any = source_tensor.to(
+                device, dtype, non_blocking=non_blocking
+            )
+        else:
+            moved_tensor = shared_copy
     if is_buffer:
         owner_module._buffers[tensor_key] = moved_tensor
         return
@@ -94,9 +93,10 @@ def set_tensor(
         tensor_class: Any = type(
             current_tensor
         )  # Any: a subclass with another constructor
-        options = (
-            {} if tensor_class is nn.Parameter else _constructor_options(current_tensor)
-        )
+        if tensor_class is nn.Parameter:
+            options = {}
+        else:
+            options = _constructor_options(current_tensor)
         moved_tensor = tensor_class(moved_tensor, requires_grad=needs_grad, **options)
     if tied is not None and source_address in tied:
         tied[source_address][device] = moved_tensor
@@ -148,9 +148,10 @@ def align_module_device(
     Without a device, offloaded parameters move to their compute device, and others stay.
     """
     streamers = streamers_of(module)
-    target_device = (
-        device_of(execution_device) if execution_device is not None else None
-    )
+    if execution_device is not None:
+        target_device = device_of(execution_device)
+    else:
+        target_device = None
     if target_device is None and streamers:
         target_device = streamers[0].device
     if target_device is None:
@@ -202,11 +203,10 @@ def attach_layerwise_casting_hooks(
 
     Modules whose name matches a pattern, or that are of one of the classes, keep their dtype, including their submodules.
     """
-    patterns = (
-        [skip_modules_pattern]
-        if isinstance(skip_modules_pattern, str)
-        else list(skip_modules_pattern or ())
-    )
+    if isinstance(skip_modules_pattern, str):
+        patterns = [skip_modules_pattern]
+    else:
+        patterns = list(skip_modules_pattern or ())
 
     def visit(submodule: nn.Module, name: str) -> None:
         skipped = isinstance(submodule, skip_modules_classes or ()) or any(

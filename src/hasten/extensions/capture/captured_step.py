@@ -94,11 +94,9 @@ class StepGraph:
             group_rate.follow()
         self._graph.replay()
         outputs = [tensor.clone() for tensor in self._outputs]
-        return (
-            trees.replace_tensors(self._returned, outputs)
-            if outputs
-            else self._returned
-        )
+        if outputs:
+            return trees.replace_tensors(self._returned, outputs)
+        return self._returned
 
     def _tensor_addresses(self) -> list[int]:
         """Return the addresses of all tensors that a step reads and writes besides its inputs."""

@@ -145,11 +145,12 @@ def _run_list(arguments: argparse.Namespace) -> int:
         f"{'name':<24} {'step':>9} {'ranks':>5} {'size':>10}  {'saved':<17} state"
     )
     for row in rows:
-        saved_time = (
-            dt.datetime.fromtimestamp(row.created_s).strftime("%Y-%m-%d %H:%M")
-            if row.created_s
-            else "-"
-        )
+        if row.created_s:
+            saved_time = dt.datetime.fromtimestamp(row.created_s).strftime(
+                "%Y-%m-%d %H:%M"
+            )
+        else:
+            saved_time = "-"
         state_text = "complete" if row.complete else f"INCOMPLETE: {row.problem}"
         metrics_text = " ".join(
             f"{metric_name}={metric_value:g}"
@@ -195,11 +196,10 @@ def _run_show(arguments: argparse.Namespace) -> int:
     _write_line(
         f"{description['where']}/{description['name']}: step {description['step']}, {_format_size(description['num_bytes'])} in {description['num_files']} files"
     )
-    processes_text = (
-        "1 process"
-        if description["world_size"] == 1
-        else f"{description['world_size']} processes"
-    )
+    if description["world_size"] == 1:
+        processes_text = "1 process"
+    else:
+        processes_text = f"{description['world_size']} processes"
     _write_line(
         f"saved by {processes_text}, mesh {description['mesh']}, versions {description['versions']}"
     )
@@ -224,11 +224,10 @@ def _run_diff(arguments: argparse.Namespace) -> int:
         arguments.first, arguments.second, arguments.component
     )
     for difference in differences:
-        largest_text = (
-            ""
-            if difference.largest is None
-            else f", by {difference.largest:.6g} at most"
-        )
+        if difference.largest is None:
+            largest_text = ""
+        else:
+            largest_text = f", by {difference.largest:.6g} at most"
         _write_line(f"{difference.name}: {difference.what}{largest_text}")
     _write_line(f"{len(differences)} differences" if differences else "equal")
     return 1 if differences else 0

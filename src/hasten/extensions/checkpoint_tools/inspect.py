@@ -259,9 +259,10 @@ def diff(first: str, second: str, component: str = "model") -> list[TensorDiffer
                 )
             )
         elif not torch.equal(first_tensor, second_tensor):
-            wide_dtype = (
-                torch.complex128 if first_tensor.is_complex() else torch.float64
-            )
+            if first_tensor.is_complex():
+                wide_dtype = torch.complex128
+            else:
+                wide_dtype = torch.float64
             largest_difference = float(
                 (first_tensor.to(wide_dtype) - second_tensor.to(wide_dtype)).abs().max()
             )
@@ -435,9 +436,10 @@ def _read_models(folder: Path, allow_pickle: bool) -> dict[str, Mapping[str, Any
 
 
 def _read_component(path: Path, allow_pickle: bool) -> Component:
-    component_kind = (
-        "object" if path.name.startswith("custom") else path.stem.rstrip("_0123456789")
-    )
+    if path.name.startswith("custom"):
+        component_kind = "object"
+    else:
+        component_kind = path.stem.rstrip("_0123456789")
     loaded_state = load_torch(path, allow_pickle)
     packed_state, tensors = pack(loaded_state)
     plain_tensors = {

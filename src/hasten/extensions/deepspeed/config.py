@@ -304,11 +304,12 @@ def _fill_batches(
         )
     if micro_batch == AUTO_VALUE:
         micro_batch = run_facts.micro_batch or 1
-        batch_reason = (
-            "the loader's batch size"
-            if run_facts.micro_batch
-            else "no loader was prepared in the same call; no effect on training"
-        )
+        if run_facts.micro_batch:
+            batch_reason = "the loader's batch size"
+        else:
+            batch_reason = (
+                "no loader was prepared in the same call; no effect on training"
+            )
         draft_config.notes.append(
             f"train_micro_batch_size_per_gpu: {micro_batch} ({batch_reason})"
         )

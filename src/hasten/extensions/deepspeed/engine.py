@@ -249,9 +249,10 @@ def partition_while_building(
 
     zero_init._zero_init_param = partition_and_note
     # Importing transformers takes seconds; a script that builds one of its models has imported transformers already.
-    registered_config = (
-        RegisteredConfig(config) if "transformers" in sys.modules else None
-    )
+    if "transformers" in sys.modules:
+        registered_config = RegisteredConfig(config)
+    else:
+        registered_config = None
     try:
         with (
             torchs_linear(),

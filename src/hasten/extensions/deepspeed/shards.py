@@ -42,11 +42,9 @@ class ZeroShard:
     def stored(self, tensor: Tensor) -> Tensor | Slice:
         """Return the slice in the form that checkpoints store."""
         data = self.part(tensor.detach())
-        return (
-            data
-            if self.whole
-            else Slice(data, (self.total,), (self.offset,), owned=self.size > 0)
-        )
+        if self.whole:
+            return data
+        return Slice(data, (self.total,), (self.offset,), owned=self.size > 0)
 
     def room(self, dtype: torch.dtype) -> Tensor | Slice:
         """Allocate memory for a slice."""

@@ -231,16 +231,14 @@ class DeepSpeedStrategy:
         def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
             hooked_engine.ran = hooked_engine.ran or torch.is_grad_enabled()
             hooked_engine.optimizer.refresh()
-            return (
-                None if half_dtype is None else _cast_floats((args, kwargs), half_dtype)
-            )
+            if half_dtype is None:
+                return None
+            return _cast_floats((args, kwargs), half_dtype)
 
         def cast_outputs(_: nn.Module, args: Any, outputs: Any) -> Any:
-            return (
-                outputs
-                if half_dtype is None or keeps_outputs
-                else trees.to_fp32(outputs)
-            )
+            if half_dtype is None or keeps_outputs:
+                return outputs
+            return trees.to_fp32(outputs)
 
         hooked_engine.model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
         hooked_engine.model.register_forward_hook(cast_outputs)

@@ -115,11 +115,10 @@ class Divergence:
             - set(first_difference.odd)
         )
         reason, remedy = _CAUSES[self.cause]
-        last_agreement = (
-            f"all agreed at update {self.agreed_at}"
-            if self.agreed_at is not None
-            else "never compared before"
-        )
+        if self.agreed_at is not None:
+            last_agreement = f"all agreed at update {self.agreed_at}"
+        else:
+            last_agreement = "never compared before"
         report_lines = [
             f"ranks hold different values: {first_difference.kind} {first_difference.name!r}, seen at update {self.step} ({last_agreement})",
             f"  {_name_parties(first_difference.odd, other_ranks)}",

@@ -163,11 +163,9 @@ class FingerprintStore:
         if not self._store.check(keys):
             return None
         notes = [value.decode().partition(":") for value in self._store.multi_get(keys)]
-        return (
-            [text for _, _, text in notes]
-            if all(check_number == str(number) for check_number, _, _ in notes)
-            else None
-        )
+        if all(check_number == str(number) for check_number, _, _ in notes):
+            return [text for _, _, text in notes]
+        return None
 
 
 # called for every tensor in every check, with few different sets of axes

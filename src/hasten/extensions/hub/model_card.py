@@ -52,17 +52,15 @@ def model_card(card_content: CardContent) -> str:
 
 
 def _two_column_table(title: str, values_by_name: Mapping[str, Any]) -> str:
-    return (
-        _render_table(
+    if values_by_name:
+        return _render_table(
             [title, "value"],
             (
                 [name, cell_value]
                 for name, cell_value in masked_tree(values_by_name).items()
             ),
         )
-        if values_by_name
-        else ""
-    )
+    return ""
 
 
 def _render_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -71,7 +69,8 @@ def _render_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _render_cell(cell_value: Any) -> str:
-    cell_text = (
-        f"{cell_value:.6g}" if isinstance(cell_value, float) else str(cell_value)
-    )
+    if isinstance(cell_value, float):
+        cell_text = f"{cell_value:.6g}"
+    else:
+        cell_text = str(cell_value)
     return " ".join(cell_text.split()).replace("|", "\\|")

@@ -126,9 +126,10 @@ class Publishing:
         self._comm = comm
         self._is_main = is_main
         self.facts = facts
-        self._scratch = (
-            None if project_dir is None or is_url(project_dir) else project_dir
-        )
+        if project_dir is None or is_url(project_dir):
+            self._scratch = None
+        else:
+            self._scratch = project_dir
         self._running: BackgroundCall | None = None
         self._started = False
 
@@ -139,11 +140,12 @@ class Publishing:
         Raises: ArgumentError for an invalid address; HubError if the download fails.
         """
         hub_repository = hub.parse_address(address)
-        call = (
-            BackgroundCall(lambda: hub.download(hub_repository), "hasten-download")
-            if downloads
-            else None
-        )
+        if downloads:
+            call = BackgroundCall(
+                lambda: hub.download(hub_repository), "hasten-download"
+            )
+        else:
+            call = None
         model_folder: Path | None = finish_together(comm, call, "load_model")
         # reads the cache that the machine's first rank filled
         return hub.download(hub_repository) if model_folder is None else model_folder
@@ -167,11 +169,10 @@ class Publishing:
         Ranks: every rank, after `wait`.
         """
         if self._is_main and folder_push is not None:
-            send = (
-                folder_push.send
-                if blocking
-                else partial(_log_failure, folder_push.send)
-            )
+            if blocking:
+                send = folder_push.send
+            else:
+                send = partial(_log_failure, folder_push.send)
             self._running = BackgroundCall(send, "hasten-push")
         self._started = True
         return self.wait() if blocking else None
@@ -206,9 +207,10 @@ class Publishing:
                 folder = self.staging_folder()
                 try:
                     self._write(folder, model, weights, options)
-                    library = (
-                        "transformers" if hasattr(model, "save_pretrained") else None
-                    )
+                    if hasattr(model, "save_pretrained"):
+                        library = "transformers"
+                    else:
+                        library = None
                     self.write_card(
                         folder,
                         CardContent(

@@ -216,11 +216,12 @@ def build_engine(
         config = _transformer_config(engine_arguments, initialise)
         inner_chunk = chunk_of(engine_arguments, facts, config)
         inner_chunk.cuda(torch.cuda.current_device())
-        chunk = (
-            import_megatron("transformer.module").Float16Module(config, inner_chunk)
-            if config.bf16
-            else inner_chunk
-        )
+        if config.bf16:
+            chunk = import_megatron("transformer.module").Float16Module(
+                config, inner_chunk
+            )
+        else:
+            chunk = inner_chunk
         distributed_module = import_megatron("distributed")
         wrapper_options = distributed_module.DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=shares_state

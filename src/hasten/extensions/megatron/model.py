@@ -198,9 +198,10 @@ class MegatronModel(nn.Module):
             stage_output = self.engine(*engine_arguments(tensors))
             if not self.built.last:
                 raise StageOutput(stage_output)
-            stage_output = (
-                stage_output[0] if isinstance(stage_output, tuple) else stage_output
-            )
+            if isinstance(stage_output, tuple):
+                stage_output = stage_output[0]
+            else:
+                stage_output = stage_output
             logits = self._without_padding(stage_output.float())
             loss = None if labels is None else self._cross_entropy(logits, labels)
             returned_logits = None

@@ -229,11 +229,10 @@ class MegatronOptimizer(EngineOptimizer):
         self._prepare_gradients()
         self._gradients_are_clipped = True
         with hide_engine_warnings():
-            total_norm = (
-                self.inner.get_grad_norm()
-                if max_norm == 0
-                else self.inner.clip_grad_norm(max_norm)
-            )
+            if max_norm == 0:
+                total_norm = self.inner.get_grad_norm()
+            else:
+                total_norm = self.inner.clip_grad_norm(max_norm)
         if max_norm == 0:
             self.model.engine.scale_gradients(0.0)
         return torch.as_tensor(total_norm, device=device)
@@ -303,11 +302,10 @@ class MegatronOptimizer(EngineOptimizer):
             if shard_part.main is None:
                 parameter_state = _state_on_other_ranks(shard_part, sample_state)
             else:
-                parameter_state = (
-                    {MASTER: shard_part.stored(shard_part.main)}
-                    if shard_part.has_master
-                    else {}
-                )
+                if shard_part.has_master:
+                    parameter_state = {MASTER: shard_part.stored(shard_part.main)}
+                else:
+                    parameter_state = {}
                 for state_key, state_value in inner_state.get(
                     shard_part.main, {}
                 ).items():

@@ -178,9 +178,10 @@ def locate_shard(
             (0, local_shape[1] * rank),
             local_shape,
         )
-    start_row = (
-        min(local_shape[0] * rank, vocab) if split == "vocab" else local_shape[0] * rank
-    )
+    if split == "vocab":
+        start_row = min(local_shape[0] * rank, vocab)
+    else:
+        start_row = local_shape[0] * rank
     whole_rows = vocab if split == "vocab" else local_shape[0] * ranks
     size = (min(local_shape[0], whole_rows - start_row), *local_shape[1:])
     return ShardLocation(

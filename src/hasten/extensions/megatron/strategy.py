@@ -190,11 +190,12 @@ class MegatronStrategy:
     ) -> None:
         models, optimizers = bundle.of("model"), bundle.of("optimizer")
         make_optimizers(optimizers, [item.value for item in models])
-        trained_model = (
-            find_trained_model(models, optimizers, self.model is not None)
-            if train
-            else None
-        )
+        if train:
+            trained_model = find_trained_model(
+                models, optimizers, self.model is not None
+            )
+        else:
+            trained_model = None
         for item in models:
             if item is trained_model:
                 self._start_engine(item, optimizers[0])
@@ -348,11 +349,12 @@ class MegatronStrategy:
         losses = self._schedule(
             trained_model, micro_batches, forward_step, forward_only=False
         )
-        stage_loss = (
-            torch.stack([loss_values["loss"].float() for loss_values in losses]).mean()
-            if trained_model.built.last
-            else None
-        )
+        if trained_model.built.last:
+            stage_loss = torch.stack(
+                [loss_values["loss"].float() for loss_values in losses]
+            ).mean()
+        else:
+            stage_loss = None
         return _broadcast_from_last_stage(stage_loss, self._pp, self._ctx.device)
 
     # Any: an output of transformers
@@ -439,11 +441,9 @@ class MegatronStrategy:
     def unwrap(
         self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True
     ) -> nn.Module:
-        return (
-            model
-            if keep_precision or model is self.model
-            else self._convert.undo(model)
-        )
+        if keep_precision or model is self.model:
+            return model
+        return self._convert.undo(model)
 
     # Any: tensors and extra state
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
@@ -534,9 +534,10 @@ def _allocate_meta_tensors(module: nn.Module, device: torch.device) -> None:
 
 def _token_ids_of(micro_batch: Any) -> Tensor:  # Any: a micro-batch of the user
     """Return the token ids of a micro-batch: `input_ids`, or its first 2-D tensor."""
-    input_ids = (
-        micro_batch.get("input_ids") if isinstance(micro_batch, Mapping) else None
-    )
+    if isinstance(micro_batch, Mapping):
+        input_ids = micro_batch.get("input_ids")
+    else:
+        input_ids = None
     for tensor in (input_ids, *trees.tensors(micro_batch)):
         if isinstance(tensor, Tensor) and tensor.ndim == 2:
             return tensor
@@ -549,11 +550,9 @@ def _broadcast_from_last_stage(
     value: Tensor | None, pipeline: Comm, device: torch.device
 ) -> Tensor:
     local_value = torch.zeros((), device=device) if value is None else value
-    return (
-        pipeline.broadcast(local_value, pipeline.size - 1)
-        if pipeline.size > 1
-        else local_value
-    )
+    if pipeline.size > 1:
+        return pipeline.broadcast(local_value, pipeline.size - 1)
+    return local_value
 
 
 STRATEGY: Final = OfferedStrategy(create=MegatronStrategy)

@@ -214,11 +214,12 @@ class MemoryCopies(RunPart):
         like: Path,
     ) -> None:
         """Transfer states between machines. Ranks: every rank."""
-        own_transfers = (
-            [transfer for transfer in transfers if transfer.target == machine.index]
-            if self._first(machine)
-            else []
-        )
+        if self._first(machine):
+            own_transfers = [
+                transfer for transfer in transfers if transfer.target == machine.index
+            ]
+        else:
+            own_transfers = []
         with ExitStack() as arriving:
             for transfer in own_transfers:
                 arriving.enter_context(

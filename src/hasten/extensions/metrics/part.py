@@ -267,11 +267,9 @@ def _replica_settings(config: Config) -> Any:  # Any: settings of another extens
 def number_of(config: Config, rank: int, num_ranks: int) -> int:
     """Return the number of this rank among those of all replicas, of `num_ranks` each; `rank` for other runs and for replicas with names."""
     replica_name = getattr(_replica_settings(config), "replica", None)
-    return (
-        int(replica_name) * num_ranks + rank
-        if replica_name is not None and replica_name.isdecimal()
-        else rank
-    )
+    if replica_name is not None and replica_name.isdecimal():
+        return int(replica_name) * num_ranks + rank
+    return rank
 
 
 def metrics_of(accelerator: Accelerator) -> RankMetrics | None:

@@ -83,11 +83,10 @@ def _refuse_with_parameters(
             "the device. Use strategy='fsdp', or offload='optimizer'."
         )
     if compiles:
-        compile_setting = (
-            f"dynamo backend {config.dynamo.backend!r}"
-            if config.dynamo.backend != "no"
-            else "performance.compile"
-        )
+        if config.dynamo.backend != "no":
+            compile_setting = f"dynamo backend {config.dynamo.backend!r}"
+        else:
+            compile_setting = "performance.compile"
         raise ConfigError(
             f"{offload_setting} is not supported with {compile_setting}: compiled code does not expect parameters that move between host and device. Use "
             "offload='optimizer', or dynamo_backend='no' and performance={'compile': False}."
@@ -113,11 +112,10 @@ def refuse_unsplittable(optimizer: Optimizer) -> None:
     if type(optimizer) not in (
         ELEMENTWISE if is_sharded else (*ELEMENTWISE, Adafactor, Muon)
     ):
-        reason = (
-            "its state is sparse"
-            if isinstance(optimizer, SparseAdam)
-            else "it may need all (whole) parameters at once"
-        )
+        if isinstance(optimizer, SparseAdam):
+            reason = "its state is sparse"
+        else:
+            reason = "it may need all (whole) parameters at once"
         raise PrepareError(
             f"offload is not supported with {optimizer_name}: state in host memory is updated in pieces, and {reason}, so results could differ from those "
             "without offload. Use AdamW, Adam, SGD or another optimizer of torch that updates each element by itself, or leave offload out."

@@ -38,15 +38,13 @@ class StateSlot:
     def view(self, memory: Tensor) -> Tensor:
         """Return the tensor in a piece's memory."""
         item_bytes = self.dtype.itemsize
-        num_elements = (
-            1
-            + sum(
+        if _has_elements(self):
+            num_elements = 1 + sum(
                 (dim_size - 1) * dim_stride
                 for dim_size, dim_stride in zip(self.shape, self.stride, strict=True)
             )
-            if _has_elements(self)
-            else 0
-        )
+        else:
+            num_elements = 0
         flat_memory = memory[self.start : self.start + num_elements * item_bytes].view(
             self.dtype
         )
@@ -187,11 +185,10 @@ def lay_out_tensors(
     """Return the places of tensors in one block of memory, and its size in bytes."""
     state_slots, start_byte = [], 0
     for state_key, tensor in tensors.items():
-        tensor_stride = (
-            tensor.stride()
-            if _is_dense(tensor)
-            else torch.empty(tensor.shape, device="meta").stride()
-        )
+        if _is_dense(tensor):
+            tensor_stride = tensor.stride()
+        else:
+            tensor_stride = torch.empty(tensor.shape, device="meta").stride()
         state_slots.append(
             StateSlot(
                 state_key,

@@ -293,11 +293,12 @@ class StreamedUpdate:
                 flight.parameters[index] = self._room_like(host_memory)
                 flight.num_bytes += num_bytes(host_memory)
                 copy_pairs.append((flight.parameters[index], host_memory))
-        flight.arrived = (
-            self._lanes.fetch(copy_pairs, self._lanes.mark(), piece.written)
-            if copy_pairs
-            else None
-        )
+        if copy_pairs:
+            flight.arrived = self._lanes.fetch(
+                copy_pairs, self._lanes.mark(), piece.written
+            )
+        else:
+            flight.arrived = None
 
     def _fetch_state(
         self,
@@ -426,11 +427,10 @@ class StreamedUpdate:
         fetched_values = flight.parameters.get(index)
         if fetched_values is None and not is_dtensor(parameter):
             return parameter
-        local_values = (
-            local_tensor(parameter).detach()
-            if fetched_values is None
-            else fetched_values
-        )
+        if fetched_values is None:
+            local_values = local_tensor(parameter).detach()
+        else:
+            local_values = fetched_values
         stand_in = nn.Parameter(local_values, requires_grad=False)
         assert parameter.grad is not None, "it has a gradient"
         grad = flight.gradients.get(index)
@@ -588,11 +588,10 @@ class StreamedUpdate:
         dtype: torch.dtype,
     ) -> Tensor:
         """Return the memory to load a state tensor into: existing memory if it fits, else new memory, not on the device if offloaded."""
-        known_tensor = (
-            self._optimizer.state.get(parameter, {}).get(state_name)
-            if state_name
-            else None
-        )
+        if state_name:
+            known_tensor = self._optimizer.state.get(parameter, {}).get(state_name)
+        else:
+            known_tensor = None
         if (
             isinstance(known_tensor, Tensor)
             and tuple(known_tensor.shape) == shape
@@ -607,9 +606,10 @@ class StreamedUpdate:
                 for parameter_of_group in group_of_parameter["params"]
             )
         )
-        is_offloaded = (
-            not _counts_on_device(group) if shape == () else self._moves_state
-        )
+        if shape == ():
+            is_offloaded = not _counts_on_device(group)
+        else:
+            is_offloaded = self._moves_state
         state_device = torch.device("cpu") if is_offloaded else self._lanes.device
         if shape == () or shape != tuple(parameter.shape):
             return torch.empty(shape, dtype=dtype, device=state_device)

@@ -44,20 +44,16 @@ class StageCut:
             )
         if any(_is_inside(name, unit_name) for unit_name in self.first):
             return 0
-        return (
-            len(self.ranges) - 1
-            if any(_is_inside(name, unit_name) for unit_name in self.last)
-            else None
-        )
+        if any(_is_inside(name, unit_name) for unit_name in self.last):
+            return len(self.ranges) - 1
+        return None
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """Return the positions along the pipeline of the ranks that hold a name."""
         stage = self.stage_of(name)
-        return (
-            tuple(range(self.place.ranks))
-            if stage is None
-            else (self.place.rank_of(stage),)
-        )
+        if stage is None:
+            return tuple(range(self.place.ranks))
+        return (self.place.rank_of(stage),)
 
 
 def decide_cut(
@@ -125,11 +121,10 @@ def _find_container(
         return ""
     if len(outermost_lists) == 1:
         return outermost_lists[0]
-    reason = (
-        "no list of repeated blocks"
-        if not outermost_lists
-        else f"several lists of blocks ({', '.join(outermost_lists)})"
-    )
+    if not outermost_lists:
+        reason = "no list of repeated blocks"
+    else:
+        reason = f"several lists of blocks ({', '.join(outermost_lists)})"
     raise PrepareError(
         f"{model_name} has {reason}, so it is unclear how to split it into {num_stages} stages. A pipeline needs one ModuleList or Sequential whose "
         "blocks pass on one tensor; name the first blocks of the stages in pp_handler.split_points, or "

@@ -93,11 +93,9 @@ class RemoteModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:  # Any: any attribute of the module
         kept_attributes = self.__dict__.get("kept", {})
-        return (
-            kept_attributes[name]
-            if name in kept_attributes
-            else super().__getattr__(name)
-        )
+        if name in kept_attributes:
+            return kept_attributes[name]
+        return super().__getattr__(name)
 
     # Any: the user's arguments and outputs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,21 +106,17 @@ class RemoteModule(nn.Module):
                 f"{self.name!r} was called on a rank whose pipeline stage does not hold it, outside a call of the whole "
                 "model. Call the model itself, under torch.no_grad(), or train with accelerator.forward_backward()."
             )
-        return (
-            self._skip(running_pass, args, kwargs)
-            if self.index is not None
-            else self._placeholder(running_pass)
-        )
+        if self.index is not None:
+            return self._skip(running_pass, args, kwargs)
+        return self._placeholder(running_pass)
 
     def _skip(
         self, running_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         hidden_state = _hidden_state_of(args, kwargs, self.name)
-        return (
-            (hidden_state, *[None] * (running_pass.seen.returns - 1))
-            if running_pass.seen.returns
-            else hidden_state
-        )
+        if running_pass.seen.returns:
+            return (hidden_state, *[None] * (running_pass.seen.returns - 1))
+        return hidden_state
 
     def _placeholder(self, running_pass: Pass) -> Any:
         if (running_pass.stage == 0 and not running_pass.entered) or (
@@ -163,11 +157,9 @@ def _fill_placeholder(shape_leaf: Any, fill_value: float, device: torch.device) 
     if not isinstance(shape_leaf, OutputShape):
         return shape_leaf
     placeholder = torch.empty(shape_leaf.shape, dtype=shape_leaf.dtype, device=device)
-    return (
-        placeholder.fill_(fill_value)
-        if shape_leaf.dtype.is_floating_point
-        else placeholder.zero_()
-    )
+    if shape_leaf.dtype.is_floating_point:
+        return placeholder.fill_(fill_value)
+    return placeholder.zero_()
 
 
 def output_shapes(tree: Any) -> Any:  # Any: output of a module
@@ -349,14 +341,14 @@ def _leave_stage(
         return
     running_pass.done = True
     if block_chain.recording:
-        running_pass.seen.returns = (
-            len(block_output) if isinstance(block_output, tuple) else 0
-        )
-    hidden_state = (
-        block_output[0]
-        if isinstance(block_output, tuple) and block_output
-        else block_output
-    )
+        if isinstance(block_output, tuple):
+            running_pass.seen.returns = len(block_output)
+        else:
+            running_pass.seen.returns = 0
+    if isinstance(block_output, tuple) and block_output:
+        hidden_state = block_output[0]
+    else:
+        hidden_state = block_output
     if not isinstance(hidden_state, Tensor):
         raise PrepareError(
             f"a {type(block).__name__} returned a {type(block_output).__name__}, but pipeline stages exchange one tensor. Let blocks "

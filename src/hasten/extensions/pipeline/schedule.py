@@ -104,11 +104,10 @@ def checked_loss(returned_loss: Any) -> Tensor:  # Any: result of the user's fun
     """Return the loss as a scalar. Raises: StepError if it is not a tensor with one element."""
     if isinstance(returned_loss, Tensor) and returned_loss.numel() == 1:
         return returned_loss.reshape(())
-    description = (
-        f"a tensor of shape {tuple(returned_loss.shape)}"
-        if isinstance(returned_loss, Tensor)
-        else f"a {type(returned_loss).__name__}"
-    )
+    if isinstance(returned_loss, Tensor):
+        description = f"a tensor of shape {tuple(returned_loss.shape)}"
+    else:
+        description = f"a {type(returned_loss).__name__}"
     raise StepError(
         f"loss_of returned {description}, but there is one loss per micro-batch. Return the mean over its samples."
     )

@@ -415,14 +415,13 @@ class Pipeline:
             slice(start_row, start_row + micro_rows)
             for start_row in range(0, num_rows or 1, micro_rows)
         ]
-        micro_batches = (
-            [
+        if num_rows:
+            micro_batches = [
                 trees.slice_rows((args, kwargs), row_slice, num_rows)
                 for row_slice in row_slices
             ]
-            if num_rows
-            else [(args, kwargs)]
-        )
+        else:
+            micro_batches = [(args, kwargs)]
         learnt_shapes: list[LearntShapes] = []
         for micro_batch in micro_batches:
             batch_kind = ("forward", model.training, *batch_signature(micro_batch))
@@ -438,22 +437,19 @@ class Pipeline:
             block_chain, forward, micro_batches, learnt_shapes
         )
         last_rank = self._place.rank_of(self._place.stages - 1)
-        whole_output = (
-            _join_outputs(
+        if self._comm.rank == last_rank:
+            whole_output = _join_outputs(
                 micro_outputs,
                 [
                     min(row_slice.stop, num_rows or 1) - row_slice.start
                     for row_slice in row_slices
                 ],
             )
-            if self._comm.rank == last_rank
-            else None
-        )
-        return (
-            share(whole_output, self._comm, last_rank)
-            if forward.gathers_output
-            else whole_output
-        )
+        else:
+            whole_output = None
+        if forward.gathers_output:
+            return share(whole_output, self._comm, last_rank)
+        return whole_output
 
     def _run_through(
         self,
@@ -546,11 +542,11 @@ class Pipeline:
                 for tied_name in tied_names
                 if first_name in whole_state
             }
-        return (
-            {state_key: whole_state[state_key] for state_key in stage_part.state_keys}
-            if self._ctx.is_main
-            else {}
-        )
+        if self._ctx.is_main:
+            return {
+                state_key: whole_state[state_key] for state_key in stage_part.state_keys
+            }
+        return {}
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         raise PrepareError(

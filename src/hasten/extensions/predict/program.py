@@ -34,11 +34,10 @@ def load_target(target: str, accelerator: Accelerator) -> Predict:
     target_object = find_named(
         target, "give module:function with the module in the current folder"
     )
-    extra_arguments = (
-        {"accelerator": accelerator}
-        if "accelerator" in inspect.signature(target_object).parameters
-        else {}
-    )
+    if "accelerator" in inspect.signature(target_object).parameters:
+        extra_arguments = {"accelerator": accelerator}
+    else:
+        extra_arguments = {}
     if inspect.isclass(target_object):
         instance: Any = target_object(**extra_arguments)
         return cast(Predict, instance)
@@ -111,11 +110,10 @@ def predict_file(
     with agree(accelerator.ctx.world, f"writing {output}"):
         if accelerator.is_main_process:
             row_parts.publish()
-    process_words = (
-        "1 process"
-        if accelerator.num_processes == 1
-        else f"{accelerator.num_processes} processes"
-    )
+    if accelerator.num_processes == 1:
+        process_words = "1 process"
+    else:
+        process_words = f"{accelerator.num_processes} processes"
     summary_words = [f"{output}: {len(rows)} rows on {process_words}"]
     summary_words += (
         [f"{num_finished} of {row_parts.count} parts already existed"]

@@ -205,9 +205,9 @@ def _worker_range(
 
 def _storage_path(storage: str | None, folder: str) -> str | None:
     """Return the storage as Ray accepts it: a URL, or an absolute path."""
-    return (
-        storage if storage is None or "://" in storage else str(Path(folder, storage))
-    )
+    if storage is None or "://" in storage:
+        return storage
+    return str(Path(folder, storage))
 
 
 def _worker_resources(requested_amounts: Mapping[str, Any]) -> dict[str, float]:

@@ -417,8 +417,6 @@ class RemoteStore:
 def _placed_path(manifest: Manifest, file: FileRecord) -> str:
     """Return the path of a file below the checkpoint's URL."""
     folder = str(manifest.notes.get(_FOLDER_NOTE, ""))
-    return (
-        f"{folder}/{file.name}"
-        if _VERSION_FOLDER.fullmatch(f"{folder}/")
-        else file.name
-    )
+    if _VERSION_FOLDER.fullmatch(f"{folder}/"):
+        return f"{folder}/{file.name}"
+    return file.name

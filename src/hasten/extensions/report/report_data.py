@@ -254,11 +254,9 @@ def time_unit(charts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     )
     if longest < 3:
         return {"name": "seconds", "per_minute": 60.0}
-    return (
-        {"name": "minutes", "per_minute": 1.0}
-        if longest < 180
-        else {"name": "hours", "per_minute": 1 / 60}
-    )
+    if longest < 180:
+        return {"name": "minutes", "per_minute": 1.0}
+    return {"name": "hours", "per_minute": 1 / 60}
 
 
 def duration_text(minutes: float) -> str:

@@ -112,11 +112,10 @@ class RunFolder:
             rank_log for rank_log in self.ranks if rank_log.rank == 0
         ):
             for event in rank_log.events:
-                kind = (
-                    "restarted"
-                    if number and event.get("event") == "started"
-                    else event.get("event", "")
-                )
+                if number and event.get("event") == "started":
+                    kind = "restarted"
+                else:
+                    kind = event.get("event", "")
                 details: dict[str, Any] = masked_tree(
                     {
                         key: event[key]

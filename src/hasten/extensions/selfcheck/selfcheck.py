@@ -125,11 +125,10 @@ def measured_links(accelerator: Accelerator) -> Links:
         rank for rank, machine in enumerate(machines) if machine == topology.node_rank
     ]
     node = _all_reduce(accelerator, local_ranks)[0] if len(local_ranks) > 1 else None
-    network_speed = (
-        _all_reduce(accelerator, list(range(len(machines))))[0]
-        if len(set(machines)) > 1
-        else None
-    )
+    if len(set(machines)) > 1:
+        network_speed = _all_reduce(accelerator, list(range(len(machines))))[0]
+    else:
+        network_speed = None
     rank_words = zip(
         *gather_object((node, network_speed), accelerator.ctx.world), strict=True
     )
@@ -144,11 +143,9 @@ def measured_links(accelerator: Accelerator) -> Links:
 
 
 def _device_name(accelerator: Accelerator) -> str:
-    return (
-        torch.cuda.get_device_name(accelerator.device)
-        if accelerator.device.type == "cuda"
-        else accelerator.device.type
-    )
+    if accelerator.device.type == "cuda":
+        return torch.cuda.get_device_name(accelerator.device)
+    return accelerator.device.type
 
 
 def _all_reduce(
@@ -301,16 +298,14 @@ def _write_links(accelerator: Accelerator, links_file: str) -> str:
     links = measured_links(accelerator)
     if accelerator.is_main_process:
         links.write(links_file)
-    inside = (
-        ""
-        if links.node_gb_s is None
-        else f"{links.node_gb_s:.2f} GB/s inside a machine, "
-    )
-    network_speed = (
-        ""
-        if links.network_gb_s is None
-        else f"{links.network_gb_s:.2f} GB/s between machines per process, "
-    )
+    if links.node_gb_s is None:
+        inside = ""
+    else:
+        inside = f"{links.node_gb_s:.2f} GB/s inside a machine, "
+    if links.network_gb_s is None:
+        network_speed = ""
+    else:
+        network_speed = f"{links.network_gb_s:.2f} GB/s between machines per process, "
     return f"{inside}{network_speed}written to {links_file}"
 
 

@@ -47,11 +47,10 @@ def write_basic_config(
     mixed_precision: str = "no", save_location: str | PathLike[str] | None = None
 ) -> Path | Literal[False]:
     """Write suitable settings for this machine and return the file; False if a file exists, which is not changed."""
-    path = (
-        Path(save_location)
-        if save_location is not None
-        else default_path(environment.snapshot())
-    )
+    if save_location is not None:
+        path = Path(save_location)
+    else:
+        path = default_path(environment.snapshot())
     if path.exists():
         log.warning(
             "%s exists and was not changed; write another with `hasten config`, or pass save_location",
@@ -105,11 +104,10 @@ def main(argv: Sequence[str]) -> int:
         command_name = command_words.pop(0)
         if command_name not in COMMANDS:
             similar_names = get_close_matches(command_name, COMMANDS, n=1, cutoff=0.5)
-            hint = (
-                f"did you mean `hasten config {similar_names[0]}`?"
-                if similar_names
-                else f"the commands are {', '.join(COMMANDS)}."
-            )
+            if similar_names:
+                hint = f"did you mean `hasten config {similar_names[0]}`?"
+            else:
+                hint = f"the commands are {', '.join(COMMANDS)}."
             raise ConfigError(
                 f"there is no command `hasten config {command_name}`; {hint}"
             )
@@ -131,11 +129,10 @@ def run_wizard(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     environment_variables = environment.snapshot()
-    path = (
-        Path(arguments.config_file)
-        if arguments.config_file
-        else files.default_path(environment_variables)
-    )
+    if arguments.config_file:
+        path = Path(arguments.config_file)
+    else:
+        path = files.default_path(environment_variables)
     # the other commands do not need questionary
     from hasten.extensions.setup import wizard
 
@@ -159,11 +156,10 @@ def write_default(argv: Sequence[str]) -> int:
     )
     parser.add_settings()
     arguments = parser.parse_args(argv)
-    path = (
-        Path(arguments.config_file)
-        if arguments.config_file
-        else files.default_path(environment.snapshot())
-    )
+    if arguments.config_file:
+        path = Path(arguments.config_file)
+    else:
+        path = files.default_path(environment.snapshot())
     if path.exists() and not arguments.force:
         raise ConfigError(
             f"{path} already exists; pass --force to overwrite it, or --config_file to write another file."

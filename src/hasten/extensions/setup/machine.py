@@ -42,11 +42,10 @@ class MachineFacts:
         if self.device == "cpu":
             device_text = f"no accelerator; {host}"
         else:
-            memory_bytes = (
-                f", {self.memory_bytes / _GIB:.0f} GiB each"
-                if self.memory_bytes
-                else ""
-            )
+            if self.memory_bytes:
+                memory_bytes = f", {self.memory_bytes / _GIB:.0f} GiB each"
+            else:
+                memory_bytes = ""
             device_text = f"{self.num_devices} x {self.device_name or self.device}{memory_bytes}; {host}"
         return f"{device_text}; under {self.cluster}" if self.cluster else device_text
 

@@ -256,11 +256,10 @@ class Crew:
             self._finished_at_s is not None
             and now_s - self._finished_at_s > settings.hang_timeout_s
         )
-        grace_s = (
-            self.config.launch.stop_grace_s
-            if self.stopped_by in SAVING
-            else _INTERRUPT_GRACE_S
-        )
+        if self.stopped_by in SAVING:
+            grace_s = self.config.launch.stop_grace_s
+        else:
+            grace_s = _INTERRUPT_GRACE_S
         if is_late or (
             self.stopped_by is not None and now_s - self._stopped_at_s > grace_s
         ):

@@ -106,9 +106,10 @@ class Inside:
         return float(tensor)
 
     def _lost(self, error: Exception) -> CommError:
-        first_line = (
-            str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        )
+        if str(error):
+            first_line = str(error).splitlines()[0][:200]
+        else:
+            first_line = type(error).__name__
         return CommError(
             f"another of the {self.size} ranks of this replica is lost ({first_line}), and a replica trains with all of its ranks or not at all. Nothing "
             "has to be done under `hasten launch --replicas`, which starts the replica again; look for the error of the other rank."
@@ -135,11 +136,10 @@ class Inside:
         now_s, limit_s = time.monotonic(), self._settings.heartbeat_timeout_s / 2
         for rank in range(1, self.size):
             heartbeat_key = f"heartbeat {rank}"
-            heartbeat = (
-                self._store.get(heartbeat_key)
-                if self._store.check([heartbeat_key])
-                else b""
-            )
+            if self._store.check([heartbeat_key]):
+                heartbeat = self._store.get(heartbeat_key)
+            else:
+                heartbeat = b""
             if rank not in self._heartbeats or self._heartbeats[rank][0] != heartbeat:
                 self._heartbeats[rank] = heartbeat, now_s
         return all(

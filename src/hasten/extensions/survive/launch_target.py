@@ -147,19 +147,17 @@ def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     if meeting.machine_rank is None and owns_address(meeting.address):
         meeting = replace(meeting, machine_rank=0)
     machine_rank = meeting.machine_rank
-    machine_replicas = (
-        "as machine 0 says"
-        if machine_rank is None
-        else _format_numbers(
+    if machine_rank is None:
+        machine_replicas = "as machine 0 says"
+    else:
+        machine_replicas = _format_numbers(
             replicas_of_machine(num_replicas, meeting.max_machines, machine_rank)
         )
-    )
     plan_notes.append(f"replicas of this machine: {machine_replicas} of {num_replicas}")
-    variables = (
-        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        if shape.allocation.source
-        else {}
-    )
+    if shape.allocation.source:
+        variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    else:
+        variables = {}
     replica_shape = replace(shape, num_processes=1, notes=tuple(plan_notes))
     launch_plan = torchrun.plan_single(
         replace(request, handoff=handoff), host, replica_shape
@@ -177,11 +175,9 @@ def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
 
 
 def _format_numbers(replica_numbers: range) -> str:
-    return (
-        f"{replica_numbers[0]}"
-        if len(replica_numbers) == 1
-        else f"{replica_numbers[0]} to {replica_numbers[-1]}"
-    )
+    if len(replica_numbers) == 1:
+        return f"{replica_numbers[0]}"
+    return f"{replica_numbers[0]} to {replica_numbers[-1]}"
 
 
 def run_replicas(launch_plan: LaunchPlan, config: Config, host: Host) -> int:

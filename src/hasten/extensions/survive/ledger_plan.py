@@ -129,9 +129,10 @@ class Ledger:
             for replica_ranges in dealt.values()
             for open_range in replica_ranges
         ]
-        remaining_ranges = (
-            [(self.following, self.size)] if self.following < self.size else []
-        )
+        if self.following < self.size:
+            remaining_ranges = [(self.following, self.size)]
+        else:
+            remaining_ranges = []
         has_begun = self.following > 0 or bool(self.returned)
         if has_begun and (
             unused_ranges := merge_ranges(

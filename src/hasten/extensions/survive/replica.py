@@ -378,11 +378,10 @@ class Replica:
             scale_gradients(parameters, weight / weight_share if weight_share else 0.0)
         else:
             received_gradients.write()
-        next_request = (
-            self._next_request
-            if received_gradients is None
-            else received_gradients.request
-        )
+        if received_gradients is None:
+            next_request = self._next_request
+        else:
+            next_request = received_gradients.request
         self.duties.updated(roles.contributors, next_request > 1)
         self._standing = None if next_request else (quorum, roles)
         self._updated_at_s = time.monotonic()

@@ -107,9 +107,10 @@ def start_replica(
     processes, error_files = [], []
     for rank in range(num_ranks):
         error_files.append(f"{error_file}-{rank}.json")
-        rank_variables = (
-            {"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
-        )
+        if num_ranks > 1:
+            rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        else:
+            rank_variables = {}
         env = {**variables, **rank_variables, ERROR_FILE: error_files[rank]}
         processes.append(subprocess.Popen(proc.argv, env=env, start_new_session=True))
     return ReplicaProcesses(

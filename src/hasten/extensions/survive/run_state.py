@@ -88,11 +88,9 @@ class RunState:
 def to_local_shards(state_tree: Any) -> Any:
     """Return the tree with the local shard in place of each sharded tensor."""
     if isinstance(state_tree, Tensor):
-        return (
-            {_SHARD_KEY: local_tensor(state_tree).detach()}
-            if is_dtensor(state_tree)
-            else state_tree
-        )
+        if is_dtensor(state_tree):
+            return {_SHARD_KEY: local_tensor(state_tree).detach()}
+        return state_tree
     if isinstance(state_tree, dict):
         return _copy_with(
             state_tree,
@@ -164,8 +162,6 @@ def _holds_shards(state_tree: Any) -> bool:
 
 
 def _describe_layout(model_tensor: Any) -> str:
-    return (
-        f"one of shape {tuple(local_tensor(model_tensor).shape)}"
-        if is_dtensor(model_tensor)
-        else "no sharded tensor"
-    )
+    if is_dtensor(model_tensor):
+        return f"one of shape {tuple(local_tensor(model_tensor).shape)}"
+    return "no sharded tensor"

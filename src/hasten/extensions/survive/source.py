@@ -64,11 +64,9 @@ class LedgerSource(OuterSource):
         num_samples = self._indexed.size()
         assert num_samples is not None, "an order with positions has a size"
         global_batch = self._rows * self._num_replicas
-        return (
-            num_samples // global_batch
-            if self._drop_last
-            else -(-num_samples // global_batch)
-        )
+        if self._drop_last:
+            return num_samples // global_batch
+        return -(-num_samples // global_batch)
 
     def reached(self, start: Position, steps: int, source_state: Any) -> Position:
         return self._indexed.reached(start, steps, source_state)

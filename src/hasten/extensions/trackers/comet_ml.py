@@ -42,20 +42,20 @@ class CometTracker(Tracker):
         if "experiment_config" not in start_options:
             # the user's choice takes precedence
             user_folder = environment.snapshot().get("COMET_OFFLINE_DIRECTORY")
-            folder = (
-                Path(user_folder)
-                if user_folder
-                else run.directory / run.project / "comet"
-            )
+            if user_folder:
+                folder = Path(user_folder)
+            else:
+                folder = run.directory / run.project / "comet"
             folder.mkdir(parents=True, exist_ok=True)
             start_options["experiment_config"] = comet.ExperimentConfig(
                 **{"offline_directory": str(folder), **config_options}
             )
-        experiment_key = (
-            run.resume.run_id
-            if run.resume
-            else hashlib.blake2b(run.run_id.encode(), digest_size=16).hexdigest()
-        )
+        if run.resume:
+            experiment_key = run.resume.run_id
+        else:
+            experiment_key = hashlib.blake2b(
+                run.run_id.encode(), digest_size=16
+            ).hexdigest()
         identity_options = {"experiment_key": experiment_key, "mode": "get_or_create"}
         self._experiment = comet.start(
             **{"project": run.project, **identity_options, **start_options}

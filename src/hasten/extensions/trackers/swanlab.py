@@ -36,11 +36,10 @@ class SwanlabTracker(Tracker):
             environment.snapshot().get("SWANLAB_LOG_DIR") or run.directory / "swanlab"
         )  # the user's choice takes precedence
         folder.mkdir(parents=True, exist_ok=True)
-        run_id = (
-            run.resume.run_id
-            if run.resume
-            else hashlib.blake2b(run.run_id.encode(), digest_size=10).hexdigest()
-        )
+        if run.resume:
+            run_id = run.resume.run_id
+        else:
+            run_id = hashlib.blake2b(run.run_id.encode(), digest_size=10).hexdigest()
         identity_options = {
             "name": run.run_id,
             "id": run_id,

@@ -114,11 +114,10 @@ class TrainingArguments:
         for name in settings:
             if name not in setting_names:
                 similar_names = get_close_matches(name, setting_names, n=1, cutoff=0.6)
-                hint = (
-                    f"did you mean {similar_names[0]!r}?"
-                    if similar_names
-                    else "the names are listed in docs/trainer.md."
-                )
+                if similar_names:
+                    hint = f"did you mean {similar_names[0]!r}?"
+                else:
+                    hint = "the names are listed in docs/trainer.md."
                 raise UnknownSettingError(
                     f"TrainingArguments has no setting {name!r}, so it would have no effect; {hint}"
                 )
@@ -184,11 +183,10 @@ class TrainingArguments:
         check_needs(self)
 
     def _check_best(self) -> None:
-        setting_words = (
-            "load_best_model_at_end=True"
-            if self.load_best_model_at_end
-            else "save_strategy='best'"
-        )
+        if self.load_best_model_at_end:
+            setting_words = "load_best_model_at_end=True"
+        else:
+            setting_words = "save_strategy='best'"
         if self.eval_strategy == "no":
             raise ContradictionError(
                 f"{setting_words} needs evaluations to find the best model; set eval_strategy."
@@ -215,20 +213,17 @@ class TrainingArguments:
     @property
     def larger_is_better(self) -> bool:
         """True if a larger metric is better: `greater_is_better`, or by default unless the name ends in `loss`."""
-        return (
-            not self.best_metric.endswith("loss")
-            if self.greater_is_better is None
-            else self.greater_is_better
-        )
+        if self.greater_is_better is None:
+            return not self.best_metric.endswith("loss")
+        return self.greater_is_better
 
     @property
     def trackers(self) -> list[str]:
         """The names in `report_to`, without `none`."""
-        tracker_names = (
-            [self.report_to]
-            if isinstance(self.report_to, str)
-            else list(self.report_to or [])
-        )
+        if isinstance(self.report_to, str):
+            tracker_names = [self.report_to]
+        else:
+            tracker_names = list(self.report_to or [])
         return [name for name in tracker_names if name != "none"]
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON values

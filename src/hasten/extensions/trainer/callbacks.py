@@ -280,11 +280,10 @@ class EarlyStoppingCallback(TrainerCallback):
                 f"{', '.join(metrics)}); set metric_for_best_model to one of them."
             )
         logged_value = float(metrics[args.best_metric])
-        improvement = (
-            logged_value - self._best
-            if args.larger_is_better
-            else self._best - logged_value
-        )
+        if args.larger_is_better:
+            improvement = logged_value - self._best
+        else:
+            improvement = self._best - logged_value
         if math.isnan(self._best) or improvement > self.early_stopping_threshold:
             self._best, self._waited = logged_value, 0
         else:
@@ -396,8 +395,6 @@ class ProgressCallback(TrainerCallback):
 
 
 def _value_words(logged_value: Any) -> str:  # Any: a value from compute_metrics
-    return (
-        value_text(logged_value)
-        if isinstance(logged_value, (int, float))
-        else str(logged_value)
-    )
+    if isinstance(logged_value, (int, float)):
+        return value_text(logged_value)
+    return str(logged_value)

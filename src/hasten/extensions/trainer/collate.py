@@ -60,11 +60,10 @@ class DataCollatorWithPadding:
         label_pad_token_id: int = IGNORED,
         pad_to_multiple_of: int | None = None,
     ) -> None:
-        token_id = (
-            getattr(processing_class, "pad_token_id", None)
-            if pad_token_id is None
-            else pad_token_id
-        )
+        if pad_token_id is None:
+            token_id = getattr(processing_class, "pad_token_id", None)
+        else:
+            token_id = pad_token_id
         if token_id is None:
             raise ArgumentError(
                 "DataCollatorWithPadding needs a pad_token_id or a tokenizer that has one; pass "
@@ -120,9 +119,10 @@ class DataCollatorWithPadding:
         )
         for row, column_value in zip(batch, column_values, strict=True):
             row_length = column_value.shape[0]
-            first_index = (
-                0 if self.padding_side == "right" else padded_length - row_length
-            )
+            if self.padding_side == "right":
+                first_index = 0
+            else:
+                first_index = padded_length - row_length
             row[first_index : first_index + row_length] = column_value
         return batch
 

@@ -137,9 +137,10 @@ class TrainingLoop:
                 gradient_norm = accelerator.clip_grad_norm_(
                     model.parameters(), max_norm
                 )
-                self._gradient_norm = (
-                    self._gradient_norm if gradient_norm is None else gradient_norm
-                )
+                if gradient_norm is None:
+                    self._gradient_norm = self._gradient_norm
+                else:
+                    self._gradient_norm = gradient_norm
             if accelerator.sync_gradients:
                 call_event("on_pre_optimizer_step")
             optimizer.step()
@@ -225,9 +226,10 @@ class TrainingLoop:
 
     def _set_epoch(self) -> None:
         state, num_batches = self._trainer.state, self._plan.batches_per_epoch
-        epoch_share = (
-            min(1.0, state.batches_in_epoch / num_batches) if num_batches else 0.0
-        )
+        if num_batches:
+            epoch_share = min(1.0, state.batches_in_epoch / num_batches)
+        else:
+            epoch_share = 0.0
         state.epoch = state.epochs_done + epoch_share
 
     def _act_on_requests(self, stopping: bool = False) -> None:
@@ -295,9 +297,10 @@ class TrainingLoop:
             trainer.accelerator, time.perf_counter() - self._start_s
         )
         num_updates = state.global_step - self._start_step
-        mean_loss = (
-            state.total_loss / state.total_weight if state.total_weight else math.nan
-        )
+        if state.total_weight:
+            mean_loss = state.total_loss / state.total_weight
+        else:
+            mean_loss = math.nan
         metrics = {
             "train_runtime": round(elapsed_s, 4),
             "train_steps_per_second": round(num_updates / elapsed_s, 3),

@@ -26,9 +26,10 @@ def classification_metrics(predicted: EvalPrediction) -> dict[str, float]:
             "the metrics of other tasks in a custom function."
         )
     answers = logits.argmax(-1)
-    classes = (
-        [1] if logits.shape[1] == 2 else sorted({*answers.tolist(), *labels.tolist()})
-    )
+    if logits.shape[1] == 2:
+        classes = [1]
+    else:
+        classes = sorted({*answers.tolist(), *labels.tolist()})
     return {
         "accuracy": _accuracy_of(answers, labels),
         "f1": float(
@@ -40,11 +41,10 @@ def classification_metrics(predicted: EvalPrediction) -> dict[str, float]:
 
 
 def _logits_of(predicted: EvalPrediction, ndim: int) -> Array:
-    first_prediction = (
-        predicted.predictions[0]
-        if isinstance(predicted.predictions, (tuple, list))
-        else predicted.predictions
-    )
+    if isinstance(predicted.predictions, (tuple, list)):
+        first_prediction = predicted.predictions[0]
+    else:
+        first_prediction = predicted.predictions
     logits = np.asarray(first_prediction)
     if logits.ndim != ndim:
         raise DataError(

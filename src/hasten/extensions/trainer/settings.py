@@ -103,13 +103,12 @@ def _loader_settings(args: TrainingArguments) -> DataLoaderConfiguration:
 
 
 def _fsdp_settings(args: TrainingArguments) -> Any:  # Any: the plugin's class
-    fsdp_words = (
-        args.fsdp.split()
-        if isinstance(args.fsdp, str)
-        else []
-        if isinstance(args.fsdp, bool)
-        else list(args.fsdp)
-    )
+    if isinstance(args.fsdp, str):
+        fsdp_words = args.fsdp.split()
+    elif isinstance(args.fsdp, bool):
+        fsdp_words = []
+    else:
+        fsdp_words = list(args.fsdp)
     for fsdp_word in fsdp_words:
         if fsdp_word not in _FSDP_WORDS:
             raise SettingValueError(

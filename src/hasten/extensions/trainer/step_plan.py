@@ -46,9 +46,10 @@ class TrainingPlan:
         if epochs_done >= self.num_epochs:
             return 0
         in_last_epoch = epochs_done == self.num_epochs - 1
-        num_batches = (
-            self.last_epoch_batches if in_last_epoch else self.batches_per_epoch
-        )
+        if in_last_epoch:
+            num_batches = self.last_epoch_batches
+        else:
+            num_batches = self.batches_per_epoch
         num_updates = math.ceil(max(num_batches - batches_in_epoch, 0) / self.window)
         if in_last_epoch:
             return num_updates
@@ -76,14 +77,14 @@ def plan_training(
             "the training dataset yields no batch, so there is nothing to train on; check its length, the batch size and "
             "dataloader_drop_last."
         )
-    per_epoch = (
-        None if batches_per_epoch is None else math.ceil(batches_per_epoch / window)
-    )
-    max_steps = (
-        args.max_steps
-        if args.max_steps > 0
-        else math.ceil(args.num_train_epochs * (per_epoch or 0))
-    )
+    if batches_per_epoch is None:
+        per_epoch = None
+    else:
+        per_epoch = math.ceil(batches_per_epoch / window)
+    if args.max_steps > 0:
+        max_steps = args.max_steps
+    else:
+        max_steps = math.ceil(args.num_train_epochs * (per_epoch or 0))
     num_epochs = math.ceil(max_steps / per_epoch) if per_epoch else 0
     last_epoch_batches = None
     if args.max_steps <= 0 and per_epoch and batches_per_epoch:
@@ -104,6 +105,6 @@ def plan_training(
 
 def _num_updates(step_setting: float, max_steps: int) -> int:
     """Return a number of updates; a value below 1 is a fraction of the total."""
-    return (
-        math.ceil(step_setting * max_steps) if step_setting < 1 else int(step_setting)
-    )
+    if step_setting < 1:
+        return math.ceil(step_setting * max_steps)
+    return int(step_setting)

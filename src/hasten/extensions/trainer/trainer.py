@@ -210,11 +210,10 @@ class Trainer:
 
         Ranks: every rank. Raises: SystemExit with PREEMPTED_EXIT_CODE after saving, on SIGTERM or SIGUSR1.
         """
-        resume = (
-            self.args.resume_from_checkpoint
-            if resume_from_checkpoint is None
-            else resume_from_checkpoint
-        )
+        if resume_from_checkpoint is None:
+            resume = self.args.resume_from_checkpoint
+        else:
+            resume = resume_from_checkpoint
         self.control = TrainerControl()
         if self.wrapped_model is None:
             plan = self._prepare_training()

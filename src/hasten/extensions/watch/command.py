@@ -204,19 +204,15 @@ def _render_page(
 
 
 def _describe_bytes(num_bytes: int) -> str:
-    return (
-        f"{num_bytes / 2**30:.2f} GiB"
-        if num_bytes >= 2**30
-        else f"{num_bytes / 2**20:.0f} MiB"
-    )
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.0f} MiB"
 
 
 def _describe_duration(seconds: float) -> str:
     minutes, remaining_s = divmod(int(seconds), 60)
-    return (
-        f"{minutes // 60} h {minutes % 60} min"
-        if minutes >= 60
-        else f"{minutes} min {remaining_s} s"
-        if minutes
-        else f"{remaining_s} s"
-    )
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    if minutes:
+        return f"{minutes} min {remaining_s} s"
+    return f"{remaining_s} s"

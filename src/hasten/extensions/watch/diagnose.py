@@ -63,11 +63,9 @@ def describe_occupation(rank_state: State) -> tuple[Cause, str, str]:
 def _activity_words(rank_state: State) -> str:
     if rank_state.thread == "disk":
         return "waiting for the disk or for memory that was swapped out"
-    return (
-        "asleep"
-        if rank_state.cpu_share < IDLE_SHARE and rank_state.thread == "asleep"
-        else "busy"
-    )
+    if rank_state.cpu_share < IDLE_SHARE and rank_state.thread == "asleep":
+        return "asleep"
+    return "busy"
 
 
 WaitEnd = Literal["never", "hardly", "perhaps"]
@@ -305,11 +303,10 @@ def _diagnose_working(
         return None
     rank_state = max(busy_states, key=lambda rank_state: rank_state.quiet_s)
     cause, activity, remedy = describe_occupation(rank_state)
-    last_collective = (
-        f"; its last collective was {rank_state.last.words()}, {rank_state.last_ago_s:.0f} s ago"
-        if rank_state.last
-        else ""
-    )
+    if rank_state.last:
+        last_collective = f"; its last collective was {rank_state.last.words()}, {rank_state.last_ago_s:.0f} s ago"
+    else:
+        last_collective = ""
     return Diagnosis(
         cause,
         waiting_ranks,

@@ -33,9 +33,9 @@ _LEAST_MEASURED_S: Final = 0.1
 def start_ticks(process_id: int | str = "self") -> int:
     """Return the start time of the process in clock ticks since boot; 0 if the kernel does not report it."""
     stat_fields = _process_fields(process_id)
-    return (
-        int(stat_fields[_STARTED]) if stat_fields and len(stat_fields) > _STARTED else 0
-    )
+    if stat_fields and len(stat_fields) > _STARTED:
+        return int(stat_fields[_STARTED])
+    return 0
 
 
 def pid_namespace() -> str:

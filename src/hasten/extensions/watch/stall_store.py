@@ -77,11 +77,9 @@ class StallStore:
 
     def _get(self, key: str) -> str:
         store = self._own_connection()
-        return (
-            store.get(f"{self._prefix}/{key}").decode()
-            if store.check([f"{self._prefix}/{key}"])
-            else ""
-        )
+        if store.check([f"{self._prefix}/{key}"]):
+            return store.get(f"{self._prefix}/{key}").decode()
+        return ""
 
     def _read(self, topic: str, rank_numbers: Sequence[int]) -> dict[int, bytes]:
         store = self._own_connection()

@@ -220,11 +220,10 @@ class Watchdog:
             if reporter != self._last_reporter[0]:
                 self._last_reporter = (reporter, now_s)
             silent_s = now_s - self._last_reporter[1]
-            self._is_reporter = (
-                silent_s > _SILENT_PAUSES * self._pause_s(now_s)
-                if reporter
-                else now_s - self._quiet_since > self._look_s + delay_s
-            )
+            if reporter:
+                self._is_reporter = silent_s > _SILENT_PAUSES * self._pause_s(now_s)
+            else:
+                self._is_reporter = now_s - self._quiet_since > self._look_s + delay_s
         if self._is_reporter:
             self._heartbeat_number += 1
             self._stall_store.post_heartbeat(self._heartbeat_number)
@@ -290,11 +289,9 @@ class Watchdog:
     def _limit_s(self, diagnosis: Diagnosis) -> float:
         """Return the seconds of waiting after which the job is ended."""
         if diagnosis.cause == "stopped":  # a stopped rank can be resumed
-            return (
-                self.patience_s
-                if self._settings.after_s is None
-                else _LONG_FACTOR * self.after_s
-            )
+            if self._settings.after_s is None:
+                return self.patience_s
+            return _LONG_FACTOR * self.after_s
         return {"never": 0.0, "hardly": self.after_s, "perhaps": self.patience_s}[
             diagnosis.ends
         ]

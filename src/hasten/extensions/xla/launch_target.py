@@ -78,15 +78,15 @@ def plan_machine(
         **{name: value for name, value in job_shape.env if name != "OMP_NUM_THREADS"},
         "PJRT_DEVICE": device,
     }
-    driven_devices = (
-        f"its {host.num_devices} TPU devices"
-        if device == "TPU" and host.num_devices
-        else f"all {device} devices"
-    )
+    if device == "TPU" and host.num_devices:
+        driven_devices = f"its {host.num_devices} TPU devices"
+    else:
+        driven_devices = f"all {device} devices"
     if machines > 1:
-        separate_world = (
-            tpu_hosts.by_itself(host.env, host.num_devices) if device == "TPU" else {}
-        )
+        if device == "TPU":
+            separate_world = tpu_hosts.by_itself(host.env, host.num_devices)
+        else:
+            separate_world = {}
         note = f"one process controls {driven_devices}; the machines average gradients through host memory"
         variables = tuple(sorted({**env, **separate_world}.items()))
         rank = _machine_rank(job_shape, tpu)
@@ -175,11 +175,12 @@ def plan_pod(launch_request: LaunchRequest, host: Host) -> LaunchPlan:
         f"{line}; " for line in (*_commands_of(xla.command_file), *(xla.commands or ()))
     )
     # sudo does not pass on the variables exported before it
-    sudo = (
-        shlex.join(["sudo", *(["env", *assignments] if assignments else [])]) + " "
-        if xla.tpu_use_sudo
-        else ""
-    )
+    if xla.tpu_use_sudo:
+        sudo = (
+            shlex.join(["sudo", *(["env", *assignments] if assignments else [])]) + " "
+        )
+    else:
+        sudo = ""
     argv = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", xla.tpu_name]
     argv += ["--zone", xla.tpu_zone] if xla.tpu_zone else []
     argv += ["--worker", worker, "--command", f"{exports}{setup}{sudo}{command}"]
@@ -194,11 +195,10 @@ def plan_pod(launch_request: LaunchRequest, host: Host) -> LaunchPlan:
 def _note_of_slice(name: str, worker: str, tpu: TpuSlice | None) -> str:
     if tpu is None:
         return "gcloud did not report the number of hosts; if there are several, training raises an error"
-    numbering = (
-        "; each determines its number itself"
-        if tpu.hosts > 1 and worker == "all"
-        else ""
-    )
+    if tpu.hosts > 1 and worker == "all":
+        numbering = "; each determines its number itself"
+    else:
+        numbering = ""
     return f"{name} has {tpu.hosts} host(s), according to gcloud{numbering}"
 
 
@@ -208,11 +208,10 @@ def _rendezvous_flags(launch: LaunchConfig, name: str, tpu: TpuSlice) -> list[st
     Raises: ConfigError for flags that contradict the TPU, or if the address of the first VM is unknown.
     """
     if launch.machine_rank is not None or launch.num_machines not in (1, tpu.hosts):
-        given_flag = (
-            f"num_machines={launch.num_machines}"
-            if launch.machine_rank is None
-            else f"machine_rank={launch.machine_rank}"
-        )
+        if launch.machine_rank is None:
+            given_flag = f"num_machines={launch.num_machines}"
+        else:
+            given_flag = f"machine_rank={launch.machine_rank}"
         raise ConfigError(
             f"{given_flag} was given for the TPU {name!r}, whose {tpu.hosts} hosts all run the same command and determine their numbers "
             "themselves. Remove it."
@@ -221,9 +220,10 @@ def _rendezvous_flags(launch: LaunchConfig, name: str, tpu: TpuSlice) -> list[st
         raise ConfigError(
             f"gcloud reports no address for the first of {tpu.hosts} hosts of the TPU {name!r}. Give --main_process_ip."
         )
-    machine_flags = (
-        [] if launch.num_machines > 1 else ["--num_machines", str(tpu.hosts)]
-    )
+    if launch.num_machines > 1:
+        machine_flags = []
+    else:
+        machine_flags = ["--num_machines", str(tpu.hosts)]
     return [
         *machine_flags,
         *(
@@ -298,11 +298,9 @@ def _find_slice(launch_request: LaunchRequest, host: Host) -> TpuSlice | None:
     """Return the hosts of the TPU; None for a job without TPUs, or if they are unknown."""
     launch, xla = launch_request.config.launch, launch_request.config.section(XLAConfig)
     if is_pod(launch_request):
-        return (
-            _ask_gcloud(xla.tpu_name, xla.tpu_zone)
-            if xla.tpu_name and "gcloud" in host.programs
-            else None
-        )
+        if xla.tpu_name and "gcloud" in host.programs:
+            return _ask_gcloud(xla.tpu_name, xla.tpu_zone)
+        return None
     device = host.env.get("PJRT_DEVICE") or ("TPU" if host.device == "tpu" else None)
     if device != "TPU" or launch_request.config.cpu:
         return None
@@ -339,11 +337,9 @@ def _ask_gcloud(name: str, zone: str | None) -> TpuSlice | None:
             check=True,
         )
         endpoints = json.loads(process.stdout)["networkEndpoints"]
-        return (
-            TpuSlice(len(endpoints), endpoints[0].get("ipAddress"))
-            if endpoints
-            else None
-        )
+        if endpoints:
+            return TpuSlice(len(endpoints), endpoints[0].get("ipAddress"))
+        return None
     except (
         OSError,
         subprocess.SubprocessError,

@@ -334,9 +334,10 @@ def with_others(
         return list(failures), []
     known_ranks = {(failure.host, failure.rank) for failure in failures}
     remote_failures: list[Failure] = []
-    silent_machines: list[str] = (
-        [] if peers.index == 0 else [f"machine 0 ({peers.hosts[0]})"]
-    )
+    if peers.index == 0:
+        silent_machines: list[str] = []
+    else:
+        silent_machines = [f"machine 0 ({peers.hosts[0]})"]
 
     def exchange() -> None:
         peers.publish(

@@ -71,12 +71,14 @@ class CheckIn:
             and encoded_reports != self.seen
         ):
             num_processes = sum(report.num_processes for report in reports)
-            machines_text = (
-                "1 machine" if num_machines == 1 else f"{num_machines} machines"
-            )
-            processes_text = (
-                "1 process" if num_processes == 1 else f"{num_processes} processes"
-            )
+            if num_machines == 1:
+                machines_text = "1 machine"
+            else:
+                machines_text = f"{num_machines} machines"
+            if num_processes == 1:
+                processes_text = "1 process"
+            else:
+                processes_text = f"{num_processes} processes"
             self.say(f"{processes_text} on {machines_text}\n{rank_table(reports)}")
         self.seen = encoded_reports
         return reports

@@ -290,11 +290,10 @@ class CallHook:
             and "position" in module_name
         ]
         if padded_embeddings or hasattr(self._base, "get_rope_index"):
-            reason = (
-                f"counts positions from {padded_embeddings[0]!r}'s padding_idx"
-                if padded_embeddings
-                else "computes them from its images"
-            )
+            if padded_embeddings:
+                reason = f"counts positions from {padded_embeddings[0]!r}'s padding_idx"
+            else:
+                reason = "computes them from its images"
             raise StepError(
                 f"{type(self._base).__name__} was called without position_ids inside a context-parallel block, and {reason}; for a part of "
                 "a sequence they would be wrong. Compute position_ids of whole sequences and pass them as a buffer."

@@ -88,11 +88,10 @@ def summed_part(
     stacked_parts = torch.stack(parts_by_rank).contiguous()
     received = torch.empty_like(stacked_parts)
     dist.all_to_all_single(received, stacked_parts, group=process_group)
-    sum_dtype = (
-        torch.float32
-        if stacked_parts.dtype in (torch.bfloat16, torch.float16)
-        else stacked_parts.dtype
-    )
+    if stacked_parts.dtype in (torch.bfloat16, torch.float16):
+        sum_dtype = torch.float32
+    else:
+        sum_dtype = stacked_parts.dtype
     return received.sum(0, dtype=sum_dtype).to(stacked_parts.dtype)
 
 

@@ -265,11 +265,9 @@ def _combine_masks(mask: Tensor | None, visible_keys: Tensor) -> Tensor:
     """Return a mask that also hides keys that are not visible."""
     if mask is None:
         return visible_keys
-    return (
-        mask & visible_keys
-        if mask.dtype == torch.bool
-        else mask.masked_fill(~visible_keys, float("-inf"))
-    )
+    if mask.dtype == torch.bool:
+        return mask & visible_keys
+    return mask.masked_fill(~visible_keys, float("-inf"))
 
 
 def _cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -63,11 +63,10 @@ class SequenceLayout:
         num_chunks = self.num_chunks
         if length > 0 and length % num_chunks == 0:
             return
-        fitting_sizes = (
-            divisors(length // self.chunks_per_rank)
-            if length % self.chunks_per_rank == 0
-            else [1]
-        )
+        if length % self.chunks_per_rank == 0:
+            fitting_sizes = divisors(length // self.chunks_per_rank)
+        else:
+            fitting_sizes = [1]
         raise ConfigError(
             f"{description} has {length} positions along its sequence, which cp_size={self.ranks} cannot divide into {num_chunks} "
             f"equal chunks{' (two per rank, for an equal share of a causal mask)' if self.chunks_per_rank == 2 else ''}; "

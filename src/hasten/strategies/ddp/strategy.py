@@ -128,15 +128,14 @@ class Replicated(DistributedDataParallel):
         unused_indices = re.search(
             r"did not receive grad for rank \d+:((?: \d+)+)", text
         )
-        unused_names = (
-            [
+        if unused_indices:
+            unused_names = [
                 parameter_names[int(index)]
                 for index in unused_indices[1].split()
                 if int(index) < len(parameter_names)
             ]
-            if unused_indices
-            else []
-        )
+        else:
+            unused_names = []
         listed_names = (
             ", ".join(unused_names[:8])
             + (f" and {len(unused_names) - 8} more" if len(unused_names) > 8 else "")
@@ -230,11 +229,9 @@ class Replicate:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return (
-            model.no_sync()
-            if isinstance(model, DistributedDataParallel)
-            else nullcontext()
-        )
+        if isinstance(model, DistributedDataParallel):
+            return model.no_sync()
+        return nullcontext()
 
     # Any: tensors and extra state
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:

@@ -25,11 +25,10 @@ def decide(
 
     Raises: ConfigError for a plan that names modules that cannot be sharded; PrepareError if nothing is found.
     """
-    experts_by_module = (
-        stacked_experts(model)
-        if isinstance(plan, str)
-        else _experts_by_plan(model, plan)
-    )
+    if isinstance(plan, str):
+        experts_by_module = stacked_experts(model)
+    else:
+        experts_by_module = _experts_by_plan(model, plan)
     if not experts_by_module:
         raise PrepareError(
             f"no module of {type(model).__name__} has experts that can be split over {num_ranks} ranks: {_SAID}. Name such modules with ParallelismConfig(ep_plan=('layers.*.experts',)), or set ep_size=1."

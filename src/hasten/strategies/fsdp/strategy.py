@@ -117,11 +117,9 @@ class ShardModel:
         if isinstance(model, FSDPModule):
             return model
         if not request.train:
-            return (
-                model.to(ctx.device)
-                if request.place and not hasattr(model, "hf_device_map")
-                else model
-            )
+            if request.place and not hasattr(model, "hf_device_map"):
+                return model.to(ctx.device)
+            return model
         mesh = self._mesh_for(ctx)
         with agree(ctx.world, f"sharding {type(model).__name__}"):
             packed = PackedLayers(model, ctx.device)
@@ -132,11 +130,12 @@ class ShardModel:
         if source is not WeightSource.RANK_0 and self._config.sync_module_states:
             copy_from_rank_0(model, ctx)
             copy_tensors(packed.tensors(), ctx)
-        unsharded_tensors = (
-            {tensor_name: tensor.data for tensor_name, tensor in named_tensors(model)}
-            if source is WeightSource.RANK_0 and ctx.is_main
-            else {}
-        )
+        if source is WeightSource.RANK_0 and ctx.is_main:
+            unsharded_tensors = {
+                tensor_name: tensor.data for tensor_name, tensor in named_tensors(model)
+            }
+        else:
+            unsharded_tensors = {}
         with frozen_integers() if packed.num_bytes else nullcontext():
             self._shard(model, layout, mesh, ctx)
         packed.attach_states()

@@ -91,11 +91,10 @@ class Rowwise(SplitForward):
 
     def __call__(self, tensor: Tensor) -> Tensor:
         weight, bias = self.matrix(), self.part("bias")
-        width = (
-            tensor.shape[-1] // self.group.size()
-            if self.whole_input
-            else tensor.shape[-1]
-        )
+        if self.whole_input:
+            width = tensor.shape[-1] // self.group.size()
+        else:
+            width = tensor.shape[-1]
         if width != weight.shape[-1]:
             raise StepError(
                 f"a {type(self.module).__name__} split rowwise over {self.group.size()} ranks got {tensor.shape[-1]} features instead of the "
@@ -133,11 +132,10 @@ class VocabularyRows(_SplitEmbedding):
         local_tokens = tokens - first_row
         is_elsewhere = (local_tokens < 0) | (local_tokens >= weight.shape[0])
         padding = self.module.padding_idx
-        own_padding = (
-            None
-            if padding is None or not 0 <= padding - first_row < weight.shape[0]
-            else padding - first_row
-        )
+        if padding is None or not 0 <= padding - first_row < weight.shape[0]:
+            own_padding = None
+        else:
+            own_padding = padding - first_row
         rows = self.looked_up(
             local_tokens.masked_fill(is_elsewhere, 0), weight, own_padding
         )

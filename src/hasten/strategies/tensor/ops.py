@@ -70,16 +70,16 @@ class _Split(torch.autograd.Function):
 
 def enter(tensor: Tensor, process_group: dist.ProcessGroup) -> Tensor:
     """Return `x`, which is equal on all ranks, as the input of a split layer; its gradient is summed. Ranks: the group."""
-    return (
-        tensor if process_group.size() == 1 else _apply(_Enter, tensor, process_group)
-    )
+    if process_group.size() == 1:
+        return tensor
+    return _apply(_Enter, tensor, process_group)
 
 
 def leave(tensor: Tensor, process_group: dist.ProcessGroup) -> Tensor:
     """Return the sum of the ranks' partial results, equal on every rank. Ranks: the group."""
-    return (
-        tensor if process_group.size() == 1 else _apply(_Leave, tensor, process_group)
-    )
+    if process_group.size() == 1:
+        return tensor
+    return _apply(_Leave, tensor, process_group)
 
 
 def gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -89,11 +89,9 @@ def gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 def split(tensor: Tensor, dim: int, process_group: dist.ProcessGroup) -> Tensor:
     """Return this rank's shard of `dim` of an input that is equal on every rank. Ranks: the group."""
-    return (
-        tensor
-        if process_group.size() == 1
-        else _apply(_Split, tensor, dim, process_group)
-    )
+    if process_group.size() == 1:
+        return tensor
+    return _apply(_Split, tensor, dim, process_group)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -160,8 +158,6 @@ class RankRandomStream:
             torch.cuda.set_rng_state(on_device, self._device)
 
     def _on_device(self) -> Tensor | None:
-        return (
-            torch.cuda.get_rng_state(self._device)
-            if self._device.type == "cuda"
-            else None
-        )
+        if self._device.type == "cuda":
+            return torch.cuda.get_rng_state(self._device)
+        return None

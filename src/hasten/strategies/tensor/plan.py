@@ -42,11 +42,10 @@ def decide(
     Raises: ConfigError for a plan that names layers that do not exist or cannot be split; PrepareError for a model without a
     plan.
     """
-    split = (
-        _split_by_carried_plans(model, experts)
-        if isinstance(plan, str)
-        else _split_by_plan(model, plan, "tp_plan")
-    )
+    if isinstance(plan, str):
+        split = _split_by_carried_plans(model, experts)
+    else:
+        split = _split_by_plan(model, plan, "tp_plan")
     if not split.styles:
         raise PrepareError(
             f"{type(model).__name__} has no tensor-parallel plan that splits a layer over {num_ranks} ranks{_list_reasons(split.left)}, so every "

@@ -77,11 +77,10 @@ def first_bad_module(module_call: ModuleCall, module: nn.Module) -> str:
 
         return hook
 
-    input_words = (
-        ""
-        if all_finite(trees.tensors((module_call.args, module_call.kwargs)))
-        else "the batch contains nan or inf; "
-    )
+    if all_finite(trees.tensors((module_call.args, module_call.kwargs))):
+        input_words = ""
+    else:
+        input_words = "the batch contains nan or inf; "
     with torch.no_grad(), _as_before(module, module_call):
         try:
             handles += [

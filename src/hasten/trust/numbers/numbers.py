@@ -231,14 +231,10 @@ class NumbersWatch(RunPart):
     def _largest_severity(self, severity: int) -> int:
         """Return the highest level of all ranks."""
         world = self._ctx.world
-        return (
-            severity
-            if world.size == 1
-            else int(
-                world.all_reduce(
-                    torch.tensor([severity], dtype=torch.int32), "max"
-                ).item()
-            )
+        if world.size == 1:
+            return severity
+        return int(
+            world.all_reduce(torch.tensor([severity], dtype=torch.int32), "max").item()
         )
 
     def _react_to_findings(
@@ -247,11 +243,10 @@ class NumbersWatch(RunPart):
         if self._settings.then == "stop":
             consequence = "every rank stops, before the update; trust.numbers=skip would skip the update and continue"
             raise _make_error(step, findings, consequence)
-        reaction = (
-            "the scaler skips the update"
-            if scaled
-            else "the update is skipped on every rank"
-        )
+        if scaled:
+            reaction = "the scaler skips the update"
+        else:
+            reaction = "the update is skipped on every rank"
         self._warn_on_main(
             _render_findings(
                 step, findings, f"{reaction}; optimizer and scheduler are unchanged"
@@ -336,11 +331,12 @@ class NumbersWatch(RunPart):
                     )
                 else:
                     samples += sample_indices
-                    remaining_words = (
-                        f" and {len(sample_indices) - _MOST_SHOWN} more"
-                        if len(sample_indices) > _MOST_SHOWN
-                        else ""
-                    )
+                    if len(sample_indices) > _MOST_SHOWN:
+                        remaining_words = (
+                            f" and {len(sample_indices) - _MOST_SHOWN} more"
+                        )
+                    else:
+                        remaining_words = ""
                     report_lines.append(
                         f"{batch_words}, dataset indices {', '.join(map(str, sample_indices[:_MOST_SHOWN]))}{remaining_words}"
                     )
@@ -384,9 +380,10 @@ def _has_finite_gradients(parameters: Sequence[Tensor]) -> bool:
     local_gradients: list[Tensor] = []
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
-            local_gradient_or_sparse = (
-                gradient.to_local() if is_dtensor(gradient) else gradient
-            )
+            if is_dtensor(gradient):
+                local_gradient_or_sparse = gradient.to_local()
+            else:
+                local_gradient_or_sparse = gradient
             local_gradients.append(
                 local_gradient_or_sparse.coalesce().values()
                 if local_gradient_or_sparse.is_sparse
@@ -408,8 +405,6 @@ def _has_finite_gradients(parameters: Sequence[Tensor]) -> bool:
 def _median(loss_values: Collection[float]) -> float:
     sorted_values = sorted(loss_values)
     middle = len(sorted_values) // 2
-    return (
-        sorted_values[middle]
-        if len(sorted_values) % 2
-        else (sorted_values[middle - 1] + sorted_values[middle]) / 2
-    )
+    if len(sorted_values) % 2:
+        return sorted_values[middle]
+    return (sorted_values[middle - 1] + sorted_values[middle]) / 2

@@ -125,11 +125,10 @@ class Accelerator(SavingFace):
             arguments["step_scheduler_with_optimizer"],
             0,
         )
-        self.rng_types = (
-            arguments["rng_types"]
-            if arguments["rng_types"] is not None
-            else ["generator"]
-        )
+        if arguments["rng_types"] is not None:
+            self.rng_types = arguments["rng_types"]
+        else:
+            self.rng_types = ["generator"]
         vars(self).update(
             {name: sorted_.handlers.get(name) for name in HANDLERS.values()}
         )
@@ -325,11 +324,9 @@ class Accelerator(SavingFace):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Return the schedule, also of a class of one's own, following its optimizer's updates."""
         prepared = self._preparer.prepare((scheduler,))[0]
-        return (
-            prepared
-            if isinstance(prepared, PreparedScheduler)
-            else self._preparer._prepare_scheduler(scheduler)
-        )
+        if isinstance(prepared, PreparedScheduler):
+            return prepared
+        return self._preparer._prepare_scheduler(scheduler)
 
     def prepare_data_loader(
         self,
@@ -337,9 +334,10 @@ class Accelerator(SavingFace):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Any = None,
     ) -> Any:
-        puts_on_device = (
-            self.device_placement if device_placement is None else device_placement
-        )
+        if device_placement is None:
+            puts_on_device = self.device_placement
+        else:
+            puts_on_device = device_placement
         return self._preparer.loader(
             data_loader, puts_on_device, 0, slice_fn=slice_fn_for_dispatch
         )
@@ -478,11 +476,11 @@ class Accelerator(SavingFace):
         """Clip gradients to a global norm where the window ends; inside it, only tell the norm."""
         parameter_list = clip.as_list(parameters)
         norm = super().clip_grad_norm_(parameter_list, max_norm, float(norm_type))
-        return (
-            self._clip_grad_norm_dtensor_aware(parameter_list, float("inf"), norm_type)
-            if norm is None
-            else norm
-        )
+        if norm is None:
+            return self._clip_grad_norm_dtensor_aware(
+                parameter_list, float("inf"), norm_type
+            )
+        return norm
 
     def _clip_grad_norm_dtensor_aware(
         self, parameters: Any, max_norm: float, norm_type: float = 2
@@ -551,18 +549,15 @@ class Accelerator(SavingFace):
             except Exception:  # an object that cannot be sliced stays as it is
                 return gathered
         is_single_process = self.num_processes == 1
-        gathered = (
-            self.gather(input_data)
-            if is_single_process
-            else ops.gather_ragged(input_data, self.readers())
-        )
-        return (
-            trees.map_tensors(
+        if is_single_process:
+            gathered = self.gather(input_data)
+        else:
+            gathered = ops.gather_ragged(input_data, self.readers())
+        if samples_left:
+            return trees.map_tensors(
                 lambda leaf: leaf[:samples_left] if leaf.ndim else leaf, gathered
             )
-            if samples_left
-            else gathered
-        )
+        return gathered
 
     def _samples_left(self) -> int | None:
         """Return the number of samples in a last batch that is cut to them; log where it is unknown."""
@@ -629,11 +624,9 @@ class Accelerator(SavingFace):
             is_materialized = not any(
                 weight_or_model.is_meta for weight_or_model in model.parameters()
             )
-            return (
-                model.state_dict()
-                if is_materialized
-                else modeling.get_state_dict_offloaded_model(model)
-            )
+            if is_materialized:
+                return model.state_dict()
+            return modeling.get_state_dict_offloaded_model(model)
         if any(model is weight_or_model for weight_or_model in self._prepared.models):
             return OrderedDict(super().get_state_dict(model))
         return (self.unwrap_model(model) if unwrap else model).state_dict()

@@ -130,11 +130,10 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     for name, module in get_module_children_bottom_up(model, return_fqns=True)[:-1]:
         if wraps_module(module):
             wrapped_module = checkpoint_wrapper.checkpoint_wrapper(module)
-            wrapped_module = (
-                checkpoint_wrapper.offload_wrapper(wrapped_module)
-                if plugin.activation_checkpointing_offload
-                else wrapped_module
-            )
+            if plugin.activation_checkpointing_offload:
+                wrapped_module = checkpoint_wrapper.offload_wrapper(wrapped_module)
+            else:
+                wrapped_module = wrapped_module
             setattr(
                 model.get_submodule(name.rpartition(".")[0]),
                 name.rpartition(".")[2],

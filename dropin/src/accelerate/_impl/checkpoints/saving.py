@@ -137,11 +137,10 @@ class SavingFace(Composed):
             raise RuntimeError(
                 "You can't save the model since some parameters are on the meta device."
             )
-        state = (
-            modeling.get_state_dict_offloaded_model(model)
-            if is_offloaded
-            else self.get_state_dict(model)
-        )
+        if is_offloaded:
+            state = modeling.get_state_dict_offloaded_model(model)
+        else:
+            state = self.get_state_dict(model)
         if self._writes and (args[1:2] or (kwargs.get("safe_serialization", True),))[0]:
             tell_shared(
                 state if is_offloaded else self.unwrap_model(model).state_dict()
@@ -214,9 +213,10 @@ class SavingFace(Composed):
         done, sharded = self._prepared, self._strategy.caps.sharded_state
         if sharded:
             fsdp.load_original_parts(self, Path(folder), models)
-        models_and_optimizers: tuple[Any, Any] = (
-            ([], []) if sharded else (models, done.optimizers)
-        )
+        if sharded:
+            models_and_optimizers: tuple[Any, Any] = ([], [])
+        else:
+            models_and_optimizers = (models, done.optimizers)
         remaining_arguments: tuple[Any, ...] = (
             done.schedulers,
             done.loaders,

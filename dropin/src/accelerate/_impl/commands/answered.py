@@ -32,9 +32,10 @@ def env_command(args: Any) -> dict[str, Any]:
         _collect_report(),
         args.config_file or Path(default_config_file).is_file(),
     )
-    saved: dict[str, Any] = (
-        load_config_from_file(args.config_file).to_dict() if has_config else {}
-    )
+    if has_config:
+        saved: dict[str, Any] = load_config_from_file(args.config_file).to_dict()
+    else:
+        saved = {}
     lines = [f"- {name}: {value}" for name, value in report.items()]
     shown = [f"\t- {name}: {value}" for name, value in saved.items()] or ["\tNot found"]
     whose = "config passed" if args.config_file else "default config"

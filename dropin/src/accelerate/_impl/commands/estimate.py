@@ -40,11 +40,9 @@ def model_info(repo: str, **options: Any) -> Any:
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
-    return (
-        f"hf-hub:{model_name}"
-        if "/" in model_name and ":" not in model_name
-        else model_name
-    )
+    if "/" in model_name and ":" not in model_name:
+        return f"hf-hub:{model_name}"
+    return model_name
 
 
 def check_has_model(error: Exception) -> str:
@@ -124,11 +122,15 @@ def estimate_training_usage(
         mixed_precision in ("float16", "bfloat16", "" if msamp_config else "fp8"),
         mixed_precision == "float32",
     )
-    sizes = (
-        [bytes, 2 * bytes, bytes + half * bytes // 2, (2 if half else 4) * bytes]
-        if half or full
-        else [-1] * 4
-    )
+    if half or full:
+        sizes = [
+            bytes,
+            2 * bytes,
+            bytes + half * bytes // 2,
+            (2 if half else 4) * bytes,
+        ]
+    else:
+        sizes = [-1] * 4
     return dict(zip(("model", "optimizer", "gradients", "step"), sizes, strict=True))
 
 

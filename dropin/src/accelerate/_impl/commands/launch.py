@@ -46,11 +46,10 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "allow_abbrev": False,
     }
     make = partial(CustomArgumentParser, "Accelerate launch command")
-    parser = (
-        make(**options)
-        if subparsers is None
-        else subparsers.add_parser("launch", **options)
-    )
+    if subparsers is None:
+        parser = make(**options)
+    else:
+        parser = subparsers.add_parser("launch", **options)
     add_flags(parser)
     parser.add_argument(
         "training_script", type=str, help="the script, module or program to start"
@@ -80,11 +79,9 @@ def _launcher_for(
         return multi_gpu_launcher
     if args.tpu and not args.cpu:
         return tpu_pod_launcher if args.tpu_use_cluster else tpu_launcher
-    return (
-        partial(sagemaker_launcher, saved)
-        if isinstance(saved, SageMakerConfig)
-        else simple_launcher
-    )
+    if isinstance(saved, SageMakerConfig):
+        return partial(sagemaker_launcher, saved)
+    return simple_launcher
 
 
 def _check_exit_code(code: int, command: list[str], args: argparse.Namespace) -> None:
@@ -135,11 +132,10 @@ def _on_the_cpu(words: Sequence[str]) -> list[SettingEntry]:
         config.cpu or look_at_host().device == "cpu"
     ):
         return []
-    overrides = (
-        {"multi_gpu": False, "gpu_ids": "all"}
-        if launch.multi_gpu or launch.gpu_ids != "all"
-        else {}
-    )
+    if launch.multi_gpu or launch.gpu_ids != "all":
+        overrides = {"multi_gpu": False, "gpu_ids": "all"}
+    else:
+        overrides = {}
     if overrides:
         sys.stderr.write(message("no_accelerator"))
     if num_processes > 1 and not wants_several and not elsewhere:

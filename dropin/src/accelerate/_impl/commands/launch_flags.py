@@ -84,13 +84,12 @@ def words_of(args: argparse.Namespace) -> list[str]:
             and (name, value) != ("num_processes", 0)
         ):
             spelled = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            spelled_values = (
-                spelled
-                if isinstance(spelled, list)
-                else []
-                if flag_options.get("action") == "store_false"
-                else [spelled]
-            )
+            if isinstance(spelled, list):
+                spelled_values = spelled
+            elif flag_options.get("action") == "store_false":
+                spelled_values = []
+            else:
+                spelled_values = [spelled]
             words += [
                 f"--{name}={'true' if spelled_value is True else spelled_value}"
                 for spelled_value in spelled_values
@@ -143,11 +142,10 @@ def _take_file_values(args: argparse.Namespace, values: dict[str, Any]) -> None:
         name: values.get(name) for name in _TPU if getattr(args, name, None) is None
     }
     for group, inner in values.items():
-        prefix = (
-            f"{group.removesuffix('_config')}_"
-            if group in ("dynamo_config", "fp8_config", "fsdp_config")
-            else ""
-        )
+        if group in ("dynamo_config", "fp8_config", "fsdp_config"):
+            prefix = f"{group.removesuffix('_config')}_"
+        else:
+            prefix = ""
         if isinstance(inner, dict):
             file_values |= {
                 f"{prefix}{name.removeprefix(prefix)}": file_value

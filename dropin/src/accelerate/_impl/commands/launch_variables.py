@@ -123,8 +123,6 @@ def _spell_value(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return str(value) if name.startswith(_CAPITAL) else str(value).lower()
     word = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return (
-        word.upper()
-        if name in ("FSDP_AUTO_WRAP_POLICY", "ACCELERATE_DYNAMO_BACKEND")
-        else word
-    )
+    if name in ("FSDP_AUTO_WRAP_POLICY", "ACCELERATE_DYNAMO_BACKEND"):
+        return word.upper()
+    return word

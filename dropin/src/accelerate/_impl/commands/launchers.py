@@ -93,9 +93,10 @@ def notebook_launcher(
     }
     launch_arguments["mixed_precision"] = precision = str(mixed_precision).lower()
     _check_arguments(launch_arguments)
-    devices = (
-        torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    )
+    if torch.accelerator.is_available():
+        devices = torch.accelerator.device_count()
+    else:
+        devices = 0
     launch_arguments["num_processes"] = process_count = (
         max(devices, 1) if num_processes is None else num_processes
     )
@@ -173,24 +174,22 @@ def _run_worker(
 
 
 def _announce_launch(processes: int, devices: int) -> None:
-    kind = (
-        str(torch.accelerator.current_accelerator()).partition(":")[0].upper()
-        if devices
-        else "CPU"
-    )
+    if devices:
+        kind = str(torch.accelerator.current_accelerator()).partition(":")[0].upper()
+    else:
+        kind = "CPU"
     single_devices = {
         "MPS": is_mps_available,
         "one GPU": torch.cuda.is_available,
         "one XPU": torch.xpu.is_available,
     }
-    where = (
-        f"{processes} {kind}s"
-        if processes > 1
-        else next(
+    if processes > 1:
+        where = f"{processes} {kind}s"
+    else:
+        where = next(
             (name for name, is_available in single_devices.items() if is_available()),
             "CPU",
         )
-    )
     print(f"Launching training on {where}.")  # noqa: T201  as the original says it
 
 

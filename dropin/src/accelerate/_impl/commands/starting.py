@@ -125,11 +125,10 @@ def prepare_simple_launcher_cmd_env(
     """Return the command that runs the script in one process, or by `mpirun` where it has hosts, and its environment."""
     _checked(args)
     mpi = _mpi_words(args) if _argument_or(args, "mpirun_hostfile") else []
-    python = (
-        []
-        if _argument_or(args, "no_python")
-        else [sys.executable, *(["-m"] if _argument_or(args, "module") else [])]
-    )
+    if _argument_or(args, "no_python"):
+        python = []
+    else:
+        python = [sys.executable, *(["-m"] if _argument_or(args, "module") else [])]
     cpu = _argument_or(args, "cpu") or _argument_or(args, "use_cpu", False)
     env = {
         **environment(),
@@ -190,11 +189,9 @@ def _get_mpirun_args() -> tuple[str, str, str, str, str]:
     if program is None:
         raise OSError(_SAYS["no_mpi"])
     is_open_mpi = b"Open MPI" in subprocess.check_output([program, "--version"])
-    return (
-        (program, "--hostfile", "-n", "--npernode", "--bind-to")
-        if is_open_mpi
-        else (program, "-f", "-n", "-ppn", "")
-    )
+    if is_open_mpi:
+        return (program, "--hostfile", "-n", "--npernode", "--bind-to")
+    return (program, "-f", "-n", "-ppn", "")
 
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
@@ -210,11 +207,9 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
             "ACCELERATE_USE_MEGATRON_LM": "true",
             **_shown_variables(args, "megatron_lm"),
         }
-    return (
-        prepare_extend_env_parallelism_config(args, env)
-        if _argument_or(args, "use_parallelism_config")
-        else env
-    )
+    if _argument_or(args, "use_parallelism_config"):
+        return prepare_extend_env_parallelism_config(args, env)
+    return env
 
 
 def _settled_port(args: argparse.Namespace) -> int:
@@ -303,13 +298,12 @@ def _deepspeed_words(args: argparse.Namespace) -> list[str]:
     processes_per_machine = str(
         _argument_or(args, "num_processes", 1) // args.num_machines
     )
-    device_words = (
-        ["--exclude", excluded_hosts]
-        if excluded_hosts
-        else ["--include", included_hosts]
-        if included_hosts
-        else ["--num_gpus", processes_per_machine]
-    )
+    if excluded_hosts:
+        device_words = ["--exclude", excluded_hosts]
+    elif included_hosts:
+        device_words = ["--include", included_hosts]
+    else:
+        device_words = ["--num_gpus", processes_per_machine]
     words += [str(word) for word in device_words]
     for flag, name in (
         ("--master_addr", "main_process_ip"),

@@ -42,11 +42,12 @@ def gcloud_words(args: argparse.Namespace) -> list[str]:
     requirement = {"latest": "accelerate -U", "dev": _SOURCES}.get(
         args.accelerate_version
     )
-    install = (
-        [f"pip install {requirement or f'accelerate=={args.accelerate_version}'}"]
-        if args.install_accelerate
-        else []
-    )
+    if args.install_accelerate:
+        install = [
+            f"pip install {requirement or f'accelerate=={args.accelerate_version}'}"
+        ]
+    else:
+        install = []
     line = "; ".join(["cd /usr/share", *install, *commands])
     where = ["--zone", zone] if zone else []
     alpha = ["alpha"] if args.use_alpha else []
@@ -60,11 +61,10 @@ def _command_lines(args: argparse.Namespace, saved: Any) -> list[str]:
     file = args.command_file or (
         None if given_words else getattr(saved, "command_file", None)
     )
-    command_lines = (
-        Path(file).read_text().splitlines()
-        if file
-        else given_words or list(getattr(saved, "commands", None) or ())
-    )
+    if file:
+        command_lines = Path(file).read_text().splitlines()
+    else:
+        command_lines = given_words or list(getattr(saved, "commands", None) or ())
     if not command_lines:
         raise ValueError(
             "You must specify either a command file or a command to run on the pod."

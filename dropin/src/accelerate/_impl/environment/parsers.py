@@ -83,15 +83,14 @@ def parser_of(
     def command_parser(
         subparsers: Any = None, parents: Sequence[Any] = ()
     ) -> argparse.ArgumentParser:
-        parser: argparse.ArgumentParser = (
-            subparsers.add_parser(
+        if subparsers is not None:
+            parser: argparse.ArgumentParser = subparsers.add_parser(
                 name, description=description, help=description, parents=parents
             )
-            if subparsers is not None
-            else CustomArgumentParser(
+        else:
+            parser = CustomArgumentParser(
                 f"Accelerate {name} command", description=description
             )
-        )
         for flag, options in _TABLE[name]["flags"].items():
             parser.add_argument(flag, **options)
         if subparsers is not None:

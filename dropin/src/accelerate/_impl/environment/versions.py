@@ -37,9 +37,8 @@ def install_xla(upgrade: bool = False) -> None:
     if "google.colab" not in str(shell):
         raise RuntimeError("`install_xla` utility works only on google colab.")
     release = ".".join(str(number) for number in torch_version.release[:2])
-    requirements = (
-        ["-U", "torch", "torch_xla[tpu]"]
-        if upgrade
-        else [f"torch_xla[tpu]~={release}.0"]
-    )
+    if upgrade:
+        requirements = ["-U", "torch", "torch_xla[tpu]"]
+    else:
+        requirements = [f"torch_xla[tpu]~={release}.0"]
     subprocess.run([sys.executable, "-m", "pip", "install", *requirements], check=True)

@@ -319,11 +319,10 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
 
     @property
     def total_dataset_length(self) -> int | None:  # type: ignore[override]  # streams may have none
-        full_dataset: Any = (
-            self.dataset.dataset
-            if isinstance(self.dataset, IterableDatasetShard)
-            else self.dataset
-        )
+        if isinstance(self.dataset, IterableDatasetShard):
+            full_dataset: Any = self.dataset.dataset
+        else:
+            full_dataset = self.dataset
         try:
             return len(full_dataset)
         except TypeError:
@@ -358,11 +357,9 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
             else self.latest[0]
         )
         # its samplers' random states are no part of torchdata's state: the order goes on from hasten's position
-        return (
-            state
-            if self.order_generator is None
-            else {**state, POSITION: self.saved_state()}
-        )
+        if self.order_generator is None:
+            return state
+        return {**state, POSITION: self.saved_state()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go back to the epoch a state was taken in and its order and, with use_stateful_dataloader, to the batch."""
@@ -375,9 +372,10 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
             torchdata_kind(self).load_state_dict(self, dict(state_dict))
             return
         # quirk: POSITION_IS_OPT_IN
-        beginning = (
-            {} if self.use_stateful_dataloader else {"consumed": 0, "batches": 0}
-        )
+        if self.use_stateful_dataloader:
+            beginning = {}
+        else:
+            beginning = {"consumed": 0, "batches": 0}
         self.latest = None
         super().load_state_dict({**position, **beginning})
 
@@ -547,11 +545,9 @@ class SkipDataLoader(DataLoaderStateMixin, SkippingLoader, DataLoaderAdapter):
 
     def state_dict(self) -> Any:
         """torchdata's state at the latest batch. Raises: AttributeError for a plain loader, which has none."""
-        return (
-            torchdata_kind(self).state_dict(self)
-            if self.latest is None
-            else self.latest
-        )
+        if self.latest is None:
+            return torchdata_kind(self).state_dict(self)
+        return self.latest
 
     def load_state_dict(self, state_dict: Any) -> None:
         self.latest = None

@@ -34,9 +34,10 @@ class SeedableRandomSampler(RandomSampler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         data_seed = kwargs.pop("data_seed", None)
         super().__init__(*args, **kwargs)
-        self.initial_seed = (
-            data_seed if data_seed is not None else torch.random.initial_seed()
-        )
+        if data_seed is not None:
+            self.initial_seed = data_seed
+        else:
+            self.initial_seed = torch.random.initial_seed()
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:

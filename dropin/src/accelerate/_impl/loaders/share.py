@@ -227,11 +227,10 @@ class Share:
             "_non_blocking": non_blocking,
         }
         is_single_process = self.size == ambient.start().world.size == 1
-        equalised = (
-            None
-            if is_single_process or isinstance(order[0], SeedableRandomSampler)
-            else generator
-        )
+        if is_single_process or isinstance(order[0], SeedableRandomSampler):
+            equalised = None
+        else:
+            equalised = generator
         if self.dispatch:
             # seeds of workers come from torch's own then, on every process alike
             kwargs.pop("generator", None)

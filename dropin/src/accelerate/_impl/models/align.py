@@ -79,16 +79,14 @@ class AlignDevicesHook(ModelHook):
         return f"AlignDevicesHook(execution_device={self.execution_device}, {settings_text})"
 
     def _execution_device(self) -> torch.device | None:
-        return (
-            None if self.execution_device is None else device_of(self.execution_device)
-        )
+        if self.execution_device is None:
+            return None
+        return device_of(self.execution_device)
 
     def _is_skipped(self) -> Collection[str]:
-        return (
-            [self.skip_keys]
-            if isinstance(self.skip_keys, str)
-            else self.skip_keys or ()
-        )
+        if isinstance(self.skip_keys, str):
+            return [self.skip_keys]
+        return self.skip_keys or ()
 
     def _offloaded_weights(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the tensors that are offloaded; buffers that no state dict holds stay in place."""
@@ -212,15 +210,15 @@ class AlignDevicesHook(ModelHook):
             weights = self._offloaded_weights(module)
             for name, device in self.original_devices.items():
                 current_tensor = attrgetter(name)(module)
-                value = (
-                    self.weights_map.get(name)
-                    if name in weights or current_tensor.is_meta
-                    else None
-                )
+                if name in weights or current_tensor.is_meta:
+                    value = self.weights_map.get(name)
+                else:
+                    value = None
                 if device.type != "meta" or value is not None:
-                    original_device = (
-                        device if device.type != "meta" else torch.device("cpu")
-                    )
+                    if device.type != "meta":
+                        original_device = device
+                    else:
+                        original_device = torch.device("cpu")
                     set_tensor(
                         module, name, original_device, value, _own_dtype(current_tensor)
                     )
@@ -391,9 +389,10 @@ def _attach_by_map(
         if isinstance(execution_device, Mapping)
         else dict.fromkeys(offload, execution_device)  # type: ignore[arg-type]
     )
-    offloaded_modules = (
-        offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-    )
+    if isinstance(offload, Mapping):
+        offloaded_modules = offload
+    else:
+        offloaded_modules = dict.fromkeys(devices, offload)
     for name, submodule in list(module.named_modules()):
         if name not in devices or name not in offloaded_modules:
             continue
@@ -424,9 +423,10 @@ def _attach_by_map(
                 append=not isinstance(hook_of(submodule), AlignDevicesHook),
             )
         if device is not None:
-            preloaded_classes = (
-                preload_module_classes if offloaded_modules[name] else None
-            )
+            if offloaded_modules[name]:
+                preloaded_classes = preload_module_classes
+            else:
+                preloaded_classes = None
             attach_execution_device_hook(
                 submodule, device, skip_keys, preloaded_classes, tied_params_map
             )

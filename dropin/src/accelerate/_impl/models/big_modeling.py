@@ -57,11 +57,10 @@ def _with_buffers(
     def run(*args: Any, **kwargs: Any) -> Iterator[None]:
         bound_arguments = signature(create).bind(*args, **kwargs).arguments
         buffers = bound_arguments.pop("include_buffers", None)
-        includes_buffers = (
-            parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS")
-            if buffers is None
-            else buffers
-        )
+        if buffers is None:
+            includes_buffers = parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS")
+        else:
+            includes_buffers = buffers
         with (
             torch.device(bound_arguments.get("device", "meta"))
             if includes_buffers
@@ -289,12 +288,10 @@ def load_checkpoint_and_dispatch(
         dispatch_options["offload_index"] = (
             dict(fill_model(model, checkpoint, **load_options).offload_index) or None
         )
-    return (
-        model
-        if module_devices is None
-        else dispatch_model(
-            model, skip_keys=skip_keys, force_hooks=force_hooks, **dispatch_options
-        )
+    if module_devices is None:
+        return model
+    return dispatch_model(
+        model, skip_keys=skip_keys, force_hooks=force_hooks, **dispatch_options
     )
 
 
@@ -354,11 +351,10 @@ def _attach_context_parallel_hooks(model: nn.Module) -> None:
 def _without_mask(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    dropped = (
-        {"attention_mask": None, "is_causal": True}
-        if "attention_mask" in kwargs
-        else {}
-    )
+    if "attention_mask" in kwargs:
+        dropped = {"attention_mask": None, "is_causal": True}
+    else:
+        dropped = {}
     return args, {**kwargs, **dropped}
 
 

@@ -81,13 +81,12 @@ def _fill_weights(
 
 def _cast_parameters(model: nn.Module, config: BnbQuantizationConfig) -> None:
     for name, parameter in model.named_parameters():
-        target_dtype = (
-            torch.float32
-            if any(
-                module_name in name for module_name in config.keep_in_fp32_modules or ()
-            )
-            else config.torch_dtype
-        )
+        if any(
+            module_name in name for module_name in config.keep_in_fp32_modules or ()
+        ):
+            target_dtype = torch.float32
+        else:
+            target_dtype = config.torch_dtype
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(target_dtype)
 
@@ -192,21 +191,18 @@ def _one_device(device_map: Any) -> torch.device:
         return process_device
     if isinstance(device_map, str):
         raise ValueError(message("unknown_device_map"))
-    target_devices = (
-        dict.fromkeys(device_map.values())
-        if isinstance(device_map, dict)
-        else {device_map: None}
-    )
+    if isinstance(device_map, dict):
+        target_devices = dict.fromkeys(device_map.values())
+    else:
+        target_devices = {device_map: None}
     if len(target_devices) > 1 or "disk" in target_devices:
         raise ValueError(
             message("quantized_on_several", ", ".join(map(str, target_devices)))
         )
     target_device = next(iter(target_devices))
-    return (
-        torch.device(process_device.type, target_device)
-        if isinstance(target_device, int)
-        else torch.device(target_device)
-    )
+    if isinstance(target_device, int):
+        return torch.device(process_device.type, target_device)
+    return torch.device(target_device)
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:

@@ -70,11 +70,9 @@ def pippy_forward(
 
 
 def _lengthen_inputs(rows: int, missing: int, tensor: torch.Tensor) -> torch.Tensor:
-    return (
-        torch.cat([tensor, *[tensor[-1:]] * missing])
-        if missing and tensor.dim() and len(tensor) == rows
-        else tensor
-    )
+    if missing and tensor.dim() and len(tensor) == rows:
+        return torch.cat([tensor, *[tensor[-1:]] * missing])
+    return tensor
 
 
 def prepare_pippy(

@@ -86,11 +86,10 @@ def named_module_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
-        left_out = (
-            get_non_persistent_buffers(module, recurse, fqns=True)
-            if remove_non_persistent
-            else set()
-        )
+        if remove_non_persistent:
+            left_out = get_non_persistent_buffers(module, recurse, fqns=True)
+        else:
+            left_out = set()
         yield from (
             (name, buffer)
             for name, buffer in module.named_buffers(recurse=recurse)
@@ -222,11 +221,10 @@ def _load_over_processes(
     options = dcp.StateDictOptions(
         full_state_dict=full, broadcast_from_rank0=from_first, strict=strict
     )
-    state: Any = (
-        {}
-        if from_first and torch.distributed.get_rank() > 0
-        else read_model(_locate_weights(checkpoint))
-    )
+    if from_first and torch.distributed.get_rank() > 0:
+        state: Any = {}
+    else:
+        state = read_model(_locate_weights(checkpoint))
     dcp.set_model_state_dict(model, state, options=options)
 
 

@@ -65,9 +65,10 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         compiled_module: Any = torch.compile(module, **compile_kwargs)
         return cast("nn.Module", compiled_module)
     compiled_copy = copy(module)
-    compile_child: Callable[..., Any] = (
-        torch.compile if is_repeated_blocks(module) else compile_regions
-    )
+    if is_repeated_blocks(module):
+        compile_child: Callable[..., Any] = torch.compile
+    else:
+        compile_child = compile_regions
     compiled_children = {
         name: compile_child(child, **compile_kwargs)
         for name, child in module.named_children()
@@ -201,9 +202,10 @@ def save(
     ):
         if isinstance(f, str | Path):
             with manifests.manifest_aside(Path(f).parent):
-                saved = (
-                    clean_state_dict_for_safetensors(obj) if safe_serialization else obj
-                )
+                if safe_serialization:
+                    saved = clean_state_dict_for_safetensors(obj)
+                else:
+                    saved = obj
                 export.save_object(saved, f, safe_serialization)
         else:
             torch.save(obj, f)
@@ -263,11 +265,10 @@ def _behind_children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Mod
 def check_os_kernel() -> None:
     """Warn, on the main process, of a Linux kernel before 5.5."""
     machine = platform.uname()
-    kernel_version = (
-        re.match(r"(\d+)\.(\d+)(\.\d+)?", machine.release)
-        if machine.system == "Linux"
-        else None
-    )
+    if machine.system == "Linux":
+        kernel_version = re.match(r"(\d+)\.(\d+)(\.\d+)?", machine.release)
+    else:
+        kernel_version = None
     if kernel_version and (int(kernel_version[1]), int(kernel_version[2])) < (5, 5):
         logger.warning(message("old_kernel", kernel_version[0]), main_process_only=True)
 

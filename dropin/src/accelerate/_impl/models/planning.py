@@ -59,9 +59,9 @@ def convert_file_size_to_int(size: float | str) -> Any:
 
 def _get_proper_dtype(dtype: Any) -> Any:
     """Return torch's dtype of a name, with or without `torch.` before it; other values as they are."""
-    return (
-        getattr(torch, dtype.replace("torch.", "")) if isinstance(dtype, str) else dtype
-    )
+    if isinstance(dtype, str):
+        return getattr(torch, dtype.replace("torch.", ""))
+    return dtype
 
 
 def dtype_byte_size(dtype: Any) -> float:
@@ -101,11 +101,9 @@ def _element_width(name: str, tensor: Tensor, target_dtype: Any, special: Any) -
     if special is not None and name in special:
         return dtype_byte_size(maps.as_dtype(special[name]))
     width = dtype_byte_size(tensor.dtype)
-    return (
-        min(dtype_byte_size(target_dtype), width)
-        if target_dtype is not None and tensor.is_floating_point()
-        else width
-    )
+    if target_dtype is not None and tensor.is_floating_point():
+        return min(dtype_byte_size(target_dtype), width)
+    return width
 
 
 def compute_module_total_buffer_size(
@@ -363,11 +361,10 @@ class _Packing:
         sizes: Mapping[str, int],
     ) -> None:
         self.limits, self.sizes = limits, sizes
-        self.whole = (
-            [unsplit_classes]
-            if isinstance(unsplit_classes, str)
-            else unsplit_classes or []
-        )
+        if isinstance(unsplit_classes, str):
+            self.whole = [unsplit_classes]
+        else:
+            self.whole = unsplit_classes or []
         self.devices = [*limits, *([] if "disk" in limits else ["disk"])]
         self.gpus = [device for device in self.devices if device not in _OFFLOAD]
         self.reserving = ["mps"] if "mps" in self.gpus else [*self.gpus[:1], "cpu"]
@@ -399,21 +396,19 @@ class _Packing:
             )
             owners = list(zip(names, tied_modules, strict=True))
             device, self.reserve = self.devices[self.at], self._reserve_bytes(name)
-            free_bytes = (
-                None
-                if device == "disk"
-                else self.limits[device] - self.used[device] - self.reserve
-            )
+            if device == "disk":
+                free_bytes = None
+            else:
+                free_bytes = self.limits[device] - self.used[device] - self.reserve
             if free_bytes is None or joint_size <= free_bytes:
                 self._put([(name, module), *owners], joint_size, free_bytes)
                 continue
             fits_alone = self.sizes[name] <= free_bytes
             subject = f"{name} and {names}" if fits_alone else name
-            size = (
-                f"needed size {joint_size}"
-                if fits_alone
-                else f"module size {self.sizes[name]}"
-            )
+            if fits_alone:
+                size = f"needed size {joint_size}"
+            else:
+                size = f"module size {self.sizes[name]}"
             self._log_line(
                 f"Not enough space on {device} to put {subject} (space available {free_bytes}, {size})."
             )
@@ -452,9 +447,10 @@ class _Packing:
             [name for name, _ in named_modules],
             "" if free_bytes is None else f" (available={free_bytes})",
         )
-        subject = (
-            f"{names[0]} and {names[1:]}" if names[1:] else f"{names[0]} (size={size})"
-        )
+        if names[1:]:
+            subject = f"{names[0]} and {names[1:]}"
+        else:
+            subject = f"{names[0]} (size={size})"
         self._log_line(f"Putting {subject}{available} on {device}.")
         self.used[device] += size
         if device in _OFFLOAD and isinstance(named_modules[0][1], nn.Module):
@@ -486,11 +482,10 @@ class _Packing:
                 self.waiting = [*queue[:index], *inside, *queue[index + 1 :]]
                 self._measure_layers()
                 return
-        subject = (
-            "This module cannot"
-            if first in candidates
-            else "None of the tied module can"
-        )
+        if first in candidates:
+            subject = "This module cannot"
+        else:
+            subject = "None of the tied module can"
         self._log_line(f"{subject} be split, going to the next device.")
         self._advance(queue, joint_size, free_bytes)
 

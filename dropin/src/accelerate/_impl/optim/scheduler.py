@@ -24,9 +24,10 @@ class AcceleratedScheduler(PreparedScheduler):
         step_with_optimizer: bool = True,
         split_batches: bool = False,
     ) -> None:
-        self.optimizers = (
-            optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-        )
+        if isinstance(optimizers, list | tuple):
+            self.optimizers = optimizers
+        else:
+            self.optimizers = [optimizers]
         owner = next(
             (
                 optimizer

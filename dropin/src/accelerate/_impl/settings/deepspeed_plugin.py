@@ -354,11 +354,9 @@ Plugins = DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None
 
 
 def active_plugin(plugins: Plugins) -> DeepSpeedPlugin | None:
-    return (
-        next(plugin for plugin in plugins.values() if plugin.selected)
-        if isinstance(plugins, dict)
-        else plugins
-    )
+    if isinstance(plugins, dict):
+        return next(plugin for plugin in plugins.values() if plugin.selected)
+    return plugins
 
 
 def _parse_variable(variable_text: str, default: Any) -> Any:

@@ -180,11 +180,10 @@ class FullyShardedDataParallelPlugin:
         if self.activation_checkpointing_offload and not (
             self.activation_checkpointing and self.fsdp_version == 2
         ):
-            need = (
-                "`fsdp_version=2`"
-                if self.activation_checkpointing
-                else "`activation_checkpointing=True`"
-            )
+            if self.activation_checkpointing:
+                need = "`fsdp_version=2`"
+            else:
+                need = "`activation_checkpointing=True`"
             raise ValueError(
                 f"`activation_checkpointing_offload=True` requires {need}."
             )
@@ -228,11 +227,10 @@ class FullyShardedDataParallelPlugin:
             settings.param_init_fn,
         )
         if settings.hybrid_shard:
-            plugin.sharding_strategy = (
-                "HYBRID_SHARD"
-                if settings.reshard_after_forward
-                else "HYBRID_SHARD_ZERO2"
-            )
+            if settings.reshard_after_forward:
+                plugin.sharding_strategy = "HYBRID_SHARD"
+            else:
+                plugin.sharding_strategy = "HYBRID_SHARD_ZERO2"
         return plugin
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
@@ -296,18 +294,20 @@ class FullyShardedDataParallelPlugin:
         if isinstance(policy := self.mixed_precision_policy, dict):
             self.mixed_precision_policy = kind(**_check_dtypes(policy, names))
         elif policy is None or override:
-            last = (
-                torch.float32 if buffer_autocast and self.fsdp_version == 1 else dtype
-            )
+            if buffer_autocast and self.fsdp_version == 1:
+                last = torch.float32
+            else:
+                last = dtype
             self.mixed_precision_policy = kind(
                 **dict(zip(names, (dtype, dtype, last), strict=True))
             )
 
     def _wrap_policy(self) -> tuple[Any, list[str]]:
         """Return the version's class of precision policies and its dtypes."""
-        kind = (
-            fsdp.MixedPrecision if self.fsdp_version == 1 else fsdp.MixedPrecisionPolicy
-        )
+        if self.fsdp_version == 1:
+            kind = fsdp.MixedPrecision
+        else:
+            kind = fsdp.MixedPrecisionPolicy
         return kind, [
             "param_dtype",
             "reduce_dtype",
@@ -325,11 +325,10 @@ class FullyShardedDataParallelPlugin:
         """Turn a yes or no into torch's policy."""
         if isinstance(offloads := self.cpu_offload, bool):
             new = fsdp.CPUOffloadPolicy() if offloads else fsdp.OffloadPolicy()
-            self.cpu_offload = (
-                fsdp.CPUOffload(offload_params=offloads)
-                if self.fsdp_version == 1
-                else new
-            )
+            if self.fsdp_version == 1:
+                self.cpu_offload = fsdp.CPUOffload(offload_params=offloads)
+            else:
+                self.cpu_offload = new
 
     def validate_cpu_offload(self) -> None:
         """Raise a ValueError for a policy of another class than the version's."""
@@ -420,13 +419,11 @@ def _enum_member(kind: Any, member_or_word: Any, **names: Any) -> Any:
     if not isinstance(member_or_word, str):
         return member_or_word
     word = member_or_word.upper()
-    return (
-        kind(int(word))
-        if word.isdigit()
-        else names[word]
-        if word in names
-        else kind[word]
-    )
+    if word.isdigit():
+        return kind(int(word))
+    if word in names:
+        return names[word]
+    return kind[word]
 
 
 def _check_dtypes(policy: dict[str, Any], names: list[str]) -> dict[str, Any]:
@@ -490,9 +487,9 @@ def _as_choice(policy: Any) -> Any:
         raise TypeError(
             f"auto_wrap_policy is a {type(policy).__name__}; give a name, or a function of a module."
         )
-    return (
-        _Asked(policy) if "recurse" in inspect.signature(policy).parameters else policy
-    )
+    if "recurse" in inspect.signature(policy).parameters:
+        return _Asked(policy)
+    return policy
 
 
 class _Chosen:

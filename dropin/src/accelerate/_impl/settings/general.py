@@ -173,9 +173,10 @@ class BnbQuantizationConfig:
             "bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype
         )
         if self.torch_dtype is None:
-            self.torch_dtype = (
-                self.bnb_4bit_compute_dtype if self.load_in_4bit else torch.float16
-            )
+            if self.load_in_4bit:
+                self.torch_dtype = self.bnb_4bit_compute_dtype
+            else:
+                self.torch_dtype = torch.float16
         self.torch_dtype = _dtype_of("torch_dtype", self.torch_dtype)
         self.target_dtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8
 

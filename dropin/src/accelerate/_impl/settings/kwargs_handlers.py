@@ -177,14 +177,16 @@ class ProfileKwargs(KwargsHandler):
             for name, option in vars(self).items()
             if name.startswith(("on", "record", "profile", "with"))
         }
-        activities = (
-            None
-            if self.activities is None
-            else [self._get_profiler_activity(option) for option in self.activities]
-        )
-        profile_schedule = (
-            None if self.schedule_option is None else schedule(**self.schedule_option)
-        )
+        if self.activities is None:
+            activities = None
+        else:
+            activities = [
+                self._get_profiler_activity(option) for option in self.activities
+            ]
+        if self.schedule_option is None:
+            profile_schedule = None
+        else:
+            profile_schedule = schedule(**self.schedule_option)
         return profile(
             activities=activities, schedule=profile_schedule, **profile_options
         )

@@ -192,9 +192,9 @@ class ParallelismConfig:
 
     def _get_mesh(self) -> Any:
         names = self._enabled_axes(*_AXES)
-        return (
-            (tuple(names), tuple(self._sizes[axis] for axis in names)) if names else ()
-        )
+        if names:
+            return (tuple(names), tuple(self._sizes[axis] for axis in names))
+        return ()
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Torch's mesh of these sizes. Ranks: every rank."""

@@ -106,13 +106,12 @@ def chosen_plugins(plugin: Any, several: Any) -> Plugins:  # Any: what the scrip
     plugin_or_plugins = plugin if plugin is not None else several
     if plugin_or_plugins is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         plugin_or_plugins = DeepSpeedPlugin()
-    plugins = (
-        list(plugin_or_plugins.values())
-        if isinstance(plugin_or_plugins, dict)
-        else []
-        if plugin_or_plugins is None
-        else [plugin_or_plugins]
-    )
+    if isinstance(plugin_or_plugins, dict):
+        plugins = list(plugin_or_plugins.values())
+    elif plugin_or_plugins is None:
+        plugins = []
+    else:
+        plugins = [plugin_or_plugins]
     if not all(isinstance(candidate, DeepSpeedPlugin) for candidate in plugins):
         raise TypeError("`deepspeed_plugin` must be a DeepSpeedPlugin object.")
     if plugins and not any(candidate.selected for candidate in plugins):

@@ -120,11 +120,10 @@ class SpannedAttention:
             )
             return out
         self._check(query.shape[-2], kwargs.get("sliding_window"))
-        causal = (
-            is_causal
-            if is_causal is not None
-            else bool(getattr(module, "is_causal", True))
-        )
+        if is_causal is not None:
+            causal = is_causal
+        else:
+            causal = bool(getattr(module, "is_causal", True))
         gqa = query.shape[1] != key.shape[1]
         mixed = self._attention(
             query,

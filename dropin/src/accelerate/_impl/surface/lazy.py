@@ -126,11 +126,10 @@ def _looked_up(
         except AttributeError:
             if name.startswith("__"):
                 raise
-        home = (
-            None
-            if name.startswith("__")
-            else imported_names().get(face.__name__, {}).get(name)
-        )
+        if name.startswith("__"):
+            home = None
+        else:
+            home = imported_names().get(face.__name__, {}).get(name)
         if home is None:
             raise AttributeError(f"module {face.__name__!r} has no attribute {name!r}")
         module, _, inner = home.partition(":")

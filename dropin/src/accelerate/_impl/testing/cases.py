@@ -80,11 +80,10 @@ def _skip_unless(
 
 
 def _has_devices(number: str, kinds: list[str]) -> bool:
-    has_device = (
-        torch_device in kinds
-        if not kinds[0].startswith("-")
-        else f"-{torch_device}" not in kinds
-    )
+    if not kinds[0].startswith("-"):
+        has_device = torch_device in kinds
+    else:
+        has_device = f"-{torch_device}" not in kinds
     return has_device and number in ("any", "one" if device_count == 1 else "several")
 
 

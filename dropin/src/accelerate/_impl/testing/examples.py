@@ -16,11 +16,9 @@ def get_function_contents_by_name(lines: list[str], name: str) -> list[str] | No
         )
     end_marker = "def main" if name == "training_function" else "if __name__"
     inside = list(dropwhile(lambda line: f"def {name}" not in line, lines))
-    return (
-        list(takewhile(lambda line: end_marker not in line, inside))
-        if any(end_marker in line for line in inside)
-        else None
-    )
+    if any(end_marker in line for line in inside):
+        return list(takewhile(lambda line: end_marker not in line, inside))
+    return None
 
 
 def clean_lines(lines: list[str]) -> list[str]:

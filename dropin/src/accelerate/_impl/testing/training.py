@@ -66,11 +66,10 @@ def mocked_dataloaders(
         rows, batched=True, remove_columns=["sentence1", "sentence2", "label"]
     )
     fixed = accelerator.distributed_type == DistributedType.XLA
-    padded = (
-        {"padding": "max_length", "max_length": 128}
-        if fixed
-        else {"padding": "longest"}
-    )
+    if fixed:
+        padded = {"padding": "max_length", "max_length": 128}
+    else:
+        padded = {"padding": "longest"}
     collate = partial(tokenizer.pad, **padded, return_tensors="pt")
     train = DataLoader(ready["train"], shuffle=True, collate_fn=collate, batch_size=2)
     return train, DataLoader(

@@ -196,11 +196,9 @@ def _group_settings(kwargs: dict[str, Any]) -> GroupSettings:
         init_method=kwargs.get("init_method"),
     )
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    return (
-        group_settings
-        if seconds is None
-        else replace(group_settings, timeout_s=float(seconds))
-    )
+    if seconds is None:
+        return group_settings
+    return replace(group_settings, timeout_s=float(seconds))
 
 
 def fill_partial(
@@ -232,11 +230,9 @@ def _shown_device(run_device: torch.device) -> torch.device:
     """Return the device as it is shown: with the index of ACCELERATE_TORCH_DEVICE or of a launch, else without one."""
     if device_name := environment().get("ACCELERATE_TORCH_DEVICE"):
         return torch.device(device_name) if run_device.type == "cpu" else run_device
-    return (
-        run_device
-        if run_device.index or "LOCAL_RANK" in environment()
-        else torch.device(run_device.type)
-    )
+    if run_device.index or "LOCAL_RANK" in environment():
+        return run_device
+    return torch.device(run_device.type)
 
 
 def fill_whole(mixed_precision: str, fsdp_plugin: Any = None, **plugins: Any) -> None:

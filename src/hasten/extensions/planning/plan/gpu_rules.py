@@ -176,11 +176,9 @@ def _attend(
 
 
 def _to_float32(argument: Any) -> Any:  # Any: an argument of a torch function
-    return (
-        argument.float()
-        if isinstance(argument, Tensor) and argument.dtype in _HALF_DTYPES
-        else argument
-    )
+    if isinstance(argument, Tensor) and argument.dtype in _HALF_DTYPES:
+        return argument.float()
+    return argument
 
 
 def _dropout(

@@ -194,9 +194,10 @@ def _find_peak(
     model_trace: ModelTrace, layout: Candidate, variant: Variant, gradient_bytes: float
 ) -> Moment:
     """Return the moment of the memory peak for this micro-batch."""
-    moment_gradients = (
-        0.0 if layout.micro_steps > 1 or layout.offload else gradient_bytes
-    )
+    if layout.micro_steps > 1 or layout.offload:
+        moment_gradients = 0.0
+    else:
+        moment_gradients = gradient_bytes
     # gradients are stored in the gathered precision
     if layout.sharded and layout.mesh.size(*LOSS) == 1:
         moment_gradients = model_trace.count_elements(trained=True) * (

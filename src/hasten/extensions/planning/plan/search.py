@@ -154,11 +154,10 @@ def _divide_batch(plan_request: PlanRequest, layout: Candidate) -> Iterator[Cand
     if plan_request.global_batch % batch_ranks:
         return
     rank_batch = plan_request.global_batch // batch_ranks
-    micro_batches = (
-        divisors(rank_batch)
-        if plan_request.micro_batch is None
-        else [plan_request.micro_batch]
-    )
+    if plan_request.micro_batch is None:
+        micro_batches = divisors(rank_batch)
+    else:
+        micro_batches = [plan_request.micro_batch]
     for micro_batch in micro_batches:
         if rank_batch % micro_batch == 0:
             yield replace(

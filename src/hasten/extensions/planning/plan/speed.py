@@ -47,9 +47,10 @@ class UpdateTime:
 
     def mfu(self, gpu_entry: AcceleratorEntry, layout: Candidate) -> float:
         """Return the model FLOPs utilisation: the fraction of the vendor's peak in the candidate's precision."""
-        peak_tflops = (
-            gpu_entry.tflops_fp32 if layout.precision == "no" else gpu_entry.tflops_bf16
-        )
+        if layout.precision == "no":
+            peak_tflops = gpu_entry.tflops_fp32
+        else:
+            peak_tflops = gpu_entry.tflops_bf16
         return self.model_flops / (
             self.total * peak_tflops * 1e12 * layout.mesh.world_size
         )
@@ -209,20 +210,18 @@ def _predict_latency(
 ) -> float:
     """Return the latency of the collectives of one update, in seconds."""
     mesh = layout.mesh
-    latency_s = (
-        _NETWORK_LATENCY_S
-        if _spans_nodes(mesh, axis, gpu_entry.per_node)
-        else _NODE_LATENCY_S
-    )
+    if _spans_nodes(mesh, axis, gpu_entry.per_node):
+        latency_s = _NETWORK_LATENCY_S
+    else:
+        latency_s = _NODE_LATENCY_S
     num_groups = max(1, model_trace.num_blocks) + 1
     num_ranks = mesh.size(*(Axis(name) for name in axis.split("+")))
     calls_by_axis = {
         Axis.TP: 4 * num_groups,
         Axis.DP_REPLICATE: num_groups / layout.micro_steps,
     }
-    num_calls = (
-        calls_by_axis.get(Axis(axis), 3 * num_groups)
-        if "+" not in axis
-        else num_groups / layout.micro_steps
-    )
+    if "+" not in axis:
+        num_calls = calls_by_axis.get(Axis(axis), 3 * num_groups)
+    else:
+        num_calls = num_groups / layout.micro_steps
     return latency_s * log2(max(num_ranks, 2)) * num_calls * layout.micro_steps

@@ -112,11 +112,10 @@ class ScriptPlanner(RunPart):
         except _EndOfPlanning:
             return self.steps
         except SystemExit as error:
-            exit_words = (
-                f", saying {error.code!r}"
-                if isinstance(error.code, str)
-                else f" with exit code {error.code or 0}"
-            )
+            if isinstance(error.code, str):
+                exit_words = f", saying {error.code!r}"
+            else:
+                exit_words = f" with exit code {error.code or 0}"
             self._fail(f"it ended{exit_words}")
         # any kind: the loop is the user's, and the message includes the error
         except Exception as error:
@@ -296,11 +295,12 @@ class ScriptPlanner(RunPart):
         first_batch = next(iter(loader))
         num_rows = batch_size(first_batch) or 1
         num_samples = self._run.samples
-        small_batch = (
-            slice_rows(first_batch, slice(0, min(num_rows, num_samples)), num_rows)
-            if num_rows > 1
-            else first_batch
-        )
+        if num_rows > 1:
+            small_batch = slice_rows(
+                first_batch, slice(0, min(num_rows, num_samples)), num_rows
+            )
+        else:
+            small_batch = first_batch
         if num_rows < num_samples:
             small_batch = concat([small_batch] * num_samples)
         self._begin()

@@ -189,11 +189,10 @@ def _train_plainly(model: nn.Module, sample: Sample) -> None:
 
 
 def _find_loss(model_output: Any) -> Tensor:  # Any: the output of any model
-    loss = (
-        model_output.get("loss")
-        if isinstance(model_output, dict)
-        else getattr(model_output, "loss", None)
-    )
+    if isinstance(model_output, dict):
+        loss = model_output.get("loss")
+    else:
+        loss = getattr(model_output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
     float_tensors = [

@@ -234,13 +234,12 @@ def _list_kinds(
         if id(parameter) in kind_by_id:
             continue
         module_path, _, parameter_name = parameter_path.rpartition(".")
-        split_dim = (
-            split_dims(model.get_submodule(module_path), layer_styles[module_path]).get(
-                parameter_name
-            )
-            if module_path in layer_styles
-            else None
-        )
+        if module_path in layer_styles:
+            split_dim = split_dims(
+                model.get_submodule(module_path), layer_styles[module_path]
+            ).get(parameter_name)
+        else:
+            split_dim = None
         kind_by_id[id(parameter)] = ParameterKind(
             shape=tuple(parameter.shape),
             item=parameter.element_size(),

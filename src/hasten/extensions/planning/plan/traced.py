@@ -183,16 +183,13 @@ class Candidate:
     def words(self) -> str:
         """Strategy and mesh, for tables."""
         axis_sizes = mesh_title(self.mesh)
-        keeps_parameters = (
-            ""
-            if self.reshard or not self.sharded or self.mesh.size(Axis.DP_SHARD) == 1
-            else ", parameters kept"
-        )
-        return (
-            f"{self.strategy} ({axis_sizes}{keeps_parameters})"
-            if axis_sizes
-            else self.strategy
-        )
+        if self.reshard or not self.sharded or self.mesh.size(Axis.DP_SHARD) == 1:
+            keeps_parameters = ""
+        else:
+            keeps_parameters = ", parameters kept"
+        if axis_sizes:
+            return f"{self.strategy} ({axis_sizes}{keeps_parameters})"
+        return self.strategy
 
     @property
     def full_title(self) -> str:

@@ -301,9 +301,10 @@ class SavedNotes:
             )
             if first_input is not None and first_input.dim() >= 2:
                 self.saved.width = first_input.shape[-1]
-                self.saved.sequence = (
-                    first_input.shape[-2] if first_input.dim() > 2 else 1
-                )
+                if first_input.dim() > 2:
+                    self.saved.sequence = first_input.shape[-2]
+                else:
+                    self.saved.sequence = 1
 
     def save(self, tensor: Tensor) -> Tensor:
         """Record a tensor that autograd saves."""

@@ -125,18 +125,18 @@ class ScriptTrial(RunPart):
     def outcome(self, error: str = "") -> TrialOutcome:
         """Return the measurements."""
         timed_marks = self.marks[self.spec.warmup :]
-        step_s = (
-            (timed_marks[-1] - timed_marks[0]) / (len(timed_marks) - 1)
-            if len(timed_marks) > 1
-            else 0.0
-        )
+        if len(timed_marks) > 1:
+            step_s = (timed_marks[-1] - timed_marks[0]) / (len(timed_marks) - 1)
+        else:
+            step_s = 0.0
         if not error and not step_s:
-            error = (
-                f"it ended after {len(self.marks)} updates, and {self.spec.warmup + self.spec.updates} are needed; train for longer, or "
-                "give fewer --warmup and --updates"
-                if self.marks
-                else "it made no update with an Accelerator of hasten's"
-            )
+            if self.marks:
+                error = (
+                    f"it ended after {len(self.marks)} updates, and {self.spec.warmup + self.spec.updates} are needed; train for longer, or "
+                    "give fewer --warmup and --updates"
+                )
+            else:
+                error = "it made no update with an Accelerator of hasten's"
         loss_values: list[float] = []
         try:
             loss_values += [float(loss) for loss in self.losses]

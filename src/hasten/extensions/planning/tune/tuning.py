@@ -156,11 +156,10 @@ class Tuning:
         # a machine that was busy at first exaggerates speedups
         if best_trial is not unchanged_trial:
             second_outcome = run_trial({})
-            verdict = (
-                f"failed: {second_outcome.error}"
-                if second_outcome.error
-                else "as it is"
-            )
+            if second_outcome.error:
+                verdict = f"failed: {second_outcome.error}"
+            else:
+                verdict = "as it is"
             self.trials.append(Trial({}, second_outcome, verdict))
             if second_outcome.step_s * (1 - MIN_SPEEDUP) <= best_trial.outcome.step_s:
                 self.best = unchanged_trial
@@ -172,11 +171,9 @@ class Tuning:
         unchanged_steps_s = [
             trial.outcome.step_s for trial in self.trials if not trial.values
         ]
-        return (
-            min(unchanged_steps_s) / self.best.outcome.step_s
-            if self.best.values
-            else 1.0
-        )
+        if self.best.values:
+            return min(unchanged_steps_s) / self.best.outcome.step_s
+        return 1.0
 
 
 def judge_trial(
@@ -191,11 +188,9 @@ def judge_trial(
     loss_difference = largest_loss_difference(baseline.losses, outcome.losses)
     if loss_difference > tolerance:
         return f"losses differ by {loss_difference:.1%}, more than {tolerance:.1%}"
-    return (
-        TAKEN_VERDICT
-        if outcome.step_s < best_outcome.step_s * (1 - MIN_SPEEDUP)
-        else "not faster"
-    )
+    if outcome.step_s < best_outcome.step_s * (1 - MIN_SPEEDUP):
+        return TAKEN_VERDICT
+    return "not faster"
 
 
 def largest_loss_difference(
@@ -207,21 +202,19 @@ def largest_loss_difference(
         relative_difference = abs(expected_loss - actual_loss) / max(
             abs(expected_loss), 1e-6
         )
-        largest_difference = (
-            math.inf
-            if math.isnan(relative_difference)
-            else max(largest_difference, relative_difference)
-        )
+        if math.isnan(relative_difference):
+            largest_difference = math.inf
+        else:
+            largest_difference = max(largest_difference, relative_difference)
     return largest_difference
 
 
 def list_knobs(machine: TunedMachine, baseline: TrialOutcome) -> list[Knob]:
     """Return the knobs that apply to this machine and script, the most promising first."""
-    tolerance = (
-        SAME_PRECISION_TOLERANCE
-        if baseline.precision == "no"
-        else HALF_SCRIPT_TOLERANCE
-    )
+    if baseline.precision == "no":
+        tolerance = SAME_PRECISION_TOLERANCE
+    else:
+        tolerance = HALF_SCRIPT_TOLERANCE
     computes_in_fp32_on_gpu = machine.cuda and baseline.precision == "no"
     worker_counts = tuple(
         num_workers for num_workers in (1, 2, 4, 8) if num_workers <= machine.cores
@@ -292,11 +285,10 @@ def check_names(knob_names: Sequence[str]) -> None:
     for knob_name in knob_names:
         if knob_name not in KNOB_NAMES:
             close_names = get_close_matches(knob_name, KNOB_NAMES, n=1, cutoff=0.5)
-            hint = (
-                f"did you mean {close_names[0]}?"
-                if close_names
-                else f"there are {', '.join(KNOB_NAMES)}."
-            )
+            if close_names:
+                hint = f"did you mean {close_names[0]}?"
+            else:
+                hint = f"there are {', '.join(KNOB_NAMES)}."
             raise ConfigError(f"--only {knob_name}: unknown candidate; {hint}")
 
 

@@ -26,11 +26,10 @@ def _all_processes(state: Any) -> torch.Tensor:
 
 
 def _assert_equal(actual: Any, expected: Any) -> None:
-    is_equal = (
-        torch.equal(actual, expected)
-        if isinstance(actual, torch.Tensor)
-        else actual == expected
-    )
+    if isinstance(actual, torch.Tensor):
+        is_equal = torch.equal(actual, expected)
+    else:
+        is_equal = actual == expected
     assert is_equal, f"the processes got {actual} instead of {expected}"
 
 
