@@ -76,9 +76,9 @@ from hasten.optim.clock import StepClock, check_every
 from hasten.optim.ema import EMA, Decay
 from hasten.optim.gradients import zero_if_weightless
 from hasten.optim.loss_weights import LossWeights
-from hasten.optim.optimizer import PreparedOptimizer, refuse_unowned, settle
+from hasten.optim.optimizer import PreparedOptimizer, refuse_unowned, settle_optimizers
 from hasten.optim.run_part import Objects, RunPart, parts_of_every_run
-from hasten.optim.window import divided
+from hasten.optim.window import divide_loss
 from hasten.precision.build import build_precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
@@ -583,7 +583,7 @@ class Accelerator:
         arguments.check_type(
             "sync_gradients = value", bool, "it needs True or False", value
         )
-        self._clock.force(value)
+        self._clock.force_boundary(value)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -614,7 +614,7 @@ class Accelerator:
             clock.refuse_plain_optimizers()
         weighed, divisor = clock.weigh(loss, weight)
         if self._precision.scaler is not None:
-            weighed, divisor = self._precision.scale(divided(weighed, divisor)), 1
+            weighed, divisor = self._precision.scale(divide_loss(weighed, divisor)), 1
         weights = clock.weights
         if weights.idle or weights.share is not None:
             weight = weights.effective(weight)
@@ -659,7 +659,7 @@ class Accelerator:
 
         def weigh_loss(loss: Tensor, weight: float | Tensor | None = None) -> Tensor:
             loss_weights.append(weight)
-            return self._precision.scale(divided(*self._clock.weigh(loss, weight)))
+            return self._precision.scale(divide_loss(*self._clock.weigh(loss, weight)))
 
         loss = self._strategy.forward_backward(
             model, batch, loss_of, weigh_loss, weight
@@ -773,7 +773,7 @@ class Accelerator:
         arguments.check_type(
             f"{call}(parameters)", Tensor, requirement, *checked_parameters
         )
-        settle(checked_parameters, self._prepared.optimizers)
+        settle_optimizers(checked_parameters, self._prepared.optimizers)
         clock = self._clock
         is_rescaled = (
             clock.every > 1 or clock.pending or self._precision.scaler is not None

@@ -23,7 +23,7 @@ from hasten.optim.scheduler import (
     LoopLength,
     PreparedScheduler,
     explain_wrong_length,
-    total_of,
+    schedule_length,
 )
 from hasten.precision.base import Precision
 from hasten.prepare_args import Item, PrepareArguments, PreparedObjects
@@ -32,7 +32,7 @@ from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh_plan import BATCH
 from hasten.runtime.seeding import checked_rng_types
 from hasten.strategies.base import Strategy
-from hasten.strategies.choose import chooses_speed, compiles, offload_of
+from hasten.strategies.choose import chooses_speed, compiles_models, offload_of
 
 log = get_logger(__name__)
 
@@ -179,7 +179,7 @@ class Preparer:
         offload_strategy = offload_of(self._config)
         if offload_strategy is not None:
             # hooks on compiled blocks would be compiled with them; less memory is then used for state on its way
-            if compiles(self._config):
+            if compiles_models(self._config):
                 models = []
             else:
                 models = [self._strategy.unwrap(model) for model in self.done.models]
@@ -353,7 +353,7 @@ class Preparer:
             self._warn_of_length(schedule, loop_length)
 
     def _warn_of_length(self, schedule: Any, loop_length: LoopLength) -> None:
-        if not self._ctx.is_main or total_of(schedule) in self.right_lengths:
+        if not self._ctx.is_main or schedule_length(schedule) in self.right_lengths:
             return
         if length_warning := explain_wrong_length(schedule, loop_length):
             warnings.warn(length_warning, HastenWarning, stacklevel=user_stacklevel())

@@ -64,7 +64,7 @@ class Accumulation:
         boundary = clock.tick(self._models)
         clock.inside = True
         # Optimizers that share a window must see the gradients of every backward.
-        if boundary or not self._syncs or (self._hidden and clock.crowded):
+        if boundary or not self._syncs or (self._hidden and clock.shares_open_window):
             return
         if len(self._models) == 1:  # the common case, without the cost of an ExitStack
             sync_pause: AbstractContextManager[object] = self._strategy.no_sync(
@@ -89,7 +89,7 @@ class Accumulation:
             self._quiet = None
             sync_pause.__exit__(kind, error, trace)
         if error is not None:
-            self._clock.interrupt()
+            self._clock.roll_back_micro_step()
             if isinstance(error, torch.OutOfMemoryError):
                 self._add_memory_report(error)
 

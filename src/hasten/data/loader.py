@@ -168,7 +168,7 @@ class Loader(DataLoader[Any]):
         iteration, loaders = self.parts.iteration, self.parts.clock.loaders
         self._end_unread_pass()
         if not self.parts.cursor.num_again:
-            loaders.opening(self.parts.cursor)
+            loaders.record_start(self.parts.cursor)
         # takes its epoch with the first batch: progress bars make iterators without use
         iterator = self._yield_batches()
         iteration.iterator, iteration.requested_at = weakref.ref(iterator), loaders.now
@@ -228,7 +228,7 @@ class Loader(DataLoader[Any]):
                 num_steps,
             )
         if not cursor.opened:
-            components.clock.loaders.opening(cursor)
+            components.clock.loaders.record_start(cursor)
         return items if components.move is None else components.move(items), position
 
     def _yield_batches(self) -> Iterator[Any]:
@@ -256,7 +256,7 @@ class Loader(DataLoader[Any]):
                 if iteration.start is pass_start:  # not superseded by a later pass
                     iteration.steps += 1
                     iteration.source_state = source_state
-                active_loaders.moving(cursor)
+                active_loaders.record_batch(cursor)
                 cursor.batch += 1
                 cursor.num_real, cursor.num_rows = (
                     (None, None) if padding is None else padding

@@ -114,11 +114,11 @@ def find_executable_batch_size(
         starting_batch_size, reduce_batch_size_fn, accelerator, keep_global_batch
     )
     if function is None:
-        return lambda wrapped: _searching(wrapped, search)
-    return _searching(function, search)
+        return lambda wrapped: _search_decorator(wrapped, search)
+    return _search_decorator(function, search)
 
 
-def _searching(
+def _search_decorator(
     user_function: Callable[..., Any], size_search: _Search
 ) -> Callable[..., Any]:
     @functools.wraps(user_function)
@@ -133,7 +133,7 @@ def _searching(
             _free_memory()
             if size_search.keep_global_batch:
                 _set_steps(size_search, batch_size, accumulation_steps)
-            fits, output = _attempt(
+            fits, output = _try_batch_size(
                 user_function, batch_size, size_search, args, kwargs
             )
             if fits:
@@ -146,14 +146,14 @@ def _searching(
             )
             batch_size = smaller_size
         raise StepError(
-            f"{_name(user_function)} ran out of memory at every batch size from {size_search.start} down to zero; nothing is "
+            f"{_function_name(user_function)} ran out of memory at every batch size from {size_search.start} down to zero; nothing is "
             "left to try. Use a smaller model, recompute activations, or shard it over more devices."
         )
 
     return run
 
 
-def _attempt(
+def _try_batch_size(
     user_function: Callable[..., Any],
     size: int,
     size_search: _Search,
@@ -188,7 +188,7 @@ def _attempt(
             comm.ranks[i] for i, verdict in enumerate(outcomes) if verdict == "failed"
         ]
         raise StepError(
-            f"{_name(user_function)} raised on rank(s) {failed_ranks} at batch size {size}, for another reason than memory; this "
+            f"{_function_name(user_function)} raised on rank(s) {failed_ranks} at batch size {size}, for another reason than memory; this "
             "rank stops with them. See their error."
         )
     return all(verdict == "fits" for verdict in outcomes), value
@@ -238,7 +238,7 @@ def _check_arguments(user_function: Callable[..., Any], args: tuple[Any, ...]) -
     )
     if not variadic and len(names) < len(args) + 1:
         raise TypeError(
-            f"{_name(user_function)} takes {names}, but was called with {len(args)} positional argument(s) besides the "
+            f"{_function_name(user_function)} takes {names}, but was called with {len(args)} positional argument(s) besides the "
             f"batch size; the batch size is passed by find_executable_batch_size. Leave it out of the call."
         )
 
@@ -251,5 +251,5 @@ def _free_memory() -> None:
             empty_cache(accelerator)
 
 
-def _name(user_function: Callable[..., Any]) -> str:
+def _function_name(user_function: Callable[..., Any]) -> str:
     return getattr(user_function, "__name__", "the function")

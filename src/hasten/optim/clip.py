@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hasten.comm.base import Comm
 from hasten.modules.names import is_dtensor, placements
-from hasten.optim.gradients import alike, gradients
+from hasten.optim.gradients import existing_gradients, group_local_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -47,8 +47,8 @@ def clip_norm(
     if counts is not None:
         counted_parameters = [p for p in clipped_parameters if counts(p)]
     with torch.no_grad():
-        total = global_norm(gradients(counted_parameters), norm_type, across)
-        scale_down(gradients(clipped_parameters), max_norm, total)
+        total = global_norm(existing_gradients(counted_parameters), norm_type, across)
+        scale_down(existing_gradients(clipped_parameters), max_norm, total)
     return total
 
 
@@ -58,20 +58,23 @@ def global_norm(
     """Return the norm of all gradients as one vector, as a plain tensor that is equal on every rank."""
     grads_by_placement: dict[object, list[Tensor]] = {}
     for grad in grads:
-        grads_by_placement.setdefault(_place(grad), []).append(grad)
+        grads_by_placement.setdefault(_placement_key(grad), []).append(grad)
     norms = [
-        _norm(alike_grads, norm_type) for alike_grads in grads_by_placement.values()
+        _norm_over_ranks(alike_grads, norm_type)
+        for alike_grads in grads_by_placement.values()
     ]
     device = torch.device("cpu") if across is None else across.device
     if norms:
         device = norms[0].device
-    total = combine([norm.to(device) for norm in norms], norm_type, device)
+    total = combine_norms([norm.to(device) for norm in norms], norm_type, device)
     if across is not None and across.size > 1:
-        total = combine(list(across.all_gather(total)), norm_type, device)
+        total = combine_norms(list(across.all_gather(total)), norm_type, device)
     return total
 
 
-def combine(norms: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def combine_norms(
+    norms: Sequence[Tensor], norm_type: float, device: torch.device
+) -> Tensor:
     """Return the norm of concatenated vectors, from their norms."""
     if not norms:
         return torch.zeros((), device=device)
@@ -81,7 +84,7 @@ def combine(norms: Sequence[Tensor], norm_type: float, device: torch.device) -> 
     return total
 
 
-def _place(grad: Tensor) -> object:
+def _placement_key(grad: Tensor) -> object:
     """Return the key that groups gradients for one norm: the mesh and the kind of placements, or the device."""
     if not is_dtensor(grad):
         return grad.device
@@ -90,7 +93,7 @@ def _place(grad: Tensor) -> object:
     )
 
 
-def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
+def _norm_over_ranks(grads: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm of gradients with equal placements, over all ranks they are sharded over."""
     first = grads[0]
     if not is_dtensor(first):
@@ -98,7 +101,7 @@ def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
         return plain
     if any(placement.is_partial() for placement in first.placements):
         grads = [
-            grad.redistribute(placements=_summed(grad))
+            grad.redistribute(placements=_sum_placements(grad))
             for grad in grads
             if is_dtensor(grad)
         ]
@@ -133,7 +136,7 @@ def _is_split(placement: Placement) -> bool:
     return not placement.is_replicate() and not placement.is_partial()
 
 
-def _summed(grad: DTensor) -> list[Placement]:
+def _sum_placements(grad: DTensor) -> list[Placement]:
     dtensor_types = placements()
     return [
         dtensor_types.Replicate() if placement.is_partial() else placement
@@ -146,13 +149,13 @@ def scale_down(grads: list[Tensor], max_norm: float, total: Tensor) -> None:
     if not grads or math.isinf(max_norm):
         return
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for alike_grads in alike(grads):
+    for alike_grads in group_local_gradients(grads):
         torch._foreach_mul_(alike_grads, factor.to(alike_grads[0].device))
 
 
 @torch.no_grad()
 def clip_value(parameters: Tensor | Iterable[Tensor], limit: float) -> None:
     """Clamp every element of the gradients to [-limit, limit]."""
-    for alike_grads in alike(gradients(as_list(parameters))):
+    for alike_grads in group_local_gradients(existing_gradients(as_list(parameters))):
         torch._foreach_clamp_min_(alike_grads, -limit)
         torch._foreach_clamp_max_(alike_grads, limit)

@@ -87,7 +87,7 @@ class StepClock:
     @property
     def active(self) -> LoaderCursor | None:
         """The innermost loader being iterated."""
-        return self.loaders.innermost()
+        return self.loaders.innermost_cursor()
 
     @property
     def micro(self) -> int:
@@ -107,14 +107,14 @@ class StepClock:
     @property
     def num_earlier_losses(self) -> int:
         """Number of these losses that came before the current micro-step."""
-        return self._window.before
+        return self._window.losses_before
 
     @property
     def is_open(self) -> bool:
         """True if a window has begun and its update has not been made: a save stores the state at its beginning."""
         window = self._window
         return (window.micro > 0 and not window.closed) or (
-            window.losses > 0 and self._waiting()
+            window.losses > 0 and self._has_unused_gradients()
         )
 
     @property
@@ -126,18 +126,19 @@ class StepClock:
         """
         window = self._window
         return self.interrupted or (
-            self.boundary and (window.before == 0 or window.losses > window.before)
+            self.boundary
+            and (window.losses_before == 0 or window.losses > window.losses_before)
         )
 
     @property
-    def crowded(self) -> bool:
+    def shares_open_window(self) -> bool:
         """True if several optimizers share windows of several micro-steps."""
         return not self.alone and self._window.micro > 0 and self._window.every > 1
 
     @property
     def shared(self) -> bool:
         """True if several optimizers share a window that has earlier micro-steps."""
-        return self.crowded and self._window.before > 0
+        return self.shares_open_window and self._window.losses_before > 0
 
     def join(self, holder: Holder) -> None:
         """Register an optimizer with the clock."""
@@ -168,7 +169,7 @@ class StepClock:
         loaders, is_exhausted = self.loaders, False
         cursor.passes_before = self.num_passes
         if not cursor.opened:
-            loaders.opening(cursor)
+            loaders.record_start(cursor)
         loaders.watched.append(cursor)
         try:
             yield
@@ -213,7 +214,7 @@ class StepClock:
         ):
             _refuse_other_models(window, models)
         window.micro += 1
-        window.before = window.losses
+        window.losses_before = window.losses
         window.turn = 0
         self.interrupted = False
         at_end = self.loaders.tick(window.micro > 1)
@@ -228,19 +229,19 @@ class StepClock:
         window = self._open() if self._window.closed else self._window
         window.micro = micro
 
-    def interrupt(self) -> None:
+    def roll_back_micro_step(self) -> None:
         """Roll back a micro-step that ended with an error; its window continues without it."""
         window = self._window
         window.micro -= 1
         window.closed = self.pending = False
-        window.losses = window.before
+        window.losses = window.losses_before
         self.interrupted = True
 
     def forget(self) -> None:
         """Record that gradients accumulated before an interruption were cleared; the window continues without them."""
         window = self._window
         window.missing = window.micro
-        window.losses = window.before = 0
+        window.losses = window.losses_before = 0
         window.weights, window.weighted = [], None
         self.interrupted = False
 
@@ -299,7 +300,7 @@ class StepClock:
         window = self._window
         return [float(weight) for weight in window.weights] if window.weighted else None
 
-    def force(self, boundary: bool) -> None:
+    def force_boundary(self, boundary: bool) -> None:
         """Make the current micro-step a boundary or not, regardless of the count."""
         window = self._window
         self.boundary = boundary
@@ -323,10 +324,10 @@ class StepClock:
         window.closed = True
         self.num_updates += 1
         self.position = None
-        if self.alone or not self._waiting():
-            window.losses = window.before = 0
+        if self.alone or not self._has_unused_gradients():
+            window.losses = window.losses_before = 0
 
-    def _waiting(self) -> bool:
+    def _has_unused_gradients(self) -> bool:
         """Return True if an active optimizer has gradients it has not used."""
         return any(
             not holder.spent
@@ -338,7 +339,7 @@ class StepClock:
             for holder in self.holders()
         )
 
-    def begin_anew(self) -> None:
+    def start_new_window(self) -> None:
         """Forget the current window: the next micro-step opens a new one."""
         self._open()
         self.boundary, self.pending, self.interrupted, self.position = (
@@ -356,7 +357,7 @@ class StepClock:
         """Restore the state, at the beginning of a window."""
         unit = state["unit"]
         self.weights.unit = None if unit is None else float(unit)
-        self.begin_anew()
+        self.start_new_window()
 
     def _open(self) -> Window:
         self._window = Window(self.every, self._window.serial + 1)

@@ -13,27 +13,28 @@ from torch.autograd.graph import Node
 from hasten.modules.names import is_dtensor
 
 
-def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+def existing_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients that are not None."""
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def versions(parameters: Iterable[Tensor]) -> list[tuple[Tensor | None, int]]:
+def gradient_versions(parameters: Iterable[Tensor]) -> list[tuple[Tensor | None, int]]:
     """Return each gradient with its version counter, which any write increments."""
     return [
-        (p.grad, 0 if p.grad is None else _part(p.grad)._version) for p in parameters
+        (p.grad, 0 if p.grad is None else _local_gradient(p.grad)._version)
+        for p in parameters
     ]
 
 
-def _part(grad: Tensor) -> Tensor:
+def _local_gradient(grad: Tensor) -> Tensor:
     return grad.to_local() if is_dtensor(grad) else grad
 
 
-def alike(grads: Iterable[Tensor]) -> list[list[Tensor]]:
+def group_local_gradients(grads: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return this rank's shards of the gradients, as dense tensors grouped by device and dtype for foreach kernels."""
     parts_by_place: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
-        local_part = _part(grad)
+        local_part = _local_gradient(grad)
         local_part = local_part._values() if local_part.is_sparse else local_part
         parts_by_place.setdefault((local_part.device, local_part.dtype), []).append(
             local_part
@@ -42,12 +43,14 @@ def alike(grads: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 @torch.no_grad()
-def multiply(param_groups: Iterable[dict[str, Any]], factor: float | Tensor) -> None:
+def multiply_gradients(
+    param_groups: Iterable[dict[str, Any]], factor: float | Tensor
+) -> None:
     """Multiply all gradients by `factor`, in place."""
-    for alike_gradients in alike(
+    for alike_gradients in group_local_gradients(
         grad
         for param_group in param_groups
-        for grad in gradients(param_group["params"])
+        for grad in existing_gradients(param_group["params"])
     ):
         torch._foreach_mul_(
             alike_gradients,
@@ -73,28 +76,28 @@ def zero_if_weightless(
     synchronize; the first operations behind the loss, where means are taken, are guarded on the device. Only those are
     guarded, too, if the graph is `joined` with those of other ranks, whose gradients flow through the rest of it.
     """
-    if loss.grad_fn is None or (_readable(weight) and float(weight) != 0):
+    if loss.grad_fn is None or (_is_on_host(weight) and float(weight) != 0):
         return nullcontext()
-    return _hooked(loss.grad_fn, *_change(weight, joined))
+    return _hooked_graph(loss.grad_fn, *_gradient_change(weight, joined))
 
 
 def leave_if_weightless(loss: Tensor, weight: float | Tensor) -> None:
     """Make a later backward of `loss` produce zeros if `weight` is zero."""
-    if loss.grad_fn is not None and not (_readable(weight) and float(weight) != 0):
+    if loss.grad_fn is not None and not (_is_on_host(weight) and float(weight) != 0):
         # the hooks are freed with the graph
-        _hook(loss.grad_fn, *_change(weight, joined=False))
+        _hook_graph(loss.grad_fn, *_gradient_change(weight, joined=False))
 
 
-def _readable(weight: float | Tensor) -> bool:
+def _is_on_host(weight: float | Tensor) -> bool:
     return not isinstance(weight, Tensor) or weight.device.type == "cpu"
 
 
-def _change(
+def _gradient_change(
     weight: float | Tensor, joined: bool
 ) -> tuple[int | None, Callable[[_Gradients], _Gradients]]:
     """Return the depth down to which gradients are changed, and the change."""
-    if not isinstance(weight, Tensor) or _readable(weight):
-        return _DEPTH if joined else None, _zeros
+    if not isinstance(weight, Tensor) or _is_on_host(weight):
+        return _DEPTH if joined else None, _zero_gradients
     counts = weight.detach().reshape(()) != 0
 
     def guarded(grads: _Gradients) -> _Gradients:
@@ -106,12 +109,12 @@ def _change(
     return _DEPTH, guarded
 
 
-def _zeros(grads: _Gradients) -> _Gradients:
+def _zero_gradients(grads: _Gradients) -> _Gradients:
     return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
 
 
 @contextmanager
-def _hooked(
+def _hooked_graph(
     root: Node, depth: int | None, change: Callable[[_Gradients], _Gradients]
 ) -> Iterator[None]:
     """Context manager that changes the gradients returned by every node from the root on, down to some depth.
@@ -119,7 +122,7 @@ def _hooked(
     The gradients that parameters receive are not changed: their hooks run in between, and a hook that averages over
     ranks includes gradients of ranks with a weighted loss.
     """
-    handles = _hook(root, depth, change)
+    handles = _hook_graph(root, depth, change)
     try:
         yield
     finally:
@@ -127,7 +130,7 @@ def _hooked(
             handle.remove()
 
 
-def _hook(
+def _hook_graph(
     root: Node, depth: int | None, change: Callable[[_Gradients], _Gradients]
 ) -> list[Any]:
     handles: list[Any] = []  # Any: torch names no type for them

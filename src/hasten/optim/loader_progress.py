@@ -80,14 +80,14 @@ class ActiveLoaders:
     _cut_short: tuple[LoaderCursor, int] | None = None
     """A leader that had moved when another loader ran out, and the time its iteration started."""
 
-    def opening(self, cursor: LoaderCursor) -> None:
+    def record_start(self, cursor: LoaderCursor) -> None:
         """Record the start of an iteration."""
         self.now += 1
         cursor.opened, cursor.moved, cursor.left, cursor.cut = self.now, 0, False, False
         cursor.partners.clear()
         self._exhausted = None
 
-    def moving(self, cursor: LoaderCursor) -> None:
+    def record_batch(self, cursor: LoaderCursor) -> None:
         """Record that the loader returns its next batch."""
         if cursor.nests:
             return
@@ -153,7 +153,7 @@ class ActiveLoaders:
             )
         ]
 
-    def innermost(self) -> LoaderCursor | None:
+    def innermost_cursor(self) -> LoaderCursor | None:
         """Return the most recently opened of the active loaders."""
         active_cursors = self.active()
         return active_cursors[-1] if active_cursors else None
@@ -187,11 +187,11 @@ class ActiveLoaders:
         if self.followed is not None:
             leader: LoaderCursor | None = self.followed
         else:
-            leader = self.watched[0] if len(self.watched) == 1 else self._lead()
+            leader = self.watched[0] if len(self.watched) == 1 else self._find_leader()
         self._leader, self._ticked = leader, self.now
         return leader is not None and leader.at_end
 
-    def _lead(self) -> LoaderCursor | None:
+    def _find_leader(self) -> LoaderCursor | None:
         active_cursors = self.active()
         if len(active_cursors) < 2:
             return active_cursors[0] if active_cursors else None

@@ -69,10 +69,10 @@ class LossWeights:
         window.turn += 1
         window.weights += [0] * (loss_index + 1 - len(window.weights))
         window.weights[loss_index] = window.weights[loss_index] + weight
-        share = times(loss, weight / (self.unit * window.every))
+        share = multiply_loss(loss, weight / (self.unit * window.every))
         if len(window.weights) == 1:
             return share
-        if not boundary or window.before > 0:
+        if not boundary or window.losses_before > 0:
             raise StepError(
                 f"backward(weight=...) was called {loss_index + 1} times in one micro-step of a window of {window.every}: each loss is divided by its "
                 "own total weight, which is known only at the window's end, when the gradients are added up already. Add the losses before "
@@ -80,7 +80,7 @@ class LossWeights:
             )
         # The one correction of the window is the first loss's; the others' totals are known here.
         self._agree(window, [0, loss_index])
-        return times(share, window.factors[loss_index] / window.factors[0])
+        return multiply_loss(share, window.factors[loss_index] / window.factors[0])
 
     def correction(self, window: Window) -> float | Tensor:
         """Return the factor for the gradients of a weighted window. Ranks: every rank of the loss axes, at the first call."""
@@ -155,7 +155,7 @@ def checked_weight(weight: Number) -> Number:
     return weight
 
 
-def times(loss: Tensor, factor: Number) -> Tensor:
+def multiply_loss(loss: Tensor, factor: Number) -> Tensor:
     """Return the loss multiplied by a factor, in the dtype of the loss, or in float32 if that is wider."""
     if isinstance(factor, Tensor):
         factor = factor.to(torch.promote_types(loss.dtype, torch.float32))

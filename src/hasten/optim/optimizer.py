@@ -12,7 +12,7 @@ from torch import Tensor
 from hasten.errors import StepError
 from hasten.optim.clock import StepClock
 from hasten.optim.engine import EngineOptimizer
-from hasten.optim.gradients import multiply, versions
+from hasten.optim.gradients import gradient_versions, multiply_gradients
 from hasten.precision.base import APPLIED, SKIPPED, Precision, StepResult
 
 SETTLE_STATE: Final = "_hasten_settle_state"
@@ -150,7 +150,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.called_at = clock.num_updates
         if not clock.boundary:
             self.last = None
-            if not clock.alone and clock.crowded:
+            if not clock.alone and clock.shares_open_window:
                 self._seen_gradients = self._gradient_versions()
             return None
         if closure is not None:
@@ -168,7 +168,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             try:
                 step_output = self.optimizer.step()
             except (RuntimeError, NotImplementedError) as error:
-                self._explain(error)
+                self._explain_error(error)
                 raise
         self._close(APPLIED)
         return step_output
@@ -185,7 +185,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         for tell in clock.parts.after_update:
             tell(self, result.applied)
 
-    def replayed(self) -> None:
+    def record_replay(self) -> None:
         """Count an update that a CUDA graph has made, including clearing the gradients."""
         clock = self._clock
         self.called_at = clock.num_updates
@@ -223,13 +223,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._clear(set_to_none)
             if clock.interrupted:
                 clock.forget()
-        elif clock.crowded:
+        elif clock.shares_open_window:
             self._refuse_lost_gradients()
 
     def _gradient_versions(self) -> object:
         """Return a value that changes when a backward reaches these parameters."""
         if self._engine is None:
-            return versions(self.parameters)
+            return gradient_versions(self.parameters)
         return self._engine.num_passes
 
     def _refuse_lost_gradients(self) -> None:
@@ -309,14 +309,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._precision.unscale(self.optimizer)
         if is_due and (factor := clock.correction()) is not None:
             if self._engine is None:
-                multiply(self.optimizer.param_groups, factor)
+                multiply_gradients(self.optimizer.param_groups, factor)
             else:
                 self._engine.multiply_gradients(factor)
         if clock.boundary:
             for change in clock.parts.gradients:
                 change(self)
 
-    def _explain(self, error: Exception) -> None:
+    def _explain_error(self, error: Exception) -> None:
         """Raise a StepError in place of torch's error about an operation that sharded tensors do not support."""
         # only sharded tensors have it
         is_sharded = any(
@@ -356,7 +356,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             else:
                 result = engine.apply()
         except (RuntimeError, NotImplementedError) as error:
-            self._explain(error)
+            self._explain_error(error)
             raise
         self._close(result)
         return result.value
@@ -402,7 +402,7 @@ def _are_same(first: object, second: object) -> bool:
     return all(a is b and m == n for (a, m), (b, n) in zip(first, second, strict=True))
 
 
-def settle(
+def settle_optimizers(
     parameters: Sequence[Tensor], optimizers: Iterable[PreparedOptimizer]
 ) -> None:
     """Settle every optimizer that owns one of `parameters`, before their gradients are read or clipped.

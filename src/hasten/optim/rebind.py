@@ -46,7 +46,7 @@ class OptimizerRecord:
         groups: list[tuple[str, ...]] = []
         for param_group in optimizer.param_groups:
             if not names.keys() >= set(param_group["params"]):
-                raise _not_prepared(optimizer, names)
+                raise _unprepared_model_error(optimizer, names)
             groups.append(tuple(map(names.__getitem__, param_group["params"])))
         state = {}
         for parameter, values in optimizer.state.items():
@@ -75,7 +75,7 @@ class OptimizerRecord:
             else:
                 local_names = tuple(name for name in names if name not in remote_names)
             if not parameters.keys() >= set(local_names):
-                raise _gone(optimizer, local_names, parameters)
+                raise _missing_parameter_error(optimizer, local_names, parameters)
             new_groups.append(list(map(parameters.__getitem__, local_names)))
             old_parameters += param_group["params"]
             new_parameters += new_groups[-1]
@@ -93,7 +93,7 @@ class OptimizerRecord:
             if name in remote_names:
                 continue
             parameter = parameters[name]
-            optimizer.state[parameter] = _converted(
+            optimizer.state[parameter] = _convert_values(
                 name, values, parameter, convert or convert_state
             )
         # LBFGS stores its one group's parameters a second time
@@ -143,7 +143,7 @@ def _move_state(optimizer: torch.optim.Optimizer) -> None:
         values.update(moved)
 
 
-def _converted(
+def _convert_values(
     name: str, values: Mapping[str, Any], parameter: Tensor, convert: Convert
 ) -> dict[str, Any]:
     return {
@@ -182,7 +182,7 @@ def _as_its_parameter(value: Tensor, parameter: Tensor) -> Tensor:
     return value
 
 
-def _gone(
+def _missing_parameter_error(
     optimizer: torch.optim.Optimizer,
     names: Iterable[str],
     parameters: Mapping[str, Tensor],
@@ -195,10 +195,10 @@ def _gone(
     )
 
 
-def _not_prepared(
+def _unprepared_model_error(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 ) -> PrepareError:
-    unknown_parameters = list(_unknown(optimizer, names))
+    unknown_parameters = list(_describe_unknown(optimizer, names))
     listed_parameters = "; ".join(unknown_parameters[:5]) + (
         f"; and {len(unknown_parameters) - 5} more"
         if len(unknown_parameters) > 5
@@ -211,7 +211,7 @@ def _not_prepared(
     )
 
 
-def _unknown(
+def _describe_unknown(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 ) -> Iterable[str]:
     for index, param_group in enumerate(optimizer.param_groups):

@@ -32,7 +32,7 @@ class PreparedScheduler(LRScheduler):
         self.scheduler = inner
         self._follows = optimizer if follow else None
         self._seen = 0 if optimizer is None else optimizer.num_updates
-        self.length = total_of(inner)
+        self.length = schedule_length(inner)
         """Number of steps of the whole schedule, if known."""
         self._initial_state = None if self.length is None else _copy_state(inner)
 
@@ -138,10 +138,10 @@ _MOST_EPOCHS: Final = 100
 """A total of more epochs than this is more likely a round number than a number of epochs."""
 
 
-def total_of(scheduler: Any) -> int | None:
+def schedule_length(scheduler: Any) -> int | None:
     """Return the number of steps after which a schedule ends; None if it has no end, or only warms up."""
     if isinstance(scheduler, torch_schedules.SequentialLR):
-        last_length = total_of(scheduler._schedulers[-1])
+        last_length = schedule_length(scheduler._schedulers[-1])
         if last_length is None:
             return None
         return last_length + int(scheduler.state_dict()["_milestones"][-1])
@@ -153,7 +153,7 @@ def total_of(scheduler: Any) -> int | None:
         return next(
             (
                 total
-                for total in map(_of_function, scheduler.lr_lambdas)
+                for total in map(_length_of_function, scheduler.lr_lambdas)
                 if total is not None
             ),
             None,
@@ -169,7 +169,7 @@ def total_of(scheduler: Any) -> int | None:
     return int(num_steps) if isinstance(num_steps, int | float) else None
 
 
-def _of_function(user_function: Callable[..., Any]) -> int | None:
+def _length_of_function(user_function: Callable[..., Any]) -> int | None:
     """Return the length in a function of transformers: its argument num_training_steps."""
     if not isinstance(user_function, functools.partial):
         return None
@@ -200,10 +200,10 @@ class LoopLength:
 
 def explain_wrong_length(scheduler: Any, length: LoopLength) -> str | None:
     """Return a message if a schedule has a step for each batch, or for each update of one process, of whole epochs; else None."""
-    num_steps = total_of(scheduler)
+    num_steps = schedule_length(scheduler)
     if not num_steps or not length.num_prepared:
         return None
-    epochs = _epochs(num_steps, length.num_batches, 1) or _epochs(
+    epochs = _whole_epochs(num_steps, length.num_batches, 1) or _whole_epochs(
         num_steps, length.num_batches, length.every
     )
     if not 0 < epochs <= _MOST_EPOCHS or not _differ_by_factor(
@@ -227,7 +227,7 @@ def _differ_by_factor(total: int, num_updates: int) -> bool:
     return max(total, num_updates) >= 1.5 * min(total, num_updates)
 
 
-def _epochs(total: int, num_batches: int, every: int) -> int:
+def _whole_epochs(total: int, num_batches: int, every: int) -> int:
     """Return the whole number of epochs that has this many steps; 0 if there is none."""
     epochs = round(total * every / num_batches)
     fits = (

@@ -53,7 +53,7 @@ class Window:
     """None until the first backward of the window."""
     losses: int = 0
     """Number of losses whose gradients no optimizer has used yet."""
-    before: int = 0
+    losses_before: int = 0
     """The same number at the start of the current micro-step."""
     turn: int = 0
     """Number of losses of the current micro-step so far: the index of the next one."""
@@ -65,31 +65,33 @@ class Window:
     """The models of its first micro-step; the others have the same."""
 
 
-def divided(loss: Tensor, parts: int) -> Tensor:
+def divide_loss(loss: Tensor, num_parts: int) -> Tensor:
     """Return the loss divided by the number of parts."""
-    return loss if parts == 1 else loss / parts
+    return loss if num_parts == 1 else loss / num_parts
 
 
 # Any: keywords of torch
-def backpropagate(loss: Tensor, parts: int = 1, **kwargs: Any) -> None:
+def backpropagate(loss: Tensor, num_parts: int = 1, **kwargs: Any) -> None:
     """Backpropagate the loss divided by `parts`; `kwargs` are passed to `Tensor.backward`.
 
     A backward of `loss / parts` starts with the gradient 1 and turns it into 1 / parts. Starting there saves the
     division and its backward, noticeable for a small micro-step on a GPU; the gradients are bitwise equal.
     """
-    if parts != 1:
+    if num_parts != 1:
         if (
             type(loss) is Tensor
             and loss.numel() == 1
             and kwargs.get("gradient") is None
         ):
-            kwargs["gradient"] = torch.full_like(loss, _share(parts, loss.dtype))
+            kwargs["gradient"] = torch.full_like(
+                loss, _reciprocal(num_parts, loss.dtype)
+            )
         else:
-            loss = loss / parts
+            loss = loss / num_parts
     loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 @lru_cache(maxsize=64)  # called in every micro-step with few distinct arguments
-def _share(parts: int, dtype: torch.dtype) -> float:
+def _reciprocal(num_parts: int, dtype: torch.dtype) -> float:
     """Return one divided by the number of parts, rounded as a tensor of this dtype rounds it."""
-    return float((torch.ones((), dtype=dtype) / parts).item())
+    return float((torch.ones((), dtype=dtype) / num_parts).item())

@@ -15,10 +15,10 @@ log = get_logger(__name__)
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the outermost blocks that occur several times in one ModuleList or Sequential, such as a transformer's layers."""
-    return list(_repeated(model, ""))
+    return list(_walk_repeated(model, ""))
 
 
-def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _walk_repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         block = _common_class(module)
     else:
@@ -28,7 +28,7 @@ def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
         if block is not None and isinstance(child, block):
             yield path, child
         else:
-            yield from _repeated(child, path)
+            yield from _walk_repeated(child, path)
 
 
 def _common_class(container: nn.Module) -> type[nn.Module] | None:

@@ -46,10 +46,10 @@ def choose_strategy(config: Config, ctx: ProcessContext) -> Strategy:
         )
     offload = offload_of(config)
     if offload is not None:
-        offload.refuse_combinations(config, ctx, compiles(config))
+        offload.refuse_combinations(config, ctx, compiles_models(config))
     if ctx.mesh.ep > 1:
         _refuse_with_experts(config, ctx)
-    extension_strategy = _offered(config)
+    extension_strategy = _extension_strategy(config)
     if extension_strategy is not None:
         return extension_strategy.create(config, ctx)
     if ctx.mesh.size(Axis.PP) > 1:
@@ -58,8 +58,8 @@ def choose_strategy(config: Config, ctx: ProcessContext) -> Strategy:
     if config.strategy == "fsdp" or (
         config.strategy == "auto" and ctx.mesh.size(Axis.DP_SHARD) > 1
     ):
-        return _sharded(config, ctx)
-    return _replicated(config, ctx)
+        return _sharded_strategy(config, ctx)
+    return _replicated_strategy(config, ctx)
 
 
 def device_for(config: Config, topology: Topology) -> torch.device:
@@ -67,7 +67,7 @@ def device_for(config: Config, topology: Topology) -> torch.device:
 
     Raises: DeviceError when the device does not exist.
     """
-    extension_strategy = _offered(config)
+    extension_strategy = _extension_strategy(config)
     if extension_strategy is not None and extension_strategy.start_device is not None:
         return extension_strategy.start_device(config, topology)
     return choose_device(
@@ -77,7 +77,7 @@ def device_for(config: Config, topology: Topology) -> torch.device:
     )
 
 
-def _offered(config: Config) -> OfferedStrategy | None:
+def _extension_strategy(config: Config) -> OfferedStrategy | None:
     """Return the strategy of an extension that the settings or the environment select; None for torch's parallelisms."""
     strategy_name: str | None = config.strategy
     if strategy_name == "auto" and not config.cpu:
@@ -112,17 +112,17 @@ def chooses_speed(performance: PerformanceSettings) -> bool:
     )
 
 
-def compiles(config: Config) -> bool:
+def compiles_models(config: Config) -> bool:
     """Return whether models are compiled."""
     return config.dynamo.backend != "no" or (
         chooses_speed(config.performance) and config.performance.compile
     )
 
 
-def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
+def _replicated_strategy(config: Config, ctx: ProcessContext) -> Strategy:
     is_single_process = ctx.mesh.size(*LOSS) == 1
     if (ctx.mesh.size(Axis.TP) > 1 or ctx.mesh.ep > 1) and config.strategy != "none":
-        return _sharded(config, ctx)
+        return _sharded_strategy(config, ctx)
     if config.strategy == "none" and not is_single_process:
         raise ConfigError(
             f"strategy='none' is not supported with {ctx.world.size} processes; their models would diverge. "
@@ -151,7 +151,7 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
         *common_transforms(config),
     ]
     has_automatic_speed = chooses_speed(config.performance)
-    if compiles(config) and config.dynamo.backend == "no":
+    if compiles_models(config) and config.dynamo.backend == "no":
         transforms.append(_compiled_automatically())
     if is_single_process:
         return NativeStrategy("single", Alone(), transforms, Caps(synchronises=False))
@@ -165,7 +165,7 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
     return NativeStrategy("ddp", replicate, transforms, caps)
 
 
-def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
+def _sharded_strategy(config: Config, ctx: ProcessContext) -> Strategy:
     transforms: list[Transform] = [
         Convert(config.master_weights),
         *common_transforms(config),
@@ -205,7 +205,7 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
             transforms,
             Caps(sharded_state=True),
         )
-    if compiles(config) and config.dynamo.backend == "no":
+    if compiles_models(config) and config.dynamo.backend == "no":
         transforms += _compiled_shards(config, ctx)
     # loads torch.distributed.tensor: most of a second
     from hasten.strategies.fsdp.strategy import ShardModel

@@ -38,7 +38,7 @@ class CompileWhole:
     stage = Stage.COMPILE_WHOLE
 
     def __init__(self, dynamo: TorchDynamoPlugin) -> None:
-        self._options = options(dynamo)
+        self._options = compile_keywords(dynamo)
 
     def apply(
         self,
@@ -52,7 +52,7 @@ class CompileWhole:
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
-        return uncompiled(model)
+        return remove_compiled(model)
 
 
 class CompileBlocks:
@@ -64,7 +64,7 @@ class CompileBlocks:
     stage = Stage.COMPILE_BLOCKS
 
     def __init__(self, dynamo: TorchDynamoPlugin, automatic: bool = False) -> None:
-        self._options = options(dynamo)
+        self._options = compile_keywords(dynamo)
         self._with_rest = dynamo.compile_loss
         self._automatic = automatic
 
@@ -80,7 +80,7 @@ class CompileBlocks:
         if self._automatic:
             if not request.train or not is_trainable(model):
                 return model
-            if reason := _refusal(blocks, ctx.device):
+            if reason := _reason_against_compiling(blocks, ctx.device):
                 log.info("performance: %s is not compiled: %s", model_name, reason)
                 return model
         if self._with_rest and blocks and request.train:
@@ -96,10 +96,10 @@ class CompileBlocks:
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
-        return all_uncompiled(model)
+        return remove_all_compiled(model)
 
 
-def _refusal(blocks: Sequence[nn.Module], device: torch.device) -> str:
+def _reason_against_compiling(blocks: Sequence[nn.Module], device: torch.device) -> str:
     """Return the reason why blocks are not compiled automatically; empty if they are."""
     if not blocks:
         return "it has no repeated block"
@@ -192,7 +192,7 @@ class FirstCalls:
 
     def _run_eagerly(self, reason: str) -> None:
         for module in self._modules:
-            uncompiled(module)
+            remove_compiled(module)
         log.warning("performance: %s is not compiled: %s", self._name, reason)
 
     def _waiting_text(self, seconds: float) -> str:
@@ -361,10 +361,10 @@ def _models_with_head(model: nn.Module) -> Iterator[Any]:  # Any: models of tran
             yield module
 
 
-def all_uncompiled(model: nn.Module) -> nn.Module:
+def remove_all_compiled(model: nn.Module) -> nn.Module:
     """Remove the compiled functions of the model's modules and losses, and return the model."""
     for module in model.modules():
-        uncompiled(module)
+        remove_compiled(module)
     for module in _models_with_head(model):
         if isinstance(module.loss_function, CompiledLoss):
             module.loss_function = module.loss_function.inner
@@ -372,7 +372,7 @@ def all_uncompiled(model: nn.Module) -> nn.Module:
 
 
 # Any: torch.compile's keywords
-def options(dynamo: TorchDynamoPlugin) -> dict[str, Any]:
+def compile_keywords(dynamo: TorchDynamoPlugin) -> dict[str, Any]:
     """Return the keywords of torch.compile for the settings."""
     compile_options: dict[str, Any] = {
         "backend": dynamo.backend,
@@ -392,7 +392,7 @@ def is_compiled(model: nn.Module) -> bool:
     return getattr(model, "_compiled_call_impl", None) is not None
 
 
-def uncompiled(model: nn.Module) -> nn.Module:
+def remove_compiled(model: nn.Module) -> nn.Module:
     """Remove the module's compiled function, so that calls run eagerly, and return the module."""
     if is_compiled(model):
         model._compiled_call_impl = None

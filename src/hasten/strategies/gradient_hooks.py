@@ -21,32 +21,30 @@ def refuse_gradient_hooks(
         if parameter in unsharded_parameters:
             continue
         if getattr(parameter, "_backward_hooks", None):
-            raise _never_called(
-                f"{parameter_name!r} has a hook set with register_hook()"
-            )
+            raise _hook_error(f"{parameter_name!r} has a hook set with register_hook()")
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise _never_called(f"{parameter_name!r} has a hook set before prepare()")
+            raise _hook_error(f"{parameter_name!r} has a hook set before prepare()")
 
 
 def refuse_later_hooks(model: nn.Module) -> None:
     """Make `register_hook` of the sharded parameters raise."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
-            parameter.register_hook = partial(_refused, ref(parameter))  # type: ignore[method-assign]  # only on this instance
+            parameter.register_hook = partial(_refuse_hook, ref(parameter))  # type: ignore[method-assign]  # only on this instance
 
 
 # Any: torch's handle
-def _refused(parameter: ref[Tensor], hook: Callable[..., Any]) -> Any:
+def _refuse_hook(parameter: ref[Tensor], hook: Callable[..., Any]) -> Any:
     owner = parameter()
     # torch's memory tracker only reads gradients
     if getattr(hook, "__module__", "").startswith("torch.") and owner is not None:
         return Tensor.register_hook(owner, hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    raise _never_called(
+    raise _hook_error(
         f"register_hook({getattr(hook, '__qualname__', hook)}) was called on a sharded parameter"
     )
 
 
-def _never_called(happened: str) -> PrepareError:
+def _hook_error(happened: str) -> PrepareError:
     return PrepareError(
         f"{happened}, which torch never calls on a sharded parameter, so its effect on the gradient would be lost. "
         "Change the gradient in a hook set with register_post_accumulate_grad_hook() on the prepared model's parameter, or between "

@@ -32,7 +32,7 @@ def check_rows(rows: int | None, count: int) -> int:
 
 
 # Any: the model's output
-def share(output: Any, group_comm: ProcessGroupComm, source: int) -> Any:
+def broadcast_output(output: Any, group_comm: ProcessGroupComm, source: int) -> Any:
     """Broadcast a result from one rank to the group: tensors directly, containers as plain values.
 
     Raises: StepError for containers other than tuples, lists, dicts and model outputs.
@@ -40,7 +40,7 @@ def share(output: Any, group_comm: ProcessGroupComm, source: int) -> Any:
     spec: Any = None
     if group_comm.rank == source:
         try:
-            spec = _describe(output)
+            spec = _describe_tree(output)
         except StepError as error:
             spec = str(error)
     spec = group_comm.broadcast_object(spec, source)
@@ -61,20 +61,20 @@ def share(output: Any, group_comm: ProcessGroupComm, source: int) -> Any:
             )
         return group_comm.broadcast(source_tensor, source)
 
-    received_output = _rebuild(spec, fetch)
+    received_output = _rebuild_tree(spec, fetch)
     return output if group_comm.rank == source else received_output
 
 
-def _describe(tree: Any) -> Any:
+def _describe_tree(tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return {"tensor": [list(tree.shape), str(tree.dtype).removeprefix("torch.")]}
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return {"value": tree}
     tree_class = type(tree)
     if tree_class in (list, tuple):
-        return {tree_class.__name__: [_describe(subtree) for subtree in tree]}
+        return {tree_class.__name__: [_describe_tree(subtree) for subtree in tree]}
     if isinstance(tree, dict):  # transformers' outputs are subclasses of dict
-        subtrees = {str(key): _describe(subtree) for key, subtree in tree.items()}
+        subtrees = {str(key): _describe_tree(subtree) for key, subtree in tree.items()}
         if tree_class is dict:
             return {"dict": subtrees}
         return {"output": [tree_class.__module__, tree_class.__qualname__, subtrees]}
@@ -84,7 +84,7 @@ def _describe(tree: Any) -> Any:
     )
 
 
-def _rebuild(spec: Any, fetch: Callable[[list[int], str], Tensor]) -> Any:
+def _rebuild_tree(spec: Any, fetch: Callable[[list[int], str], Tensor]) -> Any:
     ((kind, subtrees),) = spec.items()
     match kind:
         case "tensor":
@@ -92,18 +92,20 @@ def _rebuild(spec: Any, fetch: Callable[[list[int], str], Tensor]) -> Any:
         case "value":
             return subtrees
         case "list":
-            return [_rebuild(subtree, fetch) for subtree in subtrees]
+            return [_rebuild_tree(subtree, fetch) for subtree in subtrees]
         case "tuple":
-            return tuple(_rebuild(subtree, fetch) for subtree in subtrees)
+            return tuple(_rebuild_tree(subtree, fetch) for subtree in subtrees)
         case "dict":
-            return {key: _rebuild(subtree, fetch) for key, subtree in subtrees.items()}
+            return {
+                key: _rebuild_tree(subtree, fetch) for key, subtree in subtrees.items()
+            }
     module_name, class_name, fields = subtrees
-    return _loaded(module_name, class_name)(
-        **{key: _rebuild(subtree, fetch) for key, subtree in fields.items()}
+    return _find_class(module_name, class_name)(
+        **{key: _rebuild_tree(subtree, fetch) for key, subtree in fields.items()}
     )
 
 
-def _loaded(module: str, name: str) -> Any:
+def _find_class(module: str, name: str) -> Any:
     """Return a class that this process has imported, as the model that returns its instances has."""
     namespace: Any = sys.modules[module]
     for attribute in name.split("."):

@@ -43,7 +43,7 @@ def source_of(
         tensor_name for tensor_name, tensor in named_tensors(model) if tensor.is_meta
     ]
     if ctx.world.size > 1:
-        _compare(model, ctx)
+        _compare_models(model, ctx)
         names_by_rank: list[list[str]] = ctx.world.all_gather_object(meta_names)
     else:
         names_by_rank = [meta_names]
@@ -74,7 +74,7 @@ def source_of(
     return WeightSource.RANK_0
 
 
-def _compare(model: nn.Module, ctx: ProcessContext) -> None:
+def _compare_models(model: nn.Module, ctx: ProcessContext) -> None:
     tensor_lines = [
         f"{tensor_name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
         for tensor_name, tensor in named_tensors(model)

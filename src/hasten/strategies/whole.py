@@ -21,7 +21,7 @@ class Averaged:
         return self._comm.all_reduce(grad, "mean")
 
 
-def scalars(model: nn.Module) -> dict[str, nn.Parameter]:
+def scalar_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters without a dimension to shard along, such as a learned temperature."""
     return {
         parameter_name: parameter

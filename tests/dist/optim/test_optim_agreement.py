@@ -15,7 +15,7 @@ from hasten.accelerator.facade import Accelerator
 from hasten.config.sections.loop import GradScalerKwargs
 from hasten.optim.batch_size import find_executable_batch_size
 from hasten.optim.clip import clip_norm, clip_value
-from hasten.optim.gradients import multiply
+from hasten.optim.gradients import multiply_gradients
 from hasten.optim.rebind import OptimizerRecord
 from hasten.precision.build import build_precision
 from hasten.runtime.context import ProcessContext
@@ -167,7 +167,7 @@ def test_norms_are_true_over_several_meshes(ctx: ProcessContext) -> None:
             torch.testing.assert_close(
                 after, before * (1.5 / expected), rtol=1e-5, atol=1e-6
             )
-        multiply([{"params": parameters}], 100.0)
+        multiply_gradients([{"params": parameters}], 100.0)
         clip_value(parameters, 0.5)
         for parameter in parameters:
             grad = parameter.grad

@@ -116,7 +116,7 @@ def test_the_hosts_of_a_slice_take_their_own_numbers(script: str) -> None:
         plan.procs[0].count,
     ) == (2, 3, 1)
     assert plan.procs[0].env["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "2,4,1"
-    assert tpu_hosts.count(plan.procs[0].env) == 1  # so that XLA waits for nobody
+    assert tpu_hosts.count_hosts(plan.procs[0].env) == 1  # so that XLA waits for nobody
     given = job(
         f"{words} --machine_rank 1", script, Host(device="tpu", num_devices=8, env=env)
     ).plan
@@ -128,7 +128,7 @@ def test_a_job_without_tpus_is_not_counted(
     script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        tpu_hosts, "count", lambda env: pytest.fail("somebody was asked")
+        tpu_hosts, "count_hosts", lambda env: pytest.fail("somebody was asked")
     )
     tpu = Host(device="tpu", num_devices=4, env={"TPU_WORKER_HOSTNAMES": "a,b"})
     assert job("--cpu --num_processes 1", script, tpu).plan.launcher == "single"

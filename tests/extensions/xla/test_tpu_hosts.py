@@ -51,8 +51,10 @@ def metadata(
 )
 def test_metadata_counts_the_machines(text: str, hosts: int | None) -> None:
     with metadata(text) as env:
-        assert tpu_hosts.count(env) == hosts
-        assert tpu_hosts.count({**env, "http_proxy": "http://127.0.0.1:9"}) == hosts
+        assert tpu_hosts.count_hosts(env) == hosts
+        assert (
+            tpu_hosts.count_hosts({**env, "http_proxy": "http://127.0.0.1:9"}) == hosts
+        )
 
 
 @pytest.mark.parametrize(
@@ -62,39 +64,39 @@ def test_metadata_knows_this_machines_number(text: str, number: int | None) -> N
     with metadata(
         text, path=PATH.replace("worker-network-endpoints", "agent-worker-number")
     ) as env:
-        assert tpu_hosts.worker(env) == number
-        assert tpu_hosts.worker({**env, "TPU_WORKER_ID": "3"}) == 3
-        assert tpu_hosts.worker({**env, "TPU_SKIP_MDS_QUERY": "1"}) is None
+        assert tpu_hosts.worker_index(env) == number
+        assert tpu_hosts.worker_index({**env, "TPU_WORKER_ID": "3"}) == 3
+        assert tpu_hosts.worker_index({**env, "TPU_SKIP_MDS_QUERY": "1"}) is None
 
 
 @pytest.mark.parametrize("chips", [1, 2, 3, 4, 8])
 def test_a_machine_becomes_a_world_of_its_own(chips: int) -> None:
-    env = {**POD, **tpu_hosts.by_itself(POD, chips)}
-    assert tpu_hosts.count(env) == 1
+    env = {**POD, **tpu_hosts.variables_of_single_host(POD, chips)}
+    assert tpu_hosts.count_hosts(env) == 1
     xla.refuse_hosts("TPU", env)
     bounds = env.get("TPU_CHIPS_PER_PROCESS_BOUNDS", "3")
     assert math.prod(map(int, bounds.split(","))) == chips
     assert (
-        tpu_hosts.by_itself({"TPU_CHIPS_PER_PROCESS_BOUNDS": "4,1,1"}, 4)[
-            "TPU_CHIPS_PER_PROCESS_BOUNDS"
-        ]
+        tpu_hosts.variables_of_single_host(
+            {"TPU_CHIPS_PER_PROCESS_BOUNDS": "4,1,1"}, 4
+        )["TPU_CHIPS_PER_PROCESS_BOUNDS"]
         == "4,1,1"
     )
 
 
 def test_who_does_not_answer_knows_nothing() -> None:
     with metadata("a:1:10.0.0.2,b:2:10.0.0.3", status=404) as env:
-        assert tpu_hosts.count(env) is None
-    assert tpu_hosts.count({"GCE_METADATA_HOST": "127.0.0.1:9"}) is None
-    assert tpu_hosts.count({"GCE_METADATA_HOST": "no host"}) is None
+        assert tpu_hosts.count_hosts(env) is None
+    assert tpu_hosts.count_hosts({"GCE_METADATA_HOST": "127.0.0.1:9"}) is None
+    assert tpu_hosts.count_hosts({"GCE_METADATA_HOST": "no host"}) is None
 
 
 def test_variables_come_before_metadata() -> None:
     with metadata("a:1:10.0.0.2") as env:
-        assert tpu_hosts.count({**POD, **env}) == 4
+        assert tpu_hosts.count_hosts({**POD, **env}) == 4
     with metadata("a:1:10.0.0.2,b:2:10.0.0.3") as env:
-        assert tpu_hosts.count({**env, "TPU_SKIP_MDS_QUERY": "1"}) is None
-        assert tpu_hosts.count({**env, "TPU_PROCESS_BOUNDS": "1,1,1"}) == 1
+        assert tpu_hosts.count_hosts({**env, "TPU_SKIP_MDS_QUERY": "1"}) is None
+        assert tpu_hosts.count_hosts({**env, "TPU_PROCESS_BOUNDS": "1,1,1"}) == 1
 
 
 @pytest.mark.parametrize("name", ["TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS"])

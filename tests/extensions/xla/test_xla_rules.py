@@ -100,13 +100,13 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(
         MissingPackageError, match="Create a separate environment for TPUs"
     ):
-        xla.start(config, Topology())
+        xla.start_xla(config, Topology())
     monkeypatch.setattr(torch, "__version__", "2.9.0")
     with pytest.raises(
         MissingPackageError,
         match=r"'torch_xla' is not installed.*Run: pip install 'torch_xla>=2.9,<2.10'",
     ):
-        xla.start(config, Topology())
+        xla.start_xla(config, Topology())
 
 
 def test_only_even_parts_are_shared() -> None:

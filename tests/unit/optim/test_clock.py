@@ -10,14 +10,14 @@ from torch import Tensor
 
 from hasten.errors import ConfigError, StepError
 from hasten.optim.clock import LoaderCursor, StepClock
-from hasten.optim.window import divided
+from hasten.optim.window import divide_loss
 
 
 def weighed(
     clock: StepClock, loss: Tensor, weight: float | Tensor | None = None
 ) -> Tensor:
     """What is backpropagated of a loss."""
-    return divided(*clock.weigh(loss, weight))
+    return divide_loss(*clock.weigh(loss, weight))
 
 
 def active(clock: StepClock) -> LoaderCursor | None:
@@ -156,7 +156,7 @@ def test_a_short_window_may_be_divided_by_the_full_length() -> None:
     assert boundary
     assert not clock.pending
     assert clock.correction() is None
-    clock.force(True)
+    clock.force_boundary(True)
     assert not clock.pending
     clock.used()
     clock.tick()
@@ -221,7 +221,7 @@ def test_a_forced_boundary_closes_the_window_at_its_true_length() -> None:
     clock = StepClock(4)
     clock.tick()
     weighed(clock, torch.tensor(1.0))
-    clock.force(True)
+    clock.force_boundary(True)
     assert clock.pending
     assert clock.correction() == 4.0
     assert not clock.tick()
@@ -250,7 +250,7 @@ def test_a_position_is_kept_from_before_the_first_batch_of_each_window() -> None
             for _ in range(2):
                 for cursor in (first, second):
                     clock.keep_position(cursor)
-                    clock.loaders.moving(cursor)
+                    clock.loaders.record_batch(cursor)
                 clock.tick()
                 weighed(clock, torch.tensor(1.0))
                 assert clock.position == 2 * window
@@ -258,7 +258,7 @@ def test_a_position_is_kept_from_before_the_first_batch_of_each_window() -> None
             assert clock.position is None
             with clock.watching(evaluation):
                 clock.keep_position(evaluation)
-                clock.loaders.moving(evaluation)
+                clock.loaders.record_batch(evaluation)
     assert next(reads) == 6
 
 
@@ -283,7 +283,7 @@ def test_an_interrupted_micro_step_is_taken_back(weight: int | None) -> None:
     clock.tick()
     weighed(clock, torch.tensor(1.0), weight)
     clock.tick()  # the last of the window, but it fails before its backward
-    clock.interrupt()
+    clock.roll_back_micro_step()
     assert may_clear(clock), "an except block may clear"
     assert clock.tick(), "and may as well go on: the next micro-step takes its place"
     weighed(clock, torch.tensor(1.0), weight)
@@ -301,7 +301,7 @@ def test_gradients_cleared_after_an_interruption_are_missing(
     clock.tick()
     weighed(clock, torch.tensor(1.0), weight)
     clock.tick()
-    clock.interrupt()
+    clock.roll_back_micro_step()
     clock.forget()
     assert clock.tick()
     share = weighed(clock, torch.tensor(1.0), weight)
@@ -313,7 +313,7 @@ def test_gradients_cleared_after_an_interruption_are_missing(
 def test_a_window_whose_first_micro_step_was_taken_back_has_the_new_length() -> None:
     clock = StepClock(every=4)
     clock.tick()
-    clock.interrupt()
+    clock.roll_back_micro_step()
     clock.every = 2
     assert not clock.tick()
     assert clock.tick()

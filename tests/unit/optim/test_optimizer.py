@@ -17,9 +17,9 @@ from hasten.config.sections.loop import GradScalerKwargs
 from hasten.errors import StepError
 from hasten.optim.clip import clip_norm, clip_value
 from hasten.optim.clock import LoaderCursor, StepClock
-from hasten.optim.optimizer import PreparedOptimizer, settle
+from hasten.optim.optimizer import PreparedOptimizer, settle_optimizers
 from hasten.optim.scheduler import PreparedScheduler
-from hasten.optim.window import divided
+from hasten.optim.window import divide_loss
 from hasten.precision.base import Precision
 from hasten.precision.build import build_precision
 
@@ -72,14 +72,14 @@ class Loop:
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         torch.autograd.backward(
-            self.precision.scale(divided(*self.clock.weigh(loss, weight)))
+            self.precision.scale(divide_loss(*self.clock.weigh(loss, weight)))
         )
 
     def clip(self, max_norm: float) -> Tensor | None:
         if not self.clock.boundary:
             return None
         parameters = list(self.model.parameters())
-        settle(parameters, [self.optimizer])
+        settle_optimizers(parameters, [self.optimizer])
         return clip_norm(parameters, max_norm)
 
 

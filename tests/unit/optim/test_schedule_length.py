@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler as torch_schedules
 from torch.optim.lr_scheduler import LambdaLR
 
-from hasten.optim.scheduler import LoopLength, explain_wrong_length, total_of
+from hasten.optim.scheduler import LoopLength, explain_wrong_length, schedule_length
 from hasten.optional import need
 
 transformers = need("transformers")
@@ -58,7 +58,7 @@ MADE: Final[dict[str, tuple[Callable[[Any], Any], int | None]]] = {
 @pytest.mark.parametrize("name", MADE)
 def test_the_length_is_found(name: str) -> None:
     make, total = MADE[name]
-    assert total_of(make(sgd())) == total
+    assert schedule_length(make(sgd())) == total
 
 
 def test_whole_epochs_of_batches_are_reported() -> None:

@@ -21,11 +21,11 @@ from hasten.strategies import compiling
 from hasten.strategies.compiling import (
     CompiledForward,
     CompiledLoss,
-    all_uncompiled,
     compile_modules,
     compile_rest,
     count_graphs,
     is_compiled,
+    remove_all_compiled,
 )
 from hasten.testing.toys import seeded
 
@@ -71,7 +71,7 @@ def test_the_loss_and_the_norm_are_compiled_and_train_alike(
         torch.testing.assert_close(
             model(input_ids=TOKENS, labels=TOKENS).loss, expected[0], rtol=0, atol=1e-7
         )
-    all_uncompiled(model)
+    remove_all_compiled(model)
     assert not any(is_compiled(part) for part in model.modules())
     assert not isinstance(model.loss_function, CompiledLoss)
 

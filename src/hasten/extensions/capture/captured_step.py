@@ -380,7 +380,7 @@ class CapturedStep(Generic[P, R]):
             for norm in replayed_step.scalars.norms:
                 watch_norm(norm.clone())
         for optimizer in replayed_step.stepped:
-            optimizer.replayed()
+            optimizer.record_replay()
         return detached_result
 
     def _counter_restorer(self) -> Callable[[], None]:
@@ -392,7 +392,7 @@ class CapturedStep(Generic[P, R]):
         ]
 
         def restore_counters() -> None:
-            clock.begin_anew()
+            clock.start_new_window()
             clock.num_passes, clock.num_updates = clock_counts
             for optimizer, counts in optimizer_counts:
                 optimizer.restore_counts(counts)

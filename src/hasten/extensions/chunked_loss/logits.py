@@ -24,7 +24,7 @@ from hasten.extensions.chunked_loss.cross_entropy import (
     compute_loss,
 )
 from hasten.modules import forwarding
-from hasten.strategies.tensor.ops import gather
+from hasten.strategies.tensor.ops import gather_output
 
 log = logging.getLogger(__name__)
 
@@ -419,7 +419,9 @@ class ChunkedHead(forwarding.LateHead):
             x,
             head,
             LogitsSource(
-                self.chunk_tokens, partial(gather, dim=-1, group=group), self.gather()
+                self.chunk_tokens,
+                partial(gather_output, dim=-1, group=group),
+                self.gather(),
             ),
         )
 

@@ -38,7 +38,7 @@ from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 from hasten.extensions.deepspeed.shards import weight_slice
 from hasten.optim.engine import Placeholder
 from hasten.optim.gradients import drop_gradients
-from hasten.optim.window import divided
+from hasten.optim.window import divide_loss
 from hasten.precision.base import Precision
 from hasten.prepare_args import Item, PrepareArguments
 from hasten.runtime.context import ProcessContext
@@ -297,7 +297,7 @@ class DeepSpeedStrategy:
     # Any: torch's keywords
     def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:
         passes_before = [engine.optimizer.num_passes for engine in self.engines]
-        loss, loss_scale = divided(loss, parts), self._scale()
+        loss, loss_scale = divide_loss(loss, parts), self._scale()
         with ExitStack() as exit_stack:
             for engine in self.engines:
                 exit_stack.enter_context(engine.optimizer.in_backward())

@@ -37,8 +37,8 @@ from hasten.prepare_args import Item, PrepareArguments
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import LOSS, Axis
 from hasten.strategies.base import Caps, OfferedStrategy, PrepareRequest, Weigh
-from hasten.strategies.context.ops import all_parts
-from hasten.strategies.micro_batches import check_rows, share
+from hasten.strategies.context.ops import gather_parts
+from hasten.strategies.micro_batches import broadcast_output, check_rows
 from hasten.strategies.native import make_optimizers
 from hasten.strategies.placing import Convert, PlaceOnDevice
 from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
@@ -54,7 +54,7 @@ def gather_whole(model: MegatronModel, parameter: Tensor) -> Tensor:
     whole_tensor = torch.empty(
         location.shape, dtype=parameter.dtype, device=parameter.device
     )
-    for rank, rank_shard in enumerate(all_parts(parameter.detach(), group)):
+    for rank, rank_shard in enumerate(gather_parts(parameter.detach(), group)):
         rank_location = model.place_of(parameter, rank)
         shard_of_whole(whole_tensor, rank_location).copy_(
             unpadded_shard(rank_shard, rank_location)
@@ -374,7 +374,7 @@ class MegatronStrategy:
         outputs = self._schedule(model, [tensors], forward_step, forward_only=True)
         last_output = outputs[0] if model.built.last else None
         assert isinstance(self._pp, ProcessGroupComm), "a pipeline has several ranks"
-        return share(last_output, self._pp, self._pp.size - 1)
+        return broadcast_output(last_output, self._pp, self._pp.size - 1)
 
     def _schedule(
         self,
@@ -458,7 +458,7 @@ class MegatronStrategy:
                 "a pipeline has several ranks"
             )
             for stage in range(self._pp.size):
-                whole_tensors |= share(
+                whole_tensors |= broadcast_output(
                     dict(whole_tensors) if stage == self._pp.rank else None,
                     self._pp,
                     stage,

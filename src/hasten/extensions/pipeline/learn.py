@@ -16,7 +16,7 @@ from hasten.errors import PrepareError
 from hasten.extensions.pipeline.passes import BlockChain, Pass, SeenCall
 from hasten.extensions.pipeline.schedule import LearntShapes
 from hasten.extensions.pipeline.stage_plan import StagePlacement
-from hasten.strategies.micro_batches import share
+from hasten.strategies.micro_batches import broadcast_output
 from hasten.trees import Tree
 
 Signature = tuple[Any, ...]  # Any: shapes and dtypes
@@ -81,7 +81,7 @@ class Learner:
                     learnt_shapes.seen, owner_rank
                 )
             if stage + 1 < self._place.stages:
-                hidden_state = share(hidden_state, self._comm, owner_rank)
+                hidden_state = broadcast_output(hidden_state, self._comm, owner_rank)
                 if hidden_state is None:
                     break
         vote(self._comm, stage_error, "the first batch through the pipeline")

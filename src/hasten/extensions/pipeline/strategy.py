@@ -55,7 +55,7 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import group_of
 from hasten.runtime.mesh_plan import AXES, LOSS, Axis
 from hasten.strategies.base import DistributionTransform, PrepareRequest, Stage, Weigh
-from hasten.strategies.micro_batches import check_rows, share
+from hasten.strategies.micro_batches import broadcast_output, check_rows
 from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 from hasten.trees import Tree
 
@@ -448,7 +448,7 @@ class Pipeline:
         else:
             whole_output = None
         if forward.gathers_output:
-            return share(whole_output, self._comm, last_rank)
+            return broadcast_output(whole_output, self._comm, last_rank)
         return whole_output
 
     def _run_through(
@@ -520,7 +520,7 @@ class Pipeline:
             )
         whole_state: dict[str, Any] = {}
         for pipeline_rank in range(self._comm.size):
-            stage_state = share(
+            stage_state = broadcast_output(
                 {
                     state_key: own_state[state_key]
                     for state_key in own_state

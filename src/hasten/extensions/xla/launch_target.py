@@ -73,7 +73,7 @@ def plan_machine(
             "a TPU."
         )
     if device == "TPU" and machines == 1 and tpu is not None and tpu.hosts > 1:
-        raise ConfigError(tpu_hosts.refusal(tpu.hosts))
+        raise ConfigError(tpu_hosts.unjoined_hosts_message(tpu.hosts))
     env = {
         **{name: value for name, value in job_shape.env if name != "OMP_NUM_THREADS"},
         "PJRT_DEVICE": device,
@@ -84,7 +84,9 @@ def plan_machine(
         driven_devices = f"all {device} devices"
     if machines > 1:
         if device == "TPU":
-            separate_world = tpu_hosts.by_itself(host.env, host.num_devices)
+            separate_world = tpu_hosts.variables_of_single_host(
+                host.env, host.num_devices
+            )
         else:
             separate_world = {}
         note = f"one process controls {driven_devices}; the machines average gradients through host memory"
@@ -151,7 +153,7 @@ def plan_pod(launch_request: LaunchRequest, host: Host) -> LaunchPlan:
             "a TPU of other machines is reached by its name. Give --tpu_name (and --tpu_zone)."
         )
     worker = ",".join(xla.tpu_vm or ("all",))
-    env = _variables(xla.tpu_env or ())
+    env = _parse_variables(xla.tpu_env or ())
     _refuse_subset(xla.tpu_name, worker, tpu, tpu_runs_alone(env))
     flags = [
         flag for flag in without_submit(launch_request.flags) if flag not in _POD_FLAGS
@@ -250,7 +252,7 @@ def _refuse_subset(
         )
 
 
-def _variables(items: Iterable[str]) -> dict[str, str]:
+def _parse_variables(items: Iterable[str]) -> dict[str, str]:
     """Return the variables in a list that was split at commas; an item without a name continues the previous value.
 
     Raises: ConfigError for a first item without a name.
@@ -308,9 +310,11 @@ def _find_slice(launch_request: LaunchRequest, host: Host) -> TpuSlice | None:
     if launch.num_machines > 1:
         return TpuSlice(
             launch.num_machines,
-            worker=tpu_hosts.worker(host.env) if launch.machine_rank is None else None,
+            worker=tpu_hosts.worker_index(host.env)
+            if launch.machine_rank is None
+            else None,
         )
-    hosts = tpu_hosts.count(host.env)
+    hosts = tpu_hosts.count_hosts(host.env)
     return None if hosts is None else TpuSlice(hosts)
 
 

@@ -299,7 +299,7 @@ VERSIONS: Final = ">=2.9,<2.10"
 _REQUIRED_BY: Final = "strategy='xla'"
 
 
-def start(config: Config, topology: Topology) -> torch.device:
+def start_xla(config: Config, topology: Topology) -> torch.device:
     """Start XLA with SPMD and return the device that represents all devices of this host.
 
     XLA's random numbers are seeded from torch's seed.
@@ -316,7 +316,7 @@ def start(config: Config, topology: Topology) -> torch.device:
         runtime.use_spmd()
         need("torch_xla").manual_seed(torch.initial_seed())
     if runtime.process_count() > 1:
-        raise ConfigError(tpu_hosts.joined(int(runtime.process_count())))
+        raise ConfigError(tpu_hosts.joined_hosts_message(int(runtime.process_count())))
     device: torch.device = need("torch_xla").device()
     _try_backward(device)
     return device
@@ -343,14 +343,14 @@ def refuse_processes(topology: Topology) -> None:
             "devices of a host. Start the script once on each host: `hasten launch --tpu script.py`, or `python script.py`."
         )
     if topology.source == "xla" and topology.world_size > 1:
-        raise ConfigError(tpu_hosts.refusal(topology.world_size))
+        raise ConfigError(tpu_hosts.unjoined_hosts_message(topology.world_size))
 
 
 def refuse_hosts(kind: str | None, variables: Mapping[str, str]) -> None:
     """Raise on a host of a TPU slice that is not configured as a separate XLA world, before XLA waits for the others."""
-    hosts = tpu_hosts.count(variables) if kind == "TPU" else None
+    hosts = tpu_hosts.count_hosts(variables) if kind == "TPU" else None
     if hosts is not None and hosts > 1:
-        raise ConfigError(tpu_hosts.refusal(hosts))
+        raise ConfigError(tpu_hosts.unjoined_hosts_message(hosts))
 
 
 def refuse_other_torch(version: str) -> None:
@@ -395,7 +395,7 @@ def refuse_unsupported_settings(config: Config) -> None:
             raise ConfigError(f"{name} is not supported with strategy='xla': {remedy}.")
 
 
-def strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
+def create_strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
     """Return the strategy for XLA: parameters are replicated over devices, or sharded with `xla.fsdp_v2`.
 
     The compiler reduces gradients over the devices of a host. Raises: ConfigError for settings that have no effect.
@@ -448,4 +448,4 @@ def _run_after_updates(optimizer: Optimizer, placing: PlaceOnDevices) -> None:
     optimizer.register_load_state_dict_post_hook(placing.place_state)
 
 
-STRATEGY: Final = OfferedStrategy(create=strategy, start_device=start)
+STRATEGY: Final = OfferedStrategy(create=create_strategy, start_device=start_xla)

@@ -28,7 +28,7 @@ class TpuSlice:
     """The index of this host in the slice."""
 
 
-def count(variables: Mapping[str, str]) -> int | None:
+def count_hosts(variables: Mapping[str, str]) -> int | None:
     """Return the number of hosts in this host's slice: from variables, else from Google's metadata; None if unknown."""
     if tpu_runs_alone(variables):
         return 1
@@ -37,17 +37,17 @@ def count(variables: Mapping[str, str]) -> int | None:
     )
 
 
-def worker(variables: Mapping[str, str]) -> int | None:
+def worker_index(variables: Mapping[str, str]) -> int | None:
     """Return this host's index in its slice: from TPU_WORKER_ID, else from Google's metadata; None if unknown."""
     text = variables.get("TPU_WORKER_ID") or (
         None
         if variables.get("TPU_SKIP_MDS_QUERY")
-        else _ask(variables, "agent-worker-number")
+        else _ask_metadata(variables, "agent-worker-number")
     )
     return int(text) if text is not None and text.strip().isdecimal() else None
 
 
-def by_itself(env: Mapping[str, str], chips: int) -> dict[str, str]:
+def variables_of_single_host(env: Mapping[str, str], chips: int) -> dict[str, str]:
     """Return the variables that make a host with `chips` chips run alone; values in `env` take precedence."""
     variables = {"TPU_PROCESS_BOUNDS": "1,1,1", "CLOUD_TPU_TASK_ID": "0"}
     if chips in _CHIPS:
@@ -61,11 +61,11 @@ def by_itself(env: Mapping[str, str], chips: int) -> dict[str, str]:
 
 
 def _by_metadata(variables: Mapping[str, str]) -> int | None:
-    text = _ask(variables, "worker-network-endpoints") or ""
+    text = _ask_metadata(variables, "worker-network-endpoints") or ""
     return len([worker for worker in text.split(",") if worker.strip()]) or None
 
 
-def _ask(variables: Mapping[str, str], name: str) -> str | None:
+def _ask_metadata(variables: Mapping[str, str], name: str) -> str | None:
     """Return an attribute from the metadata server of a TPU VM, at GCE_METADATA_HOST or its default address."""
     url = f"http://{variables.get('GCE_METADATA_HOST') or _METADATA}/computeMetadata/v1/instance/attributes/{name}"
     try:
@@ -79,7 +79,7 @@ def _ask(variables: Mapping[str, str], name: str) -> str | None:
         return None
 
 
-def refusal(hosts: int) -> str:
+def unjoined_hosts_message(hosts: int) -> str:
     """Return the error message for a host of a slice that is configured neither to join the others nor to run alone."""
     return (
         f"this TPU slice has {hosts} hosts, and this process was not told how to meet the others: XLA would wait for them and hasten would "
@@ -89,7 +89,7 @@ def refusal(hosts: int) -> str:
     )
 
 
-def joined(hosts: int) -> str:
+def joined_hosts_message(hosts: int) -> str:
     """Return the error message for hosts that XLA has joined into one world, which is not supported."""
     return (
         f"XLA has joined {hosts} hosts into one world, in which strategy='xla' was never run; what it computed there could not be trusted. "

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from hasten.strategies.context.ops import collect
+from hasten.strategies.context.ops import gather_shards
 from hasten.strategies.context.sequence_plan import SequenceLayout
 
 Attention = Callable[..., Tensor]
@@ -27,10 +27,10 @@ class SequenceGroup:
 
     def whole(self, shard: Tensor, dim: int) -> Tensor:
         """Return the shards of all ranks in the order of the sequence, differentiable. Ranks: the group."""
-        return in_order(collect(shard, dim, self.group), self.layout, dim)
+        return order_chunks(gather_shards(shard, dim, self.group), self.layout, dim)
 
 
-def in_order(joined: Tensor, sequence_layout: SequenceLayout, dim: int) -> Tensor:
+def order_chunks(joined: Tensor, sequence_layout: SequenceLayout, dim: int) -> Tensor:
     """Return the shards of all ranks, concatenated along `dim`, in the order of the sequence."""
     chunks = joined.chunk(sequence_layout.num_chunks, dim)
     return torch.cat(

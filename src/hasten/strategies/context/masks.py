@@ -35,11 +35,11 @@ class MaskReader:
         """
         if self._read is not None and self._read[0] is mask:
             return self._read[1]
-        meaning = self._meaning(mask, queries, keys)
+        meaning = self._read_meaning(mask, queries, keys)
         self._read = (mask, meaning)
         return meaning
 
-    def _meaning(
+    def _read_meaning(
         self, mask: Tensor, num_queries: int, num_keys: int
     ) -> Literal["causal"] | Tensor:
         if mask.shape[-1] == num_keys and mask.shape[-2] in (1, num_queries):
@@ -110,7 +110,7 @@ def inspect_buffers(
         for index, (buffer, _) in enumerate(whole_buffers)
         if not buffer.is_floating_point()
     ]
-    device_flags = [_inspect(*whole_buffers[index]) for index in integer_indices]
+    device_flags = [_inspect_buffer(*whole_buffers[index]) for index in integer_indices]
     host_flags = HostCopy(torch.stack(device_flags)) if device_flags else None
 
     def read() -> list[BufferFlags]:
@@ -123,7 +123,7 @@ def inspect_buffers(
     return read
 
 
-def _inspect(buffer: Tensor, dim: int) -> Tensor:
+def _inspect_buffer(buffer: Tensor, dim: int) -> Tensor:
     """Return the flags of a buffer, in the order of the fields of `BufferFlags`."""
     has_ignored_labels = torch.zeros((), dtype=torch.bool, device=buffer.device)
     if buffer.dtype != torch.bool:

@@ -25,11 +25,11 @@ class _Swap(torch.autograd.Function):
         process_group: dist.ProcessGroup,
     ) -> Tensor:
         ctx.split, ctx.join, ctx.group = split_dim, join_dim, process_group
-        return _swapped(tensor, split_dim, join_dim, process_group)
+        return _all_to_all(tensor, split_dim, join_dim, process_group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _swapped(grad, ctx.join, ctx.split, ctx.group), None, None, None
+        return _all_to_all(grad, ctx.join, ctx.split, ctx.group), None, None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -40,18 +40,18 @@ class _Collect(torch.autograd.Function):
         ctx: Any, tensor: Tensor, dim: int, process_group: dist.ProcessGroup
     ) -> Tensor:
         ctx.dim, ctx.group = dim, process_group
-        return torch.cat(all_parts(tensor, process_group), dim)
+        return torch.cat(gather_parts(tensor, process_group), dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return (
-            summed_part(list(grad.chunk(ctx.group.size(), ctx.dim)), ctx.group),
+            reduce_parts(list(grad.chunk(ctx.group.size(), ctx.dim)), ctx.group),
             None,
             None,
         )
 
 
-def swap(
+def swap_shards(
     tensor: Tensor, split_dim: int, join_dim: int, process_group: dist.ProcessGroup
 ) -> Tensor:
     """Return `x` sharded along `split` and whole along `join`, which was sharded before. Ranks: the group."""
@@ -61,7 +61,7 @@ def swap(
     return swapped
 
 
-def collect(tensor: Tensor, dim: int, process_group: dist.ProcessGroup) -> Tensor:
+def gather_shards(tensor: Tensor, dim: int, process_group: dist.ProcessGroup) -> Tensor:
     """Return the ranks' shards concatenated along `dim`; ranks may compute different things with them. Ranks: the group."""
     if process_group.size() == 1:
         return tensor
@@ -69,7 +69,7 @@ def collect(tensor: Tensor, dim: int, process_group: dist.ProcessGroup) -> Tenso
     return gathered
 
 
-def all_parts(tensor: Tensor, process_group: dist.ProcessGroup) -> list[Tensor]:
+def gather_parts(tensor: Tensor, process_group: dist.ProcessGroup) -> list[Tensor]:
     """Return the tensors of all ranks, in order of rank, without gradients. Ranks: the group."""
     local_shard = tensor.contiguous()
     if process_group.size() == 1:
@@ -79,7 +79,7 @@ def all_parts(tensor: Tensor, process_group: dist.ProcessGroup) -> list[Tensor]:
     return parts_by_rank
 
 
-def summed_part(
+def reduce_parts(
     parts_by_rank: list[Tensor], process_group: dist.ProcessGroup
 ) -> Tensor:
     """Return the sum over ranks of the tensors that each has for this rank, without gradients. Ranks: the group."""
@@ -95,7 +95,7 @@ def summed_part(
     return received.sum(0, dtype=sum_dtype).to(stacked_parts.dtype)
 
 
-def _swapped(
+def _all_to_all(
     tensor: Tensor, split_dim: int, join_dim: int, process_group: dist.ProcessGroup
 ) -> Tensor:
     stacked_chunks = torch.stack(

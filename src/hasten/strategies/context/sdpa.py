@@ -18,10 +18,10 @@ from hasten.strategies.context.attention import (
     Attention,
     SequenceGroup,
     causal_attention,
-    in_order,
+    order_chunks,
 )
 from hasten.strategies.context.masks import MaskReader
-from hasten.strategies.context.ops import all_parts, swap
+from hasten.strategies.context.ops import gather_parts, swap_shards
 
 _NAME: Final = "scaled_dot_product_attention"
 
@@ -72,7 +72,7 @@ class AttentionPatch:
         return self._holders
 
 
-Way = Literal["allgather", "ulysses"]
+ExchangeStrategy = Literal["allgather", "ulysses"]
 _HEADS: Final = -3
 _LENGTH: Final = -2
 
@@ -86,7 +86,7 @@ class SequenceAttention:
 
     original: Attention
     sharing: SequenceGroup
-    way: Way
+    way: ExchangeStrategy
     lengths: frozenset[int]
     """Lengths of this rank's shards of the sequences."""
     masks: MaskReader
@@ -164,7 +164,9 @@ class SequenceAttention:
         meaning = self.masks.read(mask, queries, keys)
         if isinstance(meaning, str):
             return None, True
-        return in_order(torch.cat(all_parts(meaning, group), -1), layout, -1), causal
+        return order_chunks(
+            torch.cat(gather_parts(meaning, group), -1), layout, -1
+        ), causal
 
     def _check_lengths(self, queries: int, keys: int) -> None:
         wrong_length = next(
@@ -233,7 +235,7 @@ class SequenceAttention:
             value = value.repeat_interleave(repeats, _HEADS)
         head_dim, length_dim = query.ndim + _HEADS, query.ndim + _LENGTH
         query, key, value = (
-            swap(t, head_dim, length_dim, group) for t in (query, key, value)
+            swap_shards(t, head_dim, length_dim, group) for t in (query, key, value)
         )
         mask = None if key_mask is None else self._own_heads(key_mask)
         if causal and mask is not None:
@@ -252,7 +254,7 @@ class SequenceAttention:
             scale=scale,
             enable_gqa=query.shape[_HEADS] != key.shape[_HEADS],
         )
-        return swap(mixed, length_dim, head_dim, group)
+        return swap_shards(mixed, length_dim, head_dim, group)
 
     def _own_heads(self, mask: Tensor) -> Tensor:
         """Return the rows for this rank's heads, of a mask that differs between heads."""

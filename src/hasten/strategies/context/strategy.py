@@ -26,7 +26,11 @@ from hasten.strategies.context.masks import (
     inspect_buffers,
 )
 from hasten.strategies.context.ops import shard_of_rank
-from hasten.strategies.context.sdpa import AttentionPatch, SequenceAttention, Way
+from hasten.strategies.context.sdpa import (
+    AttentionPatch,
+    ExchangeStrategy,
+    SequenceAttention,
+)
 from hasten.strategies.context.sequence_plan import SequenceLayout
 
 
@@ -74,7 +78,7 @@ class ContextParallel:
         ranks = ctx.mesh.size(Axis.CP)
         handler = parallelism.cp_handler
         by_heads = parallelism.sp_size > 1 or handler.cp_comm_strategy == "ulysses"
-        self._way: Way = "ulysses" if by_heads else "allgather"
+        self._way: ExchangeStrategy = "ulysses" if by_heads else "allgather"
         self._clock = clock
         self._models = models
         self._layout = SequenceLayout(

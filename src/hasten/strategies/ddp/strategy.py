@@ -40,7 +40,7 @@ log = get_logger(__name__)
 
 # torch's default; larger buckets delay the first reduction
 _LEAST_MB, _MOST_MB = 25, 100
-_OURS = ("comm_hook", "comm_wrapper", "comm_state_option")
+_HASTEN_OPTIONS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 
 class Replicated(DistributedDataParallel):
@@ -301,7 +301,7 @@ def _ddp_options(ddp_config: DistributedDataParallelKwargs) -> dict[str, Any]:
     given_options = {
         option_name: getattr(ddp_config, option_name)
         for option_name in sorted(given(ddp_config))
-        if option_name not in _OURS
+        if option_name not in _HASTEN_OPTIONS
     }
     unknown_names = [
         option_name

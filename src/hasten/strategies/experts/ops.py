@@ -44,13 +44,13 @@ class _Share(torch.autograd.Function):
         return grad / ctx.ranks, None
 
 
-def share(tensor: Tensor, num_ranks: int) -> Tensor:
+def scale_gradient(tensor: Tensor, num_ranks: int) -> Tensor:
     """Return `x`, with its gradient (a sum over `ranks`) divided by `ranks`."""
     output: Tensor = _Share.apply(tensor, num_ranks)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return output
 
 
-def exchange(
+def exchange_rows(
     rows: Tensor,
     sent_rows: list[int],
     received: list[int],
@@ -88,18 +88,20 @@ class Route:
     received: list[int]
     group: dist.ProcessGroup
 
-    def there(self, rows: Tensor) -> Tensor:
+    def send_to_experts(self, rows: Tensor) -> Tensor:
         """Send one row per choice to its expert's rank, and return the rows for this rank's experts. Ranks: the group."""
-        return exchange(rows[self.order], self.sent, self.received, self.group)
+        return exchange_rows(rows[self.order], self.sent, self.received, self.group)
 
-    def back(self, rows: Tensor) -> Tensor:
+    def return_to_tokens(self, rows: Tensor) -> Tensor:
         """Send the experts' outputs back, and return one row per choice of this rank. Ranks: the group."""
-        arrived = exchange(rows, self.received, self.sent, self.group)
+        arrived = exchange_rows(rows, self.received, self.sent, self.group)
         return arrived.new_zeros(arrived.shape).index_copy(0, self.order, arrived)
 
 
 @torch.no_grad()
-def route(choices: Tensor, num_experts: int, process_group: dist.ProcessGroup) -> Route:
+def route_tokens(
+    choices: Tensor, num_experts: int, process_group: dist.ProcessGroup
+) -> Route:
     """Return the route of each choice to its expert's rank; experts are sharded evenly, in order. Ranks: the group."""
     experts_per_rank = num_experts // process_group.size()
     counts = torch.bincount(choices, minlength=num_experts)

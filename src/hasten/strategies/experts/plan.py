@@ -12,13 +12,13 @@ from torch import nn
 from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.mesh_plan import divisors
 
-_SAID = (
+_EXPERTS_DESCRIPTION = (
     "a module of experts is called with hidden states [tokens, width], the experts chosen for each token [tokens, k] and "
     "their weights [tokens, k], and every one of its parameters has the experts as its first dimension"
 )
 
 
-def decide(
+def decide_experts(
     model: nn.Module, plan: str | Sequence[str], num_ranks: int
 ) -> dict[str, int]:
     """Return the number of experts of each module of experts, by name; the model is not changed.
@@ -31,7 +31,7 @@ def decide(
         experts_by_module = _experts_by_plan(model, plan)
     if not experts_by_module:
         raise PrepareError(
-            f"no module of {type(model).__name__} has experts that can be split over {num_ranks} ranks: {_SAID}. Name such modules with ParallelismConfig(ep_plan=('layers.*.experts',)), or set ep_size=1."
+            f"no module of {type(model).__name__} has experts that can be split over {num_ranks} ranks: {_EXPERTS_DESCRIPTION}. Name such modules with ParallelismConfig(ep_plan=('layers.*.experts',)), or set ep_size=1."
         )
     for name, number in experts_by_module.items():
         if number % num_ranks:
@@ -74,7 +74,7 @@ def _experts_by_plan(model: nn.Module, plan: Sequence[str]) -> dict[str, int]:
         for name in matching_names:
             if (reason := reason_against_sharding(modules[name])) is not None:
                 raise ConfigError(
-                    f"ep_plan: {name!r} ({type(modules[name]).__name__}) cannot be split over ranks: {reason}. Here {_SAID}. "
+                    f"ep_plan: {name!r} ({type(modules[name]).__name__}) cannot be split over ranks: {reason}. Here {_EXPERTS_DESCRIPTION}. "
                     "Change the pattern, or implement the experts in that form."
                 )
             numbers[name] = next(modules[name].parameters()).shape[0]

@@ -26,8 +26,8 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import EXPERTS, MeshSpec
 from hasten.strategies.base import PrepareRequest, Stage
-from hasten.strategies.experts.ops import route, share
-from hasten.strategies.experts.plan import decide
+from hasten.strategies.experts.ops import route_tokens, scale_gradient
+from hasten.strategies.experts.plan import decide_experts
 from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class CalledExperts(forwarding.Forward):
             self.module._parameters
         )  # Any: parameters, and plain tensors in the meantime
         local_parts = {
-            name: share(parameter.to_local(), num_ranks)
+            name: scale_gradient(parameter.to_local(), num_ranks)
             for name, parameter in sharded_parameters.items()
             if isinstance(parameter, DTensor)
         }
@@ -115,16 +115,18 @@ class Dispatched(CalledExperts):
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden, chosen_experts, weights = self.arguments(*args, **kwargs)
         k = chosen_experts.shape[1]
-        token_route = route(chosen_experts.reshape(-1), self.num_experts, self.group)
+        token_route = route_tokens(
+            chosen_experts.reshape(-1), self.num_experts, self.group
+        )
         rows, received_weights = (
-            token_route.there(hidden.repeat_interleave(k, 0)),
-            token_route.there(weights.reshape(-1)),
+            token_route.send_to_experts(hidden.repeat_interleave(k, 0)),
+            token_route.send_to_experts(weights.reshape(-1)),
         )
         expert_outputs = self.computed(
             rows, token_route.local, received_weights, self.group.size()
         )
         return (
-            token_route.back(expert_outputs.to(hidden.dtype))
+            token_route.return_to_tokens(expert_outputs.to(hidden.dtype))
             .view(-1, k, hidden.shape[1])
             .sum(1)
         )
@@ -161,7 +163,7 @@ class DivideExperts:
         mesh = self._mesh.experts(ctx)
         _, shards, _ = ctx.mesh.expert_sizes
         with agree(ctx.world, f"splitting the experts of {type(model).__name__}"):
-            experts_by_module = decide(model, self._config.ep_plan, ctx.mesh.ep)
+            experts_by_module = decide_experts(model, self._config.ep_plan, ctx.mesh.ep)
             for name in experts_by_module:
                 _check_shards(name, model.get_submodule(name), ctx.mesh.ep, shards)
         source = source_of(model, self._fsdp, ctx)

@@ -61,7 +61,7 @@ from hasten.strategies.weight_sources import (
     scatter_from_rank_0,
     source_of,
 )
-from hasten.strategies.whole import average_gradients, scalars, whole_on_main
+from hasten.strategies.whole import average_gradients, scalar_parameters, whole_on_main
 
 log = logging.getLogger(__name__)
 
@@ -149,12 +149,12 @@ class ShardModel:
             fill_by_function(model, self._config)
         self._remember(model)
         refuse_later_hooks(model)
-        average_gradients(list(scalars(model).values()), ctx.groups(*LOSS))
+        average_gradients(list(scalar_parameters(model).values()), ctx.groups(*LOSS))
         if ctx.is_main:
             for note in (
                 *layout.notes,
                 *packed.notes,
-                _banner(model, mesh, layout, self._config, source),
+                _describe_sharding(model, mesh, layout, self._config, source),
             ):
                 log.info(note)
         return model
@@ -171,7 +171,7 @@ class ShardModel:
         """Return the layout of a model. Raises: ConfigError or PrepareError for a model that cannot be sharded."""
         _refuse_unshardable(model, self._sharded)
         ignored = ignored_parameters(model, self._config)
-        zero_dims = scalars(model)
+        zero_dims = scalar_parameters(model)
         whole_parameters = ignored | set(zero_dims.values())
         chosen_blocks = blocks_to_shard(model, self._config)
         inside_blocks: list[nn.Module] = []
@@ -459,7 +459,7 @@ def _refuse_mixed_masters(
             )
 
 
-def _banner(
+def _describe_sharding(
     model: nn.Module,
     device_mesh: DeviceMesh,
     shard_layout: ShardLayout,
@@ -489,7 +489,7 @@ def _banner(
 
 def _drop_held_gradients(model: nn.Module) -> None:
     """Drop the gradients of an interrupted accumulation window that the next reduction would add."""
-    for group in _groups(model):
+    for group in _nonempty_groups(model):
         if hasattr(group, "_partial_reduce_output"):
             group._partial_reduce_output = None
         for parameter in group.fsdp_params:
@@ -499,7 +499,7 @@ def _drop_held_gradients(model: nn.Module) -> None:
                 gathered.grad = None
 
 
-def _groups(model: nn.Module) -> Iterator[Any]:
+def _nonempty_groups(model: nn.Module) -> Iterator[Any]:
     """Return FSDP's private records of its parameters, one per shard group."""
     return (group for group in _all_groups(model) if group.fsdp_params)
 

@@ -15,7 +15,13 @@ from hasten.errors import StepError
 from hasten.modules import forwarding
 from hasten.strategies.experts.strategy import CalledExperts
 from hasten.strategies.tensor.layers import matrix_of
-from hasten.strategies.tensor.ops import RankRandomStream, enter, gather, leave, split
+from hasten.strategies.tensor.ops import (
+    RankRandomStream,
+    enter_region,
+    gather_output,
+    leave_region,
+    split_input,
+)
 
 
 class SplitForward(forwarding.Forward):
@@ -26,10 +32,10 @@ class SplitForward(forwarding.Forward):
     """The layer stores its weight as [inputs, outputs]."""
 
     def __init__(
-        self, process_group: dist.ProcessGroup, apart: RankRandomStream
+        self, process_group: dist.ProcessGroup, rank_stream: RankRandomStream
     ) -> None:
         self.group = process_group
-        self.apart = apart
+        self.apart = rank_stream
 
     def part(self, name: str) -> Tensor | None:
         """Return this rank's shard of a parameter, differentiable; None if the layer lacks the parameter."""
@@ -55,7 +61,9 @@ class SplitForward(forwarding.Forward):
                 if name in self.module._parameters:
                     module_dict.pop(name, None)
 
-    def multiplied(self, tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply_by(
+        self, tensor: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         """Multiply by rows or columns of the weight, with the forward of the layer's class."""
         if (
             isinstance(self.module, nn.Linear)
@@ -72,14 +80,14 @@ class Colwise(SplitForward):
 
     def __call__(self, tensor: Tensor) -> Tensor:
         weight, bias = self.matrix(), self.part("bias")
-        tensor = enter(tensor, self.group)
+        tensor = enter_region(tensor, self.group)
         if self.gathers_output:
             late_head = forwarding.find(self.module, forwarding.LateHead.tag)
             if isinstance(late_head, forwarding.LateHead):
                 return late_head.split_logits(tensor, weight, bias, self.group)
-        out = self.multiplied(tensor, weight, bias)
+        out = self.multiply_by(tensor, weight, bias)
         if self.gathers_output:
-            return gather(out, -1, self.group)
+            return gather_output(out, -1, self.group)
         self.apart.begin(self.module)
         return out
 
@@ -102,8 +110,8 @@ class Rowwise(SplitForward):
                 "'rowwise_split_input' for a layer with a whole input, 'replicate' for one that must not be split."
             )
         self.apart.end()
-        input_part = split(tensor, -1, self.group) if self.whole_input else tensor
-        output = leave(self.multiplied(input_part, weight, None), self.group)
+        input_part = split_input(tensor, -1, self.group) if self.whole_input else tensor
+        output = leave_region(self.multiply_by(input_part, weight, None), self.group)
         return output if bias is None else output + bias.to(output.dtype)
 
 
@@ -139,7 +147,7 @@ class VocabularyRows(_SplitEmbedding):
         rows = self.looked_up(
             local_tokens.masked_fill(is_elsewhere, 0), weight, own_padding
         )
-        return leave(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.group)
+        return leave_region(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.group)
 
 
 class TableColumns(_SplitEmbedding):
@@ -160,7 +168,10 @@ class SplitExperts(CalledExperts):
     # Any: three tensors, by position or name
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden, chosen_experts, weights = self.arguments(*args, **kwargs)
-        hidden, weights = enter(hidden, self.group), enter(weights, self.group)
+        hidden, weights = (
+            enter_region(hidden, self.group),
+            enter_region(weights, self.group),
+        )
         experts_per_rank = self.num_experts // self.group.size()
         local_experts = chosen_experts - self.group.rank() * experts_per_rank
         is_own = (local_experts >= 0) & (local_experts < experts_per_rank)
@@ -168,7 +179,7 @@ class SplitExperts(CalledExperts):
         expert_outputs = self.computed(
             hidden[tokens], local_experts[is_own], weights[is_own], 1
         )
-        return leave(
+        return leave_region(
             hidden.new_zeros(hidden.shape).index_add(
                 0, tokens, expert_outputs.to(hidden.dtype)
             ),
@@ -195,7 +206,9 @@ class SummedGradients(forwarding.Forward):
         try:
             # an entry of the module's __dict__ takes precedence over the parameter
             for name in names:
-                module_dict[name] = enter(self.module.get_parameter(name), self.group)
+                module_dict[name] = enter_region(
+                    self.module.get_parameter(name), self.group
+                )
             return self.inner(*args, **kwargs)
         finally:
             for name in names:
@@ -206,7 +219,7 @@ def forward_of(
     layer: nn.Module,
     tensor_style: TensorStyle,
     process_group: dist.ProcessGroup,
-    apart: RankRandomStream,
+    rank_stream: RankRandomStream,
     num_experts: int,
 ) -> forwarding.Forward:
     """Return the forward of one layer; `number` is the number of experts (`experts`)."""
@@ -214,19 +227,19 @@ def forward_of(
     transposed = sizes is not None and sizes.out_dim == 1
     match tensor_style:
         case "colwise" | "colwise_gather_output":
-            colwise = Colwise(process_group, apart)
+            colwise = Colwise(process_group, rank_stream)
             colwise.gathers_output = tensor_style == "colwise_gather_output"
             colwise.transposed = transposed
             return colwise
         case "rowwise" | "rowwise_split_input":
-            rowwise = Rowwise(process_group, apart)
+            rowwise = Rowwise(process_group, rank_stream)
             rowwise.whole_input = tensor_style == "rowwise_split_input"
             rowwise.transposed = transposed
             return rowwise
         case "embedding_rowwise":
-            return VocabularyRows(process_group, apart)
+            return VocabularyRows(process_group, rank_stream)
         case "embedding_colwise":
-            return TableColumns(process_group, apart)
+            return TableColumns(process_group, rank_stream)
         case "experts":
             return SplitExperts(process_group, num_experts)
         case "replicate" | "replicate_sum_gradients":

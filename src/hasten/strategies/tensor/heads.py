@@ -59,9 +59,9 @@ def refuse_split_heads(
     model: nn.Module, layer_split: LayerSplit, num_ranks: int
 ) -> None:
     """Raise ConfigError, with sizes that work, if a head would be split between ranks."""
-    for head_width, layers in _attention(model, layer_split):
+    for head_width, layers in _split_attention(model, layer_split):
         for name in layers:
-            heads, remainder = divmod(_width(model, name), head_width)
+            heads, remainder = divmod(_output_width(model, name), head_width)
             if not remainder and heads % num_ranks:
                 raise ConfigError(
                     f"tp_size={num_ranks} does not divide the {heads} heads of {name!r}; a head would be split. Set tp_size to one of "
@@ -69,28 +69,32 @@ def refuse_split_heads(
                 )
 
 
-def _attention(
+def _split_attention(
     model: nn.Module, layer_split: LayerSplit
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield the head size of each module with split projections, and the names of its projections of queries, keys and values."""
     projections: dict[str, list[str]] = {}
     for name, style in layer_split.styles.items():
         if style == "colwise" and (
-            QUERY.search(_leaf(name)) or KEY.search(_leaf(name))
+            QUERY.search(_last_name(name)) or KEY.search(_last_name(name))
         ):
             projections.setdefault(name.rpartition(".")[0], []).append(name)
     for parent, names in projections.items():
-        widths = [_width(model, name) for name in names if QUERY.search(_leaf(name))]
+        widths = [
+            _output_width(model, name)
+            for name in names
+            if QUERY.search(_last_name(name))
+        ]
         size = head_size(model.get_submodule(parent), widths[0]) if widths else None
         if size is not None:
             yield size, names
 
 
-def _leaf(name: str) -> str:
+def _last_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _width(model: nn.Module, name: str) -> int:
+def _output_width(model: nn.Module, name: str) -> int:
     """Return the output features of a projection."""
     sizes = matrix_of(model.get_submodule(name))
     return 0 if sizes is None else sizes.outputs

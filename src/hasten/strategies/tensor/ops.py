@@ -68,33 +68,33 @@ class _Split(torch.autograd.Function):
         return _all_gather(grad, ctx.dim, ctx.group), None, None
 
 
-def enter(tensor: Tensor, process_group: dist.ProcessGroup) -> Tensor:
+def enter_region(tensor: Tensor, process_group: dist.ProcessGroup) -> Tensor:
     """Return `x`, which is equal on all ranks, as the input of a split layer; its gradient is summed. Ranks: the group."""
     if process_group.size() == 1:
         return tensor
-    return _apply(_Enter, tensor, process_group)
+    return _apply_function(_Enter, tensor, process_group)
 
 
-def leave(tensor: Tensor, process_group: dist.ProcessGroup) -> Tensor:
+def leave_region(tensor: Tensor, process_group: dist.ProcessGroup) -> Tensor:
     """Return the sum of the ranks' partial results, equal on every rank. Ranks: the group."""
     if process_group.size() == 1:
         return tensor
-    return _apply(_Leave, tensor, process_group)
+    return _apply_function(_Leave, tensor, process_group)
 
 
-def gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def gather_output(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return the ranks' shards of `dim` concatenated, for a computation that is equal on every rank. Ranks: the group."""
-    return tensor if group.size() == 1 else _apply(_Gather, tensor, dim, group)
+    return tensor if group.size() == 1 else _apply_function(_Gather, tensor, dim, group)
 
 
-def split(tensor: Tensor, dim: int, process_group: dist.ProcessGroup) -> Tensor:
+def split_input(tensor: Tensor, dim: int, process_group: dist.ProcessGroup) -> Tensor:
     """Return this rank's shard of `dim` of an input that is equal on every rank. Ranks: the group."""
     if process_group.size() == 1:
         return tensor
-    return _apply(_Split, tensor, dim, process_group)
+    return _apply_function(_Split, tensor, dim, process_group)
 
 
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+def _apply_function(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     output: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return output
 

@@ -29,7 +29,7 @@ _ALIASES: Final = (
 """Names in the plans of transformers' models."""
 
 
-def decide(
+def decide_split(
     model: nn.Module,
     plan: Mapping[str, str] | str,
     divide: Sequence[str],

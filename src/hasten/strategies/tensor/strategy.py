@@ -30,7 +30,7 @@ from hasten.strategies.tensor.forwards import (
 )
 from hasten.strategies.tensor.layers import LayerSplit, split_dims
 from hasten.strategies.tensor.ops import RankRandomStream
-from hasten.strategies.tensor.plan import decide
+from hasten.strategies.tensor.plan import decide_split
 from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class SplitLayers:
             )
         ranks = ctx.mesh.size(Axis.TP)
         with agree(ctx.world, f"splitting {type(model).__name__}"):
-            split = decide(
+            split = decide_split(
                 model,
                 self._config.tp_plan,
                 self._config.tp_divide,

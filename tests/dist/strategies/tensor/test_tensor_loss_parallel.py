@@ -13,7 +13,7 @@ from hasten.config.sections.parallel import ParallelismConfig
 from hasten.extensions.chunked_loss.cross_entropy import Head
 from hasten.extensions.chunked_loss.logits import LazyLogits, LogitsSource
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.tensor.ops import enter, gather
+from hasten.strategies.tensor.ops import enter_region, gather_output
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM
 from tests.support.toys import TINY_LM_PLAN
@@ -39,9 +39,9 @@ def split_logits(logits: Tensor, group: Any) -> LazyLogits:
     """Logits of a head that returns its input, split over two ranks."""
     head = Head(torch.eye(8).chunk(2)[group.rank()], None, group, 8, torch.float32)
     return LazyLogits.of(
-        enter(logits, group),
+        enter_region(logits, group),
         head,
-        LogitsSource(finish=lambda part: gather(part, -1, group)),
+        LogitsSource(finish=lambda part: gather_output(part, -1, group)),
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError, PrepareError
-from hasten.strategies.tensor.plan import decide
+from hasten.strategies.tensor.plan import decide_split
 
 
 class Attention(nn.Module):
@@ -65,14 +65,14 @@ PLAN = {
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    styles = set(decide(model(Attention), PLAN, (), 4).styles.values())
+    styles = set(decide_split(model(Attention), PLAN, (), 4).styles.values())
     assert styles == {"colwise", "rowwise"}
     with pytest.raises(
         ConfigError, match=r"does not divide the 2 heads of .*key.*one of \[1, 2\]"
     ):
-        decide(model(lambda: Attention(key_heads=2)), PLAN, (), 4)
+        decide_split(model(lambda: Attention(key_heads=2)), PLAN, (), 4)
     with pytest.raises(ConfigError, match=r"tp_size=3 does not divide the 4 heads"):
-        decide(model(lambda: Attention(width=12, key_heads=2)), PLAN, (), 3)
+        decide_split(model(lambda: Attention(width=12, key_heads=2)), PLAN, (), 3)
 
 
 class Joined(nn.Module):
@@ -89,8 +89,8 @@ def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(
         PrepareError, match=r"ModuleList has no tensor-parallel plan.*tp_plan=\{"
     ):
-        decide(net, "auto", (), 2)
-    assert len(decide(net, {"*.qkv": "colwise_gather_output"}, (), 2).styles) == 2
+        decide_split(net, "auto", (), 2)
+    assert len(decide_split(net, {"*.qkv": "colwise_gather_output"}, (), 2).styles) == 2
 
 
 def test_a_layer_inside_an_adapter_is_refused() -> None:
@@ -99,7 +99,7 @@ def test_a_layer_inside_an_adapter_is_refused() -> None:
     adapted.base_layer = net.get_submodule("0.parts.0.qkv")
     net.get_submodule("0.parts.0").qkv = adapted
     with pytest.raises(ConfigError, match=r"inside an adapter.*Merge"):
-        decide(net, {"*.qkv": "colwise_gather_output"}, (), 2)
+        decide_split(net, {"*.qkv": "colwise_gather_output"}, (), 2)
 
 
 def test_a_carried_plan_that_cannot_be_honoured_is_refused() -> None:
@@ -108,7 +108,7 @@ def test_a_carried_plan_that_cannot_be_honoured_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"uses 'some_other_style' for '0.parts.0.w1', .*tp_plan=\{"
     ):
-        decide(net, "auto", (), 2)
+        decide_split(net, "auto", (), 2)
 
 
 def test_a_plan_is_found_below_a_wrapper() -> None:
@@ -116,7 +116,7 @@ def test_a_plan_is_found_below_a_wrapper() -> None:
     inner.tp_plan = {"*.w1": "colwise", "*.w2": "rowwise", "*.w3": "colwise"}
     outer = nn.Module()
     outer.backbone = inner
-    found = decide(outer, "auto", (), 2)
+    found = decide_split(outer, "auto", (), 2)
     assert found.styles["backbone.1.parts.0.w2"] == "rowwise"
     assert "the plan of" in found.source
 
@@ -127,7 +127,7 @@ def test_the_first_pattern_decides() -> None:
         "*.w1": "colwise_gather_output",
         "*.w?": "rowwise_split_input",
     }
-    found = decide(model(Gated), plan, (), 2)
+    found = decide_split(model(Gated), plan, (), 2)
     assert "0.parts.0.w1" not in found.styles
     assert found.styles["1.parts.0.w1"] == "colwise_gather_output"
     assert found.styles["1.parts.0.w2"] == "rowwise_split_input"

@@ -381,7 +381,7 @@ class GradientState:
     )
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        ambient.run_clock().force(sync_gradients)
+        ambient.run_clock().force_boundary(sync_gradients)
 
     sync_gradients = shown_property(
         lambda self: ambient.run_clock().boundary,

@@ -26,7 +26,7 @@ from hasten.extensions.planning.plan.traced import (
 from hasten.extensions.planning.plan.watch import ModuleRoles, Saved
 from hasten.strategies.fsdp.shard_groups import blocks_to_recompute, owned_parameters
 from hasten.strategies.tensor.layers import LayerSplit, matrix_of, split_dims
-from hasten.strategies.tensor.plan import decide
+from hasten.strategies.tensor.plan import decide_split
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class ModelStructure:
         layer_split = LayerSplit("none")
         for tp_size in _TP_SIZES:
             try:
-                larger_split = decide(model, "auto", (), tp_size)
+                larger_split = decide_split(model, "auto", (), tp_size)
             # this number of ranks does not divide the layers
             except (ConfigError, PrepareError):
                 break
