@@ -157,7 +157,6 @@ def test_a_model_without_a_loss_is_named_as_the_cause(
     ("slip", "meant"),
     [
         ({"gradient_acumulation_steps": 2}, "gradient_accumulation_steps"),
-        ({"gradient_acumulation": {"num_steps": 2}}, "gradient_accumulation_plugin"),
         (
             {"gradient_acumulation_plugin": GradientAccumulationPlugin(num_steps=2)},
             "gradient_accumulation_plugin",

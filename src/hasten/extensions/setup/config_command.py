@@ -160,7 +160,7 @@ def write_default(argv: Sequence[str]) -> int:
         path = Path(arguments.config_file)
     else:
         path = files.default_path(environment.snapshot())
-    if path.exists() and not arguments.force_boundary:
+    if path.exists() and not arguments.force:
         raise ConfigError(
             f"{path} already exists; pass --force to overwrite it, or --config_file to write another file."
         )

@@ -271,10 +271,8 @@ def load_checkpoint_and_dispatch(
         "offload_dir": offload_folder,
         "preload_module_classes": preload_module_classes,
     }
-    if module_devices is None or all(
-        str(module_device) in (*OFFLOAD, *_STILL)
-        for module_device in module_devices.values()
-    ):
+    targets = set(map(str, (module_devices or {}).values()))
+    if targets <= {*OFFLOAD, *_STILL}:
         load_options.update(
             full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0
         )
