@@ -271,8 +271,7 @@ def load_checkpoint_and_dispatch(
         "offload_dir": offload_folder,
         "preload_module_classes": preload_module_classes,
     }
-    targets = set(map(str, (module_devices or {}).values()))
-    if targets <= {*OFFLOAD, *_STILL}:
+    if {*map(str, (module_devices or {}).values())} <= {*OFFLOAD, *_STILL}:
         load_options.update(
             full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0
         )

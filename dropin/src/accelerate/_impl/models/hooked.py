@@ -128,12 +128,10 @@ def dispatch_model(
             for name, tensor in state.items()
             if owners[name] in offload_targets - {"disk"}
         }
+    weights = None
     if any(offloaded_modules.values()):
-        weights = OffloadedWeightsLoader(
-            state_dict, offload_dir, None if on_disk else {}
-        )
-    else:
-        weights = None
+        index = None if on_disk else {}
+        weights = OffloadedWeightsLoader(state_dict, offload_dir, index)
     devices = {
         name: main_device if str(module_device) in OFFLOAD else module_device
         for name, module_device in device_map.items()
