@@ -130,8 +130,9 @@ def dispatch_model(
         }
     weights = None
     if any(offloaded_modules.values()):
-        index = None if on_disk else {}
-        weights = OffloadedWeightsLoader(state_dict, offload_dir, index)
+        weights = OffloadedWeightsLoader(
+            state_dict, offload_dir, None if on_disk else {}
+        )
     devices = {
         name: main_device if str(module_device) in OFFLOAD else module_device
         for name, module_device in device_map.items()
