@@ -674,14 +674,14 @@ def main() -> None:
             args.out,
         )
 
-    found["calls"] = [] if args.published_failures else calls(device, 20)
+    found["calls"] = [] if args.published else calls(device, 20)
     for row in loops(device, workers[:1], rounds, args.columns, left_out):
         found["loops"].append(row)
         keep()
     found["input_bound"] = input_bound.measure(
         device, rounds=3 if device.type == "cpu" else 6
     )
-    for row in loaders(device, [] if args.published_failures else workers, rounds):
+    for row in loaders(device, [] if args.published else workers, rounds):
         found["loaders"].append(row)
         keep()
     for row in loops(device, workers[1:], rounds, args.columns, left_out):

@@ -6,7 +6,9 @@ import json
 import math
 import os
 import pickle
+import struct
 import warnings
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -32,6 +34,8 @@ from hasten.runtime.devices import kind_of
 _METADATA = "__metadata__"
 _METADATA_KEY = "hasten"
 _ZIP: Final = b"PK\x03\x04"
+_NAME_LENGTH_OFFSET: Final = 26
+"""Bytes before the lengths of name and extra field in the header of an archived file."""
 _MAX_HEADER_BYTES = 100_000_000  # the limit set by the safetensors format
 DTYPES: Final = MappingProxyType(
     {
@@ -58,20 +62,25 @@ DTYPE_NAMES: Final = MappingProxyType({dtype: name for name, dtype in DTYPES.ite
 
 
 class MappedFile:
-    """A memory-mapped file, readable also after it was deleted."""
+    """A memory-mapped file, readable also after it was deleted; `address` is that of a mapping which exists already."""
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path, size: int, address: int | None = None) -> None:
         self.path = path
+        self._size = size
         file_status = path.stat()
         self._identity = file_status.st_dev, file_status.st_ino
-        # Any: the stubs name another base
-        storage: Any = torch.UntypedStorage.from_file(str(path), False, size)
-        self.data = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self.data = torch.empty(0, dtype=torch.uint8)
+        if address is None:
+            # Any: the stubs name another base
+            storage: Any = torch.UntypedStorage.from_file(str(path), False, size)
+            self.data = self.data.set_(storage)
+            address = self.data.data_ptr()
+        self._address = address
 
     def place(self, tensor: Tensor) -> int | None:
         """Return the offset in the file at which a tensor begins; None when the tensor is a copy."""
-        start_offset = tensor.data_ptr() - self.data.data_ptr()
-        return start_offset if 0 <= start_offset < self.data.numel() else None
+        start_offset = tensor.data_ptr() - self._address
+        return start_offset if 0 <= start_offset < self._size else None
 
     def open(self) -> int | None:
         """Return a descriptor of the same file; None when the file is no longer there under its name."""
@@ -445,10 +454,12 @@ def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
         loaded_state = load_torch(path, allow_pickle)
         packed_state, tensors = from_native(loaded_state)
         pieces, is_flat = {}, isinstance(loaded_state, dict)
+        loaded_tensors = [item for item in tensors.values() if isinstance(item, Tensor)]
+        mapped_file = _find_mapping(path, loaded_tensors)
         for tensor_name, tensor in tensors.items():
             if isinstance(tensor, Tensor):
                 pieces[tensor_name] = Piece(
-                    tensor, tuple(tensor.shape), (0,) * tensor.dim()
+                    tensor, tuple(tensor.shape), (0,) * tensor.dim(), mapped_file
                 )
         for tensor_name, tensor in (
             loaded_state.items() if isinstance(loaded_state, dict) else ()
@@ -462,6 +473,36 @@ def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
             "another checkpoint."
         ) from error
     return TensorFile(pieces, {}, None if is_flat else packed_state)
+
+
+def _find_mapping(path: Path, tensors: list[Tensor]) -> MappedFile | None:
+    """Return the file that torch has mapped, so that tensors are read from it in parallel; None if they are elsewhere.
+
+    The first and the last record of the archive must be as far apart as the first and the last storage in memory.
+    """
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.numel()]
+    addresses = sorted({storage.data_ptr() for storage in storages})
+    if not addresses or not zipfile.is_zipfile(path):
+        return None
+    with zipfile.ZipFile(path) as archive:
+        records = [
+            record
+            for record in archive.infolist()
+            if "/data/" in record.filename and record.file_size
+        ]
+    if not records:
+        return None
+    records.sort(key=lambda record: record.header_offset)
+    with open_outside(path) as torch_file:
+        offsets = []
+        for record in (records[0], records[-1]):
+            torch_file.seek(record.header_offset + _NAME_LENGTH_OFFSET)
+            name_length, extra_length = struct.unpack("<HH", torch_file.read(4))
+            header_length = _NAME_LENGTH_OFFSET + 4 + name_length + extra_length
+            offsets.append(record.header_offset + header_length)
+    if addresses[-1] - addresses[0] != offsets[1] - offsets[0]:
+        return None
+    return MappedFile(path, path.stat().st_size, addresses[0] - offsets[0])
 
 
 def load_torch(path: Path, allow_pickle: bool = False) -> Any:  # Any: any saved object
