@@ -56,7 +56,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
         )  # a leak is reported at once, also where the host takes the processors away
     (folder / "conftest.py").write_text(police)
     (folder / "pytest.ini").write_text(
-        "[pytest]\nmarkers =\n    timeout: seconds\nfilterwarnings =\n    error\n"
+        f"[pytest]\npythonpath = {CONFTEST.parents[1]}\n"
+        "markers =\n    timeout: seconds\nfilterwarnings =\n    error\n"
     )
     leaky = "".join(
         f"def test_leaky_{i}():\n    {statement}\n\n"

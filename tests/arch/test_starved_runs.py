@@ -53,7 +53,9 @@ def run(folder: Path, stolen: float, tests: str = TESTS, *options: str) -> str:
     """Return the output of pytest for `tests` where this share of the processors' time is stolen."""
     starved = f"\n\ndef stolen_since(before):\n    return {stolen}\n\n\ndef wait_for_processors():\n    pass\n"
     (folder / "conftest.py").write_text(CONFTEST.read_text("utf-8") + starved)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    timed: clock\n")
+    (folder / "pytest.ini").write_text(
+        f"[pytest]\npythonpath = {Path(__file__).parents[2]}\nmarkers =\n    timed: clock\n"
+    )
     (folder / "test_inner.py").write_text(tests)
     command = [
         sys.executable,

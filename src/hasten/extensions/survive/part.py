@@ -27,13 +27,13 @@ def check_config(config: Config) -> None:
 
     Raises: ConfigError; MissingPackageError without torchft.
     """
-    check_installed("torchft", TORCHFT_VERSIONS, TORCHFT_PURPOSE)
     settings = config.section(SurviveSettings)
     if None in (settings.lighthouse, settings.replica, settings.folder):
         raise ConfigError(
             f"survive.replicas={settings.replicas} was set without the launcher, which names the replicas and the lighthouse, so this process would train "
             f"alone; start the script with `hasten launch --replicas {settings.replicas}`, or remove the setting."
         )
+    check_installed("torchft", TORCHFT_VERSIONS, TORCHFT_PURPOSE)
     for refused_setting, reason, alternative in _list_refused_settings(config):
         raise ConfigError(
             f"survive cannot be combined with {refused_setting}: {reason}. {alternative}"
