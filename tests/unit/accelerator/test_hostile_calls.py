@@ -15,7 +15,7 @@ from hasten import Accelerator, AutocastKwargs, GradientAccumulationPlugin, set_
 from hasten.errors import HastenError
 
 NAN: Final = float("nan")
-ONE: Final = torch.ones(1)
+UNIT_TENSOR: Final = torch.ones(1)
 # Any: a Prepared, whose methods are called with values of the wrong type
 Call = Callable[[Any], object]
 
@@ -37,34 +37,36 @@ class Prepared:
 SEED: Final[Any] = set_seed
 
 
-def method(name: str, *args: Any, **kwargs: Any) -> Call:
+def call_method(name: str, *args: Any, **kwargs: Any) -> Call:
     """A call of the Accelerator's method."""
-    return lambda given: getattr(given.a, name)(*args, **kwargs)
+    return lambda prepared: getattr(prepared.a, name)(*args, **kwargs)
 
 
-def made(**settings: Any) -> Call:
+def make_accelerator(**settings: Any) -> Call:
     """An Accelerator made with these settings."""
     return lambda _: Accelerator(**{"cpu": True, **settings})
 
 
 CALLS: Final[dict[str, tuple[Call, str]]] = {
-    "nothing to prepare": (method("prepare", None), "nothing but None"),
+    "nothing to prepare": (call_method("prepare", None), "nothing but None"),
     "negative epoch": (lambda g: g.loader.set_epoch(-1), "whole number from 0"),
     "text epoch": (lambda g: g.loader.set_epoch("2"), "whole number from 0"),
     "missing dimension": (
-        method("pad_across_processes", torch.ones(2, 3), dim=5),
+        call_method("pad_across_processes", torch.ones(2, 3), dim=5),
         "have 2 dimensions",
     ),
     "missing dimension from the end": (
-        method("pad_across_processes", [torch.ones(2, 3)], dim=-3),
+        call_method("pad_across_processes", [torch.ones(2, 3)], dim=-3),
         "have 2 dimensions",
     ),
     "shards of one reader": (
-        made(dataloader_config={"already_sharded": True, "dispatch_batches": True}),
+        make_accelerator(
+            dataloader_config={"already_sharded": True, "dispatch_batches": True}
+        ),
         r"already_sharded.*contradicts.*dispatch_batches",
     ),
     "replicas without their launcher": (
-        made(survive={"replicas": 2}),
+        make_accelerator(survive={"replicas": 2}),
         "hasten launch --replicas 2",
     ),
     "negative max_norm": (
@@ -98,11 +100,11 @@ CALLS: Final[dict[str, tuple[Call, str]]] = {
     ),
     "nan clip_value": (lambda g: g.a.clip_grad_value_(g.parameters, NAN), "at least 0"),
     "huge accumulation": (
-        made(gradient_accumulation_steps=10**30),
+        make_accelerator(gradient_accumulation_steps=10**30),
         r"give at most 1000000|at most 64 bits",
     ),
     "large accumulation": (
-        made(gradient_accumulation_steps=10**7),
+        make_accelerator(gradient_accumulation_steps=10**7),
         "give at most 1000000",
     ),
     "huge accumulation plugin": (
@@ -118,30 +120,36 @@ CALLS: Final[dict[str, tuple[Call, str]]] = {
         "whole number",
     ),
     "huge prefetch": (
-        made(dataloader_config={"prefetch": 10**6}),
+        make_accelerator(dataloader_config={"prefetch": 10**6}),
         r"dataloader_config\.prefetch=1000000: .* at most 1024",
     ),
     "named field of a section": (
-        made(dataloader_config={"data_seed": -1}),
+        make_accelerator(dataloader_config={"data_seed": -1}),
         r"dataloader_config\.data_seed=-1",
     ),
-    "nan setting": (made(trust={"stall_after_s": NAN}), "got nan, expected a number"),
-    "number as project_dir": (made(project_dir=3), "a whole number that is no path"),
-    "NUL in project_dir": (made(project_dir="a\0b"), "NUL character"),
+    "nan setting": (
+        make_accelerator(trust={"stall_after_s": NAN}),
+        "got nan, expected a number",
+    ),
+    "number as project_dir": (
+        make_accelerator(project_dir=3),
+        "a whole number that is no path",
+    ),
+    "NUL in project_dir": (make_accelerator(project_dir="a\0b"), "NUL character"),
     "number as handlers": (
-        made(kwargs_handlers=5),
+        make_accelerator(kwargs_handlers=5),
         "expected a list of settings classes",
     ),
     "one handler": (
-        made(kwargs_handlers=AutocastKwargs()),
+        make_accelerator(kwargs_handlers=AutocastKwargs()),
         "expected a list of settings classes",
     ),
     "text as handlers": (
-        made(kwargs_handlers="autocast"),
+        make_accelerator(kwargs_handlers="autocast"),
         "expected a list of settings classes",
     ),
-    "number as log_with": (made(log_with=3), "unclear where to log"),
-    "number as context": (made(context=3), "Give a ProcessContext"),
+    "number as log_with": (make_accelerator(log_with=3), "unclear where to log"),
+    "number as context": (make_accelerator(context=3), "Give a ProcessContext"),
     "unknown method": (
         lambda g: g.a.mark_forward_method(g.model, "nope"),
         "no method 'nope'",
@@ -152,38 +160,56 @@ CALLS: Final[dict[str, tuple[Call, str]]] = {
         "no method 'weight'",
     ),
     "method of no model": (
-        method("mark_forward_method", "m", "forward"),
+        call_method("mark_forward_method", "m", "forward"),
         "needs models",
     ),
     "method of a foreign model": (
-        method("mark_forward_method", nn.Linear(1, 1), "forward"),
+        call_method("mark_forward_method", nn.Linear(1, 1), "forward"),
         "not prepared",
     ),
     "unknown axis": (
-        method("gather", ONE, axes=["nope"]),
+        call_method("gather", UNIT_TENSOR, axes=["nope"]),
         "there are pp, dp_replicate",
     ),
-    "text as axes": (method("gather", ONE, axes="tp"), "list of mesh axes"),
-    "axis twice": (method("reduce", ONE, axes=["tp", "tp"]), "named twice"),
-    "number as axis": (method("gather_object", 1, axes=[1]), "list of mesh axes"),
-    "gather of a number": (method("gather", 3.0), "wrap the number in torch.tensor"),
-    "reduce of text": (method("reduce", {"a": "x"}), "works on tensors"),
-    "text scale": (method("reduce", ONE, scale="x"), "it needs a number"),
-    "text from_process": (method("broadcast", ONE, from_process="x"), "whole number"),
-    "negative from_process": (method("broadcast", ONE, from_process=-1), "at least 0"),
-    "number as objects": (method("broadcast_object_list", 3), "needs a list"),
-    "tuple as objects": (method("broadcast_object_list", (1,)), "needs a list"),
-    "text dim": (method("pad_across_processes", ONE, dim="x"), "whole number"),
+    "text as axes": (
+        call_method("gather", UNIT_TENSOR, axes="tp"),
+        "list of mesh axes",
+    ),
+    "axis twice": (
+        call_method("reduce", UNIT_TENSOR, axes=["tp", "tp"]),
+        "named twice",
+    ),
+    "number as axis": (call_method("gather_object", 1, axes=[1]), "list of mesh axes"),
+    "gather of a number": (
+        call_method("gather", 3.0),
+        "wrap the number in torch.tensor",
+    ),
+    "reduce of text": (call_method("reduce", {"a": "x"}), "works on tensors"),
+    "text scale": (call_method("reduce", UNIT_TENSOR, scale="x"), "it needs a number"),
+    "text from_process": (
+        call_method("broadcast", UNIT_TENSOR, from_process="x"),
+        "whole number",
+    ),
+    "negative from_process": (
+        call_method("broadcast", UNIT_TENSOR, from_process=-1),
+        "at least 0",
+    ),
+    "number as objects": (call_method("broadcast_object_list", 3), "needs a list"),
+    "tuple as objects": (call_method("broadcast_object_list", (1,)), "needs a list"),
+    "text dim": (
+        call_method("pad_across_processes", UNIT_TENSOR, dim="x"),
+        "whole number",
+    ),
     "text pad_index": (
-        method("pad_across_processes", ONE, pad_index="x"),
+        call_method("pad_across_processes", UNIT_TENSOR, pad_index="x"),
         "it needs a number",
     ),
     "foreign loader": (
-        method("gather_for_metrics", ONE, loader=3),
+        call_method("gather_for_metrics", UNIT_TENSOR, loader=3),
         "that prepare\\(\\) returned",
     ),
     "foreign loader to follow": (
-        method("accumulate", loader=3),
+        call_method("accumulate", loader=3),
         "that prepare\\(\\) returned",
     ),
     "text sync_gradients": (
@@ -191,62 +217,65 @@ CALLS: Final[dict[str, tuple[Call, str]]] = {
         "True or False",
     ),
     "text weight": (
-        lambda g: g.a.backward(g.model(ONE).sum(), weight="x"),
+        lambda g: g.a.backward(g.model(UNIT_TENSOR).sum(), weight="x"),
         "is not a count",
     ),
     "number as placement": (
-        method("prepare", nn.Linear(1, 1), device_placement=3),
+        call_method("prepare", nn.Linear(1, 1), device_placement=3),
         "True or False",
     ),
     "text as placement": (
-        method("prepare", nn.Linear(1, 1), device_placement="x"),
+        call_method("prepare", nn.Linear(1, 1), device_placement="x"),
         "True or False",
     ),
-    "text to join": (method("join_uneven_inputs", ["x"]), "prepared models"),
+    "text to join": (call_method("join_uneven_inputs", ["x"]), "prepared models"),
     "text even_batches": (
-        method("join_uneven_inputs", [], even_batches="x"),
+        call_method("join_uneven_inputs", [], even_batches="x"),
         "True or False",
     ),
     "text process": (
         lambda g: g.a.process.on_process(process_index="x")(print),
         "whole number",
     ),
-    "no function": (method("on_main_process", 3), "needs a function"),
+    "no function": (call_method("on_main_process", 3), "needs a function"),
     "number to split": (
         lambda g: g.a.split_between_processes(3).__enter__(),
         "with a length",
     ),
-    "number as values": (method("log", 3), "values need names"),
-    "list as values": (method("log", [1]), "values need names"),
-    "text step": (method("log", {"a": 1}, step="q"), "not an integer"),
-    "nan step": (method("log", {"a": 1}, step=NAN), "not an integer"),
-    "boolean step": (method("log", {"a": 1}, step=True), "not an integer"),
+    "number as values": (call_method("log", 3), "values need names"),
+    "list as values": (call_method("log", [1]), "values need names"),
+    "text step": (call_method("log", {"a": 1}, step="q"), "not an integer"),
+    "nan step": (call_method("log", {"a": 1}, step=NAN), "not an integer"),
+    "boolean step": (call_method("log", {"a": 1}, step=True), "not an integer"),
     "number as log_kwargs": (
-        method("log", {"a": 1}, log_kwargs=3),
+        call_method("log", {"a": 1}, log_kwargs=3),
         "assign options to trackers",
     ),
-    "number as images": (method("log_images", 3), "values need names"),
+    "number as images": (call_method("log_images", 3), "values need names"),
     "text step of images": (
-        method("log_images", {"a": torch.ones(3, 2, 2)}, step="q"),
+        call_method("log_images", {"a": torch.ones(3, 2, 2)}, step="q"),
         "not an integer",
     ),
     "ragged table": (
-        method("log_table", "t", columns=["a"], data=[[1, 2]]),
+        call_method("log_table", "t", columns=["a"], data=[[1, 2]]),
         "1 columns and a row of 2 cells",
     ),
     "text step of a table": (
-        method("log_table", "t", columns=["a"], data=[[1]], step="q"),
+        call_method("log_table", "t", columns=["a"], data=[[1]], step="q"),
         "not an integer",
     ),
-    "number as project": (method("init_trackers", 3), "an invalid project name"),
+    "number as project": (call_method("init_trackers", 3), "an invalid project name"),
     "number as init_kwargs": (
-        method("init_trackers", "x", init_kwargs=3),
+        call_method("init_trackers", "x", init_kwargs=3),
         "assign options to trackers",
     ),
-    "number as iterable": (method("progress", 3), "loop iterates over"),
-    "text total": (method("progress", total="x"), "whole number"),
-    "number as metrics": (method("save_state", "out", metrics=3), "named numbers"),
-    "text metric": (method("save_state", "out", metrics={"a": "x"}), "named numbers"),
+    "number as iterable": (call_method("progress", 3), "loop iterates over"),
+    "text total": (call_method("progress", total="x"), "whole number"),
+    "number as metrics": (call_method("save_state", "out", metrics=3), "named numbers"),
+    "text metric": (
+        call_method("save_state", "out", metrics={"a": "x"}),
+        "named numbers",
+    ),
     "text seed": (lambda _: SEED("x"), "not a whole number from 0"),
     "fraction as seed": (lambda _: SEED(1.5), "not a whole number from 0"),
     "no seed": (lambda _: SEED(None), "not a whole number from 0"),
@@ -254,32 +283,32 @@ CALLS: Final[dict[str, tuple[Call, str]]] = {
 }
 
 
-@pytest.fixture(name="given")
-def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepared]:
+@pytest.fixture(name="prepared")
+def prepare_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepared]:
     """What the calls are made on, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    given = Prepared()
-    yield given
-    given.a.end_training()
+    prepared = Prepared()
+    yield prepared
+    prepared.a.end_training()
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_nonsense_is_refused_by_name(given: Prepared, name: str) -> None:
+def test_nonsense_is_refused_by_name(prepared: Prepared, name: str) -> None:
     call, match = CALLS[name]
     with pytest.raises(HastenError, match=match) as caught:
-        call(given)
+        call(prepared)
     assert len(str(caught.value)) > 40, "what happened, why it matters, what to do"
 
 
-def test_what_makes_sense_is_still_taken(given: Prepared, tmp_path: Path) -> None:
-    a = given.a
-    a.backward(given.model(torch.ones(2, 1)).sum())
-    assert a.clip_grad_norm_(given.parameters, float("inf")) is not None
-    a.clip_grad_value_(given.parameters, 0)
+def test_what_makes_sense_is_still_taken(prepared: Prepared, tmp_path: Path) -> None:
+    a = prepared.a
+    a.backward(prepared.model(torch.ones(2, 1)).sum())
+    assert a.clip_grad_norm_(prepared.parameters, float("inf")) is not None
+    a.clip_grad_value_(prepared.parameters, 0)
     a.log({"loss": 1.0, 3: 2.0}, step=torch.tensor(7))  # type: ignore[dict-item, arg-type]
     a.log({"loss": 1.0}, step=8.0)  # type: ignore[arg-type]
     assert a.gather([]) == []
-    assert torch.equal(a.gather(ONE, axes=["tp"]), ONE)  # type: ignore[list-item]
+    assert torch.equal(a.gather(UNIT_TENSOR, axes=["tp"]), UNIT_TENSOR)  # type: ignore[list-item]
     assert Accelerator(
         cpu=True,
         project_dir=tmp_path,  # type: ignore[arg-type]

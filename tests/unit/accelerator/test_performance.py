@@ -32,10 +32,10 @@ from hasten.strategies.choose import chooses_speed
     ],
 )
 def test_one_word_a_mapping_or_the_class_turn_it_on(value: Any, active: bool) -> None:
-    found = resolve(code={"performance": value}).config.performance
-    assert chooses_speed(found) is active
+    performance_settings = resolve(code={"performance": value}).config.performance
+    assert chooses_speed(performance_settings) is active
     if isinstance(value, PerformanceSettings):
-        assert given(found) == given(value)
+        assert given(performance_settings) == given(value)
 
 
 def test_a_wrong_name_or_word_is_refused_with_the_nearest() -> None:
@@ -62,11 +62,11 @@ def train(performance: Any) -> list[float]:
 
     losses = []
     for number in range(8):
-        made = torch.Generator().manual_seed(number)
+        generator = torch.Generator().manual_seed(number)
         losses.append(
             step(
-                torch.randn(4, 8, generator=made),
-                torch.randint(4, (4,), generator=made),
+                torch.randn(4, 8, generator=generator),
+                torch.randint(4, (4,), generator=generator),
             ).item()
         )
     return losses
@@ -81,9 +81,15 @@ def test_on_a_cpu_every_choice_says_why_it_is_not_made(
 ) -> None:
     with caplog.at_level(logging.INFO, "hasten"):
         train("auto")
-    said = [record.getMessage() for record in caplog.records]
+    log_messages = [record.getMessage() for record in caplog.records]
     assert (
-        len([text for text in said if "AdamW stays as it is" in text and "cpu" in text])
+        len(
+            [
+                text
+                for text in log_messages
+                if "AdamW stays as it is" in text and "cpu" in text
+            ]
+        )
         == 1
     )
 

@@ -78,7 +78,7 @@ class Objects:
 
 
 # Any: unprepared objects, in place of prepared ones
-def parts_of(objects: Any) -> RunObjects:
+def run_objects_of(objects: Any) -> RunObjects:
     return RunObjects(
         objects,
         lambda model: model,
@@ -89,8 +89,10 @@ def parts_of(objects: Any) -> RunObjects:
 
 
 def write_victim(root: Path) -> None:
-    parts = parts_of(Objects())
-    tree = collect_state(parts, "safetensors", [None], parts.saved_position())
+    run_objects = run_objects_of(Objects())
+    tree = collect_state(
+        run_objects, "safetensors", [None], run_objects.saved_position()
+    )
     save_tree(LocalStore(root), NAME, tree, Manifest(number=1, step=1), LocalComm())
 
 
@@ -142,7 +144,9 @@ class Evaluator(Payload):
 def blind(files: list[str]) -> Iterator[Mutation]:
     rng = random.Random(0)
 
-    def at(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def mutation_of_file(
+        name: str, change: Callable[[bytes], bytes]
+    ) -> Callable[[Path], None]:
         def mutate(folder: Path) -> None:
             (folder / name).write_bytes(change((folder / name).read_bytes()))
 
@@ -150,15 +154,21 @@ def blind(files: list[str]) -> Iterator[Mutation]:
 
     for name in [*files, MANIFEST_NAME]:
         for share in (0.0, 0.2, 0.5, 0.9, 0.999):
-            yield f"truncate {name} to {share}", at(name, partial(_cut, share))
+            yield (
+                f"truncate {name} to {share}",
+                mutation_of_file(name, partial(_cut, share)),
+            )
         for _ in range(6):
             spot = rng.random()
-            yield f"flip {name} at {spot:.3f}", at(name, partial(_flip, spot))
-        yield f"grow {name}", at(name, lambda raw: raw + b"\0")
-        yield f"zero {name}", at(name, lambda raw: bytes(len(raw)))
+            yield (
+                f"flip {name} at {spot:.3f}",
+                mutation_of_file(name, partial(_flip, spot)),
+            )
+        yield f"grow {name}", mutation_of_file(name, lambda raw: raw + b"\0")
+        yield f"zero {name}", mutation_of_file(name, lambda raw: bytes(len(raw)))
         yield (
             f"noise {name}",
-            at(name, lambda raw: random.Random(1).randbytes(len(raw))),
+            mutation_of_file(name, lambda raw: random.Random(1).randbytes(len(raw))),
         )
         yield f"delete {name}", partial(_delete, name)
     for a, b in itertools.pairwise(files):
@@ -174,8 +184,8 @@ def _delete(name: str, folder: Path) -> None:
 
 
 def _flip(spot: float, raw: bytes) -> bytes:
-    at = int(spot * (len(raw) - 1))
-    return raw[:at] + bytes([raw[at] ^ 0x10]) + raw[at + 1 :]
+    byte_index = int(spot * (len(raw) - 1))
+    return raw[:byte_index] + bytes([raw[byte_index] ^ 0x10]) + raw[byte_index + 1 :]
 
 
 def _swap(a: str, b: str, folder: Path) -> None:
@@ -450,28 +460,35 @@ def fuzzed_data(rounds: int) -> Iterator[Mutation]:
 
 def attempt(root: Path, objects: Objects) -> str:
     """What loading comes to: the name of the typed error, or "loaded"."""
-    before = objects.fingerprint()
+    initial_fingerprint = objects.fingerprint()
     try:
         with open_checkpoint(LocalStore(root), NAME, LocalComm()) as checkpoint:
             plan = plan_restore(
-                parts_of(objects), objects.models, checkpoint, 0, 1, strict=True
+                run_objects_of(objects), objects.models, checkpoint, 0, 1, strict=True
             )
-            after = objects.fingerprint()
-            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
-                "planning changed the model"
-            )
+            current_fingerprint = objects.fingerprint()
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(initial_fingerprint, current_fingerprint, strict=True)
+            ), "planning changed the model"
             del plan
-            other = Objects()
+            restored_objects = Objects()
             with agreeing(LocalComm(), "loading") as together:
                 plan_restore(
-                    parts_of(other), other.models, checkpoint, 0, 1, strict=True
+                    run_objects_of(restored_objects),
+                    restored_objects.models,
+                    checkpoint,
+                    0,
+                    1,
+                    strict=True,
                 ).apply(together)
         return "loaded"
     except HastenError as error:
-        after = objects.fingerprint()
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
-            "an error changed the model"
-        )
+        current_fingerprint = objects.fingerprint()
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(initial_fingerprint, current_fingerprint, strict=True)
+        ), "an error changed the model"
         return (
             type(error).__name__
             if len(str(error)) > 30

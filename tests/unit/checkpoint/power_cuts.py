@@ -35,7 +35,7 @@ from hasten.checkpoint.store.locate import find_newest
 from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm
 
-WAYS = ("before", "after", "half", "power")
+DEATH_KINDS = ("before", "after", "half", "power")
 SIZES = (3000, 700)
 # syncs cost nothing in memory, and kills need no disk
 FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -48,15 +48,15 @@ class DeadlyDisk(Disk):
     was not synced is lost, as when the machine loses power.
     """
 
-    def __init__(self, at: int = -1, way: str = "before") -> None:
+    def __init__(self, fatal_call: int = -1, death_kind: str = "before") -> None:
         self.calls = 0
-        self._at = at
-        self._way = way
+        self._fatal_call = fatal_call
+        self._death_kind = death_kind
         self._unsynced: dict[int, Path] = {}
         self._lost: set[Path] = set()
 
     def _die(self) -> None:
-        if self._way == "power":
+        if self._death_kind == "power":
             for path in self._lost:
                 if path.exists():
                     os.truncate(path, 0)
@@ -66,32 +66,32 @@ class DeadlyDisk(Disk):
         self, action: Callable[[], None], half: Callable[[], None] | None = None
     ) -> None:
         self.calls += 1
-        mine = self.calls - 1 == self._at
-        if mine and self._way == "before":
+        is_fatal = self.calls - 1 == self._fatal_call
+        if is_fatal and self._death_kind == "before":
             self._die()
-        if mine and self._way == "half" and half is not None:
+        if is_fatal and self._death_kind == "half" and half is not None:
             half()
             self._die()
         try:
             action()
         finally:
-            if mine:
+            if is_fatal:
                 self._die()
 
     def create(self, path: Path) -> int:
-        made: list[int] = []
-        self._turn(lambda: made.append(Disk.create(self, path)))
-        self._unsynced[made[0]] = path
+        descriptors: list[int] = []
+        self._turn(lambda: descriptors.append(Disk.create(self, path)))
+        self._unsynced[descriptors[0]] = path
         self._lost.add(path)
-        return made[0]
+        return descriptors[0]
 
     def write_at(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
         done: list[int] = []
-        whole = memoryview(b"".join(data))
+        joined_data = memoryview(b"".join(data))
         self._turn(
             lambda: done.append(Disk.write_at(self, fd, data, offset)),
             lambda: done.append(
-                Disk.write_at(self, fd, [whole[: len(whole) // 2]], offset)
+                Disk.write_at(self, fd, [joined_data[: len(joined_data) // 2]], offset)
             ),
         )
         return done[0]
@@ -125,9 +125,9 @@ class DeadlyDisk(Disk):
         self._turn(lambda: Disk.link(self, old, new))
 
     def open_lock(self, path: Path) -> int:
-        made: list[int] = []
-        self._turn(lambda: made.append(Disk.open_lock(self, path)))
-        return made[0]
+        descriptors: list[int] = []
+        self._turn(lambda: descriptors.append(Disk.open_lock(self, path)))
+        return descriptors[0]
 
 
 def state(number: int) -> StateTree:
@@ -217,7 +217,7 @@ def kill_everywhere(
     scenario: Callable[[Path, Disk], None],
     judge: Callable[[Path], str | None],
     stride: int,
-    ways: Sequence[str] = WAYS,
+    death_kinds: Sequence[str] = DEATH_KINDS,
 ) -> tuple[int, list[str]]:
     """Die at every call of the scenario in every way; how often the child was killed, and what was wrong after it.
 
@@ -225,17 +225,19 @@ def kill_everywhere(
     """
     kills, problems = 0, []
     with tempfile.TemporaryDirectory(dir=FAST) as folder:
-        before, root = Path(folder) / "before", Path(folder) / "now"
-        ready(before)
-        shutil.copytree(before, root)
+        initial_folder, root = Path(folder) / "before", Path(folder) / "now"
+        ready(initial_folder)
+        shutil.copytree(initial_folder, root)
         counting = DeadlyDisk()
         scenario(root, counting)
-        for at, way in itertools.islice(
-            itertools.product(range(counting.calls), ways), 0, None, stride
+        for fatal_call, death_kind in itertools.islice(
+            itertools.product(range(counting.calls), death_kinds), 0, None, stride
         ):
             shutil.rmtree(root)
-            shutil.copytree(before, root)
-            ended = in_child(functools.partial(scenario, root, DeadlyDisk(at, way)))
+            shutil.copytree(initial_folder, root)
+            ended = in_child(
+                functools.partial(scenario, root, DeadlyDisk(fatal_call, death_kind))
+            )
             kills += ended == -signal.SIGKILL
             try:
                 problem = (
@@ -246,7 +248,9 @@ def kill_everywhere(
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
             if problem is not None:
-                problems.append(f"{scenario.__name__}, call {at} ({way}): {problem}")
+                problems.append(
+                    f"{scenario.__name__}, call {fatal_call} ({death_kind}): {problem}"
+                )
     return kills, problems
 
 
@@ -305,12 +309,12 @@ def judge_overwriting(root: Path, allowed: tuple[int, int] = (1, 2)) -> str | No
         "manifest.json",
         "notes.txt",
     }
-    found = {
+    present_files = {
         path.relative_to(root / "best").as_posix()
         for path in (root / "best").rglob("*")
     }
-    if found != listed:
-        return f"the next save left {found - listed} and lacks {listed - found}"
+    if present_files != listed:
+        return f"the next save left {present_files - listed} and lacks {listed - present_files}"
     return (
         None
         if (root / "best" / "notes.txt").read_text() == "mine"
@@ -320,10 +324,12 @@ def judge_overwriting(root: Path, allowed: tuple[int, int] = (1, 2)) -> str | No
 
 def before_recovering(root: Path) -> None:
     """The folder as a process leaves it that dies when the new checkpoint is there but its files have no names yet."""
-    for at in itertools.count():
+    for fatal_call in itertools.count():
         shutil.rmtree(root, ignore_errors=True)
         before_overwriting(root)
-        in_child(functools.partial(save_overwriting, root, DeadlyDisk(at, "after")))
+        in_child(
+            functools.partial(save_overwriting, root, DeadlyDisk(fatal_call, "after"))
+        )
         if draft_of(read_manifest(root / "best" / "manifest.json")) is not None:
             return
 
@@ -361,9 +367,9 @@ def save_appearing(root: Path, disk: Disk) -> None:
         save.write(Manifest(number=2), together)
 
 
-def kill(which: str, stride: int) -> tuple[int, list[str]]:
+def kill(save_kind: str, stride: int) -> tuple[int, list[str]]:
     """The kills of one kind of save, and what was wrong after them."""
-    match which:
+    match save_kind:
         case "numbered":
             return kill_everywhere(
                 before_numbered, save_numbered, judge_numbered, stride
@@ -376,19 +382,25 @@ def kill(which: str, stride: int) -> tuple[int, list[str]]:
             kills, problems = kill_everywhere(
                 before_recovering, save_recovering, judge_recovering, stride, ("after",)
             )
-            more, others = kill_everywhere(
+            appearing_kills, appearing_problems = kill_everywhere(
                 before_appearing, save_appearing, judge_appearing, stride, ("after",)
             )
-            return kills + more, problems + others
+            return kills + appearing_kills, problems + appearing_problems
 
 
-def main(stride: int, which: Sequence[str]) -> None:
+def main(stride: int, save_kinds: Sequence[str]) -> None:
     torch.set_num_threads(1)
-    found = {one: kill(one, stride) for one in which}
-    problems = [problem for _, some in found.values() for problem in some]
+    reports_by_kind = {save_kind: kill(save_kind, stride) for save_kind in save_kinds}
+    problems = [
+        problem
+        for _, problems_of_kind in reports_by_kind.values()
+        for problem in problems_of_kind
+    ]
     json.dump(
         {
-            "kills": {one: kills for one, (kills, _) in found.items()},
+            "kills": {
+                save_kind: kills for save_kind, (kills, _) in reports_by_kind.items()
+            },
             "problems": problems,
         },
         sys.stdout,

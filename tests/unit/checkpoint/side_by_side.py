@@ -50,12 +50,14 @@ def number_in(root: Path, name: str) -> int | None:
     if not (root / name).is_dir():
         return None
     with open_checkpoint(LocalStore(root), name, LocalComm()) as checkpoint:
-        parts = [
+        saved_tensors = [
             checkpoint.component(f"part{i}").pieces["w"][0].data for i in range(FILES)
         ]
-        numbers = {int(value) for part in parts for value in part.tolist()} | {
-            checkpoint.manifest.number
-        }
+        numbers = {
+            int(value)
+            for saved_tensor in saved_tensors
+            for value in saved_tensor.tolist()
+        } | {checkpoint.manifest.number}
     assert len(numbers) == 1, f"{name} mixes {numbers}"
     return numbers.pop()
 
@@ -70,7 +72,13 @@ class Worker:
     """A process that saves until it is told to end, and writes a line about every save."""
 
     def __init__(
-        self, index: int, how: str, root: Path, log: Path, until: float, serial: int
+        self,
+        index: int,
+        scenario: str,
+        root: Path,
+        log: Path,
+        until: float,
+        serial: int,
     ) -> None:
         self.pid = os.fork()
         if self.pid == 0:
@@ -78,7 +86,7 @@ class Worker:
                 with log.open("ab", buffering=0) as out:
                     self._work(
                         index,
-                        how,
+                        scenario,
                         root,
                         lambda *words: out.write((json.dumps(words) + "\n").encode()),
                         until,
@@ -97,7 +105,7 @@ class Worker:
     def _work(
         self,
         index: int,
-        how: str,
+        scenario: str,
         root: Path,
         say: Callable[..., object],
         until: float,
@@ -106,34 +114,39 @@ class Worker:
         rng, number = random.Random(serial), serial * 100_000
         while time.monotonic() < until:
             number += 1
-            own = how == "siblings" or (how == "kills" and rng.random() < 0.5)
-            name = f"trial_{index}" if own else "best"
+            has_own_folder = scenario == "siblings" or (
+                scenario == "kills" and rng.random() < 0.5
+            )
+            name = f"trial_{index}" if has_own_folder else "best"
             try:
                 save(root, name, number)
             except Exception as error:  # every other reason is a fault
                 say("broken", f"{type(error).__name__}: {error}")
                 continue
             say("saved", name, number)
-            found = number_in(root, name) if own else undisturbed(root, name)
-            if found != number if own else found is None:
-                say("broken", f"{name} holds {found} after {number} was saved")
+            number_on_disk = (
+                number_in(root, name) if has_own_folder else undisturbed(root, name)
+            )
+            if number_on_disk != number if has_own_folder else number_on_disk is None:
+                say("broken", f"{name} holds {number_on_disk} after {number} was saved")
 
 
-def run(how: str, seconds: float, least: int) -> dict[str, object]:
+def run(scenario: str, seconds: float, least: int) -> dict[str, object]:
     """What came of all saves of two processes side by side."""
-    rng = random.Random(how)
+    rng = random.Random(scenario)
     problems: list[str] = []
     with tempfile.TemporaryDirectory(dir=FAST) as folder:
         root, log = Path(folder) / "sweep", Path(folder) / "log"
         root.mkdir()
         log.touch()
-        begun, kills, serial = time.monotonic(), 0, 0
+        start_time, kills, serial = time.monotonic(), 0, 0
         while True:
             until = time.monotonic() + seconds
             workers = [
-                Worker(i, how, root, log, until, serial := serial + 1) for i in range(2)
+                Worker(i, scenario, root, log, until, serial := serial + 1)
+                for i in range(2)
             ]
-            while how == "kills" and time.monotonic() < until:
+            while scenario == "kills" and time.monotonic() < until:
                 time.sleep(rng.uniform(0.05, 0.4))
                 index = rng.randrange(2)
                 os.kill(workers[index].pid, signal.SIGKILL)
@@ -148,13 +161,16 @@ def run(how: str, seconds: float, least: int) -> dict[str, object]:
                             f"after a kill: {type(error).__name__}: {error}"
                         )
                 workers[index] = Worker(
-                    index, how, root, log, until, serial := serial + 1
+                    index, scenario, root, log, until, serial := serial + 1
                 )
             for worker in workers:
                 os.waitpid(worker.pid, 0)
             lines = [json.loads(line) for line in log.read_text().splitlines()]
             counts = Counter(line[0] for line in lines)
-            if counts["saved"] >= least or time.monotonic() - begun > 10 * seconds + 60:
+            if (
+                counts["saved"] >= least
+                or time.monotonic() - start_time > 10 * seconds + 60
+            ):
                 break
         problems += [line[1] for line in lines if line[0] == "broken"]
         for name in ("best", "trial_0", "trial_1"):
@@ -162,7 +178,7 @@ def run(how: str, seconds: float, least: int) -> dict[str, object]:
         left = [path.name for path in root.rglob(".hasten*")]
         problems += [f"left behind: {left}"] if left else []
     return {
-        "how": how,
+        "how": scenario,
         "counts": dict(counts),
         "kills": kills,
         "problems": problems[:20],
@@ -173,7 +189,8 @@ def run(how: str, seconds: float, least: int) -> dict[str, object]:
 def main(seconds: float, least: int) -> None:
     torch.set_num_threads(1)
     json.dump(
-        [run(how, seconds, least) for how in ("siblings", "same", "kills")], sys.stdout
+        [run(scenario, seconds, least) for scenario in ("siblings", "same", "kills")],
+        sys.stdout,
     )
 
 

@@ -42,11 +42,13 @@ def test_every_flipped_bit_is_seen() -> None:
     for size in SIZES[:-1]:
         data = bytearray(chunk(size))
         sound = checksum(data)
-        for at in range(0, size, 1 if size < 100 else 1 + size // 100):
+        for byte_index in range(0, size, 1 if size < 100 else 1 + size // 100):
             for bit in range(8):
-                data[at] ^= 1 << bit
-                assert checksum(data) != sound, f"size {size}: bit {bit} of byte {at}"
-                data[at] ^= 1 << bit
+                data[byte_index] ^= 1 << bit
+                assert checksum(data) != sound, (
+                    f"size {size}: bit {bit} of byte {byte_index}"
+                )
+                data[byte_index] ^= 1 << bit
         assert checksum(data) == sound
 
 
@@ -66,17 +68,17 @@ def test_traded_sectors_and_pages_are_seen() -> None:
     sound = checksum(data.tobytes())
     pick = random.Random(2)
     for unit in (16, 64, 512, 4096, 65536):
-        parts = data.reshape(-1, unit)
-        near = [
+        units = data.reshape(-1, unit)
+        close_pairs = [
             (i, i + step)
             for step in range(1, 40)
             for i in (0, 7)
-            if i + step < len(parts)
+            if i + step < len(units)
         ]
-        for i, j in near + [
-            tuple(pick.sample(range(len(parts)), 2)) for _ in range(40)
+        for i, j in close_pairs + [
+            tuple(pick.sample(range(len(units)), 2)) for _ in range(40)
         ]:
-            traded = parts.copy()
+            traded = units.copy()
             traded[[i, j]] = traded[[j, i]]
             assert checksum(traded.tobytes()) != sound, (
                 f"units of {unit} bytes, {i} and {j}"
@@ -86,13 +88,17 @@ def test_traded_sectors_and_pages_are_seen() -> None:
 def test_lost_and_shifted_bytes_are_seen() -> None:
     data = chunk(5 * BLOCK_BYTES)
     sound = checksum(data)
-    for at in (0, 1, 8, 4096, BLOCK_BYTES, 3 * BLOCK_BYTES):
-        assert checksum(data[:at] + data[at + 1 :] + b"\0") != sound
+    for offset in (0, 1, 8, 4096, BLOCK_BYTES, 3 * BLOCK_BYTES):
+        assert checksum(data[:offset] + data[offset + 1 :] + b"\0") != sound
         for lost in (512, 4096, BLOCK_BYTES):
-            assert checksum(data[:at] + bytes(lost) + data[at + lost :]) != sound
+            assert (
+                checksum(data[:offset] + bytes(lost) + data[offset + lost :]) != sound
+            )
             assert (
                 checksum(
-                    data[:at] + data[at + lost : at + 2 * lost] + data[at + lost :]
+                    data[:offset]
+                    + data[offset + lost : offset + 2 * lost]
+                    + data[offset + lost :]
                 )
                 != sound
             )
@@ -124,11 +130,11 @@ def test_files_are_verified_by_it(size: int, tmp_path: Path) -> None:
     data = bytearray(chunk(size))
     path = tmp_path / "file.bin"
     path.write_bytes(data)
-    found = [
+    chunk_sums = [
         checksum(data[start : start + CHUNK_BYTES])
         for start in range(0, size, CHUNK_BYTES)
     ]
-    record = FileRecord(name="file.bin", size=size, sums=tuple(found))
+    record = FileRecord(name="file.bin", size=size, sums=tuple(chunk_sums))
     assert verify_files(tmp_path, [record]) == []
     data[size // 2] ^= 1
     path.write_bytes(data)

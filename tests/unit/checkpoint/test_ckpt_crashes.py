@@ -25,7 +25,7 @@ from hasten.checkpoint.store.locate import find_newest
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError
 
-HERE = Path(__file__).parent
+TEST_FOLDER = Path(__file__).parent
 KILLS = {"numbered": 160, "overwriting": 300, "halfway": 150}
 
 
@@ -37,7 +37,7 @@ def run(script: str, *arguments: str, timeout_s: float = 220) -> Any:
         "ignore",
         "-X",
         "faulthandler",
-        str(HERE / script),
+        str(TEST_FOLDER / script),
         *arguments,
     ]
     done = subprocess.run(
@@ -50,24 +50,25 @@ def run(script: str, *arguments: str, timeout_s: float = 220) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("stride", "which"),
+    ("stride", "save_kinds"),
     [
         (10, tuple(KILLS)),
         *(
-            pytest.param(1, (one,), id=one, marks=pytest.mark.exhaustive)
-            for one in KILLS
+            pytest.param(1, (save_kind,), id=save_kind, marks=pytest.mark.exhaustive)
+            for save_kind in KILLS
         ),
     ],
 )
 def test_every_kill_leaves_the_newest_complete_checkpoint_whole(
-    stride: int, which: tuple[str, ...]
+    stride: int, save_kinds: tuple[str, ...]
 ) -> None:
     """Together at least 600 kills, one for every change of the disk and every way to die there; or every tenth of them."""
-    report = run("power_cuts.py", str(stride), *which)
+    report = run("power_cuts.py", str(stride), *save_kinds)
     assert report["problems"] == []
-    assert all(report["kills"][one] >= KILLS[one] // stride for one in which), report[
-        "kills"
-    ]
+    assert all(
+        report["kills"][save_kind] >= KILLS[save_kind] // stride
+        for save_kind in save_kinds
+    ), report["kills"]
 
 
 LONG = (
@@ -164,13 +165,13 @@ def test_full_disk_keeps_the_old_checkpoint_and_leaves_nothing(
 
 def test_real_limit_of_file_size_is_a_typed_error(tmp_path: Path) -> None:
     save(tmp_path, 0)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+    initial_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, initial_limits[1]))
     try:
         with pytest.raises(CheckpointError, match="File too large"):
             save(tmp_path, 1)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, initial_limits)
     assert find_newest(LocalStore(tmp_path)) == "checkpoint_0"
 
 

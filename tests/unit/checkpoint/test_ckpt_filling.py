@@ -31,10 +31,12 @@ SHAPES = ((3,), (1,), (70_000,), (2, 5), (), (1000, 7), (300, 301), (1,), (9, 9,
 
 
 def tensors(seed: int) -> dict[str, Tensor]:
-    made = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.uint8)
     return {
-        f"{i}": (torch.randn(shape, generator=made) * 50).to(dtypes[i % len(dtypes)])
+        f"{i}": (torch.randn(shape, generator=generator) * 50).to(
+            dtypes[i % len(dtypes)]
+        )
         for i, shape in enumerate(SHAPES)
     }
 
@@ -84,17 +86,17 @@ def test_other_layouts_and_dtypes_are_converted(tmp_path: Path) -> None:
     pieces = stored(tmp_path, {"w": value}, "safetensors")
     turned = torch.zeros(30, 40).t()
     half = torch.zeros(40, 30, dtype=torch.bfloat16)
-    part = torch.zeros(100, 30)[10:50]
+    row_view = torch.zeros(100, 30)[10:50]
     run_copies(
         [
             copy
-            for live in (turned, half, part)
+            for live in (turned, half, row_view)
             for copy in plan_copies("w", live, [pieces["w"]])
         ]
     )
     assert torch.equal(turned, value)
     assert torch.equal(half, value.bfloat16())
-    assert torch.equal(part, value)
+    assert torch.equal(row_view, value)
 
 
 def test_many_small_copies_and_large_ones_arrive(

@@ -65,11 +65,11 @@ def test_slices_are_written_once_by_their_owner() -> None:
     for world in range(1, 17):
         written: list[str] = []
         for rank in range(world):
-            whole = torch.zeros(1)
+            replicated = torch.zeros(1)
             piece = Slice(torch.zeros(2), (2 * world,), (2 * rank,))
             copy = Slice(torch.zeros(2), (4,), (0,), owned=rank == 0)
             component = Component(
-                {"a": piece, "b": whole, "c": copy}, {"x": 1}, "optimizer", "torch"
+                {"a": piece, "b": replicated, "c": copy}, {"x": 1}, "optimizer", "torch"
             )
             for plan in plan_component("optimizer", component, rank, range(world)):
                 assert plan.name == f"optimizer_shard_{rank:05d}.safetensors"

@@ -71,9 +71,9 @@ def test_a_cut_off_file_is_named(safe: bool, tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     path = tmp_path / "cut.bin"
     accelerator.save({"x": torch.randn(1000)}, path, safe_serialization=safe)
-    whole = path.read_bytes()
-    for size in (9, 100, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:size])
+    complete_bytes = path.read_bytes()
+    for size in (9, 100, len(complete_bytes) // 2, len(complete_bytes) - 1):
+        path.write_bytes(complete_bytes[:size])
         with pytest.raises(
             (CorruptCheckpointError, UnsafeCheckpointError), match=r"cut\.bin"
         ):

@@ -86,12 +86,12 @@ def test_a_save_beside_another_that_is_under_way_touches_nothing_of_it(
         models: list[nn.Module], weights: list[dict[str, Any]], folder: str
     ) -> None:
         (Path(folder) / "early.txt").write_text("here")
-        for other in ("trial_1", "trial_00", "trial_0x", "other"):
-            second.save_state(tmp_path / "sweep" / other)
+        for sibling_name in ("trial_1", "trial_00", "trial_0x", "other"):
+            second.save_state(tmp_path / "sweep" / sibling_name)
 
     first.register_save_state_pre_hook(hook)
-    place = Path(first.save_state(tmp_path / "sweep" / "trial_0"))
-    assert (place / "early.txt").read_text() == "here"
+    checkpoint_folder = Path(first.save_state(tmp_path / "sweep" / "trial_0"))
+    assert (checkpoint_folder / "early.txt").read_text() == "here"
     assert names_in(tmp_path / "sweep") == [
         "other",
         "trial_0",
@@ -152,11 +152,11 @@ def test_two_runs_in_one_project_never_get_the_same_checkpoint(tmp_path: Path) -
     saved = [queue.get(timeout=60) for _ in range(20)]
     for run in runs:
         run.join()
-    assert len({place for place, _ in saved}) == 20
+    assert len({checkpoint_path for checkpoint_path, _ in saved}) == 20
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(3, 3, bias=False))
-    for place, value in saved:
-        accelerator.load_state(place)
+    for checkpoint_path, value in saved:
+        accelerator.load_state(checkpoint_path)
         assert model.weight.unique().tolist() == [value], (
             "what was reported as saved is what is there"
         )

@@ -51,11 +51,11 @@ VALUES: tuple[Any, ...] = (
 
 
 def write(blob: Blob, path: Path) -> Path:
-    parts = [
+    encoded_segments = [
         s if isinstance(s, bytes) else bytes(s.reshape(-1).view(torch.uint8).numpy())
         for s in blob.segments
     ]
-    path.write_bytes(b"".join(parts))
+    path.write_bytes(b"".join(encoded_segments))
     assert path.stat().st_size == blob.size
     return path
 

@@ -32,8 +32,8 @@ def test_every_layout_reads_every_other_up_to_16_pieces(shape: tuple[int, ...]) 
     full = torch.arange(float(torch.tensor(shape).prod())).reshape(shape)
     counts = (1, 2, 3, 4, 7, 16) if len(shape) == 1 else (1, 2, 4, 5)
     layouts = list(itertools.product(counts, repeat=len(shape)))
-    chosen = layouts if len(shape) < 3 else random.Random(0).sample(layouts, 8)
-    for old, new in itertools.product(chosen, chosen):
+    sampled_layouts = layouts if len(shape) < 3 else random.Random(0).sample(layouts, 8)
+    for old, new in itertools.product(sampled_layouts, sampled_layouts):
         pieces = [
             Piece(full[_index(o, e)].clone(), shape, o) for o, e in boxes(shape, old)
         ]
@@ -53,16 +53,16 @@ def test_overlap_is_symmetric_and_exact() -> None:
     for _ in range(2000):
         a, b = ([rng.randrange(6) for _ in range(2)] for _ in range(2))
         n, m = ([rng.randrange(1, 5) for _ in range(2)] for _ in range(2))
-        mine = {
+        first_cells = {
             (i, j) for i in range(a[0], a[0] + n[0]) for j in range(a[1], a[1] + n[1])
         }
-        other = {
+        second_cells = {
             (i, j) for i in range(b[0], b[0] + m[0]) for j in range(b[1], b[1] + m[1])
         }
-        found = intersect_boxes(a, n, b, m)
-        assert found == intersect_boxes(b, m, a, n)
-        size = 0 if found is None else found[0][1] * found[1][1]
-        assert size == len(mine & other)
+        overlap = intersect_boxes(a, n, b, m)
+        assert overlap == intersect_boxes(b, m, a, n)
+        size = 0 if overlap is None else overlap[0][1] * overlap[1][1]
+        assert size == len(first_cells & second_cells)
 
 
 def test_missing_piece_and_wrong_shape_name_the_tensor() -> None:
@@ -75,7 +75,7 @@ def test_missing_piece_and_wrong_shape_name_the_tensor() -> None:
         OtherModelError, match=r"layer\.w has shape \(5, 3\) here and \(4, 3\)"
     ):
         plan_copies("layer.w", torch.empty(5, 3), [half])
-    both = [half, Piece(torch.ones(2, 3), (4, 3), (2, 0))]
+    halves = [half, Piece(torch.ones(2, 3), (4, 3), (2, 0))]
     assert torch.equal(
-        join_pieces(both, "w"), torch.cat([torch.zeros(2, 3), torch.ones(2, 3)])
+        join_pieces(halves, "w"), torch.cat([torch.zeros(2, 3), torch.ones(2, 3)])
     )

@@ -9,7 +9,7 @@ from hasten.checkpoint.base import checkpoint_number, next_number
 from hasten.checkpoint.retention import best, find_expired
 
 
-def made(n: int) -> dict[int, dict[str, float | None]]:
+def numbered_metrics(n: int) -> dict[int, dict[str, float | None]]:
     return {i: {"loss": float((i * 7) % 5)} for i in range(n)}
 
 
@@ -19,32 +19,40 @@ def test_laws_over_all_small_policies() -> None:
         policy = ProjectConfiguration(
             total_limit=limit, keep_best=k, best_metric="loss", keep_every=every
         )
-        there = made(n)
-        gone = find_expired(dict(reversed(there.items())), policy)
-        left = {number: there[number] for number in there if number not in gone}
+        saved_metrics = numbered_metrics(n)
+        gone = find_expired(dict(reversed(saved_metrics.items())), policy)
+        left = {
+            number: saved_metrics[number]
+            for number in saved_metrics
+            if number not in gone
+        }
         if limit is None:
             assert not gone
             continue
-        assert list(there)[-limit:] == list(left)[-min(limit, n) :] if n else not gone
-        assert set(best(there, policy)) <= left.keys()
+        assert (
+            list(saved_metrics)[-limit:] == list(left)[-min(limit, n) :]
+            if n
+            else not gone
+        )
+        assert set(best(saved_metrics, policy)) <= left.keys()
         assert all(number % every for number in gone) if every else True
         assert len(left) <= limit + (k or 0) + (n // every + 1 if every else 0)
         assert not find_expired(left, policy), "a second look deletes nothing more"
 
 
 def test_best_prefers_the_newer_of_equals_and_skips_nan() -> None:
-    there: dict[int, dict[str, float | None]] = {
+    saved_metrics: dict[int, dict[str, float | None]] = {
         0: {"x": 1.0},
         1: {"x": 1.0},
         2: {"x": float("nan")},
         3: {},
     }
     lowest = ProjectConfiguration(total_limit=1, keep_best=1, best_metric="x")
-    assert best(there, lowest) == [1]
+    assert best(saved_metrics, lowest) == [1]
     highest = ProjectConfiguration(
         total_limit=1, keep_best=1, best_metric="x", best_mode="max"
     )
-    assert best({**there, 4: {"x": 3.0}}, highest) == [4]
+    assert best({**saved_metrics, 4: {"x": 3.0}}, highest) == [4]
 
 
 def test_numbers_never_come_twice() -> None:

@@ -81,14 +81,14 @@ def test_everything_comes_back_under_familiar_names(tmp_path: Path, safe: bool) 
     scheduler = accelerator.prepare(
         torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda epoch: 0.5**epoch)
     )
-    thing = Counter()
-    accelerator.register_for_checkpointing(thing)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
     step(accelerator, model, optimizer)
     scheduler.step()
     model.note = {"seen": 9, "t": torch.ones(2)}
-    place = Path(accelerator.save_state(safe_serialization=safe))
+    checkpoint_folder = Path(accelerator.save_state(safe_serialization=safe))
     weights = "model.safetensors" if safe else "pytorch_model.bin"
-    names = {path.name for path in place.iterdir()}
+    names = {path.name for path in checkpoint_folder.iterdir()}
     assert {
         weights,
         "optimizer.bin",
@@ -105,14 +105,14 @@ def test_everything_comes_back_under_familiar_names(tmp_path: Path, safe: bool) 
     moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
     rate = optimizer.param_groups[0]["lr"]
 
-    other, model, optimizer = make(tmp_path, mixed_precision="fp16")
-    scheduler = other.prepare(
+    resumed, model, optimizer = make(tmp_path, mixed_precision="fp16")
+    scheduler = resumed.prepare(
         torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda epoch: 0.5**epoch)
     )
-    thing = Counter()
-    thing.value = None
-    other.register_for_checkpointing(thing)
-    other.load_state()
+    counter = Counter()
+    counter.value = None
+    resumed.register_for_checkpointing(counter)
+    resumed.load_state()
     assert all(
         torch.equal(model.state_dict()[key], value) for key, value in saved.items()
     )
@@ -128,24 +128,24 @@ def test_everything_comes_back_under_familiar_names(tmp_path: Path, safe: bool) 
         )
     )
     assert optimizer.param_groups[0]["lr"] == rate
-    assert thing.value["n"] == 3
-    assert thing.value[5] == (1, None)
-    assert torch.equal(thing.value["t"], torch.arange(3))
+    assert counter.value["n"] == 3
+    assert counter.value[5] == (1, None)
+    assert torch.equal(counter.value["t"], torch.arange(3))
 
 
 def test_strictness_says_what_differs_and_changes_nothing(tmp_path: Path) -> None:
     accelerator, model, optimizer = make(tmp_path)
     step(accelerator, model, optimizer)
-    place = accelerator.save_state(tmp_path / "out")
+    checkpoint_folder = accelerator.save_state(tmp_path / "out")
 
-    wide, other, _ = make(tmp_path, width=5)
-    before = other.inner.weight.detach().clone()
+    wide, wide_model, _ = make(tmp_path, width=5)
+    initial_weight = wide_model.inner.weight.detach().clone()
     with pytest.raises(
         CheckpointError,
         match=r"inner\.weight has shape \(5, 5\) here and \(4, 4\) in the checkpoint",
     ):
-        wide.load_state(place)
-    assert torch.equal(other.inner.weight, before)
+        wide.load_state(checkpoint_folder)
+    assert torch.equal(wide_model.inner.weight, initial_weight)
 
     plain = Accelerator(cpu=True)
     extra = nn.Sequential(nn.Linear(4, 4))
@@ -154,7 +154,7 @@ def test_strictness_says_what_differs_and_changes_nothing(tmp_path: Path) -> Non
         CheckpointError,
         match=r"lacks 0\.bias, 0\.weight and has _extra_state, count, inner\.weight",
     ):
-        plain.load_state(place)
+        plain.load_state(checkpoint_folder)
 
     half = Accelerator(cpu=True)
     model16 = half.prepare(Tied().to(torch.bfloat16))
@@ -162,8 +162,8 @@ def test_strictness_says_what_differs_and_changes_nothing(tmp_path: Path) -> Non
         CheckpointError,
         match=r"is torch\.bfloat16 here and torch\.float32 in the checkpoint",
     ):
-        half.load_state(place)
-    half.load_state(place, strict=False)
+        half.load_state(checkpoint_folder)
+    half.load_state(checkpoint_folder, strict=False)
     assert torch.equal(model16.inner.weight, model.inner.weight.to(torch.bfloat16))
 
 
@@ -230,7 +230,7 @@ def test_saving_into_a_folder_that_exists_keeps_the_users_files(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-ENDS = """
+TERMINATED_RUNS = """
 import os, signal, sys, time, torch
 from hasten import Accelerator
 from hasten.checkpoint.async_writer import AsyncWriter
@@ -280,7 +280,7 @@ def test_a_save_in_flight_is_finished_at_exit_and_on_a_signal_at_any_moment(
         "-W",
         "ignore",
         "-c",
-        ENDS,
+        TERMINATED_RUNS,
         str(tmp_path),
         "exit",
         *signalled,
@@ -358,16 +358,25 @@ for how in sys.argv[2:]:
 
 
 def test_who_told_the_run_to_stop_is_said_in_words() -> None:
-    said = [stop_reason(number, 3) for number in (-1, signal.SIGTERM)]
-    assert said == [
-        f"rank 3 was told to stop by {who}" for who in ("the program itself", "SIGTERM")
+    stop_reasons = [stop_reason(number, 3) for number in (-1, signal.SIGTERM)]
+    assert stop_reasons == [
+        f"rank 3 was told to stop by {stop_source}"
+        for stop_source in ("the program itself", "SIGTERM")
     ]
 
 
 @pytest.mark.exhaustive  # test_launch_preemption.py does it through the launcher
 def test_a_preempted_run_continues_at_the_same_sample(tmp_path: Path) -> None:
-    def run(*how: str) -> tuple[int, str]:
-        command = [sys.executable, "-W", "ignore", "-c", PREEMPTED, str(tmp_path), *how]
+    def run(*program_words: str) -> tuple[int, str]:
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            PREEMPTED,
+            str(tmp_path),
+            *program_words,
+        ]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=100, check=False
         )
@@ -376,21 +385,21 @@ def test_a_preempted_run_continues_at_the_same_sample(tmp_path: Path) -> None:
     code, first = run("stop")
     assert code == 85
     assert first.count("\n") == 5
-    code, then = run("again", "whole")
+    code, resumed_output = run("again", "whole")
     assert code == 0
-    second, whole, _ = then.split("--\n")
-    assert first + second == whole, (
+    second, uninterrupted, _ = resumed_output.split("--\n")
+    assert first + second == uninterrupted, (
         "sample by sample and loss by loss as if never stopped"
     )
 
 
-@pytest.mark.parametrize("way", ["replaced", "overwritten"])
+@pytest.mark.parametrize("exchange", ["replaced", "overwritten"])
 def test_a_file_exchanged_after_it_was_verified_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: str
 ) -> None:
     accelerator, model, _ = make(tmp_path)
     accelerator.save_state(tmp_path / "out")
-    before = {
+    initial_weights = {
         key: value.clone()
         for key, value in model.state_dict().items()
         if torch.is_tensor(value)
@@ -401,7 +410,7 @@ def test_a_file_exchanged_after_it_was_verified_is_refused(
         problems = sound(folder, files)
         path = folder / "model.safetensors"
         raw = path.read_bytes()[:-4] + b"\0\0\0\0"
-        if way == "replaced":
+        if exchange == "replaced":
             (folder / "other").write_bytes(raw)
             (folder / "other").rename(path)
         else:
@@ -414,7 +423,8 @@ def test_a_file_exchanged_after_it_was_verified_is_refused(
     ):
         accelerator.load_state(tmp_path / "out")
     assert all(
-        torch.equal(model.state_dict()[key], value) for key, value in before.items()
+        torch.equal(model.state_dict()[key], value)
+        for key, value in initial_weights.items()
     )
 
 

@@ -14,15 +14,17 @@ from hasten.checkpoint.store.disk import as_bytes
 
 def content(blob: Blob) -> bytes:
     return b"".join(
-        part if isinstance(part, bytes) else as_bytes(part).numpy().tobytes()
-        for part in blob.segments
+        segment if isinstance(segment, bytes) else as_bytes(segment).numpy().tobytes()
+        for segment in blob.segments
     )
 
 
 def blob_of(*segments: bytes | Tensor) -> Blob:
     sizes = [
-        len(part) if isinstance(part, bytes) else part.numel() * part.element_size()
-        for part in segments
+        len(segment)
+        if isinstance(segment, bytes)
+        else segment.numel() * segment.element_size()
+        for segment in segments
     ]
     return Blob(segments, sum(sizes))
 
@@ -44,13 +46,15 @@ def test_copies_do_not_follow_the_originals(monkeypatch: pytest.MonkeyPatch) -> 
                 "a": blob_of(b"head", tensors[0], tensors[3], b"", tensors[1]),
                 "b": blob_of(tensors[2]),
             }
-            before = {name: content(blob) for name, blob in blobs.items()}
+            original_bytes = {name: content(blob) for name, blob in blobs.items()}
             if announced:
                 staging.begin([*tensors[:announced], torch.randn(6, 6).t()])
             staged = staging.end(blobs)
             for tensor in tensors:
                 tensor.zero_()
-            assert {name: content(blob) for name, blob in staged.items()} == before
+            assert {
+                name: content(blob) for name, blob in staged.items()
+            } == original_bytes
             assert {name: blob.size for name, blob in staged.items()} == {
                 n: b.size for n, b in blobs.items()
             }

@@ -50,10 +50,10 @@ def run(
     return accelerator, model
 
 
-def loaded(place: Path | str) -> float:
+def load_value(target: Path | str) -> float:
     """The value in a checkpoint, after a whole load."""
     accelerator, model = run(-1.0)
-    accelerator.load_state(place)
+    accelerator.load_state(target)
     (value,) = {float(v) for p in model.parameters() for v in p.flatten().tolist()}
     return value
 
@@ -62,8 +62,8 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
-def listed(place: Path | str) -> set[str]:
-    store, name = locate(place)
+def listed_files(target: Path | str) -> set[str]:
+    store, name = locate(target)
     return {file.name for file in store.manifest(name).files}
 
 
@@ -93,14 +93,14 @@ def test_the_working_folder_is_saved_into_and_stays(
     out = tmp_path / "out"
     (out / below).mkdir(parents=True)
     (out / "config.json").write_text("{}")
-    before = out.stat().st_ino
+    initial_inode = out.stat().st_ino
     monkeypatch.chdir(out / below)
     for value in (1.0, 2.0):
         accelerator, _ = run(value)
         accelerator.save_state("." if not below else "..")
         assert Path.cwd() == out / below
-        assert loaded(out) == value
-    assert out.stat().st_ino == before
+        assert load_value(out) == value
+    assert out.stat().st_ino == initial_inode
     assert (out / "config.json").read_text() == "{}"
     assert not [name for name in names_in(tmp_path) if ".hasten" in name]
 
@@ -110,11 +110,11 @@ def test_a_mount_point_is_saved_into(tmp_path: Path) -> None:
         for value in (1.0, 2.0):
             accelerator, _ = run(value)
             accelerator.save_state(disk)
-            assert loaded(disk) == value
+            assert load_value(disk) == value
             assert [path.name for path in tmp_path.iterdir()] == ["disk"], (
                 "nothing on the disk of the parent"
             )
-        assert set(names_in(disk)) == listed(disk) | {"manifest.json"}
+        assert set(names_in(disk)) == listed_files(disk) | {"manifest.json"}
     assert names_in(tmp_path / "disk") == []
 
 
@@ -123,18 +123,18 @@ def test_a_full_disk_is_named_and_keeps_what_it_has(tmp_path: Path) -> None:
         accelerator, _ = run(1.0)
         accelerator.save_state(disk / "out")
         accelerator, _ = run(2.0, size=600)
-        for place in (disk / "out", disk / "other"):
+        for target in (disk / "out", disk / "other"):
             expected = rf"(?s)the disk of {disk}.*\(mounted at {disk}\) is full: No space left.* MB of 1\.0 MB are free"
             with pytest.raises(CheckpointError, match=expected):
-                accelerator.save_state(place)
-        assert loaded(disk / "out") == 1.0
+                accelerator.save_state(target)
+        assert load_value(disk / "out") == 1.0
         assert [path.name for path in disk.iterdir()] == ["out"]
         assert not [name for name in names_in(disk) if ".hasten" in name]
 
 
 def as_nobody(work: Callable[[], None]) -> str:
     """What went wrong when a process without privileges does the work; empty when nothing did."""
-    ends = os.pipe()
+    pipe_ends = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
@@ -144,11 +144,11 @@ def as_nobody(work: Callable[[], None]) -> str:
                 os.setuid(65534)
             work()
         except BaseException as error:
-            os.write(ends[1], f"{type(error).__name__}: {error}".encode()[:4000])
+            os.write(pipe_ends[1], f"{type(error).__name__}: {error}".encode()[:4000])
         os._exit(0)
-    os.close(ends[1])
-    with os.fdopen(ends[0], "rb") as said:
-        text = said.read().decode()
+    os.close(pipe_ends[1])
+    with os.fdopen(pipe_ends[0], "rb") as error_stream:
+        text = error_stream.read().decode()
     os.waitpid(pid, 0)
     return text
 
@@ -186,16 +186,16 @@ def value_of(root: Path, name: str) -> float:
         checkpoint = stack.enter_context(
             open_checkpoint(LocalStore(root), name, LocalComm())
         )
-        found = {float(checkpoint.manifest.number or 0)}
+        saved_values = {float(checkpoint.manifest.number or 0)}
         for i in range(3):
-            found |= set(
+            saved_values |= set(
                 checkpoint.component(f"model_w{i}").pieces[f"w{i}"][0].data.tolist()
             )
         for file in checkpoint.manifest.files:
             if file.name.endswith(".txt"):
-                found.add(float((checkpoint.folder / file.name).read_text()))
-    assert len(found) == 1, found
-    return found.pop()
+                saved_values.add(float((checkpoint.folder / file.name).read_text()))
+    assert len(saved_values) == 1, saved_values
+    return saved_values.pop()
 
 
 @pytest.fixture
@@ -220,9 +220,11 @@ def test_a_writable_folder_in_one_that_is_not(open_folder: Path) -> None:
             "out",
             *(f"out/{name}" for name in names_in(out)),
         ]
-    said = as_nobody(lambda: save(open_folder, "other", 1.0))
-    assert said.startswith("CheckpointError: cannot start the checkpoint 'other'")
-    assert "Permission denied" in said
+    error_message = as_nobody(lambda: save(open_folder, "other", 1.0))
+    assert error_message.startswith(
+        "CheckpointError: cannot start the checkpoint 'other'"
+    )
+    assert "Permission denied" in error_message
 
 
 def test_a_folder_that_appears_while_a_save_is_under_way_keeps_what_is_in_it(
@@ -237,7 +239,7 @@ def test_a_folder_that_appears_while_a_save_is_under_way_keeps_what_is_in_it(
         accelerator.save_state(tmp_path / "out", blocking=blocking)
         accelerator.wait_for_saves()
         assert (tmp_path / "out" / "tokenizer.json").read_text() == "mine"
-        assert loaded(tmp_path / "out") == 1.0
+        assert load_value(tmp_path / "out") == 1.0
         assert not [name for name in names_in(tmp_path) if ".hasten" in name]
         shutil.rmtree(tmp_path / "out")
 
@@ -250,7 +252,7 @@ def test_no_save_needs_room_for_temporary_files(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
     for safe in (True, False):
         accelerator.save_state(tmp_path / "out", safe_serialization=safe)
-        assert loaded(tmp_path / "out") == 1.0
+        assert load_value(tmp_path / "out") == 1.0
 
 
 # -- replaced in place -----------------------------------------------------------------------------------------------
@@ -292,12 +294,14 @@ def test_a_reader_finds_the_old_or_the_new_checkpoint_at_every_moment(
     tmp_path: Path,
 ) -> None:
     save(tmp_path, "out", 1.0, hook=hooked("old/a.txt", 1.0))
-    seen: list[float] = []
-    disk = Watched(lambda: seen.append(value_of(tmp_path, "out")))
+    observed_values: list[float] = []
+    disk = Watched(lambda: observed_values.append(value_of(tmp_path, "out")))
     save(tmp_path, "out", 2.0, disk, hook=hooked("new/b.txt", 2.0))
-    assert seen == sorted(seen), "first the old one, then the new one, and never back"
-    assert set(seen) == {1.0, 2.0}
-    assert len(seen) > 20
+    assert observed_values == sorted(observed_values), (
+        "first the old one, then the new one, and never back"
+    )
+    assert set(observed_values) == {1.0, 2.0}
+    assert len(observed_values) > 20
     assert "new/b.txt" in names_in(tmp_path / "out")
     assert not [
         name
@@ -333,7 +337,7 @@ def test_without_hard_links_the_files_stay_where_they_were_written(
     (tmp_path / "out").rename(tmp_path / "moved")
     assert value_of(tmp_path, "moved") == 3.0
     save(tmp_path, "moved", 4.0)
-    assert set(names_in(tmp_path / "moved")) == listed(tmp_path / "moved") | {
+    assert set(names_in(tmp_path / "moved")) == listed_files(tmp_path / "moved") | {
         "manifest.json",
         "config.json",
     }
@@ -349,12 +353,12 @@ def test_a_users_file_in_the_way_is_an_error_that_changes_nothing(
     save(tmp_path, "out", 1.0)
     (tmp_path / "out" / users).parent.mkdir(exist_ok=True)
     (tmp_path / "out" / users).write_text("keep")
-    before = names_in(tmp_path)
+    initial_names = names_in(tmp_path)
     with pytest.raises(
         CheckpointError, match=r"conflicts with .*Move it, or save into another folder"
     ):
         save(tmp_path, "out", 2.0, hook=hooked(hooks, 2.0))
-    assert names_in(tmp_path) == before
+    assert names_in(tmp_path) == initial_names
     assert value_of(tmp_path, "out") == 1.0
 
 
@@ -362,12 +366,12 @@ def test_a_file_where_a_folder_was_and_the_other_way_round(tmp_path: Path) -> No
     for value, name in ((1.0, "a.txt"), (2.0, "a.txt/b.txt"), (3.0, "a.txt")):
         save(tmp_path, "out", value, hook=hooked(name, value))
         assert value_of(tmp_path, "out") == value
-        assert name in listed(tmp_path / "out")
+        assert name in listed_files(tmp_path / "out")
 
 
 # -- hooks -----------------------------------------------------------------------------------------------------------
 @pytest.fixture(params=["local", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Where a checkpoint with hooks goes."""
     if request.param == "local":
         yield str(tmp_path / "run" / "checkpoint-10")
@@ -379,11 +383,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     fsspec.filesystem("memory").rm("/hooks", recursive=True)
 
 
-def test_hooks_see_the_final_name_and_what_they_leave_is_saved(place: str) -> None:
-    seen: list[Path] = []
+def test_hooks_see_the_final_name_and_what_they_leave_is_saved(target: str) -> None:
+    hook_folders: list[Path] = []
 
     def first(folder: Path) -> None:
-        seen.append(folder)
+        hook_folders.append(folder)
         assert int(folder.name.split("-")[1]) == 10
         (folder / "removed.txt").write_text("x")
         (folder / "replaced.txt").write_text("before")
@@ -405,19 +409,20 @@ def test_hooks_see_the_final_name_and_what_they_leave_is_saved(place: str) -> No
     )
     accelerator.register_load_state_pre_hook(check)
     for blocking in (True, False):  # the second replaces the first
-        accelerator.save_state(place, blocking=blocking)
+        accelerator.save_state(target, blocking=blocking)
         accelerator.wait_for_saves()
-        names = listed(place)
+        names = listed_files(target)
         assert {"replaced.txt", "deep/er/file.txt", "model.safetensors"} <= names
         assert "removed.txt" not in names
     assert all(
-        ".hasten" in str(folder) or "hasten-hooks" in str(folder) for folder in seen
+        ".hasten" in str(folder) or "hasten-hooks" in str(folder)
+        for folder in hook_folders
     )
-    assert not any(folder.exists() for folder in seen)
+    assert not any(folder.exists() for folder in hook_folders)
 
 
 def test_load_hooks_find_what_save_hooks_wrote(tmp_path: Path) -> None:
-    place = tmp_path / "checkpoint-10"
+    target = tmp_path / "checkpoint-10"
     accelerator, _ = run(1.0, hook=lambda folder: hooked("mine/a.txt", 1.0)(folder))
     texts: list[str] = []
     accelerator.register_load_state_pre_hook(
@@ -426,13 +431,13 @@ def test_load_hooks_find_what_save_hooks_wrote(tmp_path: Path) -> None:
         )
     )
     for _ in range(2):
-        accelerator.save_state(place)
-        accelerator.load_state(place)
+        accelerator.save_state(target)
+        accelerator.load_state(target)
     assert texts == ["1.0", "1.0"]
 
 
 def test_a_hook_may_write_files_that_the_save_writes_too(
-    place: str, caplog: pytest.LogCaptureFixture
+    target: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def hook(folder: Path) -> None:
         shutil.rmtree(folder)
@@ -441,37 +446,39 @@ def test_a_hook_may_write_files_that_the_save_writes_too(
         (folder / "optimizer.bin").mkdir()
 
     accelerator, _ = run(1.0, hook=hook)
-    accelerator.save_state(place)
-    assert loaded(place) == 1.0
+    accelerator.save_state(target)
+    assert load_value(target) == 1.0
     assert "model.safetensors, which a save hook wrote, is replaced" in caplog.text
 
 
-def test_a_hook_may_remove_its_folder(place: str) -> None:
+def test_a_hook_may_remove_its_folder(target: str) -> None:
     accelerator, _ = run(1.0, hook=shutil.rmtree)
-    accelerator.save_state(place)
-    assert loaded(place) == 1.0
+    accelerator.save_state(target)
+    assert load_value(target) == 1.0
 
 
-@pytest.mark.parametrize("what", ["manifest", "fifo", "outside", "folder outside"])
+@pytest.mark.parametrize(
+    "written_kind", ["manifest", "fifo", "outside", "folder outside"]
+)
 def test_what_cannot_be_part_of_a_checkpoint_is_refused(
-    place: str, tmp_path: Path, what: str
+    target: str, tmp_path: Path, written_kind: str
 ) -> None:
     def hook(folder: Path) -> None:
-        if what == "manifest":
+        if written_kind == "manifest":
             (folder / "manifest.json").write_text("{}")
-        elif what == "fifo":
+        elif written_kind == "fifo":
             os.mkfifo(folder / "pipe")
         else:
             (folder / "link").symlink_to(
-                tmp_path if what == "folder outside" else Path(__file__)
+                tmp_path if written_kind == "folder outside" else Path(__file__)
             )
 
     accelerator, _ = run(1.0, hook=hook)
-    kind = UnsafeCheckpointError if "outside" in what else CheckpointError
+    kind = UnsafeCheckpointError if "outside" in written_kind else CheckpointError
     with pytest.raises(
         kind,
         match=r"a save hook wrote manifest\.json|is not a plain file|is a link that leads out",
     ):
-        accelerator.save_state(place)
-    store, name = locate(place)
+        accelerator.save_state(target)
+    store, name = locate(target)
     assert name not in store.names()

@@ -99,7 +99,7 @@ def test_weights_on_the_host_stay_mapped_and_writing_to_them_changes_no_file(
     save_model(source.state_dict(), tmp_path)
     expected = {name: value.clone() for name, value in source.state_dict().items()}
     (path,) = tmp_path.glob("*.safetensors")
-    before = path.read_bytes()
+    file_bytes = path.read_bytes()
     with torch.inference_mode():
         model = load(tmp_path)
     mapped = [str(path) in _mapping_of(parameter) for parameter in model.parameters()]
@@ -117,10 +117,11 @@ def test_weights_on_the_host_stay_mapped_and_writing_to_them_changes_no_file(
         torch.equal(value, expected[name] - 1)
         for name, value in model.state_dict().items()
     )
-    path.write_bytes(before)
-    again = load(tmp_path)
+    path.write_bytes(file_bytes)
+    reloaded_model = load(tmp_path)
     assert all(
-        torch.equal(value, expected[name]) for name, value in again.state_dict().items()
+        torch.equal(value, expected[name])
+        for name, value in reloaded_model.state_dict().items()
     )
     assert not any(
         "safetensors" in _mapping_of(parameter)

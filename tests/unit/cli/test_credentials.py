@@ -92,14 +92,14 @@ def test_no_file_of_a_run_and_no_report_shows_a_credential(tmp_path: Path) -> No
         json.loads(path.read_text()) for path in files if path.name == "config.json"
     )
     assert config["api_key"] == config["nested"]["password"] == "(set, not shown)"
-    kept = {
+    shown_settings = {
         "tokenizer": "bert",
         "max_tokens": 512,
         "num_keys": 3,
         "key_dim": 64,
         "author": "someone",
     }
-    assert {name: config[name] for name in kept} == kept
+    assert {name: config[name] for name in shown_settings} == shown_settings
     page = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "run"), "-o", str(page)]) == 0
     text = page.read_text("utf-8")

@@ -35,11 +35,11 @@ PARSER = launch_like()
 
 def parse(line: str) -> tuple[str, list[str], dict[str, str]]:
     """Return script, its arguments, and the settings of a command line."""
-    given = PARSER.parse_args(line.split())
+    parsed_args = PARSER.parse_args(line.split())
     return (
-        given.script,
-        given.args,
-        {entry.name: entry.value for entry in given.settings},
+        parsed_args.script,
+        parsed_args.args,
+        {entry.name: entry.value for entry in parsed_args.settings},
     )
 
 
@@ -171,10 +171,15 @@ def test_main_suggests_the_nearest_command(capsys: pytest.CaptureFixture[str]) -
 
 def seconds_of(code: str) -> float:
     """Run code in a fresh interpreter and return the processor time it took, which a busy machine changes least."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    usage_before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    usage_after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (
+        usage_after.ru_utime
+        + usage_after.ru_stime
+        - usage_before.ru_utime
+        - usage_before.ru_stime
+    )
 
 
 @pytest.mark.timed
@@ -207,5 +212,6 @@ def test_a_subcommands_help_needs_no_torch() -> None:
 
 def test_every_command_has_a_line_of_help() -> None:
     assert all(
-        text and place.startswith("hasten.") for place, text in commands().values()
+        text and command_path.startswith("hasten.")
+        for command_path, text in commands().values()
     )

@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected_words"),
     [
         (["launch", "empty"], "'empty' is a folder without a __main__.py"),
         (
@@ -62,16 +62,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused_in_words(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], expected_words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         code = main(words)
     except SystemExit as end:  # argparse leaves by itself
         code = end.code if isinstance(end.code, int) else 1
-    told = capsys.readouterr().err
-    assert code == 2, told
-    assert said in told
-    assert "Traceback" not in told
+    error_output = capsys.readouterr().err
+    assert code == 2, error_output
+    assert expected_words in error_output
+    assert "Traceback" not in error_output
 
 
 def test_an_output_that_cannot_be_written_is_named(folder: Path) -> None:
@@ -83,15 +83,15 @@ def test_an_output_that_cannot_be_written_is_named(folder: Path) -> None:
 
 
 def test_a_record_that_was_cut_off_is_another_job(folder: Path) -> None:
-    parts = RowParts(folder / "out.jsonl", 1, 1)
-    assert parts.begin({"target": "a"}) == ""
-    for record in parts.folder.iterdir():
+    row_parts = RowParts(folder / "out.jsonl", 1, 1)
+    assert row_parts.begin({"target": "a"}) == ""
+    for record in row_parts.folder.iterdir():
         record.write_text('{"tar')
-    assert parts.begin({"target": "a"}) == "target"
+    assert row_parts.begin({"target": "a"}) == "target"
 
 
 def test_a_result_that_json_does_not_know_is_named(folder: Path) -> None:
-    parts = RowParts(folder / "out.jsonl", 1, 1)
-    parts.begin({})
+    row_parts = RowParts(folder / "out.jsonl", 1, 1)
+    row_parts.begin({})
     with pytest.raises(DataError, match=r"a result holds a object.*return numbers"):
-        parts.finish(0, [object()])
+        row_parts.finish(0, [object()])

@@ -26,9 +26,9 @@ def test_a_usage_error_names_the_command_once(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"hasten {words[0]}")
-    assert ": hasten" not in said
+    error_output = capsys.readouterr().err
+    assert error_output.startswith(f"hasten {words[0]}")
+    assert ": hasten" not in error_output
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.json", "rows"])
@@ -43,9 +43,9 @@ def test_predict_refuses_another_kind_of_file_before_it_starts(
         )
         == 2
     )
-    said = capsys.readouterr().err
-    assert name in said
-    assert ".jsonl" in said
+    error_output = capsys.readouterr().err
+    assert name in error_output
+    assert ".jsonl" in error_output
 
 
 @pytest.mark.parametrize("result", [None, 3])

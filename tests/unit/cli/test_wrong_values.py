@@ -30,7 +30,7 @@ VALUES: Final = (
     "%s",
     "1e999",
 )
-OWN: Final = ("config_file",)
+LAUNCHER_FLAGS: Final = ("config_file",)
 
 
 @pytest.fixture(autouse=True)
@@ -46,20 +46,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def refused_well(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What is wrong with how `hasten launch` takes these words; nothing if it does well."""
     code = main(["launch", *words])  # an exception that is not ours fails the test
-    told = capsys.readouterr().err
+    error_output = capsys.readouterr().err
     if code == 0:
         return ""
     return (
         ""
-        if code == 2 and told.startswith("hasten launch: ") and len(told) > 40
-        else f"{words}: {code} {told!r}"
+        if code == 2
+        and error_output.startswith("hasten launch: ")
+        and len(error_output) > 40
+        else f"{words}: {code} {error_output!r}"
     )
 
 
 def test_every_flag_takes_or_refuses_strange_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    flags = [*OWN, *(flag_spellings(info)[0] for info in SETTABLE)]
+    flags = [*LAUNCHER_FLAGS, *(flag_spellings(info)[0] for info in SETTABLE)]
     pairs = zip(flags, islice(cycle(VALUES), len(flags)), strict=True)
     faults = [
         refused_well(["--cpu", f"--{flag}={value}", "--dry-run", "train.py"], capsys)
@@ -105,11 +107,13 @@ def test_strange_commands_are_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize("flag", ["num_processes", "processes_per_machine"])
-@pytest.mark.parametrize("rest", [[], ["--dry-run"]])
+@pytest.mark.parametrize("extra_flags", [[], ["--dry-run"]])
 def test_what_no_machine_holds_is_refused_at_once(
-    flag: str, rest: list[str], capsys: pytest.CaptureFixture[str]
+    flag: str, extra_flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["launch", "--cpu", f"--{flag}=1000000000", *rest, "train.py"]) == 2
+    assert (
+        main(["launch", "--cpu", f"--{flag}=1000000000", *extra_flags, "train.py"]) == 2
+    )
     assert "is too small" in capsys.readouterr().err
 
 

@@ -70,7 +70,7 @@ DTYPES = (
 )
 
 
-def same(a: Any, b: Any) -> bool:
+def is_same_value(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -83,13 +83,13 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and np.array_equal(a, b)
     if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+        return list(a) == list(b) and all(is_same_value(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(map(is_same_value, a, b))
     return bool(a == b)
 
 
-def value(draw: random.Random, depth: int) -> Any:
+def random_value(draw: random.Random, depth: int) -> Any:
     """A random nested value."""
     kind = draw.randrange(8 if depth else 2)
     if kind == 0:
@@ -97,27 +97,27 @@ def value(draw: random.Random, depth: int) -> Any:
     if kind == 1:
         shape = [draw.randrange(3) for _ in range(draw.randrange(3))]
         return torch.full(shape, draw.randrange(2)).to(draw.choice(DTYPES))
-    parts = [value(draw, depth - 1) for _ in range(draw.randrange(4))]
-    keys = [draw.choice(("a", "b", 1, (2, None), Axis.CP)) for _ in parts]
+    members = [random_value(draw, depth - 1) for _ in range(draw.randrange(4))]
+    keys = [draw.choice(("a", "b", 1, (2, None), Axis.CP)) for _ in members]
     match kind:
         case 2 | 3:
-            return parts
+            return members
         case 4:
-            return tuple(parts)
+            return tuple(members)
         case 5:
             return {draw.randrange(9), "x"}
         case 6:
-            return dict(zip(map(str, keys), parts, strict=True))
+            return dict(zip(map(str, keys), members, strict=True))
         case _:
-            return dict(zip(keys, parts, strict=True))
+            return dict(zip(keys, members, strict=True))
 
 
 def test_values_come_back_with_their_types() -> None:
     for seed in range(400):
-        one = value(random.Random(seed), 4)
-        assert same(decode(encode(one)), one), seed
+        original = random_value(random.Random(seed), 4)
+        assert is_same_value(decode(encode(original)), original), seed
     for leaf in LEAVES:
-        assert same(decode(encode([leaf]))[0], leaf), leaf
+        assert is_same_value(decode(encode([leaf]))[0], leaf), leaf
 
 
 def test_tensors_keep_layout_free_content_and_gradients() -> None:
@@ -132,7 +132,7 @@ def test_tensors_keep_layout_free_content_and_gradients() -> None:
 
 
 @dataclass
-class Own:
+class UserClass:
     x: int = 1
 
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_expressed_is_named() -> None:
     for _ in range(100):
         deep = (deep,)
     cases: list[tuple[Any, str]] = [
-        (Own(), "Own"),
+        (UserClass(), "UserClass"),
         (OrderedDict(a=1), "OrderedDict"),
         (Text("a"), "Text"),
         (loop, "levels deep"),
@@ -159,9 +159,9 @@ def test_what_cannot_be_expressed_is_named() -> None:
         (print, "builtin"),
         (Topology(rank=1, world_size=2), "Topology"),  # checks itself when it is made
     ]
-    for one, words in cases:
+    for unsupported, words in cases:
         with pytest.raises(CommError, match=words):
-            encode(one)
+            encode(unsupported)
 
 
 def test_bytes_of_a_stranger_end_in_our_error_and_build_nothing(
@@ -174,7 +174,7 @@ def test_bytes_of_a_stranger_end_in_our_error_and_build_nothing(
     monkeypatch.setattr(pickle, "load", never)
     packed = msgspec.msgpack.encode
     ext = msgspec.msgpack.Ext
-    hostile: list[Any] = [
+    hostile_messages: list[Any] = [
         ext(20, packed(["os", "system", ["true"]])),
         ext(20, packed(["hasten.testing.worker", "serve", [1]])),
         # a class of ours that is no record
@@ -186,9 +186,9 @@ def test_bytes_of_a_stranger_end_in_our_error_and_build_nothing(
         ext(14, packed(["|O", [1], b"12345678"])),
         ext(99, b""),
     ]
-    for one in hostile:
+    for hostile_message in hostile_messages:
         with pytest.raises(CommError, match="cannot be decoded"):
-            decode(packed(one))
+            decode(packed(hostile_message))
     deep = b""
     for _ in range(20_000):
         deep = packed(ext(1, deep))
@@ -196,10 +196,10 @@ def test_bytes_of_a_stranger_end_in_our_error_and_build_nothing(
             break
     with pytest.raises(CommError):
         decode(deep)
-    whole = encode({"a": [1, (2, torch.ones(3))], 3: np.arange(4)})
+    valid_message = encode({"a": [1, (2, torch.ones(3))], 3: np.arange(4)})
     draw = random.Random(0)
     for _ in range(3000):
-        damaged = bytearray(whole[: draw.randrange(len(whole) + 1)])
+        damaged = bytearray(valid_message[: draw.randrange(len(valid_message) + 1)])
         for _ in range(draw.randrange(4)):
             if damaged:
                 damaged[draw.randrange(len(damaged))] = draw.randrange(256)

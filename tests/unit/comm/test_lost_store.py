@@ -62,7 +62,7 @@ def test_one_rank_speaks_for_all_that_wait(
         thread.start()
     for thread in waiting:
         thread.join()
-    (said,) = caplog.messages
-    assert said.startswith(
+    (waiting_report,) = caplog.messages
+    assert waiting_report.startswith(
         "rank 1 has waited 0 s at 'here': rank 0 has not arrived; rank 3 has not arrived"
     )

@@ -13,8 +13,10 @@ from hasten.config.established import nested_names
 from hasten.config.resolve import resolve
 from hasten.config.schema import BY_PATH
 
-HERE: Final = Path(__file__).parent
-EXPECTED: Final = yaml.safe_load((HERE / "accelerate_expected.yaml").read_text("utf-8"))
+TEST_FOLDER: Final = Path(__file__).parent
+EXPECTED: Final = yaml.safe_load(
+    (TEST_FOLDER / "accelerate_expected.yaml").read_text("utf-8")
+)
 DOCUMENTED: Final = {
     "fsdp_config": """fsdp_version fsdp_offload_params fsdp_min_num_params fsdp_sharding_strategy fsdp_reshard_after_forward
         fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch fsdp_backward_prefetch_policy
@@ -50,7 +52,9 @@ DOCUMENTED: Final = {
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_file_means_what_it_says(name: str) -> None:
-    file = files.read_text((HERE / "accelerate" / name).read_text("utf-8"), Path(name))
+    file = files.read_text(
+        (TEST_FOLDER / "accelerate" / name).read_text("utf-8"), Path(name)
+    )
     resolved = resolve(file=file.entries, notes=file.notes)
     assert file.kind == "accelerate"
     assert files.to_mapping(resolved.config) == EXPECTED[name]["settings"]
@@ -59,24 +63,28 @@ def test_file_means_what_it_says(name: str) -> None:
 
 
 def test_every_sample_has_its_meaning_written_down() -> None:
-    assert {path.name for path in (HERE / "accelerate").iterdir()} == set(EXPECTED)
+    assert {path.name for path in (TEST_FOLDER / "accelerate").iterdir()} == set(
+        EXPECTED
+    )
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_written_in_our_terms_it_means_the_same(name: str) -> None:
-    first = files.read_text((HERE / "accelerate" / name).read_text("utf-8"), Path(name))
+    first = files.read_text(
+        (TEST_FOLDER / "accelerate" / name).read_text("utf-8"), Path(name)
+    )
     config = resolve(file=first.entries).config
-    ours = files.read_text(files.dump(config), Path("ours.yaml"))
-    assert ours.kind == "hasten"
-    assert resolve(file=ours.entries).config == config
+    hasten_file = files.read_text(files.dump(config), Path("ours.yaml"))
+    assert hasten_file.kind == "hasten"
+    assert resolve(file=hasten_file.entries).config == config
 
 
 @pytest.mark.parametrize("key", DOCUMENTED)
 def test_every_documented_nested_key_is_known(key: str) -> None:
-    known = nested_names(key)
-    missing = [name for name in DOCUMENTED[key].split() if name not in known]
+    accepted_names = nested_names(key)
+    missing = [name for name in DOCUMENTED[key].split() if name not in accepted_names]
     assert not missing
-    paths = {path for path in known.values() if path and path[0] != "fsdp"}
+    paths = {path for path in accepted_names.values() if path and path[0] != "fsdp"}
     assert paths <= set(BY_PATH)
 
 
@@ -126,7 +134,7 @@ def test_every_documented_top_level_key_is_known() -> None:
 
 def test_flag_outranks_the_file_where_training_runs() -> None:
     text = (
-        (HERE / "accelerate" / "multi_gpu.yaml")
+        (TEST_FOLDER / "accelerate" / "multi_gpu.yaml")
         .read_text("utf-8")
         .replace("gpu_ids: 0,2\n", "")
     )

@@ -26,7 +26,7 @@ def settings_of(case: dict[str, Any]) -> Resolved:
     parser = flags.SettingsParser(prog="hasten")
     parser.add_settings()
     env = case.get("env", {})
-    given = parser.parse_args(case.get("argv", [])).settings
+    flag_settings = parser.parse_args(case.get("argv", [])).settings
     file = files.read_text(case.get("file", ""), Path("c.yaml"))
     handed = (
         handoff.unpack_settings(env[handoff.VARIABLE])
@@ -34,7 +34,7 @@ def settings_of(case: dict[str, Any]) -> Resolved:
         else ()
     )
     return resolve(
-        flags=given, env=env, file=file.entries, notes=file.notes, handed=handed
+        flags=flag_settings, env=env, file=file.entries, notes=file.notes, handed=handed
     )
 
 

@@ -29,11 +29,15 @@ from hasten.errors import ConfigError, UnknownSettingError
 
 def sections(cls: type[Section] = Config) -> list[type[Section]]:
     """Return every settings class below one, itself included."""
-    found = [cls]
+    section_classes = [cls]
     for spec in cls.__dataclass_fields__.values():
         if inner := subsection(spec.type):
-            found += [one for one in sections(inner) if one not in found]
-    return found
+            section_classes += [
+                section_class
+                for section_class in sections(inner)
+                if section_class not in section_classes
+            ]
+    return section_classes
 
 
 def samples(tp: Any) -> list[Any]:
@@ -61,14 +65,14 @@ def samples(tp: Any) -> list[Any]:
         return []  # only code can give one
     if tp is Any:
         return []
-    known: dict[Any, list[Any]] = {
+    samples_of_type: dict[Any, list[Any]] = {
         bool: [True, False],
         int: [1, 2, 3, 4],
         float: [1.5, 2.5, 3.5, 1e25],
         str: ["a", "b/c", "d e", "é"],
         timedelta: [timedelta(seconds=n) for n in (1, 90, 3600, 0.5)],
     }
-    return known[tp]
+    return samples_of_type[tp]
 
 
 def text_of(value: Any, info: FieldInfo) -> str:
@@ -130,20 +134,20 @@ def test_a_misspelt_name_in_code_is_told_with_the_nearest(cls: type[Section]) ->
 
 @pytest.mark.parametrize("cls", sections(), ids=lambda cls: cls.__name__)
 def test_class_law(cls: type[Section]) -> None:
-    made = cls()
-    assert dataclasses.is_dataclass(made)
-    assert not hasattr(made, "__dict__"), "slotted"
+    section = cls()
+    assert dataclasses.is_dataclass(section)
+    assert not hasattr(section, "__dict__"), "slotted"
     assert all(spec.kw_only for spec in cls.__dataclass_fields__.values())
-    assert given(made) == frozenset()
+    assert given(section) == frozenset()
     assert (
-        made
-        == pickle.loads(pickle.dumps(made))
-        == copy.deepcopy(made)
-        == dataclasses.replace(made)
+        section
+        == pickle.loads(pickle.dumps(section))
+        == copy.deepcopy(section)
+        == dataclasses.replace(section)
     )
     for name in cls.__dataclass_fields__:
         with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(made, name, None)
+            setattr(section, name, None)
         meta = meta_of(cls, name)
         assert meta.help, f"{cls.__name__}.{name} has no help"
         assert not meta.help.endswith("."), f"{cls.__name__}.{name}: help is a phrase"
@@ -230,10 +234,10 @@ def precedence(info: FieldInfo) -> None:
             )
             for order in ([low, high], [high, low]):
                 problems = Problems()
-                decoded, said = decode_all(order, problems)
+                decoded, notes = decode_all(order, problems)
                 winners, shadowed = merge_entries(decoded, problems)
                 problems.settle()
-                assert not said
+                assert not notes
                 assert winners[info.path].value == (
                     values[1] if len(values) > 1 else values[0]
                 )

@@ -19,7 +19,7 @@ SAMPLES: Final = sorted(
     path.read_text("utf-8")
     for path in (Path(__file__).parent / "accelerate").glob("*.yaml")
 )
-OURS: Final = (
+HASTEN_FILE: Final = (
     "schema: 1\nmixed_precision: bf16\nlaunch: {num_processes: 2, gpu_ids: [0, 1]}\n"
     "fsdp:\n  cpu_offload: true\n  transformer_cls_names_to_wrap: A,B\nprocess_group:\n  timeout: 30m\n"
 )
@@ -29,14 +29,18 @@ BITS: Final = ("-1", "1e999", ".nan", "[", "]", "{", "}", ":", "\n", "\t", "'", 
 def mutated(text: str, rng: random.Random) -> str:
     """Return a text with a few cuts, swaps and insertions."""
     for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(text) + 1)
+        position = rng.randrange(len(text) + 1)
         match rng.randrange(4):
             case 0:
-                text = text[:at] + text[at + rng.randint(1, 9) :]
+                text = text[:position] + text[position + rng.randint(1, 9) :]
             case 1:
-                text = text[:at] + rng.choice(BITS) + text[at:]
+                text = text[:position] + rng.choice(BITS) + text[position:]
             case 2:
-                text = text[:at] + rng.choice(string.printable) + text[at + 1 :]
+                text = (
+                    text[:position]
+                    + rng.choice(string.printable)
+                    + text[position + 1 :]
+                )
             case _:
                 lines = text.splitlines(keepends=True)
                 rng.shuffle(lines)
@@ -48,7 +52,7 @@ def test_mutated_files_end_in_settings_or_an_error() -> None:
     rng = random.Random(0)
     fine = 0
     for round_ in range(1500):
-        text = mutated(rng.choice([*SAMPLES, OURS]), rng)
+        text = mutated(rng.choice([*SAMPLES, HASTEN_FILE]), rng)
         try:
             file = files.read_text(text, Path("c.yaml"))
             resolve(file=file.entries, notes=file.notes)
@@ -80,7 +84,7 @@ def test_mutated_values_of_every_flag_and_variable() -> None:
 
 def test_mutated_handoffs() -> None:
     rng = random.Random(2)
-    file = files.read_text(OURS, Path("c.yaml"))
+    file = files.read_text(HASTEN_FILE, Path("c.yaml"))
     packed = handoff.pack_settings(resolve(file=file.entries).entries)
     for _ in range(500):
         try:

@@ -72,8 +72,8 @@ def test_a_name_of_files_names_its_spelling_in_code(name: str) -> None:
         match=rf"Accelerator\({name}=.*is not an argument.*; write ",
     ) as caught:
         Accelerator(**cast(Any, {name: {}}))
-    if found := re.search(r"write (\w+)=", str(caught.value)):
-        assert found[1] in KEYWORDS
+    if suggestion := re.search(r"write (\w+)=", str(caught.value)):
+        assert suggestion[1] in KEYWORDS
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_spellings_in_code(name: str, spelling: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "found"),
+    ("value", "policies"),
     [
         ("off", ("off", "off", "off")),
         ("report", ("report", "report", "report")),
@@ -101,10 +101,10 @@ def test_spellings_in_code(name: str, spelling: str) -> None:
     ],
 )
 def test_trust_is_a_word_a_mapping_or_its_class(
-    value: Any, found: tuple[str, str, str]
+    value: Any, policies: tuple[str, str, str]
 ) -> None:
     trust = resolve(code={"trust": value}).config.trust
-    assert (trust.stall, trust.divergence, trust.numbers) == found
+    assert (trust.stall, trust.divergence, trust.numbers) == policies
 
 
 def test_a_word_that_one_check_does_not_know_is_refused() -> None:

@@ -53,14 +53,14 @@ def nested(draw: random.Random, name: str, value: Any) -> dict[str, Any]:
     """The named value somewhere in a random tree of mappings, lists, tuples, dataclasses and namespaces."""
 
     @dataclass
-    class Held:
+    class UserConfig:
         lr: float = 0.1
-        held: dict[str, Any] = field(default_factory=dict)
+        nested_settings: dict[str, Any] = field(default_factory=dict)
 
     tree: Any = {name: value}
     for _ in range(draw.randrange(4)):
         tree = draw.choice(
-            (lambda t: {"inner": t}, lambda t: {"list": [1, t]}, lambda t: {"tuple": (t, None)}, lambda t: {"data": Held(held=t)})
+            (lambda t: {"inner": t}, lambda t: {"list": [1, t]}, lambda t: {"tuple": (t, None)}, lambda t: {"data": UserConfig(nested_settings=t)})
         )(tree)  # fmt: skip
     return {"lr": 0.1, **tree}
 
@@ -153,7 +153,7 @@ def test_no_setting_is_named_like_a_secret() -> None:
 
 def test_long_texts_take_no_long_time() -> None:
     """Each was quadratic once: seconds to minutes."""
-    began = time.process_time()
+    start_s = time.process_time()
     for piece in (
         "a",
         "key",
@@ -168,4 +168,4 @@ def test_long_texts_take_no_long_time() -> None:
         "-----BEGIN PRIVATE KEY-----",
     ):
         masked(piece * (20_000 // len(piece)))
-    assert time.process_time() - began < 10
+    assert time.process_time() - start_s < 10

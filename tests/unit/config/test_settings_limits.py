@@ -97,7 +97,7 @@ def test_the_command_says_it_in_one_line(
 ) -> None:
     (tmp_path / "script.py").write_text("")
     code = main(["launch", "--config_file=/dev/zero", str(tmp_path / "script.py")])
-    said = capsys.readouterr().err
+    error_output = capsys.readouterr().err
     assert code == 2
-    assert said.count("\n") == 1
-    assert "/dev/zero is no regular file" in said
+    assert error_output.count("\n") == 1
+    assert "/dev/zero is no regular file" in error_output

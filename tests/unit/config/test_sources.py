@@ -249,7 +249,7 @@ def test_established_variables_are_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "near"),
+    ("name", "advice"),
     [
         ("HASTEN_STALL", "did you mean HASTEN_TRUST_STALL?"),
         ("HASTEN_STALL_AFTER_S", "did you mean HASTEN_TRUST_STALL_AFTER_S?"),
@@ -259,14 +259,14 @@ def test_established_variables_are_settings() -> None:
     ],
 )
 def test_an_unknown_variable_is_reported_with_the_nearest_one(
-    name: str, near: str
+    name: str, advice: str
 ) -> None:
-    with pytest.warns(HastenWarning) as seen:
+    with pytest.warns(HastenWarning) as caught_warnings:
         resolve(env={name: "off"})
     assert [
-        str(one.message).startswith(f"environment {name}: ")
-        and near in str(one.message)
-        for one in seen
+        str(warning.message).startswith(f"environment {name}: ")
+        and advice in str(warning.message)
+        for warning in caught_warnings
     ] == [True]
     resolve(env={name: "off", "HASTEN_CONFIG": "{}"})  # the launcher has reported it
     resolve(env={name: " "})
@@ -274,9 +274,9 @@ def test_an_unknown_variable_is_reported_with_the_nearest_one(
 
 def test_every_variable_in_the_source_is_known() -> None:
     written = {
-        found
+        variable
         for path in Path(hasten.__file__).parent.rglob("*.py")
-        for found in re.findall(r'"(HASTEN_[A-Z_]*[A-Z])"', path.read_text("utf-8"))
+        for variable in re.findall(r'"(HASTEN_[A-Z_]*[A-Z])"', path.read_text("utf-8"))
     }
     assert written <= {*BY_VARIABLE, *OTHER_VARIABLES}
     assert written >= OTHER_VARIABLES
@@ -311,10 +311,10 @@ def test_places_of_files(tmp_path: Path) -> None:
     )
     env = {"HASTEN_HOME": str(tmp_path / "ours"), "HF_HOME": str(tmp_path / "hf")}
     assert files.find(env) is None
-    theirs = files.accelerate_paths(env)[0]
-    theirs.parent.mkdir(parents=True)
-    theirs.write_text("use_cpu: true\n")
-    assert files.find(env) == theirs
+    accelerate_path = files.accelerate_paths(env)[0]
+    accelerate_path.parent.mkdir(parents=True)
+    accelerate_path.write_text("use_cpu: true\n")
+    assert files.find(env) == accelerate_path
     assert files.write(Config(cpu=True), files.default_path(env)) == files.find(env)
 
 
@@ -423,7 +423,7 @@ def test_objects_do_not_travel() -> None:
 
 # --- FSDP1 -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("given", "reshard", "hybrid"),
+    ("strategy", "reshard", "hybrid"),
     [
         ("FULL_SHARD", True, False),
         (1, True, False),
@@ -434,16 +434,16 @@ def test_objects_do_not_travel() -> None:
         (5, False, True),
     ],
 )
-def test_sharding_strategies(given: object, reshard: bool, hybrid: bool) -> None:
-    plugin, said = fsdp_from_fsdp1({"fsdp_sharding_strategy": given})
+def test_sharding_strategies(strategy: object, reshard: bool, hybrid: bool) -> None:
+    plugin, notes = fsdp_from_fsdp1({"fsdp_sharding_strategy": strategy})
     assert plugin == FullyShardedDataParallelPlugin(
         reshard_after_forward=reshard, hybrid_shard=hybrid
     )
-    assert len(said) == 1
+    assert len(notes) == 1
 
 
 def test_fsdp1_options_in_full() -> None:
-    plugin, said = fsdp_from_fsdp1(
+    plugin, notes = fsdp_from_fsdp1(
         {
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_transformer_layer_cls_to_wrap": "Block",
@@ -465,7 +465,7 @@ def test_fsdp1_options_in_full() -> None:
         forward_prefetch_depth=1,
         reshard_after_forward=False,
     )
-    assert said == [
+    assert notes == [
         "fsdp_backward_prefetch_policy has no meaning any more: FSDP2 always gathers the next block during backward",
         "fsdp_forward_prefetch is FSDP2's forward_prefetch_depth: 1",
         "fsdp_state_dict_type LOCAL_STATE_DICT is SHARDED_STATE_DICT: shards load on any number of processes",
