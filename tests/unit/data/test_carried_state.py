@@ -84,8 +84,8 @@ class WithState(Counting):
         return iter(random.Random(next(self.hidden)).sample(range(SIZE), SIZE))
 
     def state_dict(self) -> dict[str, Any]:
-        at = self.hidden.__reduce__()[2]
-        return {"at": at, "as": (1, torch.tensor([at]))}
+        position = self.hidden.__reduce__()[2]
+        return {"at": position, "as": (1, torch.tensor([position]))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state["as"] == (1, torch.tensor([state["at"]]))
@@ -119,8 +119,8 @@ def test_a_resume_in_any_epoch_draws_what_the_run_would_have_drawn(kind: str) ->
     def build() -> Any:
         return prepared(DataLoader(range(SIZE), batch_size=2, sampler=KINDS[kind]()))  # type: ignore[arg-type]
 
-    whole = build()
-    epochs = [seen(whole) for _ in range(4)]
+    uninterrupted = build()
+    epochs = [seen(uninterrupted) for _ in range(4)]
     assert len({str(epoch) for epoch in epochs}) == 4, "every epoch has another order"
     for epoch in range(3):
         for stop in (0, 1, 4, 7):

@@ -34,7 +34,7 @@ def base(size: int = 24, shards: int = 3) -> datasets.IterableDataset:
     )
 
 
-def other() -> datasets.IterableDataset:
+def shifted_base() -> datasets.IterableDataset:
     return base(12, 2).map(lambda row: {"x": row["x"] + 100})
 
 
@@ -58,16 +58,16 @@ PIPELINES: dict[str, Callable[[], Any]] = {  # Any: streams of `datasets`
     "skip and take": lambda: base().skip(2).take(18),
     "batch": lambda: base().batch(3),
     "repeat": lambda: base().repeat(2),
-    "interleave": lambda: datasets.interleave_datasets([base(), other()]),
+    "interleave": lambda: datasets.interleave_datasets([base(), shifted_base()]),
     "interleave at random": lambda: datasets.interleave_datasets(
-        [base(), other()], probabilities=[0.5, 0.5], seed=3
+        [base(), shifted_base()], probabilities=[0.5, 0.5], seed=3
     ),
     "interleave shuffled": lambda: datasets.interleave_datasets(
-        [base().shuffle(seed=3, buffer_size=6), other()]
+        [base().shuffle(seed=3, buffer_size=6), shifted_base()]
     ),
-    "concatenate": lambda: datasets.concatenate_datasets([base(), other()]),
+    "concatenate": lambda: datasets.concatenate_datasets([base(), shifted_base()]),
     "concatenate shuffled": lambda: datasets.concatenate_datasets(
-        [other(), base().shuffle(seed=2, buffer_size=4)]
+        [shifted_base(), base().shuffle(seed=2, buffer_size=4)]
     ),
     "torch format": lambda: base().with_format("torch"),
 }
@@ -76,16 +76,16 @@ PIPELINES: dict[str, Callable[[], Any]] = {  # Any: streams of `datasets`
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_state_that_loses_samples_is_known_beforehand(name: str) -> None:
     build = PIPELINES[name]
-    whole = [str(row) for row in build()]
+    all_rows = [str(row) for row in build()]
     exact = True
-    for stop in range(1, len(whole), 2):
+    for stop in range(1, len(all_rows), 2):
         stream = build()
         elements = iter(stream)
         for _ in range(stop):
             next(elements)
         resumed = build()
         resumed.load_state_dict(stream.state_dict())
-        exact = exact and [str(row) for row in resumed] == whole[stop:]
+        exact = exact and [str(row) for row in resumed] == all_rows[stop:]
     assert state_loses_samples(build()) is not exact
     assert is_hub_stream(build())
 

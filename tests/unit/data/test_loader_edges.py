@@ -79,13 +79,13 @@ def test_an_error_of_the_dataset_keeps_its_type_and_names_rank_batch_and_index()
         )
         with pytest.raises(LookupError) as caught:
             seen(loader)
-        told = "\n".join([str(caught.value), *caught.value.__notes__])
-        assert "cannot read this one" in told
-        assert "rank 1, epoch 0, batch 1 after position 0" in told
-        assert "[6, 7]" in told
+        error_text = "\n".join([str(caught.value), *caught.value.__notes__])
+        assert "cannot read this one" in error_text
+        assert "rank 1, epoch 0, batch 1 after position 0" in error_text
+        assert "[6, 7]" in error_text
         if num_workers:
-            assert "raised by the dataset at index 7" in told
-            assert "Traceback" in told  # the worker's own
+            assert "raised by the dataset at index 7" in error_text
+            assert "Traceback" in error_text  # the worker's own
 
 
 def test_an_error_of_a_stream_names_the_rank_and_the_batch() -> None:

@@ -20,7 +20,7 @@ from tests.support.loaders import CountingStream, global_order, prepared, seen
 class Squares(Dataset[int]):
     def __init__(self, size: int = 20) -> None:
         self.size = size
-        self.told: list[int] = []
+        self.received: list[int] = []
 
     def __len__(self) -> int:
         return self.size
@@ -29,7 +29,7 @@ class Squares(Dataset[int]):
         return index * index
 
     def set_epoch(self, epoch: int) -> None:
-        self.told.append(epoch)
+        self.received.append(epoch)
 
 
 def collate_list(samples: list[int]) -> list[int]:
@@ -37,11 +37,11 @@ def collate_list(samples: list[int]) -> list[int]:
 
 
 def init_worker(worker: int) -> None:
-    get_worker_info().dataset.told.append(worker)  # type: ignore[union-attr] # inside a worker there is one
+    get_worker_info().dataset.received.append(worker)  # type: ignore[union-attr] # inside a worker there is one
 
 
 def test_every_setting_survives() -> None:
-    given: dict[str, Any] = {
+    loader_options: dict[str, Any] = {
         "num_workers": 2,
         "collate_fn": collate_list,
         "pin_memory": True,
@@ -53,12 +53,14 @@ def test_every_setting_survives() -> None:
         "persistent_workers": True,
         "pin_memory_device": "",
     }
-    user = DataLoader(Squares(), batch_size=3, shuffle=True, drop_last=True, **given)
+    user = DataLoader(
+        Squares(), batch_size=3, shuffle=True, drop_last=True, **loader_options
+    )
     loader = prepared(user, 1, 2)
     assert isinstance(loader, Loader)
     assert isinstance(loader, DataLoader)
     for engine in (loader, loader.parts.source.engine):
-        for name, value in given.items():
+        for name, value in loader_options.items():
             if name == "collate_fn" or engine is loader:
                 assert getattr(engine, name) == getattr(user, name), (name, value)
     assert loader.dataset is user.dataset
@@ -114,26 +116,30 @@ def test_each_pass_takes_the_next_epoch_and_set_epoch_is_forwarded() -> None:
     loader = prepared(DataLoader(data, batch_size=4, shuffle=True))
     first, second = seen(loader), seen(loader)
     assert first != second
-    assert data.told == [0, 1]
+    assert data.received == [0, 1]
     assert loader.epoch == 2
     loader.set_epoch(1)
     assert seen(loader) == second
     seen(loader, limit=1)  # abandoned: the next pass is another epoch
     assert loader.epoch == 2
     seen(loader)
-    assert data.told == [0, 1, 1, 2, 3]
+    assert data.received == [0, 1, 1, 2, 3]
 
 
 def test_shuffling_leaves_the_global_random_states_alone() -> None:
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
-    before = (torch.get_rng_state(), random.getstate(), str(np.random.get_state()))
+    initial_states = (
+        torch.get_rng_state(),
+        random.getstate(),
+        str(np.random.get_state()),
+    )
     loader = prepared(DataLoader(Squares(), batch_size=3, shuffle=True, num_workers=2))
     seen(loader)
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1] == random.getstate()
-    assert before[2] == str(np.random.get_state())
+    assert torch.equal(initial_states[0], torch.get_rng_state())
+    assert initial_states[1] == random.getstate()
+    assert initial_states[2] == str(np.random.get_state())
 
 
 def test_the_seed_comes_from_data_seed_then_the_generator_then_the_run() -> None:
@@ -141,12 +147,14 @@ def test_the_seed_comes_from_data_seed_then_the_generator_then_the_run() -> None
         user = DataLoader(Squares(30), batch_size=5, shuffle=True, generator=generator)
         return global_order([seen(prepared(user, **settings))])
 
-    mine = torch.Generator().manual_seed(99)
+    user_generator = torch.Generator().manual_seed(99)
     assert order(seed=1) != order(seed=2)
     assert (
-        order(seed=1, generator=mine) == order(seed=2, generator=mine) == order(seed=99)
+        order(seed=1, generator=user_generator)
+        == order(seed=2, generator=user_generator)
+        == order(seed=99)
     )
-    assert order(seed=1, generator=mine, data_seed=4) == order(seed=4)
+    assert order(seed=1, generator=user_generator, data_seed=4) == order(seed=4)
 
 
 def active(clock: StepClock) -> object:
@@ -185,12 +193,12 @@ def test_nested_and_abandoned_loaders_leave_the_clock_right() -> None:
     with pytest.raises(KeyError, match="stop"):
         failing()
     assert active(clock) is None
-    kept = iter(outer)
-    next(kept)
+    outer_batches = iter(outer)
+    next(outer_batches)
     assert active(clock) is outer.cursor
     seen(inner)
     assert active(clock) is outer.cursor
-    del kept
+    del outer_batches
     assert active(clock) is None
 
 
@@ -278,15 +286,17 @@ def test_two_passes_at_once_are_two_epochs() -> None:
         second.set_epoch(1)
         expected.append(seen(second))
         loader = prepared(user)
-        first, other = iter(loader), iter(loader)
-        pairs = [(next(first).tolist(), next(other).tolist()) for _ in range(4)]
+        earlier_pass, later_pass = iter(loader), iter(loader)
+        pairs = [
+            (next(earlier_pass).tolist(), next(later_pass).tolist()) for _ in range(4)
+        ]
         assert pairs == [(a.values, b.values) for a, b in zip(*expected, strict=True)]
-        assert next(first, None) is None
+        assert next(earlier_pass, None) is None
         assert (loader.state_dict()["epoch"], loader.state_dict()["consumed"]) == (
             1,
             12,
         )
-        assert next(other, None) is None
+        assert next(later_pass, None) is None
         assert loader.epoch == 2
 
 

@@ -135,8 +135,8 @@ def test_torchs_random_samplers_draw_alike_on_every_rank(world: int) -> None:
         order = global_order(shares)
         assert len(order) == size
         assert order == global_order(shares_of(build, 1))
-        again = global_order(shares_of(build, world, epochs=2))
-        assert order != again
+        second_order = global_order(shares_of(build, world, epochs=2))
+        assert order != second_order
     assert (
         sum(
             value >= 20 for value in global_order(shares_of(lambda: _weighted(), world))
@@ -257,12 +257,12 @@ def test_split_batches_read_the_same_global_batches_on_any_world() -> None:
     def build() -> DataLoader[Any]:
         return DataLoader(DATA, batch_size=4, shuffle=True)  # type: ignore[arg-type]
 
-    alone = shares_of(build, 1, split_batches=True)
+    one_rank_shares = shares_of(build, 1, split_batches=True)
     for world in (2, 4):
         shares = shares_of(build, world, split_batches=True)
         check_even(shares)
-        assert global_order(shares) == global_order(alone)
-        assert len(shares[0]) == len(alone[0])
+        assert global_order(shares) == global_order(one_rank_shares)
+        assert len(shares[0]) == len(one_rank_shares[0])
         assert prepared(build(), 0, world, split_batches=True).batch_size == 4 // world
 
 
@@ -302,10 +302,10 @@ def test_an_endless_sampler_without_length() -> None:
     assert not any(row.last for share in shares for row in share)
     resumed = prepared(build(), 1, 2)
     resumed.load_state_dict(loaders[1].state_dict())
-    assert seen(resumed, limit=5) == _after(build, 40, 5)
+    assert seen(resumed, limit=5) == batches_after(build, 40, 5)
 
 
-def _after(build: Build, skipped: int, count: int) -> list[SeenBatches]:
+def batches_after(build: Build, skipped: int, count: int) -> list[SeenBatches]:
     return seen(prepared(build(), 1, 2), limit=skipped + count)[skipped:]
 
 
@@ -331,8 +331,8 @@ def test_hub_datasets_map_style() -> None:
 
 
 def rows_of(shard: list[list[int]]) -> Iterator[dict[str, int]]:
-    for part in shard:
-        for value in part:
+    for shard_values in shard:
+        for value in shard_values:
             yield {"x": value}
 
 
@@ -343,12 +343,14 @@ def test_hub_streams_use_their_shards_when_there_are_enough(
 ) -> None:
     if num_workers > num_shards // 2:
         pytest.skip("datasets warns about idle workers")
-    parts = [[shard * 100 + value for value in range(6)] for shard in range(num_shards)]
+    values_by_shard = [
+        [shard * 100 + value for value in range(6)] for shard in range(num_shards)
+    ]
     stream = datasets.IterableDataset.from_generator(
-        rows_of, gen_kwargs={"shard": parts}
+        rows_of, gen_kwargs={"shard": values_by_shard}
     )
     assert stream.num_shards == num_shards
-    got: list[int] = []
+    read_values: list[int] = []
     for rank in range(2):
         loader = prepared(
             DataLoader(stream, batch_size=2, num_workers=num_workers, collate_fn=xs_of),
@@ -356,28 +358,30 @@ def test_hub_streams_use_their_shards_when_there_are_enough(
             2,
         )
         share = seen(loader)
-        mine = [value for row in share for value in row.values[: row.real]]
+        rank_values = [value for row in share for value in row.values[: row.real]]
         if num_shards >= 2:
-            assert len({value // 100 for value in mine}) in (
+            assert len({value // 100 for value in rank_values}) in (
                 num_shards // 2,
                 -(-num_shards // 2),
             )
-        got += mine
-    assert sorted(got) == sorted(value for part in parts for value in part)
+        read_values += rank_values
+    assert sorted(read_values) == sorted(
+        value for shard_values in values_by_shard for value in shard_values
+    )
 
 
 def xs_of(samples: list[dict[str, int]]) -> list[int]:
     return [sample["x"] for sample in samples]
 
 
-class Asked(IterableDataset[int]):
+class SelfShardingStream(IterableDataset[int]):
     """A stream that gives the part it is asked for."""
 
     def __init__(self, values: list[int]) -> None:
         self.values = values
 
-    def shard(self, num_shards: int, index: int) -> Asked:
-        return Asked(self.values[index::num_shards])
+    def shard(self, num_shards: int, index: int) -> SelfShardingStream:
+        return SelfShardingStream(self.values[index::num_shards])
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.values)
@@ -389,16 +393,16 @@ def test_streams_that_can_shard_themselves_are_asked_per_rank_and_worker(
 ) -> None:
     shares = shares_of(
         lambda: DataLoader(
-            Asked(list(range(24))), batch_size=3, num_workers=num_workers
+            SelfShardingStream(list(range(24))), batch_size=3, num_workers=num_workers
         ),
         2,
     )
     assert sorted(global_order(shares)) == list(range(24))
-    parts = 2 * max(num_workers, 1)
+    num_shards = 2 * max(num_workers, 1)
     for rank, share in enumerate(shares):
         for row in share:
-            (part,) = {value % parts for value in row.values}
-            assert part // max(num_workers, 1) == rank
+            (shard_index,) = {value % num_shards for value in row.values}
+            assert shard_index // max(num_workers, 1) == rank
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

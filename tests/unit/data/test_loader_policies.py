@@ -79,7 +79,8 @@ def test_a_full_plan_gives_whole_shares_and_every_unit_once() -> None:
             tail = plan.tail(size)
             order += [] if tail is None else range(tail.first, tail.first + tail.real)
             assert tail is None or last == [
-                place % size for place in range(tail.first, tail.first + tail.rows)
+                position % size
+                for position in range(tail.first, tail.first + tail.rows)
             ]
         assert order == list(range(size - size % (batch * world), size))
 
@@ -108,7 +109,9 @@ def test_full_padding_gives_every_rank_whole_batches(
         ]
         if build is not stream:  # ranks of a stream keep its first elements only
             epoch = global_order(shares)
-            assert padding == [epoch[place % size] for place in range(len(padding))]
+            assert padding == [
+                epoch[position % size] for position in range(len(padding))
+            ]
 
 
 @pytest.mark.parametrize("build", [plain, bucketed, stream])

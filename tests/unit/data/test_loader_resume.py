@@ -36,15 +36,15 @@ def shuffled(num_workers: int = 0, batch: int = 2) -> DataLoader[Any]:
 
 
 def crash(
-    build: Build, world: int, after: int, epoch: int = 1, **settings: Any
+    build: Build, world: int, num_batches: int, epoch: int = 1, **settings: Any
 ) -> list[dict[str, Any]]:
-    """Each rank's state when the run stops with `after` batches of `epoch` done; what a file would hold."""
+    """Each rank's state when the run stops with `num_batches` batches of `epoch` done; what a file would hold."""
     states = []
     for rank in range(world):
         loader = prepared(build(), rank, world, **settings)
         loader.set_epoch(epoch)
-        if after:
-            seen(loader, limit=after)
+        if num_batches:
+            seen(loader, limit=num_batches)
         states.append(json.loads(json.dumps(loader.state_dict())))
     return states
 
@@ -62,9 +62,9 @@ def resumed(
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "num_workers"),
+    ("saving_world", "resuming_world", "num_workers"),
     [
-        *((before, after, 0) for before, after in WORLDS),
+        *((saving_world, resuming_world, 0) for saving_world, resuming_world in WORLDS),
         (2, 2, 2),
         *(
             pytest.param(*worlds, 2, marks=pytest.mark.exhaustive)
@@ -74,34 +74,36 @@ def resumed(
     ],
 )
 def test_a_crash_after_every_batch_loses_and_repeats_nothing(
-    before: int, after: int, num_workers: int
+    saving_world: int, resuming_world: int, num_workers: int
 ) -> None:
     def build() -> DataLoader[Any]:
         return shuffled(num_workers)
 
-    whole = [prepared(shuffled(), rank, before) for rank in range(before)]
-    for loader in whole:
+    reference_loaders = [
+        prepared(shuffled(), rank, saving_world) for rank in range(saving_world)
+    ]
+    for loader in reference_loaders:
         loader.set_epoch(1)
-    uninterrupted = [seen(loader) for loader in whole]
+    uninterrupted = [seen(loader) for loader in reference_loaders]
     order = global_order(uninterrupted)
     assert sorted(order) == DATA
     for stop in range(1, len(uninterrupted[0]) + 1):
-        states = crash(lambda: shuffled(), before, stop)
-        loaders = resumed(build, after, states)
-        rest = [seen(loader) for loader in loaders]
-        assert global_order(rest) == order[stop * before * 2 :]
-        if before == after:
-            assert rest == [share[stop:] for share in uninterrupted]
+        states = crash(lambda: shuffled(), saving_world, stop)
+        loaders = resumed(build, resuming_world, states)
+        remaining_shares = [seen(loader) for loader in loaders]
+        assert global_order(remaining_shares) == order[stop * saving_world * 2 :]
+        if saving_world == resuming_world:
+            assert remaining_shares == [share[stop:] for share in uninterrupted]
         assert all(loader.epoch == 2 for loader in loaders)
     if num_workers == 0:  # and the epoch after is the same, too
-        following = [seen(loader) for loader in whole]
+        following = [seen(loader) for loader in reference_loaders]
         assert global_order([seen(loader) for loader in loaders]) == global_order(
             following
         )
 
 
 def test_the_same_global_batch_on_another_world_gives_the_same_steps() -> None:
-    alone = seen(prepared(shuffled(batch=4)))
+    one_rank_batches = seen(prepared(shuffled(batch=4)))
     for stop in range(6):
         states = crash(lambda: shuffled(batch=4), 1, stop, epoch=0)
         for world, batch, split in ((2, 2, False), (4, 1, False), (2, 4, True)):
@@ -116,7 +118,7 @@ def test_the_same_global_batch_on_another_world_gives_the_same_steps() -> None:
                 global_order([[share[step]] for share in shares])
                 for step in range(len(shares[0]))
             ]
-            assert steps == [row.values for row in alone[stop:]]
+            assert steps == [row.values for row in one_rank_batches[stop:]]
 
 
 class Halves(Sampler[list[int]]):
@@ -138,11 +140,11 @@ def test_samplers_of_the_user_resume_in_the_order_they_drew(world: int) -> None:
         return DataLoader(DATA, batch_sampler=Halves())  # type: ignore[arg-type]
 
     for build in (weighted, batches):
-        whole = [seen(prepared(build(), rank, world)) for rank in range(world)]
-        for stop in range(len(whole[0]) + 1):
+        full_shares = [seen(prepared(build(), rank, world)) for rank in range(world)]
+        for stop in range(len(full_shares[0]) + 1):
             loaders = resumed(build, world, crash(build, world, stop, epoch=0))
             assert [seen(loader) for loader in loaders] == [
-                share[stop:] for share in whole
+                share[stop:] for share in full_shares
             ]
 
 
@@ -166,10 +168,10 @@ def test_a_generator_of_the_user_is_wound_back_with_the_position() -> None:
         if number == 1:
             state = json.loads(json.dumps(loader.state_dict()))
     assert state is not None
-    again = prepared(build(), use_seedable_sampler=False)
-    again.load_state_dict(state)
-    assert seen(again) == second[2:]
-    assert seen(again) == third
+    resumed_loader = prepared(build(), use_seedable_sampler=False)
+    resumed_loader.load_state_dict(state)
+    assert seen(resumed_loader) == second[2:]
+    assert seen(resumed_loader) == third
 
 
 class Augmented(Dataset[float]):
@@ -190,10 +192,10 @@ def test_augmentation_in_workers_is_the_same_after_a_resume() -> None:
         return DataLoader(Augmented(), batch_size=2, shuffle=True, num_workers=2)
 
     for world in (1, 2):
-        whole = seen(prepared(build(), world - 1, world))
-        assert len({value for row in whole for value in row.values}) == 12 // world
+        full_share = seen(prepared(build(), world - 1, world))
+        assert len({value for row in full_share for value in row.values}) == 12 // world
         states = crash(build, world, 2, epoch=0)
-        assert seen(resumed(build, world, states)[-1]) == whole[2:]
+        assert seen(resumed(build, world, states)[-1]) == full_share[2:]
 
 
 @pytest.mark.parametrize(
@@ -208,27 +210,33 @@ def test_streams_resume_after_every_batch(num_workers: int) -> None:
         )
 
     for world in (1, 2) if not num_workers else (2,):
-        whole = [seen(prepared(build(), rank, world)) for rank in range(world)]
-        for stop in range(len(whole[0]) + 1):
+        full_shares = [seen(prepared(build(), rank, world)) for rank in range(world)]
+        for stop in range(len(full_shares[0]) + 1):
             loaders = resumed(build, world, crash(build, world, stop, epoch=0))
             assert [seen(loader) for loader in loaders] == [
-                share[stop:] for share in whole
+                share[stop:] for share in full_shares
             ]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 2), (2, 1)])
-def test_streams_resume_on_another_world(before: int, after: int) -> None:
+@pytest.mark.parametrize(
+    ("saving_world", "resuming_world"), [(1, 2), (2, 4), (4, 2), (2, 1)]
+)
+def test_streams_resume_on_another_world(
+    saving_world: int, resuming_world: int
+) -> None:
     def build() -> DataLoader[Any]:
         return DataLoader(CountingStream(23), batch_size=2)
 
     order = global_order(
-        [seen(prepared(build(), rank, before)) for rank in range(before)]
+        [seen(prepared(build(), rank, saving_world)) for rank in range(saving_world)]
     )
-    for stop in range(1, 23 // (2 * before) + 1):
-        loaders = resumed(build, after, crash(build, before, stop, epoch=0))
+    for stop in range(1, 23 // (2 * saving_world) + 1):
+        loaders = resumed(
+            build, resuming_world, crash(build, saving_world, stop, epoch=0)
+        )
         assert (
             global_order([seen(loader) for loader in loaders])
-            == order[stop * before * 2 :]
+            == order[stop * saving_world * 2 :]
         )
 
 
@@ -244,21 +252,27 @@ def test_the_position_of_a_stream_belongs_to_its_workers_and_shards() -> None:
             resumed(lambda: DataLoader(CountingStream(23), batch_size=2), 1, states)[0]
         )
 
-    class Asked(IterableDataset[int]):
+    class SelfShardingStream(IterableDataset[int]):
         def shard(self, num_shards: int, index: int) -> Any:
             return iter(range(index, 23, num_shards))
 
         def __iter__(self) -> Iterator[int]:
             return iter(range(23))
 
-    states = crash(lambda: DataLoader(Asked(), batch_size=2), 2, 2, epoch=0)
+    states = crash(
+        lambda: DataLoader(SelfShardingStream(), batch_size=2), 2, 2, epoch=0
+    )
     with pytest.raises(DataError, match="Resume on 2 data-parallel processes"):
-        seen(resumed(lambda: DataLoader(Asked(), batch_size=2), 4, states)[0])
+        seen(
+            resumed(lambda: DataLoader(SelfShardingStream(), batch_size=2), 4, states)[
+                0
+            ]
+        )
 
 
 def rows_of(shard: list[list[int]]) -> Iterator[dict[str, int]]:
-    for part in shard:
-        for value in part:
+    for shard_values in shard:
+        for value in shard_values:
             yield {"x": value}
 
 
@@ -268,26 +282,30 @@ def xs_of(samples: list[dict[str, int]]) -> list[int]:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_hub_streams_resume_by_their_own_state(num_workers: int) -> None:
-    parts = [[shard * 100 + value for value in range(7)] for shard in range(4)]
+    values_by_shard = [
+        [shard * 100 + value for value in range(7)] for shard in range(4)
+    ]
 
     def build() -> DataLoader[Any]:
         stream = datasets.IterableDataset.from_generator(
-            rows_of, gen_kwargs={"shard": parts}
+            rows_of, gen_kwargs={"shard": values_by_shard}
         )
         return DataLoader(
             stream, batch_size=2, collate_fn=xs_of, num_workers=num_workers
         )
 
     for world in (1, 2) if not num_workers else (2,):
-        whole = [seen(prepared(build(), rank, world)) for rank in range(world)]
+        full_shares = [seen(prepared(build(), rank, world)) for rank in range(world)]
         for stop in (
-            (3, len(whole[0]) - 1) if num_workers else range(1, len(whole[0]) + 1)
+            (3, len(full_shares[0]) - 1)
+            if num_workers
+            else range(1, len(full_shares[0]) + 1)
         ):
             states = crash(build, world, stop, epoch=0)
             assert "states" in states[0]["stream"]
             loaders = resumed(build, world, states)
             assert [seen(loader) for loader in loaders] == [
-                share[stop:] for share in whole
+                share[stop:] for share in full_shares
             ], (world, stop)
 
 
@@ -301,11 +319,11 @@ def test_workers_that_live_on_see_a_loaded_position() -> None:
         )
 
     loader = prepared(build(True))
-    whole = seen(loader)
+    full_share = seen(loader)
     state = crash(lambda: build(False), 1, 3, epoch=0)[0]
     loader.load_state_dict(state)
-    assert seen(loader) == whole[3:]
-    assert seen(loader) == whole
+    assert seen(loader) == full_share[3:]
+    assert seen(loader) == full_share
 
 
 def test_state_is_where_the_loop_stands() -> None:
@@ -337,9 +355,9 @@ def test_a_state_saved_on_the_last_batch_ends_that_epoch_and_goes_on() -> None:
     loader = prepared(shuffled())
     first, second = seen(loader), seen(loader)
     (state,) = crash(lambda: shuffled(), 1, len(first), epoch=0)
-    (again,) = resumed(lambda: shuffled(), 1, [state])
-    assert seen(again) == []
-    assert seen(again) == second
+    (resumed_loader,) = resumed(lambda: shuffled(), 1, [state])
+    assert seen(resumed_loader) == []
+    assert seen(resumed_loader) == second
 
 
 def test_set_epoch_keeps_a_position_of_that_epoch_only() -> None:
@@ -373,18 +391,18 @@ def test_states_of_other_data_are_refused() -> None:
 def test_skipping_counts_from_the_beginning_of_the_epoch() -> None:
     for world in (1, 2):
         loader = prepared(shuffled(), 0, world)
-        whole = seen(prepared(shuffled(), 0, world))
+        full_share = seen(prepared(shuffled(), 0, world))
         for count in (0, 1, 4, 50):
             loader.set_epoch(0)
             skipping = skip_first_batches(loader, count)
             assert isinstance(skipping, Loader)
-            assert len(skipping) == max(len(whole) - count, 0)
-            assert seen(skipping) == whole[count:]
+            assert len(skipping) == max(len(full_share) - count, 0)
+            assert seen(skipping) == full_share[count:]
             # the loader it came from goes on with the next epoch
             assert loader.epoch == 1
         (state,) = crash(lambda: shuffled(), 1, 3, epoch=0)
         loader.load_state_dict(state)
-        assert seen(skip_first_batches(loader, 4)) == whole[4:]  # type: ignore[arg-type]
+        assert seen(skip_first_batches(loader, 4)) == full_share[4:]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -392,10 +410,10 @@ def test_skipping_in_streams(num_workers: int) -> None:
     def build() -> DataLoader[Any]:
         return DataLoader(CountingStream(23), batch_size=2, num_workers=num_workers)
 
-    whole = seen(prepared(build(), 1, 2))
+    full_share = seen(prepared(build(), 1, 2))
     for count in (1, 2, 3):
         skipping = skip_first_batches(prepared(build(), 1, 2), count)
-        assert seen(skipping) == whole[count:]  # type: ignore[arg-type]
+        assert seen(skipping) == full_share[count:]  # type: ignore[arg-type]
 
 
 def test_skipping_in_plain_loaders_keeps_every_setting() -> None:
@@ -413,18 +431,18 @@ def test_skipping_in_plain_loaders_keeps_every_setting() -> None:
     ]
     for loader in plain:
         state = None if loader.generator is None else loader.generator.get_state()
-        whole = [
+        all_batches = [
             batch.tolist() if isinstance(batch, torch.Tensor) else batch
             for batch in loader
         ]
         if state is not None:
             loader.generator.set_state(state)
         skipping = skip_first_batches(loader, 2)
-        got = [
+        remaining_batches = [
             batch.tolist() if isinstance(batch, torch.Tensor) else batch
             for batch in skipping
         ]
-        assert got == whole[2:]
+        assert remaining_batches == all_batches[2:]
         for name in (
             "num_workers",
             "collate_fn",
@@ -436,7 +454,7 @@ def test_skipping_in_plain_loaders_keeps_every_setting() -> None:
         ):
             assert getattr(skipping, name) == getattr(loader, name)
         if not isinstance(loader.dataset, IterableDataset):
-            assert len(skipping) == len(whole) - 2
+            assert len(skipping) == len(all_batches) - 2
     with pytest.raises(ConfigError, match="forwards only"):
         skip_first_batches(plain[0], -1)
 

@@ -46,11 +46,11 @@ def check_law(size: int, everyone: list[LoaderPlan]) -> None:
     real = 0
     # full steps do not know the size: what holds at 25 holds in between
     if full and size % 25 == 0:
-        whole = np.concatenate(
+        full_steps = np.concatenate(
             [next(plan.assign(size, chunk_size=10_000))[:full] for plan in everyone],
             axis=1,
         )
-        assert np.array_equal(whole.ravel(), np.arange(full * plan.global_batch))
+        assert np.array_equal(full_steps.ravel(), np.arange(full * plan.global_batch))
     if left and not plan.drop_last:
         shares = [plan.tail(size) for plan in everyone]
         assert steps == [full + (share is not None) for share in shares]
@@ -67,7 +67,7 @@ def check_law(size: int, everyone: list[LoaderPlan]) -> None:
         assert real == left
         pads = order[left:]
         assert order[:left] == list(range(size - left, size))
-        assert pads == [place % size for place in range(size, size + len(pads))]
+        assert pads == [position % size for position in range(size, size + len(pads))]
         assert len(pads) < world
         assert not pads or plan.even
     else:
@@ -130,35 +130,39 @@ def test_whole_batches_are_dealt_round_and_padded_with_the_first_ones() -> None:
             ]
             assert dealt[:size] == list(range(size))
             assert dealt[size:] == (
-                [place % size for place in range(size, len(dealt))] if even else []
+                [position % size for position in range(size, len(dealt))]
+                if even
+                else []
             )
 
 
 def test_a_resumed_plan_reads_exactly_the_rest_on_any_world() -> None:
-    for size, batch, before, after in itertools.product(
+    for size, batch, saving_world, resuming_world in itertools.product(
         (0, 1, 7, 24, 53), (1, 3), (1, 2, 4), (1, 2, 3, 4)
     ):
-        first = plans(batch, before, split=False, drop_last=False, even=True)[0]
+        first = plans(batch, saving_world, split=False, drop_last=False, even=True)[0]
         for step in range(first.steps(size) + 1):
             start = min(step * first.global_batch, size)
-            everyone = plans(batch, after, split=False, drop_last=False, even=True)
-            rest = sorted(
+            everyone = plans(
+                batch, resuming_world, split=False, drop_last=False, even=True
+            )
+            remaining_units = sorted(
                 unit
                 for plan in everyone
                 for number, row in enumerate(read(plan, size, start))
                 for unit in row[: plan.share(size, number, start).real]
             )
-            assert rest == list(range(start, size))
+            assert remaining_units == list(range(start, size))
 
 
 def test_one_step_costs_the_same_at_any_world_size() -> None:
     def cost(world: int) -> float:
         plan = plans(32, world, split=False, drop_last=False, even=True)[world // 2]
         size = 32 * world * 1000
-        begun = time.process_time()
+        start_s = time.process_time()
         count = sum(len(chunk) for chunk in plan.assign(size))
         assert count == 1000
-        return time.process_time() - begun
+        return time.process_time() - start_s
 
     small = min(cost(8) for _ in range(5))
     large = min(cost(8192) for _ in range(5))

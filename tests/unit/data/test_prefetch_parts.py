@@ -72,10 +72,12 @@ def test_small_batches_are_copied_in_line_until_that_holds_the_host_up(
     for _ in range(20):
         assert quick.takes(batch)
         moved = quick.copy(batch)
-        assert [part.tolist() for part in moved] == [part.tolist() for part in batch]
-    now = iter(range(1_000))
+        assert [tensor.tolist() for tensor in moved] == [
+            tensor.tolist() for tensor in batch
+        ]
+    clock_readings = iter(range(1_000))
     monkeypatch.setattr(
-        "hasten.data.prefetch.time.perf_counter", lambda: float(next(now))
+        "hasten.data.prefetch.time.perf_counter", lambda: float(next(clock_readings))
     )  # a second passes at each look
     slow = InLine(torch.device("cpu"))
     taken = 0
@@ -86,10 +88,10 @@ def test_small_batches_are_copied_in_line_until_that_holds_the_host_up(
 
 
 def test_staging_buffers_are_reused_and_hold_what_they_were_given() -> None:
-    made: list[int] = []
+    allocated_sizes: list[int] = []
 
     def allocate(num_bytes: int) -> Tensor:
-        made.append(num_bytes)
+        allocated_sizes.append(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     slot = Slot(torch.Event(device="cpu"), allocate)
@@ -104,13 +106,13 @@ def test_staging_buffers_are_reused_and_hold_what_they_were_given() -> None:
             assert staged.dtype == x.dtype
             assert torch.equal(staged, x)
             assert staged.data_ptr() != x.data_ptr()
-    assert len(made) < 40  # only when a tensor outgrows its buffer
-    before = len(made)
+    assert len(allocated_sizes) < 40  # only when a tensor outgrows its buffer
+    num_allocated = len(allocated_sizes)
     for _ in range(10):
         slot.take()
         for size in (4, 8, 2, 1):
             slot.staged(torch.ones(size))
-    assert len(made) == before
+    assert len(allocated_sizes) == num_allocated
 
 
 def test_two_tensors_of_a_batch_never_share_a_buffer() -> None:
@@ -126,44 +128,47 @@ def test_two_tensors_of_a_batch_never_share_a_buffer() -> None:
 
 
 def test_the_move_is_chosen_by_device_and_setting() -> None:
-    def chosen(device: str | None, **settings: Any) -> Any:
+    def move_for(device: str | None, **settings: Any) -> Any:
         return build._choose_move(
             None if device is None else torch.device(device),
             DataLoaderConfiguration(**settings),
         )
 
-    assert chosen(None) is None
-    assert chosen("cpu") is None
-    assert isinstance(chosen("cpu", prefetch=3), LookAhead)
-    assert isinstance(chosen("cuda:0"), Prefetch)
-    assert chosen("cuda:0")._depth == 2
-    assert chosen("cuda:0", prefetch=5)._depth == 5
+    assert move_for(None) is None
+    assert move_for("cpu") is None
+    assert isinstance(move_for("cpu", prefetch=3), LookAhead)
+    assert isinstance(move_for("cuda:0"), Prefetch)
+    assert move_for("cuda:0")._depth == 2
+    assert move_for("cuda:0", prefetch=5)._depth == 5
     assert (
-        chosen("cuda:0", prefetch=0).__qualname__
+        move_for("cuda:0", prefetch=0).__qualname__
         == move_on_request(lambda batch: batch).__qualname__
     )
     assert (
-        chosen("mps").__qualname__ == move_on_request(lambda batch: batch).__qualname__
+        move_for("mps").__qualname__
+        == move_on_request(lambda batch: batch).__qualname__
     )
 
 
 def test_batches_that_workers_read_for_a_gpu_are_pinned() -> None:
     def pins(
-        device: str | None, workers: int = 2, own: bool = False, **settings: Any
+        device: str | None, workers: int = 2, user_pins: bool = False, **settings: Any
     ) -> bool:
         loader: DataLoader[Any] = DataLoader(
             range(2),  # type: ignore[arg-type]
             num_workers=workers,
-            pin_memory=own,
+            pin_memory=user_pins,
         )
-        place = None if device is None else torch.device(device)
-        return build._needs_pinning(loader, place, DataLoaderConfiguration(**settings))
+        target_device = None if device is None else torch.device(device)
+        return build._needs_pinning(
+            loader, target_device, DataLoaderConfiguration(**settings)
+        )
 
     assert pins("cuda:0")
     assert not pins("cuda:0", workers=0)
     assert pins("cuda:0", workers=0, pin_memory=True)
     assert not pins("cuda:0", pin_memory=False)
-    assert not pins("cuda:0", own=True)  # it is on already
+    assert not pins("cuda:0", user_pins=True)  # it is on already
     assert not pins("cuda:0", dispatch_batches=True)
     assert not pins("cpu", pin_memory=True)
     assert not pins(None, pin_memory=True)

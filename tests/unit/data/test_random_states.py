@@ -44,7 +44,7 @@ def test_reading_does_not_change_the_draws_of_the_training(draw: object) -> None
     seed_everything(3)
     expected = [(draw(), everything()) for _ in range(700)]
     seed_everything(3)
-    found = []
+    observed_draws = []
     for number in range(700):
         with process.kept():
             seed_everything(number)
@@ -52,8 +52,8 @@ def test_reading_does_not_change_the_draws_of_the_training(draw: object) -> None
         first = draw()
         with process.kept(), process.kept():  # nested, and without a draw
             seed_everything(number)
-        found.append((first, everything()))
-    assert found == expected
+        observed_draws.append((first, everything()))
+    assert observed_draws == expected
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
@@ -64,15 +64,15 @@ def test_a_reader_continues_where_its_last_block_ended(draw: object) -> None:
     expected = [draw() for _ in range(9)]
     seed_everything(99)
     with closing(OwnRng(5, process)) as first, closing(OwnRng(6, process)) as second:
-        found = []
+        reader_draws = []
         for _ in range(9):
             with process.kept():
                 with first.entered():
-                    found.append(draw())
+                    reader_draws.append(draw())
                 with second.entered():
                     draw()
                 seed_everything(1)
-    assert found == expected
+    assert reader_draws == expected
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3])
@@ -88,8 +88,8 @@ def test_a_saved_state_continues_the_draws(num_blocks: int) -> None:
     resumed = OwnRng(0, process)
     resumed.place(decode_states(saved))
     drawn = []
-    for one in (rng, resumed, resumed, rng):
-        with process.kept(), one.entered():
+    for reader_rng in (rng, resumed, resumed, rng):
+        with process.kept(), reader_rng.entered():
             drawn.append(everything())
     assert drawn[0] == drawn[1]
     assert drawn[2] == drawn[3]
@@ -116,10 +116,10 @@ def test_generators_are_reused_by_later_readers() -> None:
 def test_another_kind_of_generator_is_kept_and_refused_only_where_it_is_saved() -> None:
     process = RandomStates()
     default = np.random.get_bit_generator()  # type: ignore[attr-defined] # missing in numpy's stubs
-    other = np.random.PCG64(3)
+    pcg_generator = np.random.PCG64(3)
     expected = np.random.RandomState(np.random.PCG64(3)).rand(2).tolist()
     try:
-        np.random.set_bit_generator(other)  # type: ignore[attr-defined]
+        np.random.set_bit_generator(pcg_generator)  # type: ignore[attr-defined]
         first = np.random.rand()
         with process.kept():
             seed_everything(1)

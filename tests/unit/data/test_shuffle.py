@@ -19,9 +19,9 @@ def test_every_size_up_to_2000_is_a_permutation() -> None:
 def test_any_part_is_the_same_part_of_the_whole() -> None:
     for size in (10, 4096, 4097, 5000):
         shuffle = Shuffle(size, seed=3, epoch=1)
-        whole = shuffle.at(np.arange(size))
+        full_order = shuffle.at(np.arange(size))
         picked = np.array([size - 1, 0, size // 2, 3])
-        assert np.array_equal(shuffle.at(picked), whole[picked])
+        assert np.array_equal(shuffle.at(picked), full_order[picked])
 
 
 def test_seed_and_epoch_change_the_order_and_nothing_else_does() -> None:
@@ -57,10 +57,13 @@ def test_the_order_is_frozen_because_saved_positions_mean_it() -> None:
 
 @pytest.mark.parametrize("size", [7, 100, 4096, 4097, 8191, 70_000])
 def test_positions_are_uniform_over_epochs(size: int) -> None:
-    epochs, places, cells = 1000, min(size, 48), min(size, 8)
+    epochs, num_positions, cells = 1000, min(size, 48), min(size, 8)
     drawn = (
         np.stack(
-            [Shuffle(size, 11, epoch).at(np.arange(places)) for epoch in range(epochs)]
+            [
+                Shuffle(size, 11, epoch).at(np.arange(num_positions))
+                for epoch in range(epochs)
+            ]
         )
         * cells
         // size
@@ -69,26 +72,29 @@ def test_positions_are_uniform_over_epochs(size: int) -> None:
     counts = np.stack([np.bincount(column, minlength=cells) for column in drawn.T])
     chi = ((counts - expected) ** 2 / expected).sum(axis=1) / (cells - 1)
     # of the mean of so many chi-squares per degree of freedom
-    spread = np.sqrt(2 / ((cells - 1) * places))
+    spread = np.sqrt(2 / ((cells - 1) * num_positions))
     assert abs(chi.mean() - 1) < 4 * spread
     assert chi.max() < 5.0
 
 
 @pytest.mark.parametrize("size", [6, 4096, 5000, 100_000])
 def test_pairs_of_neighbours_are_uniform_over_epochs(size: int) -> None:
-    epochs, places = 1200, min(size, 33)
+    epochs, num_positions = 1200, min(size, 33)
     drawn = np.stack(
-        [Shuffle(size, 5, epoch).at(np.arange(places)) for epoch in range(epochs)]
+        [
+            Shuffle(size, 5, epoch).at(np.arange(num_positions))
+            for epoch in range(epochs)
+        ]
     )
     ups = (drawn[:, 1:] > drawn[:, :-1]).mean()
     assert abs(ups - 0.5) < 0.012
     cells = drawn * 2 // size
-    same = (cells[:, 1:] == cells[:, :-1]).mean()
+    same_cell_share = (cells[:, 1:] == cells[:, :-1]).mean()
     half = size // 2
     expected = (half * (half - 1) + (size - half) * (size - half - 1)) / (
         size * (size - 1)
     )
-    assert abs(same - expected) < 0.012
+    assert abs(same_cell_share - expected) < 0.012
     following = (drawn[:, 1:] == drawn[:, :-1] + 1).mean() * size
     assert following < 1.0 + 4.0 / np.sqrt(drawn[:, 1:].size / size)
 

@@ -36,7 +36,7 @@ def shares(
     options: dict[str, Any] = (
         {"multiprocessing_context": "fork", "num_workers": workers} if workers else {}
     )
-    made = [
+    loaders = [
         prepared(
             DataLoader(data, batch_size=batch, drop_last=drop_last, **options),
             rank,
@@ -45,11 +45,11 @@ def shares(
         )
         for rank in range(world)
     ]
-    out = [seen(loader) for loader in made]
-    for loader, share in zip(made, out, strict=True):
+    shares_by_rank = [seen(loader) for loader in loaders]
+    for loader, share in zip(loaders, shares_by_rank, strict=True):
         if isinstance(data, Sized) and not workers:
             assert len(loader) == len(share)
-    return out
+    return shares_by_rank
 
 
 def test_fifty_samples_in_batches_of_three_on_two_ranks() -> None:
@@ -63,9 +63,9 @@ def test_fifty_samples_in_batches_of_three_on_two_ranks() -> None:
     [2, 3, *(pytest.param(world, marks=pytest.mark.exhaustive) for world in (1, 4, 5))],
 )
 def test_streams_end_as_map_style_data_does(world: int) -> None:
-    both = (False, True)
+    choices = (False, True)
     for size, batch, drop_last, even, split in itertools.product(
-        (0, 1, 2, 5, 13), (1, 3), both, both, both
+        (0, 1, 2, 5, 13), (1, 3), choices, choices, choices
     ):
         rows = batch * world if split else batch
         for pad in ("least", "full"):
@@ -74,13 +74,22 @@ def test_streams_end_as_map_style_data_does(world: int) -> None:
                 "split_batches": split,
                 "pad": pad,
             }
-            wanted = shares(range(size), rows, world, drop_last, **settings)
+            expected_shares = shares(range(size), rows, world, drop_last, **settings)
             for stream in (CountingStream(size), Sized(size)):
-                got = shares(stream, rows, world, drop_last, **settings)
-                assert got == wanted, (type(stream), size, batch, drop_last, settings)
+                stream_shares = shares(stream, rows, world, drop_last, **settings)
+                assert stream_shares == expected_shares, (
+                    type(stream),
+                    size,
+                    batch,
+                    drop_last,
+                    settings,
+                )
             if even and pad == "least" and not drop_last:
                 read = Counter(
-                    value for share in got for row in share for value in row.values
+                    value
+                    for share in stream_shares
+                    for row in share
+                    for value in row.values
                 )
                 assert sum(read.values()) - size <= world - 1, (
                     "processes - 1 repeats at most"
@@ -90,7 +99,7 @@ def test_streams_end_as_map_style_data_does(world: int) -> None:
 def test_unequal_shares_of_a_global_batch_are_read_once() -> None:
     """A round is the global batch on every rank, also where ranks have different rows of it."""
     for size in (0, 3, 7, 20, 23):
-        wanted = shares(
+        expected_shares = shares(
             range(size), 7, 3, False, split_batches=True, even_batches=False
         )
         assert (
@@ -102,18 +111,18 @@ def test_unequal_shares_of_a_global_batch_are_read_once() -> None:
                 split_batches=True,
                 even_batches=False,
             )
-            == wanted
+            == expected_shares
         )
 
 
 @pytest.mark.parametrize("size", [9, 14])
 def test_each_worker_of_a_stream_has_an_end_of_its_own(size: int) -> None:
     """As in plain torch, where every worker gives a short batch."""
-    parts = shares(CountingStream(size), 3, 2, False, workers=2)
-    assert sorted(global_order(parts)) == list(range(size))
-    for step in zip(*parts, strict=True):
+    rank_shares = shares(CountingStream(size), 3, 2, False, workers=2)
+    assert sorted(global_order(rank_shares)) == list(range(size))
+    for step in zip(*rank_shares, strict=True):
         assert len({len(row.values) for row in step}) == 1
-    repeats = sum(len(row.values) for share in parts for row in share) - size
+    repeats = sum(len(row.values) for share in rank_shares for row in share) - size
     assert repeats <= 2, "one for each worker"
 
 
@@ -122,13 +131,13 @@ def test_a_position_before_the_padding_samples_pads_as_before() -> None:
     first = prepared(DataLoader(CountingStream(6), batch_size=1), 0, 1)
     assert seen(first, 1)[0].values == [0]
     state = first.state_dict()
-    rest = []
+    resumed_shares = []
     for rank in range(4):
         loader = prepared(DataLoader(CountingStream(6), batch_size=1), rank, 4)
         loader.load_state_dict(state)
-        rest.append(seen(loader))
-    assert global_order(rest) == [1, 2, 3, 4, 5]
-    assert [share[-1].values for share in rest] == [[5], [0], [1], [2]]
+        resumed_shares.append(seen(loader))
+    assert global_order(resumed_shares) == [1, 2, 3, 4, 5]
+    assert [share[-1].values for share in resumed_shares] == [[5], [0], [1], [2]]
 
 
 def test_chained_streams_without_a_length_are_prepared() -> None:
@@ -137,16 +146,22 @@ def test_chained_streams_without_a_length_are_prepared() -> None:
             ChainDataset([CountingStream(5), CountingStream(8)]), batch_size=2
         )
 
-    parts = [seen(prepared(chained(), rank, 3)) for rank in range(3)]
-    assert global_order(parts) == [*range(5), *range(8)]
+    rank_shares = [seen(prepared(chained(), rank, 3)) for rank in range(3)]
+    assert global_order(rank_shares) == [*range(5), *range(8)]
     loader = prepared(chained(), 0, 1)
     with pytest.raises(TypeError, match="no length"):
         len(loader)
     seen(loader, 2)
     state = loader.state_dict()
-    again = prepared(chained(), 0, 1)
-    again.load_state_dict(state)
-    assert [row.values for row in seen(again)] == [[4, 0], [1, 2], [3, 4], [5, 6], [7]]
+    resumed_loader = prepared(chained(), 0, 1)
+    resumed_loader.load_state_dict(state)
+    assert [row.values for row in seen(resumed_loader)] == [
+        [4, 0],
+        [1, 2],
+        [3, 4],
+        [5, 6],
+        [7],
+    ]
     sized = prepared(DataLoader(ChainDataset([Sized(5), Sized(8)]), batch_size=2), 0, 1)
     assert len(sized) == 7
 
@@ -171,9 +186,9 @@ def test_full_padding_is_refused_where_the_rows_of_a_full_batch_are_unknown(
     ):
         with pytest.raises(ConfigError, match=r'pad="full" with .* set pad="least"'):
             prepared(loader, pad="full", dispatch_batches=dispatch)
-    known = prepared(
+    loader_of_twos = prepared(
         DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 2, False)),
         pad="full",
     )
-    assert [len(batch) for batch in known] == [2, 2, 2]
-    assert isinstance(next(iter(known)), torch.Tensor)
+    assert [len(batch) for batch in loader_of_twos] == [2, 2, 2]
+    assert isinstance(next(iter(loader_of_twos)), torch.Tensor)

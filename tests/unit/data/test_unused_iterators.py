@@ -23,18 +23,18 @@ def read(batches: Any) -> list[list[int]]:
 
 
 def test_an_unused_iterator_takes_no_epoch() -> None:
-    plain, other = loader(), loader()
-    iter(other)
-    iter(other)
-    assert read(other) == read(plain)
-    assert other.state_dict() == plain.state_dict()
+    plain, touched = loader(), loader()
+    iter(touched)
+    iter(touched)
+    assert read(touched) == read(plain)
+    assert touched.state_dict() == plain.state_dict()
 
 
 def test_a_bar_shows_the_resumed_batches() -> None:
     first = loader()
-    whole, stopped = read(first), loader()
+    all_batches, stopped = read(first), loader()
     for _ in zip(range(5), stopped, strict=False):
         pass
     state, resumed = stopped.state_dict(), loader()
     resumed.load_state_dict(state)
-    assert read(hasten.tqdm(resumed, file=io.StringIO())) == whole[5:]
+    assert read(hasten.tqdm(resumed, file=io.StringIO())) == all_batches[5:]

@@ -47,13 +47,13 @@ class Recorder:
         self.pids: list[int] = []
         self.failures: list[tuple[dict[int, int], int]] = []
         self.stopped: list[signal.Signals] = []
-        self.ends = 0
+        self.num_finished = 0
 
     def restart_count(self) -> int:
         return self.counts.pop(0)
 
-    def restarts_left(self, own: int) -> int:
-        return own
+    def restarts_left(self, agent_restarts: int) -> int:
+        return agent_restarts
 
     def started(self, pids: Collection[int]) -> None:
         self.pids += pids
@@ -69,7 +69,7 @@ class Recorder:
         return 20
 
     def finished(self) -> bool:
-        self.ends += 1
+        self.num_finished += 1
         return True
 
 
@@ -83,9 +83,9 @@ def native_leftovers() -> None:
 def handlers() -> Iterator[None]:
     """Torch's agent takes signals over and does not give them back."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
+    initial_handlers = {number: signal.getsignal(number) for number in numbers}
     yield
-    for number, handler in before.items():
+    for number, handler in initial_handlers.items():
         signal.signal(number, handler)
 
 
@@ -113,13 +113,13 @@ def made_agent(
 
 def test_the_private_names_are_there_with_the_arguments_we_know() -> None:
     for name, arguments in OVERRIDDEN.items():
-        found = [
+        parameter_names = [
             p
             for p in inspect.signature(getattr(LocalElasticAgent, name)).parameters
             if p not in OPTIONAL
         ]
-        assert found == arguments, (
-            f"{name}{found}: torch has changed it; adapt hasten/launch/elastic/torch_agent.py"
+        assert parameter_names == arguments, (
+            f"{name}{parameter_names}: torch has changed it; adapt hasten/launch/elastic/torch_agent.py"
         )
         assert name in vars(TorchAgent), (
             f"{name} is no longer overridden; remove it here"
@@ -151,7 +151,7 @@ def test_processes_get_the_supervisors_restart_count_and_as_many_restarts_as_it_
     assert (tmp_path / "counts").read_text().split() == ["0", "7", "8"]
     assert [codes for codes, _ in recorder.failures] == [{0: 3}] * 3
     assert len(recorder.pids) == 3
-    assert recorder.ends == 0
+    assert recorder.num_finished == 0
 
 
 def test_a_failure_can_end_the_restarts(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_exit_codes_are_known_by_rank(tmp_path: Path) -> None:
 def test_the_exit_barrier_is_ours(tmp_path: Path) -> None:
     recorder = Recorder([0], [])
     assert not made_agent(tmp_path, "true", recorder).run().is_failed()
-    assert recorder.ends == 1
+    assert recorder.num_finished == 1
 
 
 def test_a_signal_gives_the_processes_the_time_the_supervisor_says(

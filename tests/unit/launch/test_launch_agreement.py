@@ -28,17 +28,17 @@ def test_a_failure_counts_more_than_a_stop_and_a_stop_more_than_success() -> Non
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_no_machine_leaves_before_all_have_saved(count: int) -> None:
-    for late in range(count):
-        assert leave(count, late) == [(PREEMPTED, count)] * count
+    for slowest in range(count):
+        assert leave(count, slowest) == [(PREEMPTED, count)] * count
 
 
-def leave(count: int, late: int) -> list[tuple[int, int]]:
-    """For every machine: its exit code, and how many had saved when it left; machine `late` saves longest."""
+def leave(count: int, slowest: int) -> list[tuple[int, int]]:
+    """For every machine: its exit code, and how many had saved when it left; machine `slowest` saves longest."""
     store = HashStore()
     saved, left = list[int](), list[tuple[int, int]]()
 
     def machine(index: int) -> None:
-        time.sleep(0.1 * (index == late))
+        time.sleep(0.1 * (index == slowest))
         saved.append(index)
         # they may end in different rounds
         peers = Peers(store, index, ("host",) * count, round=index % 2)
@@ -64,35 +64,39 @@ def test_a_machine_that_was_stopped_ends_the_others_but_one_that_saved_does_not(
 ):
     for code in (0, PREEMPTED, 143):
         store = HashStore()
-        gone, here = (
+        stopped_peers, running_peers = (
             Peers(store, index, ("gone", "here"), round=0) for index in range(2)
         )
-        gone.agree(code, timeout_s=0)
+        stopped_peers.agree(code, timeout_s=0)
         if code != 143:
-            here.look()
+            running_peers.look()
             continue
         with pytest.raises(
             PeerMachineFailed, match=r"machine 0 \(gone\) was stopped \(exit code 143\)"
         ) as caught:
-            here.look()
+            running_peers.look()
         assert caught.value.code == 143
 
 
 def test_ranks_that_have_ended_are_known_on_every_machine() -> None:
     store = HashStore()
-    one, other = (Peers(store, index, ("a", "b"), round=0) for index in range(2))
-    later = Peers(store, 1, ("a", "b"), round=1)
-    assert one.ended_anywhere() == {}
-    other.ended.update({3: 0})
-    assert other.ended_anywhere() == {3: 0}
-    one.ended.update({0: 0})
-    assert one.ended_anywhere() == {0: 0, 3: 0}
-    assert later.ended_anywhere() == {}, "another start of the job"
+    first_peers, second_peers = (
+        Peers(store, index, ("a", "b"), round=0) for index in range(2)
+    )
+    restarted_peers = Peers(store, 1, ("a", "b"), round=1)
+    assert first_peers.ended_anywhere() == {}
+    second_peers.ended.update({3: 0})
+    assert second_peers.ended_anywhere() == {3: 0}
+    first_peers.ended.update({0: 0})
+    assert first_peers.ended_anywhere() == {0: 0, 3: 0}
+    assert restarted_peers.ended_anywhere() == {}, "another start of the job"
 
 
 def test_a_stop_is_known_to_all() -> None:
     store = HashStore()
-    told, other = (Peers(store, index, ("a", "b"), round=index) for index in range(2))
-    assert not other.stopping()
-    told.say_stopping()
-    assert other.stopping()
+    stopping_peers, informed_peers = (
+        Peers(store, index, ("a", "b"), round=index) for index in range(2)
+    )
+    assert not informed_peers.stopping()
+    stopping_peers.say_stopping()
+    assert informed_peers.stopping()

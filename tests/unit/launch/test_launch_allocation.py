@@ -35,24 +35,24 @@ def test_nothing_means_one_machine() -> None:
 
 def test_one_slurm_task_per_machine_is_a_machine() -> None:
     for nodes in range(2, 17):
-        seen = [read_allocation(slurm(node, nodes)) for node in range(nodes)]
-        assert [a.machine_rank for a in seen] == list(range(nodes))
-        assert {a.num_machines for a in seen} == {nodes}
-        assert {a.address for a in seen} == {"n0"}
-        assert len({a.port for a in seen}) == 1
-        assert all(a.rank is None for a in seen)
+        allocations = [read_allocation(slurm(node, nodes)) for node in range(nodes)]
+        assert [a.machine_rank for a in allocations] == list(range(nodes))
+        assert {a.num_machines for a in allocations} == {nodes}
+        assert {a.address for a in allocations} == {"n0"}
+        assert len({a.port for a in allocations}) == 1
+        assert all(a.rank is None for a in allocations)
 
 
 def test_several_slurm_tasks_per_machine_are_ranks() -> None:
     for nodes in (1, 2, 3):
         for tasks in (2, 4):
-            seen = [
+            rank_allocations = [
                 read_allocation(slurm(n, nodes, tasks, i)).rank
                 for n in range(nodes)
                 for i in range(tasks)
             ]
-            assert [t.rank for t in seen if t] == list(range(nodes * tasks))
-            assert {t.local_world_size for t in seen if t} == {tasks}
+            assert [t.rank for t in rank_allocations if t] == list(range(nodes * tasks))
+            assert {t.local_world_size for t in rank_allocations if t} == {tasks}
 
 
 def test_the_batch_script_itself_is_one_machine() -> None:
@@ -101,9 +101,13 @@ def test_mpich_ranks() -> None:
         "MPI_LOCALRANKID": "1",
         "MPI_LOCALNRANKS": "2",
     }
-    found = read_allocation(env).rank
-    assert found is not None
-    assert (found.rank, found.world_size, found.rendezvous) == (
+    rank_allocation = read_allocation(env).rank
+    assert rank_allocation is not None
+    assert (
+        rank_allocation.rank,
+        rank_allocation.world_size,
+        rank_allocation.rendezvous,
+    ) == (
         1,
         2,
         "tcp://127.0.0.1:29500",
@@ -117,13 +121,13 @@ def test_pods_are_machines() -> None:
         "PET_NPROC_PER_NODE": "4",
         "PET_MASTER_ADDR": "job-0",
     }
-    found = read_allocation({**operator, "PET_MASTER_PORT": "2222"})
+    allocation = read_allocation({**operator, "PET_MASTER_PORT": "2222"})
     assert (
-        found.num_machines,
-        found.machine_rank,
-        found.per_machine,
-        found.address,
-        found.port,
+        allocation.num_machines,
+        allocation.machine_rank,
+        allocation.per_machine,
+        allocation.address,
+        allocation.port,
     ) == (
         2,
         1,
@@ -137,8 +141,13 @@ def test_pods_are_machines() -> None:
         "JOBSET_NAME": "run",
         "REPLICATED_JOB_NAME": "node",
     }
-    found = read_allocation(jobset)
-    assert (found.num_machines, found.machine_rank, found.address, found.port) == (
+    allocation = read_allocation(jobset)
+    assert (
+        allocation.num_machines,
+        allocation.machine_rank,
+        allocation.address,
+        allocation.port,
+    ) == (
         2,
         1,
         "run-node-0-0.run",

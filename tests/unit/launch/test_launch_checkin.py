@@ -80,14 +80,14 @@ def meet(
     store = SharedStore()
     say: Callable[[str], None] = (words if words is not None else []).append
 
-    def one(position: int, index: int) -> list[Report] | str:
+    def participate(position: int, index: int) -> list[Report] | str:
         try:
-            mine = report(position)
+            sent_report = report(position)
             return gather_reports(
                 store,
                 index,
                 count,
-                mine,
+                sent_report,
                 timeout_s=timeout_s,
                 report_waiting=say,
             )
@@ -95,7 +95,7 @@ def meet(
             return str(error)
 
     with ThreadPoolExecutor(max_workers=len(indices)) as pool:
-        return list(pool.map(one, range(len(indices)), indices))
+        return list(pool.map(participate, range(len(indices)), indices))
 
 
 def test_all_see_all_at_every_size() -> None:

@@ -68,7 +68,7 @@ def test_a_state_that_a_stranger_wrote_into_the_store_never_reaches_torch() -> N
         backend.get_state()
     with pytest.raises(RendezvousStateError):
         backend.set_state(fine)  # answers with what is in the store
-    found = C10dRendezvousBackend(store, "job").get_state()
-    assert found is not None
+    stored_state = C10dRendezvousBackend(store, "job").get_state()
+    assert stored_state is not None
     with pytest.raises(SystemExit):  # what would have happened
-        pickle.loads(found[0])
+        pickle.loads(stored_state[0])

@@ -47,12 +47,12 @@ def failed(
 
 def test_the_cause_is_found_whatever_the_order() -> None:
     cause = failed(2, time=5.0)
-    others = [
+    consequences = [
         failed(0, GLOO_LOST, time=1.0),
         failed(1, "", code=-15, stopped=True, time=0.5),
         failed(3, time=6.0),
     ]
-    for order in permutations([cause, *others]):
+    for order in permutations([cause, *consequences]):
         assert first_failure(order) == cause
 
 
@@ -72,14 +72,14 @@ def test_what_all_ranks_raise_together_is_the_failure_of_the_rank_that_had_an_er
     for order, code in product(
         permutations(range(3)), (1, -signal.SIGTERM)
     ):  # the launcher stops it before it has ended
-        found = {
+        failures = {
             rank: agreeing(
                 rank, *((ValueError("on purpose"), code) if rank == 1 else (None, 1))
             )
             for rank in order
         }
-        assert first_failure(found.values()) == found[1]
-        assert (found[1].code, found[1].stopped) == (1, False)
+        assert first_failure(failures.values()) == failures[1]
+        assert (failures[1].code, failures[1].stopped) == (1, False)
 
 
 def test_a_traceback_is_printed_once_and_last() -> None:
@@ -165,18 +165,24 @@ def test_hints_name_only_commands_that_exist() -> None:
 
 
 def test_what_a_rank_wrote_is_read_in_both_forms(tmp_path: Path) -> None:
-    ours, torchs, broken = tmp_path / "a", tmp_path / "b", tmp_path / "c"
-    ours.write_text(
+    hasten_file, torch_file, broken_file = (
+        tmp_path / "a",
+        tmp_path / "b",
+        tmp_path / "c",
+    )
+    hasten_file.write_text(
         json.dumps(
             {"message": {}, "hasten": {"time": 3.0, "traceback": "T", "summary": "S"}}
         )
     )
     extra = {"py_callstack": "T2", "timestamp": "4"}
-    torchs.write_text(json.dumps({"message": {"message": "S2", "extraInfo": extra}}))
-    broken.write_text('{"mess')
+    torch_file.write_text(
+        json.dumps({"message": {"message": "S2", "extraInfo": extra}})
+    )
+    broken_file.write_text('{"mess')
     read = [
         read_failure(0, "h", 1, 9, error_file=str(p), time=1.0)
-        for p in (ours, torchs, broken, tmp_path / "none")
+        for p in (hasten_file, torch_file, broken_file, tmp_path / "none")
     ]
     assert [(f.summary, f.traceback, f.time) for f in read] == [
         ("S", "T", 3.0),

@@ -19,15 +19,19 @@ BUDGET_S = 0.300
 def test_help_is_quick() -> None:
     best = float("inf")
     for _ in range(8):  # the CPU's time: a busy machine is not our slowness
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        usage_before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(
             [sys.executable, "-m", "hasten.cli.main", "launch", "--help"],
             check=True,
             capture_output=True,
         )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        usage_after = resource.getrusage(resource.RUSAGE_CHILDREN)
         best = min(
-            best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            best,
+            usage_after.ru_utime
+            + usage_after.ru_stime
+            - usage_before.ru_utime
+            - usage_before.ru_stime,
         )
         if best < BUDGET_S:
             return
@@ -48,12 +52,12 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_every_setting_is_a_flag_in_both_spellings() -> None:
-    known = make_parser()._option_string_actions  # the parser's own table
+    parser_options = make_parser()._option_string_actions  # the parser's own table
     for info in SETTABLE:
         for flag in info.flags:
-            assert f"--{flag}" in known
-            assert f"--{flag.replace('_', '-')}" in known
-    assert {"-m", "-q", "-t"} <= set(known)
+            assert f"--{flag}" in parser_options
+            assert f"--{flag.replace('_', '-')}" in parser_options
+    assert {"-m", "-q", "-t"} <= set(parser_options)
 
 
 def help_of(flag: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
@@ -68,17 +72,18 @@ def help_of(flag: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, list[st
 def test_help_shows_what_most_people_need_and_help_all_the_rest(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    text, shown = help_of("--help", capsys)
-    assert help_of("-h", capsys)[0] == text
-    assert 25 <= len(shown) <= 36
-    assert shown[:2] == ["help", "help_all"]
-    assert {*ESSENTIAL, "config_file", "dry_run"} <= set(shown)
-    whole, every = help_of("--help-all", capsys)
-    assert help_of("--help_all", capsys)[0] == whole
-    assert set(shown) < set(every)
-    assert {flag_spellings(info)[0] for info in SETTABLE} <= set(every)
+    short_help, short_flags = help_of("--help", capsys)
+    assert help_of("-h", capsys)[0] == short_help
+    assert 25 <= len(short_flags) <= 36
+    assert short_flags[:2] == ["help", "help_all"]
+    assert {*ESSENTIAL, "config_file", "dry_run"} <= set(short_flags)
+    full_help, all_flags = help_of("--help-all", capsys)
+    assert help_of("--help_all", capsys)[0] == full_help
+    assert set(short_flags) < set(all_flags)
+    assert {flag_spellings(info)[0] for info in SETTABLE} <= set(all_flags)
     assert (
-        f"{len(every) - len(shown)} more options: `hasten launch --help-all`." in text
+        f"{len(all_flags) - len(short_flags)} more options: `hasten launch --help-all`."
+        in short_help
     )
 
 

@@ -16,8 +16,8 @@ def test_it_is_the_owners_alone_and_ends_with_the_block(tmp_path: Path) -> None:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         (folder / "0" / "ranks_0-1").mkdir(parents=True)
         (folder / "0" / "ranks_0-1" / "state").write_bytes(b"x")
-        with memory_folder(tmp_path) as other:  # another job of the same user
-            assert other != folder
+        with memory_folder(tmp_path) as second_folder:  # another job of the same user
+            assert second_folder != folder
         assert folder.exists()
     assert list(tmp_path.iterdir()) == []
 

@@ -29,10 +29,10 @@ def test_the_digest_follows_imports_in_the_folder(tmp_path: Path) -> None:
     (tmp_path / "notes.py").write_text("still not imported\n")
     assert code_digest(target) == first
     for name in ("layers.py", "pkg/deep.py", "model.py", "train.py"):
-        before = code_digest(target)
+        initial_digest = code_digest(target)
         with (tmp_path / name).open("a") as file:
             file.write("z = 2\n")
-        assert code_digest(target) != before, name
+        assert code_digest(target) != initial_digest, name
 
 
 def test_programs_without_a_file_have_no_digest() -> None:
@@ -47,11 +47,11 @@ def test_broken_code_is_left_to_the_workers(tmp_path: Path) -> None:
 
 
 def test_settings_of_one_machine_are_not_compared() -> None:
-    here = Config(
+    machine_config = Config(
         mixed_precision="bf16",
         launch=LaunchConfig(machine_rank=1, gpu_ids=(0,), log_dir="/x"),
     )
-    assert dict(changed_settings(here)) == {"mixed_precision": "'bf16'"}
+    assert dict(changed_settings(machine_config)) == {"mixed_precision": "'bf16'"}
 
 
 def test_a_lone_machine_skips_the_digests() -> None:
@@ -61,8 +61,8 @@ def test_a_lone_machine_skips_the_digests() -> None:
         meeting=Meeting(),
         target=Target("a.py"),
     )
-    alone = make_report(plan, Config(), Host(name="h", cores=4), is_alone=True)
-    assert (alone.num_processes, alone.device, alone.versions) == (
+    lone_report = make_report(plan, Config(), Host(name="h", cores=4), is_alone=True)
+    assert (lone_report.num_processes, lone_report.device, lone_report.versions) == (
         2,
         "cpu (4 cores)",
         {},

@@ -59,22 +59,26 @@ def test_a_cpu_gets_one_process_and_as_many_as_asked() -> None:
 def test_a_total_is_shared_out_over_machines() -> None:
     for machines in range(1, 9):
         for each in range(1, 9):
-            found = shape(
+            machine_shape = shape(
                 {
                     "num_processes": machines * each,
                     "num_machines": machines,
                     "machine_rank": machines - 1,
                 }
             )
-            assert (found.num_processes, found.expected_world_size) == (
+            assert (machine_shape.num_processes, machine_shape.expected_world_size) == (
                 each,
                 machines * each,
             )
 
 
 def test_machines_may_bring_different_numbers() -> None:
-    found = shape({"processes_per_machine": 3, "num_machines": 2})
-    assert (found.num_processes, found.expected_world_size, found.machine_rank) == (
+    machine_shape = shape({"processes_per_machine": 3, "num_machines": 2})
+    assert (
+        machine_shape.num_processes,
+        machine_shape.expected_world_size,
+        machine_shape.machine_rank,
+    ) == (
         3,
         None,
         None,
@@ -102,9 +106,9 @@ def test_threads_of_the_user_stay() -> None:
 
 
 def test_chosen_devices_are_the_only_visible_ones() -> None:
-    found = shape({"gpu_ids": (1, 3)}, devices=4)
-    assert found.num_processes == 2
-    assert dict(found.env) == {
+    machine_shape = shape({"gpu_ids": (1, 3)}, devices=4)
+    assert machine_shape.num_processes == 2
+    assert dict(machine_shape.env) == {
         "CUDA_VISIBLE_DEVICES": "1,3",
         "HASTEN_CONFIG": "SETTINGS",
         "OMP_NUM_THREADS": "4",

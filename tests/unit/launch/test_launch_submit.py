@@ -41,12 +41,12 @@ TIME_IS_UP: Final = "JobState=COMPLETING Reason=TimeLimit PreemptTime=None"
 
 
 def run_script(
-    folder: Path, which: str, srun: str, state: str = RUNNING, **variables: str
+    folder: Path, script_kind: str, srun: str, state: str = RUNNING, **variables: str
 ) -> tuple[int, list[str]]:
     """The exit code of a batch script, and the jobs it has put back into the queue."""
     return run_text(
         folder,
-        planned(folder) if which == "planned" else EXAMPLE.read_text(),
+        planned(folder) if script_kind == "planned" else EXAMPLE.read_text(),
         srun,
         state,
         **variables,
@@ -72,11 +72,14 @@ def run_text(
         ["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True
     )
     assert not done.stderr
-    told = folder / "told"
-    return done.returncode, told.read_text().splitlines() if told.exists() else []
+    requeue_log = folder / "told"
+    return (
+        done.returncode,
+        requeue_log.read_text().splitlines() if requeue_log.exists() else [],
+    )
 
 
-@pytest.mark.parametrize("which", ["planned", "example"])
+@pytest.mark.parametrize("script_kind", ["planned", "example"])
 @pytest.mark.parametrize(
     ("code", "state", "requeued"),
     [
@@ -94,25 +97,28 @@ def run_text(
     ],
 )
 def test_a_job_that_has_saved_goes_back_into_the_queue(
-    tmp_path: Path, which: str, code: int, state: str, requeued: bool
+    tmp_path: Path, script_kind: str, code: int, state: str, requeued: bool
 ) -> None:
-    ended = run_script(tmp_path, which, f"exit {code}", state)
+    ended = run_script(tmp_path, script_kind, f"exit {code}", state)
     assert ended == (code, ["requeue 77"] if requeued else [])
 
 
-@pytest.mark.parametrize("which", ["planned", "example"])
-def test_a_task_of_an_array_goes_back_alone(tmp_path: Path, which: str) -> None:
+@pytest.mark.parametrize("script_kind", ["planned", "example"])
+def test_a_task_of_an_array_goes_back_alone(tmp_path: Path, script_kind: str) -> None:
     array = {"SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}
-    assert run_script(tmp_path, which, "exit 85", **array) == (85, ["requeue 77_3"])
+    assert run_script(tmp_path, script_kind, "exit 85", **array) == (
+        85,
+        ["requeue 77_3"],
+    )
 
 
-@pytest.mark.parametrize("which", ["planned", "example"])
+@pytest.mark.parametrize("script_kind", ["planned", "example"])
 @pytest.mark.parametrize("number", ["TERM", "USR1"])
 def test_a_signal_to_the_shell_alone_reaches_the_step(
-    tmp_path: Path, which: str, number: str
+    tmp_path: Path, script_kind: str, number: str
 ) -> None:
     srun = f"trap 'sleep 0.2; exit 85' USR1; sleep 0.3; kill -{number} $PPID; for i in {{1..100}}; do sleep 0.1; done; exit 1"
-    assert run_script(tmp_path, which, srun) == (85, ["requeue 77"])
+    assert run_script(tmp_path, script_kind, srun) == (85, ["requeue 77"])
 
 
 def test_no_requeue_is_an_option() -> None:

@@ -45,7 +45,7 @@ def test_a_script_sees_what_plain_python_shows(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "probe.py").write_text(PROBE)
     (folder / "neighbour.py").write_text("")
-    ours = start(tmp_path, ["code/probe.py", "--lr", "3"])
+    launched = start(tmp_path, ["code/probe.py", "--lr", "3"])
     plain = subprocess.run(
         [sys.executable, "code/probe.py", "--lr", "3"],
         cwd=tmp_path,
@@ -53,10 +53,10 @@ def test_a_script_sees_what_plain_python_shows(tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    assert ours.returncode == 0, ours.stderr
-    seen, expected = json.loads(ours.stdout), json.loads(plain.stdout)
-    assert seen == expected
-    assert not seen["torch"]
+    assert launched.returncode == 0, launched.stderr
+    launched_view, plain_view = json.loads(launched.stdout), json.loads(plain.stdout)
+    assert launched_view == plain_view
+    assert not launched_view["torch"]
 
 
 def test_a_module_runs_as_main(tmp_path: Path) -> None:

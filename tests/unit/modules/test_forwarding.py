@@ -56,21 +56,23 @@ def test_replacements_stack_and_come_off_in_any_order() -> None:
 
 def test_a_forward_the_user_had_put_on_the_instance_is_put_back() -> None:
     model = Scale()
-    mine = lambda x: x - 1  # noqa: E731  # exactly what users write
-    model.forward = mine  # type: ignore[method-assign, assignment]
+    user_forward = lambda x: x - 1  # noqa: E731  # exactly what users write
+    model.forward = user_forward  # type: ignore[method-assign, assignment]
     forwarding.replace(model, Plus("a", 5))
     assert model(torch.tensor(1.0)).item() == 5
     assert forwarding.restore(model, "a")
-    assert model.forward is mine
+    assert model.forward is user_forward
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_calls_its_own_weights(how: str) -> None:
+@pytest.mark.parametrize("copy_method", ["deepcopy", "pickle"])
+def test_a_copy_calls_its_own_weights(copy_method: str) -> None:
     model = Scale()
     forwarding.replace(model, Plus("a", 1))
     forwarding.replace(model, Plus("b", 1))
     twin = (
-        copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+        copy.deepcopy(model)
+        if copy_method == "deepcopy"
+        else pickle.loads(pickle.dumps(model))
     )
     with torch.no_grad():
         twin.weight.zero_()

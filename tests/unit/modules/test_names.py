@@ -94,10 +94,10 @@ def test_tied_groups() -> None:
         ("embed.weight", "head.weight"),
     )
     shared = nn.Linear(2, 2)
-    both = nn.Sequential(shared, nn.ReLU(), shared, shared)
-    assert tied_groups(both) == (
+    shared_layers = nn.Sequential(shared, nn.ReLU(), shared, shared)
+    assert tied_groups(shared_layers) == (
         ("0.weight", "2.weight", "3.weight"),
         ("0.bias", "2.bias", "3.bias"),
     )
-    assert len(list(named_parameters(both))) == 2
-    assert len(list(named_parameters(both, tied=True))) == 6
+    assert len(list(named_parameters(shared_layers))) == 2
+    assert len(list(named_parameters(shared_layers, tied=True))) == 6

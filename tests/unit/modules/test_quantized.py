@@ -33,8 +33,8 @@ class Inner:
 def test_single_scales_of_any_stride_become_bytes() -> None:
     scale = torch.arange(64.0).as_strided((1,), (64,))
     codes = torch.arange(6, dtype=torch.uint8).view(2, 3).t()
-    made: Any = Inner(codes=codes, scale=scale)
-    data, layout = to_bytes(made)
+    quantized: Any = Inner(codes=codes, scale=scale)
+    data, layout = to_bytes(quantized)
     assert data.shape == (32, 1)
     assert [(name, start) for name, _, _, start in layout.inner] == [
         ("codes", 0),
@@ -44,22 +44,22 @@ def test_single_scales_of_any_stride_become_bytes() -> None:
 
 
 def test_parameters_of_integers_are_frozen_inside_the_block_only() -> None:
-    whole, real = torch.ones(2, dtype=torch.uint8), torch.ones(2)
-    before = vars(nn.Parameter)["__new__"]
+    integers, floats = torch.ones(2, dtype=torch.uint8), torch.ones(2)
+    original_new = vars(nn.Parameter)["__new__"]
     with frozen_integers():
-        assert not nn.Parameter(whole).requires_grad
-        assert nn.Parameter(real).requires_grad
-        assert not nn.Parameter(real, requires_grad=False).requires_grad
+        assert not nn.Parameter(integers).requires_grad
+        assert nn.Parameter(floats).requires_grad
+        assert not nn.Parameter(floats, requires_grad=False).requires_grad
         assert isinstance(nn.Linear(2, 2).weight, nn.Parameter)
-    assert vars(nn.Parameter)["__new__"] is before
+    assert vars(nn.Parameter)["__new__"] is original_new
     with pytest.raises(RuntimeError, match="floating point"):
-        nn.Parameter(whole)
+        nn.Parameter(integers)
 
 
 def test_converted_bytes_are_refused() -> None:
     layer = nn.Linear(2, 2)
-    made: Any = Inner(codes=torch.ones(4, dtype=torch.uint8))
-    UnpackedInForward(layer, "weight", to_bytes(made)[1])
+    quantized: Any = Inner(codes=torch.ones(4, dtype=torch.uint8))
+    UnpackedInForward(layer, "weight", to_bytes(quantized)[1])
     with pytest.raises(
         StepError,
         match=r"quantized weight of Linear were converted to torch.float32.*mixed_precision='no'",

@@ -16,15 +16,15 @@ def model() -> nn.Sequential:
 
 def test_swaps_reach_every_name_of_a_module() -> None:
     net = model()
-    made: list[str] = []
+    swapped_names: list[str] = []
 
     def make(name: str, module: nn.Module) -> nn.Module:
-        made.append(name)
+        swapped_names.append(name)
         return nn.Identity()
 
     names = surgery.swap_where(net, lambda _, m: isinstance(m, nn.Linear), make)
     assert names == ["0", "1.0", "2"]
-    assert made == ["0", "1.0"]
+    assert swapped_names == ["0", "1.0"]
     assert net[0] is net[2]
 
 
@@ -40,12 +40,18 @@ def test_repeated_blocks_are_found() -> None:
 
 def test_sizes_count_shared_tensors_once_where_they_meet() -> None:
     net = model()
-    one = 20 * 4
-    held = sizes.module_bytes(net)
-    assert held[""] == 2 * one
-    assert held["0"] == held["2"] == held["1"] == held["1.0"] == one
-    assert held["1.0.weight"] == 64
-    assert sizes.module_bytes(net, torch.float16)[""] == one
+    layer_bytes = 20 * 4
+    bytes_by_module = sizes.module_bytes(net)
+    assert bytes_by_module[""] == 2 * layer_bytes
+    assert (
+        bytes_by_module["0"]
+        == bytes_by_module["2"]
+        == bytes_by_module["1"]
+        == bytes_by_module["1.0"]
+        == layer_bytes
+    )
+    assert bytes_by_module["1.0.weight"] == 64
+    assert sizes.module_bytes(net, torch.float16)[""] == layer_bytes
     assert (
         sizes.module_bytes(net, special_dtypes={"1.0.weight": torch.float64})["1"]
         == 16 * 8 + 16

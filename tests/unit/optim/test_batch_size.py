@@ -23,65 +23,65 @@ class Stand:
         self.ctx: Any = SimpleNamespace(world=LocalComm())
 
 
-def fits_below(limit: int, seen: list[int], batch_size: int) -> int:
-    seen.append(batch_size)
+def fits_below(limit: int, tried_sizes: list[int], batch_size: int) -> int:
+    tried_sizes.append(batch_size)
     if batch_size >= limit:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
     return batch_size
 
 
 def test_it_shrinks_until_it_fits_and_passes_arguments() -> None:
-    seen: list[int] = []
+    tried_sizes: list[int] = []
 
     @find_executable_batch_size
     def train(batch_size: int, word: str, *, times: int) -> str:
-        return word * times * (fits_below(100, seen, batch_size) > 0)
+        return word * times * (fits_below(100, tried_sizes, batch_size) > 0)
 
     assert train("a", times=2) == "aa"
-    assert seen == [128, 115, 103, 92]
+    assert tried_sizes == [128, 115, 103, 92]
 
 
 @pytest.mark.parametrize("with_parentheses", [True, False])
 def test_a_custom_reduction_is_honoured_in_both_forms(with_parentheses: bool) -> None:
-    seen: list[int] = []
+    tried_sizes: list[int] = []
 
     def train(batch_size: int) -> int:
-        return fits_below(20, seen, batch_size)
+        return fits_below(20, tried_sizes, batch_size)
 
     def minus_ten(size: int) -> int:
         return size - 10
 
     if with_parentheses:
-        found = find_executable_batch_size(
+        fitting_size = find_executable_batch_size(
             starting_batch_size=40, reduce_batch_size_fn=minus_ten
         )(train)()
     else:
-        found = find_executable_batch_size(train, 40, minus_ten)()
-    assert found == 10
-    assert seen == [40, 30, 20, 10]
+        fitting_size = find_executable_batch_size(train, 40, minus_ten)()
+    assert fitting_size == 10
+    assert tried_sizes == [40, 30, 20, 10]
 
 
 def test_a_reduction_that_counts_by_itself_is_called_without_arguments() -> None:
-    seen: list[int] = []
+    tried_sizes: list[int] = []
     sizes = iter((30, 25, 15))
-    found = find_executable_batch_size(
-        lambda size: fits_below(20, seen, size), 40, lambda: next(sizes)
+    fitting_size = find_executable_batch_size(
+        lambda size: fits_below(20, tried_sizes, size), 40, lambda: next(sizes)
     )()
-    assert (found, seen) == (15, [40, 30, 25, 15])
+    assert (fitting_size, tried_sizes) == (15, [40, 30, 25, 15])
 
 
 def test_the_global_batch_is_kept_by_more_accumulation() -> None:
-    stand, seen = Stand(steps=2), list[int]()
+    stand, tried_sizes = Stand(steps=2), list[int]()
 
     @find_executable_batch_size(
         starting_batch_size=24, accelerator=stand, keep_global_batch=True
     )
     def train(batch_size: int) -> int:
         assert batch_size * stand.gradient_accumulation_steps == 48
-        return fits_below(7, seen, batch_size)
+        return fits_below(7, tried_sizes, batch_size)
 
     assert train() == 6
-    assert seen == [24, 12, 8, 6]
+    assert tried_sizes == [24, 12, 8, 6]
     assert stand.gradient_accumulation_steps == 8
 
 

@@ -31,12 +31,12 @@ def may_clear(clock: StepClock) -> bool:
 def epoch(clock: StepClock, length: int) -> list[bool]:
     """The boundaries of one epoch of `length` batches."""
     cursor = LoaderCursor()
-    seen = []
+    boundaries = []
     with clock.watching(cursor):
         for batch in range(length):
             cursor.at_end = batch == length - 1
-            seen.append(clock.tick())
-    return seen
+            boundaries.append(clock.tick())
+    return boundaries
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 5])
@@ -233,11 +233,11 @@ def test_a_loaded_clock_is_at_the_beginning_of_a_window() -> None:
     for _ in range(3):
         clock.tick()
     weighed(clock, torch.tensor(1.0), 3)
-    other = StepClock(4)
-    other.tick()
-    other.load_state_dict(clock.state_dict())
-    assert [other.tick() for _ in range(4)] == [False, False, False, True]
-    assert other.weights.unit == clock.weights.unit
+    resumed_clock = StepClock(4)
+    resumed_clock.tick()
+    resumed_clock.load_state_dict(clock.state_dict())
+    assert [resumed_clock.tick() for _ in range(4)] == [False, False, False, True]
+    assert resumed_clock.weights.unit == clock.weights.unit
 
 
 def test_a_position_is_kept_from_before_the_first_batch_of_each_window() -> None:

@@ -29,14 +29,14 @@ def grads(model: nn.Module) -> list[Tensor]:
 def test_gradients_are_those_of_the_divided_loss(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
-    for parts in (1, 2, 3, 4, 5, 6, 7, 10, 11, 13, 48, 49, 100, 127, 1000):
+    for divisor in (1, 2, 3, 4, 5, 6, 7, 10, 11, 13, 48, 49, 100, 127, 1000):
         plain, loss = model_and_loss(dtype, shape)
-        torch.autograd.backward(loss / parts)
+        torch.autograd.backward(loss / divisor)
         model, loss = model_and_loss(dtype, shape)
-        backpropagate(loss, parts)
+        backpropagate(loss, divisor)
         assert len(grads(model)) == 4
-        for ours, theirs in zip(grads(model), grads(plain), strict=True):
-            assert torch.equal(ours, theirs), parts
+        for gradient, plain_gradient in zip(grads(model), grads(plain), strict=True):
+            assert torch.equal(gradient, plain_gradient), divisor
 
 
 def test_keywords_of_backward_act_as_on_the_divided_loss() -> None:
@@ -46,8 +46,8 @@ def test_keywords_of_backward_act_as_on_the_divided_loss() -> None:
     model, loss = model_and_loss(torch.float32, (1,))
     backpropagate(loss, 3, gradient=torch.tensor([2.0]), retain_graph=True)
     backpropagate(loss, 3, inputs=[next(model.parameters())])
-    for ours, theirs in zip(grads(model), grads(plain), strict=True):
-        assert torch.equal(ours, theirs)
+    for gradient, plain_gradient in zip(grads(model), grads(plain), strict=True):
+        assert torch.equal(gradient, plain_gradient)
 
 
 def test_several_losses_in_one_tensor_need_a_gradient_as_in_torch() -> None:
@@ -60,15 +60,15 @@ def test_hooks_see_the_divided_gradient_and_may_write_to_it() -> None:
     for _ in range(2):  # what a hook writes does not reach the next loss
         weight = nn.Parameter(torch.ones(1))
         loss = (weight * 3).reshape(())
-        seen: list[float] = []
+        hook_gradients: list[float] = []
 
-        def doubled(grad: Tensor, seen: list[float] = seen) -> None:
-            seen.append(grad.item())
+        def doubled(grad: Tensor, hook_gradients: list[float] = hook_gradients) -> None:
+            hook_gradients.append(grad.item())
             grad.mul_(2)
 
         loss.register_hook(doubled)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         backpropagate(loss, 4)
-        assert seen == [0.25]
+        assert hook_gradients == [0.25]
         assert weight.grad is not None
         assert weight.grad.item() == 1.5
 

@@ -93,8 +93,8 @@ def plain(
     for _ in range(epochs):
         for start in range(0, len(data), every):
             x, y = (
-                torch.cat(parts)
-                for parts in zip(*data[start : start + every], strict=True)
+                torch.cat(tensors)
+                for tensors in zip(*data[start : start + every], strict=True)
             )
             torch.autograd.backward(nn.functional.cross_entropy(model(x), y))
             if max_norm is not None:
@@ -130,12 +130,12 @@ def test_windows_equal_big_batches(
             schedule.step()
             if not clear_first:
                 loop.optimizer.zero_grad()
-    for ours, theirs in zip(
+    for parameter, plain_parameter in zip(
         loop.model.parameters(),
         plain(data, every, 3, max_norm).parameters(),
         strict=True,
     ):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+        torch.testing.assert_close(parameter, plain_parameter, rtol=0, atol=1e-6)
 
 
 def test_ragged_weights_equal_one_big_batch() -> None:
@@ -147,10 +147,14 @@ def test_ragged_weights_equal_one_big_batch() -> None:
     loop.optimizer.settle()
     loop.optimizer.settle()
     model = toy()
-    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+    x, y = (torch.cat(tensors) for tensors in zip(*data, strict=True))
     torch.autograd.backward(nn.functional.cross_entropy(model(x), y))
-    for ours, theirs in zip(loop.model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-7)
+    for parameter, plain_parameter in zip(
+        loop.model.parameters(), model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            parameter.grad, plain_parameter.grad, rtol=0, atol=1e-7
+        )
 
 
 def test_it_is_the_inner_optimizer_in_everything_but_timing() -> None:
@@ -197,16 +201,16 @@ def test_closures_work_where_they_mean_something() -> None:
         return loss.item()
 
     model = toy()
-    theirs: Any = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5)
+    plain_optimizer: Any = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5)
 
     def plain_closure() -> float:
-        theirs.zero_grad()
+        plain_optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(data[0]), data[1])
         torch.autograd.backward(loss)
         return loss.item()
 
     for _ in range(3):
-        assert loop.optimizer.step(closure) == theirs.step(plain_closure)
+        assert loop.optimizer.step(closure) == plain_optimizer.step(plain_closure)
     for a, b in zip(loop.model.parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b)
     with pytest.raises(StepError, match="cannot run under mixed_precision='fp16'"):
@@ -251,13 +255,13 @@ SCHEDULES: list[Callable[[torch.optim.Optimizer], Any]] = [
 @pytest.mark.filterwarnings("ignore:.*epoch parameter in `scheduler.step.*:UserWarning")
 def test_schedules_follow_updates(index: int) -> None:
     loop = Loop(every=3)
-    theirs = torch.optim.AdamW(toy().parameters(), lr=0.05)
-    expected_schedule = SCHEDULES[index](theirs)
+    plain_optimizer = torch.optim.AdamW(toy().parameters(), lr=0.05)
+    expected_schedule = SCHEDULES[index](plain_optimizer)
     schedule = PreparedScheduler(
         SCHEDULES[index](loop.optimizer.optimizer), loop.optimizer
     )
     assert isinstance(schedule, lr_scheduler.LRScheduler)
-    ours, expected = [], []
+    rates, expected_rates = [], []
     for _ in range(2):
         for number, (x, y) in enumerate(loop.batches(batches(7))):
             loop.clock.tick()
@@ -266,11 +270,11 @@ def test_schedules_follow_updates(index: int) -> None:
             schedule.step()
             loop.optimizer.zero_grad()
             if number in (2, 5, 6):
-                ours.append(schedule.get_last_lr())
-                theirs.step()
+                rates.append(schedule.get_last_lr())
+                plain_optimizer.step()
                 expected_schedule.step()
-                expected.append(expected_schedule.get_last_lr())
-    assert ours == expected
+                expected_rates.append(expected_schedule.get_last_lr())
+    assert rates == expected_rates
     assert schedule.state_dict().keys() == expected_schedule.state_dict().keys()
 
 
@@ -326,7 +330,7 @@ def test_fp16_overflow_is_a_result_and_holds_the_schedule() -> None:
     schedule = PreparedScheduler(
         lr_scheduler.StepLR(loop.optimizer.optimizer, 1, 0.5), loop.optimizer
     )
-    before = [p.clone() for p in loop.model.parameters()]
+    initial_parameters = [p.clone() for p in loop.model.parameters()]
     x, y = batches(1)[0]
     loop.backward(nn.functional.cross_entropy(loop.model(x), y) * float("inf"))
     loop.optimizer.step()
@@ -335,7 +339,8 @@ def test_fp16_overflow_is_a_result_and_holds_the_schedule() -> None:
     assert outcome(loop.optimizer) == (True, 65536.0)
     assert schedule.last_epoch == 0
     assert all(
-        torch.equal(a, b) for a, b in zip(before, loop.model.parameters(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(initial_parameters, loop.model.parameters(), strict=True)
     )
     loop.backward(nn.functional.cross_entropy(loop.model(x), y))
     loop.clip(1e9)
@@ -373,30 +378,32 @@ def test_fp16_trains_like_torch_with_a_scaler() -> None:
         optimizer.zero_grad()
         assert norm is not None
         torch.testing.assert_close(norm, expected, equal_nan=True)
-    for ours, theirs in zip(loop.model.parameters(), model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    for parameter, plain_parameter in zip(
+        loop.model.parameters(), model.parameters(), strict=True
+    ):
+        assert torch.equal(parameter, plain_parameter)
     assert loop.precision.state_dict()["scale"] == scaler.get_scale()
 
 
 def test_two_losses_scaled_together_are_unscaled_together() -> None:
     """The scale does not move between two optimizers whose losses went backward under the same one."""
     loop = Loop(precision="fp16", make=functools.partial(torch.optim.SGD, lr=0.1))
-    other = nn.Linear(6, 3)
-    second = PreparedOptimizer(
-        torch.optim.SGD(other.parameters(), lr=0.1), loop.clock, loop.precision
+    second_model = nn.Linear(6, 3)
+    second_optimizer = PreparedOptimizer(
+        torch.optim.SGD(second_model.parameters(), lr=0.1), loop.clock, loop.precision
     )
     x, y = batches(1)[0]
     expected = torch.autograd.grad(
-        nn.functional.cross_entropy(other(x), y), other.weight
+        nn.functional.cross_entropy(second_model(x), y), second_model.weight
     )[0]
     loop.backward(nn.functional.cross_entropy(loop.model(x), y) * float("inf"))
-    loop.backward(nn.functional.cross_entropy(other(x), y))
+    loop.backward(nn.functional.cross_entropy(second_model(x), y))
     loop.optimizer.step()
-    second.step()
+    second_optimizer.step()
     assert loop.optimizer.step_was_skipped
-    assert not second.step_was_skipped
-    assert other.weight.grad is not None
-    torch.testing.assert_close(other.weight.grad, expected)
+    assert not second_optimizer.step_was_skipped
+    assert second_model.weight.grad is not None
+    torch.testing.assert_close(second_model.weight.grad, expected)
 
 
 def test_value_clipping_and_multiplication_see_every_gradient() -> None:
@@ -412,15 +419,18 @@ def test_value_clipping_and_multiplication_see_every_gradient() -> None:
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
 def test_norms_equal_torch(norm_type: float) -> None:
-    ours, theirs = toy(), toy()
+    clipped_model, plain_model = toy(), toy()
     x, y = batches(1)[0]
-    for model in (ours, theirs):
+    for model in (clipped_model, plain_model):
         torch.autograd.backward(nn.functional.cross_entropy(model(x), y))
-    mixed = [*ours.parameters(), nn.Parameter(torch.ones(3, dtype=torch.float64))]
+    mixed = [
+        *clipped_model.parameters(),
+        nn.Parameter(torch.ones(3, dtype=torch.float64)),
+    ]
     assert clip_norm(mixed, 0.01, norm_type).item() == pytest.approx(
-        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.01, norm_type).item()
+        torch.nn.utils.clip_grad_norm_(plain_model.parameters(), 0.01, norm_type).item()
     )
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+    for a, b in zip(clipped_model.parameters(), plain_model.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
     assert clip_norm([], 1.0).item() == 0.0
 

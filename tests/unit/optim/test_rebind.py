@@ -64,11 +64,11 @@ def test_a_bound_optimizer_goes_on(index: int, steps_before: int) -> None:
     record = OptimizerRecord.write(optimizer, [model])
     fresh = copy.deepcopy(model)
     record.bind(optimizer, [fresh])
-    mine = {id(p) for p in fresh.parameters()}
+    fresh_ids = {id(p) for p in fresh.parameters()}
     assert all(
-        id(p) in mine for group in optimizer.param_groups for p in group["params"]
+        id(p) in fresh_ids for group in optimizer.param_groups for p in group["params"]
     )
-    assert all(id(p) in mine for p in optimizer.state)
+    assert all(id(p) in fresh_ids for p in optimizer.state)
     train(fresh, optimizer, 3)
     train(*reference, 3)
     for a, b in zip(fresh.parameters(), reference[0].parameters(), strict=True):

@@ -30,8 +30,8 @@ class Recorder(RunPart):
         self.events: list[str] = []
         self.skips = False
 
-    def settings(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**given, "gradient_accumulation_steps": 2}
+    def settings(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**settings, "gradient_accumulation_steps": 2}
 
     def built(self, run: Any) -> None:
         self.events.append("built")
@@ -83,21 +83,21 @@ class Doubler(RunPart):
 
 
 def test_an_event_has_the_parts_that_need_it_in_their_order() -> None:
-    parts, first, second = RunParts(), Recorder(), Recorder()
-    assert all(getattr(parts, event) == () for event in EVENTS)
+    run_parts, first, second = RunParts(), Recorder(), Recorder()
+    assert all(getattr(run_parts, event) == () for event in EVENTS)
     second.unused_events = ("loss",)
-    for part in (first, second, doubler := Doubler()):
-        parts.add(part)
-    assert parts.loss == (first.loss,)
-    assert list(parts.end) == [first.end, second.end]
-    assert parts.read_status() == {"doubled": 2.0, "by": "two"}
-    assert parts.read_numbers() == {"doubled": 2.0}
-    assert "Doubler: log, status" in str(parts)
-    parts.forget(first, "end")
-    assert list(parts.end) == [second.end]
-    parts.remove(doubler)
-    assert parts.log == ()
-    assert parts.names("gradients") == "Recorder, Recorder"
+    for run_part in (first, second, doubler := Doubler()):
+        run_parts.add(run_part)
+    assert run_parts.loss == (first.loss,)
+    assert list(run_parts.end) == [first.end, second.end]
+    assert run_parts.read_status() == {"doubled": 2.0, "by": "two"}
+    assert run_parts.read_numbers() == {"doubled": 2.0}
+    assert "Doubler: log, status" in str(run_parts)
+    run_parts.forget(first, "end")
+    assert list(run_parts.end) == [second.end]
+    run_parts.remove(doubler)
+    assert run_parts.log == ()
+    assert run_parts.names("gradients") == "Recorder, Recorder"
 
 
 def test_a_loop_calls_its_parts_in_order() -> None:
@@ -138,10 +138,10 @@ def test_a_part_that_changes_gradients_may_skip_the_update() -> None:
     model: Any = nn.Linear(1, 1)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    before = model.weight.detach().clone()
+    initial_weight = model.weight.detach().clone()
     accelerator.backward(model(torch.ones(1, 1)).sum())
     optimizer.step()
-    assert torch.equal(model.weight, before)
+    assert torch.equal(model.weight, initial_weight)
     assert recorder.events[-2:] == ["gradients", "skipped"]
     with pytest.raises(StepError, match="Recorder cannot change them"):
         optimizer.step(lambda: torch.zeros(()))

@@ -21,14 +21,14 @@ def sgd() -> torch.optim.SGD:
 
 
 def warmed(optimizer: torch.optim.Optimizer) -> torch_schedules.SequentialLR:
-    parts = [
+    phases = [
         torch_schedules.LinearLR(optimizer, 0.1, 1.0, 4),
         torch_schedules.CosineAnnealingLR(optimizer, 36),
     ]
-    return torch_schedules.SequentialLR(optimizer, parts, [4])
+    return torch_schedules.SequentialLR(optimizer, phases, [4])
 
 
-MADE: Final[dict[str, tuple[Callable[[Any], Any], int | None]]] = {
+SCHEDULES: Final[dict[str, tuple[Callable[[Any], Any], int | None]]] = {
     "OneCycleLR": (
         lambda o: torch_schedules.OneCycleLR(o, 0.1, steps_per_epoch=20, epochs=2),
         40,
@@ -55,19 +55,19 @@ MADE: Final[dict[str, tuple[Callable[[Any], Any], int | None]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_the_length_is_found(name: str) -> None:
-    make, total = MADE[name]
+    make, total = SCHEDULES[name]
     assert schedule_length(make(sgd())) == total
 
 
 def test_whole_epochs_of_batches_are_reported() -> None:
     for every in (1, 2, 3, 4):
-        for whole in range(2, 30):
+        for num_batches in range(2, 30):
             for epochs in range(1, 5):
-                for total in {whole * epochs, whole * epochs // every or 1}:
-                    length = LoopLength(whole, -(-whole // 2), 2, every)
-                    said = explain_wrong_length(
+                for total in {num_batches * epochs, num_batches * epochs // every or 1}:
+                    length = LoopLength(num_batches, -(-num_batches // 2), 2, every)
+                    explanation = explain_wrong_length(
                         torch_schedules.CosineAnnealingLR(sgd(), total), length
                     )
                     is_right = any(
@@ -77,9 +77,9 @@ def test_whole_epochs_of_batches_are_reported() -> None:
                         total < 1.5 * length.num_updates(epochs)
                         and length.num_updates(epochs) < 1.5 * total
                     )
-                    assert said is not None or is_right or is_near, (
+                    assert explanation is not None or is_right or is_near, (
                         every,
-                        whole,
+                        num_batches,
                         epochs,
                     )
 

@@ -59,15 +59,19 @@ def expected(dtype: torch.dtype) -> Tensor:
     ids=["int64", "int32", "float32", "bfloat16", "number"],
 )
 def test_a_float64_model_keeps_its_digits(kind: Any) -> None:
-    found = gradient(torch.float64, kind)
-    assert torch.equal(found, gradient(torch.float64, int))
-    torch.testing.assert_close(found, expected(torch.float64), rtol=1e-14, atol=0)
+    weighted_gradient = gradient(torch.float64, kind)
+    assert torch.equal(weighted_gradient, gradient(torch.float64, int))
+    torch.testing.assert_close(
+        weighted_gradient, expected(torch.float64), rtol=1e-14, atol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_losses_of_other_types_stay_what_they_are(dtype: torch.dtype) -> None:
-    found = gradient(dtype, torch.tensor)
-    assert found.dtype == dtype
+    weighted_gradient = gradient(dtype, torch.tensor)
+    assert weighted_gradient.dtype == dtype
     # a product with a number is rounded to bfloat16 once more
-    near = 0.0 if dtype is torch.float32 else 1e-2
-    torch.testing.assert_close(found, gradient(dtype, int), rtol=near, atol=0)
+    tolerance = 0.0 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(
+        weighted_gradient, gradient(dtype, int), rtol=tolerance, atol=0
+    )

@@ -42,11 +42,11 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.layer = nn.Linear(4, 4)
         self.shape = shape
-        self.seen: torch.dtype | None = None
+        self.output_dtype: torch.dtype | None = None
 
     def forward(self, x: Tensor) -> Any:
         y = self.layer(x)
-        self.seen = y.dtype
+        self.output_dtype = y.dtype
         label = torch.ones(2, dtype=torch.long)
         match self.shape:
             case "tensor":
@@ -73,7 +73,7 @@ def test_compute_is_half_and_outputs_are_float(
     assert precision.convert(model) is model
     precision.convert(model)
     out = model(x)
-    assert model.seen == dtype
+    assert model.output_dtype == dtype
     assert model.layer.weight.dtype == torch.float32
     match shape:
         case "tensor":
@@ -91,7 +91,7 @@ def test_compute_is_half_and_outputs_are_float(
             assert out.note == "kept"
     precision.restore(model)
     model(x)
-    assert model.seen == torch.float32
+    assert model.output_dtype == torch.float32
     assert "forward" not in model.__dict__
 
 
@@ -130,8 +130,10 @@ def test_outputs_can_be_kept_and_autocast_turned_off() -> None:
 
 
 def logits(out: Any) -> Tensor:
-    found: Tensor = out["a"] if isinstance(out, dict) else getattr(out, "logits", out)
-    return found
+    output_logits: Tensor = (
+        out["a"] if isinstance(out, dict) else getattr(out, "logits", out)
+    )
+    return output_logits
 
 
 @pytest.mark.parametrize("shape", ["tensor", "dict", "named"])
@@ -153,7 +155,7 @@ def test_a_copied_model_is_autocast_with_its_own_weights() -> None:
     nn.init.zeros_(twin.layer.weight)
     nn.init.zeros_(twin.layer.bias)
     assert twin(torch.randn(2, 4)).abs().max() == 0
-    assert twin.seen == torch.bfloat16
+    assert twin.output_dtype == torch.bfloat16
 
 
 def test_fp16_refuses_weights_it_cannot_protect() -> None:
@@ -201,10 +203,10 @@ def test_the_scale_falls_grows_and_resumes() -> None:
         assert applied == (gradient == 1.0)
         scales.append(precision.state_dict()["scale"])
     assert scales == [8, 2, 2, 8, 8, 2, 2]
-    other = build_precision("fp16", CPU, scaler=settings)
-    other.load_state_dict(precision.state_dict())
-    assert step(other, optimizer, weight, 1.0)
-    assert other.state_dict() == {
+    resumed_precision = build_precision("fp16", CPU, scaler=settings)
+    resumed_precision.load_state_dict(precision.state_dict())
+    assert step(resumed_precision, optimizer, weight, 1.0)
+    assert resumed_precision.state_dict() == {
         **precision.state_dict(),
         "scale": 8.0,
         "_growth_tracker": 0,

@@ -83,13 +83,16 @@ def test_filters_and_recipes() -> None:
     )
     build_precision("fp8", CPU, fp8=FP8Config(ao=only)).convert(net)
     assert kinds(net) == ["Linear", "Linear", "Float8Linear"]
-    given = import_module("torchao.float8").Float8LinearConfig(
+    ao_config = import_module("torchao.float8").Float8LinearConfig(
         enable_fsdp_float8_all_gather=True
     )
     for sharded in (False, True):
         net = model()
         build_precision(
-            "fp8", CPU, fp8=FP8Config(ao=AORecipeKwargs(config=given)), sharded=sharded
+            "fp8",
+            CPU,
+            fp8=FP8Config(ao=AORecipeKwargs(config=ao_config)),
+            sharded=sharded,
         ).convert(net)
         assert vars(net[2])["config"].enable_fsdp_float8_all_gather is sharded, (
             "gathered in fp8 only where there are shards"
@@ -119,11 +122,11 @@ def test_backends_are_chosen_and_missing_ones_named(
 @needs_ao
 def test_weights_that_are_cast_while_they_train_are_not_quantized() -> None:
     """FSDP2 gathers them in fp8, and shards them as any others."""
-    made = need("torchao.float8").Float8LinearConfig(
+    ao_config = need("torchao.float8").Float8LinearConfig(
         enable_fsdp_float8_all_gather=True, emulate=True
     )
     net = model()
-    convert_ao(net, AORecipeKwargs(config=made), emulate=True, sharded=True)
+    convert_ao(net, AORecipeKwargs(config=ao_config), emulate=True, sharded=True)
     weight = net.get_parameter("2.weight")
     assert type(weight.data).__name__ == "WeightWithDynamicFloat8CastTensor"
     assert not is_torchao(weight)

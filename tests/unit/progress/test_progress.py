@@ -256,11 +256,11 @@ def test_many_scalars_are_fetched_in_one_go_each_with_its_own_precision() -> Non
 
 
 def test_late_scalars_show_the_newest_value() -> None:
-    late = LateScalars()
-    assert late.read() == {}
-    late.store_values({"loss": torch.tensor(1.0), "note": "a"})
-    late.store_values({"loss": torch.tensor(2.0)})
-    assert late.read() == {"loss": 2.0, "note": "a"}
+    late_scalars = LateScalars()
+    assert late_scalars.read() == {}
+    late_scalars.store_values({"loss": torch.tensor(1.0), "note": "a"})
+    late_scalars.store_values({"loss": torch.tensor(2.0)})
+    assert late_scalars.read() == {"loss": 2.0, "note": "a"}
 
 
 def test_the_straggler_is_the_one_clearly_slower_rank() -> None:
@@ -269,20 +269,20 @@ def test_the_straggler_is_the_one_clearly_slower_rank() -> None:
     assert find_straggler({0: 1e-5, 1: 9e-5}) is None, (
         "ten times slower, but by less than a millisecond"
     )
-    found = find_straggler({0: 0.010, 1: 0.030, 2: 0.011})
-    assert found is not None
-    assert found.rank == 1
-    assert "rank 1 is slower than the others: 30 ms" in str(found)
+    straggler = find_straggler({0: 0.010, 1: 0.030, 2: 0.011})
+    assert straggler is not None
+    assert straggler.rank == 1
+    assert "rank 1 is slower than the others: 30 ms" in str(straggler)
 
 
 def test_pace_is_measured_up_to_the_first_backward_pass() -> None:
-    now = [0.0]
-    pulse = BackwardTimer(torch.device("cpu"), clock=lambda: now[0])
+    fake_time = [0.0]
+    pulse = BackwardTimer(torch.device("cpu"), clock=lambda: fake_time[0])
     for wait in (1.0, 3.0):
         pulse.asked()
-        now[0] += wait
+        fake_time[0] += wait
         pulse.backward()
-        now[0] += 100.0  # the backward pass, where the others are waited for
+        fake_time[0] += 100.0  # the backward pass, where the others are waited for
         pulse.backward()
     assert pulse.take() == 2.0
     assert pulse.take() is None
@@ -291,10 +291,12 @@ def test_pace_is_measured_up_to_the_first_backward_pass() -> None:
 def test_ranks_leave_notes_and_the_main_one_finds_the_slow() -> None:
     store, far = HashStore(), 1e12
     for rank, pace in ((2, 0.05), (1, 0.01), (0, 0.01)):
-        now = [0.0]
-        pulse = BackwardTimer(torch.device("cpu"), clock=lambda now=now: now[0])  # type: ignore[misc]
+        fake_time = [0.0]
+        pulse = BackwardTimer(
+            torch.device("cpu"), clock=lambda fake_time=fake_time: fake_time[0]
+        )  # type: ignore[misc]
         pulse.asked()
-        now[0] = pace
+        fake_time[0] = pace
         pulse.backward()
         watch = StragglerWatch(store, rank, 3)
         watch.tick(far, pulse)
@@ -354,14 +356,14 @@ def test_the_bars_of_an_accelerator_share_one_console(
 def test_the_short_loops_of_a_file_share_one_line_every_ten_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, file = [100.0], io.StringIO()
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    fake_time, file = [100.0], io.StringIO()
+    monkeypatch.setattr(time, "perf_counter", lambda: fake_time[0])
     make = DisplayMaker(Console(file=file))
     for epoch in range(12):
         for _ in Progress(
             range(8), here=BarContext(display=make()), desc=f"epoch {epoch}"
         ):
-            now[0] += 0.25
+            fake_time[0] += 0.25
     lines = [line.split(" | ")[0] for line in file.getvalue().splitlines()]
     assert lines == ["epoch 0 8/8 100%", "epoch 5 8/8 100%", "epoch 10 8/8 100%"]
 

@@ -75,9 +75,9 @@ def trained(
 
 
 def test_rates_follow_the_clock_and_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter(range(100, 10_000, 2))  # an update every two seconds
+    clock_readings = iter(range(100, 10_000, 2))  # an update every two seconds
     monkeypatch.setattr(
-        "hasten.progress.throughput.time.perf_counter", lambda: next(now)
+        "hasten.progress.throughput.time.perf_counter", lambda: next(clock_readings)
     )
     # 1000 operations a second
     throughput = trained(
@@ -125,7 +125,7 @@ def test_an_unknown_peak_leaves_mfu_out() -> None:
 def test_an_evaluation_between_updates_is_not_counted() -> None:
     accelerator = Accelerator(cpu=True)
     net = Net()
-    net, optimizer, loader, other = accelerator.prepare(
+    net, optimizer, loader, evaluation_loader = accelerator.prepare(
         net,
         torch.optim.SGD(net.parameters(), lr=1e-3),
         DataLoader(Samples(8), batch_size=2),
@@ -133,9 +133,9 @@ def test_an_evaluation_between_updates_is_not_counted() -> None:
     )
     throughput = accelerator.track_throughput()
     for batch in loader:
-        for seen in other:
+        for evaluation_batch in evaluation_loader:
             with torch.no_grad():
-                net(seen["x"])
+                net(evaluation_batch["x"])
         accelerator.backward(net(batch["x"]).square().mean())
         optimizer.step()
         optimizer.zero_grad()
@@ -150,8 +150,8 @@ def test_a_measurement_can_be_ended() -> None:
 
 
 def test_it_costs_nothing_until_it_is_asked_for() -> None:
-    parts = Accelerator(cpu=True)._clock.parts
-    assert (parts.after_update, parts.status, parts.log) == ((), (), ())
+    run_parts = Accelerator(cpu=True)._clock.parts
+    assert (run_parts.after_update, run_parts.status, run_parts.log) == ((), (), ())
 
 
 def test_trackers_and_reports_get_the_values(tmp_path: Path) -> None:
@@ -176,8 +176,8 @@ def test_trackers_and_reports_get_the_values(tmp_path: Path) -> None:
         for file in tmp_path.rglob("*.jsonl")
         for text in file.read_text().splitlines()
     ]
-    found = [one for one in lines if "mfu" in json.dumps(one)]
-    assert found, lines[:3]
+    throughput_lines = [line for line in lines if "mfu" in json.dumps(line)]
+    assert throughput_lines, lines[:3]
     titles = [chart["title"] for chart in report_data.all_charts([read_run(tmp_path)])]
     assert {"mfu", "tokens_per_second"} <= set(titles)
 
