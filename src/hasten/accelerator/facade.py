@@ -98,7 +98,7 @@ if TYPE_CHECKING:
     from hasten.progress.build import ProgressMaker
     from hasten.progress.throughput import Throughput
     from hasten.state.epochs import EpochLoops
-    from hasten.state.run_state import LoadHook, SaveHook
+    from hasten.state.run_state import LoadHook, RunObjects, SaveHook
     from hasten.state.saving import Saving
     from hasten.strategies.context.strategy import ContextParallel, SequenceShards
 
@@ -232,7 +232,7 @@ class Accelerator:
         clock.read_position = lambda: (
             None
             if (accelerator := accelerator_ref()) is None
-            else accelerator._saving.read_position()
+            else accelerator._run_objects.read_position(at_window=True)
         )
         self._is_checked: Callable[[str], bool] = lambda setting: (
             # who passes a context watches it
@@ -242,12 +242,11 @@ class Accelerator:
 
     # -- components that are created on first use -------------------------------------------------------------------
     @cached_property
-    def _saving(self) -> Saving:
-        """Saving and loading of this run's checkpoints."""
+    def _run_objects(self) -> RunObjects:
+        """The objects that checkpoints are made from."""
         from hasten.state.run_state import Randomness, RunObjects  # on first use
-        from hasten.state.saving import Saving  # the same
 
-        objects = RunObjects(
+        return RunObjects(
             self._prepared,
             self._strategy.unwrap,
             self._clock,
@@ -255,13 +254,19 @@ class Accelerator:
             Randomness(self.ctx.device),
             self._tracking if self._tracking.names else None,
             self._strategy.drop_gradients,
-            self._epochs,
             averages=self._prepared.averages,
         )
+
+    @cached_property
+    def _saving(self) -> Saving:
+        """Saving and loading of this run's checkpoints."""
+        from hasten.state.saving import Saving  # on first use
+
+        self._run_objects.epochs = self._epochs
         return Saving(
             self.ctx,
             self.config.project,
-            objects,
+            self._run_objects,
             notes={
                 "strategy": self._strategy.name,
                 "mixed_precision": self.config.mixed_precision,
@@ -295,7 +300,8 @@ class Accelerator:
     def _epochs(self) -> EpochLoops:
         from hasten.state.epochs import EpochLoops  # on first use
 
-        return EpochLoops(self._prepared, self._clock)
+        self._run_objects.epochs = EpochLoops(self._prepared, self._clock)
+        return self._run_objects.epochs
 
     @cached_property
     def _context(self) -> ContextParallel:

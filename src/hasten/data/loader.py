@@ -384,37 +384,37 @@ class Loader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loop on this rank as JSON values, sufficient for an exact resume."""
-        iteration = self.parts.iteration
-        # the loop that read it is over, so its pass is too
-        if self.parts.cursor.cut and not iteration.fresh:
-            iteration.place(iteration.upcoming())
-        if iteration.iterator is not None and iteration.iterator() is None:
-            self._end_unread_pass()
-        return self._encode_position(iteration.steps)
-
-    def _encode_position(self, steps: int) -> dict[str, Any]:
-        """Return the position after `steps` batches of the pass that runs or comes next."""
-        iteration, source = self.parts.iteration, self.parts.source
-        position = iteration.start
-        if steps:
-            position = source.reached(position, steps, iteration.source_state)
-        elif iteration.fresh or not iteration.steps:
-            position = source.remember(position)
-        position = replace(position, batches=iteration.start.batches + steps)
-        return encode(position, source.unit, source.size())
+        return self.saved_state()
 
     def saved_state(self, has_trained: bool = False) -> dict[str, Any]:
         """Return the state that checkpoints contain; `load_state_dict` takes it too.
 
         In a run that `has_trained`, a pass without backward passes is an evaluation, which a resumed run begins anew.
         """
-        iteration, cursor = self.parts.iteration, self.parts.cursor
+        iteration, cursor, source = (
+            self.parts.iteration,
+            self.parts.cursor,
+            self.parts.source,
+        )
+        is_evaluation = False
         if has_trained and not iteration.fresh and not cursor.left:
             if not self.is_running():
                 iteration.place(iteration.upcoming())
             elif self.parts.clock.num_passes == cursor.passes_before:
-                return self._encode_position(0)
-        return self.state_dict()
+                is_evaluation = True
+        # the loop that read it is over, so its pass is too
+        if cursor.cut and not iteration.fresh and not is_evaluation:
+            iteration.place(iteration.upcoming())
+        if iteration.iterator is not None and iteration.iterator() is None:
+            self._end_unread_pass()
+        num_batches = 0 if is_evaluation else iteration.steps
+        position = iteration.start
+        if num_batches:
+            position = source.reached(position, num_batches, iteration.source_state)
+        elif iteration.fresh or not iteration.steps:
+            position = source.remember(position)
+        position = replace(position, batches=iteration.start.batches + num_batches)
+        return encode(position, source.unit, source.size())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue from `state`, also with another world size.

@@ -59,6 +59,7 @@ class NumpyGenerator:
         )
         self._state: NumpyState | None = None
         self._memory: bytes | None = None
+        """The generator's memory when its state was read; None if its size is unknown."""
 
     def install(self) -> None:
         """Make np.random's functions draw from this generator."""
@@ -68,7 +69,9 @@ class NumpyGenerator:
 
     def read(self) -> NumpyState:
         """Return the state of this generator, which is installed; the same object while nothing is drawn."""
-        state, memory = self._state, self._read_memory()
+        state, memory = self._state, None
+        if self._comparable:
+            memory = _read_memory_of(self.bits)
         if (
             state is not None
             and memory is not None
@@ -87,16 +90,13 @@ class NumpyGenerator:
         """Install this generator with a state."""
         _install_bits(self.bits)
         np.random.set_state(state)
-        self._state, self._memory = state, self._read_memory()
-
-    def _read_memory(self) -> bytes | None:
-        """Return the memory of the generator's state, which every draw changes; None if its size is unknown."""
+        self._state = state
         if self._comparable:
-            return _read_memory_of(self.bits)
-        return None
+            self._memory = _read_memory_of(self.bits)
 
 
 def _read_memory_of(bits: np.random.MT19937) -> bytes:
+    """Return the memory of the generator's state, which every draw changes."""
     return ctypes.string_at(bits.ctypes.state_address, _NUMPY_BYTES)
 
 
@@ -117,10 +117,6 @@ def _install_bits(bits: Any) -> None:
     np.random.set_bit_generator(bits)  # type: ignore[attr-defined] # public, and missing in numpy's stubs
 
 
-def _installed_bits() -> Any:
-    return np.random.get_bit_generator()  # type: ignore[attr-defined] # public, and missing in numpy's stubs
-
-
 @dataclass(eq=False)
 class RandomStates:
     """Reader and keeper of the CPU random states of this process."""
@@ -134,7 +130,7 @@ class RandomStates:
 
     def read(self) -> States:
         """Return the current states. Raises: DataError if np.random draws from a generator that cannot be saved."""
-        numpy = self._current().read()
+        numpy = self._find_installed().read()
         if (bits_name := numpy["bit_generator"]) != "MT19937":
             raise DataError(
                 f"numpy's global generator is a {bits_name}, whose state hasten does not save, so data could not be reproduced on "
@@ -145,7 +141,7 @@ class RandomStates:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Context manager that restores the states on exit. Inside, np.random has another generator: seed it first."""
-        outside_generator = self._current()
+        outside_generator = self._find_installed()
         outside_generator.read()
         torch_state, python_state = torch.get_rng_state(), random.getstate()
         inside_generator = self.borrow()
@@ -169,8 +165,9 @@ class RandomStates:
         generator.forget()
         self._unused.append(generator)
 
-    def _current(self) -> NumpyGenerator:
-        bits = _installed_bits()
+    def _find_installed(self) -> NumpyGenerator:
+        """Return the generator that np.random draws from now."""
+        bits = np.random.get_bit_generator()  # type: ignore[attr-defined] # public, and missing in numpy's stubs
         if self._outside is None or self._outside.bits is not bits:
             self._outside = NumpyGenerator(bits)
         return self._outside
@@ -190,7 +187,7 @@ class OwnRng:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Context manager that draws from these states; only np.random's are restored on exit (see RandomStates.kept)."""
-        outside_bits = _installed_bits()
+        outside_bits = np.random.get_bit_generator()  # type: ignore[attr-defined] # the same
         numpy_generator = self._numpy = (
             self._process.borrow() if self._numpy is None else self._numpy
         )

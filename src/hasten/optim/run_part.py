@@ -198,22 +198,21 @@ class RunParts:
         )
 
     def _set(self, members: tuple[RunPart, ...]) -> None:
+        """Set the members, and for each event the methods of those that override and need it."""
         self.members = members
-        # Any: each event's result
-        listeners: dict[str, list[Callable[..., Any]]] = {event: [] for event in EVENTS}
-        for member in members:
-            for event in events_of(member):
-                listeners[event].append(getattr(member, event))
-        for event, functions in listeners.items():
-            setattr(self, event, tuple(functions))
+        for event in EVENTS:
+            default = getattr(RunPart, event)
+            listeners = []
+            for member in members:
+                is_overridden = getattr(type(member), event) is not default
+                if is_overridden and event not in member.unused_events:
+                    listeners.append(getattr(member, event))
+            setattr(self, event, tuple(listeners))
 
     def names(self, event: str) -> str:
         """Return the names of the parts that act at an event."""
-        return ", ".join(
-            type(member).__name__
-            for member in self.members
-            if event in events_of(member)
-        )
+        listeners = getattr(self, event)
+        return ", ".join(type(listener.__self__).__name__ for listener in listeners)
 
     def read_status(self) -> dict[str, float | str]:
         """Return the values of all parts for displays, in any thread."""
@@ -232,22 +231,15 @@ class RunParts:
 
     def __str__(self) -> str:
         """Return the parts with their events, one a line."""
-        return "\n".join(
-            f"{type(member).__name__}: {', '.join(events_of(member))}"
-            for member in self.members
-        )
-
-
-def events_of(member: RunPart) -> list[str]:
-    """Return the events that a part overrides and needs."""
-    events = []
-    for event in EVENTS:
-        if (
-            getattr(type(member), event) is not getattr(RunPart, event)
-            and event not in member.unused_events
-        ):
-            events.append(event)
-    return events
+        lines = []
+        for member in self.members:
+            events = []
+            for event in EVENTS:
+                for listener in getattr(self, event):
+                    if listener.__self__ is member:
+                        events.append(event)
+            lines.append(f"{type(member).__name__}: {', '.join(events)}")
+        return "\n".join(lines)
 
 
 # scripts create Accelerators without arguments from hasten, so these parts are process-wide

@@ -94,9 +94,9 @@ class Preemption(RunPart):
 
     def pass_ends(self, cursor: LoaderCursor) -> None:
         """End the first window with its loop."""
-        self._release_signals()
         if self._clock is not None:
             self._clock.parts.forget(self, "pass_begins", "batch", "pass_ends")
+        self._release_signals()
 
     def _release_signals(self) -> None:
         """Give signals their default effect again, and to one that was held, unless there was a query."""

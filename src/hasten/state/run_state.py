@@ -60,9 +60,10 @@ class Randomness:
             process_states = self._process.read()
         except DataError:  # raised when they are captured
             return None
-        return Generators(
-            torch.initial_seed(), process_states, device_state(self._device)
-        )
+        on_device = None
+        if self._device.type != "cpu":
+            on_device = device_state(self._device)
+        return Generators(torch.initial_seed(), process_states, on_device)
 
     # Any: tensors and numbers
     def capture(self, generators: Generators | None = None) -> dict[str, Any]:
@@ -135,14 +136,6 @@ class RunObjects:
         """Return the user's modules, without wrappers."""
         return list(map(self.unwrap, self.objects.models))
 
-    @property
-    def has_trained(self) -> bool:
-        """True if the run has trained, in this process or before a resume."""
-        return self.clock.num_passes > 0 or any(
-            getattr(optimizer, "num_attempts", 0)
-            for optimizer in self.objects.optimizers
-        )
-
     def saved_position(self) -> LoopPosition:
         """Return the position that a save stores: inside an accumulation window, that of its beginning.
 
@@ -151,7 +144,7 @@ class RunObjects:
         clock = self.clock
         if not clock.is_open or clock.read_position is None:
             # random generators are captured after save hooks, which may draw
-            return replace(read_position(self, at_window=False), generators=None)
+            return replace(self.read_position(at_window=False), generators=None)
         position = clock.position
         if not isinstance(position, LoopPosition):
             raise StepError(
@@ -166,6 +159,35 @@ class RunObjects:
         self.buffers.refuse_late_changes(position.buffers)
         return position
 
+    def read_position(self, *, at_window: bool) -> LoopPosition:
+        """Return the current position; `at_window` also keeps what is changed in place, for a save inside the window that begins here. Local."""
+        # in this process, or before a resume
+        has_trained = self.clock.num_passes > 0
+        for optimizer in self.objects.optimizers:
+            has_trained = has_trained or getattr(optimizer, "num_attempts", 0) > 0
+        loader_states = []
+        for loader in self.objects.loaders:
+            loader_states.append(loader.saved_state(has_trained))
+        registered_states = {}
+        buffer_copies: Mapping[str, Tensor] = {}
+        if at_window:
+            for index, registered_object in enumerate(self.registered):
+                if getattr(registered_object, "follows_data", False):
+                    registered_states[index] = registered_object.state_dict()
+            buffer_copies = self.buffers.copy_changing(self.plain_models())
+        epochs_state: Mapping[str, Any] = {"loops": [], "ended": []}
+        if self.epochs is not None:
+            epochs_state = self.epochs.state_dict()
+        return LoopPosition(
+            loader_states,
+            self.randomness.read(),
+            self.clock.state_dict(),
+            epochs_state,
+            None if self.trackers is None else self.trackers.step,
+            registered_states,
+            buffer_copies,
+        )
+
 
 def numbered_name(stem: str, index: int) -> str:
     """Return `model`, `model_1`, `model_2`: the first name has no number."""
@@ -178,29 +200,6 @@ def num_updates(run_objects: RunObjects) -> int:
     for optimizer in run_objects.objects.optimizers:
         max_updates = max(max_updates, int(getattr(optimizer, "num_updates", 0)))
     return max_updates
-
-
-def read_position(run_objects: RunObjects, *, at_window: bool) -> LoopPosition:
-    """Return the current position; `at_window` also keeps what is changed in place, for a save inside the window that begins here. Local."""
-    loader_states = []
-    has_trained = run_objects.has_trained
-    for loader in run_objects.objects.loaders:
-        loader_states.append(loader.saved_state(has_trained))
-    registered_states = {}
-    for index, registered_object in enumerate(run_objects.registered):
-        if at_window and getattr(registered_object, "follows_data", False):
-            registered_states[index] = registered_object.state_dict()
-    return LoopPosition(
-        loader_states,
-        run_objects.randomness.read(),
-        run_objects.clock.state_dict(),
-        None if run_objects.epochs is None else run_objects.epochs.state_dict(),
-        None if run_objects.trackers is None else run_objects.trackers.step,
-        registered_states,
-        run_objects.buffers.copy_changing(run_objects.plain_models())
-        if at_window
-        else {},
-    )
 
 
 def collect_state(

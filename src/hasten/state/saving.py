@@ -54,7 +54,6 @@ from hasten.state.run_state import (
     SaveHook,
     collect_state,
     num_updates,
-    read_position,
     run_load_hooks,
     run_save_hooks,
 )
@@ -116,10 +115,6 @@ class Saving:
         return num_updates(self._parts)
 
     # -- objects to save ------------------------------------------------------------------------------------------
-
-    def read_position(self) -> LoopPosition:
-        """Return the loop's position at the beginning of an accumulation window. Local."""
-        return read_position(self._parts, at_window=True)
 
     def _writer(self) -> AsyncWriter:
         """Return the writer of background saves, created when it is first needed."""
