@@ -1133,21 +1133,9 @@ class Accelerator:
         written in the background. `metrics` are used to rank checkpoints for `keep_best`. With `survive`, the first of the present
         replicas saves for all; the others get an empty text.
         """
-        run_parts = self._clock.parts
-        for begin_event in run_parts.before_save:
-            if (answer := begin_event()) is not None:
-                return answer
-        try:
-            path = self._saving.save_state(
-                output_dir, safe_serialization, blocking, metrics
-            )
-        except BaseException as error:
-            for notify_part in run_parts.after_save:
-                notify_part(error)
-            raise
-        for notify_part in run_parts.after_save:
-            notify_part(None)
-        return path
+        return self._saving.save_state(
+            output_dir, safe_serialization, blocking, metrics
+        )
 
     def load_state(
         self,
@@ -1167,20 +1155,9 @@ class Accelerator:
                 input_dir,
                 "must_exist=False is for the newest checkpoint. Leave out one of the two",
             )
-        run_parts = self._clock.parts
-        for begin_event in run_parts.before_load:
-            begin_event()
-        try:
-            reports = self._saving.load_state(
-                input_dir, strict, allow_pickle, must_exist=must_exist
-            )
-        except BaseException as error:
-            for notify_part in run_parts.after_load:
-                notify_part(error)
-            raise
-        for notify_part in run_parts.after_load if reports or must_exist else ():
-            notify_part(None)
-        return reports
+        return self._saving.load_state(
+            input_dir, strict, allow_pickle, must_exist=must_exist
+        )
 
     def wait_for_saves(self) -> None:
         """Wait for background saves; if one failed, its error is raised here. Ranks: every rank."""

@@ -108,7 +108,7 @@ class HostStaging:
         """Wait for the copies in flight, then discard the record of them."""
         batches, self._batches = self._batches, []
         for batch in batches:
-            batch.finish()
+            batch.wait()
 
     def release(self) -> None:
         """Free the memory."""
@@ -150,10 +150,14 @@ class _CopyBatch:
             )
             start += len(view)
 
+    def wait(self) -> None:
+        """Wait for the copies that were started, whether they succeed or fail."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
     def finish(self) -> dict[MemoryAddress, Tensor]:
-        """Wait for the copies and return them."""
-        assert self._pool is not None, "the copies were started"
-        self._pool.shutdown()
+        """Wait for the copies and return them. Raises: the error of a copy."""
+        self.wait()
         for copy in self._futures:
             copy.result()
         host_copies = {}

@@ -109,7 +109,7 @@ class RunPart:
         return None
 
     def after_save(self, error: BaseException | None) -> None:
-        """Handle the end of `save_state`; a save in the background is still being written."""
+        """Handle the end of `save_state`; a save in the background is still being written. With an error, some ranks may not have begun."""
 
     def saved(self, taken_s: float, seconds: float) -> None:
         """Handle a complete checkpoint of the state at `taken_s` (seconds since 1970), in any thread; `seconds` is the time of the whole save."""

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -161,46 +162,64 @@ class Saving:
         continues during the write; a failure is raised by the next save, `wait_for_saves` or `close`.
         Ranks: every rank. Raises: MissingRanksError when some ranks do not arrive; CheckpointError when one failed.
         """
-        world = self._ctx.world
-        with agreeing(
-            world, "save_state", self.project.checkpoint_arrival_s
-        ) as agreement:
-            if self._background is not None:
-                self.wait_for_saves()
-            if (
-                len(
-                    modes_of_ranks := set(
-                        agreement.share((blocking, output_dir is None))
-                    )
+        world, arrival_s = self._ctx.world, self.project.checkpoint_arrival_s
+        run_parts = self._parts.clock.parts
+        try:
+            # the events of parts are within the agreement: one that fails on a rank ends the save on all
+            with agreeing(world, "save_state", arrival_s) as agreement:
+                for begin_event in run_parts.before_save:
+                    if (answer := begin_event()) is not None:
+                        return answer
+                checkpoint_path = self._save(
+                    agreement, output_dir, safe_serialization, blocking, metrics
                 )
-                > 1
-            ):
-                raise MismatchError(
-                    f"ranks called save_state with different arguments ((blocking, without a folder): {sorted(modes_of_ranks)}), so "
-                    "they would wait for each other at different places. Nothing was saved. Pass the same on every rank."
-                )
-            loop_position = self._parts.saved_position()
-            if not blocking and self._writer().comm is None:
-                agreement.share()
-                self._writer().comm = world.twin()
-            metric_values = self._checked(metrics)
-            with self._start(output_dir, agreement) as save:
-                checkpoint_name = save.draft.name
-                checkpoint_path = join_location(save.store.address, checkpoint_name)
-                agreement.label = f"collecting the state for {checkpoint_name!r}"
-                manifest_header = self._header(checkpoint_name, metric_values)
-                state_tree = self._tree(
-                    save, safe_serialization, agreement, loop_position
-                )
-                write_files = partial(
-                    self._write, save, manifest_header, output_dir is None
-                )
-                if blocking:
-                    save.plan(state_tree, agreement)
-                    write_files(agreement)
-                else:
-                    self._write_in_background(save, state_tree, write_files, agreement)
+                for end_event in run_parts.after_save:
+                    end_event(None)
                 return checkpoint_path
+        except BaseException as error:
+            for end_event in run_parts.after_save:
+                end_event(error)
+            raise
+
+    def _save(
+        self,
+        agreement: Agreement,
+        output_dir: str | Path | None,
+        safe_serialization: bool,
+        blocking: bool,
+        metrics: Mapping[str, float] | None,
+    ) -> str:
+        if self._background is not None:
+            self.wait_for_saves()
+        modes_of_ranks = set(agreement.share((blocking, output_dir is None)))
+        if len(modes_of_ranks) > 1:
+            raise MismatchError(
+                f"ranks called save_state with different arguments ((blocking, without a folder): {sorted(modes_of_ranks)}), so "
+                "they would wait for each other at different places. Nothing was saved. Pass the same on every rank."
+            )
+        loop_position = self._parts.saved_position()
+        if not blocking and self._writer().comm is None:
+            agreement.share()
+            self._writer().comm = self._ctx.world.twin()
+        metric_values = self._checked(metrics)
+        with ExitStack() as draft_owner:
+            save = draft_owner.enter_context(self._start(output_dir, agreement))
+            checkpoint_name = save.draft.name
+            checkpoint_path = join_location(save.store.address, checkpoint_name)
+            agreement.label = f"collecting the state for {checkpoint_name!r}"
+            manifest_header = self._header(checkpoint_name, metric_values)
+            state_tree = self._tree(save, safe_serialization, agreement, loop_position)
+            write_files = partial(
+                self._write, save, manifest_header, output_dir is None
+            )
+            if blocking:
+                save.plan(state_tree, agreement)
+                write_files(agreement)
+            else:
+                self._write_in_background(
+                    save, state_tree, write_files, agreement, draft_owner
+                )
+        return checkpoint_path
 
     def _start(self, output_dir: str | Path | None, agreement: Agreement) -> Save:
         """Start a save into a folder, or under the next free number."""
@@ -354,6 +373,7 @@ class Saving:
         state_tree: StateTree,
         write_files: Callable[[Agreement], None],
         agreement: Agreement,
+        draft_owner: ExitStack,
     ) -> None:
         writer = self._writer()
         save.plan(state_tree, agreement, writer.staging.begin)
@@ -368,6 +388,8 @@ class Saving:
             except BaseException:
                 writer.cancel()
                 raise
+            # from here on the draft belongs to the thread: an error on this one must not discard it
+            draft_owner.pop_all()
             start_event.set()
 
     def _header(
@@ -461,12 +483,26 @@ class Saving:
         every rank before anything in memory changes.
         Ranks: every rank. Raises: a subclass of CheckpointError, naming the file and the problem.
         """
-        return (
-            read_one_version(
-                lambda: self._load(input_dir, strict, allow_pickle, verify, must_exist)
-            )
-            or []
-        )
+        world, arrival_s = self._ctx.world, self.project.checkpoint_arrival_s
+        run_parts = self._parts.clock.parts
+        try:
+            with agreeing(world, "load_state", arrival_s):
+                for begin_event in run_parts.before_load:
+                    begin_event()
+                reports = read_one_version(
+                    lambda: self._load(
+                        input_dir, strict, allow_pickle, verify, must_exist
+                    )
+                )
+                if reports is None:
+                    return []
+                for end_event in run_parts.after_load:
+                    end_event(None)
+                return reports
+        except BaseException as error:
+            for end_event in run_parts.after_load:
+                end_event(error)
+            raise
 
     def _load(
         self,
@@ -476,8 +512,8 @@ class Saving:
         verify: bool = True,
         must_exist: bool = True,
     ) -> list[LoadReport] | None:
-        world, arrival_s = self._ctx.world, self.project.checkpoint_arrival_s
-        with agreeing(world, "load_state", arrival_s) as agreement:
+        world = self._ctx.world
+        with agreeing(world, "load_state") as agreement:
             if self._background is not None:
                 self.wait_for_saves()
             if (

@@ -38,11 +38,7 @@ BEFORE: Final = frozenset(
             "Saving.save_state",
             "Accelerator.load_state",
             "Saving.load_state",
-            "Saving._load",
         ),
-        *("EventRecorder.__init__", "EventRecorder.__enter__"),
-        # parts of the run act before the call, and after its end
-        *("RunLogPart.before_save", "RunLogPart.before_load", "RunLogPart._note"),
     }
 )
 """A rank that fails on its way to the call never arrives: the others name it when checkpoint_arrival_s is over."""
@@ -50,8 +46,6 @@ OUTSIDE: Final = frozenset(
     {
         # a thread that was started and does not run at all
         "AsyncWriter.submit.<locals>.run",
-        # after the ranks have agreed that all is done
-        *("RunLogPart.after_save", "RunLogPart.after_load", "EventRecorder.__exit__"),
         # arithmetic that torch's archive writer calls; it reports a failure there in words of its own
         *(
             f"_BlankArchive.{name}"
