@@ -71,9 +71,9 @@ def main() -> None:
 def compare(args: argparse.Namespace, folder: Path) -> None:
     """Save a model, load it again within the budget, and compare what both compute."""
     torch.manual_seed(0)
-    whole = Tower(args.width, args.depth).eval()
+    reference_model = Tower(args.width, args.depth).eval()
     # any folder in the Hub layout will do
-    Accelerator().save_model(whole, folder / "model")
+    Accelerator().save_model(reference_model, folder / "model")
     ids = torch.randint(0, 1000, (1, 16))
 
     with init_empty_weights():  # takes no memory, whatever the size
@@ -81,20 +81,20 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     memory: dict[int | str, int | str] = {"cpu": args.host}
     if torch.accelerator.is_available():
         memory = {0: args.budget, "cpu": args.host}
-    places = infer_auto_device_map(model, memory, no_split_module_classes=["Block"])
-    print("device map:", places)
+    device_map = infer_auto_device_map(model, memory, no_split_module_classes=["Block"])
+    print("device map:", device_map)
     load_checkpoint_and_dispatch(
-        model, folder / "model", places, offload_folder=folder / "offload"
+        model, folder / "model", device_map, offload_folder=folder / "offload"
     )
     with torch.inference_mode():
-        wanted = whole(ids)
+        expected_output = reference_model(ids)
         for turn in range(3):
-            begun = time.perf_counter()
-            found = model(ids)
+            start_time = time.perf_counter()
+            dispatched_output = model(ids)
             # kernels of a GPU add in another order
-            equal = torch.allclose(found, wanted, atol=1e-4)
+            equal = torch.allclose(dispatched_output, expected_output, atol=1e-4)
             print(
-                f"forward {turn}: {time.perf_counter() - begun:.3f} s, equal to the whole model: {equal}"
+                f"forward {turn}: {time.perf_counter() - start_time:.3f} s, equal to the whole model: {equal}"
             )
 
 

@@ -32,13 +32,15 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
-def print_share(accelerator: Accelerator, model: nn.Module, whole: int) -> None:
+def print_share(
+    accelerator: Accelerator, model: nn.Module, num_parameters: int
+) -> None:
     """Print how many of the model's parameters a process holds."""
-    held = sum(
+    num_local_parameters = sum(
         getattr(p, "to_local", lambda p=p: p)().numel() for p in model.parameters()
     )
     accelerator.print(
-        f"{whole:,} parameters, {held:,} of them ({held / whole:.0%}) on each process"
+        f"{num_parameters:,} parameters, {num_local_parameters:,} of them ({num_local_parameters / num_parameters:.0%}) on each process"
     )
 
 

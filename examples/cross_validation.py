@@ -41,12 +41,16 @@ def main() -> None:
         *train_set.tensors
     )
     scores, votes, truth = [], torch.zeros(len(test_set), 10), torch.empty(0)
-    for fold, (kept, held) in enumerate(splits, 1):
+    for fold, (train_indices, held_out_indices) in enumerate(splits, 1):
         set_seed(fold)
         # ends the run of the previous fold
         accelerator.init_trackers(f"fold{fold}", config=vars(args))
         score, model = train_fold(
-            accelerator, train_set, list(kept), list(held), args.epochs
+            accelerator,
+            train_set,
+            list(train_indices),
+            list(held_out_indices),
+            args.epochs,
         )
         scores.append(score)
         probabilities, truth = predict(accelerator, model, test)
@@ -63,15 +67,15 @@ def main() -> None:
 def train_fold(
     accelerator: Accelerator,
     data: TensorDataset,
-    kept: list[int],
-    held: list[int],
+    train_indices: list[int],
+    held_out_indices: list[int],
     epochs: int,
 ) -> tuple[float, nn.Module]:
     """Train on the kept part; return the accuracy on the held-out part, and the model."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    train: Images = DataLoader(Subset(data, kept), batch_size=32, shuffle=True)
-    check: Images = DataLoader(Subset(data, held), batch_size=128)
+    train: Images = DataLoader(Subset(data, train_indices), batch_size=32, shuffle=True)
+    check: Images = DataLoader(Subset(data, held_out_indices), batch_size=128)
     model, optimizer, train, check = accelerator.prepare(model, optimizer, train, check)
     for _ in range(epochs):
         model.train()
@@ -92,14 +96,14 @@ def predict(
 ) -> tuple[Tensor, Tensor]:
     """Return the probabilities and the truth of every sample, each once, on every process."""
     model.eval()
-    found = []
+    gathered_batches = []
     with torch.no_grad():
         for images, labels in loader:
-            found.append(
+            gathered_batches.append(
                 accelerator.gather_for_metrics((model(images).softmax(dim=1), labels))
             )
-    return torch.cat([part.cpu() for part, _ in found]), torch.cat(
-        [part.cpu() for _, part in found]
+    return torch.cat([tensor.cpu() for tensor, _ in gathered_batches]), torch.cat(
+        [tensor.cpu() for _, tensor in gathered_batches]
     )
 
 

@@ -101,11 +101,11 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     images, labels = load_digits(return_X_y=True)
     pixels = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     names = torch.tensor(labels, dtype=torch.long)
-    kept, held = train_test_split(
+    train_indices, test_indices = train_test_split(
         range(len(names)), test_size=0.2, random_state=0, stratify=labels
     )
-    return TensorDataset(pixels[kept], names[kept]), TensorDataset(
-        pixels[held], names[held]
+    return TensorDataset(pixels[train_indices], names[train_indices]), TensorDataset(
+        pixels[test_indices], names[test_indices]
     )
 
 

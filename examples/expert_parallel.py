@@ -29,16 +29,16 @@ class Experts(nn.Module):
             torch.randn(number, width, 4 * width) * (4 * width) ** -0.5
         )
 
-    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs for each token."""
         out = torch.zeros_like(hidden)
-        for expert in chosen.unique().tolist():
-            tokens, place = torch.where(chosen == expert)
-            made = F.linear(
+        for expert in expert_ids.unique().tolist():
+            tokens, slots = torch.where(expert_ids == expert)
+            expert_outputs = F.linear(
                 F.gelu(F.linear(hidden[tokens], self.up[expert])), self.down[expert]
             )
             out = out.index_add(
-                0, tokens, (made * weights[tokens, place, None]).to(out.dtype)
+                0, tokens, (expert_outputs * weights[tokens, slots, None]).to(out.dtype)
             )
         return out
 
@@ -57,8 +57,8 @@ class Block(nn.Module):
         """Return the sequence after this block."""
         x = x + self.mix(F.pad(self.norm_1(x).transpose(1, 2), (3, 0))).transpose(1, 2)
         hidden = self.norm_2(x).flatten(0, 1)
-        weights, chosen = self.router(hidden).softmax(-1).topk(2, -1)
-        return x + self.experts(hidden, chosen, weights).view_as(x)
+        weights, expert_ids = self.router(hidden).softmax(-1).topk(2, -1)
+        return x + self.experts(hidden, expert_ids, weights).view_as(x)
 
 
 class Writer(nn.Module):
@@ -99,7 +99,7 @@ def main() -> None:
     )
 
     model = Writer(args.width, args.depth, args.experts)
-    whole = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(
         Sources(read_sources(1.0), args.context),
@@ -107,7 +107,7 @@ def main() -> None:
         shuffle=True,
     )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    print_share(accelerator, model, whole)
+    print_share(accelerator, model, num_parameters)
 
     report = Report(accelerator)
     for _, codes in zip(range(args.steps), loader, strict=False):

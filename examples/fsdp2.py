@@ -42,7 +42,7 @@ def main() -> None:
     )
 
     model = Writer(args.width, args.depth, args.context)
-    whole = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(
         Sources(read_sources(1.0), args.context),
@@ -50,9 +50,11 @@ def main() -> None:
         shuffle=True,
     )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    held = sum(local(parameter).numel() for parameter in model.parameters())
+    num_local_parameters = sum(
+        local(parameter).numel() for parameter in model.parameters()
+    )
     accelerator.print(
-        f"{whole:,} parameters, {held:,} of them ({held / whole:.0%}) on each process"
+        f"{num_parameters:,} parameters, {num_local_parameters:,} of them ({num_local_parameters / num_parameters:.0%}) on each process"
     )
 
     model.train()
@@ -82,9 +84,9 @@ def main() -> None:
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
     """Return the part of a parameter that this process holds."""
-    part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    assert isinstance(part, torch.Tensor)
-    return part
+    shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    assert isinstance(shard, torch.Tensor)
+    return shard
 
 
 if __name__ == "__main__":

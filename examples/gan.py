@@ -44,25 +44,27 @@ def main() -> None:
 
     for epoch in range(1, args.epochs + 1):
         for (real,) in data:
-            ones, zeros = (
+            real_labels, fake_labels = (
                 torch.ones(len(real), 1, device=real.device),
                 torch.zeros(len(real), 1, device=real.device),
             )
             fake = generator(torch.randn(len(real), NOISE, device=real.device))
             verdicts = discriminator(torch.cat([real, fake.detach()]))
-            judge_loss = cross_entropy(verdicts, torch.cat([0.9 * ones, zeros]))
+            judge_loss = cross_entropy(
+                verdicts, torch.cat([0.9 * real_labels, fake_labels])
+            )
             judge.zero_grad()
             accelerator.backward(judge_loss)
             judge.step()
 
-            paint_loss = cross_entropy(discriminator(fake), ones)
+            paint_loss = cross_entropy(discriminator(fake), real_labels)
             paint.zero_grad()
             accelerator.backward(paint_loss)
             paint.step()
         if epoch % 5 == 0 or epoch == args.epochs:
-            found, near = quality(accelerator, generator)
+            num_found_spots, hit_share = quality(accelerator, generator)
             accelerator.print(
-                f"epoch {epoch}: {found} of {SPOTS} spots found, {near:.0%} of the samples on a spot, "
+                f"epoch {epoch}: {num_found_spots} of {SPOTS} spots found, {hit_share:.0%} of the samples on a spot, "
                 f"losses {judge_loss.item():.2f} / {paint_loss.item():.2f}"
             )
     accelerator.end_training()
@@ -96,12 +98,14 @@ def spots(num: int) -> Tensor:
 def quality(accelerator: Accelerator, generator: nn.Module) -> tuple[int, float]:
     """Return how many spots are hit by at least one in a hundred samples, and the share of samples that hit one."""
     with torch.no_grad():
-        made = accelerator.gather(
+        samples = accelerator.gather(
             generator(torch.randn(1000, NOISE, device=accelerator.device))
         )
-    distance, spot = torch.cdist(made.cpu(), centers()).min(dim=1)
+    distance, spot = torch.cdist(samples.cpu(), centers()).min(dim=1)
     hits = torch.bincount(spot[distance < 0.5], minlength=SPOTS)
-    return int((hits > len(made) / 100).sum()), (distance < 0.5).float().mean().item()
+    return int((hits > len(samples) / 100).sum()), (
+        distance < 0.5
+    ).float().mean().item()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def main() -> None:
     args = read_arguments()
     set_seed(args.seed)
     rows = read_rows(args.megabytes, args.context)
-    held_out = max(len(rows) // 10, 1)
+    num_held_out = max(len(rows) // 10, 1)
     config = BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=args.width,
@@ -56,10 +56,10 @@ def main() -> None:
             run_name="masked_lm",
             remove_unused_columns=False,  # the collator makes the labels
         ),
-        train_dataset=rows[held_out:],
+        train_dataset=rows[num_held_out:],
         eval_dataset=[
             masked(row, torch.Generator().manual_seed(index))
-            for index, row in enumerate(rows[:held_out])
+            for index, row in enumerate(rows[:num_held_out])
         ],
         data_collator=collate,
     )
@@ -67,7 +67,7 @@ def main() -> None:
     # the mean over all masked characters, on any number of processes
     loss = trainer.evaluate()["eval_loss"]
     trainer.accelerator.print(
-        f"perplexity {math.exp(loss):.2f} of a masked character in {held_out} held-out rows"
+        f"perplexity {math.exp(loss):.2f} of a masked character in {num_held_out} held-out rows"
     )
     trainer.save_model()
 

@@ -69,10 +69,10 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def read_pairs(data: str, part: str) -> list[Pair]:
+def read_pairs(data: str, split: str) -> list[Pair]:
     """Return the pairs of one part, "train" or "test"."""
     if Path(data).is_dir():
-        with (Path(data) / f"msr_paraphrase_{part}.txt").open(
+        with (Path(data) / f"msr_paraphrase_{split}.txt").open(
             encoding="utf-8-sig"
         ) as file:
             rows: Any = list(
@@ -81,7 +81,7 @@ def read_pairs(data: str, part: str) -> list[Pair]:
         return [Pair(int(row[LABEL]), row[FIRST], row[SECOND]) for row in rows]
     from datasets import load_dataset
 
-    rows = load_dataset(data, "mrpc", split=part)
+    rows = load_dataset(data, "mrpc", split=split)
     return [Pair(row["label"], row["sentence1"], row["sentence2"]) for row in rows]
 
 
@@ -110,7 +110,7 @@ def load(
         return {**tokens, "labels": torch.tensor([pair.label for pair in pairs])}
 
     train, test = (
-        read_pairs(args.data, part)[: args.limit] for part in ("train", "test")
+        read_pairs(args.data, split)[: args.limit] for split in ("train", "test")
     )
     return (
         model,

@@ -15,9 +15,9 @@ from hasten import Trainer, TrainingArguments
 from hasten.trainer import EvalPrediction
 
 
-def scores(found: EvalPrediction) -> dict[str, float]:
+def scores(prediction: EvalPrediction) -> dict[str, float]:
     """Accuracy and F1 of the pairs that say the same."""
-    answers, truths = found.predictions.argmax(-1), found.label_ids
+    answers, truths = prediction.predictions.argmax(-1), prediction.label_ids
     hits = int(((answers == 1) & (truths == 1)).sum())
     return {
         "accuracy": float((answers == truths).mean()),
@@ -42,8 +42,8 @@ def main() -> None:
         }
 
     train, test = (
-        [tokenized(p) for p in read_pairs(args.data, part)[: args.limit]]
-        for part in ("train", "test")
+        [tokenized(p) for p in read_pairs(args.data, split)[: args.limit]]
+        for split in ("train", "test")
     )
     trainer = Trainer(
         model,
@@ -69,9 +69,9 @@ def main() -> None:
         compute_metrics=scores,
     )
     trainer.train(resume_from_checkpoint="auto")
-    found = trainer.evaluate()
+    metrics = trainer.evaluate()
     trainer.accelerator.print(
-        f"best model: accuracy {found['eval_accuracy']:.4f}, F1 {found['eval_f1']:.4f} on {len(test)} test pairs"
+        f"best model: accuracy {metrics['eval_accuracy']:.4f}, F1 {metrics['eval_f1']:.4f} on {len(test)} test pairs"
     )
     trainer.save_model()
 

@@ -53,14 +53,14 @@ def main() -> None:
     )
 
     model = Writer(args.width, args.depth, args.context)
-    whole = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     text = Sources(read_sources(1.0), args.context)
     loader = DataLoader(text, batch_size=args.batch_size, shuffle=True, drop_last=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    held = sum(parameter.numel() for parameter in model.parameters())
+    num_local_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(
-        f"process {accelerator.process_index} holds {held:,} of {whole:,} parameters ({held / whole:.0%})",
+        f"process {accelerator.process_index} holds {num_local_parameters:,} of {num_parameters:,} parameters ({num_local_parameters / num_parameters:.0%})",
         flush=True,
     )
 

@@ -41,7 +41,7 @@ def main() -> None:
         project_dir=args.out,
     )
     pairs = read_pairs(args.limit)
-    held_out, known = pairs[: args.held_out], pairs[args.held_out :]
+    held_out_pairs, train_pairs = pairs[: args.held_out], pairs[args.held_out :]
     # by default the size of t5-small: 44 M parameters without its vocabulary
     config = T5Config(
         vocab_size=FIRST + 256,
@@ -57,7 +57,7 @@ def main() -> None:
     model = T5ForConditionalGeneration(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     train = DataLoader(
-        known,
+        train_pairs,
         batch_size=args.batch_size,
         shuffle=True,
         collate_fn=collate,
@@ -83,12 +83,12 @@ def main() -> None:
     accelerator.save_model(model, args.out / "model")
 
     written = generate(
-        accelerator, accelerator.unwrap_model(model), held_out, args.length
+        accelerator, accelerator.unwrap_model(model), held_out_pairs, args.length
     )
-    for pair, words in list(zip(held_out, written, strict=True))[:3]:
+    for pair, words in list(zip(held_out_pairs, written, strict=True))[:3]:
         accelerator.print(f"{pair.summary!r} -> {words!r}")
     accelerator.print(
-        f"loss {losses[0]:.2f} -> {losses[-1]:.2f}; {len(written)} summaries of {len(known)} functions learned"
+        f"loss {losses[0]:.2f} -> {losses[-1]:.2f}; {len(written)} summaries of {len(train_pairs)} functions learned"
     )
     accelerator.end_training()
 
@@ -110,9 +110,9 @@ def generate(
     return map_dataset(accelerator, summary, pairs)
 
 
-def encode(text: str, most: int) -> list[int]:
+def encode(text: str, max_length: int) -> list[int]:
     """The tokens of a text, with the token that ends it."""
-    return [FIRST + byte for byte in text.encode()[: most - 1]] + [END]
+    return [FIRST + byte for byte in text.encode()[: max_length - 1]] + [END]
 
 
 def collate(pairs: Sequence[Pair]) -> dict[str, Tensor]:
@@ -148,7 +148,7 @@ def functions(source: str) -> Iterator[Pair]:
     """Yield every function with a docstring: its code without it, and its first line."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and (words := ast.get_docstring(node)):
-            rest = ast.FunctionDef(
+            bare_function = ast.FunctionDef(
                 **{
                     **vars(node),
                     "body": node.body[1:] or [ast.Pass()],
@@ -156,7 +156,8 @@ def functions(source: str) -> Iterator[Pair]:
                 }
             )
             yield Pair(
-                ast.unparse(ast.fix_missing_locations(rest)), words.splitlines()[0]
+                ast.unparse(ast.fix_missing_locations(bare_function)),
+                words.splitlines()[0],
             )
 
 

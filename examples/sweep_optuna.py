@@ -45,21 +45,21 @@ def main() -> None:
     while True:
         # one for each trial, because a checkpoint holds the state of one training
         accelerator = Accelerator()
-        trial, asked = ask(study, args.trials)
+        trial, trial_settings = ask(study, args.trials)
         # all ranks train what rank 0 was given
-        (asked,) = accelerator.broadcast_object_list([asked])
-        if asked is None:
+        (trial_settings,) = accelerator.broadcast_object_list([trial_settings])
+        if trial_settings is None:
             break
-        score, pruned = train(accelerator, trial, asked, args)
+        score, pruned = train(accelerator, trial, trial_settings, args)
         if study is not None and trial is not None:
             study.tell(
                 trial,
                 None if pruned else score,
                 TrialState.PRUNED if pruned else TrialState.COMPLETE,
             )
-            shutil.rmtree(args.out / asked["folder"], ignore_errors=True)
+            shutil.rmtree(args.out / trial_settings["folder"], ignore_errors=True)
         accelerator.print(
-            f"trial {asked['number']} {asked['params']}: {score:.2%}{', pruned' if pruned else ''}"
+            f"trial {trial_settings['number']} {trial_settings['params']}: {score:.2%}{', pruned' if pruned else ''}"
         )
         accelerator.end_training()
     if study is not None:
@@ -81,10 +81,12 @@ def open_study(folder: Path) -> optuna.Study:
         load_if_exists=True,
         pruner=optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=1),
     )
-    known = study.get_trials(deepcopy=False)
+    earlier_trials = study.get_trials(deepcopy=False)
     # a new seed, or a second call would draw the same
-    study.sampler = optuna.samplers.TPESampler(seed=len(known))
-    for left in (trial for trial in known if trial.state == TrialState.RUNNING):
+    study.sampler = optuna.samplers.TPESampler(seed=len(earlier_trials))
+    for left in (
+        trial for trial in earlier_trials if trial.state == TrialState.RUNNING
+    ):
         study.tell(left.number, state=TrialState.FAIL)
         # The new trial has the same values and continues from the same checkpoint, with the reports made so far.
         reports = {
@@ -131,11 +133,11 @@ def ask(
 def train(
     accelerator: Accelerator,
     trial: optuna.Trial | None,
-    asked: dict[str, Any],
+    trial_settings: dict[str, Any],
     args: argparse.Namespace,
 ) -> tuple[float, bool]:
     """Train one trial, from its checkpoint if there is one; return its score and whether it was pruned."""
-    params, folder = asked["params"], args.out / asked["folder"]
+    params, folder = trial_settings["params"], args.out / trial_settings["folder"]
     set_seed(0)
     train_set, test_set = digits()
     model: nn.Module = nn.Sequential(
@@ -156,9 +158,9 @@ def train(
     if (folder / "manifest.json").exists():  # a complete checkpoint
         accelerator.load_state(folder)
         accelerator.print(
-            f"trial {asked['number']} continues after step {optimizer.num_updates}"
+            f"trial {trial_settings['number']} continues after step {optimizer.num_updates}"
         )
-    score, pruned = asked["score"], False
+    score, pruned = trial_settings["score"], False
     for epoch in accelerator.epochs(args.epochs):
         model.train()
         for images, labels in loader:

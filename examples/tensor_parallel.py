@@ -66,7 +66,7 @@ def main() -> None:
     )
 
     model = Writer(args.width, args.depth, args.context)
-    whole = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(
         Sources(read_sources(1.0), args.context),
@@ -74,7 +74,7 @@ def main() -> None:
         shuffle=True,
     )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    print_share(accelerator, model, whole)
+    print_share(accelerator, model, num_parameters)
 
     report = Report(accelerator)
     # processes that share layers get the same codes

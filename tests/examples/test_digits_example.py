@@ -88,8 +88,8 @@ def test_saved_model_is_as_good_in_plain_torch(
     model: torch.nn.Module = example["network"]()
     model.load_state_dict(load_file(run[1] / "model" / "model.safetensors"))
     model.eval()
-    _, held_out = example["digits"]()
-    images, labels = next(iter(DataLoader(held_out, batch_size=len(held_out))))
+    _, test_set = example["digits"]()
+    images, labels = next(iter(DataLoader(test_set, batch_size=len(test_set))))
     with torch.no_grad():
         accuracy = (model(images).argmax(dim=1) == labels).float().mean().item()
     reported = curve(run[1], "accuracy")[-1]

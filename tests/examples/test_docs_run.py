@@ -55,18 +55,20 @@ class Block:
 def blocks(page: Path) -> list[Block]:
     """The Python blocks of a page, without those that include a file."""
     text = page.read_text("utf-8")
-    found = []
+    page_blocks = []
     for match in BLOCK.finditer(text):
         line = text[: match.start("code")].count("\n")
-        said = match["said"] or ""
+        comment = match["said"] or ""
         setup, reason = (
-            (said, "") if match["note"] == "run first" else ("", " ".join(said.split()))
+            (comment, "")
+            if match["note"] == "run first"
+            else ("", " ".join(comment.split()))
         )
         assert match["note"] != "not run" or reason, (
             f"{page.name}:{line}: a block that is not run needs a reason"
         )
-        found.append(Block(line, setup, match["code"], reason))
-    return [block for block in found if not INCLUDED.search(block.code)]
+        page_blocks.append(Block(line, setup, match["code"], reason))
+    return [block for block in page_blocks if not INCLUDED.search(block.code)]
 
 
 def pages() -> list[str]:
@@ -86,12 +88,12 @@ POOLED: Final = [
 @contextlib.contextmanager
 def working_in(folder: Path) -> Iterator[None]:
     """A block of work in a folder, with the environment as it was afterwards."""
-    before, variables = Path.cwd(), dict(os.environ)
+    previous_folder, variables = Path.cwd(), dict(os.environ)
     os.chdir(folder)
     try:
         yield
     finally:
-        os.chdir(before)
+        os.chdir(previous_folder)
         os.environ.clear()
         os.environ.update(variables)
 
@@ -219,8 +221,10 @@ def test_included_files_are_run_by_other_tests(page: str) -> None:
             if name.startswith("dropin/")
             else "tests/examples/test_examples.py"
         )
-        wanted = Path(name).stem if name.startswith("dropin/") else Path(name).name
-        assert wanted in (root / runner).read_text("utf-8"), f"{name} is run by no test"
+        script_name = Path(name).stem if name.startswith("dropin/") else Path(name).name
+        assert script_name in (root / runner).read_text("utf-8"), (
+            f"{name} is run by no test"
+        )
 
 
 def test_every_page_has_its_test() -> None:

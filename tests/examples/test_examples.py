@@ -34,15 +34,15 @@ def run(name: str, *arguments: object) -> str:
 @contextlib.contextmanager
 def as_program(*argv: str) -> Iterator[None]:
     """Give the block the command line and the folder a program of the examples has; undone afterwards."""
-    before, known = sys.argv, set(sys.modules)
+    previous_argv, previous_modules = sys.argv, set(sys.modules)
     sys.argv = list(argv)
     sys.path.insert(0, str(FOLDER))
     try:
         yield
     finally:
-        sys.argv = before
+        sys.argv = previous_argv
         sys.path.remove(str(FOLDER))
-        for module in set(sys.modules) - known:
+        for module in set(sys.modules) - previous_modules:
             if getattr(sys.modules[module], "__file__", None) and str(FOLDER) in str(
                 sys.modules[module].__file__
             ):
@@ -143,10 +143,10 @@ def test_char_lm_learns_with_accumulation_and_bf16(
 def test_a_resumed_run_ends_with_the_very_same_weights(
     ctx: ProcessContext, tmp_path: Path
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    straight = run("resume.py", "--epochs", 2, "--out", whole)
-    first = run("resume.py", "--epochs", 2, "--stop_after", 34, "--out", parts)
-    second = run("resume.py", "--epochs", 2, "--out", parts)
+    straight_folder, resumed_folder = tmp_path / "whole", tmp_path / "parts"
+    straight = run("resume.py", "--epochs", 2, "--out", straight_folder)
+    first = run("resume.py", "--epochs", 2, "--stop_after", 34, "--out", resumed_folder)
+    second = run("resume.py", "--epochs", 2, "--out", resumed_folder)
     if ctx.world.rank == 0:
         assert "stopped after step 34" in first
         assert "going on after step 30 in epoch 2" in second
@@ -156,9 +156,9 @@ def test_a_resumed_run_ends_with_the_very_same_weights(
                 (row["step"], row["loss"])
                 for row in read_metrics(next(out.glob("resume/*/metrics.jsonl")))
             ]
-            for out in (whole, parts)
+            for out in (straight_folder, resumed_folder)
         ]
-        assert len(list(parts.glob("resume/*"))) == 1, "one run"
+        assert len(list(resumed_folder.glob("resume/*"))) == 1, "one run"
         assert curves[0] == curves[1], "one curve, step by step"
 
 
@@ -285,23 +285,27 @@ def test_images_learn_in_two_phases(ctx: ProcessContext, tmp_path: Path) -> None
         phases = re.findall(
             r"(\w+): (\d+) tensors trained, [\d.]+% of (\d+) held-out", printed
         )
-        assert [(phase, held) for phase, _, held in phases] == [
+        assert [(phase, num_held_out) for phase, _, num_held_out in phases] == [
             ("head", "8"),
             ("everything", "8"),
         ]
         assert int(phases[0][1]) == 4 < int(phases[1][1])
 
 
-def write_pairs(folder: Path, part: str, num: int) -> None:
+def write_pairs(folder: Path, split: str, num: int) -> None:
     """A file in MRPC's format, with a quote sign that is no quoting, as the real one has."""
     lines = ["\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"]
     for row in range(num):
-        same = row % 2
-        other = (
-            f'He bought "{row} apples today.' if same else f"Rain fell on {row} cities."
+        label = row % 2
+        second_sentence = (
+            f'He bought "{row} apples today.'
+            if label
+            else f"Rain fell on {row} cities."
         )
-        lines.append(f'{same}\t{row}\t{row}\tHe bought "{row} apples.\t{other}')
-    (folder / f"msr_paraphrase_{part}.txt").write_text(
+        lines.append(
+            f'{label}\t{row}\t{row}\tHe bought "{row} apples.\t{second_sentence}'
+        )
+    (folder / f"msr_paraphrase_{split}.txt").write_text(
         "\n".join(lines) + "\n", encoding="utf-8"
     )
 
@@ -425,17 +429,17 @@ def test_an_encoder_decoder_summarizes_on_all_processes(
 
 
 def test_mrpc_scripts_differ_in_the_marked_lines() -> None:
-    plain, ours = (
+    plain, hasten_source = (
         (FOLDER / name).read_text("utf-8") for name in ("mrpc_plain.py", "mrpc.py")
     )
-    body = ours[ours.index("def main") :].splitlines()
+    body = hasten_source[hasten_source.index("def main") :].splitlines()
     changed = [line for line in body if line.strip() and line not in plain]
     assert [
         sum(f"{number} of 3" in line for line in changed) for number in (1, 2, 3)
     ] == [1, 1, 1]
     # beyond the marked lines: prepare's own line, and what the plain script does not have (tracker, bar, all processes)
     plain_lines, our_lines = (
-        ast.unparse(ast.parse(text)).splitlines() for text in (plain, ours)
+        ast.unparse(ast.parse(text)).splitlines() for text in (plain, hasten_source)
     )
     begin = our_lines.index("def main() -> None:")
     added = [line for line in our_lines[begin:] if line not in plain_lines]

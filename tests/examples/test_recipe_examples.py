@@ -84,10 +84,10 @@ def test_generate_continues_every_prompt(ctx: ProcessContext) -> None:
 def test_a_resumed_stream_ends_with_the_very_same_weights(
     ctx: ProcessContext, tmp_path: Path
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    straight = run("stream.py", "--epochs", 2, "--out", whole)
-    run("stream.py", "--epochs", 2, "--stop_after", 34, "--out", parts)
-    resumed = run("stream.py", "--epochs", 2, "--out", parts)
+    straight_folder, resumed_folder = tmp_path / "whole", tmp_path / "parts"
+    straight = run("stream.py", "--epochs", 2, "--out", straight_folder)
+    run("stream.py", "--epochs", 2, "--stop_after", 34, "--out", resumed_folder)
+    resumed = run("stream.py", "--epochs", 2, "--out", resumed_folder)
     if ctx.world.rank == 0:
         assert "resumed after step 30" in resumed
         assert resumed.splitlines()[-1] == straight.splitlines()[-1]

@@ -37,9 +37,9 @@ class Links(HTMLParser):
 
 def read(page: Path) -> Links:
     """The links and anchors of a page."""
-    found = Links()
-    found.feed(page.read_text("utf-8"))
-    return found
+    links = Links()
+    links.feed(page.read_text("utf-8"))
+    return links
 
 
 def broken(site: Path) -> Iterator[str]:
@@ -47,17 +47,15 @@ def broken(site: Path) -> Iterator[str]:
     pages = {path.resolve(): read(path) for path in site.rglob("*.html")}
     for page, links in pages.items():
         for link in links.targets:
-            parts = urlsplit(link)
-            if parts.scheme or parts.netloc:
+            url = urlsplit(link)
+            if url.scheme or url.netloc:
                 continue
-            target = (
-                (page.parent / unquote(parts.path)).resolve() if parts.path else page
-            )
+            target = (page.parent / unquote(url.path)).resolve() if url.path else page
             target = target / "index.html" if target.is_dir() else target
             if not target.exists() or (
                 target in pages
-                and parts.fragment
-                and unquote(parts.fragment) not in pages[target].anchors
+                and url.fragment
+                and unquote(url.fragment) not in pages[target].anchors
             ):
                 yield f"{page.relative_to(site.resolve())}: {link}"
 
@@ -109,17 +107,15 @@ def broken_in_text(docs: Path) -> Iterator[str]:
             r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL
         )
         for link in LINK.findall(text):
-            parts = urlsplit(link)
-            if parts.scheme:
+            url = urlsplit(link)
+            if url.scheme:
                 continue
-            target = (
-                (page.parent / unquote(parts.path)).resolve() if parts.path else page
-            )
+            target = (page.parent / unquote(url.path)).resolve() if url.path else page
             # its anchors are names of the library
             generated = target.parent == docs / "api"
             has_anchors = target.suffix == ".md" and not generated
             if not target.exists() or (
-                parts.fragment and has_anchors and parts.fragment not in anchors(target)
+                url.fragment and has_anchors and url.fragment not in anchors(target)
             ):
                 yield f"{page.relative_to(docs)}: {link}"
 
