@@ -221,10 +221,14 @@ def measure(
         if number < peer_rounds or name.startswith("hasten")
     ]
     for number, name in turns:
-        way = ways[name]
+        method = ways[name]
         with scratch(root) as folder:
-            saves[name].append(timed(partial(way.save, folder / f"c{number}"), device))
-            loads[name].append(timed(partial(way.load, folder / f"c{number}"), device))
+            saves[name].append(
+                timed(partial(method.save, folder / f"c{number}"), device)
+            )
+            loads[name].append(
+                timed(partial(method.load, folder / f"c{number}"), device)
+            )
             sizes[name] = sum(
                 path.stat().st_size for path in folder.rglob("*") if path.is_file()
             )
@@ -240,7 +244,7 @@ def measure(
 
 
 def measure_async(
-    way: Hasten, device: torch.device, rounds: int, root: str | None
+    method: Hasten, device: torch.device, rounds: int, root: str | None
 ) -> dict[str, Any]:
     """How long save_state(blocking=False) holds training up, the first time and later, and how long it writes."""
     stalls, totals = [], []
@@ -248,14 +252,14 @@ def measure_async(
         for number in range(rounds):
             stalls.append(
                 timed(
-                    lambda n=number: way.accelerator.save_state(
+                    lambda n=number: method.accelerator.save_state(
                         folder / f"c{n}", blocking=False
                     ),
                     device,
                 )  # type: ignore[misc]
             )
             started = time.perf_counter()
-            way.accelerator.wait_for_saves()
+            method.accelerator.wait_for_saves()
             totals.append(stalls[-1] + time.perf_counter() - started)
             shutil.rmtree(folder / f"c{number}")
     return {
@@ -304,7 +308,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=RESULTS, help="folder for the results"
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     accelerator = (
         torch.accelerator.current_accelerator()
         if torch.accelerator.is_available()
@@ -312,10 +316,10 @@ def main() -> None:
     )
     device = (
         torch.device("cpu")
-        if given.cpu or accelerator is None
+        if args.cpu or accelerator is None
         else torch.device(accelerator.type, 0)
     )
-    preset = given.preset or ("small" if device.type == "cpu" else "large")
+    preset = args.preset or ("small" if device.type == "cpu" else "large")
     model, optimizer = build(preset, device)
     count = sum(p.numel() for p in model.parameters())
     print(
@@ -339,57 +343,60 @@ def main() -> None:
     ways = {
         name: kind(model, optimizer, device)
         for name, kind in kinds.items()
-        if name in (given.only or kinds)
+        if name in (args.only or kinds)
         and importlib.util.find_spec(name.split()[0]) is not None
     }
     results = []
-    if given.background:
+    if args.background:
         print(
-            json.dumps(
-                measure_async(ways["hasten"], device, given.rounds, given.folder)
-            )
+            json.dumps(measure_async(ways["hasten"], device, args.rounds, args.folder))
         )
         ways["hasten"].accelerator.end_training()
         return
     for result in measure(
-        ways, device, given.rounds, given.peer_rounds or given.rounds, given.folder
+        ways, device, args.rounds, args.peer_rounds or args.rounds, args.folder
     ):
         print(json.dumps(result), flush=True)
         results.append(result)
-    known = {
+    platform_versions = {
         **versions(device.type),
         "hasten": hasten_version,
         "parameters": f"{count / 1e6:.0f} M",
     }
 
     def keep(background: dict[str, Any]) -> None:
-        found = {"ways": results, "background": background}
+        measurements = {"ways": results, "background": background}
         record(
             "checkpoint",
             device.type,
-            found,
-            markdown(known, results, background),
-            known,
-            given.out,
+            measurements,
+            markdown(platform_versions, results, background),
+            platform_versions,
+            args.out,
         )
 
     keep({})  # should the rest be cut off
-    if "hasten" in ways and not given.blocking:
-        background = measure_async(ways["hasten"], device, given.rounds, given.folder)
+    if "hasten" in ways and not args.blocking:
+        background = measure_async(ways["hasten"], device, args.rounds, args.folder)
         print(json.dumps(background), flush=True)
         keep(background)
         ways["hasten"].accelerator.end_training()
 
 
 def markdown(
-    known: dict[str, str], results: list[dict[str, Any]], background: dict[str, Any]
+    platform_versions: dict[str, str],
+    results: list[dict[str, Any]],
+    background: dict[str, Any],
 ) -> str:
     size = max(result["gigabytes"] for result in results)
     lines = [
-        f"# Saving and loading {known['parameters']} parameters with AdamW state ({size} GB)",
+        f"# Saving and loading {platform_versions['parameters']} parameters with AdamW state ({size} GB)",
         "",
     ]
-    lines += [", ".join(f"{key} {value}" for key, value in known.items()), ""]
+    lines += [
+        ", ".join(f"{key} {value}" for key, value in platform_versions.items()),
+        "",
+    ]
     lines += [
         "| way | save (s) | load (s) | each save | each load |",
         "|---|---|---|---|---|",

@@ -58,15 +58,15 @@ def cached_share(path: Path) -> float:
         path.open("rb") as file,
         contextlib.closing(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)) as view,
     ):
-        there = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+        page_flags = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
         data = np.frombuffer(view, np.uint8)
         failed = ctypes.CDLL(None).mincore(
             ctypes.c_void_p(data.ctypes.data),
             ctypes.c_size_t(size),
-            ctypes.c_void_p(there.ctypes.data),
+            ctypes.c_void_p(page_flags.ctypes.data),
         )
         del data
-        return float("nan") if failed else float((there & 1).mean())
+        return float("nan") if failed else float((page_flags & 1).mean())
 
 
 def drop(paths: list[Path]) -> float:
@@ -89,12 +89,12 @@ def read_once(paths: list[Path]) -> None:
     with ThreadPoolExecutor(16) as pool:
         for path in paths:
             spans = range(0, path.stat().st_size, 64 * MIB)
-            list(pool.map(lambda at, path=path: _read_span(path, at), spans))
+            list(pool.map(lambda offset, path=path: _read_span(path, offset), spans))
 
 
-def _read_span(path: Path, at: int) -> None:
+def _read_span(path: Path, offset: int) -> None:
     with path.open("rb", buffering=0) as file:
-        file.seek(at)
+        file.seek(offset)
         memory = bytearray(16 * MIB)
         for _ in range(4):
             file.readinto(memory)
@@ -134,16 +134,16 @@ def sizes(device: torch.device, gigabytes: float) -> Sizes:
 
 def contenders(device: torch.device) -> dict[str, Load]:
     """Those that are installed."""
-    place: Any = "cpu" if device.type == "cpu" else device.index or 0
+    target_device: Any = "cpu" if device.type == "cpu" else device.index or 0
 
     def hasten(model: nn.Module, folder: Path) -> object:
-        return load_checkpoint_in_model(model, folder, {"": place}, strict=True)
+        return load_checkpoint_in_model(model, folder, {"": target_device}, strict=True)
 
-    known: dict[str, Load] = {"hasten": hasten}
+    load_functions: dict[str, Load] = {"hasten": hasten}
     try:
         accelerate = original_accelerate()
-        known["Accelerate"] = lambda model, folder: accelerate.load_checkpoint_in_model(
-            model, str(folder), {"": place}
+        load_functions["Accelerate"] = lambda model, folder: (
+            accelerate.load_checkpoint_in_model(model, str(folder), {"": target_device})
         )
     except ImportError as error:
         print(f"  Accelerate left out: {error}", file=sys.stderr)
@@ -151,7 +151,7 @@ def contenders(device: torch.device) -> dict[str, Load]:
         from safetensors.torch import load_file
     except ImportError as error:
         print(f"  safetensors left out: {error}", file=sys.stderr)
-        return known
+        return load_functions
 
     def bare(model: nn.Module, folder: Path) -> object:
         for path in sorted(folder.glob("*.safetensors")):
@@ -160,8 +160,8 @@ def contenders(device: torch.device) -> dict[str, Load]:
             )
         return model
 
-    known["safetensors"] = bare
-    return known
+    load_functions["safetensors"] = bare
+    return load_functions
 
 
 def timed(
@@ -171,12 +171,12 @@ def timed(
     model = size.empty(depth)
     gc.collect()
     size.sync()
-    begun, used = time.perf_counter(), processor_s()
+    start_time, used = time.perf_counter(), processor_s()
     load(model, folder)
     if size.device.type == "cpu":
         touch(model)
     size.sync()
-    return time.perf_counter() - begun, processor_s() - used, model
+    return time.perf_counter() - start_time, processor_s() - used, model
 
 
 def touch(model: nn.Module) -> None:
@@ -191,9 +191,10 @@ def processor_s() -> float:
 
 
 def same(model: nn.Module, source: nn.Module) -> bool:
-    wanted = dict(source.named_parameters())
+    source_parameters = dict(source.named_parameters())
     return all(
-        torch.equal(found, wanted[name]) for name, found in model.named_parameters()
+        torch.equal(loaded_parameter, source_parameters[name])
+        for name, loaded_parameter in model.named_parameters()
     )
 
 
@@ -205,7 +206,7 @@ def one_turn(size: Sizes, load: Load, source: Stack, folder: Path) -> dict[str, 
         left = drop(files)
         cold, cold_cpu, model = timed(size, load, folder)
         equal = same(model, source)
-        kept = statistics.mean(map(cached_share, files))
+        cached_after = statistics.mean(map(cached_share, files))
         del model
         read_once(files)
         warm, warm_cpu, model = timed(size, load, folder)
@@ -215,7 +216,7 @@ def one_turn(size: Sizes, load: Load, source: Stack, folder: Path) -> dict[str, 
             "warm_s": round(warm, 3),
             "warm_processor_s": round(warm_cpu, 3),
             "cached_before": round(left, 3),
-            "cached_after": round(kept, 3),
+            "cached_after": round(cached_after, 3),
             "bit_equal": equal and same(model, source),
         }
     finally:
@@ -223,25 +224,29 @@ def one_turn(size: Sizes, load: Load, source: Stack, folder: Path) -> dict[str, 
 
 
 def rounds(
-    size: Sizes, found: dict[str, Load], folder: Path, seconds: float, most: int
+    size: Sizes,
+    load_functions: dict[str, Load],
+    folder: Path,
+    seconds: float,
+    max_rounds: int,
 ) -> list[dict[str, Any]]:
     """Turns of all contenders, in changing order, while another round fits."""
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     source, rows = size.filled(), list[dict[str, Any]]()
     with warm_up(size, folder) as small:
-        for load in found.values():
+        for load in load_functions.values():
             timed(size, load, small, 1)
-    longest, names = 0.0, list(found)
-    for number in range(most):
+    longest, names = 0.0, list(load_functions)
+    for number in range(max_rounds):
         started = time.perf_counter()
-        if number and started - begun + longest > seconds:
+        if number and started - start_time + longest > seconds:
             break
         for name in names[number % len(names) :] + names[: number % len(names)]:
             rows.append(
                 {
                     "round": number,
                     "contender": name,
-                    **one_turn(size, found[name], source, folder / "files"),
+                    **one_turn(size, load_functions[name], source, folder / "files"),
                 }
             )
             print(json.dumps(rows[-1]), flush=True)
@@ -303,37 +308,39 @@ def medians(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Median seconds of each contender, cold and warm, and how often each is as fast as Accelerate."""
     table: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(row["contender"] for row in rows):
-        mine = [row for row in rows if row["contender"] == name]
+        contender_rows = [row for row in rows if row["contender"] == name]
         table[name] = {
-            key: statistics.median(row[key] for row in mine)
+            key: statistics.median(row[key] for row in contender_rows)
             for key in ("cold_s", "warm_s")
         }
     if peer := table.get("Accelerate"):
-        for one in table.values():
-            one |= {
-                f"{kind} × Accelerate": round(peer[f"{kind}_s"] / one[f"{kind}_s"], 2)
+        for median_row in table.values():
+            median_row |= {
+                f"{kind} × Accelerate": round(
+                    peer[f"{kind}_s"] / median_row[f"{kind}_s"], 2
+                )
                 for kind in ("cold", "warm")
             }
     return table
 
 
-def page(found: dict[str, Any], known: dict[str, str]) -> str:
+def page(measurements: dict[str, Any], platform_versions: dict[str, str]) -> str:
     lines = [
         "# Cold and warm loads of safetensors",
         "",
-        ", ".join(f"{key} {value}" for key, value in known.items()),
+        ", ".join(f"{key} {value}" for key, value in platform_versions.items()),
         "",
     ]
-    if found.get("rows"):
+    if measurements.get("rows"):
         lines += [
-            f"{found['gigabytes']:.2f} GB to {found['device']}, {found['rounds']} rounds in turns, medians by the clock; at most "
-            f"{max(row['cached_before'] for row in found['rows']):.0%} of a file in the page cache before a cold load; weights "
-            f"{'equal' if all(row['bit_equal'] for row in found['rows']) else 'NOT EQUAL'} to the saved ones, bit for bit.",
+            f"{measurements['gigabytes']:.2f} GB to {measurements['device']}, {measurements['rounds']} rounds in turns, medians by the clock; at most "
+            f"{max(row['cached_before'] for row in measurements['rows']):.0%} of a file in the page cache before a cold load; weights "
+            f"{'equal' if all(row['bit_equal'] for row in measurements['rows']) else 'NOT EQUAL'} to the saved ones, bit for bit.",
             "",
             "| | cold (s) | warm (s) | cold, × as fast as Accelerate | warm |",
             "|---|---|---|---|---|",
         ]
-        for name, row in found["medians"].items():
+        for name, row in measurements["medians"].items():
             faster = [row.get(f"{kind} × Accelerate") for kind in ("cold", "warm")]
             cells = [
                 f"{row['cold_s']:.2f}",
@@ -341,17 +348,17 @@ def page(found: dict[str, Any], known: dict[str, str]) -> str:
                 *("" if x is None else f"{x:.2f}" for x in faster),
             ]
             lines.append(f"| {name} | {' | '.join(cells)} |")
-    if found.get("starts"):
+    if measurements.get("starts"):
         lines += [
-            f"{found['gigabytes']:.2f} GB to {found['device']}, the first load of three fresh processes one after the other (s):",
+            f"{measurements['gigabytes']:.2f} GB to {measurements['device']}, the first load of three fresh processes one after the other (s):",
             "",
             "| | first start, cold | second | third |",
             "|---|---|---|---|",
         ]
-        for name in dict.fromkeys(row["contender"] for row in found["starts"]):
+        for name in dict.fromkeys(row["contender"] for row in measurements["starts"]):
             seconds = [
                 f"{row['seconds']:.2f}"
-                for row in found["starts"]
+                for row in measurements["starts"]
                 if row["contender"] == name
             ]
             lines.append(f"| {name} | {' | '.join(seconds)} |")
@@ -395,29 +402,36 @@ def main() -> None:
         print(json.dumps(load_once(size, args.once, args.files)))
         return
     folder = Path(tempfile.mkdtemp(prefix="hasten-loads-", dir=args.folder))
-    found: dict[str, Any] = {"device": device.type}
+    measurements: dict[str, Any] = {"device": device.type}
     try:
         if args.starts:
-            found["gigabytes"] = size.depth * 24 * size.width**2 / GB
+            measurements["gigabytes"] = size.depth * 24 * size.width**2 / GB
             arguments = [
                 "--device",
                 args.device,
                 *(["--gigabytes", str(args.gigabytes)] if args.gigabytes else []),
             ]
-            found["starts"] = starts(size, arguments, folder)
+            measurements["starts"] = starts(size, arguments, folder)
         else:
-            found["gigabytes"] = size.depth * 24 * size.width**2 / GB
-            found["rows"] = rounds(
+            measurements["gigabytes"] = size.depth * 24 * size.width**2 / GB
+            measurements["rows"] = rounds(
                 size, contenders(device), folder, args.seconds, args.rounds
             )
-            found["rounds"] = found["rows"][-1]["round"] + 1
-            found["medians"] = medians(found["rows"])
+            measurements["rounds"] = measurements["rows"][-1]["round"] + 1
+            measurements["medians"] = medians(measurements["rows"])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    known = versions(device.type)
-    print(page(found, known))
+    platform_versions = versions(device.type)
+    print(page(measurements, platform_versions))
     setting = f"starts, {device.type}" if args.starts else device.type
-    record("cold_loading", setting, found, page(found, known), known, args.out)
+    record(
+        "cold_loading",
+        setting,
+        measurements,
+        page(measurements, platform_versions),
+        platform_versions,
+        args.out,
+    )
 
 
 if __name__ == "__main__":

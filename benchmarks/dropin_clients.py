@@ -63,18 +63,21 @@ def main() -> None:
 
     device = "cpu" if args.cpu else _device()
     with tempfile.TemporaryDirectory() as folder:
-        found = in_turns(args, Path(folder))
-    rows = compared(found)
-    known = {**versions(device), "transformers": metadata.version("transformers")}
-    known["accelerate"] = " and ".join(
-        found[package]["version"] for package in PACKAGES
+        reports = in_turns(args, Path(folder))
+    rows = compared(reports)
+    platform_versions = {
+        **versions(device),
+        "transformers": metadata.version("transformers"),
+    }
+    platform_versions["accelerate"] = " and ".join(
+        reports[package]["version"] for package in PACKAGES
     )
     record(
         "dropin_clients",
         device,
-        {"rows": rows, "found": found},
-        page(known, rows),
-        known,
+        {"rows": rows, "found": reports},
+        page(platform_versions, rows),
+        platform_versions,
     )
     if not all(row["equal"] == "yes" for row in rows):
         sys.exit("the drop-in's numbers differ from the original's")
@@ -116,12 +119,14 @@ def started(
     package: str, args: argparse.Namespace, folder: Path
 ) -> subprocess.Popen[str]:
     """A process that finds this package, and waits for its first turn."""
-    place = environment(package, folder / "site", args.original)
+    site_folder = environment(package, folder / "site", args.original)
     options = ["--inside", str(folder), "--steps", str(args.steps)]
     options += [
-        flag for flag, given in (("--quick", args.quick), ("--cpu", args.cpu)) if given
+        flag
+        for flag, is_given in (("--quick", args.quick), ("--cpu", args.cpu))
+        if is_given
     ]
-    words, variables = command(place, __file__, *options)
+    words, variables = command(site_folder, __file__, *options)
     # or matrix products on a GPU are not repeatable
     variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     # tiny models; threads that wait for each other would be measured
@@ -131,41 +136,51 @@ def started(
     )
 
 
-def compared(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def compared(reports: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for every task: the largest difference, and both times."""
-    theirs, ours = (found[package]["tasks"] for package in PACKAGES)
+    original_tasks, dropin_tasks = (reports[package]["tasks"] for package in PACKAGES)
     rows = []
-    for name, task in theirs.items():
-        mine = ours[name]
-        same = all(
-            task[key] == mine[key]
+    for name, task in original_tasks.items():
+        dropin_task = dropin_tasks[name]
+        has_equal_fields = all(
+            task[key] == dropin_task[key]
             for key in task
             if key not in ("numbers", "ms", "parts")
         )
-        pairs = list(zip(task["numbers"], mine["numbers"], strict=True)) if same else []
-        apart = max((abs(a - b) for a, b in pairs), default=float("inf"))
-        equal = same and apart <= TOLERANCE[name.rpartition(" ")[2]]
+        pairs = (
+            list(zip(task["numbers"], dropin_task["numbers"], strict=True))
+            if has_equal_fields
+            else []
+        )
+        largest_difference = max((abs(a - b) for a, b in pairs), default=float("inf"))
+        equal = (
+            has_equal_fields
+            and largest_difference <= TOLERANCE[name.rpartition(" ")[2]]
+        )
         row = {
             "task": name,
             "compared": task["parts"],
-            "largest difference": apart,
+            "largest difference": largest_difference,
             "equal": "yes" if equal else "NO",
         }
         rows.append(
             row
             | {
                 "original (ms)": task["ms"],
-                "drop-in (ms)": mine["ms"],
-                "ratio": mine["ms"] / task["ms"],
+                "drop-in (ms)": dropin_task["ms"],
+                "ratio": dropin_task["ms"] / task["ms"],
             }
         )
     return rows
 
 
-def page(known: dict[str, str], rows: list[dict[str, Any]]) -> str:
+def page(platform_versions: dict[str, str], rows: list[dict[str, Any]]) -> str:
     """The table."""
     lines = ["# transformers on the drop-in, beside the original", ""]
-    lines += [", ".join(f"{key} {value}" for key, value in known.items()), ""]
+    lines += [
+        ", ".join(f"{key} {value}" for key, value in platform_versions.items()),
+        "",
+    ]
     lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
     for row in rows:
         cells = [
@@ -197,8 +212,8 @@ def inside(args: argparse.Namespace) -> None:
                 flush=True,
             )
     tasks |= placed(args.inside, device, small)
-    found = {"version": accelerate.__version__, "tasks": tasks}
-    (args.inside / "found.json").write_text(json.dumps(found))
+    report = {"version": accelerate.__version__, "tasks": tasks}
+    (args.inside / "found.json").write_text(json.dumps(report))
 
 
 def next_turn(device: str) -> None:
@@ -313,16 +328,18 @@ def placed(folder: Path, device: str, small: bool) -> dict[str, Any]:
     tasks = {}
     model = gpt2(small)
     model.generation_config.pad_token_id = 0
-    whole = sum(one.numel() * one.element_size() for one in model.parameters())
+    model_bytes = sum(
+        parameter.numel() * parameter.element_size() for parameter in model.parameters()
+    )
     model.save_pretrained(folder / "model")
     del model
     prompt = torch.randint(
         1, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(SEED)
     )
     for dtype, precision in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
-        room = whole * dtype.itemsize // 4 // 2
+        room = model_bytes * dtype.itemsize // 4 // 2
         limits: dict[Any, Any] = (
-            {0: room, "cpu": 4 * whole} if device == "cuda" else {"cpu": room}
+            {0: room, "cpu": 4 * model_bytes} if device == "cuda" else {"cpu": room}
         )
         loaded = transformers.GPT2LMHeadModel.from_pretrained(
             folder / "model",
@@ -331,7 +348,9 @@ def placed(folder: Path, device: str, small: bool) -> dict[str, Any]:
             dtype=dtype,
             offload_folder=str(folder / precision),
         ).eval()
-        places = {name: str(place) for name, place in loaded.hf_device_map.items()}
+        device_map = {
+            name: str(location) for name, location in loaded.hf_device_map.items()
+        }
         inputs = prompt.to("cuda" if device == "cuda" else "cpu")
         options = {
             "attention_mask": torch.ones_like(inputs),
@@ -345,7 +364,7 @@ def placed(folder: Path, device: str, small: bool) -> dict[str, Any]:
             forward = _timed(partial(loaded, inputs), device)
             words = loaded.generate(inputs, **options).tolist()
             tokens = _timed(partial(loaded.generate, inputs, **options), device)
-        common = {"map": places, "tokens": words, "numbers": logits}
+        common = {"map": device_map, "tokens": words, "numbers": logits}
         tasks[f'device_map="auto", forward, {precision}'] = {
             **common,
             "parts": "map, logits",
@@ -357,7 +376,7 @@ def placed(folder: Path, device: str, small: bool) -> dict[str, Any]:
             "ms": tokens,
         }
         print(
-            f"device_map, {precision}: {forward:.1f} ms a forward, on {sorted(set(places.values()))}",
+            f"device_map, {precision}: {forward:.1f} ms a forward, on {sorted(set(device_map.values()))}",
             flush=True,
         )
         del loaded
@@ -370,11 +389,11 @@ def _timed(run: Callable[[], Any], device: str) -> float:
     times = []
     for _ in range(6):
         next_turn(device)
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         run()
         if device == "cuda":
             torch.cuda.synchronize()
-        times.append((time.perf_counter() - begun) * 1e3)
+        times.append((time.perf_counter() - start_time) * 1e3)
     return statistics.median(times[1:])
 
 

@@ -27,15 +27,18 @@ def environment(package: str, folder: Path, original: Path | None = None) -> Pat
     # by this name libraries that pickle know what is not the user's own code
     folder = folder / "site-packages"
     folder.mkdir(parents=True)
-    for place in map(Path, sys.path):
-        if place.name in ("site-packages", "dist-packages") and place.is_dir():
-            for one in place.iterdir():
-                link = folder / one.name
+    for search_folder in map(Path, sys.path):
+        if (
+            search_folder.name in ("site-packages", "dist-packages")
+            and search_folder.is_dir()
+        ):
+            for package_path in search_folder.iterdir():
+                link = folder / package_path.name
                 if (
-                    not one.name.lower().startswith("accelerate")
+                    not package_path.name.lower().startswith("accelerate")
                     and not link.is_symlink()
                 ):
-                    link.symlink_to(one)
+                    link.symlink_to(package_path)
     if package == "original":
         _link_original(folder, original)
     else:
@@ -47,38 +50,40 @@ def command(
     folder: Path, script: str | Path, *options: str
 ) -> tuple[list[str], dict[str, str]]:
     """What to start, and its variables: `subprocess.Popen(words, env=variables)`."""
-    given = [
-        one
-        for one in os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        if one and not _holds_either(Path(one))
+    search_folders = [
+        search_folder
+        for search_folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if search_folder and not _holds_either(Path(search_folder))
     ]
-    path = os.pathsep.join([*given, str(ROOT / "src"), str(folder)])
+    path = os.pathsep.join([*search_folders, str(ROOT / "src"), str(folder)])
     return [sys.executable, "-S", str(script), *options], {
         **os.environ,
         "PYTHONPATH": path,
     }
 
 
-def _holds_either(place: Path) -> bool:
-    return (place / "accelerate").is_dir()
+def _holds_either(folder: Path) -> bool:
+    return (folder / "accelerate").is_dir()
 
 
-def _link_original(folder: Path, given: Path | None) -> None:
-    where = [] if given is None else [str(given)]
-    found = [
-        one
-        for one in metadata.distributions(name="accelerate", path=where or sys.path)
-        if "+" not in one.version
+def _link_original(folder: Path, original: Path | None) -> None:
+    where = [] if original is None else [str(original)]
+    distributions = [
+        candidate
+        for candidate in metadata.distributions(
+            name="accelerate", path=where or sys.path
+        )
+        if "+" not in candidate.version
     ]
-    if not found:
+    if not distributions:
         sys.exit(
             "the original accelerate is not installed here; unpack it into a folder and name that by --original"
         )
-    place = Path(str(found[0].locate_file(""))).resolve()
-    (folder / "accelerate").symlink_to(place / "accelerate")
-    for one in place.glob("accelerate-*.dist-info"):
-        if "+" not in one.name:
-            (folder / one.name).symlink_to(one)
+    install_folder = Path(str(distributions[0].locate_file(""))).resolve()
+    (folder / "accelerate").symlink_to(install_folder / "accelerate")
+    for candidate in install_folder.glob("accelerate-*.dist-info"):
+        if "+" not in candidate.name:
+            (folder / candidate.name).symlink_to(candidate)
 
 
 def _link_dropin(folder: Path) -> None:

@@ -75,18 +75,18 @@ class Contender:
 def contenders(drive: Path) -> list[Contender]:
     """All of them; those that offload to a drive write to this folder."""
     memory, files = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(drive)}
-    found = []
+    all_contenders = []
     for precision in ("bf16", "no"):
         name = "fp32" if precision == "no" else precision
         engine = {
             "strategy": "megatron",
             "megatron_lm_plugin": {"num_micro_batches": 1},
         }
-        again = {
+        recomputed_attention = {
             "strategy": "megatron",
             "megatron_lm_plugin": {"recompute_activations": True},
         }
-        found += [
+        all_contenders += [
             Contender(f"native, {name}", precision, {"strategy": "none"}),
             Contender(
                 f"Megatron, {name}", precision, engine, "megatron-core", scheduled=True
@@ -94,7 +94,7 @@ def contenders(drive: Path) -> list[Contender]:
             Contender(
                 f"Megatron, {name}, attention recomputed",
                 precision,
-                again,
+                recomputed_attention,
                 "megatron-core",
                 scheduled=True,
             ),
@@ -135,7 +135,7 @@ def contenders(drive: Path) -> list[Contender]:
                 "deepspeed",
             ),
         ]
-    return found
+    return all_contenders
 
 
 def zero(**options: Any) -> dict[str, Any]:
@@ -245,8 +245,8 @@ def resumed(step: Step, accelerator: Accelerator, batches: list[Tensor]) -> floa
         accelerator.save_state(Path(folder) / "state")
         first = [step(batch) for batch in batches]
         accelerator.load_state(Path(folder) / "state")
-        again = [step(batch) for batch in batches]
-    return float((torch.stack(first) - torch.stack(again)).abs().max())
+        repeated_losses = [step(batch) for batch in batches]
+    return float((torch.stack(first) - torch.stack(repeated_losses)).abs().max())
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -259,10 +259,10 @@ def losses_of(
 ) -> tuple[Step, dict[str, Any]]:
     """The contender's step, and its losses with the peak of memory that it added."""
     on_gpu = device.type == "cuda"
-    before = torch.cuda.memory_allocated() if on_gpu else 0
+    initial_bytes = torch.cuda.memory_allocated() if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     step, accelerator = training(contender, size, device, fused)
     values = torch.stack([step(batch) for batch in batches]).float().tolist()
     row: dict[str, Any] = {
@@ -271,9 +271,9 @@ def losses_of(
         "last loss": values[-1],
     }
     row["losses"] = values
-    row["seconds with set-up"] = round(time.perf_counter() - begun, 1)
+    row["seconds with set-up"] = round(time.perf_counter() - start_time, 1)
     row["peak GiB"] = (
-        (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
+        (torch.cuda.max_memory_allocated() - initial_bytes) / 2**30 if on_gpu else None
     )
     row["resumed"] = (
         None if accelerator is None else resumed(step, accelerator, batches[:4])
@@ -293,11 +293,11 @@ def turns(
                 continue
             try:
                 sync()
-                begun = time.perf_counter()
+                start_time = time.perf_counter()
                 for index in range(TURN):
                     steps[name](batches[index % len(batches)])
                 sync()
-                times[name].append((time.perf_counter() - begun) / TURN)
+                times[name].append((time.perf_counter() - start_time) / TURN)
             # one contender's failure is its own; it is named in the results
             except Exception:
                 failed[name] = traceback.format_exc()
@@ -308,7 +308,14 @@ def turns(
 def farthest(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
     """The largest distance of a loss to the native run's of the same precision."""
     kind = row["contender"].split(", ")[1]
-    base = next((one for one in rows if one["contender"] == f"native, {kind}"), None)
+    base = next(
+        (
+            candidate_row
+            for candidate_row in rows
+            if candidate_row["contender"] == f"native, {kind}"
+        ),
+        None,
+    )
     if base is None:
         return None
     return max(abs(a - b) for a, b in zip(row["losses"], base["losses"], strict=True))
@@ -321,13 +328,17 @@ def offload_is_exact(rows: list[dict[str, Any]]) -> list[str]:
         name = row["contender"]
         where = name.split(", ", 2)[-1]
         base = next(
-            (one for one in rows if one["contender"] == name.replace(where, IN_MEMORY)),
+            (
+                candidate_row
+                for candidate_row in rows
+                if candidate_row["contender"] == name.replace(where, IN_MEMORY)
+            ),
             None,
         )
         if where in (ON_DRIVE, ALL_ON_DRIVE) and base is not None:
-            same = row["losses"] == base["losses"]
+            is_equal = row["losses"] == base["losses"]
             lines.append(
-                f"- {name}: losses {'equal, bit for bit, to' if same else 'DIFFERENT from'} those with {IN_MEMORY}."
+                f"- {name}: losses {'equal, bit for bit, to' if is_equal else 'DIFFERENT from'} those with {IN_MEMORY}."
             )
     return lines
 
@@ -337,13 +348,19 @@ def over_bare(rows: list[dict[str, Any]]) -> list[str]:
     lines = []
     for row in rows:
         base = next(
-            (one for one in rows if one["contender"] == f"bare {row['contender']}"),
+            (
+                candidate_row
+                for candidate_row in rows
+                if candidate_row["contender"] == f"bare {row['contender']}"
+            ),
             None,
         )
         if base is not None and len(row.get("seconds", [])) > 1:
             ratios = [
-                mine / theirs
-                for mine, theirs in zip(row["seconds"], base["seconds"], strict=False)
+                engine_s / bare_s
+                for engine_s, bare_s in zip(
+                    row["seconds"], base["seconds"], strict=False
+                )
             ]
             low, middle, high = statistics.quantiles(ratios, n=4)
             lines.append(
@@ -352,24 +369,24 @@ def over_bare(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def page(found: dict[str, Any]) -> str:
+def page(measurements: dict[str, Any]) -> str:
     def shown(value: float | None, digits: int, scale: float = 1.0) -> str:
         return "" if value is None else f"{value * scale:.{digits}f}"
 
     lines = [
-        f"# Engines beside the native path, {found['model']}",
+        f"# Engines beside the native path, {measurements['model']}",
         "",
-        ", ".join(f"{key} {value}" for key, value in found["versions"].items()),
+        ", ".join(f"{key} {value}" for key, value in measurements["versions"].items()),
         "",
-        f"{found['parameters'] / 1e6:.0f} M parameters, {found['tokens']} tokens a step, AdamW{' (fused)' if found['fused'] else ''}, "
-        f"clipping, world of one; {found['steps']} losses from the same weights on the same batches (a model that knows the rule of "
-        f"the data reaches {found['floor']:.3f}). Speed: median of {found['turns']} interleaved turns of {TURN} steps, by the clock; the ratio "
+        f"{measurements['parameters'] / 1e6:.0f} M parameters, {measurements['tokens']} tokens a step, AdamW{' (fused)' if measurements['fused'] else ''}, "
+        f"clipping, world of one; {measurements['steps']} losses from the same weights on the same batches (a model that knows the rule of "
+        f"the data reaches {measurements['floor']:.3f}). Speed: median of {measurements['turns']} interleaved turns of {TURN} steps, by the clock; the ratio "
         "and its quartiles are those of single rounds, to the native run of the same precision. Peak memory is what the contender added.",
         "",
         "| | ktok/s | × native | quartiles | peak GiB | first loss | last loss | farthest from native | resumed |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in found["rows"]:
+    for row in measurements["rows"]:
         quartiles = row.get("quartiles")
         cells = [
             row["contender"],
@@ -379,7 +396,7 @@ def page(found: dict[str, Any]) -> str:
             shown(row["peak GiB"], 2),
             shown(row["first loss"], 4),
             shown(row["last loss"], 4),
-            shown(farthest(row, found["rows"]), 5),
+            shown(farthest(row, measurements["rows"]), 5),
             ""
             if row["resumed"] is None
             else "bit for bit"
@@ -387,12 +404,19 @@ def page(found: dict[str, Any]) -> str:
             else f"{row['resumed']:.1e}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *over_bare(found["rows"]), *offload_is_exact(found["rows"])]
     lines += [
         "",
-        *(f"Left out: {name} ({why})." for name, why in found["left out"].items()),
+        *over_bare(measurements["rows"]),
+        *offload_is_exact(measurements["rows"]),
     ]
-    for name, text in found["failed"].items():
+    lines += [
+        "",
+        *(
+            f"Left out: {name} ({why})."
+            for name, why in measurements["left out"].items()
+        ),
+    ]
+    for name, text in measurements["failed"].items():
         lines += ["", f"## {name} failed", "", "```", text.rstrip(), "```"]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -403,15 +427,18 @@ def with_speed(
     """Add medians and ratios to the native run of the same precision, by rounds."""
     for row in rows:
         name = row["contender"]
-        mine = times.get(name, [])
+        step_seconds = times.get(name, [])
         base = times.get(f"native, {name.split(', ')[1]}", [])
-        if not mine:
+        if not step_seconds:
             continue
-        row["seconds"] = mine
-        row["ms a step"] = statistics.median(mine) * 1e3
-        row["tokens a second"] = tokens / statistics.median(mine)
+        row["seconds"] = step_seconds
+        row["ms a step"] = statistics.median(step_seconds) * 1e3
+        row["tokens a second"] = tokens / statistics.median(step_seconds)
         # a failed run has fewer rounds
-        ratios = [theirs / ours for ours, theirs in zip(mine, base, strict=False)]
+        ratios = [
+            native_s / round_s
+            for round_s, native_s in zip(step_seconds, base, strict=False)
+        ]
         if len(ratios) > 1:
             low, middle, high = statistics.quantiles(ratios, n=4)
             row["ratio"], row["quartiles"] = middle, [low, high]
@@ -471,38 +498,38 @@ def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = torch.device(args.device)
     size = SMALL if args.device == "cuda" else TINY
-    given = {
+    overrides = {
         name: value
         for name, value in (("rows", args.rows), ("turns", args.turns))
         if value
     }
-    size = dataclasses.replace(size, **given)
+    size = dataclasses.replace(size, **overrides)
     fused = args.device == "cuda" and not args.not_fused
     batches = sequences(size, size.losses, device)
     count = sum(
         p.numel() for p in language_model(size, torch.device("meta")).parameters()
     )
-    found: dict[str, Any] = {
+    measurements: dict[str, Any] = {
         "model": size.name,
         "versions": versions(args.device),
         "parameters": count,
     }
-    found |= {
+    measurements |= {
         "tokens": size.rows * size.length,
         "floor": floor(size),
         "steps": size.losses,
         "turns": size.turns,
     }
-    found |= {"fused": fused, "rows": [], "left out": {}, "failed": {}}
+    measurements |= {"fused": fused, "rows": [], "left out": {}, "failed": {}}
     for name in ("transformers", "megatron-core", "deepspeed"):
         if not missing(Contender(name, "no", package=name)):
-            found["versions"][name] = metadata.version(name)
+            measurements["versions"][name] = metadata.version(name)
     setting = ", ".join([*([args.only] if args.only else []), args.device])
     steps: dict[str, Step] = {}
     with ExitStack() as stack:
         if args.device == "cpu":
             torch.set_num_threads(1)
-            if "megatron-core" in found["versions"]:
+            if "megatron-core" in measurements["versions"]:
                 stand_in(stack)
         drive = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         torch.use_deterministic_algorithms(True)
@@ -518,33 +545,47 @@ def main() -> None:
             if any(word in contender.name for word in args.without):
                 continue
             if (why := missing(contender)) is not None:
-                found["left out"][contender.name] = why
+                measurements["left out"][contender.name] = why
                 continue
             try:
                 steps[contender.name], row = losses_of(
                     contender, size, device, batches, fused
                 )
-                found["rows"].append(row)
+                measurements["rows"].append(row)
                 print(
                     f"{contender.name}: loss {row['first loss']:.4f} to {row['last loss']:.4f}",
                     flush=True,
                 )
             # one contender's failure is its own; it is named in the results
             except Exception:
-                found["failed"][contender.name] = traceback.format_exc()
+                measurements["failed"][contender.name] = traceback.format_exc()
                 print(
-                    f"{contender.name} failed:\n{found['failed'][contender.name]}",
+                    f"{contender.name} failed:\n{measurements['failed'][contender.name]}",
                     flush=True,
                 )
             gc.collect()
-        record("engines", setting, found, page(found), found.get("versions"), args.out)
+        record(
+            "engines",
+            setting,
+            measurements,
+            page(measurements),
+            measurements.get("versions"),
+            args.out,
+        )
         torch.use_deterministic_algorithms(False)
         with_speed(
-            found["rows"],
-            turns(steps, size, batches, found["failed"]),
+            measurements["rows"],
+            turns(steps, size, batches, measurements["failed"]),
             size.rows * size.length,
         )
-    record("engines", setting, found, page(found), found.get("versions"), args.out)
+    record(
+        "engines",
+        setting,
+        measurements,
+        page(measurements),
+        measurements.get("versions"),
+        args.out,
+    )
 
 
 if __name__ == "__main__":

@@ -113,9 +113,9 @@ def scenarios(folder: Path) -> list[Scenario]:
 def _resumed(script: str, folder: Path) -> Scenario:
     """Return a whole run, then a run that stops and its continuation."""
     name = script.removesuffix(".py")
-    whole, stopped = f"{folder}/{name}-whole", f"{folder}/{name}-stopped"
+    uninterrupted, stopped = f"{folder}/{name}-whole", f"{folder}/{name}-stopped"
     starts = (
-        ("--epochs", "2", "--out", whole),
+        ("--epochs", "2", "--out", uninterrupted),
         ("--epochs", "2", "--out", stopped, "--stop_after", "34"),
         ("--epochs", "2", "--out", stopped),
     )
@@ -124,7 +124,7 @@ def _resumed(script: str, folder: Path) -> Scenario:
 
 def run_scenario(scenario: Scenario) -> Outcome:
     """Run the starts of one example in fresh processes."""
-    began = time.monotonic()
+    start_time = time.monotonic()
     last_lines = []
     for arguments in scenario.starts:
         completed = _start(
@@ -137,17 +137,22 @@ def run_scenario(scenario: Scenario) -> Outcome:
             return _outcome(
                 scenario,
                 f"exit status {completed.returncode}",
-                began,
+                start_time,
                 " ".join(message),
             )
     if scenario.equal_ends and last_lines[0] != last_lines[-1]:
         return _outcome(
-            scenario, "resumed differs", began, f"{last_lines[0]} / {last_lines[-1]}"
+            scenario,
+            "resumed differs",
+            start_time,
+            f"{last_lines[0]} / {last_lines[-1]}",
         )
-    return _outcome(scenario, "ok", began, last_lines[-1])
+    return _outcome(scenario, "ok", start_time, last_lines[-1])
 
 
-def _outcome(scenario: Scenario, status: str, began: float, last_line: str) -> Outcome:
+def _outcome(
+    scenario: Scenario, status: str, start_time: float, last_line: str
+) -> Outcome:
     arguments = " ".join(
         word
         for word in scenario.starts[0]
@@ -157,7 +162,7 @@ def _outcome(scenario: Scenario, status: str, began: float, last_line: str) -> O
         scenario.script,
         arguments.replace("--out", "").strip(),
         status,
-        time.monotonic() - began,
+        time.monotonic() - start_time,
         last_line,
     )
 
@@ -223,12 +228,12 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=4, help="examples at a time")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        chosen = [
+        selected_scenarios = [
             scenario
             for scenario in scenarios(Path(folder))
             if args.only in scenario.script
         ]
-        outcomes = list(pool.map(run_scenario, chosen))
+        outcomes = list(pool.map(run_scenario, selected_scenarios))
     text = page(outcomes)
     print(text)
     if not args.only:

@@ -72,9 +72,9 @@ class Rows(Dataset[Any]):
     """Rows in memory, a batch read by one indexing: the loader costs as little as it can."""
 
     def __init__(self) -> None:
-        made = torch.Generator().manual_seed(0)
-        self.x = torch.randn(STEPS * ROWS, WIDTH, generator=made)
-        self.y = torch.randint(10, (STEPS * ROWS,), generator=made)
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(STEPS * ROWS, WIDTH, generator=generator)
+        self.y = torch.randint(10, (STEPS * ROWS,), generator=generator)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -83,8 +83,8 @@ class Rows(Dataset[Any]):
         return self.x[index], self.y[index]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        at = torch.tensor(indices)
-        return self.x[at], self.y[at]
+        row_indices = torch.tensor(indices)
+        return self.x[row_indices], self.y[row_indices]
 
 
 def as_is(batch: Any) -> Any:
@@ -163,8 +163,8 @@ def bare_pinned(case: Case, device: torch.device, data: Rows) -> Loop:
 
 def accelerated(accelerator: Any, case: Case, device: torch.device, data: Rows) -> Loop:
     """The loop for an object with Accelerate's method names."""
-    made, loader = parts_of(device), loader_of(data, case.workers)
-    model, optimizer, scheduler, loader = accelerator.prepare(*made, loader)
+    training_objects, loader = parts_of(device), loader_of(data, case.workers)
+    model, optimizer, scheduler, loader = accelerator.prepare(*training_objects, loader)
 
     while case.every == 1:
         for x, y in loader:
@@ -227,8 +227,8 @@ def fabric(case: Case, device: torch.device, data: Rows) -> Loop:
         accelerator=device.type, devices=1, precision=FABRIC[case.precision]
     )  # type: ignore[arg-type]
     runner.launch()
-    made, optimizer, scheduler = parts_of(device)
-    model, optimizer = runner.setup(made, optimizer)
+    net, optimizer, scheduler = parts_of(device)
+    model, optimizer = runner.setup(net, optimizer)
     loader: Any = runner.setup_dataloaders(loader_of(data, case.workers))
 
     while True:
@@ -273,11 +273,11 @@ def take_turns(
         for turn in range(rounds + 2):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 sync()
-                begun, spent = time.perf_counter(), time.process_time()
+                start_time, spent = time.perf_counter(), time.process_time()
                 advance(passes[name])
                 sync()
                 took = (
-                    (time.perf_counter() - begun) / TURN,
+                    (time.perf_counter() - start_time) / TURN,
                     (time.process_time() - spent) / TURN,
                 )
                 if turn >= 2:
@@ -294,7 +294,7 @@ def advance(loop: Loop) -> None:
 
 def summary(times: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, Any]]:
     """Median microseconds, ratio to the faster bare loop by the clock and by processor time, and the ratio's quartiles."""
-    found: dict[str, dict[str, Any]] = {}
+    summaries: dict[str, dict[str, Any]] = {}
     medians = {
         name: [statistics.median(column) for column in zip(*rows, strict=True)]
         for name, rows in times.items()
@@ -305,9 +305,10 @@ def summary(times: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, 
     )
     for name, rows in times.items():
         ratios = [
-            row[0] / other[0] for row, other in zip(rows, times[reference], strict=True)
+            row[0] / reference_row[0]
+            for row, reference_row in zip(rows, times[reference], strict=True)
         ]
-        found[name] = {
+        summaries[name] = {
             "microseconds": medians[name][0] * 1e6,
             "ratio": medians[name][0] / medians[reference][0],
             "ratio_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)],
@@ -315,7 +316,7 @@ def summary(times: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, 
             "processor_ratio": medians[name][1] / medians[reference][1],
             "reference": name == reference,
         }
-    return found
+    return summaries
 
 
 def build(
@@ -325,11 +326,11 @@ def build(
     for name, make in CONTENDERS.items():
         try:
             passes[name] = make(case, device, data)
-            with computing() as seen:
+            with computing() as computed_dtypes:
                 advance(passes[name])
-            if case.precision != "no" and DTYPES[case.precision] not in seen:
+            if case.precision != "no" and DTYPES[case.precision] not in computed_dtypes:
                 raise RuntimeError(
-                    f"asked for {case.precision}, it computes in {', '.join(map(str, seen))}"
+                    f"asked for {case.precision}, it computes in {', '.join(map(str, computed_dtypes))}"
                 )
         except Exception as error:
             passes.pop(name, None)
@@ -358,16 +359,19 @@ def loops(
                 continue
             times: dict[str, list[tuple[float, float]]] = {}
             for _ in range(BUILDS):
-                for name, found in take_turns(
+                for name, round_times in take_turns(
                     build(case, device, data, left_out), rounds, device
                 ).items():
-                    times.setdefault(name, []).extend(found)
+                    times.setdefault(name, []).extend(round_times)
             rows = summary(times)
-            told = [
+            contender_texts = [
                 f"{n} {r['microseconds']:.0f} µs (x {r['ratio']:.3f})"
                 for n, r in rows.items()
             ]
-            print(f"{case.name}, {count} workers: {', '.join(told)}", flush=True)
+            print(
+                f"{case.name}, {count} workers: {', '.join(contender_texts)}",
+                flush=True,
+            )
             yield {
                 "case": case.name,
                 "workers": count,
@@ -385,11 +389,13 @@ def loaders(
     for count in workers:
         turns = rounds if count else 4 * rounds
         rows = summary(take_turns(readers(device, data, count), turns, device))
-        told = [
+        contender_texts = [
             f"{n} {r['microseconds']:.1f} µs (x {r['ratio']:.3f})"
             for n, r in rows.items()
         ]
-        print(f"loader alone, {count} workers: {', '.join(told)}", flush=True)
+        print(
+            f"loader alone, {count} workers: {', '.join(contender_texts)}", flush=True
+        )
         yield {"workers": count, "rounds": turns, "contenders": rows}
 
 
@@ -412,18 +418,18 @@ def readers(device: torch.device, data: Rows, workers: int) -> dict[str, Loop]:
     def ours() -> Iterable[Any]:
         from hasten import Accelerator
 
-        made: Iterable[Any] = Accelerator(cpu=device.type == "cpu").prepare(
+        prepared_loader: Iterable[Any] = Accelerator(cpu=device.type == "cpu").prepare(
             loader_of(data, workers)
         )
-        return made
+        return prepared_loader
 
     def fabrics() -> Iterable[Any]:
         from lightning.fabric import Fabric
 
-        made: Iterable[Any] = Fabric(
+        prepared_loader: Iterable[Any] = Fabric(
             accelerator=device.type, devices=1
         ).setup_dataloaders(loader_of(data, workers))
-        return made
+        return prepared_loader
 
     makers: dict[str, Callable[[], Iterable[Any]]] = {
         "bare torch": lambda: by_hand(False)
@@ -461,21 +467,21 @@ def calls(device: torch.device, rounds: int) -> list[dict[str, Any]]:
     plain.init_trackers("calls")
     model, optimizer, scheduler = plain.prepare(*parts_of(device))
     windows = Accelerator(cpu=device.type == "cpu", gradient_accumulation_steps=4)
-    other = windows.prepare(parts_of(device)[0])
+    windowed_model = windows.prepare(parts_of(device)[0])
     bare_model, bare_optimizer, bare_scheduler = parts_of(device)
     x, y = (
         torch.randn(ROWS, WIDTH, device=device),
         torch.randint(10, (ROWS,), device=device),
     )
-    for one in (model, bare_model):
-        F.cross_entropy(one(x), y).backward()
+    for trained_model in (model, bare_model):
+        F.cross_entropy(trained_model(x), y).backward()
     optimizer.step()
     bare_optimizer.step()
     weight = torch.ones(1, device=device, requires_grad=True)
     losses = [weight * 1 for _ in range(2)]
 
     def accumulate() -> None:
-        with windows.accumulate(other):
+        with windows.accumulate(windowed_model):
             pass
 
     def step_and_schedule() -> None:
@@ -510,12 +516,15 @@ def calls(device: torch.device, rounds: int) -> list[dict[str, Any]]:
             None,
         ),
     }
-    found = []
-    for name, (ours, theirs) in pairs.items():
-        row: dict[str, Any] = {"call": name, "hasten": single(ours, device, rounds)}
-        if theirs is not None:
-            row["bare torch"] = single(theirs, device, rounds)
-        found.append(row)
+    call_rows = []
+    for name, (hasten_call, torch_call) in pairs.items():
+        row: dict[str, Any] = {
+            "call": name,
+            "hasten": single(hasten_call, device, rounds),
+        }
+        if torch_call is not None:
+            row["bare torch"] = single(torch_call, device, rounds)
+        call_rows.append(row)
         print(
             ", ".join(
                 f"{k}: {v if isinstance(v, str) else f'{v:.2f} µs'}"
@@ -525,7 +534,7 @@ def calls(device: torch.device, rounds: int) -> list[dict[str, Any]]:
         )
     plain.end_training()
     folder.cleanup()
-    return found
+    return call_rows
 
 
 def single(
@@ -535,12 +544,14 @@ def single(
     times = []
     for _ in range(rounds + 2):
         sync()
-        begun = time.perf_counter() if device.type == "cuda" else time.process_time()
+        start_time = (
+            time.perf_counter() if device.type == "cuda" else time.process_time()
+        )
         for _ in range(block):
             call()
         spent = (
             time.perf_counter() if device.type == "cuda" else time.process_time()
-        ) - begun
+        ) - start_time
         times.append(spent / block * 1e6)
     return statistics.median(times[2:])
 
@@ -556,16 +567,19 @@ def cell(row: dict[str, Any] | None, digits: int = 0) -> str:
     return f"**{text}**" if row["reference"] else text
 
 
-def markdown(found: dict[str, Any], device: str) -> str:
+def markdown(measurements: dict[str, Any], device: str) -> str:
     names = [
         n
         for n in CONTENDERS
-        if any(n in r["contenders"] for r in (*found["loops"], *found["loaders"]))
+        if any(
+            n in r["contenders"]
+            for r in (*measurements["loops"], *measurements["loaders"])
+        )
     ]
     lines = [
         "# The whole loop",
         "",
-        ", ".join(f"{k} {v}" for k, v in found["versions"].items()),
+        ", ".join(f"{k} {v}" for k, v in measurements["versions"].items()),
         "",
     ]
     lines += [
@@ -581,17 +595,17 @@ def markdown(found: dict[str, Any], device: str) -> str:
         "| loop | workers | " + " | ".join(names) + " |",
         "|---|---|" + "---|" * len(names),
     ]
-    for row in found["loops"]:
-        for one in row["contenders"].values():
-            one["show_processor"] = device == "cpu"
+    for row in measurements["loops"]:
+        for contender_row in row["contenders"].values():
+            contender_row["show_processor"] = device == "cpu"
         cells = " | ".join(cell(row["contenders"].get(name)) for name in names)
         lines.append(f"| {row['case']} | {row['workers']} | {cells} |")
-    for row in found["loaders"]:
-        for one in row["contenders"].values():
-            one["show_processor"] = device == "cpu"
+    for row in measurements["loaders"]:
+        for contender_row in row["contenders"].values():
+            contender_row["show_processor"] = device == "cpu"
         cells = " | ".join(cell(row["contenders"].get(name), 1) for name in names)
         lines.append(f"| loader alone | {row['workers']} | {cells} |")
-    if found["calls"]:
+    if measurements["calls"]:
         lines += [
             "",
             "## Single calls (µs)",
@@ -599,15 +613,20 @@ def markdown(found: dict[str, Any], device: str) -> str:
             "| call | hasten | bare torch |",
             "|---|---|---|",
         ]
-    for row in found["calls"]:
-        other = f"{row['bare torch']:.2f}" if "bare torch" in row else "–"
-        lines.append(f"| {row['call']} | {row['hasten']:.2f} | {other} |")
-    if found.get("input_bound"):
+    for row in measurements["calls"]:
+        bare_cell = f"{row['bare torch']:.2f}" if "bare torch" in row else "–"
+        lines.append(f"| {row['call']} | {row['hasten']:.2f} | {bare_cell} |")
+    if measurements.get("input_bound"):
         lines += ["", "## Input-bound loop", "", "| | |", "|---|---|"]
-        for key, value in found["input_bound"].items():
+        for key, value in measurements["input_bound"].items():
             lines.append(f"| {key} | {value:.4g} |")
-    if found["left_out"]:
-        lines += ["", "Left out:", "", *[f"- {text}" for text in found["left_out"]]]
+    if measurements["left_out"]:
+        lines += [
+            "",
+            "Left out:",
+            "",
+            *[f"- {text}" for text in measurements["left_out"]],
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -651,8 +670,8 @@ def main() -> None:
         for name, package in (("Fabric", "lightning"), ("Accelerate", "accelerate"))
         if importlib.util.find_spec(package) is None
     }
-    begun = time.perf_counter()
-    found: dict[str, Any] = {
+    start_time = time.perf_counter()
+    measurements: dict[str, Any] = {
         "versions": versions(args.device),
         "loaders": [],
         "loops": [],
@@ -663,35 +682,35 @@ def main() -> None:
     )
 
     def keep() -> None:
-        found["left_out"] = sorted(left_out)
-        found["seconds"] = time.perf_counter() - begun
+        measurements["left_out"] = sorted(left_out)
+        measurements["seconds"] = time.perf_counter() - start_time
         record(
             "full_loop",
             setting,
-            found,
-            markdown(found, args.device),
-            found["versions"],
+            measurements,
+            markdown(measurements, args.device),
+            measurements["versions"],
             args.out,
         )
 
-    found["calls"] = [] if args.published else calls(device, 20)
+    measurements["calls"] = [] if args.published else calls(device, 20)
     for row in loops(device, workers[:1], rounds, args.columns, left_out):
-        found["loops"].append(row)
+        measurements["loops"].append(row)
         keep()
-    found["input_bound"] = input_bound.measure(
+    measurements["input_bound"] = input_bound.measure(
         device, rounds=3 if device.type == "cpu" else 6
     )
     for row in loaders(device, [] if args.published else workers, rounds):
-        found["loaders"].append(row)
+        measurements["loaders"].append(row)
         keep()
     for row in loops(device, workers[1:], rounds, args.columns, left_out):
-        found["loops"].append(row)
+        measurements["loops"].append(row)
         keep()
-        if time.perf_counter() - begun > args.seconds:
+        if time.perf_counter() - start_time > args.seconds:
             print(f"stopped after {args.seconds} s", flush=True)
             break
     keep()
-    print(f"{markdown(found, args.device)}\n{found['seconds']:.0f} s")
+    print(f"{markdown(measurements, args.device)}\n{measurements['seconds']:.0f} s")
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ def panels() -> list[Panel]:
         (row["part"], row["what"]): row for row in newest("offload", "cuda")["rows"]
     }
     forward = {
-        who: offload[("cpu forward", who)]["seconds"]
-        for who in ("hasten", "Accelerate")
+        contender: offload[("cpu forward", contender)]["seconds"]
+        for contender in ("hasten", "Accelerate")
     }
     loads = newest("cold_loading", "cuda")
     bound = newest("full_loop", "cuda")["input_bound"]
@@ -43,14 +43,17 @@ def panels() -> list[Panel]:
         (
             f"load {loads['gigabytes']:.1f} GB to the GPU\nfrom the page cache",
             "s",
-            {who: loads["medians"][who]["warm_s"] for who in ("hasten", "Accelerate")},
+            {
+                contender: loads["medians"][contender]["warm_s"]
+                for contender in ("hasten", "Accelerate")
+            },
         ),
         (
             "step with 154 MB batches",
             "ms",
             {
-                who: bound[f"{who} (ms)"]
-                for who in ("hasten", "bare torch", "Accelerate", "Fabric")
+                contender: bound[f"{contender} (ms)"]
+                for contender in ("hasten", "bare torch", "Accelerate", "Fabric")
             },
         ),
         ("save 9.3 GB of training state,\nsynced to disk", "s", ways("save_s")),

@@ -53,19 +53,19 @@ for x in loader:
 times["first step"] = clock() - begun
 print(json.dumps(times | {"all": sum(times.values())}))
 """
-PARTS = ("import", "construct", "prepare", "first step", "all")
+PHASES = ("import", "construct", "prepare", "first step", "all")
 
 
 def one(module: str, original: str) -> dict[str, float] | None:
     """Return the processor seconds of each part in a fresh process; None if the package is not there."""
     paths = [original] if module == "accelerate" and original else []
-    found = os.pathsep.join([*paths, *sys.path[1:]])
+    python_path = os.pathsep.join([*paths, *sys.path[1:]])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, module],
         # An empty value counts as unset: without compiled files the import would compile hasten anew in every process.
         env={
             **os.environ,
-            "PYTHONPATH": found,
+            "PYTHONPATH": python_path,
             "OMP_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "",
         },
@@ -78,8 +78,8 @@ def one(module: str, original: str) -> dict[str, float] | None:
             f"  {module} left out: {(done.stderr.strip().splitlines() or ['the drop-in is in its place'])[-1]}"
         )
         return None
-    parts: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return parts
+    phase_seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return phase_seconds
 
 
 def measure(rounds: int, original: str) -> list[dict[str, Any]]:
@@ -88,16 +88,19 @@ def measure(rounds: int, original: str) -> list[dict[str, Any]]:
         module for module in ("torch", "hasten", "accelerate") if one(module, original)
     ]
     times: dict[str, dict[str, list[float]]] = {
-        module: {part: [] for part in PARTS} for module in modules
+        module: {phase: [] for phase in PHASES} for module in modules
     }
     for turn in range(rounds):
         for module in modules[turn % len(modules) :] + modules[: turn % len(modules)]:
-            for part, seconds in (one(module, original) or {}).items():
-                times[module][part].append(seconds * 1e3)
+            for phase, seconds in (one(module, original) or {}).items():
+                times[module][phase].append(seconds * 1e3)
     return [
         {"what": module}
-        | {part: statistics.quantiles(values, n=4) for part, values in found.items()}
-        for module, found in times.items()
+        | {
+            phase: statistics.quantiles(values, n=4)
+            for phase, values in phase_times.items()
+        }
+        for module, phase_times in times.items()
     ]
 
 
@@ -113,25 +116,32 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     rows = measure(3 if args.quick else args.rounds, args.original)
-    known = versions() | {"load": f"{os.getloadavg()[0]:.1f}"}
+    platform_versions = versions() | {"load": f"{os.getloadavg()[0]:.1f}"}
     lines = [
         "# From the import to the first step",
         "",
-        ", ".join(f"{k} {v}" for k, v in known.items()),
+        ", ".join(f"{k} {v}" for k, v in platform_versions.items()),
         "",
     ]
     lines += [
         "Milliseconds of processor time over `import torch`, median (quartiles):",
         "",
     ]
-    lines += ["| | " + " | ".join(PARTS) + " |", "|---|" + "---|" * len(PARTS)]
+    lines += ["| | " + " | ".join(PHASES) + " |", "|---|" + "---|" * len(PHASES)]
     for row in rows:
         cells = [
-            f"{row[part][1]:.0f} ({row[part][0]:.0f}–{row[part][2]:.0f})"
-            for part in PARTS
+            f"{row[phase][1]:.0f} ({row[phase][0]:.0f}–{row[phase][2]:.0f})"
+            for phase in PHASES
         ]
         lines.append(f"| {row['what']} | " + " | ".join(cells) + " |")
-    record("import_time", "cpu", {"rows": rows}, "\n".join(lines), known, args.out)
+    record(
+        "import_time",
+        "cpu",
+        {"rows": rows},
+        "\n".join(lines),
+        platform_versions,
+        args.out,
+    )
     print("\n".join(lines))
 
 

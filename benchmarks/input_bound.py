@@ -84,9 +84,9 @@ def looping(
 def milliseconds(run: Callable[[], int]) -> float:
     times = []
     for _ in range(4):
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         count = run()
-        times.append((time.perf_counter() - begun) / count * 1e3)
+        times.append((time.perf_counter() - start_time) / count * 1e3)
     return min(times)
 
 
@@ -134,10 +134,10 @@ def measure(device: torch.device, rounds: int, products: int = 0) -> dict[str, A
     if on_gpu:
         loaders["bare torch, side stream"] = by_side_stream(make(), device)
     copy = milliseconds(looping(loaders["bare torch"], None, device))
-    one = milliseconds(_compute_only(computing(device, 8), device)) / 8
-    products = products or (max(round(3.2 / one), 1) if on_gpu else 2)
+    product_ms = milliseconds(_compute_only(computing(device, 8), device)) / 8
+    products = products or (max(round(3.2 / product_ms), 1) if on_gpu else 2)
     compute = computing(device, products)
-    alone = milliseconds(_compute_only(compute, device))
+    compute_ms = milliseconds(_compute_only(compute, device))
     passes = {
         name: looping(loader, compute, device) for name, loader in loaders.items()
     }
@@ -145,10 +145,12 @@ def measure(device: torch.device, rounds: int, products: int = 0) -> dict[str, A
         "batch (MB)": data.batches[0]["x"].nbytes / 1e6,
         "copy alone (ms)": copy,
     }
-    row["compute alone (ms)"] = alone
+    row["compute alone (ms)"] = compute_ms
     for name, numbers in summary(take_turns(passes, rounds)).items():
         row[f"{name} (ms)"] = numbers["milliseconds"]
-        row[f"{name} / max(copy, compute)"] = numbers["milliseconds"] / max(copy, alone)
+        row[f"{name} / max(copy, compute)"] = numbers["milliseconds"] / max(
+            copy, compute_ms
+        )
     return row
 
 

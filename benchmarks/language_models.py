@@ -108,9 +108,9 @@ def data_of(size: Size, batches: int = 8) -> Tensor:
     follows = torch.randperm(used, generator=source)
     drawn = torch.randint(used, (rows, size.length), generator=source)
     random = torch.rand(rows, size.length, generator=source) < NOISE
-    for place in range(1, size.length):
-        drawn[:, place] = torch.where(
-            random[:, place], drawn[:, place], follows[drawn[:, place - 1]]
+    for position in range(1, size.length):
+        drawn[:, position] = torch.where(
+            random[:, position], drawn[:, position], follows[drawn[:, position - 1]]
         )
     return drawn
 
@@ -152,7 +152,7 @@ def with_accelerator(
     accelerator: Any,
     size: Size,
     device: torch.device,
-    change: Callable[[Any], Any] = lambda one: one,
+    change: Callable[[Any], Any] = lambda module: module,
 ) -> Step:
     """The loop for an object with Accelerate's method names."""
     net = change(model_of(size, device))
@@ -175,29 +175,29 @@ def accelerate(size: Size, device: torch.device) -> Step:
     if "hasten" in getattr(sys.modules["accelerate"], "__version__", ""):
         raise ImportError("the drop-in stands in for Accelerate here")
     AcceleratorState._reset_state(reset_partial_state=True)
-    made = Accelerator(
+    accelerator = Accelerator(
         mixed_precision="bf16", dynamo_backend="inductor", cpu=device.type == "cpu"
     )
-    return with_accelerator(made, size, device)
+    return with_accelerator(accelerator, size, device)
 
 
 def hasten(size: Size, device: torch.device, **settings: Any) -> Step:
     from hasten import Accelerator
 
-    change = settings.pop("change", lambda one: one)
-    made = Accelerator(
+    change = settings.pop("change", lambda module: module)
+    accelerator = Accelerator(
         **{"mixed_precision": "bf16", "cpu": device.type == "cpu", **settings}
     )
-    return with_accelerator(made, size, device, change)
+    return with_accelerator(accelerator, size, device, change)
 
 
-def blocks(size: Size, **more: Any) -> Any:
+def blocks(size: Size, **plugin_settings: Any) -> Any:
     """Settings that compile by block."""
     from hasten import TorchDynamoPlugin
 
     return {
         "dynamo_plugin": TorchDynamoPlugin(
-            backend=size.backend, use_regional_compilation=True, **more
+            backend=size.backend, use_regional_compilation=True, **plugin_settings
         )
     }
 
@@ -281,12 +281,12 @@ def products(size: Size, device: torch.device, seconds: float = 0.3) -> float:
 def repeated(left: Tensor, right: Tensor, seconds: float) -> float:
     """Seconds of one product among many."""
     wait = torch.cuda.synchronize if left.is_cuda else (lambda: None)
-    done, spent, began = 0, 0.0, time.perf_counter()
+    done, spent, start_time = 0, 0.0, time.perf_counter()
     while spent < seconds:
         for _ in range(5):
             left @ right
         wait()
-        done, spent = done + 5, time.perf_counter() - began
+        done, spent = done + 5, time.perf_counter() - start_time
     return spent / done
 
 
@@ -323,19 +323,19 @@ def first_steps(
     make: Callable[..., Step], size: Size, device: torch.device, batches: list[Tensor]
 ) -> tuple[Step, Row]:
     """Build a contender and run it until everything is compiled."""
-    row, found = Row(), []
+    row, loss_tensors = Row(), []
     reset(device)
-    before, began = gib(device), time.monotonic()
+    initial_gib, start_time = gib(device), time.monotonic()
     step = make(size, device)
     for number in range(COMPARED):
-        found.append(step(batches[number % len(batches)]))
-    row.losses = [float(loss) for loss in found]
-    row.ready_s = time.monotonic() - began
-    row.peak = gib(device, peak=True) - before
+        loss_tensors.append(step(batches[number % len(batches)]))
+    row.losses = [float(loss) for loss in loss_tensors]
+    row.ready_s = time.monotonic() - start_time
+    row.peak = gib(device, peak=True) - initial_gib
     reset(device)
     for number in range(3):
         step(batches[number])
-    row.steady_peak = gib(device, peak=True) - before
+    row.steady_peak = gib(device, peak=True) - initial_gib
     return step, row
 
 
@@ -352,16 +352,16 @@ def take_turns(
         for name, step in steps.items():
             step(batches[0])  # memory of others was used last
             wait()
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             for number in range(size.turn):
                 step(batches[number % len(batches)])
             wait()
-            rows[name].seconds.append((time.perf_counter() - began) / size.turn)
+            rows[name].seconds.append((time.perf_counter() - start_time) / size.turn)
 
 
 def groups(names: list[str], size: Size, device: torch.device) -> Iterator[list[str]]:
     """Contenders that fit the GPU together, each group with the reference: 12 bytes a parameter, and a third of the GPU for a step."""
-    rest = [name for name in names if name != REFERENCE]
+    compared_names = [name for name in names if name != REFERENCE]
     if device.type == "cuda":
         parameters = sum(
             p.numel() for p in model_of(size, torch.device("meta")).parameters()
@@ -369,9 +369,9 @@ def groups(names: list[str], size: Size, device: torch.device) -> Iterator[list[
         room = torch.cuda.get_device_properties(device).total_memory * 0.62
         each = max(1, int(room / (12 * parameters)) - 1)
     else:
-        each = len(rest) or 1
-    for start in range(0, max(1, len(rest)), each):
-        yield [REFERENCE, *rest[start : start + each]]
+        each = len(compared_names) or 1
+    for start in range(0, max(1, len(compared_names)), each):
+        yield [REFERENCE, *compared_names[start : start + each]]
 
 
 def measure(kind: str, args: argparse.Namespace, device: torch.device) -> None:
@@ -385,37 +385,37 @@ def measure(kind: str, args: argparse.Namespace, device: torch.device) -> None:
         names = [name for name in names if "performance" not in name]
     batches = [rows.to(device) for rows in data_of(size).split(size.rows)]
     rows: dict[str, Row] = {}
-    began = time.monotonic()
-    alone = products(size, device)
+    start_time = time.monotonic()
+    products_s = products(size, device)
     reset(device)
     for group in groups(names, size, device):
-        if time.monotonic() - began > args.limit:
+        if time.monotonic() - start_time > args.limit:
             rows |= {
                 name: Row(left_out="no time left") for name in group if name not in rows
             }
             continue
         steps: dict[str, Step] = {}
         for name in group:
-            if time.monotonic() - began > args.limit and name != REFERENCE:
+            if time.monotonic() - start_time > args.limit and name != REFERENCE:
                 rows.setdefault(name, Row(left_out="no time left"))
                 continue
             try:
                 steps[name], row = first_steps(CONTENDERS[name], size, device, batches)
-                known = rows.setdefault(name, row)
+                contender_row = rows.setdefault(name, row)
                 print(
-                    f"  {name}: ready after {row.ready_s:.0f} s, {known.peak:.1f} GiB, steady {known.steady_peak:.1f} GiB",
+                    f"  {name}: ready after {row.ready_s:.0f} s, {contender_row.peak:.1f} GiB, steady {contender_row.steady_peak:.1f} GiB",
                     flush=True,
                 )
             except Exception as error:  # of any kind: the page names it
-                said = (str(error).strip().splitlines() or ["no message"])[0]
-                rows[name] = Row(left_out=f"{type(error).__name__}: {said[:200]}")
+                first_line = (str(error).strip().splitlines() or ["no message"])[0]
+                rows[name] = Row(left_out=f"{type(error).__name__}: {first_line[:200]}")
                 print(f"  {name} left out: {rows[name].left_out}", flush=True)
                 traceback.print_exc(limit=-4)
         take_turns(steps, rows, size, batches, args.rounds or size.rounds)
         steps.clear()
         torch._dynamo.reset()
         reset(device)
-        write(kind, size, rows, args, device, alone)
+        write(kind, size, rows, args, device, products_s)
 
 
 def write(
@@ -427,15 +427,19 @@ def write(
     products_s: float,
 ) -> None:
     flops = flops_of_token(size, model_of(size, torch.device("meta")))
-    known = versions(device.type)
+    platform_versions = versions(device.type)
     for name in ("transformers", "torchao"):
         try:
-            known[name] = metadata.version(name)
+            platform_versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    found: dict[str, Any] = {"model": size.name, "tokens": size.tokens, "rows": {}}
+    measurements: dict[str, Any] = {
+        "model": size.name,
+        "tokens": size.tokens,
+        "rows": {},
+    }
     reference = rows[REFERENCE].seconds
-    found["products"] = {
+    measurements["products"] = {
         "seconds": products_s,
         "tokens a second": size.tokens / products_s,
         "times compiled by hand": statistics.median(reference) / products_s,
@@ -447,54 +451,57 @@ def write(
         seconds = statistics.median(row.seconds)
         speed = size.tokens / seconds
         eager = rows[EAGER].losses if EAGER in rows else []
-        apart = max(
+        loss_difference = max(
             (abs(a - b) / a for a, b in zip(eager, row.losses, strict=False)),
             default=float("nan"),
         )
-        found["rows"][name] = {
+        measurements["rows"][name] = {
             "tokens a second": speed,
             "times compiled by hand": statistics.median(reference) / seconds,
             "mfu": speed * flops / (PEAK_TFLOPS * 1e12),
             "peak GiB": row.peak,
             "steady peak GiB": row.steady_peak,
             "ready after s": row.ready_s,
-            "losses apart": apart,
+            "losses apart": loss_difference,
             "losses": [round(loss, 4) for loss in row.losses[:COMPARED]],
         }
-    found["left out"] = {
+    measurements["left out"] = {
         name: row.left_out for name, row in rows.items() if row.left_out
     }
-    page = markdown(found)
+    page = markdown(measurements)
     record(
         "language_models",
         f"{kind}{', small' if args.small else ''}",
-        found,
+        measurements,
         page,
-        known,
+        platform_versions,
         args.out,
     )
     print(page, flush=True)
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(measurements: dict[str, Any]) -> str:
     lines = [
-        f"# Llama, {found['model']}",
+        f"# Llama, {measurements['model']}",
         "",
-        f"{found['tokens']} tokens a step, bf16 autocast, fused AdamW. Median of interleaved turns. MFU: relative to {PEAK_TFLOPS:.0f} "
+        f"{measurements['tokens']} tokens a step, bf16 autocast, fused AdamW. Median of interleaved turns. MFU: relative to {PEAK_TFLOPS:.0f} "
         f"TFLOP/s; peaks: all steps, and steps after the warm-up; losses: largest relative difference from the eager loop's in {COMPARED} steps.",
-        f"The products of matrices alone take {found['products']['seconds'] * 1e3:.1f} ms, {found['products']['times compiled by hand']:.2f} × compiled by hand.",
+        f"The products of matrices alone take {measurements['products']['seconds'] * 1e3:.1f} ms, {measurements['products']['times compiled by hand']:.2f} × compiled by hand.",
         "",
         "| | ktok/s | × compiled by hand | MFU | peak GiB | steady GiB | ready after | losses apart |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, row in found["rows"].items():
+    for name, row in measurements["rows"].items():
         lines.append(
             f"| {name} | {row['tokens a second'] / 1e3:.1f} | {row['times compiled by hand']:.2f} | {row['mfu']:.1%} | {row['peak GiB']:.1f} | "
             f"{row['steady peak GiB']:.1f} | {row['ready after s']:.0f} s | {row['losses apart']:.1e} |"
         )
     lines += [
         "",
-        *(f"Left out: {name} ({why})." for name, why in found["left out"].items()),
+        *(
+            f"Left out: {name} ({why})."
+            for name, why in measurements["left out"].items()
+        ),
     ]
     return "\n".join(lines) + "\n"
 

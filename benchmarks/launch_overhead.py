@@ -25,7 +25,7 @@ from recording import record
 def commands(script: str, accelerate: str | None) -> dict[str, list[str]]:
     """The contenders: two CPU processes of one empty script."""
     folder = Path(sys.executable).parent
-    found = {
+    command_lines = {
         "torchrun": [str(folder / "torchrun"), "--nproc_per_node", "2", script],
         "hasten launch": [
             str(folder / "hasten"),
@@ -50,24 +50,33 @@ def commands(script: str, accelerate: str | None) -> dict[str, list[str]]:
             "--dynamo_backend",
             "no",
         ]
-        found["accelerate launch (starts one process)"] = [
+        command_lines["accelerate launch (starts one process)"] = [
             accelerate,
             "launch",
             *options,
             script,
         ]
-    return found
+    return command_lines
 
 
 def measure(command: list[str], env: dict[str, str]) -> tuple[float, float]:
     """Seconds of wall time and of CPU time, children included."""
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    initial_usage, start = (
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+        time.perf_counter(),
+    )
     subprocess.run(command, check=True, capture_output=True, env=env)
-    wall, after = (
+    wall, final_usage = (
         time.perf_counter() - start,
         resource.getrusage(resource.RUSAGE_CHILDREN),
     )
-    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return (
+        wall,
+        final_usage.ru_utime
+        + final_usage.ru_stime
+        - initial_usage.ru_utime
+        - initial_usage.ru_stime,
+    )
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
@@ -99,7 +108,7 @@ def main() -> None:
     parser.add_argument(
         "--accelerate", help="the accelerate command of another environment"
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "empty.py"
         script.write_text("")
@@ -109,28 +118,28 @@ def main() -> None:
             "HASTEN_HOME": folder,
             "HF_HOME": folder,
         }
-        contenders = commands(str(script), given.accelerate)
+        contenders = commands(str(script), args.accelerate)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-        for turn in range(given.rounds + 1):
+        for turn in range(args.rounds + 1):
             for name, command in contenders.items():
-                found = measure(command, env)
+                measured_times = measure(command, env)
                 if turn:  # the first turn warms the disk's cache
-                    times[name].append(found)
+                    times[name].append(measured_times)
     rows = {
         name: {
-            "wall_median_s": statistics.median(wall for wall, _ in found),
-            "wall_best_s": min(wall for wall, _ in found),
-            "cpu_median_s": statistics.median(cpu for _, cpu in found),
-            "cpu_best_s": min(cpu for _, cpu in found),
+            "wall_median_s": statistics.median(wall for wall, _ in measured_times),
+            "wall_best_s": min(wall for wall, _ in measured_times),
+            "cpu_median_s": statistics.median(cpu for _, cpu in measured_times),
+            "cpu_best_s": min(cpu for _, cpu in measured_times),
         }
-        for name, found in times.items()
+        for name, measured_times in times.items()
     }
     version = subprocess.run(
         [sys.executable, "-c", "import torch; print(torch.__version__)"],
         capture_output=True,
         text=True,
     ).stdout.strip()
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {version}, {given.rounds} rounds"
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {version}, {args.rounds} rounds"
     text = table(rows)
     page = f"# Starting an empty script on two processes\n\n{machine}\n\n{text}\n"
     record(

@@ -99,13 +99,13 @@ def prepared_by_all(
 ) -> dict[str, Iterable[Any]]:
     """A fresh loader prepared by every contender that is installed."""
     warnings.filterwarnings("ignore")
-    found = {}
+    loaders = {}
     for name, prepare in CONTENDERS.items():
         try:
-            found[name] = prepare(make(), device)
+            loaders[name] = prepare(make(), device)
         except ImportError as error:
             print(f"  {name} left out: {error}", file=sys.stderr)
-    return found
+    return loaders
 
 
 def take_turns(
@@ -120,10 +120,10 @@ def take_turns(
     gc.disable()
     for turn in range(rounds + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            begun = clock()
+            start_time = clock()
             count = passes[name]()
             if turn:
-                times[name].append((clock() - begun) / count)
+                times[name].append((clock() - start_time) / count)
     gc.enable()
     return times
 
@@ -145,20 +145,20 @@ def summary(
 
 
 def versions(device: str = "cpu") -> dict[str, str]:
-    known = {
+    package_versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cores": str(os.cpu_count()),
     }
     for name in ("accelerate", "lightning"):
         try:
-            known[name] = metadata.version(name)
+            package_versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     if device == "cuda":
-        known["hardware"] = torch.cuda.get_device_name()
-    known["date"] = datetime.now(UTC).strftime("%Y-%m-%d")
-    return known
+        package_versions["hardware"] = torch.cuda.get_device_name()
+    package_versions["date"] = datetime.now(UTC).strftime("%Y-%m-%d")
+    return package_versions
 
 
 def report(
@@ -166,11 +166,11 @@ def report(
 ) -> None:
     """Print the rows, and write them to the results as JSON and Markdown."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    known = versions(device)
+    platform_versions = versions(device)
     lines = [
         f"# {title}",
         "",
-        ", ".join(f"{key} {value}" for key, value in known.items()),
+        ", ".join(f"{key} {value}" for key, value in platform_versions.items()),
         "",
     ]
     lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
@@ -182,7 +182,7 @@ def report(
             ", ".join(f"{key}: {_cell(value)}" for key, value in row.items()),
             flush=True,
         )
-    record(name, device, {"rows": rows}, "\n".join(lines), known)
+    record(name, device, {"rows": rows}, "\n".join(lines), platform_versions)
 
 
 def _cell(value: object) -> str:

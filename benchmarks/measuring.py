@@ -18,15 +18,15 @@ from torch import Tensor, nn
 @contextmanager
 def computing() -> Iterator[set[torch.dtype]]:
     """The dtypes in which linear layers compute inside the block."""
-    seen: set[torch.dtype] = set()
+    dtypes: set[torch.dtype] = set()
 
     def look(module: nn.Module, inputs: object, output: object) -> None:
         if isinstance(module, nn.Linear) and isinstance(output, Tensor):
-            seen.add(output.dtype)
+            dtypes.add(output.dtype)
 
     handle = nn.modules.module.register_module_forward_hook(look)
     try:
-        yield seen
+        yield dtypes
     finally:
         handle.remove()
 
@@ -36,7 +36,7 @@ def on_two_ranks(script: str, *options: str) -> Any:  # Any: JSON
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    place = {
+    world_variables = {
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
@@ -47,7 +47,7 @@ def on_two_ranks(script: str, *options: str) -> Any:  # Any: JSON
             [sys.executable, script, "--worker", *options],
             env={
                 **os.environ,
-                **place,
+                **world_variables,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "OMP_NUM_THREADS": "1",
@@ -57,7 +57,7 @@ def on_two_ranks(script: str, *options: str) -> Any:  # Any: JSON
         )
         for rank in range(2)
     ]
-    outputs = [one.communicate()[0] for one in workers]
-    if any(one.returncode for one in workers):
+    outputs = [worker.communicate()[0] for worker in workers]
+    if any(worker.returncode for worker in workers):
         sys.exit("a rank failed")
     return json.loads(outputs[0].splitlines()[-1])

@@ -51,8 +51,8 @@ class Aim:
     says: str
     part: str
     field: str
-    at_most: float | None = None
-    at_least: float | None = None
+    upper_bound: float | None = None
+    lower_bound: float | None = None
 
     def found(self, rows: list[Row]) -> float | None:
         values = (
@@ -63,8 +63,8 @@ class Aim:
         return next((float(value) for value in values), None)
 
     def met(self, value: float) -> bool:
-        above = self.at_least is None or value >= self.at_least
-        return above and (self.at_most is None or value <= self.at_most)
+        above = self.lower_bound is None or value >= self.lower_bound
+        return above and (self.upper_bound is None or value <= self.upper_bound)
 
 
 AIMS = (
@@ -72,31 +72,31 @@ AIMS = (
         "forward from host memory, of bytes / bandwidth of the link",
         "cpu forward",
         "of_limit",
-        at_most=1.15,
+        upper_bound=1.15,
     ),
     Aim(
         "its device memory over the activations, in blocks",
         "cpu forward",
         "peak_over_activations_blocks",
-        at_most=3,
+        upper_bound=3,
     ),
     Aim(
         "forward from files in the page cache, times Accelerate",
         "disk forward",
         "times_faster",
-        at_least=3,
+        lower_bound=3,
     ),
     Aim(
         "loading to the device, times Accelerate",
         "loading",
         "times_faster",
-        at_least=2.5,
+        lower_bound=2.5,
     ),
     Aim(
         "forward, times diffusers' group offloading with streams",
         "beside diffusers",
         "times_faster",
-        at_least=1,
+        lower_bound=1,
     ),
 )
 
@@ -173,7 +173,10 @@ class Bench:
                 seconds = self.timed(contenders[name])
                 if turn:
                     times[name].append(seconds)
-        return {name: statistics.median(found) for name, found in times.items()}
+        return {
+            name: statistics.median(contender_seconds)
+            for name, contender_seconds in times.items()
+        }
 
     def allocated(self) -> int:
         return 0 if self.tiny else int(torch.cuda.memory_allocated(self.device))
@@ -254,21 +257,28 @@ def cpu_forward(bench: Bench) -> None:
     )
     weights, block = num_bytes(resident), num_bytes(resident.blocks[0])
     empty = lambda: meta(bench, bench.depth)  # noqa: E731
-    ours, peer = on_host(bench, resident, empty), on_host(bench, resident, empty)
-    before = bench.allocated()
-    activations = bench.peak_over(lambda: resident(x), before)
-    wanted = resident(x)
+    offloaded_model, peer = (
+        on_host(bench, resident, empty),
+        on_host(bench, resident, empty),
+    )
+    initial_bytes = bench.allocated()
+    activations = bench.peak_over(lambda: resident(x), initial_bytes)
+    expected_output = resident(x)
     compute = bench.turns({"resident": lambda: resident(x)})["resident"]
     resident = Stack(1, 0)  # gives the weights back
     free(bench)
     base = bench.allocated()
-    pinning = bench.timed(lambda: cpu_offload(ours, bench.device))
+    pinning = bench.timed(lambda: cpu_offload(offloaded_model, bench.device))
     peer_offload(peer, bench.device)
     limit = weights / bench.bandwidth
-    equal = bool(torch.equal(ours(x), wanted)) and bool(torch.equal(ours(x), wanted))
-    peak = bench.peak_over(lambda: ours(x), base)
-    held = bench.allocated() - base
-    times = bench.turns({"hasten": lambda: ours(x), "Accelerate": lambda: peer(x)})
+    equal = bool(torch.equal(offloaded_model(x), expected_output)) and bool(
+        torch.equal(offloaded_model(x), expected_output)
+    )
+    peak = bench.peak_over(lambda: offloaded_model(x), base)
+    held_bytes = bench.allocated() - base
+    times = bench.turns(
+        {"hasten": lambda: offloaded_model(x), "Accelerate": lambda: peer(x)}
+    )
     row = {
         "GB": round(weights / GB, 2),
         "limit_s": round(limit, 4),
@@ -276,7 +286,7 @@ def cpu_forward(bench: Bench) -> None:
     }
     over = {
         "peak_over_activations_blocks": round((peak - activations) / block, 2),
-        "held_blocks": round(held / block, 2),
+        "held_blocks": round(held_bytes / block, 2),
     }
     shares = {name: round(seconds / limit, 3) for name, seconds in times.items()}
     bench.add(
@@ -294,9 +304,9 @@ def cpu_forward(bench: Bench) -> None:
         what="Accelerate",
         seconds=times["Accelerate"],
         of_limit=shares["Accelerate"],
-        bit_equal=bool(torch.equal(peer(x), wanted)),
+        bit_equal=bool(torch.equal(peer(x), expected_output)),
     )
-    end_dispatch(ours)
+    end_dispatch(offloaded_model)
 
 
 def meta(bench: Bench, depth: int) -> Stack:
@@ -325,13 +335,13 @@ def beside_diffusers(bench: Bench) -> None:
         return
     source = build(bench, bench.small_depth)
     x = torch.randn(1, 16, bench.width, device=bench.device, dtype=torch.bfloat16)
-    wanted = source(x)
-    ours, rival = (
+    expected_output = source(x)
+    offloaded_model, rival = (
         on_host(bench, source, lambda: meta(bench, bench.small_depth)) for _ in range(2)
     )
     del source
     free(bench)
-    cpu_offload(ours, bench.device)
+    cpu_offload(offloaded_model, bench.device)
     apply_group_offloading(
         rival,
         onload_device=bench.device,
@@ -342,22 +352,26 @@ def beside_diffusers(bench: Bench) -> None:
         record_stream=True,
         non_blocking=True,
     )
-    equal = bool(torch.equal(ours(x), wanted)) and bool(torch.equal(ours(x), wanted))
-    theirs = bool(torch.equal(rival(x), wanted))
+    equal = bool(torch.equal(offloaded_model(x), expected_output)) and bool(
+        torch.equal(offloaded_model(x), expected_output)
+    )
+    rival_is_equal = bool(torch.equal(rival(x), expected_output))
     times = bench.turns(
-        {"hasten": lambda: ours(x), "diffusers": lambda: rival(x)}, rounds=7
+        {"hasten": lambda: offloaded_model(x), "diffusers": lambda: rival(x)}, rounds=7
     )
     bench.add(
         part="beside diffusers",
         what="group offloading with streams, same blocks",
         hasten_s=times["hasten"],
         diffusers_s=times["diffusers"],
-        of_limit=round(times["hasten"] * bench.bandwidth / num_bytes(ours), 3),
+        of_limit=round(
+            times["hasten"] * bench.bandwidth / num_bytes(offloaded_model), 3
+        ),
         times_faster=round(times["diffusers"] / times["hasten"], 3),
         bit_equal=equal,
-        diffusers_equal=theirs,
+        diffusers_equal=rival_is_equal,
     )
-    end_dispatch(ours)
+    end_dispatch(offloaded_model)
 
 
 def disk_and_loading(bench: Bench, folder: Path) -> None:
@@ -368,30 +382,30 @@ def disk_and_loading(bench: Bench, folder: Path) -> None:
     x = torch.randn(
         1, bench.tokens, bench.width, device=bench.device, dtype=torch.bfloat16
     )
-    wanted = source(x)
+    expected_output = source(x)
     weights = num_bytes(source)
     save_model(source.state_dict(), folder / "model", max_shard_size="2GB")
     peer = on_host(bench, source, lambda: meta(bench, depth))
     del source
     free(bench)
-    place: Any = "cpu" if bench.tiny else 0
-    found: dict[str, nn.Module] = {}
+    target_device: Any = "cpu" if bench.tiny else 0
+    loaded_models: dict[str, nn.Module] = {}
 
     def load_ours() -> None:
-        found["hasten"] = meta(bench, depth)
+        loaded_models["hasten"] = meta(bench, depth)
         load_checkpoint_in_model(
-            found["hasten"], folder / "model", {"": place}, strict=True
+            loaded_models["hasten"], folder / "model", {"": target_device}, strict=True
         )
 
     def load_peer() -> None:
         with accelerate.init_empty_weights():
-            found["Accelerate"] = Stack(bench.width, depth).to(torch.bfloat16)
+            loaded_models["Accelerate"] = Stack(bench.width, depth).to(torch.bfloat16)
         accelerate.load_checkpoint_in_model(
-            found["Accelerate"], str(folder / "model"), {"": place}
+            loaded_models["Accelerate"], str(folder / "model"), {"": target_device}
         )
 
     times = bench.turns({"hasten": load_ours, "Accelerate": load_peer})
-    equal = bool(torch.equal(found["hasten"](x), wanted))
+    equal = bool(torch.equal(loaded_models["hasten"](x), expected_output))
     bench.add(
         part="loading",
         what=f"{weights / GB:.1f} GB of safetensors to the device",
@@ -401,16 +415,23 @@ def disk_and_loading(bench: Bench, folder: Path) -> None:
         times_faster=round(times["Accelerate"] / times["hasten"], 2),
         bit_equal=equal,
     )
-    found.clear()
+    loaded_models.clear()
     free(bench)
-    ours = meta(bench, depth)
-    dispatch_model(ours, {"": "disk"}, main_device=place, offload_dir=folder / "model")
+    streamed_model = meta(bench, depth)
+    dispatch_model(
+        streamed_model,
+        {"": "disk"},
+        main_device=target_device,
+        offload_dir=folder / "model",
+    )
     accelerate.disk_offload(peer, str(folder / "peer"), bench.device)
     with torch.no_grad():
-        equal = bool(torch.equal(ours(x), wanted)) and bool(
-            torch.equal(ours(x), wanted)
+        equal = bool(torch.equal(streamed_model(x), expected_output)) and bool(
+            torch.equal(streamed_model(x), expected_output)
         )
-        times = bench.turns({"hasten": lambda: ours(x), "Accelerate": lambda: peer(x)})
+        times = bench.turns(
+            {"hasten": lambda: streamed_model(x), "Accelerate": lambda: peer(x)}
+        )
     bench.add(
         part="disk forward",
         what=f"{weights / GB:.1f} GB in the page cache",
@@ -420,7 +441,7 @@ def disk_and_loading(bench: Bench, folder: Path) -> None:
         times_faster=round(times["Accelerate"] / times["hasten"], 2),
         bit_equal=equal,
     )
-    end_dispatch(ours)
+    end_dispatch(streamed_model)
 
 
 def judge(rows: list[Row], aims: tuple[Aim, ...]) -> list[Row]:
@@ -428,9 +449,9 @@ def judge(rows: list[Row], aims: tuple[Aim, ...]) -> list[Row]:
     judged: list[Row] = []
     for aim in aims:
         bound = (
-            f"at most {aim.at_most:g}"
-            if aim.at_most is not None
-            else f"at least {aim.at_least:g}"
+            f"at most {aim.upper_bound:g}"
+            if aim.upper_bound is not None
+            else f"at least {aim.lower_bound:g}"
         )
         value = aim.found(rows)
         judged.append(
@@ -442,12 +463,12 @@ def judge(rows: list[Row], aims: tuple[Aim, ...]) -> list[Row]:
             }
         )
     equal = [bool(row["bit_equal"]) for row in rows if "bit_equal" in row]
-    found = f"{sum(equal)} of {len(equal)}"
+    equal_share = f"{sum(equal)} of {len(equal)}"
     judged.append(
         {
             "aim": "outputs equal, bit for bit",
             "bound": "all",
-            "found": found,
+            "found": equal_share,
             "met": all(equal) if equal else None,
         }
     )
@@ -463,12 +484,12 @@ def write(
     aims: tuple[Aim, ...],
 ) -> None:
     """Record the rows and the aims."""
-    known = {**versions(bench.device.type), "seconds": str(round(seconds))}
+    platform_versions = {**versions(bench.device.type), "seconds": str(round(seconds))}
     judged = judge(bench.rows, aims)
     lines = [
         f"# {title}",
         "",
-        ", ".join(f"{key} {value}" for key, value in known.items()),
+        ", ".join(f"{key} {value}" for key, value in platform_versions.items()),
         "",
     ]
     if bench.tiny:
@@ -478,21 +499,30 @@ def write(
         ]
     lines += ["| aim | bound | found | met |", "|---|---|---|---|"]
     words = {None: "not measured", True: "yes", False: "no"}
-    for one in judged:
+    for judgement in judged:
         lines.append(
-            f"| {one['aim']} | {one['bound']} | {_cell(one['found'])} | {words[one['met']]} |"
+            f"| {judgement['aim']} | {judgement['bound']} | {_cell(judgement['found'])} | {words[judgement['met']]} |"
         )
     print("\n".join(lines[-len(judged) - 2 :]), flush=True)
     lines.append("")
     for row in bench.rows:
-        rest = ", ".join(
+        details = ", ".join(
             f"{key} {_cell(value)}"
             for key, value in row.items()
             if key not in ("part", "what")
         )
-        lines.append(f"- **{row['part']}** ({row['what']}){': ' if rest else ''}{rest}")
-    found = {"aims": judged, "rows": bench.rows}
-    record(benchmark, bench.device.type, found, "\n".join(lines), known, out)
+        lines.append(
+            f"- **{row['part']}** ({row['what']}){': ' if details else ''}{details}"
+        )
+    measurements = {"aims": judged, "rows": bench.rows}
+    record(
+        benchmark,
+        bench.device.type,
+        measurements,
+        "\n".join(lines),
+        platform_versions,
+        out,
+    )
 
 
 def _cell(value: object) -> str:
@@ -505,15 +535,15 @@ def _cell(value: object) -> str:
     )
 
 
-def measure(bench: Bench, parts: dict[str, Callable[[Bench], None]]) -> list[str]:
+def measure(bench: Bench, sections: dict[str, Callable[[Bench], None]]) -> list[str]:
     """Take every part in turn; the names of those that failed."""
     failed = []
     with torch.no_grad():
         measure_bandwidth(bench)
-        for name, part in parts.items():
-            begun = time.perf_counter()
+        for name, section in sections.items():
+            start_time = time.perf_counter()
             try:
-                part(bench)
+                section(bench)
             except Exception as error:  # the other parts are worth having all the same
                 failed.append(name)
                 bench.add(
@@ -521,17 +551,17 @@ def measure(bench: Bench, parts: dict[str, Callable[[Bench], None]]) -> list[str
                 )
                 traceback.print_exc()
             free(bench)
-            print(f"  {name}: {time.perf_counter() - begun:.0f} s", flush=True)
+            print(f"  {name}: {time.perf_counter() - start_time:.0f} s", flush=True)
     return failed
 
 
-def arguments(about: str | None) -> argparse.ArgumentParser:
+def arguments(description: str | None) -> argparse.ArgumentParser:
     """The options both benchmarks of offloading take."""
     warnings.filterwarnings("ignore")
     logging.basicConfig(level=logging.WARNING, format="  %(message)s")
     logging.getLogger("hasten").setLevel(logging.INFO)
     parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu"
@@ -545,29 +575,27 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="*", default=["cpu", "disk", "diffusers"])
     parser.add_argument("--depth", type=int, help="blocks of the model (32 of 0.63 GB)")
-    chosen = parser.parse_args()
+    args = parser.parse_args()
     device = (
-        torch.device(chosen.device, 0)
-        if chosen.device != "cpu"
-        else torch.device("cpu")
+        torch.device(args.device, 0) if args.device != "cpu" else torch.device("cpu")
     )
-    bench = Bench(device, chosen.quick)
-    bench.depth = chosen.depth or bench.depth
+    bench = Bench(device, args.quick)
+    bench.depth = args.depth or bench.depth
     started = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="hasten-offload-"))
-    parts: dict[str, Callable[[Bench], None]] = {
+    sections: dict[str, Callable[[Bench], None]] = {
         "cpu": cpu_forward,
         "disk": lambda b: disk_and_loading(b, folder),
         "diffusers": beside_diffusers,
     }
     try:
-        failed = measure(bench, {name: parts[name] for name in chosen.parts})
+        failed = measure(bench, {name: sections[name] for name in args.parts})
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         write(
             bench,
             "offload",
-            chosen.out,
+            args.out,
             time.perf_counter() - started,
             "Offloaded models",
             AIMS,

@@ -70,7 +70,7 @@ class Way:
 
 
 def ways(peer: bool) -> list[Way]:
-    found = [
+    offload_ways = [
         Way(PLAIN),
         *(
             Way(f'offload="{mode}"', {"offload": mode})
@@ -79,10 +79,10 @@ def ways(peer: bool) -> list[Way]:
     ]
     if peer:
         plugin = FullyShardedDataParallelPlugin(cpu_offload=True)
-        found.append(
+        offload_ways.append(
             Way("FSDP2, CPU offload, fused AdamW", {"fsdp_plugin": plugin}, exact=False)
         )
-    return found
+    return offload_ways
 
 
 class Block(nn.Module):
@@ -101,12 +101,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        parts = (
+        projections = (
             self.qkv(self.norm1(x))
             .view(batch, length, 3, self.heads, -1)
             .permute(2, 0, 3, 1, 4)
         )
-        q, k, v = parts.unbind(0)
+        q, k, v = projections.unbind(0)
         q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -151,11 +151,11 @@ class Llama(nn.Module):
 class Training:
     """A model in training under one way."""
 
-    def __init__(self, way: Way, size: Size, device: torch.device) -> None:
-        self.way = way
+    def __init__(self, offload_way: Way, size: Size, device: torch.device) -> None:
+        self.way = offload_way
         self.device = device
         self.accelerator = Accelerator(
-            mixed_precision="bf16", cpu=device.type == "cpu", **way.settings
+            mixed_precision="bf16", cpu=device.type == "cpu", **offload_way.settings
         )
         torch.manual_seed(0)
         with device:
@@ -204,28 +204,34 @@ class Times:
 
 
 def in_turns(
-    size: Size, device: torch.device, way: Way, rounds: int, each: int
+    size: Size, device: torch.device, offload_way: Way, rounds: int, each: int
 ) -> Times:
     """Train with one way and without offload, in turns; the device holds both."""
-    plain, own = Training(Way(PLAIN), size, device), Training(way, size, device)
-    for one in (plain, own):
-        one.steps(WARM_UP)
-    for _ in range(rounds):
-        for one in (plain, own):
-            one.step_s.append(one.steps(each))
-    losses, without = (
-        [round(float(loss), 6) for loss in one.losses[:6]] for one in (own, plain)
+    plain, offloaded = (
+        Training(Way(PLAIN), size, device),
+        Training(offload_way, size, device),
     )
-    return Times(own.step_s, plain.step_s, losses, without, own.num_parameters)
+    for training in (plain, offloaded):
+        training.steps(WARM_UP)
+    for _ in range(rounds):
+        for training in (plain, offloaded):
+            training.step_s.append(training.steps(each))
+    losses, without = (
+        [round(float(loss), 6) for loss in training.losses[:6]]
+        for training in (offloaded, plain)
+    )
+    return Times(
+        offloaded.step_s, plain.step_s, losses, without, offloaded.num_parameters
+    )
 
 
-def alone(size: Size, device: torch.device, way: Way, each: int) -> float:
+def alone(size: Size, device: torch.device, offload_way: Way, each: int) -> float:
     """Peak of device memory in GiB of a way that trains alone."""
-    one = Training(way, size, device)
-    one.steps(WARM_UP)
-    one.peak_bytes = 0
-    one.steps(each)
-    return one.peak_bytes / 2**30
+    training = Training(offload_way, size, device)
+    training.steps(WARM_UP)
+    training.peak_bytes = 0
+    training.steps(each)
+    return training.peak_bytes / 2**30
 
 
 def cleared(device: torch.device) -> None:
@@ -237,15 +243,15 @@ def cleared(device: torch.device) -> None:
 
 
 def trained(
-    way: Way, size: Size, device: torch.device, steps: int
+    offload_way: Way, size: Size, device: torch.device, steps: int
 ) -> tuple[list[float], list[Tensor]]:
     """Losses and weights after some steps with deterministic algorithms; attention's backward differs from run to run without them."""
     torch.use_deterministic_algorithms(True)
     try:
-        one = Training(way, size, device)
-        one.steps(steps)
-        return [float(loss) for loss in one.losses], [
-            p.detach().to(device, copy=True) for p in one.model.parameters()
+        training = Training(offload_way, size, device)
+        training.steps(steps)
+        return [float(loss) for loss in training.losses], [
+            p.detach().to(device, copy=True) for p in training.model.parameters()
         ]
     finally:
         torch.use_deterministic_algorithms(False)
@@ -256,22 +262,29 @@ def check(
 ) -> dict[str, bool]:
     """Compare losses and weights of every exact way with those without offload, which trains twice."""
     losses, weights = trained(names[0], size, device, steps)
-    found = {}
-    for way in names:
+    equal_by_name = {}
+    for offload_way in names:
         cleared(device)
-        if way.exact:
-            again, others = trained(way, size, device, steps)
-            found[way.name] = again == losses and all(map(torch.equal, weights, others))
-            del others
+        if offload_way.exact:
+            repeated_losses, offloaded_weights = trained(
+                offload_way, size, device, steps
+            )
+            equal_by_name[offload_way.name] = repeated_losses == losses and all(
+                map(torch.equal, weights, offloaded_weights)
+            )
+            del offloaded_weights
     cleared(device)
-    return found
+    return equal_by_name
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    known = {"torch": str(torch.__version__), "python": platform.python_version()}
+    platform_versions = {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
     if device.type == "cuda":
-        known["hardware"] = torch.cuda.get_device_name(device)
-    return known
+        platform_versions["hardware"] = torch.cuda.get_device_name(device)
+    return platform_versions
 
 
 def table(rows: list[dict[str, Any]], size: Size, parameters: int) -> str:
@@ -293,18 +306,18 @@ def summary(
     times: dict[str, Times], equal: dict[str, bool], peaks: dict[str, float]
 ) -> list[dict[str, Any]]:
     rows = []
-    for name, found in times.items():
-        ratios = [a / b for a, b in zip(found.own, found.plain, strict=True)]
+    for name, way_times in times.items():
+        ratios = [a / b for a, b in zip(way_times.own, way_times.plain, strict=True)]
         rows.append(
             {
                 "way": name,
-                "step_s": round(statistics.median(found.own), 4),
-                "plain_s": round(statistics.median(found.plain), 4),
+                "step_s": round(statistics.median(way_times.own), 4),
+                "plain_s": round(statistics.median(way_times.plain), 4),
                 "ratio": round(statistics.median(ratios), 3),
                 "ratios": [round(ratio, 3) for ratio in ratios],
                 "peak_gib": round(peaks.get(name, 0.0), 2),
                 "equal": equal.get(name),
-                "losses": found.losses,
+                "losses": way_times.losses,
             }
         )
     return rows
@@ -312,14 +325,14 @@ def summary(
 
 def start_one_rank() -> None:
     """Start a world of one, which FSDP2 needs."""
-    place = {
+    world_variables = {
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29533",
     }
-    for name, value in place.items():
+    for name, value in world_variables.items():
         os.environ.setdefault(name, value)
 
 
@@ -345,42 +358,50 @@ def main() -> None:
         "--only", nargs="*", default=[], help="words in the names of ways to run"
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args()
-    device = torch.device(given.device)
+    args = parser.parse_args()
+    device = torch.device(args.device)
     size = LARGE if device.type == "cuda" else TINY
     os.environ.setdefault(
         "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
     )  # before the first product, for deterministic algorithms
     start_one_rank()
     names = [
-        way
-        for way in ways(not given.no_peer)
-        if way.name == PLAIN or _is_wanted(way.name, given.only)
+        offload_way
+        for offload_way in ways(not args.no_peer)
+        if offload_way.name == PLAIN or _is_wanted(offload_way.name, args.only)
     ]
     if len(names) == 1:
-        parser.error(f"no way to train has a name with one of {given.only}")
-    equal = check(names, size, device, given.each)
+        parser.error(f"no way to train has a name with one of {args.only}")
+    equal = check(names, size, device, args.each)
     peaks, times = {}, dict[str, Times]()
-    for way in names:
-        peaks[way.name] = alone(size, device, way, given.each)
+    for offload_way in names:
+        peaks[offload_way.name] = alone(size, device, offload_way, args.each)
         cleared(device)
-    for way in names[1:]:
-        times[way.name] = in_turns(size, device, way, given.rounds, given.each)
+    for offload_way in names[1:]:
+        times[offload_way.name] = in_turns(
+            size, device, offload_way, args.rounds, args.each
+        )
         cleared(device)
-    one = next(iter(times.values()))
-    without = [seconds for found in times.values() for seconds in found.plain]
-    plain = Times(without, without, one.plain_losses, one.plain_losses, one.parameters)
+    first_times = next(iter(times.values()))
+    without = [seconds for way_times in times.values() for seconds in way_times.plain]
+    plain = Times(
+        without,
+        without,
+        first_times.plain_losses,
+        first_times.plain_losses,
+        first_times.parameters,
+    )
     rows = summary({PLAIN: plain, **times}, equal, peaks)
-    parameters = one.parameters
+    parameters = first_times.parameters
     page = table(rows, size, parameters)
     print(page)
     record(
         "offload_training",
-        given.device,
+        args.device,
         {"parameters": parameters, "tokens": size.tokens, "rows": rows},
         page,
         versions(device),
-        given.out,
+        args.out,
     )
     if device.type == "cuda":
         for mode, target in TARGETS.items():
@@ -393,7 +414,7 @@ def main() -> None:
         dist.destroy_process_group()
     if not all(equal.values()):
         sys.exit(
-            f"not equal bit for bit: {[name for name, same in equal.items() if not same]}"
+            f"not equal bit for bit: {[name for name, is_equal in equal.items() if not is_equal]}"
         )
 
 

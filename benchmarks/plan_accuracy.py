@@ -109,7 +109,7 @@ TINY = (Case("gpt2", 8), Case("gpt2", 8, "no"), Case("gpt2", 8, optimizer="SGD")
 
 def build(case: Case, tiny: bool) -> tuple[Callable[[], nn.Module], Sample]:
     """What makes the model, and one sample."""
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     sizes = {
         "gpt2": (768, 12, 12),
         "gpt2-medium": (1024, 24, 16),
@@ -122,13 +122,13 @@ def build(case: Case, tiny: bool) -> tuple[Callable[[], nn.Module], Sample]:
             use_cache=False, n_embd=width, n_layer=depth, n_head=heads, **short
         )
         tokens = torch.randint(
-            0, config.vocab_size, (config.n_positions,), generator=made
+            0, config.vocab_size, (config.n_positions,), generator=generator
         )
         return (lambda: GPT2LMHeadModel(config)), {
             "input_ids": tokens,
             "labels": tokens,
         }  # type: ignore[no-untyped-call]
-    given = (
+    config_sizes = (
         {
             "hidden_size": 32,
             "num_hidden_layers": 2,
@@ -145,15 +145,17 @@ def build(case: Case, tiny: bool) -> tuple[Callable[[], nn.Module], Sample]:
             "num_attention_heads": 16,
             "intermediate_size": 4096,
         }
-        vision = ViTConfig(**(given or large))
+        vision = ViTConfig(**(config_sizes or large))
         vision.num_labels = 1000
-        pixels = torch.randn(3, 224, 224, generator=made)
+        pixels = torch.randn(3, 224, 224, generator=generator)
         return (lambda: ViTForImageClassification(vision)), {
             "pixel_values": pixels,
             "labels": torch.tensor(1),
         }
-    words = BertConfig(**given)
-    tokens = torch.randint(0, words.vocab_size, (64 if tiny else 512,), generator=made)
+    words = BertConfig(**config_sizes)
+    tokens = torch.randint(
+        0, words.vocab_size, (64 if tiny else 512,), generator=generator
+    )
     return (lambda: BertForMaskedLM(words)), {"input_ids": tokens, "labels": tokens}  # type: ignore[no-untyped-call]
 
 
@@ -175,7 +177,7 @@ def training(
     tiny: bool,
     device: str,
     num_steps: int,
-    after: Callable[[nn.Module, Any], None],
+    after_step: Callable[[nn.Module, Any], None],
     length: int | None = None,
 ) -> None:
     """Train a case for some steps, on sequences of so many tokens; `after` is called behind each with the model and the optimizer."""
@@ -212,7 +214,7 @@ def training(
         optimizer.step()
         optimizer.zero_grad()
         del loss
-        after(model, optimizer)
+        after_step(model, optimizer)
     accelerator.end_training()
 
 
@@ -220,18 +222,20 @@ def measure(case: Case, tiny: bool, length: int | None = None) -> tuple[float, f
     """Peak bytes and seconds a step on the GPU."""
     gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    initial_bytes = torch.cuda.memory_allocated()
     marks: list[float] = []
 
-    def after(model: nn.Module, optimizer: Any) -> None:
+    def mark_step(model: nn.Module, optimizer: Any) -> None:
         if len(marks) == WARM_UP:
             torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         marks.append(time.perf_counter())
 
-    training(case, tiny, "cuda", WARM_UP + STEPS, after, length)
+    training(case, tiny, "cuda", WARM_UP + STEPS, mark_step, length)
     times = [b - a for a, b in zip(marks[WARM_UP:], marks[WARM_UP + 1 :], strict=False)]
-    return float(torch.cuda.max_memory_allocated() - before), statistics.median(times)
+    return float(torch.cuda.max_memory_allocated() - initial_bytes), statistics.median(
+        times
+    )
 
 
 def count(case: Case, tiny: bool) -> tuple[float, float]:
@@ -245,7 +249,7 @@ def count(case: Case, tiny: bool) -> tuple[float, float]:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # so that its state is there
     optimizer.zero_grad()
-    held = sum(p.numel() * p.element_size() for p in model.parameters()) * (
+    state_bytes = sum(p.numel() * p.element_size() for p in model.parameters()) * (
         3 if case.optimizer == "AdamW" else 1
     )
     watch = StepWatch([model])
@@ -256,7 +260,9 @@ def count(case: Case, tiny: bool) -> tuple[float, float]:
         loss.backward()
         del loss
         optimizer.step()
-    return held + max(map(sum, watch.measured.alive)), time.perf_counter() - start
+    return state_bytes + max(
+        map(sum, watch.measured.alive)
+    ), time.perf_counter() - start
 
 
 def trace_of(
@@ -276,7 +282,7 @@ def traces_of(
     keys = list(
         dict.fromkeys((case.model, case.precision, case.optimizer) for case in cases)
     )
-    found: dict[tuple[str, str, str], ModelTrace | str] = {}
+    traces: dict[tuple[str, str, str], ModelTrace | str] = {}
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     at_once = max(1, (os.cpu_count() or 1) // 2)
     with tempfile.TemporaryDirectory() as folder:
@@ -303,12 +309,14 @@ def traces_of(
                 )
                 running.append((key, target, process))
             key, target, process = running.pop(0)
-            said = process.communicate()[1].strip().splitlines()
+            error_lines = process.communicate()[1].strip().splitlines()
             if target.is_file():
-                found[key] = msgspec.json.decode(target.read_bytes(), type=ModelTrace)
+                traces[key] = msgspec.json.decode(target.read_bytes(), type=ModelTrace)
             else:
-                found[key] = f"no trace: {said[-1] if said else process.returncode}"
-    return found
+                traces[key] = (
+                    f"no trace: {error_lines[-1] if error_lines else process.returncode}"
+                )
+    return traces
 
 
 def compared(
@@ -319,7 +327,7 @@ def compared(
     calibrated: hardware.AcceleratorEntry | None,
 ) -> tuple[dict[str, Any], hardware.AcceleratorEntry]:
     """Prediction and measurement of one case, and the card calibrated: as given, or on this case."""
-    chosen = Candidate(
+    candidate = Candidate(
         mesh=MeshSpec(),
         sharded=case.sharded,
         precision=case.precision,
@@ -327,8 +335,8 @@ def compared(
         micro_batch=case.batch,
     )
     expected, predicted = (
-        predict_memory(traced, chosen),
-        predict_time(traced, chosen, card),
+        predict_memory(traced, candidate),
+        predict_time(traced, candidate, card),
     )
     peak, step = (count if tiny else measure)(case, tiny)
     if calibrated is None:
@@ -347,7 +355,7 @@ def compared(
         "predicted_bytes": expected.peak,
         "measured_bytes": peak,
         "predicted_s": predicted.total,
-        "calibrated_s": predict_time(traced, chosen, calibrated).total,
+        "calibrated_s": predict_time(traced, candidate, calibrated).total,
         "measured_s": step,
         "launch_us": calibrated.launch_us,
     }

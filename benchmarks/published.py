@@ -40,14 +40,14 @@ class Table:
 
     def runs(self) -> list[Run]:
         """Return the newest runs under the setting, oldest first."""
-        found = [run for run in read(self.benchmark) if run["setting"] == self.setting][
-            -self.most_runs :
-        ]
+        newest_runs = [
+            run for run in read(self.benchmark) if run["setting"] == self.setting
+        ][-self.most_runs :]
         for benchmark, setting in self.also:
-            found.append(
+            newest_runs.append(
                 [run for run in read(benchmark) if run["setting"] == setting][-1]
             )
-        return found
+        return newest_runs
 
     def names(self) -> list[str]:
         """Return the benchmark of each run."""
@@ -71,24 +71,24 @@ def rows(header: list[str], *lines: list[str]) -> list[str]:
 LOOPS = ("fp32", "accumulation 4", "bf16", "fp16", "fp32, clipping")
 
 
-def ratios(runs: list[Run], case: str, who: str, workers: int = 0) -> str:
+def ratios(runs: list[Run], case: str, contender: str, workers: int = 0) -> str:
     """Return the ratio to bare torch of each run."""
-    found = [
-        row["contenders"][who]["ratio"]
+    run_ratios = [
+        row["contenders"][contender]["ratio"]
         for run in runs
         for row in run["found"]["loops"]
         if row["case"] == case
         and row["workers"] == workers
-        and who in row["contenders"]
+        and contender in row["contenders"]
     ]
-    return "; ".join(f"{ratio:.2f}" for ratio in found) or "–"
+    return "; ".join(f"{ratio:.2f}" for ratio in run_ratios) or "–"
 
 
 def loop(runs: list[Run]) -> list[str]:
-    who = ("hasten", "Accelerate", "Fabric")
+    contenders = ("hasten", "Accelerate", "Fabric")
     return rows(
         ["× bare torch", "hasten", "Accelerate 1.15", "Fabric 2.6"],
-        *([case, *(ratios(runs, case, name) for name in who)] for case in LOOPS),
+        *([case, *(ratios(runs, case, name) for name in contenders)] for case in LOOPS),
     )
 
 
@@ -103,17 +103,18 @@ def loop_cpu(runs: list[Run]) -> list[str]:
 
 
 def input_bound(runs: list[Run]) -> list[str]:
-    found = runs[-1]["found"]["input_bound"]
+    measurements = runs[-1]["found"]["input_bound"]
     names = ("hasten", "bare torch", "Accelerate", "Fabric", "bare torch, side stream")
     size, copy, compute = (
-        found[key] for key in ("batch (MB)", "copy alone (ms)", "compute alone (ms)")
+        measurements[key]
+        for key in ("batch (MB)", "copy alone (ms)", "compute alone (ms)")
     )
     return rows(
         [
             f"a step with batches of {size:.0f} MB (copy {copy:.1f} ms, compute {compute:.1f} ms)",
             *names,
         ],
-        ["milliseconds", *(f"{found[f'{name} (ms)']:.2f}" for name in names)],
+        ["milliseconds", *(f"{measurements[f'{name} (ms)']:.2f}" for name in names)],
     )
 
 
@@ -130,8 +131,8 @@ def checkpoints(runs: list[Run]) -> list[str]:
     ways = {row["way"]: row for row in runs[-1]["found"]["ways"]}
     size = max(row["gigabytes"] for row in ways.values())
     lines = []
-    for name, way in SYNCED.items():
-        row = ways[way]
+    for name, save_way in SYNCED.items():
+        row = ways[save_way]
         checked = ", every byte verified" if name == "hasten" else ""
         first = f"{row['loads'][0]:.1f} s"
         lines.append(
@@ -149,10 +150,12 @@ def checkpoints(runs: list[Run]) -> list[str]:
 
 
 def big_models(runs: list[Run]) -> list[str]:
-    found = {(row["part"], row["what"]): row for row in runs[-1]["found"]["rows"]}
+    offload_rows = {
+        (row["part"], row["what"]): row for row in runs[-1]["found"]["rows"]
+    }
     forward, peer = (
-        found[("cpu forward", "hasten")],
-        found[("cpu forward", "Accelerate")],
+        offload_rows[("cpu forward", "hasten")],
+        offload_rows[("cpu forward", "Accelerate")],
     )
     return rows(
         ["", "hasten", "Accelerate"],
@@ -165,16 +168,16 @@ def big_models(runs: list[Run]) -> list[str]:
 
 
 def cold_loads(runs: list[Run]) -> list[str]:
-    found = runs[-1]["found"]
-    names = list(found["medians"])
-    size, rounds = found["gigabytes"], found["rounds"]
+    measurements = runs[-1]["found"]
+    names = list(measurements["medians"])
+    size, rounds = measurements["gigabytes"], measurements["rounds"]
     return rows(
         [
             f"load {size:.1f} GB of safetensors to the device, {rounds} round{'s' * (rounds > 1)}",
             *names,
         ],
         *(
-            [where, *(f"{found['medians'][name][key]:.2f} s" for name in names)]
+            [where, *(f"{measurements['medians'][name][key]:.2f} s" for name in names)]
             for where, key in (
                 ("from the disk", "cold_s"),
                 ("from the page cache", "warm_s"),
@@ -184,13 +187,13 @@ def cold_loads(runs: list[Run]) -> list[str]:
 
 
 def sharding(runs: list[Run]) -> list[str]:
-    found = runs[-1]["found"]
-    table = {row["row"]: row for row in found["table"]}
+    measurements = runs[-1]["found"]
+    table = {row["row"]: row for row in measurements["table"]}
     plain = table["plain"]["ms"]
     lines = [
         [
             "FSDP2, world of one, in turns with the plain model",
-            f"{found['beside']['ratio']:.2f} ×",
+            f"{measurements['beside']['ratio']:.2f} ×",
             "–",
         ]
     ]
@@ -203,21 +206,21 @@ def sharding(runs: list[Run]) -> list[str]:
 
 
 def offload_training(runs: list[Run]) -> list[str]:
-    found = runs[-1]["found"]
+    measurements = runs[-1]["found"]
     equal = {True: "yes", False: "no", None: "–"}
     lines = []
-    for row in found["rows"]:
-        way = f"`{row['way']}`" if "=" in row["way"] else row["way"]
+    for row in measurements["rows"]:
+        label = f"`{row['way']}`" if "=" in row["way"] else row["way"]
         lines.append(
             [
-                way,
+                label,
                 f"{row['ratio']:.2f} ×",
                 f"{row['peak_gib']:.1f} GiB",
                 equal[row["equal"]],
             ]
         )
     header = [
-        f"{found['parameters'] / 1e9:.1f} billion parameters, bf16, {found['tokens']:,} tokens a step"
+        f"{measurements['parameters'] / 1e9:.1f} billion parameters, bf16, {measurements['tokens']:,} tokens a step"
     ]
     return rows([*header, "time of a step", "peak memory", "bit for bit"], *lines)
 
@@ -226,11 +229,14 @@ def language_models(runs: list[Run]) -> list[str]:
     """Return speed, memory and losses of each contender, for each model."""
     lines = []
     for run in runs:
-        if alone := run["found"].get("products"):
-            speed, ratio = alone["tokens a second"], alone["times compiled by hand"]
+        if products := run["found"].get("products"):
+            speed, ratio = (
+                products["tokens a second"],
+                products["times compiled by hand"],
+            )
             cells = [
                 f"{speed / 1e3:.1f} ({ratio:.2f} ×)",
-                f"{alone['mfu']:.0%}",
+                f"{products['mfu']:.0%}",
                 "–",
                 "–",
             ]
@@ -270,8 +276,8 @@ def headline(runs: list[Run]) -> list[str]:
     ]
     ways = {row["way"]: row for row in checkpoint["found"]["ways"]}
     state = [
-        f"{ways[way]['save_s']:.1f} s; {ways[way]['load_s']:.1f} s"
-        for way in SYNCED.values()
+        f"{ways[save_way]['save_s']:.1f} s; {ways[save_way]['load_s']:.1f} s"
+        for save_way in SYNCED.values()
     ]
     size = max(row["gigabytes"] for row in ways.values())
     forward = {
@@ -393,11 +399,11 @@ def block(table: Table) -> str:
     sources: dict[str, list[str]] = {}
     for name, run in zip(table.names(), runs, strict=True):
         sources.setdefault(name, []).append(f"{run['date']}, commit {run['commit']}")
-    told = "; ".join(
+    source_texts = "; ".join(
         f"[{name}]({up}benchmarks/results/{name}.md) ({'; '.join(dict.fromkeys(where))})"
         for name, where in sources.items()
     )
-    return f"<!-- measured: {table.name} -->\n{table.text()}\n\n{runs[-1]['hardware']}: {told}\n<!-- end -->"
+    return f"<!-- measured: {table.name} -->\n{table.text()}\n\n{runs[-1]['hardware']}: {source_texts}\n<!-- end -->"
 
 
 def found_in(page: str, name: str) -> re.Match[str] | None:
@@ -435,13 +441,13 @@ def main() -> None:
         path = ROOT / table.page
         if "--write" in sys.argv:
             text = path.read_text(encoding="utf-8")
-            place = found_in(text, table.name)
-            if place is None:
+            mark = found_in(text, table.name)
+            if mark is None:
                 sys.exit(
                     f"{table.page} has no mark `<!-- measured: {table.name} -->`; add it where the table belongs"
                 )
             path.write_text(
-                text[: place.start()] + block(table) + text[place.end() :],
+                text[: mark.start()] + block(table) + text[mark.end() :],
                 encoding="utf-8",
             )
         print(f"{table.page}: {table.name}")

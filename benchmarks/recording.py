@@ -20,12 +20,12 @@ sys.path.append(str(Path(__file__).parents[1]))  # some benchmarks use `tests.su
 
 def commit() -> str:
     """Return the commit that is measured, with a plus sign when the library was changed since; BENCHMARK_COMMIT where git is not."""
-    if given := os.environ.get("BENCHMARK_COMMIT"):
-        return given
+    if environment_commit := os.environ.get("BENCHMARK_COMMIT"):
+        return environment_commit
     root = Path(__file__).parents[1]
     ask = ["git", "-C", str(root)]
     try:
-        found = subprocess.run(
+        revision = subprocess.run(
             [*ask, "rev-parse", "--short=7", "HEAD"],
             capture_output=True,
             text=True,
@@ -39,13 +39,13 @@ def commit() -> str:
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return found.stdout.strip() + ("+" if changed.stdout.strip() else "")
+    return revision.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
 def record(
     benchmark: str,
     setting: str,
-    found: Any,  # Any: JSON
+    measurements: Any,  # Any: JSON
     page: str,
     versions: Mapping[str, str] | None = None,
     folder: Path | None = None,
@@ -54,19 +54,21 @@ def record(
     target = (folder or RESULTS) / f"{benchmark}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     runs = read(benchmark, folder) if target.exists() else []
-    known = dict(versions or {})
+    run_versions = dict(versions or {})
     run = {
         "setting": setting,
         "started": STARTED,
-        "date": known.pop("date", STARTED[:10]),
+        "date": run_versions.pop("date", STARTED[:10]),
         "commit": commit(),
-        "hardware": known.pop("hardware", f"CPU, {os.cpu_count()} cores"),
-        "versions": known,
-        "found": without_rounds(found),
+        "hardware": run_versions.pop("hardware", f"CPU, {os.cpu_count()} cores"),
+        "versions": run_versions,
+        "found": without_rounds(measurements),
         "page": page.rstrip().splitlines(),
     }
     runs = [
-        one for one in runs if (one["started"], one["setting"]) != (STARTED, setting)
+        earlier_run
+        for earlier_run in runs
+        if (earlier_run["started"], earlier_run["setting"]) != (STARTED, setting)
     ] + [run]
     write(benchmark, runs, folder)
 
@@ -98,8 +100,8 @@ def read(benchmark: str, folder: Path | None = None) -> list[dict[str, Any]]:
     content = json.loads(
         ((folder or RESULTS) / f"{benchmark}.json").read_text(encoding="utf-8")
     )
-    found: list[dict[str, Any]] = content["runs"]
-    return found
+    runs: list[dict[str, Any]] = content["runs"]
+    return runs
 
 
 # Any: JSON

@@ -21,8 +21,8 @@ from pathlib import Path
 from loading import versions
 from recording import RESULTS, read
 
-HERE = Path(__file__).parent
-SHORT = HERE.parent / "build" / "benchmarks"
+BENCHMARKS_FOLDER = Path(__file__).parent
+SHORT = BENCHMARKS_FOLDER.parent / "build" / "benchmarks"
 """Pages of short runs, which do not replace the committed ones."""
 TIMEOUT_S = 900
 
@@ -133,7 +133,7 @@ def tables(page: list[str]) -> list[tuple[str, str]]:
 def unknown() -> list[str]:
     """Scripts that are neither run nor left out for a reason."""
     return sorted(
-        {path.name for path in HERE.glob("*.py")}
+        {path.name for path in BENCHMARKS_FOLDER.glob("*.py")}
         - {plan.script for plan in PLANS}
         - set(NOT_HERE)
     )
@@ -144,11 +144,11 @@ def run(plan: Plan, full: bool, results: Path) -> tuple[float, str | None]:
     always = [word.format(results=results) for word in plan.always]
     command = [
         sys.executable,
-        str(HERE / plan.script),
+        str(BENCHMARKS_FOLDER / plan.script),
         *always,
         *(() if full else plan.short),
     ]
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     try:
         env = {**os.environ, "BENCHMARK_RESULTS": str(results)}
         done = subprocess.run(
@@ -166,7 +166,7 @@ def run(plan: Plan, full: bool, results: Path) -> tuple[float, str | None]:
         )
     except subprocess.TimeoutExpired:
         failed = [f"took longer than {TIMEOUT_S} s"]
-    return time.perf_counter() - begun, None if failed is None else (
+    return time.perf_counter() - start_time, None if failed is None else (
         failed or ["no output"]
     )[0][:200]
 
@@ -201,7 +201,7 @@ def main() -> None:
         "| benchmark | what | numbers |",
         "|---|---|---|",
     ]
-    failures, begun = 0, time.perf_counter()
+    failures, start_time = 0, time.perf_counter()
     for plan in plans:
         if args.only and plan.script not in args.only:
             continue
@@ -216,7 +216,8 @@ def main() -> None:
             continue
         page = read(Path(plan.script).stem, results)[-1]["page"]
         lines += [
-            f"| {plan.script} | {what} | {numbers} |" for what, numbers in tables(page)
+            f"| {plan.script} | {title} | {numbers} |"
+            for title, numbers in tables(page)
         ]
     lines += [
         f"| {name} | not run | {why} |"
@@ -226,7 +227,7 @@ def main() -> None:
     table = (SHORT if args.cuda else results) / "all.md"
     table.parent.mkdir(parents=True, exist_ok=True)
     table.write_text("\n".join(lines) + "\n")
-    print(f"written: {table} ({time.perf_counter() - begun:.0f} s)")
+    print(f"written: {table} ({time.perf_counter() - start_time:.0f} s)")
     sys.exit(1 if failures else 0)
 
 

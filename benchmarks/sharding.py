@@ -233,14 +233,14 @@ def measure(row: Row, size: Size, cpu: bool, times: int) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     rounds, each = (1, max(2, times // 5)) if row.slow else (4, max(1, times // 4))
     taken = statistics.median(seconds(step, each, cpu) for _ in range(rounds))
-    found: dict[str, Any] = {
+    measurements: dict[str, Any] = {
         "ms": 1e3 * taken,
         "tokens_per_second": size.tokens / taken,
     }
     if not cpu:
-        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        found["held_gib"] = torch.cuda.memory_allocated() / 2**30
-    return found
+        measurements["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        measurements["held_gib"] = torch.cuda.memory_allocated() / 2**30
+    return measurements
 
 
 def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -278,12 +278,12 @@ def turns(beside: dict[str, Any]) -> str:
 
 
 def markdown(
-    known: dict[str, Any], beside: dict[str, Any], table: list[dict[str, Any]]
+    run_facts: dict[str, Any], beside: dict[str, Any], table: list[dict[str, Any]]
 ) -> str:
     lines = [
         "# FSDP2 on one device",
         "",
-        ", ".join(f"{key} {value}" for key, value in known.items()),
+        ", ".join(f"{key} {value}" for key, value in run_facts.items()),
         "",
         turns(beside),
         "",
@@ -328,25 +328,25 @@ def main() -> None:
     args = parser.parse_args()
     cpu = args.device == "cpu"
     size = TINY if cpu else MEDIUM
-    known = facts(size, cpu)
-    began = time.perf_counter()
+    run_facts = facts(size, cpu)
+    start_time = time.perf_counter()
     beside = attempt(lambda: ratio(size, cpu, args.rounds, args.steps))
     table = [
         {"row": row.name, **attempt(partial(measure, row, size, cpu, 2 * args.steps))}
         for row in rows()
     ]
-    known["seconds"] = round(time.perf_counter() - began)
-    text = markdown(known, beside, table)
+    run_facts["seconds"] = round(time.perf_counter() - start_time)
+    text = markdown(run_facts, beside, table)
     print(text)
     out = args.out if args.out is not None or cpu else RESULTS
     if out is not None:
-        found = {"facts": known, "beside": beside, "table": table}
+        measurements = {"facts": run_facts, "beside": beside, "table": table}
         record(
             "sharding",
             args.device,
-            found,
+            measurements,
             text,
-            {"hardware": known["device"]},
+            {"hardware": run_facts["device"]},
             folder=out,
         )
     with suppress(ValueError):

@@ -62,8 +62,8 @@ def one_run(
     rng = random.Random(f"{args.seed}-{index}")
     folder = Path(tempfile.mkdtemp(prefix="hasten-faults-"))
     planned = plan_faults(replicas, deck, rng)
-    before = processor_times()
-    found: dict[str, Any] = {
+    initial_times = processor_times()
+    run_row: dict[str, Any] = {
         "seed": args.seed,
         "run": index,
         "replicas": replicas,
@@ -72,10 +72,10 @@ def one_run(
     }
     try:
         options, done = run_with_faults(folder, replicas, network, planned, rng)
-        found |= numbers(folder, options, done)
+        run_row |= numbers(folder, options, done)
     except (StalledRunError, AssertionError, KeyError) as error:
         done = [fault for fault in planned if fault.at]
-        found["violation"] = f"{type(error).__name__}: {error}"[:2000]
+        run_row["violation"] = f"{type(error).__name__}: {error}"[:2000]
         shutil.copytree(
             folder,
             args.folder / f"violation-{index}",
@@ -83,7 +83,11 @@ def one_run(
             ignore=shutil.ignore_patterns("socket", "project"),
         )
     shutil.rmtree(folder, ignore_errors=True)
-    return found | {"faults": [encoded(fault) for fault in done]} | load_since(before)
+    return (
+        run_row
+        | {"faults": [encoded(fault) for fault in done]}
+        | load_since(initial_times)
+    )
 
 
 def numbers(
@@ -97,10 +101,10 @@ def numbers(
         first[row["lineage"]] = min(row["time"], first.get(row["lineage"], row["time"]))
     times = [first[update["lineage"]] for update in updates]
     gaps = list(itertools.pairwise(times))
-    ends = [fault.at for fault in faults[1:]] + [times[-1]]
+    end_times = [fault.at for fault in faults[1:]] + [times[-1]]
     pauses = [
         max((b - a for a, b in gaps if b > fault.at and a < end), default=0.0)
-        for fault, end in zip(faults, ends, strict=True)
+        for fault, end in zip(faults, end_times, strict=True)
     ]
     final = list(results(folder).values())
     lost = {row["lineage"] for row in written} - {
@@ -121,12 +125,12 @@ def numbers(
 def lost_samples(update: dict[str, Any]) -> list[int]:
     """Return the positions of an update's samples that were given to replicas without a part in it."""
     return [
-        place
-        for one in update["rounds"]
-        for name, ranges in one.items()
+        position
+        for ranges_by_replica in update["rounds"]
+        for name, ranges in ranges_by_replica.items()
         if name not in update["contributors"]
         for start, end in ranges
-        for place in range(start, end)
+        for position in range(start, end)
     ]
 
 
@@ -143,10 +147,10 @@ def processor_times() -> list[int]:
     ]
 
 
-def load_since(before: list[int]) -> dict[str, Any]:
+def load_since(initial_times: list[int]) -> dict[str, Any]:
     """Return the shares of the processors since then, and the machine's load."""
     busy, idle, stolen, took = (
-        b - a for a, b in zip(before, processor_times(), strict=True)
+        b - a for a, b in zip(initial_times, processor_times(), strict=True)
     )
     total = max(1, busy + idle + stolen)
     return {
@@ -183,10 +187,12 @@ def by_phase(runs: list[dict[str, Any]]) -> list[str]:
     hits = Counter((fault["kind"], fault["hit"]) for fault in faults)
     phases = [*PHASES, *sorted({fault["hit"] for fault in faults} - set(PHASES))]
     counts = [[kind, *(hits[kind, phase] for phase in phases)] for kind in KINDS]
-    found = table(["faults", *phases, "all"], [[*row, sum(row[1:])] for row in counts])  # type: ignore[arg-type]  # numbers
+    table_lines = table(
+        ["faults", *phases, "all"], [[*row, sum(row[1:])] for row in counts]
+    )  # type: ignore[arg-type]  # numbers
     violations = sum(bool(run["violation"]) for run in runs)
     return [
-        *found,
+        *table_lines,
         "",
         f"{len(faults)} faults in {len(runs)} runs; runs that ended, stalled, lost more updates than they had faults, or had wrong samples or weights: {violations}.",
     ]
@@ -204,26 +210,26 @@ def by_replicas(runs: list[dict[str, Any]]) -> list[str]:
         "samples given out again",
         "updates lost",
     ]
-    found: list[list[object]] = []
+    table_rows: list[list[object]] = []
     for replicas in sorted({run["replicas"] for run in runs if not run["violation"]}):
-        some = [
+        replica_runs = [
             run for run in runs if run["replicas"] == replicas and not run["violation"]
         ]
-        pauses = [pause for run in some for pause in run["pauses (s)"]]
+        pauses = [pause for run in replica_runs for pause in run["pauses (s)"]]
         sums = [
-            sum(run[key] for run in some)
+            sum(run[key] for run in replica_runs)
             for key in ("updates", "samples given out again", "updates lost")
         ]
         row = [
             replicas,
-            len(some),
+            len(replica_runs),
             len(pauses),
             sums[0],
             f"{max(pauses):.1f} s",
             f"{statistics.median(pauses):.1f} s",
         ]
-        found.append([*row, *sums[1:]])
-    return table(header, found)
+        table_rows.append([*row, *sums[1:]])
+    return table(header, table_rows)
 
 
 def machine(runs: list[dict[str, Any]]) -> str:
@@ -297,8 +303,8 @@ def main() -> None:
 
 def inject_all(args: argparse.Namespace) -> None:
     """Make the runs that are missing."""
-    kept = args.folder / f"runs-{args.seed}.jsonl"
-    runs = kept_rows(args.folder, kept.name)
+    runs_file = args.folder / f"runs-{args.seed}.jsonl"
+    runs = kept_rows(args.folder, runs_file.name)
     dealt = decks(random.Random(args.seed), EACH)
     until = time.monotonic() + args.seconds
     with (
@@ -315,7 +321,7 @@ def inject_all(args: argparse.Namespace) -> None:
             ):
                 break
             runs.append(one_run(index, replicas, deck, network, args))
-            keep(kept, runs[-1:])
+            keep(runs_file, runs[-1:])
             told(runs)
 
 

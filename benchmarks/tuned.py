@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 from tuned_script import batch_of, data_of, model_of, optimizer_of, precision_of
 
 Step = Callable[[Any], Tensor]
-HERE = Path(__file__).parent
+BENCHMARKS_FOLDER = Path(__file__).parent
 COMPARED = 24
 """Steps whose losses are compared."""
 TURNS = {"gpt2": (8, 5), "tiny": (12, 200)}
@@ -62,9 +62,14 @@ class Bench:
     """What every contender is given."""
 
     def __init__(
-        self, kind: str, small: bool, device: torch.device, chosen: dict[str, Any]
+        self, kind: str, small: bool, device: torch.device, tuned_values: dict[str, Any]
     ) -> None:
-        self.kind, self.small, self.device, self.chosen = kind, small, device, chosen
+        self.kind, self.small, self.device, self.chosen = (
+            kind,
+            small,
+            device,
+            tuned_values,
+        )
         self.precision = precision_of(kind)
 
     def model(self) -> torch.nn.Module:
@@ -139,8 +144,8 @@ def graph_by_hand(bench: Bench) -> Step:
                 value.zero_()
 
     def step(batch: Any) -> Tensor:
-        for mine, given in zip(static, batch, strict=True):
-            mine.copy_(given)
+        for static_tensor, batch_tensor in zip(static, batch, strict=True):
+            static_tensor.copy_(batch_tensor)
         graph.replay()
         return losses[0].clone()
 
@@ -149,7 +154,9 @@ def graph_by_hand(bench: Bench) -> Step:
 
 
 def with_accelerator(
-    accelerator: Any, bench: Bench, change: Callable[[Any], Any] = lambda one: one
+    accelerator: Any,
+    bench: Bench,
+    change: Callable[[Any], Any] = lambda unchanged: unchanged,
 ) -> Step:
     """The loop for an object with Accelerate's method names."""
     net = bench.model()
@@ -181,8 +188,8 @@ def hasten_tuned(bench: Bench) -> Step:
     from hasten.prepare_args import PreparedObjects
 
     trial = ScriptTrial(Spec(values=bench.chosen, result="", warmup=0, updates=0))
-    given = {"mixed_precision": bench.precision, "cpu": bench.device.type == "cpu"}
-    accelerator = Accelerator(**trial.settings(given))
+    settings = {"mixed_precision": bench.precision, "cpu": bench.device.type == "cpu"}
+    accelerator = Accelerator(**trial.settings(settings))
 
     def changed(value: Any) -> Any:
         return trial.prepare((value,), PreparedObjects(), lambda objects: objects)[0]
@@ -209,12 +216,12 @@ def accelerate(bench: Bench) -> Step:
     if "hasten" in getattr(sys.modules["accelerate"], "__version__", ""):
         raise ImportError("the drop-in stands in for Accelerate here")
     AcceleratorState._reset_state(reset_partial_state=True)
-    made = Accelerator(
+    accelerator = Accelerator(
         mixed_precision=bench.precision,
         dynamo_backend="inductor",
         cpu=bench.device.type == "cpu",
     )
-    return with_accelerator(made, bench)
+    return with_accelerator(accelerator, bench)
 
 
 def fabric(bench: Bench) -> Step:
@@ -265,7 +272,7 @@ def tuned(kind: str, small: bool, budget: str) -> dict[str, Any]:
             "-m",
             "hasten.cli.main",
             "tune",
-            str(HERE / "tuned_script.py"),
+            str(BENCHMARKS_FOLDER / "tuned_script.py"),
             "--json",
         ]
         command += ["--budget", budget, "-o", str(written)]
@@ -274,7 +281,7 @@ def tuned(kind: str, small: bool, budget: str) -> dict[str, Any]:
         else:
             command += TRIED[kind]
         command += ["--", "--model", kind, *(["--small"] if small else [])]
-        began = time.monotonic()
+        start_time = time.monotonic()
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             return {
@@ -282,10 +289,10 @@ def tuned(kind: str, small: bool, budget: str) -> dict[str, Any]:
                 "best": {},
                 "trials": [],
             }
-        found: dict[str, Any] = json.loads(done.stdout)
-        found["seconds"] = time.monotonic() - began
-        found["written"] = written.read_text() if written.is_file() else ""
-        return found
+        tune_report: dict[str, Any] = json.loads(done.stdout)
+        tune_report["seconds"] = time.monotonic() - start_time
+        tune_report["written"] = written.read_text() if written.is_file() else ""
+        return tune_report
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -300,13 +307,16 @@ def prepared(
     for name, make in CONTENDERS.items():
         if only and not any(word in name for word in only):
             continue
-        began = time.monotonic()
+        start_time = time.monotonic()
         try:
             step = make(bench)
-            found = [step(batches[i % len(batches)]) for i in range(COMPARED)]
-            losses[name] = [float(loss) for loss in found]
+            loss_tensors = [step(batches[i % len(batches)]) for i in range(COMPARED)]
+            losses[name] = [float(loss) for loss in loss_tensors]
             steps[name] = step
-            print(f"  {name}: ready after {time.monotonic() - began:.1f} s", flush=True)
+            print(
+                f"  {name}: ready after {time.monotonic() - start_time:.1f} s",
+                flush=True,
+            )
         except Exception as error:  # of any kind: the page names it
             first = (str(error).strip().splitlines() or ["no message"])[0]
             left_out[name] = f"{type(error).__name__}: {first[:200]}"
@@ -329,12 +339,12 @@ def take_turns(bench: Bench, steps: dict[str, Step]) -> dict[str, list[float]]:
                 step = steps[name]
                 step(batches[0])
                 sync()
-                begun = time.perf_counter()
+                start_time = time.perf_counter()
                 for i in range(block):
                     step(batches[i % len(batches)])
                 sync()
                 if turn:
-                    times[name].append((time.perf_counter() - begun) / block)
+                    times[name].append((time.perf_counter() - start_time) / block)
     finally:
         gc.enable()
     return times
@@ -348,12 +358,15 @@ def apart(losses: list[float], reference: list[float]) -> float:
 def part(kind: str, args: argparse.Namespace) -> None:
     """Tune, measure and write one part."""
     print(f"{kind}: hasten tune", flush=True)
-    found = tuned(kind, args.small, args.budget)
-    print(f"{kind}: tune chose {found['best'] or 'the unchanged script'}", flush=True)
+    tune_report = tuned(kind, args.small, args.budget)
+    print(
+        f"{kind}: tune chose {tune_report['best'] or 'the unchanged script'}",
+        flush=True,
+    )
     device = torch.device(
         "cuda" if torch.cuda.is_available() and not args.small else "cpu"
     )
-    bench = Bench(kind, args.small, device, found["best"])
+    bench = Bench(kind, args.small, device, tune_report["best"])
     steps, losses, left_out = prepared(bench, args.only)
     times = take_turns(bench, steps)
     seconds = {name: statistics.median(row) for name, row in times.items()}
@@ -366,38 +379,45 @@ def part(kind: str, args: argparse.Namespace) -> None:
         }
         for name in steps
     }
-    known = versions(device.type)
-    content = {"rows": rows, "left_out": left_out, "tune": found, "losses": losses}
-    text = page(bench, found, rows, left_out, known)
-    record("tuned", f"{kind}, {device.type}", content, text, known, args.out)
+    platform_versions = versions(device.type)
+    content = {
+        "rows": rows,
+        "left_out": left_out,
+        "tune": tune_report,
+        "losses": losses,
+    }
+    text = page(bench, tune_report, rows, left_out, platform_versions)
+    record(
+        "tuned", f"{kind}, {device.type}", content, text, platform_versions, args.out
+    )
     print(text)
 
 
 def page(
     bench: Bench,
-    found: dict[str, Any],
+    tune_report: dict[str, Any],
     rows: dict[str, Any],
     left_out: dict[str, str],
-    known: Any,
+    platform_versions: Any,
 ) -> str:
     """The results in words and tables."""
     tokens = 16 * 1024 if bench.kind == "gpt2" and not bench.small else 0
-    what = (
+    title = (
         "GPT-2-small-sized, 16 x 1024 tokens, bf16"
         if tokens
         else f"{bench.kind}{', small' if bench.small else ''}"
     )
-    chosen = (
-        ", ".join(f"{name}={value}" for name, value in found["best"].items())
+    tuned_values = (
+        ", ".join(f"{name}={value}" for name, value in tune_report["best"].items())
         or "the unchanged script"
     )
     lines = [
-        f"# Tuned: {what}",
+        f"# Tuned: {title}",
         "",
-        ", ".join(f"{key} {value}" for key, value in known.items()),
+        ", ".join(f"{key} {value}" for key, value in platform_versions.items()),
         "",
-        f"`hasten tune` chose: **{chosen}** in {found.get('seconds', 0):.0f} s ({found.get('gain', 0):.2f} times as fast as the "
-        f"unchanged script, by its own measurement){'. It failed: ' + found['error'] if 'error' in found else ''}.",
+        f"`hasten tune` chose: **{tuned_values}** in {tune_report.get('seconds', 0):.0f} s ({tune_report.get('gain', 0):.2f} times as fast as the "
+        f"unchanged script, by its own measurement){'. It failed: ' + tune_report['error'] if 'error' in tune_report else ''}.",
         "",
         f"Median of interleaved turns, by the clock; times as fast as the eager loop by hand; the largest relative difference of the "
         f"first {COMPARED} losses from that loop's.",
@@ -423,7 +443,7 @@ def page(
         "| values | step | verdict |",
         "|---|---|---|",
     ]
-    for trial in found["trials"]:
+    for trial in tune_report["trials"]:
         values = (
             ", ".join(f"{name}={value}" for name, value in trial["values"].items())
             or "the unchanged script"

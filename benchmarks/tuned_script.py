@@ -99,26 +99,26 @@ def model_of(kind: str, small: bool, device: torch.device | str = "cpu") -> nn.M
             else {}
         )
         net = GPT2(**sizes)
-    for part in net.modules():  # as GPT-2 begins: losses near log(vocabulary)
-        if isinstance(part, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(part.weight, std=0.02)
-        if isinstance(part, nn.Linear) and part.bias is not None:
-            nn.init.zeros_(part.bias)
+    for module in net.modules():  # as GPT-2 begins: losses near log(vocabulary)
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
     return net
 
 
 def data_of(kind: str, small: bool) -> TensorDataset:
     """The samples of all batches."""
-    made = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     rows = batch_of(kind, small) * BATCHES
     if kind == "tiny":
         return TensorDataset(
-            torch.randn(rows, 32, generator=made),
-            torch.randint(10, (rows,), generator=made),
+            torch.randn(rows, 32, generator=generator),
+            torch.randint(10, (rows,), generator=generator),
         )
     return TensorDataset(
         torch.randint(
-            256 if small else 50304, (rows, 33 if small else 1025), generator=made
+            256 if small else 50304, (rows, 33 if small else 1025), generator=generator
         )
     )
 
