@@ -46,10 +46,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """A bound on a field of the first row of a part that has it."""
+    """A bound on a field of the first row of a section that has it."""
 
     says: str
-    part: str
+    section: str
     field: str
     upper_bound: float | None = None
     lower_bound: float | None = None
@@ -58,7 +58,7 @@ class Aim:
         values = (
             row[self.field]
             for row in rows
-            if row["part"] == self.part and self.field in row
+            if row["part"] == self.section and self.field in row
         )
         return next((float(value) for value in values), None)
 

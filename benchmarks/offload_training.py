@@ -196,7 +196,7 @@ class Training:
 class Times:
     """Seconds of a step under one way and without offload, from turns of both."""
 
-    own: list[float]
+    offloaded: list[float]
     plain: list[float]
     losses: list[float]
     plain_losses: list[float]
@@ -307,11 +307,13 @@ def summary(
 ) -> list[dict[str, Any]]:
     rows = []
     for name, way_times in times.items():
-        ratios = [a / b for a, b in zip(way_times.own, way_times.plain, strict=True)]
+        ratios = [
+            a / b for a, b in zip(way_times.offloaded, way_times.plain, strict=True)
+        ]
         rows.append(
             {
                 "way": name,
-                "step_s": round(statistics.median(way_times.own), 4),
+                "step_s": round(statistics.median(way_times.offloaded), 4),
                 "plain_s": round(statistics.median(way_times.plain), 4),
                 "ratio": round(statistics.median(ratios), 3),
                 "ratios": [round(ratio, 3) for ratio in ratios],

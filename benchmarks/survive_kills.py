@@ -349,10 +349,10 @@ def compact(run: dict[str, Any]) -> dict[str, Any]:
 
 def told(runs: list[dict[str, Any]]) -> None:
     """Print one line about the newest run."""
-    run, faults = runs[-1], sum(len(one["faults"]) for one in runs)
+    run, faults = runs[-1], sum(len(finished["faults"]) for finished in runs)
     print(
-        f"run {run['run']}: {run['replicas']} replicas, {[(one['kind'], one['hit'], one['seconds']) for one in run['faults']]}, pauses {run.get('pauses (s)')}, "
-        f"{run['seconds']} s, load {run['load']:.1f}; {faults} faults, {sum(bool(one['violation']) for one in runs)} violations {run['violation'][:300]}",
+        f"run {run['run']}: {run['replicas']} replicas, {[(fault['kind'], fault['hit'], fault['seconds']) for fault in run['faults']]}, pauses {run.get('pauses (s)')}, "
+        f"{run['seconds']} s, load {run['load']:.1f}; {faults} faults, {sum(bool(finished['violation']) for finished in runs)} violations {run['violation'][:300]}",
         flush=True,
     )
 
