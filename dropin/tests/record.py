@@ -162,7 +162,9 @@ def probe(apart: Path) -> dict[str, Any]:
         sys.path[:] = [str(apart / name), *here]
         importlib.invalidate_caches()
         missing[name] = [
-            one for one in client.modules if importlib.util.find_spec(one) is None
+            module
+            for module in client.modules
+            if importlib.util.find_spec(module) is None
         ]
         versions |= {
             one: version

@@ -246,7 +246,7 @@ def suite_jobs(
     made = []
     for at in range(0, len(files), TOGETHER):
         some = files[at : at + TOGETHER]
-        name = " ".join([some[0], *(Path(one).name for one in some[1:])])
+        name = " ".join([some[0], *(Path(test_file).name for test_file in some[1:])])
         made.append(
             Job(
                 suite,

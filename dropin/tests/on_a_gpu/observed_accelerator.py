@@ -214,11 +214,15 @@ def prepared_objects(see: Seen) -> None:
     accelerator = Accelerator()
     made = parts()
     model, optimizer, batches, scheduler = accelerator.prepare(*made)
-    see("types", [type(one) for one in (model, optimizer, batches, scheduler)])
+    see(
+        "types", [type(prepared) for prepared in (model, optimizer, batches, scheduler)]
+    )
     see("same model", model is made[0])
     see("inner optimizer", optimizer.optimizer is made[1])
-    see("parameters", [one.device for one in model.parameters()])
-    see("group", [one.device for one in optimizer.param_groups[0]["params"]])
+    see("parameters", [parameter.device for parameter in model.parameters()])
+    see(
+        "group", [parameter.device for parameter in optimizer.param_groups[0]["params"]]
+    )
     see(
         "known",
         [
@@ -229,7 +233,7 @@ def prepared_objects(see: Seen) -> None:
     )
     see("strangers", lambda: accelerator.prepare(3, "text", None))
     see("tensor", lambda: accelerator.prepare(torch.ones(2)))
-    see("buffers", [one.device for one in model.buffers()])
+    see("buffers", [buffer.device for buffer in model.buffers()])
     see("device map", lambda: accelerator.verify_device_map(model))
     see("free", accelerator.free_memory(model, optimizer))
     see(
@@ -829,7 +833,9 @@ def _launched(see: Seen, handlers: list[Any], steps: int = 1, **options: Any) ->
         kwargs_handlers=handlers, gradient_accumulation_steps=steps, **options
     )
     model, optimizer, batches, scheduler = accelerator.prepare(*parts())
-    see("types", [type(one) for one in (model, optimizer, batches, scheduler)])
+    see(
+        "types", [type(prepared) for prepared in (model, optimizer, batches, scheduler)]
+    )
     losses, norms, synced = [], [], []
     for one in batches:
         with accelerator.accumulate(model):
@@ -843,7 +849,7 @@ def _launched(see: Seen, handlers: list[Any], steps: int = 1, **options: Any) ->
             optimizer.zero_grad()
             losses.append(loss)
     see("losses", losses)
-    see("norms", [float(one) for one in norms])
+    see("norms", [float(norm) for norm in norms])
     see("synced", synced)
     see("weights", checksum(model))
     see("rate", scheduler.get_last_lr())
@@ -983,13 +989,13 @@ def _sharded(see: Seen, plugin_options: dict[str, Any], **options: Any) -> None:
     model, optimizer, batches, scheduler = accelerator.prepare(*parts())
     see(
         "class",
-        [type(model).__name__, [one.__name__ for one in type(model).__mro__][1:3]],
+        [type(model).__name__, [base.__name__ for base in type(model).__mro__][1:3]],
     )
     see(
         "parameters",
         [
-            [name, type(one).__name__, one.dtype, one.device]
-            for name, one in model.named_parameters()
+            [name, type(parameter).__name__, parameter.dtype, parameter.device]
+            for name, parameter in model.named_parameters()
         ],
     )
     losses, norms = [], []
@@ -1002,17 +1008,22 @@ def _sharded(see: Seen, plugin_options: dict[str, Any], **options: Any) -> None:
         optimizer.zero_grad()
         losses.append(loss.detach())
     see("losses", losses)
-    see("norms", [float(one) for one in norms])
+    see("norms", [float(norm) for norm in norms])
     see("dtypes", sorted(set(accelerator.unwrap_model(model).seen)))
     whole = accelerator.get_state_dict(model)
     see(
         "whole",
         {
-            key: [type(one).__name__, one.dtype, one.device, list(one.shape)]
-            for key, one in whole.items()
+            key: [
+                type(tensor).__name__,
+                tensor.dtype,
+                tensor.device,
+                list(tensor.shape),
+            ]
+            for key, tensor in whole.items()
         },
     )
-    see("weights", float(sum(one.double().abs().sum() for one in whole.values())))
+    see("weights", float(sum(tensor.double().abs().sum() for tensor in whole.values())))
     see("saved", lambda: accelerator.save_state("state") and None)
     see("loaded", lambda: accelerator.load_state("state"))
     from observing import files_in

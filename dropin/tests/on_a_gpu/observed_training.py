@@ -69,7 +69,10 @@ def _trained(
     see("outputs", outputs)
     see("skipped", skipped)
     see("computed", sorted(set(accelerator.unwrap_model(model).seen)))
-    see("weights", [checksum(model), *(one.dtype for one in model.parameters())])
+    see(
+        "weights",
+        [checksum(model), *(parameter.dtype for parameter in model.parameters())],
+    )
     see("scaler", scaler_of(accelerator))
     see(
         "scheduler",
@@ -469,7 +472,7 @@ def _windows(
             )
     see("loop", table)
     see("weights", checksum(model))
-    see("gradients", [one.grad is None for one in model.parameters()])
+    see("gradients", [parameter.grad is None for parameter in model.parameters()])
     see(
         "end",
         [
@@ -639,8 +642,8 @@ def _resumed(see: Seen, precision: str, **how: Any) -> None:
     see(
         "of the device",
         lambda: [
-            [one.dtype, one.device, list(one.shape)]
-            for one in states["torch_cuda_manual_seed"]
+            [generator_state.dtype, generator_state.device, list(generator_state.shape)]
+            for generator_state in states["torch_cuda_manual_seed"]
         ],
     )
 
@@ -976,16 +979,20 @@ def _profiled(see: Seen, **options: Any) -> None:
             model(batch()).sum().backward()
             profile.step()
     see("type", type(profile))
-    see("activities", lambda: sorted(str(one) for one in profile.activities))
+    see("activities", lambda: sorted(str(activity) for activity in profile.activities))
     see(
         "names",
         lambda: sorted(
-            one.key for one in profile.key_averages() if one.key.startswith("aten::")
+            event.key
+            for event in profile.key_averages()
+            if event.key.startswith("aten::")
         )[:30],
     )
     see(
         "on the device",
-        lambda: any(one.self_device_time_total > 0 for one in profile.key_averages()),
+        lambda: any(
+            event.self_device_time_total > 0 for event in profile.key_averages()
+        ),
     )
     see(
         "options",
@@ -1210,7 +1217,10 @@ def _in_fp8(see: Seen, recipe: Any) -> None:
     see("types", [type(one) for one in model])
     see(
         "dtypes",
-        [[type(one).__name__, one.dtype, one.device] for one in model.parameters()],
+        [
+            [type(parameter).__name__, parameter.dtype, parameter.device]
+            for parameter in model.parameters()
+        ],
     )
     losses = []
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(3)).to(DEVICE)

@@ -266,8 +266,8 @@ def where_apart(
     if apart(theirs, ours) == "equal":
         return
     whole = any(
-        isinstance(one, dict) and ("raised" in one or "tensor" in one)
-        for one in (theirs, ours)
+        isinstance(note, dict) and ("raised" in note or "tensor" in note)
+        for note in (theirs, ours)
     )
     if not whole and isinstance(theirs, dict) and isinstance(ours, dict):
         for key in dict.fromkeys([*theirs, *ours]):

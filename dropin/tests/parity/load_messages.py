@@ -60,7 +60,7 @@ def outcome(layout, whole_folder, strict, more, device_map):
         except (RuntimeError, ValueError) as error:
             handler.lines.append(f"{type(error).__name__}: {error}")
         files = (
-            sorted(one.name for one in Path(away).iterdir())
+            sorted(path.name for path in Path(away).iterdir())
             if layout == "torch"
             else None
         )

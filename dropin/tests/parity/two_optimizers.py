@@ -10,7 +10,9 @@ def run() -> object:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     first, second = nn.Linear(2, 2), nn.Linear(2, 1)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05) for one in (first, second)]
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.05) for model in (first, second)
+    ]
     first, second, *optimizers = accelerator.prepare(first, second, *optimizers)
     losses = []
     for step in range(4):

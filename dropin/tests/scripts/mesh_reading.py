@@ -50,11 +50,16 @@ for name, loader in loaders.items():
             len(batches),
         )
         everyone = gather_object([batches])
-        alike = {tuple(map(tuple, one)) for one in everyone}
+        alike = {tuple(map(tuple, rank_batches)) for rank_batches in everyone}
         assert len(alike) == world // 2, (
             f"{name}, epoch {epoch}: {len(alike)} different readers of {world}"
         )
-        samples = sorted(sample for one in alike for batch in one for sample in batch)
+        samples = sorted(
+            sample
+            for rank_batches in alike
+            for batch in rank_batches
+            for sample in batch
+        )
         assert samples == list(range(64)), f"{name}, epoch {epoch}: {samples}"
     assert name == "by hand" or loader.total_batch_size == 4 * world // 2, (
         loader.total_batch_size
