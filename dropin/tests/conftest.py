@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+TESTS_FOLDER = Path(__file__).parent
 
 
 def load(name: str) -> ModuleType:
     """A file beside this one as a module."""
-    spec = util.spec_from_file_location(f"dropin_{name}", HERE / f"{name}.py")
+    spec = util.spec_from_file_location(f"dropin_{name}", TESTS_FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
@@ -68,11 +68,12 @@ def warm(
 ) -> Generator[Any]:
     """A process that has imported the libraries, and filled the Hub cache where they are installed."""
     folder = tmp_path_factory.mktemp("warm")
-    one = load("warm").Warm(sys.executable, offline, folder / "log")
+    warm_process = load("warm").Warm(sys.executable, offline, folder / "log")
     if util.find_spec("transformers"):
-        made = one.run(
-            folder, [str(HERE / "tutorials" / "make_hub.py"), offline["HF_HOME"]]
+        hub_run = warm_process.run(
+            folder,
+            [str(TESTS_FOLDER / "tutorials" / "make_hub.py"), offline["HF_HOME"]],
         )
-        assert not made.failed, made.err
-    yield one
-    one.close()
+        assert not hub_run.failed, hub_run.err
+    yield warm_process
+    warm_process.close()

@@ -29,8 +29,8 @@ from typing import Any, Final
 from run_parity import EXPLAINED, listed, text_differences, unexplained
 from warm import Done, Warm
 
-HERE = Path(__file__).parent
-CONSTRAINTS = HERE.parent.parent / "constraints.txt"
+TESTS_FOLDER = Path(__file__).parent
+CONSTRAINTS = TESTS_FOLDER.parent.parent / "constraints.txt"
 LIMIT_S: Final = 1200.0
 SHOWN: Final = 5
 """Differences of one recording that are printed; a client whose numbers go apart early has thousands."""
@@ -96,7 +96,12 @@ NAMED: Final = (
 COLD: Final = ("notebook_vision",)
 # The plain loop and the settings file know one process; the notebook starts two by itself; a tracker made before the
 # Accelerator lets the original take every process for the first one on CPUs (DIFFERENCES.md).
-ALONE: Final = ("basic_config", "course_mrpc_plain", "notebook_vision", "tracking")
+SINGLE_PROCESS: Final = (
+    "basic_config",
+    "course_mrpc_plain",
+    "notebook_vision",
+    "tracking",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,32 +139,38 @@ class Verdict:
     """Parts that end with an error on both sides: equal, and no evidence of anything."""
 
 
-def jobs(chosen: Iterable[str]) -> list[Job]:
+def jobs(part_names: Iterable[str]) -> list[Job]:
     """Every recording of the chosen parts, the longest first."""
-    made = [Job(SCRIPTS, HERE / "run_parity.py", processes) for processes in (2, 1)]
-    made += [
-        Job(name, HERE / "clients" / f"{name}.py", processes)
+    all_jobs = [
+        Job(SCRIPTS, TESTS_FOLDER / "run_parity.py", processes) for processes in (2, 1)
+    ]
+    all_jobs += [
+        Job(name, TESTS_FOLDER / "clients" / f"{name}.py", processes)
         for name in CLIENTS
         for processes in (2, 1)
     ]
     tutorials = sorted(
-        path for path in (HERE / "tutorials").glob("*.py") if path.stem != "make_hub"
+        path
+        for path in (TESTS_FOLDER / "tutorials").glob("*.py")
+        if path.stem != "make_hub"
     )
-    made += [Job(TUTORIALS, path, 1) for path in tutorials]
-    made += [Job(TUTORIALS, path, 2) for path in tutorials if path.stem not in ALONE]
-    wanted = set(chosen)
-    return [job for job in made if job.part in wanted]
+    all_jobs += [Job(TUTORIALS, path, 1) for path in tutorials]
+    all_jobs += [
+        Job(TUTORIALS, path, 2) for path in tutorials if path.stem not in SINGLE_PROCESS
+    ]
+    recorded_parts = set(part_names)
+    return [job for job in all_jobs if job.part in recorded_parts]
 
 
-def probe(apart: Path) -> dict[str, Any]:
+def probe(extras_folder: Path) -> dict[str, Any]:
     """What the running Python lacks for each client, and the versions of what it has."""
-    here = list(sys.path)
+    search_path = list(sys.path)
     missing, versions = (
         {},
         {name: version for name in NAMED if (version := version_of(name))},
     )
     for name, client in CLIENTS.items():
-        sys.path[:] = [str(apart / name), *here]
+        sys.path[:] = [str(extras_folder / name), *search_path]
         importlib.invalidate_caches()
         missing[name] = [
             module
@@ -167,11 +178,11 @@ def probe(apart: Path) -> dict[str, Any]:
             if importlib.util.find_spec(module) is None
         ]
         versions |= {
-            one: version
-            for one in (client.distribution, *client.apart)
-            if (version := version_of(one))
+            distribution: version
+            for distribution in (client.distribution, *client.apart)
+            if (version := version_of(distribution))
         }
-    sys.path[:] = here
+    sys.path[:] = search_path
     return {"missing": missing, "versions": versions | {"machine": platform.machine()}}
 
 
@@ -183,20 +194,20 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def probed(python: str, apart: Path) -> dict[str, Any]:
+def probed(python: str, extras_folder: Path) -> dict[str, Any]:
     """`probe()` in another Python."""
     done = subprocess.run(
-        [python, __file__, "--probe", str(apart)],
+        [python, __file__, "--probe", str(extras_folder)],
         capture_output=True,
         text=True,
         check=True,
-        cwd=HERE,
+        cwd=TESTS_FOLDER,
     )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    probe_report: dict[str, Any] = json.loads(done.stdout)
+    return probe_report
 
 
-def install(name: str, apart: Path, constraint: Path) -> None:
+def install(name: str, extras_folder: Path, constraint: Path) -> None:
     """Put what a client needs beside both environments; where that fails, say so and go on."""
     print(f"installing for {name}: {' '.join(CLIENTS[name].apart)}", flush=True)
     pip = [
@@ -210,9 +221,14 @@ def install(name: str, apart: Path, constraint: Path) -> None:
         "--no-deps",
         "--upgrade",
     ]
-    place = ["--target", str(apart / name), "--constraint", str(constraint)]
+    target_options = [
+        "--target",
+        str(extras_folder / name),
+        "--constraint",
+        str(constraint),
+    ]
     done = subprocess.run(
-        [*pip, *place, *CLIENTS[name].apart],
+        [*pip, *target_options, *CLIENTS[name].apart],
         capture_output=True,
         text=True,
         check=False,
@@ -226,24 +242,26 @@ def install(name: str, apart: Path, constraint: Path) -> None:
 
 def missing_modules(
     sides: Mapping[str, str],
-    chosen: Iterable[str],
-    apart: Path,
+    part_names: Iterable[str],
+    extras_folder: Path,
     out: Path,
     constraint: Path = CONSTRAINTS,
 ) -> dict[str, dict[str, list[str]]]:
     """What each chosen client lacks, by side, after an attempt to install it. Versions go to the sides' folders."""
-    wanted = [name for name in chosen if name in CLIENTS]
-    found = {side: probed(python, apart) for side, python in sides.items()}
-    for name in wanted:
-        if CLIENTS[name].apart and any(one["missing"][name] for one in found.values()):
-            install(name, apart, constraint)
-    found = {side: probed(python, apart) for side, python in sides.items()}
-    for side, one in found.items():
+    client_names = [name for name in part_names if name in CLIENTS]
+    reports = {side: probed(python, extras_folder) for side, python in sides.items()}
+    for name in client_names:
+        if CLIENTS[name].apart and any(
+            report["missing"][name] for report in reports.values()
+        ):
+            install(name, extras_folder, constraint)
+    reports = {side: probed(python, extras_folder) for side, python in sides.items()}
+    for side, report in reports.items():
         (out / side).mkdir(parents=True, exist_ok=True)
-        (out / side / "versions.json").write_text(json.dumps(one["versions"]) + "\n")
+        (out / side / "versions.json").write_text(json.dumps(report["versions"]) + "\n")
     lacking = {
-        name: {side: one["missing"][name] for side, one in found.items()}
-        for name in wanted
+        name: {side: report["missing"][name] for side, report in reports.items()}
+        for name in client_names
     }
     return {name: by_side for name, by_side in lacking.items() if any(by_side.values())}
 
@@ -252,14 +270,14 @@ class Lane:
     """Works off a side's jobs, one after another; several lanes may share the jobs."""
 
     def __init__(
-        self, side: str, python: str, out: Path, work: Path, apart: Path
+        self, side: str, python: str, out: Path, work: Path, extras_folder: Path
     ) -> None:
         self.side, self.python, self.out, self.work, self.apart = (
             side,
             python,
             out,
             work,
-            apart,
+            extras_folder,
         )
         work.mkdir(parents=True)
         self.env = {
@@ -295,23 +313,23 @@ class Lane:
         out.parent.mkdir(parents=True, exist_ok=True)
         for stale in (out, out.with_suffix(".log")):
             stale.unlink(missing_ok=True)
-        place = self.work / job.file.with_suffix("")
-        place.mkdir(parents=True)
+        job_folder = self.work / job.file.with_suffix("")
+        job_folder.mkdir(parents=True)
         argv, path = [str(job.script)], [str(self.apart / job.part)]
         if job.part == SCRIPTS:
             argv += ["run", str(out)]
         elif job.part == TUTORIALS:
-            path = [str(HERE / "tutorials" / "stand_ins")]
+            path = [str(TESTS_FOLDER / "tutorials" / "stand_ins")]
             self.fill_hub(warm)
         else:
-            argv += [str(place / "run"), str(out)]
+            argv += [str(job_folder / "run"), str(out)]
         env = {
             "PYTHONPATH": os.pathsep.join(
                 filter(None, [*path, os.environ.get("PYTHONPATH")])
             )
         }
         run = self.cold if job.script.stem in COLD else warm.run
-        done = run(place, argv, job.processes, env, LIMIT_S)
+        done = run(job_folder, argv, job.processes, env, LIMIT_S)
         if done.failed:
             out.with_suffix(".log").write_text(
                 "\n".join((str(done.codes), *done.out, *done.err))
@@ -344,15 +362,17 @@ class Lane:
     def fill_hub(self, warm: Warm) -> None:
         """Make the Hub's cache that tutorials read from."""
         if not self._filled:
-            made = warm.run(
+            hub_run = warm.run(
                 self.work,
-                [str(HERE / "tutorials" / "make_hub.py"), self.env["HF_HOME"]],
+                [str(TESTS_FOLDER / "tutorials" / "make_hub.py"), self.env["HF_HOME"]],
             )
-            assert not made.failed, made.err
+            assert not hub_run.failed, hub_run.err
             self._filled = True
 
 
-def record(sides: Mapping[str, str], todo: list[Job], out: Path, apart: Path) -> None:
+def record(
+    sides: Mapping[str, str], todo: list[Job], out: Path, extras_folder: Path
+) -> None:
     """Make every recording of every side, as many at a time as there are processors for."""
     if not todo:
         return
@@ -368,11 +388,15 @@ def record(sides: Mapping[str, str], todo: list[Job], out: Path, apart: Path) ->
                 left.put(job)
             for number in range(lanes):
                 lane = Lane(
-                    side, python, out / side, Path(folder, f"{side}{number}"), apart
+                    side,
+                    python,
+                    out / side,
+                    Path(folder, f"{side}{number}"),
+                    extras_folder,
                 )
                 running.append(pool.submit(lane.work_off, left))
-        for one in running:
-            one.result()
+        for future in running:
+            future.result()
 
 
 def compared(job: Job, out: Path, sides: Iterable[str]) -> Verdict:
@@ -388,11 +412,16 @@ def compared(job: Job, out: Path, sides: Iterable[str]) -> Verdict:
     first, second = (file.read_text() for file in files.values())
     if job.part == TUTORIALS:
         return Verdict(
-            different=[f"{job.name}: {one}" for one in text_differences(first, second)]
+            different=[
+                f"{job.name}: {difference}"
+                for difference in text_differences(first, second)
+            ]
         )
     read = json.loads(first), json.loads(second)
     return Verdict(
-        different=[f"{job.name}: {one}" for one in unexplained(job.name, *read)],
+        different=[
+            f"{job.name}: {difference}" for difference in unexplained(job.name, *read)
+        ],
         listed={key: EXPLAINED[job.name][key] for key in listed(job.name, *read)},
         errors=[
             key
@@ -405,18 +434,26 @@ def compared(job: Job, out: Path, sides: Iterable[str]) -> Verdict:
 def cell(verdicts: list[Verdict], missing: Mapping[str, list[str]]) -> str:
     """What the table says about a part on a number of processes."""
     if missing:
-        modules = sorted({module for found in missing.values() for module in found})
-        return f"not installed: {', '.join(modules)} ({', '.join(side for side, found in missing.items() if found)})"
+        modules = sorted(
+            {
+                module
+                for lacking_modules in missing.values()
+                for module in lacking_modules
+            }
+        )
+        return f"not installed: {', '.join(modules)} ({', '.join(side for side, lacking_modules in missing.items() if lacking_modules)})"
     if not verdicts:
         return "–"
-    if failed := [name for one in verdicts for name in one.failed]:
+    if failed := [name for verdict in verdicts for name in verdict.failed]:
         return f"failed: {', '.join(failed)}"
-    if different := sum(len(one.different) for one in verdicts):
+    if different := sum(len(verdict.different) for verdict in verdicts):
         return f"differs in {different} place{'s' * (different > 1)}"
-    keys = [key for one in verdicts for key in one.listed]
-    errors = [key for one in verdicts for key in one.errors]
-    said = f"equal but for what is listed: {', '.join(keys)}" if keys else "equal"
-    return f"{said}; on both sides an error: {', '.join(errors)}" if errors else said
+    keys = [key for verdict in verdicts for key in verdict.listed]
+    errors = [key for verdict in verdicts for key in verdict.errors]
+    summary = f"equal but for what is listed: {', '.join(keys)}" if keys else "equal"
+    return (
+        f"{summary}; on both sides an error: {', '.join(errors)}" if errors else summary
+    )
 
 
 NEWEST: Final = "Newest release"
@@ -430,15 +467,15 @@ def newest_cells(
 ) -> dict[str, str]:
     """Return what the page of clients says about each recorded client: its version, and how the packages compare."""
     cells = {}
-    for part in dict.fromkeys([job.part for job in todo if job.part in CLIENTS]):
-        one, two = (
-            cell([verdicts[job] for job in todo if (job.part, job.processes) == (part, count) and job in verdicts],
-                 dict(missing.get(part, {})))
+    for client in dict.fromkeys([job.part for job in todo if job.part in CLIENTS]):
+        single, two = (
+            cell([verdicts[job] for job in todo if (job.part, job.processes) == (client, count) and job in verdicts],
+                 dict(missing.get(client, {})))
             for count in (1, 2)
         )  # fmt: skip
-        said = one if one == two else f"{one}; on 2 processes {two}"
-        cells[part] = (
-            f"{versions.get(CLIENTS[part].distribution, 'no version')}: {said}"
+        comparison = single if single == two else f"{single}; on 2 processes {two}"
+        cells[client] = (
+            f"{versions.get(CLIENTS[client].distribution, 'no version')}: {comparison}"
         )
     return cells
 
@@ -451,9 +488,9 @@ def with_newest(page: str, cells: Mapping[str, str]) -> str:
     for number, line in enumerate(lines):
         script = re.search(r"\| `tests/clients/(\w+)\.py` \|$", line)
         if script and script[1] in cells:
-            parts = line.split("|")
-            parts[column] = f" {cells[script[1]]} "
-            lines[number] = "|".join(parts)
+            row_cells = line.split("|")
+            row_cells[column] = f" {cells[script[1]]} "
+            lines[number] = "|".join(row_cells)
     return "\n".join(lines) + "\n"
 
 
@@ -464,24 +501,24 @@ def table(
 ) -> list[str]:
     """One row for each part, one column for each number of processes, and below it why listed differences are there."""
     rows = ["| Part | 1 process | 2 processes |", "|---|---|---|"]
-    for part in dict.fromkeys([job.part for job in todo]):
+    for part_name in dict.fromkeys([job.part for job in todo]):
         cells = [
-            cell([verdicts[job] for job in todo if (job.part, job.processes) == (part, count) and job in verdicts],
-                 dict(missing.get(part, {})))
+            cell([verdicts[job] for job in todo if (job.part, job.processes) == (part_name, count) and job in verdicts],
+                 dict(missing.get(part_name, {})))
             for count in (1, 2)
         ]  # fmt: skip
-        rows.append(f"| {part} | {' | '.join(cells)} |")
+        rows.append(f"| {part_name} | {' | '.join(cells)} |")
     reasons = [
         f"- {job.name}, {key}: {why}"
-        for job, one in verdicts.items()
-        for key, why in one.listed.items()
+        for job, verdict in verdicts.items()
+        for key, why in verdict.listed.items()
     ]
     return rows + (["", *reasons] if reasons else [])
 
 
 def main() -> int:
     """Record, compare, tell; 1 where a recording failed or differs without being listed."""
-    parts = [SCRIPTS, *CLIENTS, TUTORIALS]
+    part_names = [SCRIPTS, *CLIENTS, TUTORIALS]
     parser = argparse.ArgumentParser(
         description="Record under both packages and compare."
     )
@@ -501,8 +538,8 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=parts,
-        default=parts,
+        choices=part_names,
+        default=part_names,
         help="parts to record instead of all",
     )
     parser.add_argument(
@@ -516,40 +553,42 @@ def main() -> int:
         type=Path,
         help=f"a page of clients whose column {NEWEST!r} is updated",
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     sides = {
-        "original": os.path.abspath(given.original),
-        "dropin": os.path.abspath(given.dropin),
+        "original": os.path.abspath(args.original),
+        "dropin": os.path.abspath(args.dropin),
     }
-    out, apart, started = (
-        given.folder.absolute(),
-        given.apart.absolute(),
+    out, extras_folder, started = (
+        args.folder.absolute(),
+        args.apart.absolute(),
         time.monotonic(),
     )
     missing = missing_modules(
-        sides, given.only, apart, out, given.constraint.absolute()
+        sides, args.only, extras_folder, out, args.constraint.absolute()
     )
-    todo = jobs(given.only)
+    todo = jobs(args.only)
     doable = [job for job in todo if job.part not in missing]
-    record(sides, doable, out, apart)
+    record(sides, doable, out, extras_folder)
     verdicts = {job: compared(job, out, sides) for job in doable}
-    for one in verdicts.values():
-        for line in one.different[:SHOWN]:
+    for verdict in verdicts.values():
+        for line in verdict.different[:SHOWN]:
             print(line)
-        if len(one.different) > SHOWN:
-            print(f"  and {len(one.different) - SHOWN} more")
-        for name, log in one.failed.items():
+        if len(verdict.different) > SHOWN:
+            print(f"  and {len(verdict.different) - SHOWN} more")
+        for name, log in verdict.failed.items():
             print(f"{name} failed, see {log}")
-    told = "\n".join(table(todo, verdicts, missing)) + "\n"
-    (out / "table.md").write_text(told)
-    if given.page is not None:
+    table_text = "\n".join(table(todo, verdicts, missing)) + "\n"
+    (out / "table.md").write_text(table_text)
+    if args.page is not None:
         versions = json.loads((out / "dropin" / "versions.json").read_text())
         cells = newest_cells(todo, verdicts, missing, versions)
-        given.page.write_text(with_newest(given.page.read_text(), cells))
+        args.page.write_text(with_newest(args.page.read_text(), cells))
     print(
-        f"\n{told}\n{len(doable)} recordings of each side in {time.monotonic() - started:.0f} s"
+        f"\n{table_text}\n{len(doable)} recordings of each side in {time.monotonic() - started:.0f} s"
     )
-    return int(any(one.failed or one.different for one in verdicts.values()))
+    return int(
+        any(verdict.failed or verdict.different for verdict in verdicts.values())
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+TESTS_FOLDER = Path(__file__).parent
 TOLERANCE = 1e-6
 OTHER_PROCESSOR = 5e-3
 """Recordings of another kind of processor: its kernels sum in another order, and adversarial training amplifies the last bits
@@ -46,14 +46,14 @@ ENDING = ("custom_tracker",)
 
 def names() -> list[str]:
     """The scripts, in the order they run."""
-    found = (path.stem for path in (HERE / "parity").glob("*.py"))
-    return sorted(found, key=lambda name: (name in ENDING, name))
+    stems = (path.stem for path in (TESTS_FOLDER / "parity").glob("*.py"))
+    return sorted(stems, key=lambda name: (name in ENDING, name))
 
 
 def load(name: str) -> Any:
     """A script as a module."""
     spec = importlib.util.spec_from_file_location(
-        f"parity_{name}", HERE / "parity" / f"{name}.py"
+        f"parity_{name}", TESTS_FOLDER / "parity" / f"{name}.py"
     )
     assert spec is not None and spec.loader is not None, f"no script {name}"
     module = importlib.util.module_from_spec(spec)
@@ -75,11 +75,11 @@ def fresh() -> None:
     torch.manual_seed(0)
 
 
-def run(chosen: list[str]) -> dict[str, Any]:
+def run(script_names: list[str]) -> dict[str, Any]:
     """What every script gives; an error is its message."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     results: dict[str, Any] = {}
-    for name in chosen:
+    for name in script_names:
         module = load(name)
         if world not in module.PROCESSES:
             continue
@@ -93,34 +93,36 @@ def run(chosen: list[str]) -> dict[str, Any]:
 
 
 def differences(
-    first: Any, second: Any, place: str = "", tolerance: float = TOLERANCE
+    first: Any, second: Any, path: str = "", tolerance: float = TOLERANCE
 ) -> list[str]:
     """Where two results differ, numbers within the tolerance aside."""
     if isinstance(first, float) and isinstance(second, int | float):
-        near = abs(first - second) <= tolerance * max(1.0, abs(first))
-        return [] if near else [f"{place}: {first} and {second}"]
+        is_close = abs(first - second) <= tolerance * max(1.0, abs(first))
+        return [] if is_close else [f"{path}: {first} and {second}"]
     if type(first) is not type(second):
-        return [f"{place}: {first!r} and {second!r}"]
+        return [f"{path}: {first!r} and {second!r}"]
     if isinstance(first, dict):
-        found = [
-            f"{place}/{key}: on one side only" for key in first.keys() ^ second.keys()
+        one_sided = [
+            f"{path}/{key}: on one side only" for key in first.keys() ^ second.keys()
         ]
-        return found + [
-            one
+        return one_sided + [
+            difference
             for key in first.keys() & second.keys()
-            for one in differences(first[key], second[key], f"{place}/{key}", tolerance)
+            for difference in differences(
+                first[key], second[key], f"{path}/{key}", tolerance
+            )
         ]
     if isinstance(first, list):
         if len(first) != len(second):
             return [
-                f"{place}: {len(first)} and {len(second)} items: {str(first)[:200]} and {str(second)[:200]}"
+                f"{path}: {len(first)} and {len(second)} items: {str(first)[:200]} and {str(second)[:200]}"
             ]
         return [
-            one
+            difference
             for index, (a, b) in enumerate(zip(first, second, strict=True))
-            for one in differences(a, b, f"{place}[{index}]", tolerance)
+            for difference in differences(a, b, f"{path}[{index}]", tolerance)
         ]
-    return [] if first == second else [f"{place}: {first!r} and {second!r}"]
+    return [] if first == second else [f"{path}: {first!r} and {second!r}"]
 
 
 def recorded_tolerance() -> float:
@@ -135,19 +137,23 @@ def text_differences(
     first: str, second: str, tolerance: float = TOLERANCE
 ) -> list[str]:
     """Where two printed texts differ, numbers within the tolerance and what passes aside."""
-    one, other = (PASSING.sub("", text).splitlines() for text in (first, second))
-    if len(one) != len(other):
-        return [f"{len(one)} and {len(other)} lines:\n{first}\nand\n{second}"]
+    first_lines, second_lines = (
+        PASSING.sub("", text).splitlines() for text in (first, second)
+    )
+    if len(first_lines) != len(second_lines):
+        return [
+            f"{len(first_lines)} and {len(second_lines)} lines:\n{first}\nand\n{second}"
+        ]
     split = [
         (
             (NUMBER.split(a), list(map(float, NUMBER.findall(a)))),
             (NUMBER.split(b), list(map(float, NUMBER.findall(b)))),
         )
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(first_lines, second_lines, strict=True)
     ]
     return [
-        f"{one[at]!r} and {other[at]!r}"
-        for at, (a, b) in enumerate(split)
+        f"{first_lines[index]!r} and {second_lines[index]!r}"
+        for index, (a, b) in enumerate(split)
         if a[0] != b[0] or differences(a[1], b[1], tolerance=tolerance)
     ]
 
@@ -156,13 +162,15 @@ def unexplained(
     recording: str, first: dict[str, Any], second: dict[str, Any]
 ) -> list[str]:
     """Differences between two runs that no entry of EXPLAINED covers."""
-    known = EXPLAINED.get(recording, {})
-    found = [f"{key}: on one side only" for key in sorted(first.keys() ^ second.keys())]
-    return found + [
-        one
+    explained = EXPLAINED.get(recording, {})
+    one_sided = [
+        f"{key}: on one side only" for key in sorted(first.keys() ^ second.keys())
+    ]
+    return one_sided + [
+        difference
         for key in sorted(first.keys() & second.keys())
-        if key not in known
-        for one in differences(first[key], second[key], key)
+        if key not in explained
+        for difference in differences(first[key], second[key], key)
     ]
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final
 from xml.etree import ElementTree
 
-HERE: Final = Path(__file__).parent
+TESTS_FOLDER: Final = Path(__file__).parent
 SIDES: Final = ("original", "dropin")
 TEST_LIMIT_S: Final = 120
 GROUP_LIMIT_S: Final = 3600.0
@@ -106,7 +106,7 @@ OLD: Final = (
     "tokenizers==0.22.1",
     "datasets==4.1.1",
 )
-APART: Final[dict[str, tuple[str, ...]]] = {
+SUITE_EXTRAS: Final[dict[str, tuple[str, ...]]] = {
     "sentence-transformers": ("sentence-transformers==5.1.0", *OLD),
     "skorch": ("skorch==1.4.0", "tabulate"),
     "trl": ("trl==0.21.0", *OLD),
@@ -172,8 +172,8 @@ class Result:
 
     def only(self, side: str) -> list[str]:
         """Return the tests that passed on this side alone."""
-        other = SIDES[1 - SIDES.index(side)]
-        return sorted(self.passed[side] - self.passed[other])
+        other_side = SIDES[1 - SIDES.index(side)]
+        return sorted(self.passed[side] - self.passed[other_side])
 
 
 def version_of(python: str, distribution: str) -> str:
@@ -186,8 +186,8 @@ def version_of(python: str, distribution: str) -> str:
 
 def unpacked(python: str, name: str, version: str, out: Path) -> Path:
     """Download and unpack the sdist of a release; return its folder."""
-    place = out / "sdists" / name
-    if not place.exists():
+    unpack_folder = out / "sdists" / name
+    if not unpack_folder.exists():
         fetch = [
             python,
             "-m",
@@ -204,33 +204,37 @@ def unpacked(python: str, name: str, version: str, out: Path) -> Path:
             f"{name.replace('-', '[-_]')}-{version}.tar.gz"
         )
         with tarfile.open(archive) as opened:
-            opened.extractall(place, filter="data")
-    [folder] = place.iterdir()
+            opened.extractall(unpack_folder, filter="data")
+    [folder] = unpack_folder.iterdir()
     return folder
 
 
 def installed(python: str, suite: str, out: Path) -> str:
     """Install what the suite sees beside the environment; return its folder, or nothing."""
-    place = out / "apart" / suite
-    if suite not in APART:
+    extras_folder = out / "apart" / suite
+    if suite not in SUITE_EXTRAS:
         return ""
-    if not place.exists():
+    if not extras_folder.exists():
         fetch = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-        subprocess.run([*fetch, str(place), *APART[suite]], check=True)
-    return str(place)
+        subprocess.run([*fetch, str(extras_folder), *SUITE_EXTRAS[suite]], check=True)
+    return str(extras_folder)
 
 
 def suite_jobs(
-    suite: str, folder: Path, added: Path | None = None, apart: str = ""
+    suite: str, folder: Path, added: Path | None = None, extras_folder: str = ""
 ) -> list[Job]:
     """Return jobs for the test files of an unpacked sdist, several files in each: most of their time is imports."""
     if added is not None and (added / suite).is_dir():
         shutil.copytree(added / suite, folder, dirs_exist_ok=True)
     files = []
     for tests in (
-        one
-        for one in (folder / "tests", folder / "test", folder / suite / "tests")
-        if one.is_dir()
+        tests_folder
+        for tests_folder in (
+            folder / "tests",
+            folder / "test",
+            folder / suite / "tests",
+        )
+        if tests_folder.is_dir()
     ):
         (tests / "__init__.py").touch()  # peft's and trl's sdists leave it out
         files += sorted(
@@ -243,21 +247,21 @@ def suite_jobs(
     ]
     options = f"-q -p no:cacheprovider -o addopts= --timeout {TEST_LIMIT_S} --junitxml {{report}}".split()
     options.append("--continue-on-collection-errors")
-    made = []
-    for at in range(0, len(files), TOGETHER):
-        some = files[at : at + TOGETHER]
-        name = " ".join([some[0], *(Path(test_file).name for test_file in some[1:])])
-        made.append(
+    file_jobs = []
+    for start in range(0, len(files), TOGETHER):
+        group = files[start : start + TOGETHER]
+        name = " ".join([group[0], *(Path(test_file).name for test_file in group[1:])])
+        file_jobs.append(
             Job(
                 suite,
                 name,
                 folder,
-                ("{python}", "-m", "pytest", *some, *options),
+                ("{python}", "-m", "pytest", *group, *options),
                 GROUP_LIMIT_S,
-                apart,
+                extras_folder,
             )
         )
-    return made
+    return file_jobs
 
 
 def script_jobs(original: str, out: Path) -> list[Job]:
@@ -269,7 +273,7 @@ def script_jobs(original: str, out: Path) -> list[Job]:
     folder = out / "scripts"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(Path(home, "test_utils", "scripts"), folder)
-    made = [
+    script_runs = [
         Job(
             SCRIPTS,
             "accelerate test",
@@ -292,12 +296,12 @@ def script_jobs(original: str, out: Path) -> list[Job]:
     }
     for file in sorted(folder.rglob("test_*.py")):
         name = str(file.relative_to(folder))
-        for way, start in ways.items():
+        for launch_name, start in ways.items():
             command = (*start, name, *ARGUMENTS.get(name, ()))
-            made.append(
-                Job(SCRIPTS, f"{name} ({way})", folder, command, SCRIPT_LIMIT_S)
+            script_runs.append(
+                Job(SCRIPTS, f"{name} ({launch_name})", folder, command, SCRIPT_LIMIT_S)
             )
-    return made
+    return script_runs
 
 
 def passed(report: Path) -> set[str]:
@@ -305,9 +309,9 @@ def passed(report: Path) -> set[str]:
     if not report.exists():
         return set()
     return {
-        re.sub(r"0x[0-9a-f]+", "0x", f"{one.get('classname')}::{one.get('name')}")
-        for one in ElementTree.parse(report).iter("testcase")
-        if all(one.find(kind) is None for kind in ("failure", "error", "skipped"))
+        re.sub(r"0x[0-9a-f]+", "0x", f"{case.get('classname')}::{case.get('name')}")
+        for case in ElementTree.parse(report).iter("testcase")
+        if all(case.find(kind) is None for kind in ("failure", "error", "skipped"))
     }
 
 
@@ -373,20 +377,20 @@ def run_all(
                 ),
                 SIDES,
             )
-            found = dict(zip(SIDES, lists, strict=True))
+            passed_tests = dict(zip(SIDES, lists, strict=True))
             result = results[job.suite]
             result.files += 1
             for side in SIDES:
-                result.passed[side] |= found[side]
+                result.passed[side] |= passed_tests[side]
                 (out / side / f"{job.suite}.passed").write_text(
                     "\n".join(sorted(result.passed[side])) + "\n"
                 )
-            counts = ", ".join(f"{side} {len(found[side])}" for side in SIDES)
+            counts = ", ".join(f"{side} {len(passed_tests[side])}" for side in SIDES)
             print(
                 f"{job.suite} {job.name}: {counts} passed, {time.monotonic() - started:.0f} s",
                 flush=True,
             )
-            for name in sorted(found["original"] - found["dropin"]):
+            for name in sorted(passed_tests["original"] - passed_tests["dropin"]):
                 why = LISTED.get(f"{job.suite}: {name}", "NOT LISTED")
                 print(f"  with the original only: {name} ({why})", flush=True)
 
@@ -398,19 +402,19 @@ def table(results: Mapping[str, Result]) -> list[str]:
         "|---|---|---|---|---|",
     ]
     reasons = []
-    for suite, one in results.items():
-        if not one.files:
+    for suite, suite_result in results.items():
+        if not suite_result.files:
             rows.append(
-                f"| {suite} | {one.version} | no tests in its sdist or wheel | – | – |"
+                f"| {suite} | {suite_result.version} | no tests in its sdist or wheel | – | – |"
             )
             continue
-        only = {side: one.only(side) for side in SIDES}
-        said = (
+        only = {side: suite_result.only(side) for side in SIDES}
+        one_sided = (
             ", ".join(f"{side} {len(names)}" for side, names in only.items() if names)
             or "none"
         )
-        counts = " | ".join(str(len(one.passed[side])) for side in SIDES)
-        rows.append(f"| {suite} | {one.version} | {counts} | {said} |")
+        counts = " | ".join(str(len(suite_result.passed[side])) for side in SIDES)
+        rows.append(f"| {suite} | {suite_result.version} | {counts} | {one_sided} |")
         for name in only["original"]:
             reasons.append(
                 f"- {suite}, `{name}`: {LISTED.get(f'{suite}: {name}', 'no reason listed')}"
@@ -420,27 +424,27 @@ def table(results: Mapping[str, Result]) -> list[str]:
 
 def with_section(page: str, lines: Iterable[str]) -> str:
     """Return the page with these lines as the table of its section `TITLE`; other words of the section stay."""
-    before, title, after = page.partition(TITLE)
-    words, mark, _ = after.partition("\n| Suite |")
+    preceding, title, remainder = page.partition(TITLE)
+    words, mark, _ = remainder.partition("\n| Suite |")
     if not title:
-        before, words = f"{page.rstrip()}\n\n", "\n"
+        preceding, words = f"{page.rstrip()}\n\n", "\n"
     del mark
-    return f"{before}{TITLE}{words.rstrip()}\n\n" + "\n".join(lines) + "\n"
+    return f"{preceding}{TITLE}{words.rstrip()}\n\n" + "\n".join(lines) + "\n"
 
 
 def unlisted(results: Mapping[str, Result]) -> list[str]:
     """Return the tests that pass with the original only and have no reason."""
     names = [
         f"{suite}: {name}"
-        for suite, one in results.items()
-        for name in one.only("original")
+        for suite, suite_result in results.items()
+        for name in suite_result.only("original")
     ]
     return [name for name in names if name not in LISTED]
 
 
 def main() -> int:
     """Run, compare, report; 1 if a test passes with the original only and is not listed."""
-    parts = [SCRIPTS, *SUITES]
+    suite_names = [SCRIPTS, *SUITES]
     parser = argparse.ArgumentParser(
         description="Run clients' test suites under both packages and compare."
     )
@@ -454,8 +458,8 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=parts,
-        default=parts,
+        choices=suite_names,
+        default=suite_names,
         help="suites to run instead of all",
     )
     parser.add_argument(
@@ -474,16 +478,20 @@ def main() -> int:
     parser.add_argument(
         "--page", type=Path, help=f"a page whose section {TITLE[3:]!r} is updated"
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     sides = {
-        "original": os.path.abspath(given.original),
-        "dropin": os.path.abspath(given.dropin),
+        "original": os.path.abspath(args.original),
+        "dropin": os.path.abspath(args.dropin),
     }
-    out, started = given.folder.absolute(), time.monotonic()
+    out, started = args.folder.absolute(), time.monotonic()
     if not (out / "hub").exists():
         print("making the stand-ins of the Hub's models", flush=True)
         subprocess.run(
-            [sides["original"], str(HERE / "suites_hub.py"), str(out / "hub.part")],
+            [
+                sides["original"],
+                str(TESTS_FOLDER / "suites_hub.py"),
+                str(out / "hub.part"),
+            ],
             check=True,
         )
         (out / "hub.part").rename(out / "hub")
@@ -491,31 +499,31 @@ def main() -> int:
         shutil.rmtree(out / side / "hub", ignore_errors=True)
         shutil.copytree(out / "hub", out / side / "hub")
     results, jobs = {}, []
-    for suite in given.only:
+    for suite in args.only:
         name = "accelerate" if suite == SCRIPTS else suite
-        pinned = APART.get(suite, ("",))[0].partition("==")[2]
+        pinned = SUITE_EXTRAS.get(suite, ("",))[0].partition("==")[2]
         results[suite] = Result(pinned or version_of(sides["original"], name))
         if suite == SCRIPTS:
             jobs += script_jobs(sides["original"], out)
         else:
             folder = unpacked(sides["original"], name, results[suite].version, out)
             jobs += suite_jobs(
-                suite, folder, given.added, installed(sides["original"], suite, out)
+                suite, folder, args.added, installed(sides["original"], suite, out)
             )
-    chosen = [
-        job for job in jobs if not given.files or re.search(given.files, job.name)
+    selected_jobs = [
+        job for job in jobs if not args.files or re.search(args.files, job.name)
     ]
-    run_all(chosen, results, sides, out, in_turn=given.in_turn)
-    told = table(results)
-    if given.page is not None:
-        given.page.write_text(with_section(given.page.read_text(), told))
+    run_all(selected_jobs, results, sides, out, in_turn=args.in_turn)
+    table_lines = table(results)
+    if args.page is not None:
+        args.page.write_text(with_section(args.page.read_text(), table_lines))
     print(
         "\n".join(
             [
                 "",
-                *told,
+                *table_lines,
                 "",
-                f"{len(chosen)} files and scripts in {time.monotonic() - started:.0f} s",
+                f"{len(selected_jobs)} files and scripts in {time.monotonic() - started:.0f} s",
             ]
         )
     )

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urljoin
 
-HERE = Path(__file__).parent
-FOUND = HERE / "golden" / "client_names.json"
-PAGE = HERE.parent / "CLIENTS.md"
+TESTS_FOLDER = Path(__file__).parent
+CLIENT_NAMES = TESTS_FOLDER / "golden" / "client_names.json"
+PAGE = TESTS_FOLDER.parent / "CLIENTS.md"
 INDEX: Final = "https://pypi.org/pypi/{}/json"
 LARGEST_BYTES: Final = 120 * 2**20
 PACKAGE: Final = "accelerate"
@@ -109,18 +109,18 @@ class NameFinder(ast.NodeVisitor):
 
     def _dotted(self, node: ast.expr) -> str | None:
         """Return the name that a chain of attributes stands for; None for those of other objects."""
-        parts: list[str] = []
+        attributes: list[str] = []
         while isinstance(node, ast.Attribute):
-            if node.attr in _HOLDERS and parts:
-                return ".".join([INSTANCE, *reversed(parts)])
-            parts.append(node.attr)
+            if node.attr in _HOLDERS and attributes:
+                return ".".join([INSTANCE, *reversed(attributes)])
+            attributes.append(node.attr)
             node = node.value
         if not isinstance(node, ast.Name):
             return None
         if node.id in self._aliases:
-            return ".".join([self._aliases[node.id], *reversed(parts)])
-        if node.id in _HOLDERS and parts:
-            return ".".join([INSTANCE, *reversed(parts)])
+            return ".".join([self._aliases[node.id], *reversed(attributes)])
+        if node.id in _HOLDERS and attributes:
+            return ".".join([INSTANCE, *reversed(attributes)])
         return None
 
 
@@ -194,31 +194,33 @@ def find(packages: list[str]) -> None:
         sys.stderr.write(
             f"{package} {release['version']}: {len(release['names'])} names\n"
         )
-        clients = json.loads(FOUND.read_text()) if FOUND.exists() else {}
+        clients = json.loads(CLIENT_NAMES.read_text()) if CLIENT_NAMES.exists() else {}
         clients[package] = release
-        FOUND.write_text(json.dumps(dict(sorted(clients.items())), indent=1) + "\n")
+        CLIENT_NAMES.write_text(
+            json.dumps(dict(sorted(clients.items())), indent=1) + "\n"
+        )
 
 
 def resolves(name: str) -> bool:
     """Return whether the drop-in has a dotted name; attributes of functions and values are not looked at."""
-    first, *rest = name.split(".")
-    place: Any = importlib.import_module(PACKAGE)
+    first, *attributes = name.split(".")
+    owner: Any = importlib.import_module(PACKAGE)
     path = PACKAGE
     if first == INSTANCE:
-        place = place.Accelerator
-        rest = rest[:1]
-    for part in rest:
-        path = f"{path}.{part}"
-        if inspect.ismodule(place):
+        owner = owner.Accelerator
+        attributes = attributes[:1]
+    for attribute in attributes:
+        path = f"{path}.{attribute}"
+        if inspect.ismodule(owner):
             try:
-                place = getattr(place, part)
+                owner = getattr(owner, attribute)
             except AttributeError:
                 try:
-                    place = importlib.import_module(path)
+                    owner = importlib.import_module(path)
                 except ImportError:
                     return False
-        elif inspect.isclass(place):
-            return hasattr(place, part) or part in dir(place)
+        elif inspect.isclass(owner):
+            return hasattr(owner, attribute) or attribute in dir(owner)
         else:
             return True
     return True
@@ -230,7 +232,7 @@ def table() -> str:
         "| Package | Version | Names | Resolve | Do not |",
         "|---|---|---|---|---|",
     ]
-    for package, release in json.loads(FOUND.read_text()).items():
+    for package, release in json.loads(CLIENT_NAMES.read_text()).items():
         names = [name for name in release["names"] if not name.startswith(INSTANCE)]
         missing = [name for name in names if not resolves(name)]
         assert all(name in REASONS for name in missing), f"{package}: {missing}"
@@ -251,8 +253,10 @@ def table() -> str:
 
 def write() -> None:
     """Put the table into the page."""
-    before, _, rest = PAGE.read_text().partition(_BEGIN)
-    PAGE.write_text(f"{before}{_BEGIN}\n{table()}\n{_END}{rest.partition(_END)[2]}")
+    preceding, _, following = PAGE.read_text().partition(_BEGIN)
+    PAGE.write_text(
+        f"{preceding}{_BEGIN}\n{table()}\n{_END}{following.partition(_END)[2]}"
+    )
 
 
 def main(words: list[str]) -> None:

@@ -21,7 +21,7 @@ from tokenizers.models import BPE
 transformers: Any = import_module("transformers")
 sentences: Any = import_module("sentence_transformers")
 models: Any = import_module("sentence_transformers.models")
-HERE: Final = Path(__file__).parent
+TESTS_FOLDER: Final = Path(__file__).parent
 REVISION: Final = "0123456789abcdef0123456789abcdef01234567"
 SPECIAL: Final = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
 VOCABULARY: Final = 1024
@@ -220,30 +220,30 @@ def snapshot(home: Path, name: str) -> Path:
     folder = home / "hub" / f"models--{name.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(REVISION)
-    made = folder / "snapshots" / REVISION
-    made.mkdir(parents=True)
-    return made
+    snapshot_folder = folder / "snapshots" / REVISION
+    snapshot_folder.mkdir(parents=True)
+    return snapshot_folder
 
 
 def tokenizer() -> Any:
     """Return a tokenizer of bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(
+    byte_tokenizer = Tokenizer(
         BPE(
             {word: number for number, word in enumerate([*SPECIAL, *alphabet])},
             [],
             unk_token="<unk>",
         )
     )
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.post_processor = processors.TemplateProcessing(
+    byte_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_tokenizer.decoder = decoders.ByteLevel()
+    byte_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     names = dict(zip(("pad", "bos", "eos", "unk", "mask"), SPECIAL, strict=True))
     special = {f"{kind}_token": token for kind, token in names.items()}
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=byte_tokenizer,
         model_max_length=128,
         cls_token="<s>",
         sep_token="</s>",
@@ -259,9 +259,9 @@ def spoken(role: str, content: str) -> list[dict[str, str]]:
 
 def forms() -> dict[str, list[dict[str, Any]]]:
     """Return `PAIRS` in the forms that trl's documentation of datasets names."""
-    made: dict[str, list[dict[str, Any]]] = {}
+    rows_by_form: dict[str, list[dict[str, Any]]] = {}
     for question, good, bad in PAIRS:
-        asked = spoken("user", question)
+        question_turn = spoken("user", question)
         right, wrong = spoken("assistant", good), spoken("assistant", bad)
         rows: dict[str, dict[str, Any]] = {
             "standard_language_modeling": {"text": f"{question}? {good}"},
@@ -284,31 +284,36 @@ def forms() -> dict[str, list[dict[str, Any]]]:
                 "completions": [good, bad],
                 "labels": [True, False],
             },
-            "conversational_language_modeling": {"messages": asked + right},
-            "conversational_prompt_only": {"prompt": asked},
-            "conversational_prompt_completion": {"prompt": asked, "completion": right},
+            "conversational_language_modeling": {"messages": question_turn + right},
+            "conversational_prompt_only": {"prompt": question_turn},
+            "conversational_prompt_completion": {
+                "prompt": question_turn,
+                "completion": right,
+            },
             "conversational_preference": {
-                "prompt": asked,
+                "prompt": question_turn,
                 "chosen": right,
                 "rejected": wrong,
             },
             "conversational_implicit_prompt_preference": {
-                "chosen": asked + right,
-                "rejected": asked + wrong,
+                "chosen": question_turn + right,
+                "rejected": question_turn + wrong,
             },
         }
         for name, row in rows.items():
-            made.setdefault(name, []).append(row)
+            rows_by_form.setdefault(name, []).append(row)
         for label, answer in ((True, good), (False, bad)):
             row = {"prompt": question, "completion": f" {answer}", "label": label}
-            made.setdefault("standard_unpaired_preference", []).append(row)
+            rows_by_form.setdefault("standard_unpaired_preference", []).append(row)
             row = {
-                "prompt": asked,
+                "prompt": question_turn,
                 "completion": spoken("assistant", answer),
                 "label": label,
             }
-            made.setdefault("conversational_unpaired_preference", []).append(row)
-    return made
+            rows_by_form.setdefault("conversational_unpaired_preference", []).append(
+                row
+            )
+    return rows_by_form
 
 
 def write_dataset(
@@ -321,7 +326,7 @@ def write_dataset(
     """Write a dataset as `datasets` keeps one that it has loaded from the Hub."""
     folder = home / "datasets" / f"{owner}___{name}" / config / "0.0.0" / REVISION
     folder.mkdir(parents=True)
-    found = SplitDict(dataset_name=name)
+    split_infos = SplitDict(dataset_name=name)
     features = Dataset.from_list(next(iter(splits.values()))).features
     for split, rows in splits.items():
         with ArrowWriter(
@@ -330,7 +335,7 @@ def write_dataset(
             for row in rows:
                 writer.write(row)
             count, size = writer.finalize()
-        found.add(
+        split_infos.add(
             SplitInfo(name=split, num_bytes=size, num_examples=count, dataset_name=name)
         )
     DatasetInfo(
@@ -339,7 +344,7 @@ def write_dataset(
         dataset_name=name,
         config_name=config,
         version="0.0.0",
-        splits=found,
+        splits=split_infos,
     ).write_to_directory(str(folder))
 
 
@@ -360,18 +365,19 @@ def save_tokenizer(words: Any, folder: Path) -> None:
 def main(home: Path) -> None:
     """Write all models, and what tutorials need."""
     subprocess.run(
-        [sys.executable, str(HERE / "tutorials" / "make_hub.py"), str(home)], check=True
+        [sys.executable, str(TESTS_FOLDER / "tutorials" / "make_hub.py"), str(home)],
+        check=True,
     )
-    known = home / "hub" / "models--bert-base-uncased" / "snapshots" / REVISION
+    bert_snapshot = home / "hub" / "models--bert-base-uncased" / "snapshots" / REVISION
     for name in ALIASES:
-        shutil.copytree(known, snapshot(home, name), dirs_exist_ok=True)
+        shutil.copytree(bert_snapshot, snapshot(home, name), dirs_exist_ok=True)
     transformers.utils.logging.disable_progress_bar()
     words = tokenizer()
     for name, (kind, settings) in MODELS.items():
         transformers.set_seed(0)
-        made: Any = getattr(transformers, kind)
+        model_class: Any = getattr(transformers, kind)
         folder = snapshot(home, name)
-        made(made.config_class(**settings)).save_pretrained(folder)
+        model_class(model_class.config_class(**settings)).save_pretrained(folder)
         save_tokenizer(words, folder)
     for name, width in ENCODERS.items():
         transformers.set_seed(0)

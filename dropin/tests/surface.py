@@ -18,10 +18,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-NAMES = HERE / "golden" / "names.json"
-EVERY_NAME = HERE / "golden" / "every_name.json"
-ELSEWHERE = HERE.parent / "src" / "accelerate" / "_impl" / "surface" / "elsewhere.txt"
+TESTS_FOLDER = Path(__file__).parent
+NAMES = TESTS_FOLDER / "golden" / "names.json"
+EVERY_NAME = TESTS_FOLDER / "golden" / "every_name.json"
+ELSEWHERE = (
+    TESTS_FOLDER.parent / "src" / "accelerate" / "_impl" / "surface" / "elsewhere.txt"
+)
 LEFT_OUT = {
     "accelerate.commands.menu": "drawing menus: the wizard is hasten's",
     "accelerate.commands.config.cluster": "inner steps of the wizard, which is hasten's",
@@ -220,13 +222,13 @@ OTHER_HOMES = {  # classes that name another module than the one they are import
 def public(module: types.ModuleType) -> dict[str, str]:
     """Names a module defines; a package's include those it re-exports from its own modules."""
     package = hasattr(module, "__path__")
-    found = {}
+    kinds_by_name = {}
     for name in dir(module):
         value = getattr(module, name)
         if name.startswith("_") or isinstance(value, types.ModuleType):
             continue
         home = getattr(value, "__module__", None)
-        own = isinstance(home, str) and (
+        is_own = isinstance(home, str) and (
             home.startswith("accelerate") if package else home == module.__name__
         )
         plain = (
@@ -234,47 +236,47 @@ def public(module: types.ModuleType) -> dict[str, str]:
             and name.isupper()
             and (package or module.__name__.endswith("constants"))
         )
-        if own or plain:
-            found[name] = (
+        if is_own or plain:
+            kinds_by_name[name] = (
                 "class"
                 if isinstance(value, type)
                 else "function"
                 if callable(value)
                 else "value"
             )
-    return found
+    return kinds_by_name
 
 
 def names() -> dict[str, dict[str, str]]:
     """Every public name of the installed package by module."""
     import accelerate
 
-    found = {"accelerate": public(accelerate)}
-    for one in pkgutil.walk_packages(accelerate.__path__, "accelerate."):
-        if one.name.startswith("accelerate.test_utils.scripts"):
+    names_by_module = {"accelerate": public(accelerate)}
+    for module_info in pkgutil.walk_packages(accelerate.__path__, "accelerate."):
+        if module_info.name.startswith("accelerate.test_utils.scripts"):
             continue
         try:
-            module = importlib.import_module(one.name)
+            module = importlib.import_module(module_info.name)
         except ImportError:
             continue
-        found[one.name] = public(module)
-    return found
+        names_by_module[module_info.name] = public(module)
+    return names_by_module
 
 
 def modules() -> dict[str, types.ModuleType]:
     """Every module of the installed package that can be imported here."""
     import accelerate
 
-    found = {"accelerate": accelerate}
-    for one in pkgutil.walk_packages(
+    loaded_modules = {"accelerate": accelerate}
+    for module_info in pkgutil.walk_packages(
         accelerate.__path__, "accelerate.", onerror=lambda name: None
     ):
-        if "._impl" in one.name or one.name.endswith("__main__"):
+        if "._impl" in module_info.name or module_info.name.endswith("__main__"):
             continue
         # a script of the original runs as it is imported
         with contextlib.suppress(ImportError, ValueError):
-            found[one.name] = importlib.import_module(one.name)
-    return found
+            loaded_modules[module_info.name] = importlib.import_module(module_info.name)
+    return loaded_modules
 
 
 def home_of(
@@ -296,8 +298,8 @@ def home_of(
                 else module
             )
         return module
-    home, known = constants.get(name, (module, None))
-    return home if known is value else module
+    home, constant = constants.get(name, (module, None))
+    return home if constant is value else module
 
 
 def homes() -> dict[str, dict[str, str]]:
@@ -310,11 +312,11 @@ def homes() -> dict[str, dict[str, str]]:
                 constants.setdefault(name, (module, value))
     return {
         module: {
-            name: home_of(getattr(one, name), name, module, constants)
-            for name in dir(one)
+            name: home_of(getattr(loaded_module, name), name, module, constants)
+            for name in dir(loaded_module)
             if not name.startswith("__")
         }
-        for module, one in loaded.items()
+        for module, loaded_module in loaded.items()
     }
 
 
@@ -326,7 +328,10 @@ def elsewhere() -> str:
     lines = []
     for face, names in json.loads(EVERY_NAME.read_text()).items():
         try:
-            own, found = set(dir(importlib.import_module(face))), dict[str, list[str]]()
+            own_names, names_by_home = (
+                set(dir(importlib.import_module(face))),
+                dict[str, list[str]](),
+            )
         except ImportError:
             continue
         if ".scripts." in face:
@@ -343,7 +348,7 @@ def elsewhere() -> str:
                     face,
                 )
             if (
-                name in own
+                name in own_names
                 or home == face
                 or home.startswith("accelerate.test_utils.scripts.")
             ):
@@ -353,17 +358,17 @@ def elsewhere() -> str:
             word, home = (
                 (f"{name}={home[1:]}", "-") if home.startswith("-") else (name, home)
             )
-            found.setdefault(home, []).append(word)
+            names_by_home.setdefault(home, []).append(word)
         lines += [
             f"{face} {home} {' '.join(sorted(words))}"
-            for home, words in sorted(found.items())
+            for home, words in sorted(names_by_home.items())
         ]
     return "\n".join(lines) + "\n"
 
 
 def unresolved() -> dict[str, str]:
     """Names of the original that resolve to nothing here, each with the reason, or an empty one."""
-    found = {}
+    reasons = {}
     for module, names in json.loads(EVERY_NAME.read_text()).items():
         for name in names:
             if "test_utils.scripts." in module and names[name] != module:
@@ -371,8 +376,8 @@ def unresolved() -> dict[str, str]:
             try:
                 getattr(importlib.import_module(module), name)
             except (ImportError, AttributeError):
-                found[f"{module}.{name}"] = reason(module) or LEFT_NAMES.get(name, "")
-    return found
+                reasons[f"{module}.{name}"] = reason(module) or LEFT_NAMES.get(name, "")
+    return reasons
 
 
 def reason(module: str) -> str | None:
@@ -396,22 +401,24 @@ def state_of(module: str, name: str) -> str:
         value: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         return f"left out: {why}" if why else "missing"
-    part = getattr(value, "__dict__", {}).get(MARK)
-    return f"left out: {part}" if part else "works"
+    left_out_reason = getattr(value, "__dict__", {}).get(MARK)
+    return f"left out: {left_out_reason}" if left_out_reason else "works"
 
 
 def table() -> dict[str, dict[str, str]]:
     """The state of every name of the original."""
-    wanted = json.loads(NAMES.read_text())
+    original_names = json.loads(NAMES.read_text())
     return {
-        module: {name: state_of(module, name) for name in sorted(found)}
-        for module, found in sorted(wanted.items())
+        module: {name: state_of(module, name) for name in sorted(module_names)}
+        for module, module_names in sorted(original_names.items())
     }
 
 
 def render(states: dict[str, dict[str, str]]) -> str:
     """SURFACE.md."""
-    flat = [state for found in states.values() for state in found.values()]
+    flat = [
+        state for module_states in states.values() for state in module_states.values()
+    ]
     count = {
         kind: sum(state.startswith(kind) for state in flat)
         for kind in ("works", "left out", "missing")
@@ -426,12 +433,12 @@ def render(states: dict[str, dict[str, str]]) -> str:
         f"{len(flat)} names: {count['works']} work, {count['left out']} left out on purpose, "
         f"{count['missing']} missing.",
     ]
-    for module, found in states.items():
-        if not found:
+    for module, module_states in states.items():
+        if not module_states:
             continue
         lines += ["", f"## {module}", ""]
         groups: dict[str, list[str]] = {}
-        for name, state in found.items():
+        for name, state in module_states.items():
             groups.setdefault(state, []).append(f"`{name}`")
         for state, members in sorted(
             groups.items(), key=lambda item: (item[0] != "works", item[0])
@@ -452,4 +459,4 @@ if __name__ == "__main__":
     elif sys.argv[1] == "elsewhere":
         ELSEWHERE.write_text(elsewhere())
     else:
-        (HERE.parent / "SURFACE.md").write_text(render(table()))
+        (TESTS_FOLDER.parent / "SURFACE.md").write_text(render(table()))

@@ -130,11 +130,11 @@ def test_a_logger_around_an_adapter_names_the_caller(
     plain = logging.getLogger("of_a_user")
     MultiProcessAdapter(Mine(plain, {})).error("one")
     Mine(MultiProcessAdapter(plain), {}).error("two")
-    assert [one.getMessage() for one in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         "[mine] [RANK 0] one",
         "[RANK 0] [mine] two",
     ]
-    assert {one.filename for one in caplog.records} == {Path(__file__).name}
+    assert {record.filename for record in caplog.records} == {Path(__file__).name}
 
 
 def test_variables_that_cannot_be_written_are_named(
@@ -144,7 +144,11 @@ def test_variables_that_cannot_be_written_are_named(
         {"A": "1", "B": "two words", "C": "x\ny", "D": "", "E": "a|b"}
     )
     assert lines == ["A=1\n", "E=a|b\n"]
-    assert [one.getMessage().split()[2][0] for one in caplog.records] == ["B", "C", "D"]
+    assert [record.getMessage().split()[2][0] for record in caplog.records] == [
+        "B",
+        "C",
+        "D",
+    ]
 
 
 def test_options_of_a_compilation_that_variables_set_are_passed_on(
@@ -164,12 +168,12 @@ def test_options_of_a_compilation_that_variables_set_are_passed_on(
     )
 
 
-@pytest.mark.parametrize("way", ["save", "model", "state"])
+@pytest.mark.parametrize("saving", ["save", "model", "state"])
 def test_names_that_share_memory_are_named_once(
-    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    saving: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Tied()
-    if way == "save":  # without an Accelerator
+    if saving == "save":  # without an Accelerator
         save(
             model.state_dict(), tmp_path / "model.safetensors", safe_serialization=True
         )
@@ -177,15 +181,15 @@ def test_names_that_share_memory_are_named_once(
         accelerator = Accelerator(cpu=True)
         accelerator.save_model(
             model, tmp_path
-        ) if way == "model" else accelerator.prepare(model)
-        if way == "state":
+        ) if saving == "model" else accelerator.prepare(model)
+        if saving == "state":
             accelerator.save_state(str(tmp_path))
-    said = [
-        one.getMessage()
-        for one in caplog.records
-        if "Removed shared tensor" in one.getMessage()
+    removal_messages = [
+        record.getMessage()
+        for record in caplog.records
+        if "Removed shared tensor" in record.getMessage()
     ]
-    assert len(said) == 1 and "{'b.weight'}" in said[0]
+    assert len(removal_messages) == 1 and "{'b.weight'}" in removal_messages[0]
 
 
 def test_models_that_cannot_be_saved_are_told_as_before(
@@ -203,13 +207,14 @@ def test_models_that_cannot_be_saved_are_told_as_before(
 
 def test_a_model_whose_weights_are_away_is_saved_whole(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    expected = {name: one.clone() for name, one in model.state_dict().items()}
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     attach_align_device_hook(model, execution_device=torch.device("cpu"), offload=True)
     Accelerator(cpu=True).save_model(model, tmp_path)
-    again = nn.Sequential(nn.Linear(2, 2))
-    load_checkpoint_in_model(again, tmp_path)
+    loaded_model = nn.Sequential(nn.Linear(2, 2))
+    load_checkpoint_in_model(loaded_model, tmp_path)
     assert all(
-        torch.equal(one, expected[name]) for name, one in again.state_dict().items()
+        torch.equal(tensor, expected[name])
+        for name, tensor in loaded_model.state_dict().items()
     )
 
 
@@ -261,7 +266,7 @@ def test_sizes_of_a_mesh_by_axis_and_its_backends() -> None:
 
 
 def test_sizes_are_checked_against_an_accelerator() -> None:
-    there = Mock(
+    accelerator = Mock(
         num_processes=4, is_fsdp2=True, multi_device=False, distributed_type="FSDP"
     )
     for sizes, message in (
@@ -269,13 +274,13 @@ def test_sizes_are_checked_against_an_accelerator() -> None:
         ({"tp_size": 4}, "no dimension for"),
     ):
         with pytest.raises(ValueError, match=message):
-            ParallelismConfig(**sizes)._validate_accelerator(there)
-    ParallelismConfig(dp_shard_size=4)._validate_accelerator(there)
-    there.is_fsdp2, there.distributed_type = False, "NO"
+            ParallelismConfig(**sizes)._validate_accelerator(accelerator)
+    ParallelismConfig(dp_shard_size=4)._validate_accelerator(accelerator)
+    accelerator.is_fsdp2, accelerator.distributed_type = False, "NO"
     with pytest.raises(
         ValueError, match=r"is only compatible DistributedType\.FSDP .* but got NO\."
     ):
-        ParallelismConfig(dp_shard_size=4)._validate_accelerator(there)
+        ParallelismConfig(dp_shard_size=4)._validate_accelerator(accelerator)
 
 
 def test_recipes_are_filled_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,8 +301,12 @@ def test_recipes_are_filled_and_checked(monkeypatch: pytest.MonkeyPatch) -> None
     )
     monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "3")
     monkeypatch.setenv("ACCELERATE_FP8_FORMAT", "E4M3")
-    told = TERecipeKwargs()
-    assert (told.margin, told.fp8_format, told.to_hasten().margin) == (3, "E4M3", 3)
+    recipe = TERecipeKwargs()
+    assert (recipe.margin, recipe.fp8_format, recipe.to_hasten().margin) == (
+        3,
+        "E4M3",
+        3,
+    )
     wrong: dict[str, Any] = {
         "fp8_format": TERecipeKwargs,
         "amax_compute_algo": TERecipeKwargs,
@@ -330,14 +339,15 @@ def test_a_deepspeed_plugin_is_selected_by_the_state_and_names_what_is_missing()
 
 
 @pytest.mark.parametrize(
-    ("word", "made"), [("INDUCTOR", {"dynamo_backend": "INDUCTOR"}), ("NO", {})]
+    ("word", "dynamo_config"),
+    [("INDUCTOR", {"dynamo_backend": "INDUCTOR"}), ("NO", {})],
 )
 def test_a_backend_of_older_settings_files_is_moved(
-    tmp_path: Path, word: str, made: dict[str, str]
+    tmp_path: Path, word: str, dynamo_config: dict[str, str]
 ) -> None:
     file = tmp_path / "old.yaml"
     file.write_text(yaml.safe_dump({"distributed_type": "NO", "dynamo_backend": word}))
-    assert vars(load_config_from_file(str(file)))["dynamo_config"] == made
+    assert vars(load_config_from_file(str(file)))["dynamo_config"] == dynamo_config
 
 
 def test_settings_of_older_files_and_of_the_cloud(
@@ -347,8 +357,8 @@ def test_settings_of_older_files_and_of_the_cloud(
     file.write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nfp16: true\nuse_cpu: true\n"
     )
-    found = load_config_from_file(str(file))
-    assert found.mixed_precision == "fp16" and list(found.to_dict())[:2] == [
+    config = load_config_from_file(str(file))
+    assert config.mixed_precision == "fp16" and list(config.to_dict())[:2] == [
         "compute_environment",
         "distributed_type",
     ]
@@ -433,22 +443,28 @@ def test_a_map_says_which_ties_it_takes_into_account(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     infer_auto_device_map(Tied(), max_memory={"cpu": 1000}, verbose=True)
-    said = capsys.readouterr().out.splitlines()
-    assert "  Found the relevant tied param groups [['a.weight', 'b.weight']]" in said
-    assert "  So those parameters need to be taken into account ['b.weight']" in said
+    printed_lines = capsys.readouterr().out.splitlines()
+    assert (
+        "  Found the relevant tied param groups [['a.weight', 'b.weight']]"
+        in printed_lines
+    )
+    assert (
+        "  So those parameters need to be taken into account ['b.weight']"
+        in printed_lines
+    )
 
 
 def test_an_index_may_be_a_plain_table(tmp_path: Path) -> None:
-    model, again = nn.Linear(2, 2), nn.Linear(2, 2)
-    for name, one in model.state_dict().items():
-        torch.save({name: one}, tmp_path / f"{name}.bin")
+    model, loaded_model = nn.Linear(2, 2), nn.Linear(2, 2)
+    for name, tensor in model.state_dict().items():
+        torch.save({name: tensor}, tmp_path / f"{name}.bin")
     index = tmp_path / "plain.json"
     index.write_text('{"weight": "weight.bin", "bias": "bias.bin"}')
-    load_checkpoint_in_model(again, index)
-    assert torch.equal(again.weight, model.weight)
+    load_checkpoint_in_model(loaded_model, index)
+    assert torch.equal(loaded_model.weight, model.weight)
     index.write_text('{"metadata": {}}')
     with pytest.raises(RuntimeError, match="not an index"):
-        load_checkpoint_in_model(again, index)
+        load_checkpoint_in_model(loaded_model, index)
 
 
 def test_weights_without_metadata_are_told(
@@ -471,23 +487,23 @@ def test_whole_numbers_stay_whole_whatever_the_dtype() -> None:
 
 def test_hooks_are_appended_to_what_is_there() -> None:
     class Named(ModelHook):
-        def __init__(self, name: str, said: list[str]) -> None:
-            self.name, self.said = name, said
+        def __init__(self, name: str, called_hooks: list[str]) -> None:
+            self.name, self.said = name, called_hooks
 
         def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self.said.append(self.name)
             return args, kwargs
 
     module: Any = nn.Linear(2, 2)
-    said: list[str] = []
+    called_hooks: list[str] = []
     for name in "abc":
-        add_hook_to_module(module, Named(name, said), append=True)
+        add_hook_to_module(module, Named(name, called_hooks), append=True)
     assert (
         isinstance(module._hf_hook.hooks[0], SequentialHook)
         and len(module._hf_hook.hooks) == 2
     )
     module(torch.ones(1, 2))
-    assert said == ["a", "b", "c"]
+    assert called_hooks == ["a", "b", "c"]
     UserCpuOffloadHook(module, module._hf_hook).remove()
     assert not hasattr(module, "_hf_hook")
     assert remove_hook_from_module(module) is module
@@ -521,11 +537,11 @@ def test_trackers_are_registered_if_they_are_trackers(
         match="must be a subclass of `GeneralTracker`, but got <class 'int'>",
     ):
         register_tracker_class(int)
-    before = LOGGER_TYPE_TO_CLASS["wandb"]
+    registered = LOGGER_TYPE_TO_CLASS["wandb"]
     try:
         register_tracker_class(Mine)
     finally:
-        LOGGER_TYPE_TO_CLASS["wandb"] = before
+        LOGGER_TYPE_TO_CLASS["wandb"] = registered
     assert "'wandb' is already registered and will be overwritten" in str(
         recwarn.pop().message
     )
@@ -566,7 +582,9 @@ def test_checkpoints_over_the_limit_are_counted_in_the_log(
     for _ in range(2):
         accelerator.save_state()
     assert [
-        one.getMessage() for one in caplog.records if "Deleting" in one.getMessage()
+        record.getMessage()
+        for record in caplog.records
+        if "Deleting" in record.getMessage()
     ] == ["[RANK 0] Deleting 1 checkpoints to make room for new checkpoint."]
 
 
@@ -574,11 +592,11 @@ def test_compiled_regions_are_a_copy_over_the_same_parameters() -> None:
     model = nn.Sequential(
         nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     )
-    made = compile_regions(model, backend="eager")
-    assert has_compiled_regions(made) and not has_compiled_regions(model)
-    assert extract_model_from_parallel(made, keep_torch_compile=False) is model
-    assert [id(one) for one in made.parameters()] == [
-        id(one) for one in model.parameters()
+    compiled = compile_regions(model, backend="eager")
+    assert has_compiled_regions(compiled) and not has_compiled_regions(model)
+    assert extract_model_from_parallel(compiled, keep_torch_compile=False) is model
+    assert [id(parameter) for parameter in compiled.parameters()] == [
+        id(parameter) for parameter in model.parameters()
     ]
 
 
@@ -595,9 +613,9 @@ def test_blocks_of_a_map_have_hooks_down_to_their_layers() -> None:
         model, {"0": "cpu", "1": "cpu"}, {"0": False, "1": True}
     )
     hooks = {
-        name: part._hf_hook
-        for name, part in model.named_modules()
-        if hasattr(part, "_hf_hook")
+        name: module._hf_hook
+        for name, module in model.named_modules()
+        if hasattr(module, "_hf_hook")
     }
     assert (
         sorted(hooks) == ["", "0", "0.0", "1"]

@@ -90,8 +90,8 @@ def test_empty_weights_cannot_be_moved_to_a_device() -> None:
 
 
 def test_hooks_of_a_dispatched_model_know_its_ties(tmp_path: Path) -> None:
-    places = {"first": "cpu", "last": "disk"}
-    model: Any = dispatch_model(Tied(), places, offload_dir=tmp_path)
+    device_map = {"first": "cpu", "last": "disk"}
+    model: Any = dispatch_model(Tied(), device_map, offload_dir=tmp_path)
     assert model.last._hf_hook.tied_params_names == {"weight"}
     assert list(model._hf_hook.tied_params_map) == [model.first.weight.data_ptr()]
 
@@ -135,12 +135,12 @@ def test_maps_are_worked_out_from_named_arguments(tmp_path: Path) -> None:
 def test_buffers_are_included_by_torchs_default_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own = nn.Module.register_parameter, nn.Module.register_buffer
+    register_methods = nn.Module.register_parameter, nn.Module.register_buffer
     with init_empty_weights(include_buffers=True) as nothing:
         assert (
             nn.Module.register_parameter,
             nn.Module.register_buffer,
-        ) == own and nothing is None
+        ) == register_methods and nothing is None
         assert nn.BatchNorm1d(2).running_mean.is_meta  # type: ignore[union-attr]
     # a decorator, too
     assert init_empty_weights(include_buffers=True)(Net)().norm.running_var.is_meta
@@ -192,25 +192,25 @@ def test_the_root_of_offloaded_blocks_gives_outputs_back_to_their_device() -> No
 
 
 def test_skipped_keys_are_left_at_any_depth_and_in_the_output() -> None:
-    seen: list[str] = []
+    input_devices: list[str] = []
 
     class Deep(nn.Module):
         def forward(self, x: Tensor, options: dict[str, Tensor]) -> dict[str, Tensor]:
-            seen.extend(
-                str(one.device) for one in (x, options["kept"], options["moved"])
+            input_devices.extend(
+                str(tensor.device) for tensor in (x, options["kept"], options["moved"])
             )
             return {"kept": torch.ones(1, device="meta"), "moved": x}
 
     model = add_hook_to_module(Deep(), AlignDevicesHook("meta", skip_keys="kept"))
     model(torch.ones(1), options={"kept": torch.ones(1), "moved": torch.ones(1)})
-    assert seen == ["meta", "cpu", "meta"]
+    assert input_devices == ["meta", "cpu", "meta"]
     model = add_hook_to_module(
         Deep(), AlignDevicesHook("cpu", io_same_device=True, skip_keys=["kept"])
     )
-    found = model(
+    moved_output = model(
         torch.ones(1), options={"kept": torch.ones(1), "moved": torch.ones(1)}
     )
-    assert found["kept"].is_meta and not found["moved"].is_meta
+    assert moved_output["kept"].is_meta and not moved_output["moved"].is_meta
 
 
 def test_an_earlier_model_goes_back_when_it_is_away_from_the_host() -> None:
@@ -257,7 +257,9 @@ def test_modules_kept_in_fp32_are_named_by_their_path(tmp_path: Path) -> None:
     }
     accelerate.load_checkpoint_in_model(model, tmp_path, {"": "cpu"}, **options)
     wide = [
-        name for name, one in model.named_parameters() if one.dtype == torch.float32
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dtype == torch.float32
     ]
     assert wide == ["first.weight", "first.bias", "last.weight"]
 
@@ -266,8 +268,8 @@ def test_ties_that_a_map_or_a_model_breaks_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.save(Tied().state_dict(), tmp_path / "pytorch_model.bin")
-    places = {"first": "cpu", "last": "disk"}
-    accelerate.load_checkpoint_in_model(Tied(), tmp_path, places, tmp_path / "away")
+    device_map = {"first": "cpu", "last": "disk"}
+    accelerate.load_checkpoint_in_model(Tied(), tmp_path, device_map, tmp_path / "away")
     assert (
         "Tied parameters are on different devices: {'first.weight': 'cpu', 'last.weight': 'disk'}"
         in caplog.text
@@ -298,7 +300,7 @@ def test_ties_that_a_map_or_a_model_breaks_are_named(
 def test_a_tenth_of_a_single_gpu_stays_free_if_no_limits_are_given() -> None:
     with patch(
         "accelerate.utils.modeling.get_max_memory",
-        side_effect=lambda given: {0: 300, "cpu": 1000},
+        side_effect=lambda limits: {0: 300, "cpu": 1000},
     ):
         assert modeling.get_balanced_memory(Net()) == {0: 270.0, "cpu": 1000}
         assert modeling.get_balanced_memory(Net(), {0: 300, "cpu": 1000}) == {
@@ -327,7 +329,7 @@ def test_linear_layers_are_left_by_their_name_or_a_part_of_their_path(
         type(model.sub.x) is nn.Linear and "no linear modules were found" in caplog.text
     )
     bnb.replace_with_bnb_layers(model, config, modules_to_not_convert=["x"])
-    assert [type(one).__name__ for one in model.sub.values()] == [
+    assert [type(layer).__name__ for layer in model.sub.values()] == [
         "Linear",
         "Linear8bitLt",
     ]
@@ -366,8 +368,8 @@ class Blocks(nn.Module):
 
 def test_the_outermost_module_shows_what_was_compiled_by_regions() -> None:
     model: Any = Blocks()
-    made: Any = compile_regions(model, backend="eager")
-    assert made._orig_mod is model and "_orig_mod" not in made.body.__dict__
+    compiled: Any = compile_regions(model, backend="eager")
+    assert compiled._orig_mod is model and "_orig_mod" not in compiled.body.__dict__
     wrapped: Any = compile_regions(nn.DataParallel(model), backend="eager")
     assert extract_model_from_parallel(wrapped, keep_torch_compile=False) is model
     assert type(wrapped._orig_mod) is nn.DataParallel
@@ -375,7 +377,7 @@ def test_the_outermost_module_shows_what_was_compiled_by_regions() -> None:
         extract_model_from_parallel(wrapped) is wrapped and wrapped._orig_mod is model
     )
     assert list(wrapped.state_dict()) == [
-        f"module.{name}" for name in made.state_dict()
+        f"module.{name}" for name in compiled.state_dict()
     ]
 
 
@@ -416,20 +418,20 @@ def test_a_single_gpu_that_keeps_a_tenth_is_named(
     caplog.set_level(logging.INFO, "accelerate.utils.modeling")
     with patch(
         "accelerate.utils.modeling.get_max_memory",
-        side_effect=lambda given: {0: 300, "cpu": 1000},
+        side_effect=lambda limits: {0: 300, "cpu": 1000},
     ):
         modeling.get_balanced_memory(Net())
     assert "We will use 90% of the memory on device 0" in caplog.text
 
 
 def test_a_cpu_with_an_index_is_another_device() -> None:
-    same = {
+    expected_sameness = {
         ("cpu", "cpu"): True,
         ("cpu:0", "cpu"): False,
         ("cuda", "cuda:0"): True,
         ("cuda", "meta"): False,
     }
-    for (first, second), expected in same.items():
+    for (first, second), expected in expected_sameness.items():
         assert (
             modeling.check_device_same(torch.device(first), torch.device(second))
             is expected
@@ -450,8 +452,8 @@ def test_training_in_fp8_is_estimated_without_ms_amp_only() -> None:
 
 @pytest.mark.parametrize("kind", ["cuda", "mps", "npu", "xpu"])
 def test_the_cache_of_the_device_that_is_there_is_cleared(kind: str) -> None:
-    there = patch(f"accelerate.utils.memory.is_{kind}_available", return_value=True)
-    with there, patch(f"torch.{kind}", create=True) as module:
+    available = patch(f"accelerate.utils.memory.is_{kind}_available", return_value=True)
+    with available, patch(f"torch.{kind}", create=True) as module:
         accelerate.utils.release_memory()
     module.empty_cache.assert_called_once_with()
 
@@ -501,9 +503,9 @@ def test_buffers_that_stay_are_not_written_beside_loaded_weights(
     tmp_path: Path,
 ) -> None:
     torch.save(Net().state_dict(), tmp_path / "pytorch_model.bin")
-    places = {"first": "cpu", "norm": "disk", "last": "cpu"}
+    device_map = {"first": "cpu", "norm": "disk", "last": "cpu"}
     load_checkpoint_and_dispatch(
-        Net(), tmp_path, places, offload_folder=tmp_path / "away"
+        Net(), tmp_path, device_map, offload_folder=tmp_path / "away"
     )
     assert {file.name for file in (tmp_path / "away").iterdir()} == {
         "norm.weight.dat",
@@ -585,13 +587,13 @@ def test_loading_and_dispatching_are_called_by_name() -> None:
         patch("accelerate.big_modeling.load_checkpoint_in_model") as load,
         patch(
             "accelerate.big_modeling.dispatch_model",
-            side_effect=lambda model, **given: model,
+            side_effect=lambda model, **options: model,
         ) as dispatch,
     ):
-        found = load_checkpoint_and_dispatch(
+        dispatched = load_checkpoint_and_dispatch(
             model, "file", {"": "cpu"}, dtype=torch.float16, offload_folder="away"
         )
-    assert found is model and load.call_args.args == (model, "file")
+    assert dispatched is model and load.call_args.args == (model, "file")
     assert (
         load.call_args.kwargs["dtype"] == torch.float16
         and load.call_args.kwargs["broadcast_from_rank0"] is False

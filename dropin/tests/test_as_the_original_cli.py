@@ -56,10 +56,10 @@ launching: Any = launch_helpers
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    before = dict(os.environ)
+    variables = dict(os.environ)
     yield
     os.environ.clear()
-    os.environ.update(before)
+    os.environ.update(variables)
 
 
 def completed(
@@ -67,12 +67,12 @@ def completed(
 ) -> tuple[argparse.Namespace, bool]:
     """What a command line of `accelerate launch` and a settings file give together, and whether the precision is the file's."""
     file = folder / "settings.yaml"
-    given = [] if settings is None else ["--config_file", str(file)]
+    file_flags = [] if settings is None else ["--config_file", str(file)]
     file.write_text(
         yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", **(settings or {})})
     )
     args, _, from_file = commands._validate_launch_command(
-        launch_command_parser().parse_args([*given, *words.split(), "x.py"])
+        launch_command_parser().parse_args([*file_flags, *words.split(), "x.py"])
     )
     return args, from_file
 
@@ -81,16 +81,17 @@ def completed(
 
 
 def test_a_file_is_completed_as_it_is_read(tmp_path: Path) -> None:
-    given: dict[str, Any] = {
+    config: dict[str, Any] = {
         "distributed_type": "NO",
         "dynamo_backend": "INDUCTOR",
         "fp16": True,
     }
-    assert BaseConfig.process_config(given) is given
+    assert BaseConfig.process_config(config) is config
     assert (
-        given["dynamo_config"] == {"dynamo_backend": "INDUCTOR"} and "fp16" not in given
+        config["dynamo_config"] == {"dynamo_backend": "INDUCTOR"}
+        and "fp16" not in config
     )
-    assert (given["mixed_precision"], given["num_processes"], given["use_cpu"]) == (
+    assert (config["mixed_precision"], config["num_processes"], config["use_cpu"]) == (
         "fp16",
         1,
         False,
@@ -173,7 +174,7 @@ def test_one_device_of_several_is_refused(
         ("all", 1, False),
         ("0", 2, False),
     ):
-        given = {
+        file_settings = {
             **settings,
             "num_processes": 2,
             "gpu_ids": ids,
@@ -183,9 +184,9 @@ def test_one_device_of_several_is_refused(
             with pytest.raises(
                 ValueError, match="Less than two GPU ids were configured"
             ):
-                completed(words, given, tmp_path)
+                completed(words, file_settings, tmp_path)
         else:
-            assert completed(words, given, tmp_path)[0].gpu_ids == ids
+            assert completed(words, file_settings, tmp_path)[0].gpu_ids == ids
 
 
 def test_where_the_precision_of_a_launch_comes_from(tmp_path: Path) -> None:
@@ -202,7 +203,7 @@ def test_several_devices_are_all_used(
         patch("torch.cuda.is_available", return_value=True),
     ):
         args, _ = completed("", None, tmp_path)
-        one, _ = completed("--num_processes 1", None, tmp_path)
+        single_process_args, _ = completed("--num_processes 1", None, tmp_path)
     assert (args.num_processes, args.multi_gpu, args.num_cpu_threads_per_process) == (
         4,
         True,
@@ -211,7 +212,7 @@ def test_several_devices_are_all_used(
     assert (
         "\t\tMore than one GPU was found, enabling multi-GPU training.\n" in caplog.text
     )
-    assert not one.multi_gpu
+    assert not single_process_args.multi_gpu
 
 
 # -- launching --------------------------------------------------------------------------------------------------------
@@ -234,11 +235,11 @@ def test_a_launcher_can_be_replaced() -> None:
 def test_flags_of_the_program_that_starts_processes(
     says: bytes, flags: tuple[str, ...]
 ) -> None:
-    there = patch(
+    installed = patch(
         "accelerate.utils.launch.which",
         side_effect=lambda name: name if name == "mpiexec" else None,
     )
-    with there, patch("subprocess.check_output", return_value=says):
+    with installed, patch("subprocess.check_output", return_value=says):
         assert launching._get_mpirun_args() == ("mpiexec", *flags)
 
 
@@ -250,7 +251,7 @@ def test_torchs_launcher_is_given_the_number_that_was_said(tmp_path: Path) -> No
 
 
 def test_workers_find_what_they_compile_with_and_how_fp8_is_computed() -> None:
-    found = variables_for(
+    variables = variables_for(
         [
             "--cpu",
             "--dynamo_backend",
@@ -264,12 +265,12 @@ def test_workers_find_what_they_compile_with_and_how_fp8_is_computed() -> None:
         ]
     )
     assert (
-        found["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
-        and found["ACCELERATE_FP8_MARGIN"] == "3"
+        variables["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
+        and variables["ACCELERATE_FP8_MARGIN"] == "3"
     )
     assert (
-        found["ACCELERATE_DYNAMO_USE_FULLGRAPH"]
-        == found["ACCELERATE_USE_CPU"]
+        variables["ACCELERATE_DYNAMO_USE_FULLGRAPH"]
+        == variables["ACCELERATE_USE_CPU"]
         == "True"
     )
 
@@ -294,9 +295,9 @@ def test_a_parser_remembers_what_was_stored() -> None:
 
 
 def test_settings_of_fsdp2_are_written_into_the_mapping(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}
-    assert to_fsdp2.convert_config_to_fsdp2(given) is given
-    assert given == {
+    config: dict[str, Any] = {"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}
+    assert to_fsdp2.convert_config_to_fsdp2(config) is config
+    assert config == {
         "fsdp_config": {"fsdp_reshard_after_forward": True, "fsdp_version": 2}
     }
     file = tmp_path / "x.yaml"
@@ -321,9 +322,9 @@ def test_the_table_of_a_model_that_is_made_by_hand(
     )
     with patch.object(
         estimate, "create_empty_model", return_value=torch.nn.Linear(10, 10)
-    ) as made:
+    ) as create_model:
         assert estimate.estimate_command(args) is None
-    made.assert_called_once_with(
+    create_model.assert_called_once_with(
         "made/by-hand", library_name=None, trust_remote_code=False
     )
     assert "│float32│" in capsys.readouterr().out
@@ -333,17 +334,19 @@ def test_the_hub_is_asked_by_a_name_that_can_be_replaced() -> None:
     config = pytest.importorskip("transformers").BertConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1
     )
-    known = MagicMock(library_name="transformers", config={"model_type": "bert"})
+    hub_info = MagicMock(library_name="transformers", config={"model_type": "bert"})
     with (
-        patch.object(estimate, "model_info", return_value=known) as asked,
+        patch.object(estimate, "model_info", return_value=hub_info) as hub_query,
         patch("transformers.AutoConfig.from_pretrained", return_value=config) as read,
     ):
-        made = estimate.create_empty_model("made/by-hand", None, access_token="secret")
+        empty_model = estimate.create_empty_model(
+            "made/by-hand", None, access_token="secret"
+        )
     assert (
-        type(made).__name__ == "BertModel"
-        and next(made.parameters()).device.type == "meta"
+        type(empty_model).__name__ == "BertModel"
+        and next(empty_model.parameters()).device.type == "meta"
     )
-    asked.assert_called_once_with("made/by-hand", token="secret")
+    hub_query.assert_called_once_with("made/by-hand", token="secret")
     read.assert_called_once_with(
         "made/by-hand", trust_remote_code=False, token="secret"
     )
@@ -396,12 +399,12 @@ def test_a_mesh_belongs_to_one_kind_of_device() -> None:
     with patch(
         "torch.distributed.device_mesh.init_device_mesh",
         return_value=MagicMock(device_type="cuda"),
-    ) as made:
+    ) as init_mesh:
         sizes.build_device_mesh("cuda")
         assert sizes.device_mesh is None
         assert (
             sizes.get_device_mesh("cuda")
-            is made.return_value
+            is init_mesh.return_value
             is sizes.get_device_mesh()
         )
     with pytest.raises(ValueError, match="already created with device type cuda"):
@@ -432,13 +435,16 @@ def test_attention_over_parts_of_a_sequence(kind: str) -> None:
 
 
 def test_a_recipe_of_torchao_has_its_configuration() -> None:
-    made = AORecipeKwargs(pad_inner_dim=False)
-    assert (made.config.pad_inner_dim, made.enable_fsdp_float8_all_gather) == (
+    recipe = AORecipeKwargs(pad_inner_dim=False)
+    assert (recipe.config.pad_inner_dim, recipe.enable_fsdp_float8_all_gather) == (
         False,
         True,
     )
-    given = AORecipeKwargs(config=made.config)
-    assert (given.pad_inner_dim, given.enable_fsdp_float8_all_gather) == (None, None)
+    filled_recipe = AORecipeKwargs(config=recipe.config)
+    assert (
+        filled_recipe.pad_inner_dim,
+        filled_recipe.enable_fsdp_float8_all_gather,
+    ) == (None, None)
     missing = patch(
         "accelerate.utils.dataclasses.is_torchao_available", return_value=False
     )

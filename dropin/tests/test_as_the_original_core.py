@@ -64,19 +64,23 @@ def test_arguments_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "steps", "kept"), [("1", 2, 1), ("4", 2, 4), (None, 2, 2)]
+    ("variable", "steps", "expected_steps"), [("1", 2, 1), ("4", 2, 4), (None, 2, 2)]
 )
 def test_the_variable_decides_about_accumulation(
-    given: str | None, steps: int, kept: int
+    variable: str | None, steps: int, expected_steps: int
 ) -> None:
     with patch_environment(
-        **({} if given is None else {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": given})
+        **(
+            {}
+            if variable is None
+            else {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": variable}
+        )
     ):
         assert (
             Accelerator(
                 cpu=True, gradient_accumulation_steps=steps
             ).gradient_accumulation_steps
-            == kept
+            == expected_steps
         )
 
 
@@ -93,10 +97,14 @@ def test_an_accelerator_is_as_new_after_its_memory_was_freed() -> None:
 @pytest.mark.parametrize("placed", [True, False])
 def test_optimizers_show_whether_they_are_placed(placed: bool) -> None:
     accelerator = Accelerator(cpu=True)
-    made = [torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1) for _ in range(2)]
-    one = accelerator.prepare_optimizer(made[0], device_placement=placed)
-    two = accelerator.prepare(made[1], device_placement=[placed])
-    assert (one.device_placement, two.device_placement) == (placed, placed)
+    optimizers = [
+        torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1) for _ in range(2)
+    ]
+    first_prepared = accelerator.prepare_optimizer(
+        optimizers[0], device_placement=placed
+    )
+    two = accelerator.prepare(optimizers[1], device_placement=[placed])
+    assert (first_prepared.device_placement, two.device_placement) == (placed, placed)
 
 
 def test_schedulers_follow_optimizers_that_are_prepared_later() -> None:
@@ -124,14 +132,16 @@ def test_a_scaler_that_is_given_decides_about_the_update(gradient: float) -> Non
     optimizer = AcceleratedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1.0), scaler=scaler
     )
-    before = model.weight.item()
+    initial_weight = model.weight.item()
     scaler.scale(model(torch.ones(1, 1)).sum()).backward()
     assert model.weight.grad is not None
     model.weight.grad.mul_(gradient)
     optimizer.step()
     skipped = gradient != 1.0
     assert optimizer.step_was_skipped == skipped
-    assert model.weight.item() == pytest.approx(before - (not skipped), abs=1e-6)
+    assert model.weight.item() == pytest.approx(
+        initial_weight - (not skipped), abs=1e-6
+    )
     assert scaler.get_scale() == (2.0 if skipped else 4.0)
 
 
@@ -168,10 +178,10 @@ def test_one_process_has_nothing_to_leave_unsynchronised() -> None:
 
 
 def test_reduced_tensors_are_copies() -> None:
-    given = torch.ones(2)
-    reduced = Accelerator(cpu=True).reduce([given])
-    assert torch.equal(reduced[0], given)
-    assert reduced[0].data_ptr() != given.data_ptr()
+    tensor = torch.ones(2)
+    reduced = Accelerator(cpu=True).reduce([tensor])
+    assert torch.equal(reduced[0], tensor)
+    assert reduced[0].data_ptr() != tensor.data_ptr()
 
 
 def test_cores_and_kernel_are_looked_at(
@@ -264,41 +274,41 @@ def test_schedules_of_other_classes_are_left_as_they_are_unless_asked_for() -> N
 
 @pytest.mark.parametrize("order", [1, 2, float("inf")])
 def test_gradients_are_clipped_by_the_step_of_clipping(order: float) -> None:
-    plain, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    for one in (plain, other):
-        for parameter in one.parameters():
+    plain, reference = nn.Linear(2, 2), nn.Linear(2, 2)
+    for layer in (plain, reference):
+        for parameter in layer.parameters():
             parameter.grad = torch.full_like(parameter, 3.0)
     norm = Accelerator(cpu=True)._clip_grad_norm_dtensor_aware(
         plain.parameters(), 1.0, order
     )
     assert torch.allclose(
-        norm, nn.utils.clip_grad_norm_(other.parameters(), 1.0, order)
+        norm, nn.utils.clip_grad_norm_(reference.parameters(), 1.0, order)
     )
-    assert plain.weight.grad is not None and other.weight.grad is not None
-    assert torch.allclose(plain.weight.grad, other.weight.grad)
+    assert plain.weight.grad is not None and reference.weight.grad is not None
+    assert torch.allclose(plain.weight.grad, reference.weight.grad)
 
 
 def test_the_window_follows_a_count_that_is_set() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    model, found = accelerator.prepare(nn.Linear(1, 1)), []
+    model, flags = accelerator.prepare(nn.Linear(1, 1)), []
     accelerator.step = 1
     for _ in range(3):
         with accelerator.accumulate(model):
-            found.append((accelerator.step, accelerator.sync_gradients))
+            flags.append((accelerator.step, accelerator.sync_gradients))
     accelerator._do_sync()
-    assert found == [(2, False), (3, True), (4, False)]
+    assert flags == [(2, False), (3, True), (4, False)]
     assert (accelerator.step, accelerator.sync_gradients) == (5, False)
 
 
 def test_names_of_the_module_are_called() -> None:
     accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with patch("accelerate.accelerator.AcceleratedOptimizer") as made:
-        assert accelerator.prepare_optimizer(optimizer) is made.return_value
-    with patch("accelerate.accelerator.AcceleratedScheduler") as made:
+    with patch("accelerate.accelerator.AcceleratedOptimizer") as wrapper_class:
+        assert accelerator.prepare_optimizer(optimizer) is wrapper_class.return_value
+    with patch("accelerate.accelerator.AcceleratedScheduler") as wrapper_class:
         assert (
             accelerator.prepare_scheduler(LambdaLR(optimizer, lambda epoch: 1.0))
-            is made.return_value
+            is wrapper_class.return_value
         )
     with patch("torch.nn.utils.clip_grad_norm_", return_value=5) as clips:
         assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == 5
@@ -308,9 +318,9 @@ def test_names_of_the_module_are_called() -> None:
     )
     with patch(
         "accelerate.accelerator.filter_trackers", return_value=["one"]
-    ) as chosen:
+    ) as filter_call:
         assert Accelerator(cpu=True, log_with="all").log_with == ["one"]
-    chosen.assert_called_once_with("all", None)
+    filter_call.assert_called_once_with("all", None)
     with patch("accelerate.state.PartialState.wait_for_everyone") as waits:
         accelerator.wait_for_everyone()
     waits.assert_called_once_with()
@@ -335,8 +345,8 @@ def test_helpers_follow_the_place_that_a_state_shows() -> None:
     state = PartialState(cpu=True)
     state.num_processes, state.process_index, state.local_process_index = 2, 1, 1
     state.distributed_type = DistributedType.MULTI_CPU
-    with state.split_between_processes([0, 1, 2]) as part:
-        assert part == [2]
+    with state.split_between_processes([0, 1, 2]) as share:
+        assert share == [2]
     with (
         pytest.raises(ValueError, match="must have the same length"),
         state.split_between_processes({"a": [1], "b": ""}),
@@ -347,7 +357,7 @@ def test_helpers_follow_the_place_that_a_state_shows() -> None:
         state.on_local_main_process,
         state.on_last_process,
     )
-    assert [one(lambda: 1)() for one in helpers] == [None, None, 1]
+    assert [decorator(lambda: 1)() for decorator in helpers] == [None, None, 1]
 
 
 def test_seeds_and_generators_are_those_of_the_state() -> None:
@@ -359,9 +369,9 @@ def test_seeds_and_generators_are_those_of_the_state() -> None:
         state.return_value.process_index = 3
         assert set_seed(1, device_specific=True) is None
     assert torch.equal(torch.rand(1), expected)
-    with patch("accelerate.utils.random.synchronize_rng_state") as one:
+    with patch("accelerate.utils.random.synchronize_rng_state") as synchronize:
         synchronize_rng_states(["torch", "cuda"])
-    assert one.call_args_list == [
+    assert synchronize.call_args_list == [
         call(RNGType(kind), generator=None) for kind in ("torch", "cuda")
     ]
     with pytest.raises(AssertionError, match="torch_xla is unavailable"):
@@ -369,9 +379,10 @@ def test_seeds_and_generators_are_those_of_the_state() -> None:
 
 
 def test_tests_that_need_a_package_ask_where_it_is_replaced() -> None:
-    for there in (True, False):
+    for is_available in (True, False):
         with patch(
-            "accelerate.test_utils.testing.is_wandb_available", return_value=there
+            "accelerate.test_utils.testing.is_wandb_available",
+            return_value=is_available,
         ):
             assert (
                 getattr(
@@ -379,7 +390,7 @@ def test_tests_that_need_a_package_ask_where_it_is_replaced() -> None:
                     "__unittest_skip__",
                     False,
                 )
-                is not there
+                is not is_available
             )
 
 
@@ -391,12 +402,12 @@ def test_saving_and_loading_are_told(
     accelerator = Accelerator(cpu=True)
     accelerator.save_state(str(tmp_path))
     accelerator.load_state(str(tmp_path))
-    said = [
-        one.getMessage()
-        for one in caplog.records
-        if one.name == "accelerate.accelerator"
+    messages = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "accelerate.accelerator"
     ]
-    assert said == [
+    assert messages == [
         f"[RANK 0] Saving current state to {tmp_path}",
         f"[RANK 0] Loading states from {tmp_path}",
     ]
@@ -488,7 +499,7 @@ class Own(GeneralTracker):
 def test_trackers_run_on_the_main_process() -> None:
     accelerator = Accelerator(cpu=True, log_with=Own())
     accelerator.init_trackers("run")
-    assert [one.name for one in accelerator.trackers] == ["own"]
+    assert [tracker.name for tracker in accelerator.trackers] == ["own"]
     accelerator.trackers = []
     with patch("accelerate.tracking.PartialState.is_main_process", False):
         accelerator.init_trackers("run")
@@ -513,15 +524,17 @@ def test_settings_of_mlflow_are_taken_by_place() -> None:
 
 
 def test_mlflow_is_told_by_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Mock()
-    package = SimpleNamespace(log_figure=told, log_artifact=told, log_artifacts=told)
+    log_call = Mock()
+    package = SimpleNamespace(
+        log_figure=log_call, log_artifact=log_call, log_artifacts=log_call
+    )
     monkeypatch.setattr(MLflowTracker, "_module", package)
     PartialState(cpu=True)
     tracker: Any = MLflowTracker("run")
     tracker.log_figure(1, "a.png", dpi=3)
     tracker.log_artifact("b")
     tracker.log_artifacts("c", artifact_path="d")
-    assert [call.kwargs for call in told.call_args_list] == [
+    assert [call.kwargs for call in log_call.call_args_list] == [
         {"figure": 1, "artifact_file": "a.png", "dpi": 3},
         {"local_path": "b", "artifact_path": None},
         {"local_dir": "c", "artifact_path": "d"},
@@ -546,7 +559,7 @@ def test_registered_trackers_get_their_folder_by_place(tmp_path: Path) -> None:
         )
         accelerator.init_trackers("one", init_kwargs={"with_folder": {"a": 1}})
         accelerator.init_trackers("two")
-    assert [one.given for one in accelerator.trackers] == [
+    assert [tracker.given for tracker in accelerator.trackers] == [
         ("one", str(tmp_path), {"a": 1}),
         ("two", str(tmp_path), {}),
     ]
@@ -580,7 +593,7 @@ def test_packages_that_are_missing_are_told_at_the_level_of_debugging(
         "accelerate._impl.trackers.registry.installed_trackers", return_value=[]
     ):
         assert filter_trackers("wandb") == []
-    assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         (
             "DEBUG",
             "[RANK 0] Tried adding logger wandb, but package is unavailable in the system.",
@@ -601,7 +614,7 @@ def test_loggers_ask_the_state_for_the_process(
     with patch("accelerate.state.PartialState.wait_for_everyone") as waits:
         PartialState().num_processes = 2
         logger.info("in turn", main_process_only=False, in_order=True)
-    assert [one.getMessage() for one in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         "[RANK 1] seen",
         "[RANK 0] in turn",
     ]
@@ -626,7 +639,7 @@ def test_a_warning_that_was_given_once_can_be_given_again(
         logger.warning_once("a")
         logger.warning_once("a")
         logger.warning_once.cache_clear()
-    assert [(one.getMessage(), one.filename) for one in caplog.records] == [
+    assert [(record.getMessage(), record.filename) for record in caplog.records] == [
         ("[RANK 0] a", Path(__file__).name)
     ] * 2
 
@@ -651,7 +664,7 @@ class Blocks(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("policy", "names", "size", "chosen"),
+    ("policy", "names", "size", "expected_names"),
     [
         (transformer_auto_wrap_policy, ["LayerNorm"], None, ["beside"]),
         (transformer_auto_wrap_policy, None, None, ["blocks.0", "blocks.1"]),
@@ -660,7 +673,7 @@ class Blocks(nn.Module):
     ],
 )
 def test_a_policy_of_any_object_tells_the_modules(
-    policy: Any, names: Any, size: Any, chosen: Any
+    policy: Any, names: Any, size: Any, expected_names: Any
 ) -> None:
     model = Blocks()
     plugin = SimpleNamespace(
@@ -668,10 +681,11 @@ def test_a_policy_of_any_object_tells_the_modules(
         transformer_cls_names_to_wrap=names,
         min_num_params=size,
     )
-    found = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    is_wrapped = fsdp2_prepare_auto_wrap_policy(plugin, model)
     assert (
-        found and [name for name, part in model.named_modules() if found(part)]
-    ) == chosen
+        is_wrapped
+        and [name for name, module in model.named_modules() if is_wrapped(module)]
+    ) == expected_names
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -682,14 +696,14 @@ def test_chosen_blocks_themselves_are_recomputed(offload: bool) -> None:
     plugin.auto_wrap_policy = transformer_auto_wrap_policy
     model, x = Blocks(), torch.ones(2, 3)
     expected = model(x)
-    made = fsdp2_apply_ac(
+    recomputed = fsdp2_apply_ac(
         SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model
     )
-    assert [type(one).__name__ for one in made.get_submodule("blocks").children()] == [
-        "OffloadWrapper" if offload else "CheckpointWrapper"
-    ] * 2
-    assert torch.equal(made(x), expected)
-    made(x).sum().backward()
+    assert [
+        type(block).__name__ for block in recomputed.get_submodule("blocks").children()
+    ] == ["OffloadWrapper" if offload else "CheckpointWrapper"] * 2
+    assert torch.equal(recomputed(x), expected)
+    recomputed(x).sum().backward()
 
 
 def test_an_optimizer_is_switched_by_its_parameters_methods() -> None:
@@ -697,6 +711,10 @@ def test_an_optimizer_is_switched_by_its_parameters_methods() -> None:
     optimizer = torch.optim.SGD(old.parameters(), lr=1.0)
     pairs = zip(old.parameters(), new.parameters(), strict=True)
     fsdp2_switch_optimizer_parameters(
-        optimizer, {one.data_ptr: other for one, other in pairs}
+        optimizer,
+        {
+            old_parameter.data_ptr: new_parameter
+            for old_parameter, new_parameter in pairs
+        },
     )
     assert optimizer.param_groups[0]["params"][0] is new.weight

@@ -63,35 +63,37 @@ def test_samplers_that_draw_share_a_generator(drawn: Any) -> None:
 
 
 def test_joined_tensors_are_found_by_their_keys() -> None:
-    one, two = (
+    first, second = (
         {"a": torch.ones(1), "b": torch.zeros(1)},
         {"b": torch.zeros(2), "a": torch.ones(1), "c": 3},
     )
-    assert {name: len(part) for name, part in concatenate([one, two]).items()} == {
+    assert {
+        name: len(tensor) for name, tensor in concatenate([first, second]).items()
+    } == {
         "a": 2,
         "b": 3,
     }
     with pytest.raises(KeyError, match="b"):
-        concatenate([one, {"a": torch.ones(1)}])
+        concatenate([first, {"a": torch.ones(1)}])
     with pytest.raises(RuntimeError, match="zero-dimensional"):
         concatenate([torch.tensor(1), torch.tensor(2)])
 
 
 @pytest.mark.parametrize(
-    ("name", "enough", "other"),
+    ("name", "enough", "unsuitable"),
     [("torchao", "0.6.1", "0.6.0"), ("aim", "3.29", "4.0.0")],
 )
 def test_some_packages_count_in_some_versions_only(
-    name: str, enough: str, other: str
+    name: str, enough: str, unsuitable: str
 ) -> None:
     probe = getattr(imports, f"is_{name}_available")
     with (
         patch("importlib.util.find_spec", return_value=Mock()),
         patch("importlib.metadata.metadata"),
     ):
-        for version, there in ((enough, True), (other, False)):
+        for version, is_available in ((enough, True), (unsuitable, False)):
             with patch("importlib.metadata.version", return_value=version):
-                assert probe() is there
+                assert probe() is is_available
 
 
 @pytest.mark.parametrize(
@@ -117,9 +119,9 @@ def test_a_command_is_named_unless_not_echoed_and_its_lines_are_printed_unless_q
         [sys.executable, "-c", code], timeout=1, quiet=quiet, echo=echo
     )
     assert (done.stdout, done.stderr) == (["a\rb", "", "1"], ["2"])
-    said = capsys.readouterr()
-    assert said.out.startswith("\nRunning:  ") is echo
-    assert ("stdout: a" in said.out, said.err) == (
+    printed = capsys.readouterr()
+    assert printed.out.startswith("\nRunning:  ") is echo
+    assert ("stdout: a" in printed.out, printed.err) == (
         (False, "") if quiet else (True, "stderr: 2\n")
     )
 
@@ -149,9 +151,9 @@ def test_replaced_names_act_where_loaders_use_them() -> None:
         side_effect=lambda batch, *_, **__: batch + 5,
     ) as sent:
         for dispatch in (False, True):
-            how: Any = {"dispatch_batches": dispatch, "non_blocking": True}
+            options: Any = {"dispatch_batches": dispatch, "non_blocking": True}
             loader = prepare_data_loader(
-                plain, torch.device("cpu"), put_on_device=True, **how
+                plain, torch.device("cpu"), put_on_device=True, **options
             )
             assert [batch.tolist() for batch in loader] == [[5, 6], [7, 8], [9]]
     assert sent.call_args.args[1:] == (
@@ -197,20 +199,25 @@ def test_streams_of_datasets_give_their_shards_unless_batches_are_split(
 
     PartialState(cpu=True)
     plain: Any = DataLoader(Shards(), batch_size=2)
-    places: Any = {"num_processes": 2, "process_index": 0, "split_batches": split}
-    for streams, found in ((Shards, kind), (int, "IterableDatasetShard")):
+    process_options: Any = {
+        "num_processes": 2,
+        "process_index": 0,
+        "split_batches": split,
+    }
+    for streams, dataset_class in ((Shards, kind), (int, "IterableDatasetShard")):
         with patch.dict(sys.modules, datasets=Mock(IterableDataset=streams)):
             with patch(
                 "accelerate.data_loader.is_datasets_available", return_value=True
             ):
                 assert (
-                    type(prepare_data_loader(plain, **places).dataset).__name__ == found
+                    type(prepare_data_loader(plain, **process_options).dataset).__name__
+                    == dataset_class
                 )
             with patch(
                 "accelerate.data_loader.is_datasets_available", return_value=False
             ):
                 assert (
-                    type(prepare_data_loader(plain, **places).dataset).__name__
+                    type(prepare_data_loader(plain, **process_options).dataset).__name__
                     == "IterableDatasetShard"
                 )
 
@@ -226,7 +233,7 @@ def test_a_last_batch_of_unknown_size_is_told_of_in_the_log(
             [2],
         ]
     assert [
-        one.message for one in caplog.records if "had no length" in one.message
+        record.message for record in caplog.records if "had no length" in record.message
     ] == [
         "[RANK 0] The used dataset had no length, returning gathered tensors. You should drop the remainder yourself."
     ]

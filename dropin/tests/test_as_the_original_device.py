@@ -28,28 +28,33 @@ def test_a_scale_shows_what_the_latest_step_did() -> None:
         kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
         gradient_accumulation_steps=2,
     )
-    made = nn.Linear(2, 1)
+    layer = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(
-        made, torch.optim.SGD(made.parameters(), lr=0.1)
+        layer, torch.optim.SGD(layer.parameters(), lr=0.1)
     )
-    seen = []
+    skips_and_scales = []
     for factor in (1.0, float("inf"), 1.0, 1.0):
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(1, 2)).sum() * factor)
             optimizer.step()
             optimizer.zero_grad()
-            seen.append(
+            skips_and_scales.append(
                 (accelerator.optimizer_step_was_skipped, accelerator.scaler.get_scale())
             )
-    assert seen == [(False, 1024.0), (True, 512.0), (True, 512.0), (False, 512.0)]
+    assert skips_and_scales == [
+        (False, 1024.0),
+        (True, 512.0),
+        (True, 512.0),
+        (False, 512.0),
+    ]
     assert isinstance(accelerator.scaler, torch.amp.GradScaler)
 
 
 def test_half_weights_are_taken_and_their_training_is_an_error() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    made = nn.Linear(2, 1).half()
+    layer = nn.Linear(2, 1).half()
     model, optimizer = accelerator.prepare(
-        made, torch.optim.SGD(made.parameters(), lr=0.1)
+        layer, torch.optim.SGD(layer.parameters(), lr=0.1)
     )
     assert model(torch.ones(1, 2).half()).dtype == torch.float32
     accelerator.backward(model(torch.ones(1, 2).half()).sum())
@@ -84,11 +89,14 @@ def test_the_device_of_a_lone_process_has_no_index(
     ("backend", "precision"), [("eager", "no"), ("eager", "bf16"), ("no", "no")]
 )
 def test_compiled_models_multiply_in_tf32(backend: str, precision: str) -> None:
-    before, settings = torch.backends.cuda.matmul.allow_tf32, torch.backends.cuda.matmul
+    initial_setting, settings = (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cuda.matmul,
+    )
     settings.allow_tf32 = False
     try:
         PartialState(cpu=True).device = torch.device("cuda")
         fill_whole(precision, dynamo_plugin=TorchDynamoPlugin(backend=backend))
         assert settings.allow_tf32 is ((backend, precision) == ("eager", "no"))
     finally:
-        settings.allow_tf32 = before
+        settings.allow_tf32 = initial_setting

@@ -35,11 +35,11 @@ def an_example(name: str, *lines: str) -> str:
 
 def parsed(*words: str) -> Namespace:
     """A command line with what `accelerate launch` adds to it."""
-    made = commands._validate_launch_command(
+    parsed_args = commands._validate_launch_command(
         launch_command_parser().parse_args([*words, "train.py"])
     )[0]
-    assert isinstance(made, Namespace)
-    return made
+    assert isinstance(parsed_args, Namespace)
+    return parsed_args
 
 
 def test_the_lines_that_an_example_adds(
@@ -61,13 +61,13 @@ def test_the_lines_that_an_example_adds(
     assert compare_against_test(complete, feature, False) == ["    log()\n"]
     assert compare_against_test(complete, feature, True) == []
     images = an_example("images.py", "resize()", "train()")
-    other = an_example("other.py", "run()", "log()", "end()")
-    assert compare_against_test(complete, other, False) == [
+    unrelated = an_example("other.py", "run()", "log()", "end()")
+    assert compare_against_test(complete, unrelated, False) == [
         "    run()\n",
         "    log()\n",
     ]
     # `run()` is in nlp_example's `main`
-    assert compare_against_test(complete, other, False, images) == ["    log()\n"]
+    assert compare_against_test(complete, unrelated, False, images) == ["    log()\n"]
     an_example("examples/nlp_example.py", mocked)
     assert compare_against_test(complete, feature, False) == [
         "    log()\n",
@@ -76,7 +76,7 @@ def test_the_lines_that_an_example_adds(
 
 
 @pytest.mark.parametrize(
-    "place",
+    "module_name",
     [
         "commands",
         "commands.config",
@@ -84,8 +84,8 @@ def test_the_lines_that_an_example_adds(
         "commands.config.default",
     ],
 )
-def test_every_name_that_a_module_lists_is_there(place: str) -> None:
-    module = importlib.import_module(f"accelerate.{place}")
+def test_every_name_that_a_module_lists_is_there(module_name: str) -> None:
+    module = importlib.import_module(f"accelerate.{module_name}")
     assert [name for name in dir(module) if not hasattr(module, name)] == []
     assert not hasattr(module, "of_no_module")
 
@@ -120,9 +120,9 @@ def test_one_process_of_a_notebook(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    found: list[str] = []
+    precisions: list[str] = []
     run = mock.Mock(
-        side_effect=lambda: found.append(os.environ["ACCELERATE_MIXED_PRECISION"])
+        side_effect=lambda: precisions.append(os.environ["ACCELERATE_MIXED_PRECISION"])
     )
     notebook_launcher(run, num_processes=1)
     with mock.patch("torch.cuda.is_available", return_value=True):
@@ -135,7 +135,7 @@ def test_one_process_of_a_notebook(
         "Launching training on MPS.",
     ]
     assert (
-        found == ["bf16"] * 3
+        precisions == ["bf16"] * 3
         and notebook_launcher.__module__
         == debug_launcher.__module__
         == "accelerate.launchers"

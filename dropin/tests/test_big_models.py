@@ -101,8 +101,8 @@ def test_from_pretrained_with_a_map_equals_the_whole_model(
         with pytest.raises(RuntimeError, match="can't move a model"):
             model.to("meta")
     model.save_pretrained(tmp_path / "again")
-    again = whole(tmp_path / "again")
-    assert torch.equal(again(IDS).logits, reference(IDS).logits)
+    reloaded = whole(tmp_path / "again")
+    assert torch.equal(reloaded(IDS).logits, reference(IDS).logits)
     remove_hook_from_submodules(model)
     assert torch.equal(model(IDS).logits, reference(IDS).logits)
 
@@ -122,35 +122,37 @@ def test_checkpoints_load_and_dispatch_by_hand(saved: Path, tmp_path: Path) -> N
     with init_empty_weights():
         model = build(AutoConfig.from_pretrained(saved)).eval()
     assert get_max_memory({"cpu": "1MB"}) == {"cpu": 10**6}
-    given: dict[Any, Any] = {"disk": 7.5, "cpu": "60KB", 1: 200, 0: "1KiB"}
-    assert list(get_max_memory(given).items()) == [
+    memory_limits: dict[Any, Any] = {"disk": 7.5, "cpu": "60KB", 1: 200, 0: "1KiB"}
+    assert list(get_max_memory(memory_limits).items()) == [
         (0, 1024),
         (1, 200),
         ("cpu", 60_000),
         ("disk", 7.5),
     ]
-    assert given == {"disk": 7.5, "cpu": 60_000, 1: 200, 0: 1024}, (
+    assert memory_limits == {"disk": 7.5, "cpu": 60_000, 1: 200, 0: 1024}, (
         "transformers reads the numbers from what it gave"
     )
     with pytest.raises(ValueError):
         get_max_memory({"gpu": 5})
-    places = infer_auto_device_map(
+    device_map = infer_auto_device_map(
         model, {"cpu": 120_000}, no_split_module_classes=["LlamaDecoderLayer"]
     )
-    assert set(places.values()) == {"cpu", "disk"}
+    assert set(device_map.values()) == {"cpu", "disk"}
     model = load_checkpoint_and_dispatch(
         model,
         saved,
-        device_map=places,
+        device_map=device_map,
         offload_folder=tmp_path,
         no_split_module_classes=["LlamaDecoderLayer"],
     )
-    away = [name for name, part in model.named_modules() if has_offloaded_params(part)]
+    away = [
+        name for name, module in model.named_modules() if has_offloaded_params(module)
+    ]
     assert away
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, whole(saved)(IDS).logits)
     remove_hook_from_submodules(model)
-    assert not any(hasattr(part, "_hf_hook") for part in model.modules())
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
 def test_offloading_by_hand_equals_the_whole_model(saved: Path, tmp_path: Path) -> None:
@@ -187,16 +189,16 @@ def test_adapters_train_and_merge_on_a_dispatched_base(
         saved, device_map=MAPS[3], offload_folder=tmp_path / "off"
     )
     model, reference = adapted(base), adapted(whole(saved))
-    for one in (model, reference):
-        one.train()
+    for adapted_model in (model, reference):
+        adapted_model.train()
         optimizer = torch.optim.SGD(
-            [p for p in one.parameters() if p.requires_grad], lr=0.5
+            [p for p in adapted_model.parameters() if p.requires_grad], lr=0.5
         )
         for _ in range(3):
-            one(IDS, labels=IDS).loss.backward()
+            adapted_model(IDS, labels=IDS).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        one.eval()
+        adapted_model.eval()
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, reference(IDS).logits)
         model.merge_adapter()
@@ -242,9 +244,9 @@ def test_the_memory_of_a_model_of_the_hub_is_estimated(
         "intermediate_size": 64,
     }
     build: Any = BertModel
-    whole = build(BertConfig(vocab_size=85, max_position_embeddings=64, **sizes))
+    bert = build(BertConfig(vocab_size=85, max_position_embeddings=64, **sizes))
     assert (
-        f"bert-base-uncased: {sum(p.numel() for p in whole.parameters()):,} parameters"
+        f"bert-base-uncased: {sum(p.numel() for p in bert.parameters()):,} parameters"
         in done.out[0]
     )
 
@@ -252,7 +254,7 @@ def test_the_memory_of_a_model_of_the_hub_is_estimated(
 def test_hooks_of_streamed_parts_name_what_stays_where_it_is(saved: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    places = {
+    device_map = {
         "model.embed_tokens": "cpu",
         "model.rotary_emb": "cpu",
         "model.norm": "cpu",
@@ -261,13 +263,15 @@ def test_hooks_of_streamed_parts_name_what_stays_where_it_is(saved: Path) -> Non
     layers = {
         f"model.layers.{number}": "disk" if number > 1 else "cpu" for number in range(4)
     }
-    model: Any = AutoModelForCausalLM.from_pretrained(saved, device_map=places | layers)
-    kept = {
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        saved, device_map=device_map | layers
+    )
+    skip_keys = {
         name: set(model.get_submodule(name)._hf_hook.skip_keys)
         for name in ("", *layers)
     }
     assert all(
-        names == set(model._skip_keys_device_placement) for names in kept.values()
+        names == set(model._skip_keys_device_placement) for names in skip_keys.values()
     )
     assert (
         model.model.layers[0]._hf_hook.place_submodules

@@ -84,28 +84,28 @@ def test_models_are_quantized_from_files_or_from_memory(
 ) -> None:
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
-    whole, x = Net(), torch.randn(4, 64)
-    save_file(whole.state_dict(), tmp_path / "model.safetensors")
+    reference, x = Net(), torch.randn(4, 64)
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
     if empty:
         with init_empty_weights():
             model = Net()
     else:
         model = Net()
-        model.load_state_dict(whole.state_dict())
+        model.load_state_dict(reference.state_dict())
     config = BnbQuantizationConfig(
         bnb_4bit_compute_dtype="fp32", torch_dtype="fp32", **settings
     )
     if empty:
         with pytest.raises(RuntimeError, match="weights_location"):
             load_and_quantize_model(model, config, device_map={"": "cpu"})
-    made = load_and_quantize_model(
+    quantized = load_and_quantize_model(
         model, config, tmp_path if empty else None, device_map={"": "cpu"}
     )
-    assert has_4bit_bnb_layers(made) == ("load_in_4bit" in settings)
-    assert type(made.get_submodule("head")) is nn.Linear
-    assert type(made.get_submodule("layers.0")) is not nn.Linear
+    assert has_4bit_bnb_layers(quantized) == ("load_in_4bit" in settings)
+    assert type(quantized.get_submodule("head")) is nn.Linear
+    assert type(quantized.get_submodule("layers.0")) is not nn.Linear
     with torch.no_grad():
-        assert (made(x) - whole(x)).abs().mean() < 0.1
+        assert (quantized(x) - reference(x)).abs().mean() < 0.1
     with pytest.raises(ValueError, match="cannot be offloaded"):
         load_and_quantize_model(
             Net(), config, device_map={"layers": "cpu", "norm": "disk", "head": "disk"}

@@ -41,14 +41,16 @@ def objects() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], Any]:
 def train_a_step(
     accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any
 ) -> None:
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    initial_parameters = [
+        parameter.detach().clone() for parameter in model.parameters()
+    ]
     for (batch,) in loader:
         accelerator.backward(model(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
     assert all(
         not torch.equal(old, new)
-        for old, new in zip(before, model.parameters(), strict=True)
+        for old, new in zip(initial_parameters, model.parameters(), strict=True)
     )
 
 
@@ -85,9 +87,9 @@ def test_a_class_level_patch_passes_a_model_through(
         Accelerator, "prepare_model", lambda self, model, *args, **kwargs: model
     )
     accelerator = Accelerator(cpu=True)
-    given = objects()
-    model, optimizer, loader, _ = accelerator.prepare(*given)
-    assert model is given[0]
+    training_objects = objects()
+    model, optimizer, loader, _ = accelerator.prepare(*training_objects)
+    assert model is training_objects[0]
     train_a_step(accelerator, model, optimizer, loader)
 
 
@@ -344,11 +346,13 @@ def test_models_that_a_client_has_sharded_over_a_mesh_of_its_own(
     monkeypatch.setattr(Accelerator, "prepare_model", pass_through)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    given = objects()
-    fully_shard(given[0], mesh=init_device_mesh("cpu", (1,)))
-    optimizer = torch.optim.SGD(given[0].parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(given[0], optimizer, given[2])
-    assert model is given[0]
+    training_objects = objects()
+    fully_shard(training_objects[0], mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(training_objects[0].parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(
+        training_objects[0], optimizer, training_objects[2]
+    )
+    assert model is training_objects[0]
     for (batch,) in loader:
         accelerator.backward(model(batch).square().mean())
         optimizer.step()

@@ -23,7 +23,7 @@ from accelerate.utils.deepspeed import (
 )
 from hasten.optional import available
 
-HERE = Path(__file__).parent
+TESTS_FOLDER = Path(__file__).parent
 needs_deepspeed = pytest.mark.skipif(
     not available("deepspeed"), reason="needs deepspeed"
 )
@@ -64,7 +64,8 @@ def test_blocks_that_are_gathered_together_can_be_marked_by_hand(
 ) -> None:
     model, marked = nn.Sequential(nn.Linear(1, 1), nn.ReLU()), []
     monkeypatch.setattr(
-        "deepspeed.utils.set_z3_leaf_modules", lambda *given: marked.append(given)
+        "deepspeed.utils.set_z3_leaf_modules",
+        lambda *arguments: marked.append(arguments),
     )
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "ReLU")
     DeepSpeedPlugin(transformer_moe_cls_names="Linear,ReLU").set_moe_leaf_modules(model)
@@ -80,8 +81,8 @@ def test_a_configuration_wins_over_options(tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}
     file = tmp_path / "engine.json"
     file.write_text(json.dumps(config))
-    for given in (config, str(file), HfDeepSpeedConfig(config)):
-        plugin = DeepSpeedPlugin(hf_ds_config=given)
+    for engine_config in (config, str(file), HfDeepSpeedConfig(config)):
+        plugin = DeepSpeedPlugin(hf_ds_config=engine_config)
         assert (plugin.zero_stage, plugin.gradient_clipping) == (1, 0.5)
     with pytest.raises(ValueError, match="specify the ZeRO optimization config"):
         DeepSpeedPlugin(hf_ds_config={"gradient_clipping": 1.0})
@@ -207,20 +208,22 @@ def test_trainer_has_the_same_losses_with_an_engine_and_after_a_resume(
     out = tmp_path / "out.json"
     done = warm.run(
         tmp_path,
-        [str(HERE / "clients" / "engine.py"), str(tmp_path / "run"), str(out)],
+        [str(TESTS_FOLDER / "clients" / "engine.py"), str(tmp_path / "run"), str(out)],
         processes,
     )
     assert not done.failed, done.err
-    found = json.loads(out.read_text())
-    for name, logs in found.items():
+    logs_by_name = json.loads(out.read_text())
+    for name, logs in logs_by_name.items():
         assert (
             parity.differences(logs["whole"], logs["resumed"], tolerance=1e-6) == []
         ), f"{name}, resumed"
-        assert len(logs["whole"]) == len(found["without"]["whole"])
+        assert len(logs["whole"]) == len(logs_by_name["without"]["whole"])
     for name in ("own", "partitioned"):
         assert (
             parity.differences(
-                found["without"]["whole"], found[name]["whole"], tolerance=1e-5
+                logs_by_name["without"]["whole"],
+                logs_by_name[name]["whole"],
+                tolerance=1e-5,
             )
             == []
         ), name

@@ -62,15 +62,15 @@ def make() -> Any:
 
 
 @pytest.mark.parametrize(
-    "how", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"]
+    "offload_method", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"]
 )
-def test_pictures_are_the_same_when_models_take_turns(how: str) -> None:
-    wanted = make()()
+def test_pictures_are_the_same_when_models_take_turns(offload_method: str) -> None:
+    expected_picture = make()()
     painter = make()
-    getattr(painter, how)(device="cpu")
+    getattr(painter, offload_method)(device="cpu")
     for _ in range(2):
-        assert torch.equal(painter(), wanted)
+        assert torch.equal(painter(), expected_picture)
     assert hasattr(painter.unet, "_hf_hook")
     painter.remove_all_hooks()
-    assert not any(hasattr(part, "_hf_hook") for part in painter.unet.modules())
-    assert torch.equal(painter(), wanted)
+    assert not any(hasattr(module, "_hf_hook") for module in painter.unet.modules())
+    assert torch.equal(painter(), expected_picture)

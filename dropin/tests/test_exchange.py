@@ -20,8 +20,8 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-HERE = Path(__file__).parent
-ORIGINAL = HERE.parent.parent / ".parity" / "bin" / "python"
+TESTS_FOLDER = Path(__file__).parent
+ORIGINAL = TESTS_FOLDER.parent.parent / ".parity" / "bin" / "python"
 original = pytest.mark.skipif(
     not ORIGINAL.exists(), reason="the original is not installed: `make parity` does it"
 )
@@ -38,9 +38,9 @@ def accelerator() -> Any:
 def form(value: Any) -> Any:
     """The types in a value."""
     if isinstance(value, dict):
-        return {key: form(one) for key, one in value.items()}
+        return {key: form(member) for key, member in value.items()}
     return (
-        (type(value), [form(one) for one in value[:4]])
+        (type(value), [form(member) for member in value[:4]])
         if isinstance(value, tuple)
         else type(value)
     )
@@ -49,7 +49,7 @@ def form(value: Any) -> Any:
 def test_random_states_have_the_recorded_form_and_other_files_are_hidden(
     accelerator: Any, tmp_path: Path
 ) -> None:
-    golden = HERE / "golden" / "checkpoint"
+    golden = TESTS_FOLDER / "golden" / "checkpoint"
     random.seed(0)  # another test's random.gauss() leaves a number in the state
     model, optimizer = accelerator.prepare(
         model := nn.Linear(2, 1), torch.optim.Adam(model.parameters())
@@ -57,18 +57,18 @@ def test_random_states_have_the_recorded_form_and_other_files_are_hidden(
     scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 2))
     accelerator.register_for_checkpointing(scheduler)
     accelerator.save_state(tmp_path / "one")
-    seen = {
+    written_names = {
         path.name
         for path in (tmp_path / "one").iterdir()
         if not path.name.startswith(".")
     }
     recorded = {path.name for path in golden.iterdir()} - {"losses.json"}
-    assert seen == recorded | {"manifest.json", "custom_checkpoint_0.pkl"}
-    mine, theirs = (
+    assert written_names == recorded | {"manifest.json", "custom_checkpoint_0.pkl"}
+    written_states, recorded_states = (
         torch.load(f / "random_states_0.pkl", weights_only=False)
         for f in (tmp_path / "one", golden)
     )
-    assert form(mine) == form(theirs)
+    assert form(written_states) == form(recorded_states)
 
 
 def test_a_model_and_a_checkpoint_may_share_a_folder(
@@ -102,14 +102,14 @@ def test_a_model_and_a_checkpoint_may_share_a_folder(
 def test_a_damaged_file_is_still_an_error(accelerator: Any, tmp_path: Path) -> None:
     model = accelerator.prepare(nn.Linear(2, 1))
     accelerator.save_state(tmp_path)
-    weights, before = (
+    weights, file_status = (
         tmp_path / "model.safetensors",
         (tmp_path / "model.safetensors").stat(),
     )
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
     weights.write_bytes(raw)
-    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.utime(weights, ns=(file_status.st_atime_ns, file_status.st_mtime_ns))
     with pytest.raises(Exception, match=r"model\.safetensors"):
         accelerator.load_state(tmp_path)
     assert model.weight.shape == (1, 2)
@@ -127,7 +127,7 @@ def run(python: str, processes: int, *args: str) -> Any:
         if processes > 1
         else []
     )
-    command = [python, *start, str(HERE / "scripts" / "exchange.py"), *args]
+    command = [python, *start, str(TESTS_FOLDER / "scripts" / "exchange.py"), *args]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**env, "OMP_NUM_THREADS": "1"}
     )
@@ -142,16 +142,22 @@ def test_a_run_goes_on_in_the_other_package(
     first: str, processes: int, tmp_path: Path
 ) -> None:
     sides = [str(ORIGINAL), sys.executable]
-    one, other = sides if first == "original" else sides[::-1]
+    first_python, second_python = sides if first == "original" else sides[::-1]
     went_on = run(
-        one, processes, "save", str(tmp_path / "folder"), str(tmp_path / "saved.json")
+        first_python,
+        processes,
+        "save",
+        str(tmp_path / "folder"),
+        str(tmp_path / "saved.json"),
     )
-    resumed, here = (
+    resumed, same_package = (
         run(side, processes, "load", str(tmp_path / "folder"), str(tmp_path / "o"))
-        for side in (other, one)
+        for side in (second_python, first_python)
     )
     assert len(went_on) == processes and len(went_on[0]["rows"]) > 3
-    assert resumed == here  # the losses, with dropout and noise of every generator
+    assert (
+        resumed == same_package
+    )  # the losses, with dropout and noise of every generator
     assert [position(rank) for rank in resumed] == [position(rank) for rank in went_on]
 
 
@@ -159,5 +165,5 @@ def position(rank: dict[str, Any]) -> list[Any]:
     """All but the losses: opening the iterator again draws a number that the run that went on did not draw."""
     return [
         rank["step"],
-        *([batch, rate, seen] for batch, _, rate, seen in rank["rows"]),
+        *([batch, rate, counter] for batch, _, rate, counter in rank["rows"]),
     ]

@@ -85,9 +85,9 @@ def test_hooks_bring_weights_and_take_them_away(
 def test_blocks_get_their_own_devices() -> None:
     model, reference = build(), build()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    places = {"first": "cpu", "norm": "cpu", "last": "cpu"}
+    device_map = {"first": "cpu", "norm": "cpu", "last": "cpu"}
     attach_align_device_hook_on_blocks(
-        model, places, {"last": True}, weights_map=weights
+        model, device_map, {"last": True}, weights_map=weights
     )
     assert model.last.weight.is_meta
     assert not model.first.weight.is_meta
@@ -111,10 +111,10 @@ def test_offloaded_weights_change_inside_the_block_that_aligns_them() -> None:
     remove_hook_from_submodules(model)
 
 
-@pytest.mark.parametrize("whole", [[], ["Sequential"]])
+@pytest.mark.parametrize("preloaded_classes", [[], ["Sequential"]])
 @pytest.mark.parametrize("buffers", [False, True])
 def test_the_plan_of_hooks_is_what_offloading_by_hooks_attaches(
-    whole: list[str], buffers: bool
+    preloaded_classes: list[str], buffers: bool
 ) -> None:
     def model() -> nn.Module:
         inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU())
@@ -127,7 +127,7 @@ def test_the_plan_of_hooks_is_what_offloading_by_hooks_attaches(
             }
         )
 
-    places: dict[str, int | str | torch.device] = {
+    device_map: dict[str, int | str | torch.device] = {
         "first": "meta",
         "inner": "cpu",
         "empty": "cpu",
@@ -135,11 +135,11 @@ def test_the_plan_of_hooks_is_what_offloading_by_hooks_attaches(
     }
     options = {
         "offload_buffers": buffers,
-        "preload_module_classes": whole,
+        "preload_module_classes": preloaded_classes,
         "skip_keys": ["kept"],
     }
     offloaded = model()
-    hooked.dispatch_model(offloaded, places, "meta", **options)  # type: ignore[arg-type]
+    hooked.dispatch_model(offloaded, device_map, "meta", **options)  # type: ignore[arg-type]
     flags = (
         "execution_device",
         "offload",
@@ -149,21 +149,21 @@ def test_the_plan_of_hooks_is_what_offloading_by_hooks_attaches(
         "skip_keys",
     )
     attached = {}
-    for name, part in offloaded.named_modules():
-        if (hook := hook_of(part)) is not None:
+    for name, module in offloaded.named_modules():
+        if (hook := hook_of(module)) is not None:
             attached[name] = {flag: getattr(hook, flag) for flag in flags}
     plain = model()
-    names = {part: name for name, part in plain.named_modules()}
+    names = {module: name for name, module in plain.named_modules()}
     planned: dict[str, Any] = {}
-    for part, arguments in hooks_of_map(plain, places, "meta", options):
-        planned.setdefault(names[part], dict.fromkeys(flags, False) | arguments)
+    for module, arguments in hooks_of_map(plain, device_map, "meta", options):
+        planned.setdefault(names[module], dict.fromkeys(flags, False) | arguments)
     assert planned == attached
     planned = {
-        names[part]: arguments
-        for part, arguments in hooks_of_offloading(plain, "meta", options)
+        names[module]: arguments
+        for module, arguments in hooks_of_offloading(plain, "meta", options)
     }
     assert set(planned) == {
         "first",
         "last",
-        *(["inner"] if whole else ["inner.0", "inner.1"]),
+        *(["inner"] if preloaded_classes else ["inner.0", "inner.1"]),
     }

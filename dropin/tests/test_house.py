@@ -32,46 +32,52 @@ MAX_TOKENS = 98_700
 
 def modules() -> dict[str, Path]:
     """Every module of the drop-in by its name."""
-    found = {}
+    files_by_module = {}
     for file in SOURCE.rglob("*.py"):
         name = ".".join(file.relative_to(SOURCE).with_suffix("").parts)
-        found[name.removesuffix(".__init__")] = file
-    return found
+        files_by_module[name.removesuffix(".__init__")] = file
+    return files_by_module
 
 
-def imports(file: Path, known: dict[str, Path]) -> Iterator[str]:
+def imports(file: Path, files_by_module: dict[str, Path]) -> Iterator[str]:
     """Modules of the drop-in that a file imports anywhere, for type checkers too."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            yield from (one.name for one in node.names if one.name in known)
+            yield from (
+                alias.name for alias in node.names if alias.name in files_by_module
+            )
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for one in node.names:
-                inner = f"{node.module}.{one.name}"
-                if inner in known or node.module in known:
-                    yield inner if inner in known else node.module
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                if inner in files_by_module or node.module in files_by_module:
+                    yield inner if inner in files_by_module else node.module
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    known = modules()
+    files_by_module = modules()
     left = {
-        name: {one for one in imports(file, known) if one != name}
-        for name, file in known.items()
+        name: {
+            imported for imported in imports(file, files_by_module) if imported != name
+        }
+        for name, file in files_by_module.items()
     }
-    while free := [name for name, wanted in left.items() if not wanted & left.keys()]:
+    while free := [
+        name for name, dependencies in left.items() if not dependencies & left.keys()
+    ]:
         for name in free:
             del left[name]
     assert left == {}
 
 
 def test_only_own_attributes_are_written_in_private() -> None:
-    own = ("self", "cls")
+    own_names = ("self", "cls")
     marks = (
         "_is_accelerate_prepared",
         "_step_count",
         "_hf_hook",
         "_orig_mod",
     )  # where other libraries look for them
-    found = [
+    foreign_writes = [
         f"{name}:{target.lineno} {ast.unparse(target)}"
         for name, file in modules().items()
         for node in ast.walk(ast.parse(file.read_text()))
@@ -81,10 +87,10 @@ def test_only_own_attributes_are_written_in_private() -> None:
         if isinstance(target, ast.Attribute)
         and target.attr.startswith("_")
         and not target.attr.startswith("__")
-        if not (isinstance(target.value, ast.Name) and target.value.id in own)
+        if not (isinstance(target.value, ast.Name) and target.value.id in own_names)
         and target.attr not in marks
     ]
-    assert found == []
+    assert foreign_writes == []
 
 
 def faces() -> dict[str, ast.Module]:
@@ -108,23 +114,23 @@ def num_tokens(node: ast.FunctionDef, token_lines: tuple[int, ...]) -> int:
 
 def shown() -> Iterator[tuple[str, int]]:
     """What faces show, wherever it is defined, with its size: functions, and methods of classes that are not private."""
-    known = {name for names in FACES.values() for name in names}
+    face_names = {name for names in FACES.values() for name in names}
     for module, file in modules().items():
         token_lines = lines_of_tokens(file.read_text())
         for node in ast.parse(file.read_text()).body:
-            if "._impl" in module and getattr(node, "name", None) not in known:
+            if "._impl" in module and getattr(node, "name", None) not in face_names:
                 continue
             if (
                 "._impl.testing.scripts." in module
             ):  # checks that run by themselves, no face of anything
                 continue
-            for one in node.body if isinstance(node, ast.ClassDef) else [node]:
-                if isinstance(one, ast.FunctionDef) and (
-                    one.name.startswith("__") or not one.name.startswith("_")
+            for member in node.body if isinstance(node, ast.ClassDef) else [node]:
+                if isinstance(member, ast.FunctionDef) and (
+                    member.name.startswith("__") or not member.name.startswith("_")
                 ):
                     yield (
-                        f"{module}:{one.lineno} {one.name}",
-                        num_tokens(one, token_lines),
+                        f"{module}:{member.lineno} {member.name}",
+                        num_tokens(member, token_lines),
                     )
 
 
@@ -143,14 +149,14 @@ def test_functions_that_faces_show_are_short() -> None:
 
 def test_faces_hold_no_logic() -> None:
     """Re-exports and tables: no class, and no function but the two of a module that loads names on first use."""
-    found = [
+    definitions = [
         f"{name}.{node.name}"
         for name, tree in faces().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if node.name not in ("__getattr__", "__dir__")
     ]
-    assert found == []
+    assert definitions == []
 
 
 @pytest.mark.filterwarnings("ignore")  # an old place says so
@@ -177,10 +183,14 @@ def test_rooms_have_their_homes_before_any_face_is_loaded() -> None:
         "import sys; from accelerate._impl.views.state import PartialState; from accelerate._impl.enums import RNGType; "
         "print(PartialState.__module__, RNGType.__module__, 'accelerate.state' in sys.modules)"
     )
-    said = subprocess.run(
+    printed_words = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    assert said == ["accelerate.state", "accelerate.utils.dataclasses", "False"]
+    assert printed_words == [
+        "accelerate.state",
+        "accelerate.utils.dataclasses",
+        "False",
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")  # of packages that are looked for
@@ -189,9 +199,9 @@ def test_annotations_of_classes_that_have_another_home_are_no_strings() -> None:
     delayed = [
         f"{home}.{name}: {field}"
         for room, home in HOMES.items()
-        for name, one in vars(importlib.import_module(room)).items()
-        if isinstance(one, type) and one.__module__ == home
-        for field, kind in vars(one).get("__annotations__", {}).items()
+        for name, candidate in vars(importlib.import_module(room)).items()
+        if isinstance(candidate, type) and candidate.__module__ == home
+        for field, kind in vars(candidate).get("__annotations__", {}).items()
         if isinstance(kind, str)
     ]
     assert delayed == []
@@ -202,8 +212,8 @@ def test_messages_are_called_by_name_with_their_values() -> None:
     table = json.loads(
         (SOURCE / "accelerate" / "_impl" / "surface" / "messages.json").read_text()
     )
-    places = {
-        name: [place for _, place, _, _ in Formatter().parse(text)]
+    fields_by_name = {
+        name: [field for _, field, _, _ in Formatter().parse(text)]
         for name, text in table.items()
     }
     calls = {
@@ -214,8 +224,8 @@ def test_messages_are_called_by_name_with_their_values() -> None:
         if isinstance(node.args[0], ast.Constant)
     }
     assert calls == {
-        name: found.count("") + len({*found} - {"", None})
-        for name, found in places.items()
+        name: fields.count("") + len({*fields} - {"", None})
+        for name, fields in fields_by_name.items()
     }
 
 

@@ -45,17 +45,19 @@ SETTINGS = {
 
 def parsed(*words: str) -> Any:
     validate = getattr(launching, "_validate_launch_command")  # noqa: B009  type checkers do not see what faces take from elsewhere
-    made = validate(launch_command_parser().parse_args([*words, "train.py"]))[0]
-    assert isinstance(made, Namespace)
-    return made
+    parsed_args = validate(launch_command_parser().parse_args([*words, "train.py"]))[0]
+    assert isinstance(parsed_args, Namespace)
+    return parsed_args
 
 
 def test_workers_under_fsdp_find_every_variable() -> None:
     flags = "--use_fsdp --num_processes 2 --fsdp_offload_params True --fsdp_transformer_layer_cls_to_wrap Block"
     with mock.patch("accelerate.utils.launch.is_port_in_use", return_value=False):
         env = prepare_multi_gpu_env(parsed(*flags.split()))
-    found = {name: value for name, value in env.items() if name.startswith("FSDP_")}
-    assert found == {
+    fsdp_variables = {
+        name: value for name, value in env.items() if name.startswith("FSDP_")
+    }
+    assert fsdp_variables == {
         "FSDP_VERSION": "1",
         "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
         "FSDP_RESHARD_AFTER_FORWARD": "true",
@@ -98,13 +100,13 @@ def test_other_kinds_of_launch_set_their_variables() -> None:
         megatron["MEGATRON_LM_TP_DEGREE"],
         megatron["MEGATRON_LM_GRADIENT_CLIPPING"],
     ) == ("1", "1.0")
-    _, alone = prepare_simple_launcher_cmd_env(
+    _, cpu_variables = prepare_simple_launcher_cmd_env(
         parsed("--cpu", "--num_cpu_threads_per_process", "3")
     )
     assert (
-        alone["ACCELERATE_USE_CPU"],
-        alone["OMP_NUM_THREADS"],
-        alone["KMP_BLOCKTIME"],
+        cpu_variables["ACCELERATE_USE_CPU"],
+        cpu_variables["OMP_NUM_THREADS"],
+        cpu_variables["KMP_BLOCKTIME"],
     ) == ("True", "3", "1")
 
 
@@ -114,7 +116,7 @@ def test_a_taken_port_is_told_and_a_second_machine_is_refused() -> None:
         with pytest.warns(UserWarning, match="standalone-like mode"):
             prepare_multi_gpu_env(args)
         assert args.standalone is True
-        there = [
+        machine_flags = [
             "--num_machines",
             "2",
             "--machine_rank",
@@ -123,7 +125,9 @@ def test_a_taken_port_is_told_and_a_second_machine_is_refused() -> None:
             "1.2.3.4",
         ]
         with pytest.raises(ConnectionError, match="another process is utilizing it"):
-            prepare_multi_gpu_env(parsed("--multi_gpu", "--num_processes", "4", *there))
+            prepare_multi_gpu_env(
+                parsed("--multi_gpu", "--num_processes", "4", *machine_flags)
+            )
 
 
 def test_deepspeeds_own_launcher_is_given_the_port_that_was_settled() -> None:
@@ -173,7 +177,7 @@ def test_the_parser_of_launch_is_loaded_without_training() -> None:
 
 
 def test_a_replaced_name_acts_and_comes_back() -> None:
-    before = accelerate.utils.launch.which
+    original_which = accelerate.utils.launch.which
     words = ["--cpu", "--num_processes", "4", "--mpirun_hostfile", "hosts"]
     with (
         mock.patch(
@@ -194,7 +198,7 @@ def test_a_replaced_name_acts_and_comes_back() -> None:
         "-n",
         "4",
     ]
-    assert accelerate.utils.launch.which is before
+    assert accelerate.utils.launch.which is original_which
     with pytest.raises(OSError, match="mpirun or mpiexec were not found"):
         prepare_simple_launcher_cmd_env(parsed(*words))
 
@@ -226,11 +230,11 @@ def test_unknown_keys_are_named_in_the_words_of_the_original(
 
 
 def test_what_fsdp2_lacks_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    made = convert_config_to_fsdp2(
+    converted = convert_config_to_fsdp2(
         {"fsdp_config": {"fsdp_version": 1, "fsdp_use_orig_params": True}}
     )
-    assert made == {"fsdp_config": {"fsdp_version": 2}}
-    assert convert_config_to_fsdp2(made) is made and convert_config_to_fsdp2(
+    assert converted == {"fsdp_config": {"fsdp_version": 2}}
+    assert convert_config_to_fsdp2(converted) is converted and convert_config_to_fsdp2(
         {"num_processes": 1}
     ) == {"num_processes": 1}
     assert [record.getMessage() for record in caplog.records][:2] == [
@@ -391,10 +395,10 @@ def test_tests_and_those_of_subclasses_leave_no_variable(
 
 def test_the_place_of_a_process_has_four_numbers() -> None:
     with patch_environment(rank=1, world_size=4, local_rank=1, local_world_size=2):
-        found = get_cpu_distributed_information()
+        information = get_cpu_distributed_information()
     assert (
-        found == CPUInformation(1, 4, 1, 2)
-        and pickle.loads(pickle.dumps(found)) == found
+        information == CPUInformation(1, 4, 1, 2)
+        and pickle.loads(pickle.dumps(information)) == information
     )
 
 
@@ -405,22 +409,26 @@ def test_samples_of_examples_become_loaders(
     transformers = pytest.importorskip("transformers")
     folder = tmp_path / "tests" / "test_samples" / "MRPC"
     folder.mkdir(parents=True)
-    rows = "".join(f"{'yes' if at % 2 else 'no'},a {at},b {at}\n" for at in range(5))
+    rows = "".join(
+        f"{'yes' if row % 2 else 'no'},a {row},b {row}\n" for row in range(5)
+    )
     for name in ("train", "dev"):
         (folder / f"{name}.csv").write_text(f"label,sentence1,sentence2\n{rows}")
     tokenizer = mock.Mock(
-        side_effect=lambda first, second, **how: {"input_ids": [[1, 2]] * len(first)}
+        side_effect=lambda first, second, **options: {
+            "input_ids": [[1, 2]] * len(first)
+        }
     )
-    tokenizer.pad = lambda examples, **how: (
-        how["padding"],
-        [one["labels"] for one in examples],
+    tokenizer.pad = lambda examples, **options: (
+        options["padding"],
+        [example["labels"] for example in examples],
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     with mock.patch.object(
         transformers.AutoTokenizer, "from_pretrained", return_value=tokenizer
     ):
-        train, held_out = mocked_dataloaders(Namespace(distributed_type="NO"))
-    assert train.batch_size == 2 and list(held_out) == [
-        ("longest", [at % 2]) for at in range(5)
+        train, test_loader = mocked_dataloaders(Namespace(distributed_type="NO"))
+    assert train.batch_size == 2 and list(test_loader) == [
+        ("longest", [row % 2]) for row in range(5)
     ]

@@ -21,9 +21,11 @@ def test_one_ahead_reads_one_further_and_knows_the_last(length: int) -> None:
 
     for device in (None, torch.device("cpu")):
         read.clear()
-        seen = []
+        read_batches = []
         for batch, _, last, mark in OneAhead(device, lambda batch: batch)(batches()):
-            seen.append((int(batch), last))
+            read_batches.append((int(batch), last))
             assert mark == int(batch)
             assert len(read) == min(int(batch) + 2, length)
-        assert seen == [(number, number == length - 1) for number in range(length)]
+        assert read_batches == [
+            (number, number == length - 1) for number in range(length)
+        ]

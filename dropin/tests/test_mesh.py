@@ -29,10 +29,12 @@ def test_a_llama_with_its_own_plan_trains_like_plain_torch(
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("axis", ["tp", "cp"])
-@pytest.mark.parametrize("how", ["share", "dispatch"])
+@pytest.mark.parametrize("reading", ["share", "dispatch"])
 def test_processes_of_one_model_or_sequence_read_the_same(
-    tmp_path: Path, warm: Any, world: int, axis: str, how: str
+    tmp_path: Path, warm: Any, world: int, axis: str, reading: str
 ) -> None:
     """The script checks that each sample is read by one group of them, and by all of its processes."""
-    done = warm.run(tmp_path, [READING, axis, how], world, {"ACCELERATE_USE_CPU": "1"})
+    done = warm.run(
+        tmp_path, [READING, axis, reading], world, {"ACCELERATE_USE_CPU": "1"}
+    )
     assert not done.failed, done.err[0][-3000:]

@@ -23,8 +23,8 @@ def draw_and_split() -> list[Any]:
     train, test = random_split(TensorDataset(torch.arange(12.0)), [8, 4])
     loader = accelerator.prepare(DataLoader(train, batch_size=2))
     read = [value for (batch,) in loader for value in batch.tolist()]
-    held_out = [float(test[index][0]) for index in range(4)]
-    return list(gather_object([(drawn, read, held_out)]))
+    held_out_rows = [float(test[index][0]) for index in range(4)]
+    return list(gather_object([(drawn, read, held_out_rows)]))
 
 
 def split_differently() -> None:
@@ -45,9 +45,9 @@ def test_processes_begin_with_the_random_states_of_the_notebook(
     results = notebook_launcher(draw_and_split, num_processes=2)
     expected = [random.random(), float(np.random.rand()), float(torch.rand(()))]
     assert [drawn for drawn, _, _ in results] == [expected, expected]
-    (_, first_read, held_out), (_, second_read, same_held_out) = results
-    assert held_out == same_held_out
-    assert sorted([*first_read, *second_read, *held_out]) == list(range(12))
+    (_, first_read, held_out_rows), (_, second_read, second_held_out_rows) = results
+    assert held_out_rows == second_held_out_rows
+    assert sorted([*first_read, *second_read, *held_out_rows]) == list(range(12))
 
 
 @pytest.mark.usefixtures("fresh_states")

@@ -58,12 +58,14 @@ def test_objects_behave_as_objects(shuffle: bool) -> None:
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     loader = accelerator.prepare(numbers(shuffle=shuffle))
     batches = iter(loader)
-    seen = [next(batches)[0].tolist() for _ in range(2)]
+    first_batches = [next(batches)[0].tolist() for _ in range(2)]
     state = copy.deepcopy(loader.state_dict())
-    rest = [x.tolist() for (x,) in batches]
+    remaining = [x.tolist() for (x,) in batches]
     loader.load_state_dict(state)
-    assert [x.tolist() for (x,) in loader] == rest
-    assert sorted(one for batch in seen + rest for one in batch) == list(range(12))
+    assert [x.tolist() for (x,) in loader] == remaining
+    assert sorted(row for batch in first_batches + remaining for row in batch) == list(
+        range(12)
+    )
     skipping = accelerator.skip_first_batches(loader, 1)
     assert isinstance(loader, stateful) and isinstance(skipping, stateful)
     assert skipping.state_dict()["_iterator_finished"]
@@ -75,27 +77,30 @@ def test_a_copied_optimizer_follows_windows_and_leaves_its_original_alone() -> N
     model, optimizer = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1)
     )
-    again = pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))
-    mine, theirs = (one.param_groups[0]["params"][0] for one in (optimizer, again))
-    assert torch.equal(mine, theirs) and mine is not theirs
-    before = theirs.detach().clone()
-    theirs.grad = torch.ones_like(theirs)
+    copied_optimizer = pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))
+    weight, copied_weight = (
+        each_optimizer.param_groups[0]["params"][0]
+        for each_optimizer in (optimizer, copied_optimizer)
+    )
+    assert torch.equal(weight, copied_weight) and weight is not copied_weight
+    initial_weight = copied_weight.detach().clone()
+    copied_weight.grad = torch.ones_like(copied_weight)
     with accelerator.accumulate(model):
-        again.step()
-        assert torch.equal(theirs, before)  # inside of a window
+        copied_optimizer.step()
+        assert torch.equal(copied_weight, initial_weight)  # inside of a window
     with accelerator.accumulate(model):
-        again.step()
-    assert torch.allclose(theirs, before - 0.1)
-    assert torch.equal(mine, before)
+        copied_optimizer.step()
+    assert torch.allclose(copied_weight, initial_weight - 0.1)
+    assert torch.equal(weight, initial_weight)
 
 
 def test_a_copied_accelerator_is_the_same_run() -> None:
     accelerator = Accelerator(cpu=True)
-    again = copy.copy(accelerator)
+    copied = copy.copy(accelerator)
     assert (
-        type(again) is Accelerator
-        and again is not accelerator
-        and again._clock is accelerator._clock
+        type(copied) is Accelerator
+        and copied is not accelerator
+        and copied._clock is accelerator._clock
     )
     assert copy.deepcopy(accelerator) is accelerator
 
@@ -110,9 +115,9 @@ def test_settings_change_before_the_first_model_only() -> None:
 
 def test_the_list_that_was_searched_stays_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(3, 3))
-    parts = list(model.named_children())
-    assert fallback_allocate(parts, compute_module_sizes(model), 50)[0] == "1"
-    assert [name for name, _ in parts] == ["0", "1"]
+    children = list(model.named_children())
+    assert fallback_allocate(children, compute_module_sizes(model), 50)[0] == "1"
+    assert [name for name, _ in children] == ["0", "1"]
 
 
 def test_a_tie_to_a_module_that_has_its_device_is_no_error() -> None:
@@ -173,5 +178,5 @@ def test_a_tpu_is_named_and_commands_are_read(
 
 def test_options_of_megatron_become_hastens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_LM_PP_DEGREE", "4")
-    made = MegatronLMPlugin(tp_degree=2, gradient_clipping=1.0).to_hasten()
-    assert (made.tp_degree, made.pp_degree, made.gradient_clipping) == (2, 4, 1.0)
+    plugin = MegatronLMPlugin(tp_degree=2, gradient_clipping=1.0).to_hasten()
+    assert (plugin.tp_degree, plugin.pp_degree, plugin.gradient_clipping) == (2, 4, 1.0)

@@ -58,30 +58,32 @@ def places(model: nn.Module) -> list[str]:
     return [parameter.device.type for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("way", ["cpu", "disk", "map", "checkpoint"])
-def test_offloaded_weights_rest_on_the_meta_device(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("offloading", ["cpu", "disk", "map", "checkpoint"])
+def test_offloaded_weights_rest_on_the_meta_device(
+    offloading: str, tmp_path: Path
+) -> None:
     model: Any = Small().eval()
     folder, file = tmp_path / "off", tmp_path / "weights.bin"
     expected, state = (
         model(X),
-        {name: one.clone() for name, one in model.state_dict().items()},
+        {name: tensor.clone() for name, tensor in model.state_dict().items()},
     )
     torch.save(state, file)
-    if way == "cpu":
+    if offloading == "cpu":
         assert cpu_offload(model, torch.device("cpu")) is model
-    elif way == "disk":
+    elif offloading == "disk":
         assert disk_offload(model, folder, "cpu") is model
-    elif way == "map":
+    elif offloading == "map":
         assert dispatch_model(model, MAP, offload_dir=folder) is model
     else:
         load_checkpoint_and_dispatch(model, file, MAP, offload_folder=folder)
-    stays = 2 if way in ("map", "checkpoint") else 0
+    stays = 2 if offloading in ("map", "checkpoint") else 0
     for _ in range(2):
         assert places(model) == ["cpu"] * stays + ["meta"] * (6 - stays)
         assert type(model._hf_hook) is type(model.last._hf_hook) is AlignDevicesHook
         assert model(X).requires_grad
         assert torch.equal(model(X), expected)
-    if way != "cpu":
+    if offloading != "cpu":
         assert {*json.loads((folder / "index.json").read_text())} >= {
             "last.weight",
             "last.bias",
@@ -91,8 +93,8 @@ def test_offloaded_weights_rest_on_the_meta_device(way: str, tmp_path: Path) -> 
             OffloadedWeightsLoader(save_folder=folder)["last.weight"],
             state["last.weight"],
         )
-    whole: Any = Accelerator().get_state_dict(model)
-    assert all(torch.equal(whole[name], one) for name, one in state.items())
+    full_state: Any = Accelerator().get_state_dict(model)
+    assert all(torch.equal(full_state[name], tensor) for name, tensor in state.items())
     remove_hook_from_submodules(model)
     assert places(model) == ["cpu"] * 6
     assert torch.equal(model(X), expected)
@@ -123,8 +125,8 @@ def test_a_dispatched_model_warns_and_refuses_to_move(
         in caplog.text
     )
     assert Accelerator(cpu=True).prepare(model) is model
-    whole = dispatch_model(Small(), {"": "cpu"}, force_hooks=True)
-    assert whole.to("cpu") is whole
+    dispatched = dispatch_model(Small(), {"": "cpu"}, force_hooks=True)
+    assert dispatched.to("cpu") is dispatched
 
 
 def test_a_streamed_model_shows_the_hooks_of_its_map_and_saves_every_name(
@@ -142,8 +144,8 @@ def test_a_streamed_model_shows_the_hooks_of_its_map_and_saves_every_name(
         offload_buffers=True,
     )
     shown = {
-        name: (part._hf_hook.offload, part._hf_hook.offload_buffers)
-        for name, part in model.named_modules()
+        name: (module._hf_hook.offload, module._hf_hook.offload_buffers)
+        for name, module in model.named_modules()
     }
     assert shown == {
         "": (False, False),
@@ -163,11 +165,11 @@ def test_a_streamed_model_shows_the_hooks_of_its_map_and_saves_every_name(
         assert float(layer.weight.detach().mean()) == 2.0
     with pytest.raises(RuntimeError, match=r"some modules offloaded"):
         model.to("cpu")
-    whole = accelerate.utils.modeling.get_state_dict_offloaded_model(model)
+    full_state = accelerate.utils.modeling.get_state_dict_offloaded_model(model)
     Accelerator().save_model(model, tmp_path / "saved")
     assert (
         {*load_file(tmp_path / "saved" / "model.safetensors")}
-        == {*whole}
+        == {*full_state}
         == {*model.state_dict()}
     )
     remove_hook_from_submodules(model)
@@ -195,14 +197,14 @@ def test_all_free_memory_is_offered() -> None:
 
 
 def test_a_name_patched_in_a_face_acts_behind_it(tmp_path: Path) -> None:
-    before = accelerate.utils.modeling.get_max_memory
+    original_function = accelerate.utils.modeling.get_max_memory
     with patch(
         "accelerate.utils.modeling.get_max_memory",
         return_value={"cpu": 1, "disk": 10**9},
-    ) as asked:
+    ) as limits_call:
         assert accelerate.utils.modeling.infer_auto_device_map(Small()) == {"": "disk"}
-        assert asked.called
-    assert accelerate.utils.modeling.get_max_memory is before
+        assert limits_call.called
+    assert accelerate.utils.modeling.get_max_memory is original_function
     assert set(accelerate.utils.modeling.infer_auto_device_map(Small()).values()) == {
         "cpu"
     }
@@ -235,11 +237,14 @@ def test_debug_mode_compares_the_shapes_of_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "1")
-    told = "Operation: `accelerate.utils.operations.gather`\nInput shapes:\n  - Process 0: [2, 3]\n  - Process 1: [1]"
+    expected_message = "Operation: `accelerate.utils.operations.gather`\nInput shapes:\n  - Process 0: [2, 3]\n  - Process 1: [1]"
     shapes = patch(
         "accelerate.utils.operations.gather_object", return_value=[[2, 3], [1]]
     )
-    with shapes, pytest.raises(DistributedOperationException, match=re.escape(told)):
+    with (
+        shapes,
+        pytest.raises(DistributedOperationException, match=re.escape(expected_message)),
+    ):
         gather(X)
     assert gather(X) is X
 
@@ -247,11 +252,14 @@ def test_debug_mode_compares_the_shapes_of_processes(
 @pytest.mark.usefixtures("fresh_states")
 def test_a_prepared_model_shows_the_forward_it_had() -> None:
     model = nn.Linear(2, 2)
-    before, accelerator = model.forward, Accelerator(mixed_precision="bf16", cpu=True)
+    original_forward, accelerator = (
+        model.forward,
+        Accelerator(mixed_precision="bf16", cpu=True),
+    )
     prepared: Any = accelerator.prepare(model)
-    assert prepared._original_forward == before
+    assert prepared._original_forward == original_forward
     plain = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
-    assert plain.forward == before
+    assert plain.forward == original_forward
     assert "_original_forward" not in vars(plain)
     with pytest.raises(pickle.PicklingError, match="unwrap the model"):
         pickle.dumps(ConvertOutputsToFp32(torch.relu))

@@ -44,9 +44,9 @@ def unpatched() -> Any:
         accelerate.data_loader,
         accelerate,
     )
-    before = [(owner, dict(vars(owner))) for owner in owners]
+    original_attributes = [(owner, dict(vars(owner))) for owner in owners]
     yield
-    for owner, attributes in before:
+    for owner, attributes in original_attributes:
         for name, value in vars(owner).copy().items():
             if name not in attributes:
                 delattr(owner, name)
@@ -67,9 +67,12 @@ def load(path: str) -> Any:
 def unsloth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make unsloth's modules importable without its start, which needs a GPU."""
     folder = next(WHEELS.glob("**/unsloth/models")).parent
-    for name, place in (("unsloth", folder), ("unsloth.models", folder / "models")):
+    for name, package_folder in (
+        ("unsloth", folder),
+        ("unsloth.models", folder / "models"),
+    ):
         package = ModuleType(name)
-        package.__path__ = [str(place)]
+        package.__path__ = [str(package_folder)]
         monkeypatch.setitem(sys.modules, name, package)
 
 
@@ -114,15 +117,15 @@ def test_unsloth_passes_models_through_that_it_has_sharded() -> None:
     native._install_accelerate_hooks()
     accelerator: Any = Accelerator(cpu=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    given: Any = fully_shard(nn.Linear(1, 1))
-    setattr(given, native._NATIVE_FLAG, True)
+    sharded: Any = fully_shard(nn.Linear(1, 1))
+    setattr(sharded, native._NATIVE_FLAG, True)
     with pytest.raises(RuntimeError, match="outside a Trainer is not supported"):
-        accelerator.prepare(given)
+        accelerator.prepare(sharded)
     setattr(accelerator, native._TRAINER_ACCELERATOR, True)
     model, optimizer = accelerator.prepare(
-        given, torch.optim.SGD(given.parameters(), lr=0.1)
+        sharded, torch.optim.SGD(sharded.parameters(), lr=0.1)
     )
-    assert model is given
+    assert model is sharded
     accelerator.backward(model(torch.ones(2, 1)).sum())
     assert accelerator.clip_grad_norm_(model.parameters(), 1.0) > 1.0
     optimizer.step()

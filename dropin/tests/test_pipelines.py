@@ -66,12 +66,12 @@ def tokenizer(folder: Path) -> None:
     build(tokenizer_object=words, **names).save_pretrained(folder)
 
 
-def bert(kind: str, **more: Any) -> Callable[[Path], None]:
+def bert(kind: str, **settings: Any) -> Callable[[Path], None]:
     def build(folder: Path) -> None:
         import transformers
 
         config = transformers.BertConfig(
-            vocab_size=32, max_position_embeddings=32, **SIZES, **more
+            vocab_size=32, max_position_embeddings=32, **SIZES, **settings
         )
         getattr(transformers, kind)(config).save_pretrained(
             folder, max_shard_size="8KB"
@@ -85,10 +85,15 @@ def gpt2(folder: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     build: Any = GPT2LMHeadModel
-    ends: dict[str, Any] = {"bos_token_id": 2, "eos_token_id": 3}
+    special_tokens: dict[str, Any] = {"bos_token_id": 2, "eos_token_id": 3}
     build(
         GPT2Config(
-            n_embd=16, n_layer=3, n_head=2, vocab_size=32, n_positions=32, **ends
+            n_embd=16,
+            n_layer=3,
+            n_head=2,
+            vocab_size=32,
+            n_positions=32,
+            **special_tokens,
         )
     ).save_pretrained(folder)
     tokenizer(folder)
@@ -181,7 +186,7 @@ def test_a_pipeline_with_parts_on_the_disk_answers_as_the_whole_model(
 
     from accelerate.hooks import remove_hook_from_submodules
 
-    build, given, options = TASKS[task]
+    build, make_inputs, options = TASKS[task]
     torch.manual_seed(0)
     build(tmp_path / "model")
     make: Any = pipeline
@@ -196,5 +201,5 @@ def test_a_pipeline_with_parts_on_the_disk_answers_as_the_whole_model(
     )
     assert "disk" in placed.model.hf_device_map.values()
     for _ in range(2):
-        assert placed(given(), **options) == plain(given(), **options)
+        assert placed(make_inputs(), **options) == plain(make_inputs(), **options)
     remove_hook_from_submodules(placed.model)

@@ -37,9 +37,9 @@ def test_stages_by_hand_give_their_output_to_every_process(
 def test_maps_divide_the_model_evenly_in_order() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     for processes in (2, 3):
-        places = list(inference.generate_device_map(model, processes).values())
-        assert places == sorted(places)
-        assert [places.count(place) for place in range(processes)] == [
+        ranks = list(inference.generate_device_map(model, processes).values())
+        assert ranks == sorted(ranks)
+        assert [ranks.count(rank) for rank in range(processes)] == [
             6 // processes
         ] * processes
 

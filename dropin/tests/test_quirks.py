@@ -29,7 +29,7 @@ from accelerate.utils import (
 )
 from hasten.errors import HastenWarning
 
-HERE = Path(__file__).parent
+TESTS_FOLDER = Path(__file__).parent
 # Quirks that the recorded scripts prove on one and two processes, by the script's name.
 RECORDED = {
     "SHUFFLE_FOLLOWS_TORCH": "shuffle_plain",
@@ -69,7 +69,7 @@ def quirks() -> set[str]:
     """The names in QUIRKS.md."""
     rows = re.findall(
         r"^\| `([A-Z_]+)` \| (.+) \| (.+) \|$",
-        (HERE.parent / "QUIRKS.md").read_text(),
+        (TESTS_FOLDER.parent / "QUIRKS.md").read_text(),
         re.MULTILINE,
     )
     assert all(habit.strip() and reason.strip() for _, habit, reason in rows)
@@ -86,12 +86,13 @@ def test_every_quirk_has_a_proof() -> None:
     }
     assert quirks() == {*RECORDED, *proven}
     assert all(
-        (HERE / "parity" / f"{script}.py").exists() for script in RECORDED.values()
+        (TESTS_FOLDER / "parity" / f"{script}.py").exists()
+        for script in RECORDED.values()
     )
 
 
 def test_every_quirk_marks_the_code_it_excuses() -> None:
-    rooms = HERE.parent / "src" / "accelerate" / "_impl"
+    rooms = TESTS_FOLDER.parent / "src" / "accelerate" / "_impl"
     marks = {
         name
         for file in rooms.rglob("*.py")
@@ -137,22 +138,22 @@ def test_zero_grad_waits_and_schedulers_count_micro_steps() -> None:
     assert rates == [1.0, 0.5, 0.5, 0.25]
 
 
-@pytest.mark.parametrize("asked", [None, "report"])
+@pytest.mark.parametrize("policy", [None, "report"])
 def test_a_loss_that_is_nan_warns_only_if_asked(
-    asked: str | None, monkeypatch: pytest.MonkeyPatch
+    policy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # proves NAN_IS_SILENT
-    if asked is not None:
-        monkeypatch.setenv("HASTEN_TRUST_NUMBERS", asked)
+    if policy is not None:
+        monkeypatch.setenv("HASTEN_TRUST_NUMBERS", policy)
     accelerator = Accelerator(cpu=True)
     model, optimizer, _ = _trained(accelerator)
-    with warnings.catch_warnings(record=True) as given:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         accelerator.backward(model(torch.full((1, 1), torch.nan)).sum())
         optimizer.step()
         accelerator.end_training()
-    assert [type(one.message) for one in given] == (
-        [] if asked is None else [HastenWarning]
+    assert [type(caught.message) for caught in caught_warnings] == (
+        [] if policy is None else [HastenWarning]
     )
 
 
@@ -201,12 +202,12 @@ def test_position_is_opt_in_and_the_epoch_is_always_restored(
 
     def make() -> tuple[Accelerator, DataLoader[tuple[torch.Tensor]]]:
         AcceleratorState._reset_state(True)
-        made = Accelerator(
+        fresh_accelerator = Accelerator(
             cpu=True,
             dataloader_config=config,
             project_config=ProjectConfiguration(str(tmp_path)),
         )
-        return made, made.prepare(
+        return fresh_accelerator, fresh_accelerator.prepare(
             DataLoader(TensorDataset(torch.arange(8)), batch_size=2, shuffle=True)
         )
 

@@ -54,7 +54,8 @@ def test_runs_of_mlflow_are_two_with_their_metrics(
         assert run.data.params == {"lr": "0.1"} and run.data.tags["k"] == "v"
         assert run.data.tags["mlflow.note.content"] == "d"
         assert [
-            one.value for one in client.get_metric_history(run.info.run_id, "loss")
+            metric.value
+            for metric in client.get_metric_history(run.info.run_id, "loss")
         ] == [1.0, 0.5, 1.0 / 3]
     assert (
         sum(

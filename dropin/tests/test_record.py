@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+TESTS_FOLDER = Path(__file__).parent
 SIDES = ("original", "dropin")
 # what they share, and DeepSpeed, which the original does not start on the CPU
 NO_CLIENTS = ("outcome", "engine")
@@ -24,10 +24,10 @@ NO_CLIENTS = ("outcome", "engine")
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """record.py as a module."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(HERE))
+    loaded_modules = set(sys.modules)
+    monkeypatch.syspath_prepend(str(TESTS_FOLDER))
     yield importlib.import_module("record")
-    for name in {"record", "run_parity", "warm"} - before:
+    for name in {"record", "run_parity", "warm"} - loaded_modules:
         sys.modules.pop(name, None)
 
 
@@ -42,28 +42,30 @@ def put(recorder: Any, out: Path, job: Any, *results: Any) -> Any:
 
 
 def test_every_client_is_recorded_and_described(recorder: Any) -> None:
-    scripts = {path.stem for path in (HERE / "clients").glob("*.py")}
+    scripts = {path.stem for path in (TESTS_FOLDER / "clients").glob("*.py")}
     assert set(recorder.CLIENTS) == scripts - set(NO_CLIENTS)
-    page = (HERE.parent / "CLIENTS.md").read_text()
+    page = (TESTS_FOLDER.parent / "CLIENTS.md").read_text()
     assert set(re.findall(r"`tests/clients/(\w+)\.py`", page)) == scripts - {"outcome"}
     pinned = {
         line.partition("==")[0].lower().replace("_", "-")
         for line in recorder.CONSTRAINTS.read_text().splitlines()
     }
     assert {
-        one for client in recorder.CLIENTS.values() for one in client.apart
+        distribution
+        for client in recorder.CLIENTS.values()
+        for distribution in client.apart
     } <= pinned
 
 
 def test_listed_differences_name_recordings_that_are_made(recorder: Any) -> None:
-    made = [
+    job_names = [
         job.name
         for job in recorder.jobs(
             [recorder.SCRIPTS, *recorder.CLIENTS, recorder.TUTORIALS]
         )
     ]
-    assert len(made) == len(set(made))
-    assert set(recorder.EXPLAINED) <= set(made)
+    assert len(job_names) == len(set(job_names))
+    assert set(recorder.EXPLAINED) <= set(job_names)
     assert {job.part for job in recorder.jobs(["lora", "parity"])} == {"lora", "parity"}
 
 
@@ -143,12 +145,12 @@ def test_the_page_shows_the_newest_releases(recorder: Any, tmp_path: Path) -> No
         "lora": "9.9: equal; on 2 processes differs in 1 place",
         "sentences": "no version: not installed: sentence_transformers (dropin)",
     }
-    before = (HERE.parent / "CLIENTS.md").read_text()
+    page_text = (TESTS_FOLDER.parent / "CLIENTS.md").read_text()
     changed = [
         (old, new)
         for old, new in zip(
-            before.splitlines(),
-            recorder.with_newest(before, cells).splitlines(),
+            page_text.splitlines(),
+            recorder.with_newest(page_text, cells).splitlines(),
             strict=True,
         )
         if old != new
@@ -208,7 +210,7 @@ def test_what_cannot_be_installed_is_named_and_no_error(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable,
-            str(HERE / "record.py"),
+            str(TESTS_FOLDER / "record.py"),
             str(tmp_path / "out"),
             *sides,
             "--only",

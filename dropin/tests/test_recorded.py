@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-GOLDEN = HERE / "golden"
+TESTS_FOLDER = Path(__file__).parent
+GOLDEN = TESTS_FOLDER / "golden"
 NEEDED = {
     "trainer": "transformers",
     "lora": "peft",
@@ -30,7 +30,9 @@ def test_small_scripts_equal_the_original(
     tmp_path: Path, warm: Any, parity: ModuleType, processes: int
 ) -> None:
     out = tmp_path / "out.json"
-    done = warm.run(tmp_path, [str(HERE / "run_parity.py"), "run", str(out)], processes)
+    done = warm.run(
+        tmp_path, [str(TESTS_FOLDER / "run_parity.py"), "run", str(out)], processes
+    )
     assert not done.failed, done.err
     recorded = json.loads((GOLDEN / f"parity_{processes}.json").read_text())
     assert (
@@ -41,7 +43,7 @@ def test_small_scripts_equal_the_original(
 
 
 def test_every_page_of_the_documentation_has_scripts(parity: ModuleType) -> None:
-    rows = (HERE / "parity" / "PAGES.md").read_text().splitlines()[4:]
+    rows = (TESTS_FOLDER / "parity" / "PAGES.md").read_text().splitlines()[4:]
     covering = {row.split("|")[1].strip(): re.findall(r"`(\w+)`", row) for row in rows}
     assert len(covering) > 40 and all(covering.values())
     assert {name for names in covering.values() for name in names} <= set(
@@ -65,7 +67,11 @@ def test_libraries_equal_the_original(
     out = tmp_path / "out.json"
     done = warm.run(
         tmp_path,
-        [str(HERE / "clients" / f"{client}.py"), str(tmp_path / "run"), str(out)],
+        [
+            str(TESTS_FOLDER / "clients" / f"{client}.py"),
+            str(tmp_path / "run"),
+            str(out),
+        ],
         processes,
     )
     assert not done.failed, done.err

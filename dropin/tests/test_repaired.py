@@ -69,16 +69,16 @@ def test_the_counter_of_checkpoints_comes_back(tmp_path: Path) -> None:
     accelerator.save_state()
     accelerator.save_state()
     AcceleratorState._reset_state(True)
-    again = Accelerator(
+    resumed = Accelerator(
         cpu=True,
         project_config=ProjectConfiguration(
             str(tmp_path), automatic_checkpoint_naming=True
         ),
     )
-    again.prepare(nn.Linear(1, 1))
-    again.load_state()
-    assert again.save_iteration == 2
-    assert Path(again.save_state()).name == "checkpoint_2"
+    resumed.prepare(nn.Linear(1, 1))
+    resumed.load_state()
+    assert resumed.save_iteration == 2
+    assert Path(resumed.save_state()).name == "checkpoint_2"
 
 
 def test_the_order_of_the_next_epoch_comes_back(tmp_path: Path) -> None:
@@ -86,11 +86,11 @@ def test_the_order_of_the_next_epoch_comes_back(tmp_path: Path) -> None:
 
     def make() -> tuple[Accelerator, DataLoader[tuple[torch.Tensor]]]:
         AcceleratorState._reset_state(True)
-        made = Accelerator(cpu=True)
-        given = torch.Generator().manual_seed(5)
+        fresh_accelerator = Accelerator(cpu=True)
+        generator = torch.Generator().manual_seed(5)
         data = TensorDataset(torch.arange(8))
-        return made, made.prepare(
-            DataLoader(data, batch_size=2, shuffle=True, generator=given)
+        return fresh_accelerator, fresh_accelerator.prepare(
+            DataLoader(data, batch_size=2, shuffle=True, generator=generator)
         )
 
     accelerator, loader = make()
@@ -101,11 +101,13 @@ def test_the_order_of_the_next_epoch_comes_back(tmp_path: Path) -> None:
         order.append(x.tolist())
         if number == 1:
             accelerator.save_state(str(tmp_path / "within"))
-    for place in ("between", "within"):
+    for checkpoint_name in ("between", "within"):
         accelerator, loader = make()
-        accelerator.load_state(str(tmp_path / place))
-        rest = skip_first_batches(loader, 2) if place == "within" else loader
-        assert [x.tolist() for (x,) in rest] == order[-len(rest) :]
+        accelerator.load_state(str(tmp_path / checkpoint_name))
+        remaining = (
+            skip_first_batches(loader, 2) if checkpoint_name == "within" else loader
+        )
+        assert [x.tolist() for (x,) in remaining] == order[-len(remaining) :]
 
 
 def test_a_reduction_given_in_parentheses_is_used() -> None:
@@ -133,7 +135,7 @@ def test_sizes_of_a_mesh_go_to_json() -> None:
 
 def test_no_word_of_a_flag_means_yes_by_mistake() -> None:
     parser = launch_command_parser()
-    given = parser.parse_args(
+    args = parser.parse_args(
         [
             "--megatron_lm_sequence_parallelism",
             "False",
@@ -145,7 +147,7 @@ def test_no_word_of_a_flag_means_yes_by_mistake() -> None:
             "1",
         ]
     )
-    assert words_of(given) == [
+    assert words_of(args) == [
         "--cpu=true",
         "--num_processes=2",
         "--megatron_lm_sequence_parallelism=False",
@@ -169,7 +171,7 @@ def test_settings_files_round_trip_and_convert(
     file.write_text(yaml.safe_dump({"distributed_type": "NO", "typo": 1}))
     with pytest.raises(ValueError, match="unknown keys"):
         load_config_from_file(str(file))
-    made = convert_config_to_fsdp2(
+    converted = convert_config_to_fsdp2(
         {
             "distributed_type": "FSDP",
             "fsdp_config": {
@@ -178,7 +180,7 @@ def test_settings_files_round_trip_and_convert(
             },
         }
     )
-    assert made["fsdp_config"] == {
+    assert converted["fsdp_config"] == {
         "fsdp_reshard_after_forward": False,
         "fsdp_version": 2,
     }
@@ -289,10 +291,10 @@ def test_a_launch_starts_one_process_on_the_cpu(
         "import os\nprint('started by', os.environ.get('WORLD_SIZE', 'a plain launch'))\n"
     )
     assert launch.run([*flags, "--num_processes=3", str(script)]) == 0
-    said = capfd.readouterr()
-    assert said.out == "started by a plain launch\n"
+    captured = capfd.readouterr()
+    assert captured.out == "started by a plain launch\n"
     assert (
-        said.err
+        captured.err
         == "accelerate launch starts 1 process on the CPU; for 3, use torchrun or hasten launch.\n"
     )
 
@@ -308,9 +310,9 @@ def test_uneven_loaders_join_and_windows_clip_at_their_end(
 
 
 def test_a_logger_sets_no_level_but_its_own() -> None:
-    before = logging.getLogger().level
+    root_level = logging.getLogger().level
     assert get_logger("repaired.level", log_level="DEBUG").logger.level == logging.DEBUG
-    assert logging.getLogger().level == before
+    assert logging.getLogger().level == root_level
 
 
 def test_env_needs_no_other_programs(
@@ -362,8 +364,8 @@ def test_mlflow_takes_the_name_of_the_run_beside_that_of_the_experiment(
     )
     assert run.data.tags["a"] == "b"
     assert [
-        (one.step, one.value)
-        for one in client.get_metric_history(run.info.run_id, "loss")
+        (metric.step, metric.value)
+        for metric in client.get_metric_history(run.info.run_id, "loss")
     ] == [(3, 0.5)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+TESTS_FOLDER = Path(__file__).parent
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_a.TestA" name="test_one[&lt;f at 0x7f12&gt;]" time="1"/>
 <testcase classname="tests.test_a" name="test_two"><failure message="no">no</failure></testcase>
@@ -24,7 +24,7 @@ REPORT = """<testsuites><testsuite>
 @pytest.fixture
 def suites(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """run_suites.py as a module."""
-    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.syspath_prepend(str(TESTS_FOLDER))
     yield importlib.import_module("run_suites")
     sys.modules.pop("run_suites", None)
 
@@ -65,14 +65,19 @@ def test_the_section_is_replaced_and_its_words_stay(
     assert "- peft, `b`: known" in first
     page = suites.with_section("# Clients\n\nwords\n", first)
     described = page.replace(suites.TITLE, f"{suites.TITLE}\n\nHow it is done.")
-    again = suites.with_section(described, suites.table(compared(suites, {"a"}, {"a"})))
-    assert again.startswith(
+    replaced_page = suites.with_section(
+        described, suites.table(compared(suites, {"a"}, {"a"}))
+    )
+    assert replaced_page.startswith(
         f"# Clients\n\nwords\n\n{suites.TITLE}\n\nHow it is done.\n\n| Suite |"
     )
-    assert "| peft | 1.0 | 1 | 1 | none |" in again and "known" not in again
     assert (
-        suites.with_section(again, suites.table(compared(suites, {"a"}, {"a"})))
-        == again
+        "| peft | 1.0 | 1 | 1 | none |" in replaced_page
+        and "known" not in replaced_page
+    )
+    assert (
+        suites.with_section(replaced_page, suites.table(compared(suites, {"a"}, {"a"})))
+        == replaced_page
     )
 
 
@@ -107,7 +112,7 @@ def test_added_files_are_run_and_see_their_folder(suites: Any, tmp_path: Path) -
 
 
 def test_the_page_has_every_suite(suites: Any) -> None:
-    page = (HERE.parent / "CLIENTS.md").read_text()
+    page = (TESTS_FOLDER.parent / "CLIENTS.md").read_text()
     _, title, section = page.partition(suites.TITLE)
     assert title
     assert re.findall(r"^\| ([\w.-]+) \| \d", section, re.MULTILINE) == [

@@ -27,10 +27,10 @@ from accelerate.utils import (
 from hasten.errors import DataError, PrepareError, StepError
 from hasten.optional import available
 
-HERE = Path(__file__).parent
+TESTS_FOLDER = Path(__file__).parent
 LOOP, TRAINER = (
-    str(HERE / "scripts" / "sequence_loop.py"),
-    str(HERE / "scripts" / "sequence_trainer.py"),
+    str(TESTS_FOLDER / "scripts" / "sequence_loop.py"),
+    str(TESTS_FOLDER / "scripts" / "sequence_trainer.py"),
 )
 needs_deepspeed = pytest.mark.skipif(
     not available("deepspeed"), reason="needs deepspeed"
@@ -53,26 +53,26 @@ def batch(length: int = 12, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
 def test_parts_joined_are_the_batch_with_labels_one_ahead(ranks: int) -> None:
-    given = batch(note="as it is")
-    parts = cut(ranks).parts(given)
-    assert len(parts) == ranks
+    whole_batch = batch(note="as it is")
+    rank_batches = cut(ranks).parts(whole_batch)
+    assert len(rank_batches) == ranks
     joined = {
-        key: torch.cat([part[key] for part in parts], 1)
-        for key in parts[0]
+        key: torch.cat([rank_batch[key] for rank_batch in rank_batches], 1)
+        for key in rank_batches[0]
         if key != "note"
     }
-    assert torch.equal(joined["input_ids"], given["input_ids"])
+    assert torch.equal(joined["input_ids"], whole_batch["input_ids"])
     assert torch.equal(joined["position_ids"], torch.arange(12).expand(2, -1))
-    assert torch.equal(joined["shift_labels"][:, :-1], given["labels"][:, 1:])
+    assert torch.equal(joined["shift_labels"][:, :-1], whole_batch["labels"][:, 1:])
     assert joined["shift_labels"][:, -1].tolist() == [-100, -100]
     assert torch.equal(joined["labels"], joined["shift_labels"]), (
         "or models would compute no loss"
     )
-    assert {part["note"] for part in parts} == {"as it is"}
-    assert all(part["shift_labels"].is_contiguous() for part in parts), (
-        "scripts take views of them"
-    )
-    assert set(given) == {"input_ids", "labels", "note"}, (
+    assert {rank_batch["note"] for rank_batch in rank_batches} == {"as it is"}
+    assert all(
+        rank_batch["shift_labels"].is_contiguous() for rank_batch in rank_batches
+    ), "scripts take views of them"
+    assert set(whole_batch) == {"input_ids", "labels", "note"}, (
         "the loader's own batch stays as it was"
     )
 
@@ -82,12 +82,16 @@ def test_batches_without_labels_are_cut_and_padding_on_the_right_needs_no_mask()
 ):
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, 7:] = 0
-    parts = cut(2).parts({"input_ids": batch()["input_ids"], "attention_mask": mask})
-    assert [set(part) for part in parts] == [{"input_ids", "position_ids"}] * 2
+    rank_batches = cut(2).parts(
+        {"input_ids": batch()["input_ids"], "attention_mask": mask}
+    )
+    assert [set(rank_batch) for rank_batch in rank_batches] == [
+        {"input_ids", "position_ids"}
+    ] * 2
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("refused_batch", "words"),
     [
         (torch.zeros(2, 12), "dicts of tensors"),
         ({"x": torch.zeros(2, 12)}, "no input_ids"),
@@ -101,9 +105,9 @@ def test_batches_without_labels_are_cut_and_padding_on_the_right_needs_no_mask()
         (batch(attention_mask=torch.ones(2, 1, 12, 12)), "Pad on the right"),
     ],
 )
-def test_batches_that_cannot_be_cut_are_refused(given: Any, words: str) -> None:
+def test_batches_that_cannot_be_cut_are_refused(refused_batch: Any, words: str) -> None:
     with pytest.raises(DataError, match=words):
-        cut(2).parts(given)
+        cut(2).parts(refused_batch)
 
 
 def test_packed_sequences_and_other_lengths_than_promised_are_refused() -> None:
@@ -150,19 +154,19 @@ print("found", options.sp_seq_length, options.sp_seq_length_is_variable, options
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", ["flags", "file"])
+@pytest.mark.parametrize("source", ["flags", "file"])
 def test_a_launch_passes_the_options_of_sequences_to_its_workers(
-    tmp_path: Path, way: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, source: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script, file = tmp_path / "show.py", tmp_path / "settings.yaml"
     script.write_text(SHOW)
-    given = {
+    settings = {
         f"parallelism_config_{name}": value
         for name, value in {"sp_size": 2, **OPTIONS}.items()
     }
-    file.write_text(json.dumps({"parallelism_config": given}))  # JSON is YAML, too
-    flags = [f"--{name}={value}" for name, value in given.items()]
-    words = flags if way == "flags" else ["--config_file", str(file)]
+    file.write_text(json.dumps({"parallelism_config": settings}))  # JSON is YAML, too
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    words = flags if source == "flags" else ["--config_file", str(file)]
     assert launch.run(["--cpu", "--num_processes=2", *words, str(script)]) == 0
     assert capfd.readouterr().out.count("found 256 False flash_attention_2") == 2
 
@@ -170,18 +174,18 @@ def test_a_launch_passes_the_options_of_sequences_to_its_workers(
 def test_variables_of_a_launch_name_the_options_of_sequences() -> None:
     """As Accelerate 1.15 spells them; a length that was not given stands there as None, which is read, too."""
     words = ["--cpu", "--num_processes=2", "--parallelism_config_sp_size=2", "x.py"]
-    found = {
+    variables = {
         name: value
         for name, value in variables_for(words).items()
         if name.startswith("PARALLELISM")
     }
-    assert found == {
+    assert variables == {
         "PARALLELISM_CONFIG_SP_SIZE": "2",
         "PARALLELISM_CONFIG_SP_BACKEND": "deepspeed",
         "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE": "True",
         "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa",
     }
-    with patch_environment(**found, PARALLELISM_CONFIG_SP_SEQ_LENGTH="None"):
+    with patch_environment(**variables, PARALLELISM_CONFIG_SP_SEQ_LENGTH="None"):
         assert ParallelismConfig().sp_handler == DeepSpeedSequenceParallelConfig(
             None, True, "sdpa"
         )
@@ -206,11 +210,14 @@ def test_models_and_kernels_that_would_not_attend_to_other_parts_are_refused() -
     built: Any = LlamaForCausalLM  # untyped
     model = built(LlamaConfig(vocab_size=8, **sizes))
     model.set_attn_implementation("eager")
-    for wanted, named in ((None, "eager"), ("flash_attention_2", "flash_attention_2")):
+    for implementation, named in (
+        (None, "eager"),
+        ("flash_attention_2", "flash_attention_2"),
+    ):
         with pytest.raises(
             PrepareError, match=f"{named}.*sp_attn_implementation='sdpa'"
         ):
-            attention.attach(model, wanted)
+            attention.attach(model, implementation)
 
 
 def test_without_sp_size_there_is_nothing_to_split() -> None:
@@ -227,8 +234,8 @@ def test_without_sp_size_there_is_nothing_to_split() -> None:
         ("none", 2),
         ("none", 4),
         *(
-            pytest.param(*one, marks=needs_deepspeed)
-            for one in (("0", 2), ("2", 2), ("3", 2), ("2", 4))
+            pytest.param(*case, marks=needs_deepspeed)
+            for case in (("0", 2), ("2", 2), ("3", 2), ("2", 4))
         ),
     ],
 )
@@ -247,11 +254,11 @@ def test_the_documented_loop_trains_like_plain_torch(
 def test_trainer_has_the_losses_of_one_process(
     tmp_path: Path, warm: Any, parity: ModuleType
 ) -> None:
-    found = []
+    reports = []
     for processes in (1, 2):
         out = tmp_path / f"{processes}.json"
         done = warm.run(tmp_path, [TRAINER, str(tmp_path / "run"), str(out)], processes)
         assert not done.failed, done.err[0][-3000:]
-        found.append(json.loads(out.read_text()))
-    assert len(found[0]) == 11
-    assert parity.differences(*found, tolerance=1e-5) == []
+        reports.append(json.loads(out.read_text()))
+    assert len(reports[0]) == 11
+    assert parity.differences(*reports, tolerance=1e-5) == []

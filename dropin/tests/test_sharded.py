@@ -37,7 +37,7 @@ from hasten.config.files import effective_settings
 from hasten.errors import ConfigError
 from hasten.launch.job import prepare
 
-HERE = Path(__file__).parent
+TESTS_FOLDER = Path(__file__).parent
 FLAGS = (
     *(
         "--cpu",
@@ -56,19 +56,21 @@ CLOSE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}  # Any: keywords
 def loop(tmp_path_factory: pytest.TempPathFactory, warm: Any) -> Path:
     """The folder of one run of scripts/sharded_loop.py, which checks most things itself, in the launcher's environment."""
     folder = tmp_path_factory.mktemp("loop")
-    script = str(HERE / "scripts" / "sharded_loop.py")
-    given = dict(variables_for([*FLAGS, script]))
-    with patch_environment(**given):
+    script = str(TESTS_FOLDER / "scripts" / "sharded_loop.py")
+    launch_variables = dict(variables_for([*FLAGS, script]))
+    with patch_environment(**launch_variables):
         parsed = make_parser().parse_args([*FLAGS, script])
         plan = prepare([script], settings=parsed.settings).plan
-    done = warm.run(folder, [script, str(folder)], 2, {**given, **plan.procs[0].env})
+    done = warm.run(
+        folder, [script, str(folder)], 2, {**launch_variables, **plan.procs[0].env}
+    )
     assert not done.failed, done.err[0][-3000:]
     return folder
 
 
 @pytest.mark.timeout(240)
 def test_losses_and_weights_equal_plain_torch_on_one_process(loop: Path) -> None:
-    script = runpy.run_path(str(HERE / "scripts" / "sharded_loop.py"))
+    script = runpy.run_path(str(TESTS_FOLDER / "scripts" / "sharded_loop.py"))
     model, optimizer = script["make"]()
     losses = []
     for step in range(4):
@@ -79,17 +81,19 @@ def test_losses_and_weights_equal_plain_torch_on_one_process(loop: Path) -> None
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    found = json.loads((loop / "found.json").read_text())
+    report = json.loads((loop / "found.json").read_text())
     torch.testing.assert_close(
-        torch.tensor(found["losses"]), torch.tensor(losses), **CLOSE
+        torch.tensor(report["losses"]), torch.tensor(losses), **CLOSE
     )
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(torch.tensor(found["weights"][name]), value, **CLOSE)
-    for way, continued in found["continued"].items():
         torch.testing.assert_close(
-            torch.tensor(continued), torch.tensor(losses[2:]), **CLOSE, msg=way
+            torch.tensor(report["weights"][name]), value, **CLOSE
         )
-    assert len(found["continued"]) == 8
+    for source, continued in report["continued"].items():
+        torch.testing.assert_close(
+            torch.tensor(continued), torch.tensor(losses[2:]), **CLOSE, msg=source
+        )
+    assert len(report["continued"]) == 8
 
 
 def test_shards_of_either_format_are_merged(loop: Path, tmp_path: Path) -> None:
@@ -118,9 +122,9 @@ def test_shards_of_either_format_are_merged(loop: Path, tmp_path: Path) -> None:
         for name, value in expected.items()
     )
     assert (loop / "full" / "state" / "optimizer.bin").is_file()
-    whole = torch.load(loop / "full" / "pytorch_model_fsdp.bin", weights_only=True)
+    full_state = torch.load(loop / "full" / "pytorch_model_fsdp.bin", weights_only=True)
     assert all(
-        torch.allclose(whole[name], value, atol=1e-6)
+        torch.allclose(full_state[name], value, atol=1e-6)
         for name, value in expected.items()
     )
     with pytest.raises(ValueError, match="holds no sharded model"):
@@ -150,36 +154,36 @@ def test_trainer_shards_and_resumes_with_the_losses_of_one_process(
         folder.mkdir()
         done = warm.run(
             folder,
-            [str(HERE / "scripts" / "sharded_trainer.py"), str(folder)],
+            [str(TESTS_FOLDER / "scripts" / "sharded_trainer.py"), str(folder)],
             processes,
         )
         assert not done.failed, done.err[0][-3000:]
-        found = json.loads((folder / "found.json").read_text())
-        for kind, one in found.items():
-            assert (one.pop("blocks") > 2) == (processes == 2)
+        histories = json.loads((folder / "found.json").read_text())
+        for kind, history in histories.items():
+            assert (history.pop("blocks") > 2) == (processes == 2)
             exported = next((folder / kind / "exported").glob("*model.safetensors"))
-            one["exported"] = {
+            history["exported"] = {
                 name: value.tolist() for name, value in load_file(exported).items()
             }
-        single = single or found
-    _assert_close(found, single, "trainer")
+        single = single or histories
+    _assert_close(histories, single, "trainer")
     assert (
         tmp_path / "2" / "whole" / "checkpoint-2" / "pytorch_model_fsdp.bin"
     ).is_file()
     assert (tmp_path / "2" / "lora" / "checkpoint-2" / "pytorch_model_fsdp_0").is_dir()
 
 
-def _assert_close(found: Any, expected: Any, place: str) -> None:
+def _assert_close(actual: Any, expected: Any, path: str) -> None:
     if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), place
+        assert actual.keys() == expected.keys(), path
         for key, value in expected.items():
-            _assert_close(found[key], value, f"{place}: {key}")
+            _assert_close(actual[key], value, f"{path}: {key}")
     elif isinstance(expected, list):
-        assert len(found) == len(expected), place
+        assert len(actual) == len(expected), path
         for index, value in enumerate(expected):
-            _assert_close(found[index], value, f"{place}[{index}]")
+            _assert_close(actual[index], value, f"{path}[{index}]")
     else:
-        assert found == pytest.approx(expected, rel=0, abs=1e-5), place
+        assert actual == pytest.approx(expected, rel=0, abs=1e-5), path
 
 
 def test_a_plugin_takes_what_callers_and_variables_give(
@@ -197,16 +201,22 @@ def test_a_plugin_takes_what_callers_and_variables_give(
         CPUOffload,
         OffloadPolicy,
     )
-    assert [one.state_dict_type.name[:4] for one in (plain, new)] == ["FULL", "SHAR"]
-    given = kind(
+    assert [default.state_dict_type.name[:4] for default in (plain, new)] == [
+        "FULL",
+        "SHAR",
+    ]
+    filled = kind(
         fsdp_version=2,
         reshard_after_forward="false",
         cpu_offload=True,
         mixed_precision_policy="bf16",
     )
-    assert isinstance(given.cpu_offload, CPUOffloadPolicy)
-    assert isinstance(given.mixed_precision_policy, MixedPrecisionPolicy)
-    assert (given.to_hasten().reshard_after_forward, given.to_hasten().cpu_offload) == (
+    assert isinstance(filled.cpu_offload, CPUOffloadPolicy)
+    assert isinstance(filled.mixed_precision_policy, MixedPrecisionPolicy)
+    assert (
+        filled.to_hasten().reshard_after_forward,
+        filled.to_hasten().cpu_offload,
+    ) == (
         False,
         True,
     )
@@ -231,9 +241,9 @@ def test_a_plugin_takes_what_callers_and_variables_give(
     with patch_environment(
         **words, FSDP_VERSION="2", FSDP_STATE_DICT_TYPE="FULL_STATE_DICT"
     ):
-        told = kind()
-    assert told.auto_wrap_policy is size_based_auto_wrap_policy
-    taken = told.to_hasten()
+        from_variables = kind()
+    assert from_variables.auto_wrap_policy is size_based_auto_wrap_policy
+    taken = from_variables.to_hasten()
     assert (taken.cpu_offload, taken.state_dict_type, taken.min_num_params) == (
         True,
         "FULL_STATE_DICT",
@@ -304,22 +314,28 @@ def test_policies_of_the_older_version_choose_modules() -> None:
 
 
 def test_flags_become_the_variables_that_libraries_read() -> None:
-    found = variables_for(
+    variables = variables_for(
         [*FLAGS, "--mixed_precision", "bf16", "--fsdp_offload_params", "true", "x.py"]
     )
-    assert found["ACCELERATE_USE_FSDP"] == found["FSDP_OFFLOAD_PARAMS"] == "true"
     assert (
-        found["FSDP_TRANSFORMER_CLS_TO_WRAP"],
-        found["ACCELERATE_MIXED_PRECISION"],
+        variables["ACCELERATE_USE_FSDP"] == variables["FSDP_OFFLOAD_PARAMS"] == "true"
+    )
+    assert (
+        variables["FSDP_TRANSFORMER_CLS_TO_WRAP"],
+        variables["ACCELERATE_MIXED_PRECISION"],
     ) == ("Block", "bf16")
     plain = variables_for(["--use_fsdp", "--num_processes=2", "x.py"])
-    said = {
+    default_variables = {
         "FSDP_OFFLOAD_PARAMS": "false",
         "FSDP_RESHARD_AFTER_FORWARD": "true",
         "FSDP_VERSION": "2",
     }
     # defaults are said, too
-    assert {**plain, **said, "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"} == plain
+    assert {
+        **plain,
+        **default_variables,
+        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    } == plain
     assert not any(name.startswith("FSDP") for name in variables_for(["--cpu", "x.py"]))
 
 
@@ -342,5 +358,7 @@ def test_variables_of_a_launch_are_read_as_the_settings_they_stand_for() -> None
         [*fsdp, "--fsdp_auto_wrap_policy=SIZE_BASED_WRAP", "x.py"],
         [*nvme, "--zero3_save_16bit_model=true", "x.py"],
     ):
-        given = settings_for(words)
-        assert effective_settings(variables_for(words), None, ()).config == given
+        launch_settings = settings_for(words)
+        assert (
+            effective_settings(variables_for(words), None, ()).config == launch_settings
+        )

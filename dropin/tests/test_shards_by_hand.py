@@ -82,17 +82,19 @@ def test_a_model_and_its_optimizer_come_back_bit_for_bit(
         if use_dcp
         else rank_files
     )
-    assert {place.name for place in tmp_path.iterdir()} == expected
-    other, follower = trained(1)
-    load_fsdp_model(plugin, accelerator, other, tmp_path, use_dcp=use_dcp)
-    load_fsdp_optimizer(plugin, accelerator, follower, other, tmp_path, use_dcp=use_dcp)
+    assert {path.name for path in tmp_path.iterdir()} == expected
+    loaded_model, follower = trained(1)
+    load_fsdp_model(plugin, accelerator, loaded_model, tmp_path, use_dcp=use_dcp)
+    load_fsdp_optimizer(
+        plugin, accelerator, follower, loaded_model, tmp_path, use_dcp=use_dcp
+    )
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, other.state_dict()[name])
-    before, after = optimizer.state_dict(), follower.state_dict()
-    assert before["param_groups"] == after["param_groups"]
-    for index, state in before["state"].items():
+        assert torch.equal(tensor, loaded_model.state_dict()[name])
+    saved_state, loaded_state = optimizer.state_dict(), follower.state_dict()
+    assert saved_state["param_groups"] == loaded_state["param_groups"]
+    for index, state in saved_state["state"].items():
         assert all(
-            torch.equal(value, after["state"][index][key])
+            torch.equal(value, loaded_state["state"][index][key])
             for key, value in state.items()
         )
 
@@ -113,15 +115,19 @@ def test_an_adapter_is_saved_alone_and_must_be_all_there_is(
         return model
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
-    model, other, larger = adapted(0, ["1"]), adapted(1, ["1"]), adapted(2, ["0", "1"])
-    base = other.base_model.model[0].weight.detach().clone()
+    model, loaded_model, larger = (
+        adapted(0, ["1"]),
+        adapted(1, ["1"]),
+        adapted(2, ["0", "1"]),
+    )
+    base = loaded_model.base_model.model[0].weight.detach().clone()
     save_fsdp_model(plugin, accelerator, model, tmp_path, adapter_only=True)
-    load_fsdp_model(plugin, accelerator, other, tmp_path, adapter_only=True)
-    weights, loaded = model.state_dict(), other.state_dict()
+    load_fsdp_model(plugin, accelerator, loaded_model, tmp_path, adapter_only=True)
+    weights, loaded = model.state_dict(), loaded_model.state_dict()
     assert all(
         torch.equal(weights[name], loaded[name]) for name in weights if "lora" in name
     )
-    assert torch.equal(other.base_model.model[0].weight, base)
+    assert torch.equal(loaded_model.base_model.model[0].weight, base)
     with pytest.raises(CheckpointError, match=r"lacks \['base_model.model.0.lora_A"):
         load_fsdp_model(plugin, accelerator, larger, tmp_path, adapter_only=True)
 
@@ -145,14 +151,17 @@ def test_folders_of_torch_are_loaded_and_merged(
         folder,
         {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()},
     )
-    other, _ = trained(1)
+    loaded_model, _ = trained(1)
     load_fsdp_model(
-        FullyShardedDataParallelPlugin(fsdp_version=2), accelerator, other, folder
+        FullyShardedDataParallelPlugin(fsdp_version=2),
+        accelerator,
+        loaded_model,
+        folder,
     )
     merge(str(folder), tmp_path / "hub")
     merged = load_file(tmp_path / "hub" / "model.safetensors")
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, other.state_dict()[name])
+        assert torch.equal(tensor, loaded_model.state_dict()[name])
         assert torch.equal(tensor, merged[name])
 
 

@@ -53,9 +53,9 @@ def _accelerator(**options: Any) -> Accelerator:
     return Accelerator(cpu=True, **options)
 
 
-def _loop(part: Callable[[str], None], folder: Path) -> None:
+def _loop(enter_phase: Callable[[str], None], folder: Path) -> None:
     """Train, evaluate, save, load, skip, and train on losses that are NaN; `part` is told where the loop is."""
-    part("prepare")
+    enter_phase("prepare")
     set_seed(0)
     accelerator = _accelerator(gradient_accumulation_steps=2, project_dir=str(folder))
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))
@@ -66,7 +66,7 @@ def _loop(part: Callable[[str], None], folder: Path) -> None:
     model, optimizer, train, scheduler = accelerator.prepare(
         model, optimizer, _loader(shuffle=True), scheduler
     )
-    held = (
+    evaluation_loaders = (
         accelerator.prepare(_loader()),
         accelerator.prepare_data_loader(_loader(num_workers=1)),
     )
@@ -82,30 +82,30 @@ def _loop(part: Callable[[str], None], folder: Path) -> None:
                 optimizer.zero_grad()
 
     for epoch in range(2):
-        part("train")
+        enter_phase("train")
         passed(1.0)
-        part("evaluate")
-        for x, y in (batch for loader in held for batch in loader):
+        enter_phase("evaluate")
+        for x, y in (batch for loader in evaluation_loaders for batch in loader):
             accelerator.gather_for_metrics((model(x).argmax(-1), y))
-        part("save")
+        enter_phase("save")
         accelerator.save_state(str(folder / str(epoch)))
-    part("load")
+    enter_phase("load")
     accelerator.load_state(str(folder / "0"))
-    part("skip")
+    enter_phase("skip")
     for _ in accelerator.skip_first_batches(train, 3):
         break
-    part("nan")
+    enter_phase("nan")
     passed(float("nan"))
-    part("end")
+    enter_phase("end")
     accelerator.save_model(model, str(folder / "model"))
     accelerator.get_state_dict(accelerator.unwrap_model(model))
     accelerator.free_memory()
     accelerator.end_training()
 
 
-def _kinds(part: Callable[[str], None]) -> None:
+def _kinds(enter_phase: Callable[[str], None]) -> None:
     """Read loaders of several kinds, whole or in part."""
-    part("precision")
+    enter_phase("precision")
     accelerator = _accelerator(mixed_precision="bf16")
     layer = nn.Linear(4, 2)
     model, optimizer, loader = accelerator.prepare(
@@ -115,16 +115,16 @@ def _kinds(part: Callable[[str], None]) -> None:
         accelerator.backward(model(x).sum())
         optimizer.step()
         optimizer.zero_grad()
-    part("dispatch")
+    enter_phase("dispatch")
     config = DataLoaderConfiguration(dispatch_batches=True, split_batches=True)
     list(_accelerator(dataloader_config=config).prepare(_loader()))
-    part("stream")
+    enter_phase("stream")
     accelerator = _accelerator()
     list(accelerator.prepare(DataLoader(Stream(), batch_size=2, pin_memory=True)))
-    part("workers")
+    enter_phase("workers")
     loader = accelerator.prepare(_loader(num_workers=2, persistent_workers=True))
     list(loader), list(loader)
-    part("break")
+    enter_phase("break")
     loader = accelerator.prepare(_loader(shuffle=True))
     for _ in range(2):
         next(iter(loader))
@@ -133,9 +133,9 @@ def _kinds(part: Callable[[str], None]) -> None:
 def test_a_loop_is_as_silent_as_with_the_original(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    at: list[str] = []
-    found: Counter[str] = Counter()
-    others: list[str] = []
+    phases: list[str] = []
+    pin_warnings: Counter[str] = Counter()
+    unexpected: list[str] = []
 
     def shown(
         message: Warning | str,
@@ -146,17 +146,17 @@ def test_a_loop_is_as_silent_as_with_the_original(
         **__: object,
     ) -> None:
         if "'pin_memory' argument is set as true but no accelerator" in str(message):
-            found[at[-1]] += 1
+            pin_warnings[phases[-1]] += 1
         else:
-            others.append(f"{at[-1]}: {message}")
+            unexpected.append(f"{phases[-1]}: {message}")
 
     with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
         warnings.simplefilter("always")
         warnings.showwarning = shown
-        _loop(at.append, tmp_path)
-        _kinds(at.append)
-    assert others == []
-    assert found == ({} if torch.accelerator.is_available() else PINNED)
+        _loop(phases.append, tmp_path)
+        _kinds(phases.append)
+    assert unexpected == []
+    assert pin_warnings == ({} if torch.accelerator.is_available() else PINNED)
     assert [
         record.getMessage()
         for record in caplog.records
@@ -171,7 +171,7 @@ def test_a_warning_of_a_loop_is_shown_once() -> None:
     model, optimizer, scheduler = accelerator.prepare(
         model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
     )
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         # each once for its place, while nobody changes the filters
         warnings.simplefilter("default")
         for _ in range(3):
@@ -181,5 +181,7 @@ def test_a_warning_of_a_loop_is_shown_once() -> None:
                 scheduler.step()
                 warnings.warn("of the script", stacklevel=1)
     assert [
-        str(one.message) for one in told if "of the script" in str(one.message)
+        str(caught.message)
+        for caught in caught_warnings
+        if "of the script" in str(caught.message)
     ] == ["of the script"]

@@ -20,11 +20,13 @@ from torch.utils.data import DataLoader
 
 import accelerate
 
-HERE = Path(__file__).parent
+TESTS_FOLDER = Path(__file__).parent
 
 
 def _surface() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("surface", HERE / "surface.py")
+    spec = importlib.util.spec_from_file_location(
+        "surface", TESTS_FOLDER / "surface.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -37,12 +39,12 @@ def test_no_name_is_missing_and_the_table_is_committed() -> None:
     states = surface.table()
     missing = [
         f"{module}.{name}"
-        for module, found in states.items()
-        for name, state in found.items()
+        for module, module_states in states.items()
+        for name, state in module_states.items()
         if state == "missing"
     ]
     assert missing == []
-    assert (HERE.parent / "SURFACE.md").read_text() == surface.render(states), (
+    assert (TESTS_FOLDER.parent / "SURFACE.md").read_text() == surface.render(states), (
         "run `python dropin/tests/surface.py write`"
     )
 
@@ -91,7 +93,7 @@ def test_checks_that_client_suites_import_pass_here(script: str) -> None:
 @pytest.mark.parametrize("package", ["accelerate.utils", "accelerate.test_utils"])
 def test_packages_show_what_their_modules_have(package: str) -> None:
     """Whichever module a name is found in, it is the one that the original's module of that name has."""
-    names = json.loads((HERE / "golden" / "names.json").read_text())
+    names = json.loads((TESTS_FOLDER / "golden" / "names.json").read_text())
     shown = importlib.import_module(package)
     homes = [
         (home, name)
@@ -99,20 +101,22 @@ def test_packages_show_what_their_modules_have(package: str) -> None:
         if home.rpartition(".")[0] == package
         for name in names[home]
     ]
-    both = [
+    shared_names = [
         (importlib.import_module(home), name)
         for home, name in homes
         if name in names[package]
     ]
-    assert len(both) > 40
+    assert len(shared_names) > 40
     assert [
-        name for home, name in both if getattr(shown, name) is not getattr(home, name)
+        name
+        for home, name in shared_names
+        if getattr(shown, name) is not getattr(home, name)
     ] == []
-    assert {name for _, name in both} - set(shown.__all__) == set()
+    assert {name for _, name in shared_names} - set(shown.__all__) == set()
     space: dict[str, object] = {}
     # names of modules stay the standard library's
     exec(f"from {package} import *", space)
-    assert {name for _, name in both} <= space.keys() and "random" not in space
+    assert {name for _, name in shared_names} <= space.keys() and "random" not in space
 
 
 def test_what_is_left_out_says_why() -> None:
@@ -130,14 +134,14 @@ def test_importing_the_face_is_cheap() -> None:
     code = (
         "import sys, accelerate; print('torch' in sys.modules, accelerate.__version__)"
     )
-    said = subprocess.run(
+    printed_words = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    assert said == ["False", "1.15.0"]
+    assert printed_words == ["False", "1.15.0"]
 
 
 def test_the_version_passes_the_upper_bounds_of_clients() -> None:
-    settings = tomllib.loads((HERE.parent / "pyproject.toml").read_text())
+    settings = tomllib.loads((TESTS_FOLDER.parent / "pyproject.toml").read_text())
     version = settings["project"]["version"]
     assert version == accelerate.__version__
     assert Version("1.3.0") <= Version(version) <= Version("1.15.0")
@@ -160,10 +164,10 @@ def test_the_original_beside_it_is_refused(tmp_path: Path) -> None:
             print("pip uninstall accelerate" in str(error), "1.15.0" in str(error))
         """
     )
-    said = subprocess.run(
+    printed_words = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    assert said == ["True", "True"]
+    assert printed_words == ["True", "True"]
 
 
 @pytest.mark.parametrize(
@@ -173,14 +177,14 @@ def test_the_original_beside_it_is_refused(tmp_path: Path) -> None:
 def test_classes_live_where_the_original_has_them(home: str) -> None:
     """Pickled objects are found by either package, whichever file defines their class here."""
     module = importlib.import_module(home)
-    names = json.loads((HERE / "golden" / "names.json").read_text())[home]
+    names = json.loads((TESTS_FOLDER / "golden" / "names.json").read_text())[home]
     classes = [
         value for name in names if isinstance(value := getattr(module, name), type)
     ]
     assert len(classes) > 3
-    assert [one for one in classes if one.__module__ != home] == []
+    assert [home_class for home_class in classes if home_class.__module__ != home] == []
     assert pickle.loads(pickle.dumps(classes)) == classes
-    for one in classes:
+    for home_class in classes:
         # torch's own annotations cannot be resolved
-        if not issubclass(one, DataLoader):
-            get_type_hints(one)
+        if not issubclass(home_class, DataLoader):
+            get_type_hints(home_class)

@@ -77,29 +77,29 @@ def test_losses_are_those_of_the_other_trainer(
         "report_to": "none",
         "eval_strategy": "epoch",
     }
-    ours = InOrder(
+    trainer = InOrder(
         tiny_bert(),
         hasten.TrainingArguments(str(tmp_path), **common),
         train_dataset=pairs(),
         eval_dataset=pairs(),
     )
-    ours.train()
-    theirs = TheirsInOrder(
+    trainer.train()
+    reference = TheirsInOrder(
         tiny_bert(),
         transformers.TrainingArguments(str(tmp_path), **common),
         data_collator=hasten.trainer.default_data_collator,
         train_dataset=pairs(),
         eval_dataset=pairs(),
     )
-    theirs.train()
+    reference.train()
     for name in ("loss", "grad_norm", "learning_rate", "eval_loss"):
-        mine = [log[name] for log in ours.state.log_history if name in log]
-        other = [log[name] for log in theirs.state.log_history if name in log]
-        assert len(mine) == len(other) > 2
+        logged_values = [log[name] for log in trainer.state.log_history if name in log]
+        expected = [log[name] for log in reference.state.log_history if name in log]
+        assert len(logged_values) == len(expected) > 2
         if name in ("loss", "grad_norm"):
             # transformers 5 trains on the sum over a window where a model takes the number of items and ignores it; AdamW does
             # not mind, and the losses of the evaluations agree
-            other = [value / every for value in other]
-        assert mine == pytest.approx(
-            other, abs=1e-4 if name == "grad_norm" else 1e-5
+            expected = [value / every for value in expected]
+        assert logged_values == pytest.approx(
+            expected, abs=1e-4 if name == "grad_norm" else 1e-5
         ), name

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+TESTS_FOLDER = Path(__file__).parent
 LONG = (
     ("accumulation", 1),
     ("accumulation", 2),
@@ -27,15 +27,17 @@ FROM_HUB = ("course_mrpc", "course_mrpc_plain", "course_trainer", "notebook_visi
 
 def jobs() -> list[tuple[str, int]]:
     """Every script with every number of processes there is a record for."""
-    found = (
+    stems = (
         path.stem.rpartition("_")
-        for path in sorted((HERE / "golden" / "tutorials").iterdir())
+        for path in sorted((TESTS_FOLDER / "golden" / "tutorials").iterdir())
     )
-    return [(name, int(processes)) for name, _, processes in found]
+    return [(name, int(processes)) for name, _, processes in stems]
 
 
 def test_every_tutorial_is_recorded() -> None:
-    scripts = {path.stem for path in (HERE / "tutorials").glob("*.py")} - {"make_hub"}
+    scripts = {path.stem for path in (TESTS_FOLDER / "tutorials").glob("*.py")} - {
+        "make_hub"
+    }
     assert {name for name, _ in jobs()} == scripts
 
 
@@ -55,13 +57,17 @@ def test_prints_what_it_prints_on_the_original(
     ):
         pytest.skip("needs transformers and evaluate (pip install 'hasten[clients]')")
     env = (
-        {"PYTHONPATH": str(HERE / "tutorials" / "stand_ins")}
+        {"PYTHONPATH": str(TESTS_FOLDER / "tutorials" / "stand_ins")}
         if name == "notebook_vision"
         else {}
     )
-    done = warm.run(tmp_path, [str(HERE / "tutorials" / f"{name}.py")], processes, env)
+    done = warm.run(
+        tmp_path, [str(TESTS_FOLDER / "tutorials" / f"{name}.py")], processes, env
+    )
     assert not done.failed, done.err
-    recorded = (HERE / "golden" / "tutorials" / f"{name}_{processes}.txt").read_text()
+    recorded = (
+        TESTS_FOLDER / "golden" / "tutorials" / f"{name}_{processes}.txt"
+    ).read_text()
     assert (
         parity.text_differences(recorded, done.out[0], parity.recorded_tolerance())
         == []
@@ -83,7 +89,7 @@ def test_the_launcher_starts_a_tutorial_on_two_processes(
         pytest.importorskip("evaluate")
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     done = subprocess.run(
-        [*launch, str(HERE / "tutorials" / f"{name}.py")],
+        [*launch, str(TESTS_FOLDER / "tutorials" / f"{name}.py")],
         cwd=tmp_path,
         env=offline,
         capture_output=True,
@@ -92,7 +98,7 @@ def test_the_launcher_starts_a_tutorial_on_two_processes(
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    recorded = (HERE / "golden" / "tutorials" / f"{name}_2.txt").read_text()
+    recorded = (TESTS_FOLDER / "golden" / "tutorials" / f"{name}_2.txt").read_text()
     assert (
         parity.text_differences(recorded, done.stdout, parity.recorded_tolerance())
         == []

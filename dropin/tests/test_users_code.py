@@ -80,14 +80,14 @@ def test_reference_counts_alone_free_an_accelerator(dispatch: bool) -> None:
         gc.enable()
 
 
-def quantized(places: dict[str, Any]) -> nn.Module:
+def quantized(device_map: dict[str, Any]) -> nn.Module:
     model = nn.Linear(1, 1)
-    model.__dict__.update(is_loaded_in_8bit=True, hf_device_map=places)
+    model.__dict__.update(is_loaded_in_8bit=True, hf_device_map=device_map)
     return model
 
 
 @pytest.mark.parametrize(
-    ("places", "backends", "words"),
+    ("device_map", "backends", "words"),
     [
         ({"": "cpu"}, False, "with CPU or disk offload"),
         ({"a": 0, "b": "disk"}, True, "with CPU or disk offload"),
@@ -97,7 +97,7 @@ def quantized(places: dict[str, Any]) -> nn.Module:
     ],
 )
 def test_an_offloaded_quantized_model_is_refused(
-    places: dict[str, Any], backends: bool, words: str | None
+    device_map: dict[str, Any], backends: bool, words: str | None
 ) -> None:
     accelerator = Accelerator(cpu=True)
     with (
@@ -108,10 +108,12 @@ def test_an_offloaded_quantized_model_is_refused(
         mock.patch("accelerate.accelerator.is_xpu_available", return_value=False),
     ):
         if words is None:
-            assert isinstance(accelerator.prepare_model(quantized(places)), nn.Linear)
+            assert isinstance(
+                accelerator.prepare_model(quantized(device_map)), nn.Linear
+            )
         else:
             with pytest.raises(ValueError, match=words):
-                accelerator.prepare_model(quantized(places))
+                accelerator.prepare_model(quantized(device_map))
 
 
 def test_help_of_a_launch_shows_each_flag_once() -> None:
@@ -233,16 +235,16 @@ def test_a_batch_that_the_other_process_lacks_is_an_error_in_words(
     loader = accelerator.prepare(
         DataLoader(TensorDataset(torch.ones(10, 1)), batch_size=2)
     )
-    seen = 0
+    num_batches = 0
     with pytest.raises(
         RuntimeError, match=r"process 0 has one batch more .*join_uneven_inputs"
     ):
         for (batch,) in loader:
-            seen += 1
+            num_batches += 1
             with accelerator.accumulate(model) if by_accumulate else nullcontext():
                 accelerator.backward(model(batch).mean())
                 optimizer.step()
-    assert seen == 3
+    assert num_batches == 3
     for (batch,) in loader:  # an evaluation may end at different times
         model(batch)
 

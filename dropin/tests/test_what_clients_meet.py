@@ -54,13 +54,13 @@ def test_numbers_of_sharding_strategies_mean_their_names(
     number: int, name: str, reshard: bool
 ) -> None:
     for value in (number, str(number), name):
-        made = convert_config_to_fsdp2(
+        converted = convert_config_to_fsdp2(
             {
                 "distributed_type": "FSDP",
                 "fsdp_config": {"fsdp_sharding_strategy": value},
             }
         )
-        assert made["fsdp_config"] == {
+        assert converted["fsdp_config"] == {
             "fsdp_reshard_after_forward": reshard,
             "fsdp_version": 2,
         }
@@ -82,7 +82,7 @@ def test_launch_names_the_command_that_was_typed(
         code = launch.run(words)
     except SystemExit as end:
         code = int(end.code or 0)
-    said = "".join(capfd.readouterr())
+    printed = "".join(capfd.readouterr())
     assert code == (0 if words == ["--help"] else 2)
-    assert "accelerate launch" in said
-    assert "hasten launch" not in said
+    assert "accelerate launch" in printed
+    assert "hasten launch" not in printed

@@ -149,8 +149,8 @@ def wait(pids: list[int], limit_s: float) -> list[int]:
         for pid in pids:
             if pid in codes:
                 continue
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            finished_pid, status = os.waitpid(pid, os.WNOHANG)
+            if finished_pid:
                 codes[pid] = os.waitstatus_to_exitcode(status)
                 if codes[pid]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -177,7 +177,9 @@ def fork(request: dict[str, Any], rank: int, env: dict[str, str]) -> int:
         sys.argv = request["argv"]
         sys.path[0] = str(Path(sys.argv[0]).parent)
         sys.path[1:1] = [
-            place for place in env.get("PYTHONPATH", "").split(os.pathsep) if place
+            search_folder
+            for search_folder in env.get("PYTHONPATH", "").split(os.pathsep)
+            if search_folder
         ]
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0

@@ -43,9 +43,9 @@ def main(folder):
     )  # fmt: skip
     path = str(Path(folder) / "checkpoint.pt")
     run.save_checkpoint(path)
-    again = trainer()
-    again.load_checkpoint(path)
-    again.train(
+    resumed_run = trainer()
+    resumed_run.load_checkpoint(path)
+    resumed_run.train(
         train_dataset=data(0, 50),
         eval_dataset=data(1, 13),
         num_epochs=1,
@@ -53,8 +53,11 @@ def main(folder):
     )
     return {
         "losses": losses(run),
-        "after": losses(again),
-        "weights": [weights(one.get_model().parameters()) for one in (run, again)],
+        "after": losses(resumed_run),
+        "weights": [
+            weights(trained_run.get_model().parameters())
+            for trained_run in (run, resumed_run)
+        ],
     }
 
 

@@ -52,8 +52,8 @@ def pictures(folder):
         generator=torch.Generator().manual_seed(1),
         dtype=torch.uint8,
     )
-    for number, one in enumerate(drawn):
-        Image.fromarray(one.numpy()).save(folder / f"{number:03}.png")
+    for number, picture in enumerate(drawn):
+        Image.fromarray(picture.numpy()).save(folder / f"{number:03}.png")
     return folder
 
 
@@ -75,7 +75,7 @@ class Run:
         model = GaussianDiffusion(net, image_size=SIZE, timesteps=12)
         self.losses = []
         model.register_forward_hook(
-            lambda module, given, loss: self.losses.append(loss.item())
+            lambda module, inputs, loss: self.losses.append(loss.item())
         )
         self.trainer = Trainer(
             model, str(shown), train_batch_size=8, gradient_accumulate_every=2, train_lr=1e-3, train_num_steps=steps,
@@ -91,18 +91,18 @@ class Run:
         """The losses of every rank, the weights, and what the main process sampled from the average."""
         accelerator = self.trainer.accelerator
         accelerator.wait_for_everyone()
-        found = {
+        report = {
             "step": self.trainer.step,
             "losses": accelerator.gather(torch.tensor(self.losses)).tolist(),
             "weights": weights(self.trainer.model.parameters()),
         }
         if accelerator.is_main_process:
             average = self.trainer.ema.ema_model
-            found["average"] = weights(average.parameters())
+            report["average"] = weights(average.parameters())
             average.eval()
             torch.manual_seed(2)
-            found["samples"] = average.sample(batch_size=2).flatten().tolist()
-        return found
+            report["samples"] = average.sample(batch_size=2).flatten().tolist()
+        return report
 
 
 def train(shown, results, **options):
@@ -110,13 +110,13 @@ def train(shown, results, **options):
     results.mkdir(parents=True, exist_ok=True)
     run = Run(shown, results, 5, **options)
     run.trainer.train()
-    found = {"first": run.outcome()}
+    reports = {"first": run.outcome()}
     with Image.open(results / "sample-1.png") as picture:
-        found["picture"] = list(picture.tobytes())
-    again = Run(shown, results, 7, **options)
-    again.trainer.load(1)
-    again.trainer.train()
-    return found | {"after": again.outcome()}
+        reports["picture"] = list(picture.tobytes())
+    resumed_run = Run(shown, results, 7, **options)
+    resumed_run.trainer.load(1)
+    resumed_run.trainer.train()
+    return reports | {"after": resumed_run.outcome()}
 
 
 def told(split_batches, mixed_precision):
@@ -128,16 +128,18 @@ def told(split_batches, mixed_precision):
 
 
 def main(folder):
-    place = Path(folder)
-    shown = pictures(place / f"pictures-{os.environ.get('RANK', '0')}")
-    found = {
-        "each": train(shown, place / "each", split_batches=False),
+    root_folder = Path(folder)
+    shown = pictures(root_folder / f"pictures-{os.environ.get('RANK', '0')}")
+    reports = {
+        "each": train(shown, root_folder / "each", split_batches=False),
         # its default; the original takes the argument and does nothing with it
-        "split": train(shown, place / "split"),
+        "split": train(shown, root_folder / "split"),
     }
     client.Accelerator = told
-    return found | {
-        "told": train(shown, place / "told", amp=True, mixed_precision_type="bf16")
+    return reports | {
+        "told": train(
+            shown, root_folder / "told", amp=True, mixed_precision_type="bf16"
+        )
     }
 
 

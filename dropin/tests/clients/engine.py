@@ -9,7 +9,7 @@ from transformers import BertForSequenceClassification, Trainer, TrainingArgumen
 
 from accelerate.state import AcceleratorState
 
-OWN = {
+SCRIPT_OPTIMIZER = {
     "zero_optimization": {"stage": 2},
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
@@ -17,7 +17,7 @@ OWN = {
     "gradient_clipping": "auto",
 }
 PARTITIONED = {
-    **OWN,
+    **SCRIPT_OPTIMIZER,
     "zero_optimization": {
         "stage": 3,
         "stage3_prefetch_bucket_size": "auto",
@@ -25,8 +25,8 @@ PARTITIONED = {
         "reduce_bucket_size": "auto",
     },
 }
-MADE = {
-    **OWN,
+CONFIG_OPTIMIZER = {
+    **SCRIPT_OPTIMIZER,
     "zero_optimization": {"stage": 3},
     "optimizer": {
         "type": "AdamW",
@@ -81,17 +81,17 @@ def losses(folder, config, build):
 
 
 def main(folder):
-    found = {}
+    losses_by_name = {}
     weights = os.path.join(folder, f"weights-{os.environ.get('RANK', '0')}")
     model().save_pretrained(weights)
     for name, config, build in (
         ("without", None, model),
-        ("own", OWN, model),
-        ("made", MADE, model),
+        ("own", SCRIPT_OPTIMIZER, model),
+        ("made", CONFIG_OPTIMIZER, model),
         ("partitioned", PARTITIONED, lambda: loaded(weights)),
     ):
-        found[name] = losses(os.path.join(folder, name), config, build)
-    return found
+        losses_by_name[name] = losses(os.path.join(folder, name), config, build)
+    return losses_by_name
 
 
 if __name__ == "__main__":

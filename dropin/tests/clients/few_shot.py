@@ -25,7 +25,7 @@ def data(seed):
 def main(folder):
     body = model(str(Path(folder) / "model"))
     set_seed(5)
-    found = SetFitModel(
+    classifier = SetFitModel(
         model_body=body, model_head=LogisticRegression(), labels=["no", "yes"]
     )
     args = TrainingArguments(
@@ -33,7 +33,7 @@ def main(folder):
         save_strategy="no", seed=7,
     )  # fmt: skip
     trainer = Trainer(
-        model=found,
+        model=classifier,
         args=args,
         train_dataset=data(0),
         eval_dataset=data(1),
@@ -45,8 +45,8 @@ def main(folder):
         "log": history(
             trainer.st_trainer, "embedding_loss", "grad_norm", "learning_rate", "step"
         ),
-        "probabilities": found.predict_proba(list(texts)).tolist(),
-        "predicted": list(map(str, found.predict(list(texts)))),
+        "probabilities": classifier.predict_proba(list(texts)).tolist(),
+        "predicted": list(map(str, classifier.predict(list(texts)))),
         "weights": weights(body.parameters()),
     }
 

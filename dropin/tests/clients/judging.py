@@ -12,7 +12,9 @@ WORDS = ["<end>", "<unknown>", *(f"w{number}" for number in range(98))]
 
 
 def asked(kind, *arguments):
-    return [Instance(kind, {}, one, index) for index, one in enumerate(arguments)]
+    return [
+        Instance(kind, {}, argument, index) for index, argument in enumerate(arguments)
+    ]
 
 
 def main(folder):
@@ -41,11 +43,15 @@ def main(folder):
             eos_token_id=0,
         )
     )
-    place = str(Path(folder) / "model")
-    model.save_pretrained(place)
-    words.save_pretrained(place)
+    model_folder = str(Path(folder) / "model")
+    model.save_pretrained(model_folder)
+    words.save_pretrained(model_folder)
     judge = HFLM(
-        pretrained=place, device="cpu", dtype="float32", batch_size=2, max_length=32
+        pretrained=model_folder,
+        device="cpu",
+        dtype="float32",
+        batch_size=2,
+        max_length=32,
     )
     texts = [
         (f"w{n} w{n + 1} w{n + 2}", f" w{n + 3} w{n * 2 % 90}") for n in range(1, 9)
@@ -57,7 +63,8 @@ def main(folder):
     ]
     return {
         "likelihoods": [
-            list(one) for one in judge.loglikelihood(asked("loglikelihood", *texts))
+            list(likelihood)
+            for likelihood in judge.loglikelihood(asked("loglikelihood", *texts))
         ],
         "rolling": list(
             judge.loglikelihood_rolling(asked("loglikelihood_rolling", *rolling))

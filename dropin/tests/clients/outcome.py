@@ -26,10 +26,10 @@ SHORT = {
 }
 
 
-def history(trainer, *kept):
+def history(trainer, *names):
     """The trainer's log, only with what does not depend on the clock."""
     return [
-        {key: value for key, value in row.items() if key in kept}
+        {key: value for key, value in row.items() if key in names}
         for row in trainer.state.log_history
     ]
 

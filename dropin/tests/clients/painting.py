@@ -98,8 +98,11 @@ def train(folder, first, last, resume=None):  # noqa: C901 — one script, as us
 
 
 def main(folder):
-    place = str(Path(folder) / "state")
-    return {"first": train(place, 0, 5), "after": train(place, 5, 9, resume=place)}
+    state_folder = str(Path(folder) / "state")
+    return {
+        "first": train(state_folder, 0, 5),
+        "after": train(state_folder, 5, 9, resume=state_folder),
+    }
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 1,
 }
-KEPT = ("loss", "grad_norm", "learning_rate", "rewards/chosen", "rewards/rejected", "rewards/margins", "reward", "reward_std", "kl", "margin", "accuracy")  # fmt: skip
+LOG_KEYS = ("loss", "grad_norm", "learning_rate", "rewards/chosen", "rewards/rejected", "rewards/margins", "reward", "reward_std", "kl", "margin", "accuracy")  # fmt: skip
 COMMON = {
     **SHORT,
     "max_steps": 3,
@@ -48,28 +48,31 @@ def lines(count, longest=8, seed=0):
 def pairs():
     rows = zip(lines(16), lines(16, seed=1), lines(16, seed=2), strict=True)
     return Dataset.from_list(
-        [{"prompt": one, "chosen": f" {a}", "rejected": f" {b}"} for one, a, b in rows]
+        [
+            {"prompt": prompt, "chosen": f" {a}", "rejected": f" {b}"}
+            for prompt, a, b in rows
+        ]
     )
 
 
 def writer(folder):
     """A model that has a place of its own on the disk, from where trainers load its reference."""
     set_seed(3)
-    place, done = f"{folder}-model", Path(f"{folder}-saved")
+    model_folder, done = f"{folder}-model", Path(f"{folder}-saved")
     model = GPT2LMHeadModel(GPT2Config(**SIZES))
     # transformers writes weights on the first rank only
     if os.environ.get("RANK", "0") == "0":
-        model.save_pretrained(place)
+        model.save_pretrained(model_folder)
         done.touch()
     while not done.exists():
         time.sleep(0.1)
-    return GPT2LMHeadModel.from_pretrained(place)
+    return GPT2LMHeadModel.from_pretrained(model_folder)
 
 
 def trained(trainer):
     trainer.train()
     return {
-        "log": history(trainer, *KEPT),
+        "log": history(trainer, *LOG_KEYS),
         "weights": weights(trainer.model.parameters()),
     }
 
@@ -94,8 +97,8 @@ def kto(folder):
     rows = zip(lines(16), lines(16, seed=1), strict=True)
     data = Dataset.from_list(
         [
-            {"prompt": one, "completion": f" {other}", "label": index % 2 == 0}
-            for index, (one, other) in enumerate(rows)
+            {"prompt": prompt, "completion": f" {completion}", "label": index % 2 == 0}
+            for index, (prompt, completion) in enumerate(rows)
         ]
     )
     args = KTOConfig(folder, max_length=32, **COMMON)
@@ -126,7 +129,7 @@ def reward(folder):
 
 
 def length(completions, **kwargs):
-    return [float(len(one.split())) for one in completions]
+    return [float(len(completion.split())) for completion in completions]
 
 
 def online(kind, settings):
@@ -140,15 +143,15 @@ def online(kind, settings):
             temperature=1.0,
             **COMMON,
         )
-        data = Dataset.from_list([{"prompt": one} for one in lines(16)])
-        made = getattr(trl, kind)(
+        data = Dataset.from_list([{"prompt": prompt} for prompt in lines(16)])
+        online_trainer = getattr(trl, kind)(
             model=writer(folder),
             reward_funcs=length,
             args=args,
             train_dataset=data,
             processing_class=tokenizer(),
         )
-        return trained(made)
+        return trained(online_trainer)
 
     return run
 

@@ -21,7 +21,7 @@ from transformers import (
     set_seed,
 )
 
-KEPT = (
+LOG_KEYS = (
     "loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "eval_a_loss", "eval_b_loss", "step", "epoch",
     "num_input_tokens_seen",
 )  # fmt: skip
@@ -31,14 +31,14 @@ TINY = {"vocab_size": 60, "max_position_embeddings": 16}
 def rows(size, seed=0, labels=True, lengths=False):
     """Sequences of 8 words, or of 4 to 9 when lengths vary."""
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    samples = []
     for index in range(size):
         ids = torch.randint(
             2, 60, (4 + index % 6 if lengths else 8,), generator=generator
         )
-        made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-        made[-1]["labels"] = ids.sum() % 2 if labels else ids.clone()
-    return made
+        samples.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        samples[-1]["labels"] = ids.sum() % 2 if labels else ids.clone()
+    return samples
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -91,13 +91,13 @@ def translator():
     )
 
 
-def accuracy(found):
+def accuracy(prediction):
     logits = (
-        found.predictions[0]
-        if isinstance(found.predictions, tuple)
-        else found.predictions
+        prediction.predictions[0]
+        if isinstance(prediction.predictions, tuple)
+        else prediction.predictions
     )
-    return {"accuracy": float((logits.argmax(-1) == found.label_ids).mean())}
+    return {"accuracy": float((logits.argmax(-1) == prediction.label_ids).mean())}
 
 
 class BatchAccuracy:
@@ -106,31 +106,35 @@ class BatchAccuracy:
     def __init__(self):
         self.right = self.all = 0
 
-    def __call__(self, found, compute_result=False):
-        self.right += int((found.predictions.argmax(-1) == found.label_ids).sum())
-        self.all += len(found.label_ids)
+    def __call__(self, prediction, compute_result=False):
+        self.right += int(
+            (prediction.predictions.argmax(-1) == prediction.label_ids).sum()
+        )
+        self.all += len(prediction.label_ids)
         if not compute_result:
             return {}
-        made, self.right, self.all = {"accuracy": self.right / self.all}, 0, 0
-        return made
+        metrics, self.right, self.all = {"accuracy": self.right / self.all}, 0, 0
+        return metrics
 
 
 class Pad:
     """Fills sequences with zeros to the longest of a batch."""
 
     def __call__(self, batch):
-        longest = max(len(one["input_ids"]) for one in batch)
-        made = {
+        longest = max(len(sample["input_ids"]) for sample in batch)
+        padded = {
             name: torch.stack(
                 [
-                    torch.nn.functional.pad(one[name], (0, longest - len(one[name])))
-                    for one in batch
+                    torch.nn.functional.pad(
+                        sample[name], (0, longest - len(sample[name]))
+                    )
+                    for sample in batch
                 ]
             )
             for name in ("input_ids", "attention_mask")
         }
-        made["labels"] = torch.stack([one["labels"] for one in batch])
-        return made
+        padded["labels"] = torch.stack([sample["labels"] for sample in batch])
+        return padded
 
 
 class Events(TrainerCallback):
@@ -141,8 +145,8 @@ class Events(TrainerCallback):
 
     def __getattribute__(self, name):
         if name.startswith("on_"):
-            seen = object.__getattribute__(self, "seen")
-            seen[name] = seen.get(name, 0) + 1
+            event_counts = object.__getattribute__(self, "seen")
+            event_counts[name] = event_counts.get(name, 0) + 1
         return object.__getattribute__(self, name)
 
 
@@ -185,7 +189,7 @@ def trained(
     **options,
 ):
     """A short training: its log and the sum of its weights."""
-    given = {
+    settings = {
         **SHORT,
         "num_train_epochs": 1,
         "learning_rate": 1e-2,
@@ -194,21 +198,21 @@ def trained(
     }
     extra = dict(extra or {})
     extra.setdefault("eval_dataset", rows(13, 1))
-    made = kind(
+    trainer = kind(
         model=model or classifier(),
-        args=arguments(folder, **given),
+        args=arguments(folder, **settings),
         train_dataset=rows(22) if data is None else data,
         **extra,
     )
-    made.train(resume_from_checkpoint=resume)
-    return made
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
 
 
-def told(made):
+def told(trainer):
     return {
-        "log": history(made, *KEPT),
-        "weights": weights(made.model.parameters()),
-        "steps": made.state.global_step,
+        "log": history(trainer, *LOG_KEYS),
+        "weights": weights(trainer.model.parameters()),
+        "steps": trainer.state.global_step,
     }
 
 
@@ -230,11 +234,13 @@ def lm(**options):
 
 def saved(folder):
     return sorted(
-        one.name for one in Path(folder).iterdir() if one.name.startswith("checkpoint")
+        path.name
+        for path in Path(folder).iterdir()
+        if path.name.startswith("checkpoint")
     )
 
 
-def resumed(folder, at, **options):
+def resumed(folder, step, **options):
     common = {
         "save_strategy": "steps",
         "save_steps": 2,
@@ -242,28 +248,30 @@ def resumed(folder, at, **options):
         **options,
     }
     first = trained(folder, **common)
-    again = trained(folder, resume=str(Path(folder) / f"checkpoint-{at}"), **common)
-    return [told(first), told(again), saved(folder)]
+    resumed_trainer = trained(
+        folder, resume=str(Path(folder) / f"checkpoint-{step}"), **common
+    )
+    return [told(first), told(resumed_trainer), saved(folder)]
 
 
 def best(folder):
-    made = trained(
+    trainer = trained(
         folder, num_train_epochs=3, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
         metric_for_best_model="accuracy", extra={"compute_metrics": accuracy},
     )  # fmt: skip
     return [
-        told(made),
-        made.state.best_metric,
-        Path(made.state.best_model_checkpoint or "none").name,
+        told(trainer),
+        trainer.state.best_metric,
+        Path(trainer.state.best_model_checkpoint or "none").name,
     ]
 
 
 def early(folder):
-    made = trained(
+    trainer = trained(
         folder, num_train_epochs=6, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, learning_rate=0.0,
         metric_for_best_model="eval_loss", extra={"callbacks": [EarlyStoppingCallback(early_stopping_patience=1)]},
     )  # fmt: skip
-    return [made.state.global_step, made.state.best_global_step]
+    return [trainer.state.global_step, trainer.state.best_global_step]
 
 
 def events(folder):
@@ -287,23 +295,27 @@ def own_optimizer(folder):
 
 
 def predicted(folder):
-    made = trained(
+    trainer = trained(
         folder, per_device_eval_batch_size=4, extra={"compute_metrics": accuracy}
     )
-    found = made.predict(rows(13, 1))
+    prediction = trainer.predict(rows(13, 1))
     return [
-        found.predictions.tolist(),
-        found.label_ids.tolist(),
-        found.metrics["test_accuracy"],
-        found.metrics["test_loss"],
+        prediction.predictions.tolist(),
+        prediction.label_ids.tolist(),
+        prediction.metrics["test_accuracy"],
+        prediction.metrics["test_loss"],
     ]
 
 
 def evaluated(**options):
     def run(folder):
         extra = {"compute_metrics": accuracy, **options.pop("extra", {})}
-        made = trained(folder, per_device_eval_batch_size=4, extra=extra, **options)
-        return {name: value for name, value in made.evaluate().items() if name in KEPT}
+        trainer = trained(folder, per_device_eval_batch_size=4, extra=extra, **options)
+        return {
+            name: value
+            for name, value in trainer.evaluate().items()
+            if name in LOG_KEYS
+        }
 
     return run
 
@@ -319,26 +331,26 @@ def several_sets(folder):
 
 
 def twice(folder):
-    made = trained(folder, max_steps=3)
-    made.train()
-    return told(made)
+    trainer = trained(folder, max_steps=3)
+    trainer.train()
+    return told(trainer)
 
 
 def translated(folder):
     data = [
-        {"input_ids": one["input_ids"], "labels": one["input_ids"].flip(0)}
-        for one in rows(12, labels=False)
+        {"input_ids": row["input_ids"], "labels": row["input_ids"].flip(0)}
+        for row in rows(12, labels=False)
     ]
-    made = trained(
+    trainer = trained(
         folder, model=translator(), kind=Seq2SeqTrainer, data=data, arguments=Seq2SeqTrainingArguments,
         predict_with_generate=True, generation_max_length=6, extra={"eval_dataset": data[:5]},
     )  # fmt: skip
-    return [told(made), made.predict(data[:5]).predictions.tolist()]
+    return [told(trainer), trainer.predict(data[:5]).predictions.tolist()]
 
 
 def searched(folder):
-    made = trained(folder, auto_find_batch_size=True, per_device_train_batch_size=8)
-    return told(made)
+    trainer = trained(folder, auto_find_batch_size=True, per_device_train_batch_size=8)
+    return told(trainer)
 
 
 def lora(folder):
@@ -348,18 +360,18 @@ def lora(folder):
         classifier(),
         LoraConfig(r=2, target_modules=["query", "value"], lora_dropout=0.0),
     )
-    made = trained(folder, model=model, save_strategy="epoch")
-    return [told(made), saved(folder)]
+    trainer = trained(folder, model=model, save_strategy="epoch")
+    return [told(trainer), saved(folder)]
 
 
 def from_columns(folder):
     from datasets import Dataset
 
-    made = [
+    records = [
         {**{name: value.tolist() for name, value in row.items()}, "unused": "x"}
         for row in rows(22)
     ]
-    return told(trained(folder, data=Dataset.from_list(made)))
+    return told(trained(folder, data=Dataset.from_list(records)))
 
 
 def accelerator_config(**options):
@@ -372,16 +384,16 @@ def limited(folder):
 
 
 def stopped(folder):
-    made = trained(folder, num_train_epochs=3, extra={"callbacks": [Stop()]})
-    return [told(made), saved(folder)]
+    trainer = trained(folder, num_train_epochs=3, extra={"callbacks": [Stop()]})
+    return [told(trainer), saved(folder)]
 
 
 def inherited_state(folder):
     trained(folder, save_strategy="steps", save_steps=3)
     return sorted(
-        one.name
-        for one in (Path(folder) / saved(folder)[0]).iterdir()
-        if one.suffix not in (".json", ".pth", ".pkl")
+        path.name
+        for path in (Path(folder) / saved(folder)[0]).iterdir()
+        if path.suffix not in (".json", ".pth", ".pkl")
     )
 
 
@@ -464,7 +476,7 @@ SCENARIOS = {
         )
         .evaluate()
         .items()
-        if name in KEPT
+        if name in LOG_KEYS
     },
     "loss_only": evaluated(prediction_loss_only=True),
     "logits_preprocessed": evaluated(
@@ -531,9 +543,9 @@ SCENARIOS = {
 
 
 def main(folder):
-    chosen = sys.argv[3:] or list(SCENARIOS)
+    scenario_names = sys.argv[3:] or list(SCENARIOS)
     results = {}
-    for name in chosen:
+    for name in scenario_names:
         sys.stderr.write(f"{name}\n")
         try:
             results[name] = SCENARIOS[name](str(Path(folder) / name))

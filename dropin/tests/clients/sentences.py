@@ -52,20 +52,20 @@ def data():
 
 def main(folder):
     # each process writes and reads its own
-    made = model(str(Path(folder) / f"model_{os.environ.get('RANK', '0')}"))
+    encoder = model(str(Path(folder) / f"model_{os.environ.get('RANK', '0')}"))
     args = SentenceTransformerTrainingArguments(
         folder, num_train_epochs=1, learning_rate=1e-3, save_strategy="no", **SHORT
     )
     trainer = SentenceTransformerTrainer(
-        model=made,
+        model=encoder,
         args=args,
         train_dataset=data(),
-        loss=losses.CosineSimilarityLoss(made),
+        loss=losses.CosineSimilarityLoss(encoder),
     )
     trainer.train()
     return {
         "log": history(trainer, "loss", "grad_norm", "learning_rate", "step"),
-        "weights": weights(made.parameters()),
+        "weights": weights(encoder.parameters()),
     }
 
 

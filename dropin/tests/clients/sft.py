@@ -11,14 +11,17 @@ from trl import SFTConfig, SFTTrainer
 
 def tokenizer():
     words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(60))]
-    made = Tokenizer(
+    word_tokenizer = Tokenizer(
         models.WordLevel(
             {word: number for number, word in enumerate(words)}, unk_token="<unk>"
         )
     )
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    word_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=word_tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
     )
 
 
@@ -57,7 +60,7 @@ def main(folder):
         model=model, args=args, train_dataset=data(), processing_class=tokenizer()
     )
     trainer.train()
-    kept = (
+    log_keys = (
         "loss",
         "grad_norm",
         "learning_rate",
@@ -66,7 +69,7 @@ def main(folder):
         "entropy",
     )
     return {
-        "log": history(trainer, *kept),
+        "log": history(trainer, *log_keys),
         "weights": weights(trainer.model.parameters()),
     }
 

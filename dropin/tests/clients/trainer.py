@@ -12,7 +12,7 @@ from transformers import (
     set_seed,
 )
 
-KEPT = (
+LOG_KEYS = (
     "loss",
     "grad_norm",
     "learning_rate",
@@ -38,9 +38,9 @@ def model():
     return BertForSequenceClassification(BertConfig(**TINY))
 
 
-def metrics(found):
-    right = found.predictions.argmax(-1) == found.label_ids
-    return {"accuracy": float(right.mean()), "count": len(found.label_ids)}
+def metrics(prediction):
+    right = prediction.predictions.argmax(-1) == prediction.label_ids
+    return {"accuracy": float(right.mean()), "count": len(prediction.label_ids)}
 
 
 def trainer(folder):
@@ -70,18 +70,18 @@ def main(folder):
     first = trainer(folder)
     first.train()
     predicted = first.predict(data(21, 1))
-    again = trainer(folder)
-    again.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-5"))
+    resumed_trainer = trainer(folder)
+    resumed_trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-5"))
     return {
-        "log": history(first, *KEPT),
+        "log": history(first, *LOG_KEYS),
         "predictions": predicted.predictions.tolist(),
         "test": {
             key: value
             for key, value in predicted.metrics.items()
             if key in ("test_loss", "test_accuracy")
         },
-        "resumed": history(again, *KEPT),
-        "weights": weights(again.model.parameters()),
+        "resumed": history(resumed_trainer, *LOG_KEYS),
+        "weights": weights(resumed_trainer.model.parameters()),
     }
 
 

@@ -37,7 +37,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from either_package import PACKAGES, ROOT, _holds_either, environment
 
-PARTS = (
+MODULES = (
     "observed_accelerator",
     "observed_training",
     "observed_big_models",
@@ -45,7 +45,7 @@ PARTS = (
 )
 START_S = 120.0
 """How long a process may take to import everything."""
-ALONE = ("memory",)
+UNSHARED_GROUPS = ("memory",)
 """Groups that look at the whole device, and therefore run when nothing else does."""
 TORCHRUN = ("launched", "sharded")
 """Groups that run in the one process of torchrun."""
@@ -124,28 +124,28 @@ class Lane:
 
     def run(self) -> dict[str, Any]:
         """Start processes until every function has been noted, or the time is over."""
-        known = planned(self.groups, self.args)
+        planned_functions = planned(self.groups, self.args)
         self.notes.touch()
         for _ in range(25):
             if (
                 time.time() > self.deadline
-                or not known.keys() - done(self.notes).keys()
+                or not planned_functions.keys() - done(self.notes).keys()
             ):
                 break
-            before = self.notes.stat().st_size
-            ended = self._until_it_ends(known)
-            begun = _open(self.notes)
+            notes_size = self.notes.stat().st_size
+            ended = self._until_it_ends(planned_functions)
+            open_function = _open(self.notes)
             if time.time() > self.deadline:
                 break
-            if begun is not None:
-                self._note(begun, ended)
-            elif self.notes.stat().st_size == before:
-                for name in known.keys() - done(self.notes).keys():
+            if open_function is not None:
+                self._note(open_function, ended)
+            elif self.notes.stat().st_size == notes_size:
+                for name in planned_functions.keys() - done(self.notes).keys():
                     self._note(name, f"its process did not begin: {ended}")
-        found = done(self.notes)
+        finished = done(self.notes)
         return {
-            name: {"group": group, "seen": found.get(name)}
-            for name, (group, _) in known.items()
+            name: {"group": group, "seen": finished.get(name)}
+            for name, (group, _) in planned_functions.items()
         }
 
     def _note(self, name: str, ended: str) -> None:
@@ -155,7 +155,7 @@ class Lane:
             )
             file.write(json.dumps({"name": name}) + "\n")
 
-    def _until_it_ends(self, known: dict[str, tuple[str, float]]) -> str:
+    def _until_it_ends(self, planned_functions: dict[str, tuple[str, float]]) -> str:
         words = [str(self.python)]
         if self.groups[0] in TORCHRUN:
             words += [
@@ -183,8 +183,12 @@ class Lane:
                 time.sleep(0.1)
                 if self.notes.stat().st_size != size:
                     since, size = time.time(), self.notes.stat().st_size
-                begun = _open(self.notes)
-                limit = START_S if begun is None else known.get(begun, ("", START_S))[1]
+                open_function = _open(self.notes)
+                limit = (
+                    START_S
+                    if open_function is None
+                    else planned_functions.get(open_function, ("", START_S))[1]
+                )
                 if time.time() - since > limit or time.time() > self.deadline:
                     self._stop(child)
                     return (
@@ -209,13 +213,15 @@ class Lane:
     def _variables(self) -> dict[str, str]:
         room = self.folder / "temporary"
         room.mkdir(exist_ok=True)
-        given = [
-            Path(one).resolve()
-            for one in os.environ.get("PYTHONPATH", "").split(os.pathsep)
-            if one
+        search_folders = [
+            Path(search_folder).resolve()
+            for search_folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            if search_folder
         ]
         path = [
-            str(one) for one in given if one != ROOT / "src" and not _holds_either(one)
+            str(search_folder)
+            for search_folder in search_folders
+            if search_folder != ROOT / "src" and not _holds_either(search_folder)
         ]
         path += [str(ROOT / "src")] if self.package == "drop-in" else []
         drop = (
@@ -228,10 +234,10 @@ class Lane:
             "LOCAL_RANK",
             "MASTER_",
         )
-        kept = {
+        variables = {
             key: value for key, value in os.environ.items() if not key.startswith(drop)
         }
-        return kept | {
+        return variables | {
             "PYTHONPATH": os.pathsep.join(path),
             "PATH": os.pathsep.join(
                 [str(self.python.parent), os.environ.get("PATH", "")]
@@ -252,8 +258,8 @@ def everything(args: argparse.Namespace) -> dict[str, Any]:
     """The notes of both packages."""
     deadline = time.time() + args.minutes * 60
     groups = list(dict.fromkeys(group for group, _ in planned((), args).values()))
-    side_by_side = [(group,) for group in groups if group not in ALONE]
-    alone = [(group,) for group in groups if group in ALONE]
+    side_by_side = [(group,) for group in groups if group not in UNSHARED_GROUPS]
+    unshared = [(group,) for group in groups if group in UNSHARED_GROUPS]
     notes: dict[str, Any] = {package: {} for package in PACKAGES}
     with tempfile.TemporaryDirectory() as folder:
         pythons = {
@@ -262,26 +268,26 @@ def everything(args: argparse.Namespace) -> dict[str, Any]:
         }
 
         def lane(package: str, names: tuple[str, ...]) -> None:
-            one = Lane(
+            package_lane = Lane(
                 package, names, pythons[package], Path(folder) / package, args, deadline
             )
-            begun = time.time()
-            notes[package].update(one.run())
+            start_time = time.time()
+            notes[package].update(package_lane.run())
             print(
-                f"{package}: {', '.join(names)} in {time.time() - begun:.0f} s",
+                f"{package}: {', '.join(names)} in {time.time() - start_time:.0f} s",
                 flush=True,
             )
             if args.keep:
                 args.keep.mkdir(parents=True, exist_ok=True)
                 shutil.copy(
-                    one.notes.with_suffix(".log"),
+                    package_lane.notes.with_suffix(".log"),
                     args.keep / f"{package}-{names[0]}.log",
                 )
 
         pairs = [(package, names) for names in side_by_side for package in PACKAGES]
         with ThreadPoolExecutor(args.at_once) as pool:
             list(pool.map(lambda pair: lane(*pair), pairs))
-        for names in alone:
+        for names in unshared:
             for package in PACKAGES:
                 lane(package, names)
     return notes
@@ -292,8 +298,8 @@ def python_with(package: str, folder: Path, original: Path | None) -> Path:
     venv.EnvBuilder(symlinks=True, with_pip=False).create(folder)
     library = next(folder.glob("lib/python*"))
     (library / "site-packages").rmdir()
-    for one in environment(package, library, original).glob("*.pth"):
-        one.unlink()
+    for path_file in environment(package, library, original).glob("*.pth"):
+        path_file.unlink()
     commands = {
         "accelerate": "accelerate_cli",
         "accelerate-launch": "launch",
@@ -316,24 +322,28 @@ def planned(
 ) -> dict[str, tuple[str, float]]:
     """The functions of these groups, or of all, with group and time limit."""
     os.environ.setdefault("OBSERVED_DEVICE", args.device)
-    known = observations(tuple(groups), set(args.only or ()))
+    matching = observations(tuple(groups), set(args.only or ()))
     return {
-        one.name: (one.group, one.limit)
-        for one in known
-        if args.device == "cuda" or args.all or not one.cuda
+        observation.name: (observation.group, observation.limit)
+        for observation in matching
+        if args.device == "cuda" or args.all or not observation.cuda
     }
 
 
 def observations(groups: tuple[str, ...], only: set[str]) -> list[Any]:
     """The functions of these groups, or of all."""
-    for part in PARTS:
-        import_module(part)
-    found = [
-        one
-        for one in import_module("observing").KNOWN
-        if not groups or one.group in groups
+    for module_name in MODULES:
+        import_module(module_name)
+    group_observations = [
+        observation
+        for observation in import_module("observing").KNOWN
+        if not groups or observation.group in groups
     ]
-    return [one for one in found if not only or one.name in only or one.group in only]
+    return [
+        observation
+        for observation in group_observations
+        if not only or observation.name in only or observation.group in only
+    ]
 
 
 def inside(args: argparse.Namespace) -> None:
@@ -347,19 +357,28 @@ def inside(args: argparse.Namespace) -> None:
             import_module("torchao")
     behind = done(notes)
     with notes.open("a", buffering=1) as file:
-        for one in observations(groups, set(args.only or ())):
-            if one.name not in behind and (CUDA or args.all or not one.cuda):
-                file.write(json.dumps({"begun": one.name, "pid": os.getpid()}) + "\n")
-                begun = time.time()
+        for observation in observations(groups, set(args.only or ())):
+            if observation.name not in behind and (
+                CUDA or args.all or not observation.cuda
+            ):
+                file.write(
+                    json.dumps({"begun": observation.name, "pid": os.getpid()}) + "\n"
+                )
+                start_time = time.time()
 
-                def tell(key: str, value: Any, name: str = one.name) -> None:
+                def tell(key: str, value: Any, name: str = observation.name) -> None:
                     file.write(
                         json.dumps({"of": name, "key": key, "value": value}) + "\n"
                     )
 
-                observed(one, tell)
+                observed(observation, tell)
                 file.write(
-                    json.dumps({"name": one.name, "s": round(time.time() - begun, 2)})
+                    json.dumps(
+                        {
+                            "name": observation.name,
+                            "s": round(time.time() - start_time, 2),
+                        }
+                    )
                     + "\n"
                 )
     file.close()
@@ -374,19 +393,21 @@ def _lines(notes: Path) -> list[dict[str, Any]]:
 def done(notes: Path) -> dict[str, Any]:
     """What the functions noted that have ended."""
     lines = _lines(notes)
-    seen: dict[str, Any] = {line["name"]: {} for line in lines if "name" in line}
+    finished_notes: dict[str, Any] = {
+        line["name"]: {} for line in lines if "name" in line
+    }
     for line in lines:
-        if line.get("of") in seen:
-            seen[line["of"]][line["key"]] = line["value"]
-    return seen
+        if line.get("of") in finished_notes:
+            finished_notes[line["of"]][line["key"]] = line["value"]
+    return finished_notes
 
 
 def _open(notes: Path) -> str | None:
     """The function that was begun and has not ended."""
-    begun = None
+    open_function = None
     for line in _lines(notes):
-        begun = line.get("begun", None if "name" in line else begun)
-    return begun
+        open_function = line.get("begun", None if "name" in line else open_function)
+    return open_function
 
 
 def _worker(notes: Path) -> int | None:
@@ -430,57 +451,70 @@ def compared(notes: dict[str, Any]) -> tuple[dict[str, Counter[str]], list[Diffe
     """The counts of each group, and every difference."""
     from observing import apart, where_apart
 
-    theirs, ours = (notes[package] for package in PACKAGES)
+    original_functions, dropin_functions = (notes[package] for package in PACKAGES)
     counts: dict[str, Counter[str]] = {}
     differences = []
-    for name in theirs:
-        group = theirs[name]["group"]
-        one, other = theirs[name]["seen"], ours.get(name, {}).get("seen")
+    for name in original_functions:
+        group = original_functions[name]["group"]
+        original_notes, dropin_notes = (
+            original_functions[name]["seen"],
+            dropin_functions.get(name, {}).get("seen"),
+        )
         count = counts.setdefault(group, Counter())
-        if one is None or other is None:
+        if original_notes is None or dropin_notes is None:
             count["not reached"] += 1
             continue
-        for key in dict.fromkeys([*one, *other]):
-            if (key not in one and _ended(one)) or (key not in other and _ended(other)):
+        for key in dict.fromkeys([*original_notes, *dropin_notes]):
+            if (key not in original_notes and _ended(original_notes)) or (
+                key not in dropin_notes and _ended(dropin_notes)
+            ):
                 count["not noted"] += 1
                 continue
-            first, second = one.get(key, "(nothing)"), other.get(key, "(nothing)")
+            first, second = (
+                original_notes.get(key, "(nothing)"),
+                dropin_notes.get(key, "(nothing)"),
+            )
             kind = apart(first, second)
             count[kind] += 1
-            places = list(where_apart(first, second))
-            found = [
-                _difference(group, f"{name}, {key}", place, kind) for place in places
+            unequal_parts = list(where_apart(first, second))
+            key_differences = [
+                _difference(group, f"{name}, {key}", unequal_part, kind)
+                for unequal_part in unequal_parts
             ]
             if kind == "different":
-                count["listed"] += all(difference.listed for difference in found)
-            differences += found
+                count["listed"] += all(
+                    difference.listed for difference in key_differences
+                )
+            differences += key_differences
     return counts, differences
 
 
-def _ended(seen: dict[str, Any]) -> bool:
+def _ended(function_notes: dict[str, Any]) -> bool:
     """Whether a function ended early, so that what would have followed was not noted."""
-    return "ended" in seen or "process" in seen
+    return "ended" in function_notes or "process" in function_notes
 
 
 def _difference(
-    group: str, name: str, place: tuple[str, Any, Any], kind: str
+    group: str, name: str, unequal_part: tuple[str, Any, Any], kind: str
 ) -> Difference:
     from observed_differences import listed
 
-    path, original, here = place
+    path, original, dropin = unequal_part
     where = f"{name}, {path}" if path else name
     words = (
         "words"
-        if _raised(original) and _raised(here) and original["raised"] == here["raised"]
+        if _raised(original)
+        and _raised(dropin)
+        and original["raised"] == dropin["raised"]
         else "different"
     )
-    line = listed(group, where, original, here)
+    line = listed(group, where, original, dropin)
     return Difference(
         group,
         where,
         words if kind == "words" else "different",
         _short(original),
-        _short(here),
+        _short(dropin),
         line,
     )
 
@@ -507,38 +541,46 @@ def written(args: argparse.Namespace, notes: dict[str, Any]) -> None:
     from recording import record
 
     counts, differences = compared(notes)
-    known = versions(args.device)
+    platform_versions = versions(args.device)
     number = (
         notes["original"].get("versions", {}).get("seen", {}).get("accelerate", "?")
     )
-    known["accelerate"] = f"{number} in both packages"
+    platform_versions["accelerate"] = f"{number} in both packages"
     for name in ("transformers", "torchao"):
         try:
-            known[name] = metadata.version(name)
+            platform_versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            known[name] = "none"
-    lines = page(known, counts, differences)
+            platform_versions[name] = "none"
+    lines = page(platform_versions, counts, differences)
     print("\n".join(lines))
     total = sum(counts.values(), Counter())
-    found = {
+    totals = {
         "counts": {group: dict(count) for group, count in counts.items()},
         "total": dict(total),
     }
     if not args.only:
-        record("dropin_on_a_gpu", args.device, found, "\n".join(lines), known)
-    if any(one.kind == "different" and not one.listed for one in differences):
+        record(
+            "dropin_on_a_gpu", args.device, totals, "\n".join(lines), platform_versions
+        )
+    if any(
+        difference.kind == "different" and not difference.listed
+        for difference in differences
+    ):
         sys.exit("there are differences that DIFFERENCES.md does not list")
 
 
 def page(
-    known: dict[str, str],
+    platform_versions: dict[str, str],
     counts: dict[str, Counter[str]],
     differences: list[Difference],
 ) -> list[str]:
     """The tables."""
     kinds = ("equal", "words", "different", "listed", "not noted", "not reached")
     lines = ["# The drop-in beside the original on one GPU", ""]
-    lines += [", ".join(f"{key} {value}" for key, value in known.items()), ""]
+    lines += [
+        ", ".join(f"{key} {value}" for key, value in platform_versions.items()),
+        "",
+    ]
     lines += [
         "`words`: the same exception, told in other words. `listed`: of the different ones, in DIFFERENCES.md."
     ]
@@ -552,18 +594,26 @@ def page(
         lines.append(
             f"| {group} | " + " | ".join(str(count[kind]) for kind in kinds) + " |"
         )
-    for title, chosen in (
+    for title, section_differences in (
         (
             "Not listed",
-            [one for one in differences if one.kind == "different" and not one.listed],
+            [
+                difference
+                for difference in differences
+                if difference.kind == "different" and not difference.listed
+            ],
         ),
         (
             "Listed",
-            [one for one in differences if one.kind == "different" and one.listed],
+            [
+                difference
+                for difference in differences
+                if difference.kind == "different" and difference.listed
+            ],
         ),
         (
             "The same exception in other words",
-            [one for one in differences if one.kind == "words"],
+            [difference for difference in differences if difference.kind == "words"],
         ),
     ):
         lines += [
@@ -573,22 +623,30 @@ def page(
             "| observation | original | here | line of DIFFERENCES.md |",
             "|---|---|---|---|",
         ]
-        lines += ["| " + " | ".join(cells) + " |" for cells in gathered(chosen)]
+        lines += [
+            "| " + " | ".join(cells) + " |" for cells in gathered(section_differences)
+        ]
     return lines
 
 
 def gathered(differences: list[Difference]) -> list[list[str]]:
     """One row for the differences of a function that show the same."""
     rows: dict[tuple[str, ...], list[Difference]] = {}
-    for one in differences:
+    for difference in differences:
         rows.setdefault(
-            (one.group, one.name.partition(",")[0], one.original, one.here, one.listed),
+            (
+                difference.group,
+                difference.name.partition(",")[0],
+                difference.original,
+                difference.here,
+                difference.listed,
+            ),
             [],
-        ).append(one)
+        ).append(difference)
     table = []
-    for same in rows.values():
-        cells = same[0].cells()
-        cells[0] += f" (and {len(same) - 1} more)" if len(same) > 1 else ""
+    for grouped in rows.values():
+        cells = grouped[0].cells()
+        cells[0] += f" (and {len(grouped) - 1} more)" if len(grouped) > 1 else ""
         table.append(cells)
     return table
 

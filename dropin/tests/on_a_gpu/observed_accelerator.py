@@ -137,7 +137,7 @@ def a_state_on_the_cpu(see: Seen) -> None:
     )
     model, _optimizer, batches, _scheduler = accelerator.prepare(*parts())
     see("model", next(model.parameters()).device)
-    see("batches", [one["x"].device for one in batches])
+    see("batches", [batch["x"].device for batch in batches])
     see("again", lambda: Accelerator().device)
     see("other", lambda: Accelerator(cpu=False).device)
 
@@ -173,8 +173,8 @@ def fp16_on_the_cpu_beside_a_gpu(see: Seen) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model, optimizer, batches, _ = accelerator.prepare(*parts())
     losses = []
-    for one in batches:
-        losses.append(loss_of(model, one))
+    for batch in batches:
+        losses.append(loss_of(model, batch))
         accelerator.backward(losses[-1])
         optimizer.step()
         optimizer.zero_grad()
@@ -189,22 +189,42 @@ def placement_is_left_to_the_script(see: Seen) -> None:
     accelerator = Accelerator(device_placement=False)
     model, _optimizer, batches, _ = accelerator.prepare(*parts())
     see("model", next(model.parameters()).device)
-    see("batches", [one["x"].device for one in batches])
+    see("batches", [batch["x"].device for batch in batches])
     see("loader", lambda: batches.device)
-    other = Accelerator()
-    made = parts()
-    moved = other.prepare(made[0], made[1], device_placement=[False, True])
+    placing_accelerator = Accelerator()
+    training_parts = parts()
+    moved = placing_accelerator.prepare(
+        training_parts[0], training_parts[1], device_placement=[False, True]
+    )
     see("chosen", next(moved[0].parameters()).device)
-    see("wrong number", lambda: other.prepare(*parts()[:2], device_placement=[True]))
+    see(
+        "wrong number",
+        lambda: placing_accelerator.prepare(*parts()[:2], device_placement=[True]),
+    )
     see(
         "by hand",
         lambda: (
-            next(other.prepare_model(Net(), device_placement=False).parameters()).device
+            next(
+                placing_accelerator.prepare_model(
+                    Net(), device_placement=False
+                ).parameters()
+            ).device
         ),
     )
-    see("moved", lambda: next(other.prepare_model(Net()).parameters()).device)
-    see("evaluation", lambda: type(other.prepare_model(Net(), evaluation_mode=True)))
-    see("again", lambda: other.prepare_model(made[0]) is made[0])
+    see(
+        "moved",
+        lambda: next(placing_accelerator.prepare_model(Net()).parameters()).device,
+    )
+    see(
+        "evaluation",
+        lambda: type(placing_accelerator.prepare_model(Net(), evaluation_mode=True)),
+    )
+    see(
+        "again",
+        lambda: (
+            placing_accelerator.prepare_model(training_parts[0]) is training_parts[0]
+        ),
+    )
 
 
 @observe("state")
@@ -212,13 +232,13 @@ def prepared_objects(see: Seen) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator()
-    made = parts()
-    model, optimizer, batches, scheduler = accelerator.prepare(*made)
+    training_parts = parts()
+    model, optimizer, batches, scheduler = accelerator.prepare(*training_parts)
     see(
         "types", [type(prepared) for prepared in (model, optimizer, batches, scheduler)]
     )
-    see("same model", model is made[0])
-    see("inner optimizer", optimizer.optimizer is made[1])
+    see("same model", model is training_parts[0])
+    see("inner optimizer", optimizer.optimizer is training_parts[1])
     see("parameters", [parameter.device for parameter in model.parameters()])
     see(
         "group", [parameter.device for parameter in optimizer.param_groups[0]["params"]]
@@ -259,10 +279,10 @@ def a_model_with_a_device_map(see: Seen) -> None:
     model.hf_device_map = {"first": 0, "last": 1}
     see("two devices", lambda: type(accelerator.prepare(model)))
     see("verified", lambda: accelerator.verify_device_map(model))
-    other = Net()
-    other.is_loaded_in_8bit = True
-    other.hf_device_map = {"": "cpu"}
-    see("8 bit", lambda: type(accelerator.prepare(other)))
+    quantized_model = Net()
+    quantized_model.is_loaded_in_8bit = True
+    quantized_model.hf_device_map = {"": "cpu"}
+    see("8 bit", lambda: type(accelerator.prepare(quantized_model)))
 
 
 @observe("state")
@@ -287,16 +307,16 @@ def decorators_and_blocks(see: Seen) -> None:
         ),
     )
     see("print", lambda: accelerator.print("a line"))
-    with accelerator.split_between_processes([1, 2, 3]) as part:
-        see("list", part)
+    with accelerator.split_between_processes([1, 2, 3]) as process_share:
+        see("list", process_share)
     with accelerator.split_between_processes(
         torch.arange(3, device=DEVICE), apply_padding=True
-    ) as part:
-        see("tensor", part)
+    ) as process_share:
+        see("tensor", process_share)
     with accelerator.split_between_processes(
         {"a": [1, 2], "b": torch.ones(2, device=DEVICE)}
-    ) as part:
-        see("dict", part)
+    ) as process_share:
+        see("dict", process_share)
     with accelerator.main_process_first():
         see("first", True)
     with accelerator.join_uneven_inputs([Net()]):
@@ -313,8 +333,8 @@ class Movable:
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def to(self, *given: Any, **options: Any) -> Movable:
-        self.asked.append([str(one) for one in given] + sorted(options))
+    def to(self, *arguments: Any, **options: Any) -> Movable:
+        self.asked.append([str(argument) for argument in arguments] + sorted(options))
         return self
 
 
@@ -406,11 +426,11 @@ def looking_at_tensors(see: Seen) -> None:
     see("bf16", lambda: tools.listify(batch().bfloat16()))
     see("no device", lambda: tools.find_device([1, "a"]))
     see("no batch", lambda: tools.find_batch_size([1]))
-    see("applied", lambda: tools.recursively_apply(lambda one: one * 2, x))
+    see("applied", lambda: tools.recursively_apply(lambda tensor: tensor * 2, x))
     see(
         "strict",
         lambda: tools.recursively_apply(
-            lambda one: one, {"a": 3}, error_on_other_type=True
+            lambda tensor: tensor, {"a": 3}, error_on_other_type=True
         ),
     )
     see("ignorant", lambda: tools.ignorant_find_batch_size([1]))
@@ -433,10 +453,12 @@ def collectives_of_one_process(see: Seen) -> None:
         see(
             f"metrics {name}", lambda value=value: accelerator.gather_for_metrics(value)
         )
-        for how in ("sum", "mean", "none"):
+        for reduction in ("sum", "mean", "none"):
             see(
-                f"reduce {name}, {how}",
-                lambda value=value, how=how: accelerator.reduce(value, reduction=how),
+                f"reduce {name}, {reduction}",
+                lambda value=value, reduction=reduction: accelerator.reduce(
+                    value, reduction=reduction
+                ),
             )
         see(
             f"pad {name}",
@@ -519,9 +541,9 @@ def _walk(see: Seen, name: str, batches: Any) -> None:
     from accelerate.state import GradientState
 
     rows = []
-    for one in batches:
+    for batch in batches:
         state = GradientState()
-        first = one["x"] if isinstance(one, dict) else one
+        first = batch["x"] if isinstance(batch, dict) else batch
         rows.append(
             [
                 first.device,
@@ -540,7 +562,7 @@ def loaders_on_the_device(see: Seen) -> None:
     from accelerate.data_loader import DataLoaderAdapter, DataLoaderStateMixin
 
     accelerator = Accelerator()
-    for name, made in (
+    for name, source_loader in (
         ("plain", loader()),
         ("short last", loader(14)),
         ("dropped last", loader(14, drop_last=True)),
@@ -556,7 +578,7 @@ def loaders_on_the_device(see: Seen) -> None:
         ("tensors", torch.utils.data.DataLoader(torch.arange(12.0), batch_size=5)),
     ):
         torch.manual_seed(4)
-        prepared = accelerator.prepare(made)
+        prepared = accelerator.prepare(source_loader)
         _walk(see, name, prepared)
         _walk(see, f"{name}, again", prepared)
         names = (
@@ -608,7 +630,7 @@ def generators_on_the_device(see: Seen) -> None:
     with_generator = lambda: accelerator.prepare(  # noqa: E731
         loader(shuffle=True, generator=torch.Generator(DEVICE))
     )
-    see("generator there", lambda: [one["x"].sum() for one in with_generator()])
+    see("generator there", lambda: [batch["x"].sum() for batch in with_generator()])
 
 
 def _configured(see: Seen, name: str, rows: int = 14, **options: Any) -> None:
@@ -671,8 +693,8 @@ def streams(see: Seen) -> None:
         see(f"{dispatch}, class", type(prepared))
         see(f"{dispatch}, length", lambda prepared=prepared: len(prepared))
         read = []
-        for one in prepared:
-            read.append([stream.read, one["x"].device, list(one["x"].shape)])
+        for batch in prepared:
+            read.append([stream.read, batch["x"].device, list(batch["x"].shape)])
         see(f"{dispatch}, read", read)
 
 
@@ -708,17 +730,17 @@ def large_batches(see: Seen) -> None:
         prepared = accelerator.prepare(
             torch.utils.data.DataLoader(data, batch_size=4, pin_memory=pinned)
         )
-        rows, kept = [], []
-        for one in prepared:
-            rows.append([max(data.read), one.device, one[:, 0].tolist()])
-            one.add_(1)  # batches belong to the loop
-            kept.append(one)
+        rows, kept_batches = [], []
+        for batch in prepared:
+            rows.append([max(data.read), batch.device, batch[:, 0].tolist()])
+            batch.add_(1)  # batches belong to the loop
+            kept_batches.append(batch)
         see(name, rows)
-        see(f"{name}, kept", [one.mean() for one in kept])
-        for one in prepared:
-            see(f"{name}, left early", [max(data.read), one.device])
+        see(f"{name}, kept", [batch.mean() for batch in kept_batches])
+        for batch in prepared:
+            see(f"{name}, left early", [max(data.read), batch.device])
             break
-        see(f"{name}, next epoch", [one[0, 0] for one in prepared])
+        see(f"{name}, next epoch", [batch[0, 0] for batch in prepared])
 
 
 @observe("data")
@@ -735,18 +757,18 @@ def batches_of_many_forms(see: Seen) -> None:
         torch.utils.data.DataLoader(["a", "b", "c"], batch_size=2)
     )
     see("strings", lambda: list(strings))
-    kept = accelerator.prepare(
+    named_loader = accelerator.prepare(
         torch.utils.data.DataLoader(
             data, batch_size=2, collate_fn=lambda rows: Pair(rows[0][0], rows[1][0])
         )
     )
-    see("named", list(kept))
+    see("named", list(named_loader))
     movable = accelerator.prepare(
         torch.utils.data.DataLoader([1, 2], collate_fn=lambda _: Movable())
     )
-    see("movable", lambda: [one.asked for one in movable])
+    see("movable", lambda: [batch.asked for batch in movable])
     host = accelerator.prepare_data_loader(loader(), device_placement=False)
-    see("on the host", [one["x"].device for one in host])
+    see("on the host", [batch["x"].device for batch in host])
 
 
 @observe("data")
@@ -801,8 +823,8 @@ def loaders_made_by_hand(see: Seen) -> None:
     see(
         "metrics",
         [
-            accelerator.gather_for_metrics(one["y"])
-            for one in accelerator.prepare(loader(14))
+            accelerator.gather_for_metrics(batch["y"])
+            for batch in accelerator.prepare(loader(14))
         ],
     )
     see("epoch", lambda: (prepared.set_epoch(3), prepared.iteration))
@@ -837,9 +859,9 @@ def _launched(see: Seen, handlers: list[Any], steps: int = 1, **options: Any) ->
         "types", [type(prepared) for prepared in (model, optimizer, batches, scheduler)]
     )
     losses, norms, synced = [], [], []
-    for one in batches:
+    for batch in batches:
         with accelerator.accumulate(model):
-            loss = loss_of(model, one)
+            loss = loss_of(model, batch)
             accelerator.backward(loss)
             synced.append(accelerator.sync_gradients)
             if accelerator.sync_gradients:
@@ -999,8 +1021,8 @@ def _sharded(see: Seen, plugin_options: dict[str, Any], **options: Any) -> None:
         ],
     )
     losses, norms = [], []
-    for one in batches:
-        loss = loss_of(model, one)
+    for batch in batches:
+        loss = loss_of(model, batch)
         accelerator.backward(loss)
         norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
@@ -1010,7 +1032,7 @@ def _sharded(see: Seen, plugin_options: dict[str, Any], **options: Any) -> None:
     see("losses", losses)
     see("norms", [float(norm) for norm in norms])
     see("dtypes", sorted(set(accelerator.unwrap_model(model).seen)))
-    whole = accelerator.get_state_dict(model)
+    full_state = accelerator.get_state_dict(model)
     see(
         "whole",
         {
@@ -1020,10 +1042,13 @@ def _sharded(see: Seen, plugin_options: dict[str, Any], **options: Any) -> None:
                 tensor.device,
                 list(tensor.shape),
             ]
-            for key, tensor in whole.items()
+            for key, tensor in full_state.items()
         },
     )
-    see("weights", float(sum(tensor.double().abs().sum() for tensor in whole.values())))
+    see(
+        "weights",
+        float(sum(tensor.double().abs().sum() for tensor in full_state.values())),
+    )
     see("saved", lambda: accelerator.save_state("state") and None)
     see("loaded", lambda: accelerator.load_state("state"))
     from observing import files_in

@@ -67,13 +67,15 @@ def wanted(tied: bool = False) -> Tensor:
 
 
 def _hooks(model: nn.Module) -> dict[str, Any]:
-    found = {}
-    for name, one in model.named_modules():
-        hook = getattr(one, "_hf_hook", None)
+    hooks_by_name = {}
+    for name, submodule in model.named_modules():
+        hook = getattr(submodule, "_hf_hook", None)
         if hook is not None:
-            inner = [type(part).__name__ for part in getattr(hook, "hooks", ())]
+            inner = [
+                type(inner_hook).__name__ for inner_hook in getattr(hook, "hooks", ())
+            ]
             execution = str(getattr(hook, "execution_device", "(nothing)"))
-            rest = [
+            hook_settings = [
                 getattr(hook, key, "(nothing)")
                 for key in (
                     "offload",
@@ -82,27 +84,27 @@ def _hooks(model: nn.Module) -> dict[str, Any]:
                     "place_submodules",
                 )
             ]
-            found[name] = [
+            hooks_by_name[name] = [
                 type(hook).__name__,
                 inner,
                 execution,
-                rest,
-                hasattr(one, "_old_forward"),
+                hook_settings,
+                hasattr(submodule, "_old_forward"),
             ]
-    return found
+    return hooks_by_name
 
 
 def _places(model: nn.Module) -> dict[str, str]:
     return {
-        name: str(one.device)
-        for name, one in [*model.named_parameters(), *model.named_buffers()]
+        name: str(tensor.device)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
 
 
 def _looked_at(see: Seen, model: nn.Module, tied: bool = False) -> None:
     """Note everything that a model on several devices shows."""
-    for name, place in _places(model).items():
-        see(f"place of {name}", place)
+    for name, location in _places(model).items():
+        see(f"place of {name}", location)
     for name, hook in _hooks(model).items():
         see(f"hook of {name or 'the model'}", hook)
     see("modules with hooks", sorted(_hooks(model)))
@@ -111,12 +113,12 @@ def _looked_at(see: Seen, model: nn.Module, tied: bool = False) -> None:
         lambda: {str(key): str(value) for key, value in model.hf_device_map.items()},
     )
     with torch.no_grad():
-        for name, given in (("host", tokens()), ("device", tokens().to(DEVICE))):
-            see(f"answer to the {name}", lambda given=given: model(given).device)
+        for name, prompt in (("host", tokens()), ("device", tokens().to(DEVICE))):
+            see(f"answer to the {name}", lambda prompt=prompt: model(prompt).device)
             see(
                 f"equal, {name}",
-                lambda given=given: bool(
-                    torch.equal(model(given).cpu(), wanted(tied).cpu())
+                lambda prompt=prompt: bool(
+                    torch.equal(model(prompt).cpu(), wanted(tied).cpu())
                 ),
             )
     see("by name", lambda: model(tokens=tokens(), scale=torch.ones(1)).device)
@@ -126,12 +128,12 @@ def _looked_at(see: Seen, model: nn.Module, tied: bool = False) -> None:
         "grad",
         lambda: [
             model(tokens()).requires_grad,
-            all(one.requires_grad for one in model.parameters()),
+            all(tensor.requires_grad for tensor in model.parameters()),
         ],
     )
     state = model.state_dict()
     see("keys", sorted(state))
-    see("rest on", {key: str(one.device) for key, one in state.items()})
+    see("rest on", {key: str(tensor.device) for key, tensor in state.items()})
     see("device of the first", lambda: next(model.parameters()).device)
     for name, move in (
         ("to the device", lambda: model.to(DEVICE)),
@@ -453,8 +455,8 @@ def training_on_offloaded_models(see: Seen) -> None:
 
     for name in ("offloaded", "dispatched"):
         model = model_of()
-        for one in model.parameters():
-            one.requires_grad_(False)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
         model = (
             cpu_offload(model, DEVICE)
             if name == "offloaded"
@@ -483,9 +485,14 @@ def training_on_offloaded_models(see: Seen) -> None:
 
         see(f"{name}, ran", run)
         see(f"{name}, losses", losses)
-    whole = cpu_offload(model_of(), DEVICE)
-    see("backward", lambda: whole(tokens()).sum().backward())
-    see("gradients", lambda: [one.grad is not None for one in whole.parameters()])
+    offloaded_model = cpu_offload(model_of(), DEVICE)
+    see("backward", lambda: offloaded_model(tokens()).sum().backward())
+    see(
+        "gradients",
+        lambda: [
+            parameter.grad is not None for parameter in offloaded_model.parameters()
+        ],
+    )
 
 
 @observe("offload")
@@ -503,8 +510,8 @@ def aligned_modules(see: Seen) -> None:
             has_offloaded_params(nn.Linear(1, 1)),
         ],
     )
-    for name, place in (("own", None), ("device", DEVICE), ("host", "cpu")):
-        with align_module_device(layer, execution_device=place):
+    for name, execution_device in (("own", None), ("device", DEVICE), ("host", "cpu")):
+        with align_module_device(layer, execution_device=execution_device):
             see(
                 f"inside, {name}",
                 [layer.weight.device, layer.bias.device, float(layer.weight.sum())],
@@ -546,8 +553,8 @@ def offloaded_state_dicts(see: Seen) -> None:
         see(
             f"{name}, whole",
             lambda model=model: {
-                key: [one.device, one.double().sum()]
-                for key, one in get_state_dict_offloaded_model(model).items()
+                key: [tensor.device, tensor.double().sum()]
+                for key, tensor in get_state_dict_offloaded_model(model).items()
             },
         )
         accelerator = Accelerator()
@@ -561,8 +568,8 @@ def offloaded_state_dicts(see: Seen) -> None:
         see(
             f"{name}, tensors",
             lambda name=name: {
-                key: one.double().sum()
-                for key, one in load_file(f"saved {name}/model.safetensors").items()
+                key: tensor.double().sum()
+                for key, tensor in load_file(f"saved {name}/model.safetensors").items()
             },
         )
         see(
@@ -575,8 +582,8 @@ def offloaded_state_dicts(see: Seen) -> None:
         see(
             f"{name}, state dict",
             lambda model=model, accelerator=accelerator: {
-                key: str(one.device)
-                for key, one in accelerator.get_state_dict(model).items()
+                key: str(tensor.device)
+                for key, tensor in accelerator.get_state_dict(model).items()
             },
         )
         see(
@@ -709,15 +716,15 @@ def hooks_of_blocks(see: Seen) -> None:
     see("blocks, hooks", _hooks(model))
     see("blocks, places", _places(model))
     see("blocks, answer", lambda: model(tokens()))
-    whole = model_of()
+    block_model = model_of()
     see(
         "whole",
         lambda: attach_align_device_hook_on_blocks(
-            whole, execution_device=GPU, offload=True
+            block_model, execution_device=GPU, offload=True
         ),
     )
-    see("whole, hooks", _hooks(whole))
-    see("whole, answer", lambda: whole(tokens()))
+    see("whole, hooks", _hooks(block_model))
+    see("whole, answer", lambda: block_model(tokens()))
 
 
 @observe("hooks")
@@ -732,8 +739,10 @@ def hooks_of_ones_own(see: Seen) -> None:
     )
 
     class Plus(ModelHook):
-        def pre_forward(self, module: nn.Module, *given: Any, **options: Any) -> Any:
-            return (given[0] + 1, *given[1:]), options
+        def pre_forward(
+            self, module: nn.Module, *arguments: Any, **options: Any
+        ) -> Any:
+            return (arguments[0] + 1, *arguments[1:]), options
 
         def post_forward(self, module: nn.Module, output: Any) -> Any:
             return output * 2
@@ -747,17 +756,21 @@ def hooks_of_ones_own(see: Seen) -> None:
     add_hook_to_module(layer, Plus(), append=True)
     see("two", [layer(x), type(layer._hf_hook)])
     add_hook_to_module(layer, AlignDevicesHook(GPU, io_same_device=True), append=True)
-    see("three", [[type(one).__name__ for one in layer._hf_hook.hooks], layer(x)])
+    see("three", [[type(hook).__name__ for hook in layer._hf_hook.hooks], layer(x)])
     remove_hook_from_module(layer)
     see("removed", bool(torch.equal(layer(x), plain)))
     add_hook_to_module(layer, SequentialHook(Plus(), Plus()))
     see("sequence", layer(x))
     see("replaced", [add_hook_to_module(layer, Plus()) is layer, layer(x)])
-    other = nn.Linear(4, 4)
-    add_hook_to_module(other, CpuOffload(DEVICE))
+    offloaded_layer = nn.Linear(4, 4)
+    add_hook_to_module(offloaded_layer, CpuOffload(DEVICE))
     see(
         "offload",
-        [other.weight.device, other(torch.ones(1, 4)).device, other.weight.device],
+        [
+            offloaded_layer.weight.device,
+            offloaded_layer(torch.ones(1, 4)).device,
+            offloaded_layer.weight.device,
+        ],
     )
     see("grad", lambda: [layer(x.requires_grad_()).requires_grad])
     no_grad = Plus()
@@ -793,10 +806,12 @@ def casting_layers(see: Seen) -> None:
                     attach_layerwise_casting_hooks(model, storage, compute)
                 ),
             )
-            see(f"{name}, dtypes", [one.dtype for one in model.parameters()])
+            see(
+                f"{name}, dtypes", [parameter.dtype for parameter in model.parameters()]
+            )
             x = torch.ones(2, 8, device=DEVICE, dtype=compute)
             see(f"{name}, answer", lambda model=model, x=x: model(x))
-            see(f"{name}, after", [one.dtype for one in model.parameters()])
+            see(f"{name}, after", [parameter.dtype for parameter in model.parameters()])
             see(f"{name}, ahead", lambda model=model, x=x: model(x.float()).dtype)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to(DEVICE)
     options = {
@@ -805,7 +820,7 @@ def casting_layers(see: Seen) -> None:
         "non_blocking": True,
     }
     attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32, **options)
-    see("skipped", [one.dtype for one in model.parameters()])
+    see("skipped", [parameter.dtype for parameter in model.parameters()])
     see("hooks", _hooks(model))
     see(
         "hook",
@@ -818,9 +833,9 @@ def casting_layers(see: Seen) -> None:
 def maps_by_limits(see: Seen) -> None:
     from accelerate import infer_auto_device_map
 
-    whole = sum(one.numel() * 4 for one in model_of().parameters())
+    model_bytes = sum(parameter.numel() * 4 for parameter in model_of().parameters())
     for name, limits in (
-        ("half", {0: whole // 2, "cpu": whole}),
+        ("half", {0: model_bytes // 2, "cpu": model_bytes}),
         ("bytes", {0: 4000, "cpu": 6000, "disk": 10**6}),
         ("text", {0: "5KB", "cpu": "1MB"}),
         ("binary text", {0: "5KiB", "cpu": "6KiB"}),
@@ -907,25 +922,25 @@ def balanced_memory(see: Seen) -> None:
 def tensors_set_by_name(see: Seen) -> None:
     from accelerate.utils import set_module_tensor_to_device
 
-    def made(place: str = "cpu") -> nn.Module:
+    def made(source_device: str = "cpu") -> nn.Module:
         torch.manual_seed(1)
         return (
-            nn.BatchNorm1d(3).to(place)
-            if place != "meta"
+            nn.BatchNorm1d(3).to(source_device)
+            if source_device != "meta"
             else nn.BatchNorm1d(3, device="meta")
         )
 
-    for place in ("cpu", "meta", DEVICE):
+    for source_device in ("cpu", "meta", DEVICE):
         for target in (GPU, DEVICE, torch.device(DEVICE), "cpu", "meta"):
             for value in (None, torch.arange(3.0), torch.arange(3)):
-                label = (
-                    f"{place} to {target!r}, {'none' if value is None else value.dtype}"
-                )
+                label = f"{source_device} to {target!r}, {'none' if value is None else value.dtype}"
 
                 def run(
-                    place: str = place, target: Any = target, value: Any = value
+                    source_device: str = source_device,
+                    target: Any = target,
+                    value: Any = value,
                 ) -> Any:
-                    module = made(place)
+                    module = made(source_device)
                     set_module_tensor_to_device(module, "weight", target, value=value)
                     return [module.weight, type(module.weight).__name__]
 
@@ -1006,14 +1021,17 @@ def empty_models(see: Seen) -> None:
     see("empty with buffers", _places(empty))
     with init_on_device(torch.device(DEVICE)):
         torch.manual_seed(0)
-        there = nn.BatchNorm1d(3)
-        made = torch.ones(2)
-    see("on the device", [_places(there), made.device])
+        norm_layer = nn.BatchNorm1d(3)
+        tensor = torch.ones(2)
+    see("on the device", [_places(norm_layer), tensor.device])
     with init_on_device(torch.device(DEVICE), include_buffers=True):
-        there = nn.BatchNorm1d(3)
-        made = torch.ones(2)
-    see("with buffers", [_places(there), made.device, torch.zeros(1).device])
-    see("classes", lambda: [type(one).__name__ for one in there.parameters()])
+        norm_layer = nn.BatchNorm1d(3)
+        tensor = torch.ones(2)
+    see("with buffers", [_places(norm_layer), tensor.device, torch.zeros(1).device])
+    see(
+        "classes",
+        lambda: [type(parameter).__name__ for parameter in norm_layer.parameters()],
+    )
     with init_empty_weights():
         tied = Model(tied=True)
     see("tied", tied.head.weight is tied.embed.weight)
@@ -1082,7 +1100,10 @@ def _loaded(see: Seen, name: str, form: str, **options: Any) -> None:
             },
         )
         see(f"{name}, places", _places(ready))
-        see(f"{name}, dtypes", sorted({str(one.dtype) for one in ready.parameters()}))
+        see(
+            f"{name}, dtypes",
+            sorted({str(parameter.dtype) for parameter in ready.parameters()}),
+        )
         see(f"{name}, hooks", _hooks(ready))
         see(f"{name}, answer", lambda: ready(tokens()))
         see(
@@ -1113,12 +1134,12 @@ def loaded_from_each_form(see: Seen) -> None:
 def loaded_in_each_way(see: Seen) -> None:
     form = _written("safe shards")
     limits: dict[Any, Any] = {0: 5000, "cpu": 10**7} if CUDA else {"cpu": 10**7}
-    for way in ("auto", "balanced", "balanced_low_0", "sequential"):
+    for strategy in ("auto", "balanced", "balanced_low_0", "sequential"):
         _loaded(
             see,
-            way,
+            strategy,
             form,
-            device_map=way,
+            device_map=strategy,
             max_memory=limits,
             no_split_module_classes=["Block"],
         )
@@ -1179,7 +1200,7 @@ def loaded_in_place(see: Seen) -> None:
         see(f"{name}, weight", model.head.weight)
     see("missing", lambda: load_checkpoint_in_model(model_of(), "none"))
     file = "safe/model.safetensors"
-    for name, given in (
+    for name, device_map in (
         ("nothing", None),
         ("one", {"": GPU}),
         ("mixed", dict(MIXED)),
@@ -1187,9 +1208,9 @@ def loaded_in_place(see: Seen) -> None:
     ):
         see(
             f"file, {name}",
-            lambda given=given: {
-                key: str(one.device)
-                for key, one in load_state_dict(file, device_map=given).items()
+            lambda device_map=device_map: {
+                key: str(tensor.device)
+                for key, tensor in load_state_dict(file, device_map=device_map).items()
             },
         )
 
@@ -1237,13 +1258,15 @@ def _client(see: Seen, name: str, folder: str, **options: Any) -> None:
         see(f"{name}, device", lambda: model.device)
         see(f"{name}, hooks", sorted(_hooks(model)))
         see(f"{name}, hook types", _hooks(model))
-        given = torch.arange(1, 9).reshape(1, 8)
+        prompt = torch.arange(1, 9).reshape(1, 8)
         with torch.no_grad():
-            see(f"{name}, logits", lambda: model(given.to(DEVICE)).logits)
-            see(f"{name}, logits of the host", lambda: model(given).logits.device)
+            see(f"{name}, logits", lambda: model(prompt.to(DEVICE)).logits)
+            see(f"{name}, logits of the host", lambda: model(prompt).logits.device)
         see(
             f"{name}, tokens",
-            lambda: model.generate(given.to(DEVICE), max_new_tokens=6, do_sample=False),
+            lambda: model.generate(
+                prompt.to(DEVICE), max_new_tokens=6, do_sample=False
+            ),
         )
         see(
             f"{name}, saved",
@@ -1253,7 +1276,9 @@ def _client(see: Seen, name: str, folder: str, **options: Any) -> None:
         )
         see(
             f"{name}, state",
-            lambda: {key: str(one.device) for key, one in model.state_dict().items()},
+            lambda: {
+                key: str(tensor.device) for key, tensor in model.state_dict().items()
+            },
         )
         see(f"{name}, moved", lambda: type(model.to(DEVICE)).__name__)
         see(f"{name}, half", lambda: type(model.half()).__name__)
@@ -1335,7 +1360,7 @@ def generation_with_offloaded_models(see: Seen) -> None:
     from accelerate import cpu_offload, disk_offload
 
     folder = _gpt2("model")
-    given = torch.arange(1, 9).reshape(1, 8).to(DEVICE)
+    prompt = torch.arange(1, 9).reshape(1, 8).to(DEVICE)
     for name, offload in (
         ("host", lambda model: cpu_offload(model, DEVICE)),
         ("disk", lambda model: disk_offload(model, "disk", DEVICE)),
@@ -1345,14 +1370,14 @@ def generation_with_offloaded_models(see: Seen) -> None:
         see(
             f"{name}, tokens",
             lambda model=model: model.generate(
-                given, max_new_tokens=6, do_sample=False
+                prompt, max_new_tokens=6, do_sample=False
             ),
         )
         see(f"{name}, device", lambda model=model: model.device)
         see(
             f"{name}, beams",
             lambda model=model: model.generate(
-                given, max_new_tokens=4, num_beams=2, do_sample=False
+                prompt, max_new_tokens=4, num_beams=2, do_sample=False
             ),
         )
         see(

@@ -156,10 +156,10 @@ NEEDS = [
 
 def _command(*words: str, limit: float = 70) -> tuple[int, str, str]:
     """Exit code, output and errors of an accelerate command."""
-    asked = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *words]
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *words]
     pipe, none = subprocess.PIPE, subprocess.DEVNULL
     child = subprocess.Popen(
-        asked, stdout=pipe, stderr=pipe, stdin=none, text=True, start_new_session=True
+        command, stdout=pipe, stderr=pipe, stdin=none, text=True, start_new_session=True
     )
     try:
         out, errors = child.communicate(timeout=limit)
@@ -179,18 +179,18 @@ def _launched(see: Seen, *options: str) -> None:
     code, out, errors = _command("launch", *options, "worker.py", "--given", "3")
     see("exit code", code)
     lines = out.splitlines()
-    found: dict[str, Any] = json.loads(
+    reported: dict[str, Any] = json.loads(
         next((line[6:] for line in lines if line.startswith("FOUND ")), "{}")
     )
-    for key, value in found.items():
+    for key, value in reported.items():
         see(key, value)
     see("other lines", [plain(line) for line in lines if not line.startswith("FOUND ")])
-    kept = [
+    error_lines = [
         plain(line)
         for line in errors.splitlines()
         if line.strip() and not re.match(r"\[?[WI]\d{4}|.*Warning", line)
     ]
-    see("errors", kept[-6:] if code else kept[:20])
+    see("errors", error_lines[-6:] if code else error_lines[:20])
 
 
 @observe("launch", limit=120)
@@ -357,12 +357,12 @@ def names_for_tests(see: Seen) -> None:
         see(name, lambda name=name: _called(getattr(testing, name)))
 
 
-def _called(one: Any) -> Any:
-    found = one() if callable(one) else one
+def _called(call: Any) -> Any:
+    returned = call() if callable(call) else call
     return (
-        [str(part).replace(sys.executable, "python") for part in found]
-        if isinstance(found, list)
-        else found
+        [str(word).replace(sys.executable, "python") for word in returned]
+        if isinstance(returned, list)
+        else returned
     )
 
 
@@ -370,10 +370,10 @@ def _skipped(decorate: Any) -> Any:
     def case() -> None:
         """Do nothing."""
 
-    made = decorate(case)
+    decorated = decorate(case)
     return [
-        getattr(made, "__unittest_skip__", False),
-        getattr(made, "__unittest_skip_why__", ""),
+        getattr(decorated, "__unittest_skip__", False),
+        getattr(decorated, "__unittest_skip_why__", ""),
     ]
 
 

@@ -23,48 +23,50 @@ class Listed:
     here: str = ""
     test: Callable[[Any, Any], bool] | None = None
 
-    def covers(self, where: str, original: Any, here: Any) -> bool:
-        found = [
+    def covers(self, where: str, original: Any, dropin: Any) -> bool:
+        texts = [
             value if isinstance(value, str) else json.dumps(value)
-            for value in (original, here)
+            for value in (original, dropin)
         ]
-        patterns = re.search(self.original, found[0]) and re.search(self.here, found[1])
-        tested = self.test is None or self.test(original, here)
+        patterns = re.search(self.original, texts[0]) and re.search(self.here, texts[1])
+        tested = self.test is None or self.test(original, dropin)
         return bool(re.search(self.where, where) and patterns and tested)
 
 
-def _with_a_manifest(original: Any, here: Any) -> bool:
+def _with_a_manifest(original: Any, dropin: Any) -> bool:
     """The same files, and a manifest.json."""
-    lists = isinstance(original, list) and isinstance(here, list)
+    lists = isinstance(original, list) and isinstance(dropin, list)
     return lists and original == [
-        one for one in here if Path(str(one)).name != "manifest.json"
+        name for name in dropin if Path(str(name)).name != "manifest.json"
     ]
 
 
-def _no_dat(original: Any, here: Any) -> bool:
+def _no_dat(original: Any, dropin: Any) -> bool:
     """Files of which none is one of the original's kind."""
-    return isinstance(here, list) and not any(str(one).endswith(".dat") for one in here)
-
-
-def _fewer(original: Any, here: Any) -> bool:
-    """A part of the original's names."""
-    return (
-        isinstance(original, list)
-        and isinstance(here, list)
-        and set(map(str, here)) < set(map(str, original))
+    return isinstance(dropin, list) and not any(
+        str(name).endswith(".dat") for name in dropin
     )
 
 
-def _greater(original: Any, here: Any) -> bool:
+def _fewer(original: Any, dropin: Any) -> bool:
+    """A part of the original's names."""
+    return (
+        isinstance(original, list)
+        and isinstance(dropin, list)
+        and set(map(str, dropin)) < set(map(str, original))
+    )
+
+
+def _greater(original: Any, dropin: Any) -> bool:
     """More rows had been read."""
-    return isinstance(original, int) and isinstance(here, int) and here > original
+    return isinstance(original, int) and isinstance(dropin, int) and dropin > original
 
 
 IN_PLACE = "are compiled in place: `prepare` returns the model itself"
 ON_THE_HOST = "rest as tensors on the host, or as views of the mapped file, instead of on the meta device"
 FILES = "there are no `.dat` files"
-AT_REST = "reach the weights at rest"
-AGAIN = "can be prepared, and dispatched again to another map"
+RESTING_WEIGHTS = "reach the weights at rest"
+PREPARED_TWICE = "can be prepared, and dispatched again to another map"
 STREAMED = "They are streamed block by block (hasten's own forward), and `_hf_hook` only shows that"
 SCALES = "`accelerator.scaler` is hasten's subclass of torch's `GradScaler`"
 BY_NAME = "is kept by the names of parameters, in `param_groups`, too, instead of their numbers"
@@ -91,13 +93,13 @@ LISTED: tuple[Listed, ...] = (
     Listed("Weights that are tied stay tied", BIG + r".*(tied|pointers)$", "^false$", "^true$"),
     Listed("Weights that are tied stay tied", BIG + r".*place.*head\.weight", "^meta$", r"^\(nothing\)$"),
     Listed("Weights that are tied stay tied", r"^dispatch: .*tied.*, rest on, head\.weight$", "^meta$", "^cuda:0$"),
-    Listed(AT_REST, BIG + r".*, cpu$", "NotImplementedError", "^class Model$"),
-    Listed(AT_REST, BIG + r".*, (to the device|cuda)$", "NotImplementedError", "DeviceError"),
-    Listed(AT_REST, BIG + r".*, places (after the moves|without hooks), ", "^(cuda:0|meta)$", "^cpu$"),
-    Listed(AT_REST, "^offload: .*, again on the device$", "true", "false"),
-    Listed(AGAIN, "^offload: offloaded_state_dicts, host, prepared$", "NotImplementedError", "^class Model$"),
-    Listed(AGAIN, "^dispatch: copies_of_dispatched_models, places again, ", "^meta$", "^cuda:0$"),
-    Listed(AGAIN, "^dispatch: copies_of_dispatched_models, told, log", "shouldn't move", ""),
+    Listed(RESTING_WEIGHTS, BIG + r".*, cpu$", "NotImplementedError", "^class Model$"),
+    Listed(RESTING_WEIGHTS, BIG + r".*, (to the device|cuda)$", "NotImplementedError", "DeviceError"),
+    Listed(RESTING_WEIGHTS, BIG + r".*, places (after the moves|without hooks), ", "^(cuda:0|meta)$", "^cpu$"),
+    Listed(RESTING_WEIGHTS, "^offload: .*, again on the device$", "true", "false"),
+    Listed(PREPARED_TWICE, "^offload: offloaded_state_dicts, host, prepared$", "NotImplementedError", "^class Model$"),
+    Listed(PREPARED_TWICE, "^dispatch: copies_of_dispatched_models, places again, ", "^meta$", "^cuda:0$"),
+    Listed(PREPARED_TWICE, "^dispatch: copies_of_dispatched_models, told, log", "shouldn't move", ""),
     Listed("stay also after `cpu_offload`", r"^offload: aligned_modules, changed, \[0\]$"),
     Listed("A streamed model cannot be pickled", "^dispatch: .*, pickled$", "AttributeError", "PrepareError"),
     Listed("Moves are refused by objects", r"^dispatch: .*, methods, \[0\]$", "^function$", "_Move"),
@@ -151,15 +153,17 @@ LISTED: tuple[Listed, ...] = (
 )  # fmt: skip
 
 
-def listed(group: str, where: str, original: Any, here: Any) -> str:
+def listed(group: str, where: str, original: Any, dropin: Any) -> str:
     """The words of the line that lists a difference, or nothing."""
-    found = (
-        one.line for one in LISTED if one.covers(f"{group}: {where}", original, here)
+    matching_lines = (
+        difference.line
+        for difference in LISTED
+        if difference.covers(f"{group}: {where}", original, dropin)
     )
-    return next(found, "")
+    return next(matching_lines, "")
 
 
 def absent() -> list[str]:
     """Words that the page does not have any more."""
     text = PAGE.read_text(encoding="utf-8")
-    return [one.line for one in LISTED if one.line not in text]
+    return [difference.line for difference in LISTED if difference.line not in text]

@@ -51,10 +51,10 @@ def _trained(
     )
     model, optimizer, batches, scheduler = accelerator.prepare(*parts())
     losses, norms, outputs, skipped = [], [], [], []
-    for one in batches:
-        out = model(one["x"])
+    for batch in batches:
+        out = model(batch["x"])
         outputs.append(out.dtype)
-        loss = nn.functional.cross_entropy(out, one["y"])
+        loss = nn.functional.cross_entropy(out, batch["y"])
         accelerator.backward(loss)
         norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
@@ -166,11 +166,11 @@ def _overflow(see: Seen, steps: int = 1, with_scheduler: bool = True) -> None:
     )
     model, optimizer, batches, scheduler = accelerator.prepare(*parts())
     rows = []
-    for index, one in enumerate(batches):
+    for index, batch in enumerate(batches):
         with accelerator.accumulate(model):
-            loss = loss_of(model, one) * (float("inf") if index in (1, 2) else 1.0)
+            loss = loss_of(model, batch) * (float("inf") if index in (1, 2) else 1.0)
             accelerator.backward(loss)
-            before = checksum(model)
+            previous_checksum = checksum(model)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -181,7 +181,7 @@ def _overflow(see: Seen, steps: int = 1, with_scheduler: bool = True) -> None:
                 [
                     accelerator.optimizer_step_was_skipped,
                     optimizer.step_was_skipped,
-                    before == checksum(model),
+                    previous_checksum == checksum(model),
                     accelerator.scaler.get_scale(),
                     scheduler.get_last_lr(),
                     scheduler.scheduler.last_epoch,
@@ -220,11 +220,11 @@ def an_overflow_of_one_of_two_optimizers(see: Seen) -> None:
     x = batch()
     accelerator.backward(first(x).sum() * float("inf"))
     accelerator.backward(second(x).sum())
-    for one in ready:
-        one.step()
+    for optimizer in ready:
+        optimizer.step()
         see(
             f"skipped {len(see.values)}",
-            [one.step_was_skipped, accelerator.optimizer_step_was_skipped],
+            [optimizer.step_was_skipped, accelerator.optimizer_step_was_skipped],
         )
     see("scale", accelerator.scaler.get_scale())
 
@@ -264,10 +264,14 @@ def outputs_in_float32(see: Seen) -> None:
         [hasattr(model, "_original_forward"), "_original_forward" in model.__dict__],
     )
     see("pickled", lambda: type(pickle.loads(pickle.dumps(accelerator.prepare(Net())))))
-    kept = accelerator.unwrap_model(model)
+    unwrapped = accelerator.unwrap_model(model)
     see(
         "kept",
-        [kept is model, kept(batch(), "tensor").dtype, "forward" in kept.__dict__],
+        [
+            unwrapped is model,
+            unwrapped(batch(), "tensor").dtype,
+            "forward" in unwrapped.__dict__,
+        ],
     )
     bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     see(
@@ -338,8 +342,8 @@ def scaled_gradients(see: Seen) -> None:
         mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=128.0)]
     )
     model, optimizer, batches, _ = accelerator.prepare(*parts())
-    one = next(iter(batches))
-    accelerator.backward(loss_of(model, one))
+    batch = next(iter(batches))
+    accelerator.backward(loss_of(model, batch))
     gradient = next(model.parameters()).grad
     assert gradient is not None
     see("scaled", gradient.clone())
@@ -351,7 +355,7 @@ def scaled_gradients(see: Seen) -> None:
         lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type=1),
     )
     see("step", lambda: (optimizer.step(), accelerator.scaler.get_scale()))
-    accelerator.backward(loss_of(model, one))
+    accelerator.backward(loss_of(model, batch))
     see("value", lambda: accelerator.clip_grad_value_(model.parameters(), 1e-3))
     see("clipped", gradient.abs().max())
     see("of one", lambda: accelerator.unscale_gradients(optimizer))
@@ -363,9 +367,9 @@ def weights_in_half(see: Seen) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision="fp16")
-    made = Net().half()
+    half_net = Net().half()
     model, optimizer = accelerator.prepare(
-        made, torch.optim.SGD(made.parameters(), lr=0.1)
+        half_net, torch.optim.SGD(half_net.parameters(), lr=0.1)
     )
     accelerator.backward(model(batch().half()).sum())
     see("norm", lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0))
@@ -395,13 +399,13 @@ def models_without_their_wrappers(see: Seen) -> None:
     from accelerate.utils import extract_model_from_parallel, is_compiled_module
 
     accelerator = Accelerator(mixed_precision="bf16")
-    made = Net()
-    model = accelerator.prepare(made)
+    net = Net()
+    model = accelerator.prepare(net)
     see(
         "same",
         [
-            extract_model_from_parallel(model) is made,
-            accelerator.unwrap_model(model) is made,
+            extract_model_from_parallel(model) is net,
+            accelerator.unwrap_model(model) is net,
         ],
     )
     see("compiled", is_compiled_module(model))
@@ -413,7 +417,7 @@ def models_without_their_wrappers(see: Seen) -> None:
             else type(model.forward).__name__
         ],
     )
-    see("bound", lambda: model.forward.__self__ is made)
+    see("bound", lambda: model.forward.__self__ is net)
     parallel = nn.DataParallel(Net().to(DEVICE)) if CUDA else nn.DataParallel(Net())
     see("parallel", type(extract_model_from_parallel(parallel)))
     see(
@@ -433,18 +437,18 @@ def _windows(
 ) -> None:
     from accelerate import Accelerator
 
-    given = (
+    window_settings = (
         {"gradient_accumulation_steps": steps}
         if isinstance(steps, int)
         else {"gradient_accumulation_plugin": steps}
     )
-    accelerator = Accelerator(mixed_precision=precision, **given, **options)
+    accelerator = Accelerator(mixed_precision=precision, **window_settings, **options)
     model, optimizer, batches, scheduler = accelerator.prepare(*parts(rows=rows))
     table = []
     for _ in range(epochs):
-        for one in batches:
+        for batch in batches:
             with accelerator.accumulate(model):
-                loss = loss_of(model, one)
+                loss = loss_of(model, batch)
                 accelerator.backward(loss)
                 norm = (
                     accelerator.clip_grad_norm_(model.parameters(), 0.3)
@@ -534,9 +538,9 @@ def windows_by_hand(see: Seen) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model, optimizer, batches, _ = accelerator.prepare(*parts())
     rows = []
-    for index, one in enumerate(batches):
+    for index, loop_batch in enumerate(batches):
         with accelerator.no_sync(model):
-            accelerator.backward(loss_of(model, one))
+            accelerator.backward(loss_of(model, loop_batch))
         with accelerator.trigger_sync_in_backward(model):
             rows.append([accelerator.sync_gradients, index])
         see(
@@ -573,7 +577,7 @@ class Dropping(nn.Module):
         return out
 
 
-def _resumed(see: Seen, precision: str, **how: Any) -> None:
+def _resumed(see: Seen, precision: str, **save_options: Any) -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -581,12 +585,10 @@ def _resumed(see: Seen, precision: str, **how: Any) -> None:
         AcceleratorState._reset_state(True)
         accelerator = Accelerator(mixed_precision=precision)
         torch.manual_seed(1)
-        made = Dropping()
-        optimizer = torch.optim.AdamW(made.parameters(), lr=0.05)
+        net = Dropping()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-        ready = accelerator.prepare(
-            made, optimizer, loader(32, shuffle=True), scheduler
-        )
+        ready = accelerator.prepare(net, optimizer, loader(32, shuffle=True), scheduler)
         accelerator.register_for_checkpointing(counter := Counter())
         return accelerator, *ready, counter
 
@@ -599,8 +601,8 @@ def _resumed(see: Seen, precision: str, **how: Any) -> None:
         counter: Counter,
     ) -> list[float]:
         losses = []
-        for one in batches:
-            loss = loss_of(model, one)
+        for batch in batches:
+            loss = loss_of(model, batch)
             accelerator.backward(loss)
             optimizer.step()
             scheduler.step()
@@ -611,7 +613,7 @@ def _resumed(see: Seen, precision: str, **how: Any) -> None:
 
     run = start()
     see("first", epoch(*run))
-    see("returned", run[0].save_state("state", **how))
+    see("returned", run[0].save_state("state", **save_options))
     see("files", files_in("state"))
     see("next", epoch(*run))
     see("random", [torch.rand(2), torch.rand(2, device=DEVICE)])
@@ -650,9 +652,9 @@ def _resumed(see: Seen, precision: str, **how: Any) -> None:
 
 def _shape(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _shape(one) for key, one in value.items()}
+        return {str(key): _shape(child) for key, child in value.items()}
     if isinstance(value, list):
-        return [_shape(one) for one in value]
+        return [_shape(child) for child in value]
     return (
         [str(value.dtype), str(value.device), list(value.shape)]
         if isinstance(value, Tensor)
@@ -726,7 +728,7 @@ def numbered_checkpoints(see: Seen) -> None:
     see(
         "devices",
         [
-            next(one.device for one in model.parameters()),
+            next(parameter.device for parameter in model.parameters()),
             *[str(value.device) for value in optimizer.state_dict()["state"]],
         ],
     )
@@ -757,8 +759,8 @@ def saved_models(see: Seen) -> None:
     see(
         "tensors",
         lambda: {
-            key: [one.dtype, one.device]
-            for key, one in load_file("whole/model.safetensors").items()
+            key: [tensor.dtype, tensor.device]
+            for key, tensor in load_file("whole/model.safetensors").items()
         },
     )
     see(
@@ -772,18 +774,18 @@ def saved_models(see: Seen) -> None:
     see(
         "state dict",
         {
-            key: [one.dtype, one.device]
-            for key, one in accelerator.get_state_dict(model).items()
+            key: [tensor.dtype, tensor.device]
+            for key, tensor in accelerator.get_state_dict(model).items()
         },
     )
     see("not unwrapped", sorted(accelerator.get_state_dict(model, unwrap=False)))
     for name in ("whole", "shards", "pickled"):
-        other = Net()
+        reloaded = Net()
         see(
             f"{name}, loaded",
-            lambda name=name, other=other: (
-                load_checkpoint_in_model(other, name),
-                checksum(other) == checksum(model),
+            lambda name=name, reloaded=reloaded: (
+                load_checkpoint_in_model(reloaded, name),
+                checksum(reloaded) == checksum(model),
             ),
         )
         placed = Net().to("meta")
@@ -815,20 +817,20 @@ def hooks_of_checkpoints(see: Seen) -> None:
 
     accelerator = Accelerator()
     _model, _optimizer, *_ = accelerator.prepare(*parts())
-    seen: list[Any] = []
+    hook_calls: list[Any] = []
 
     def save_hook(models: Any, weights: Any, folder: str) -> None:
-        seen.append(
+        hook_calls.append(
             [
                 len(models),
                 len(weights),
-                [str(one.device) for one in list(weights[0].values())[:1]],
+                [str(tensor.device) for tensor in list(weights[0].values())[:1]],
             ]
         )
         weights.pop()
 
     def load_hook(models: Any, folder: str) -> None:
-        seen.append([len(models), type(models[0]).__name__])
+        hook_calls.append([len(models), type(models[0]).__name__])
         models.pop()
 
     first, second = (
@@ -842,7 +844,7 @@ def hooks_of_checkpoints(see: Seen) -> None:
     second.remove()
     accelerator.save_state("other")
     see("other", files_in("other"))
-    see("seen", seen)
+    see("seen", hook_calls)
 
 
 # -- memory --------------------------------------------------------------------------------------------------------------
@@ -857,11 +859,11 @@ def freed_memory(see: Seen) -> None:
 
     accelerator = Accelerator()
     see("before", held())
-    made = nn.Linear(2048, 2048)
+    layer = nn.Linear(2048, 2048)
     model, optimizer, batches = accelerator.prepare(
-        made, torch.optim.SGD(made.parameters(), lr=0.1), loader()
+        layer, torch.optim.SGD(layer.parameters(), lr=0.1), loader()
     )
-    del made
+    del layer
     see("prepared", held())
     model, optimizer, batches = accelerator.free_memory(model, optimizer, batches)
     see("freed", [held(), model, optimizer, batches])
@@ -897,8 +899,8 @@ def a_batch_size_that_fits(see: Seen) -> None:
     @find_executable_batch_size(starting_batch_size=64)
     def run(batch_size: int, rows: str) -> Any:
         tried.append(batch_size)
-        held = torch.empty(batch_size, 2**28, dtype=torch.uint8, device="cuda")
-        return [batch_size, rows, list(held.shape)]
+        allocation = torch.empty(batch_size, 2**28, dtype=torch.uint8, device="cuda")
+        return [batch_size, rows, list(allocation.shape)]
 
     see("found", lambda: run("rows"))
     see("tried", tried)
@@ -934,8 +936,8 @@ def kernels_for_memory(see: Seen) -> None:
 
     for name in ("torch_device", "device_count"):
         see(name, lambda name=name: getattr(testing, name))
-    held = torch.ones(1 << 20, device="cuda")
-    see("held", lambda: testing.memory_allocated_func() >= held.nbytes)
+    allocation = torch.ones(1 << 20, device="cuda")
+    see("held", lambda: testing.memory_allocated_func() >= allocation.nbytes)
     from accelerate.utils import get_max_memory
 
     see("given", lambda: get_max_memory({0: "1GB", "cpu": "2MiB"}))
@@ -950,11 +952,11 @@ def kernels_for_memory(see: Seen) -> None:
 def the_whole_memory(see: Seen) -> None:
     from accelerate.utils import get_balanced_memory, get_max_memory
 
-    found = get_max_memory()
-    see("keys", list(found))
-    see("the device, in GB", round(found[0] / 2**30))
+    limits = get_max_memory()
+    see("keys", list(limits))
+    see("the device, in GB", round(limits[0] / 2**30))
     free, _total = torch.cuda.mem_get_info()
-    see("share of what is free", round(found[0] / free, 2))
+    see("share of what is free", round(limits[0] / free, 2))
     see("initialized", torch.cuda.is_initialized())
     see(
         "balanced",
@@ -1033,8 +1035,8 @@ def a_profile_in_a_folder(see: Seen) -> None:
 
 @observe("profile")
 def a_profile_by_a_schedule(see: Seen) -> None:
-    seen: list[int] = []
-    ready = lambda profile: seen.append(profile.step_num)  # noqa: E731
+    step_numbers: list[int] = []
+    ready = lambda profile: step_numbers.append(profile.step_num)  # noqa: E731
     _profiled(
         see,
         schedule_option={
@@ -1046,7 +1048,7 @@ def a_profile_by_a_schedule(see: Seen) -> None:
         },
         on_trace_ready=ready,
     )
-    see("seen", seen)
+    see("seen", step_numbers)
 
 
 @observe("profile")
@@ -1058,7 +1060,7 @@ def wrong_profiles(see: Seen) -> None:
     accelerator = Accelerator()
     with accelerator.profile(ProfileKwargs(activities=["cpu"])) as profile:
         accelerator.prepare(Net())(batch())
-    see("given", lambda: sorted(str(one) for one in profile.activities))
+    see("given", lambda: sorted(str(activity) for activity in profile.activities))
 
 
 def _plain() -> nn.Module:
@@ -1071,9 +1073,9 @@ def _compiled(see: Seen, **options: Any) -> None:
     from accelerate.utils import has_compiled_regions, is_compiled_module
 
     accelerator = Accelerator(**options)
-    made = _plain()
+    net = _plain()
     model, optimizer, batches = accelerator.prepare(
-        made, torch.optim.SGD(made.parameters(), lr=0.1), loader()
+        net, torch.optim.SGD(net.parameters(), lr=0.1), loader()
     )
     see("type", type(model))
     see("recognised", [is_compiled_module(model), has_compiled_regions(model)])
@@ -1164,23 +1166,28 @@ def regions(see: Seen) -> None:
             return out
 
     model = Stack().to(DEVICE)
-    wanted = model(batch())
-    made = utils.compile_regions(model, backend="eager")
-    see("types", [type(made), *(type(one) for one in made.layers), type(made.head)])
+    expected_output = model(batch())
+    compiled = utils.compile_regions(model, backend="eager")
+    see(
+        "types",
+        [type(compiled), *(type(one) for one in compiled.layers), type(compiled.head)],
+    )
     see("original", [type(one) for one in model.layers])
-    see("equal", bool(torch.allclose(made(batch()), wanted)))
+    see("equal", bool(torch.allclose(compiled(batch()), expected_output)))
     see(
         "recognised",
         [
-            utils.has_compiled_regions(made),
-            utils.is_compiled_module(made),
+            utils.has_compiled_regions(compiled),
+            utils.is_compiled_module(compiled),
             utils.has_compiled_regions(model),
         ],
     )
-    see("keys", sorted(made.state_dict()))
+    see("keys", sorted(compiled.state_dict()))
     see(
         "extracted",
-        lambda: type(utils.extract_model_from_parallel(made, keep_torch_compile=False)),
+        lambda: type(
+            utils.extract_model_from_parallel(compiled, keep_torch_compile=False)
+        ),
     )
     see(
         "in place",
@@ -1211,10 +1218,10 @@ def _in_fp8(see: Seen, recipe: Any) -> None:
             accelerator.scaler,
         ],
     )
-    made = _wide()
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(made, optimizer)
-    see("types", [type(one) for one in model])
+    net = _wide()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(net, optimizer)
+    see("types", [type(layer) for layer in model])
     see(
         "dtypes",
         [
@@ -1258,21 +1265,21 @@ def fp8_by_functions(see: Seen) -> None:
     see(
         "filter",
         lambda: [
-            ao.filter_first_and_last_linear_layers(one, name, "0", "4")
-            for name, one in _wide().named_children()
+            ao.filter_first_and_last_linear_layers(layer, name, "0", "4")
+            for name, layer in _wide().named_children()
         ],
     )
     see("first and last", lambda: ao.find_first_last_linear_layers(_wide()))
     see(
         "layers",
         lambda: [
-            ao.filter_linear_layers(one, name, ["0", "4"])
-            for name, one in _wide().named_children()
+            ao.filter_linear_layers(layer, name, ["0", "4"])
+            for name, layer in _wide().named_children()
         ],
     )
     model = _wide().to(DEVICE)
     see("converted", lambda: ao.convert_model_to_fp8_ao(model))
-    see("types", [type(one) for one in model])
+    see("types", [type(layer) for layer in model])
     see("has layers", lambda: ao.has_ao_layers(model))
 
 

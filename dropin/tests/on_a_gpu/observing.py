@@ -33,7 +33,7 @@ GPU: int | str = 0 if CUDA else "cpu"
 TOLERANCE = 1e-5
 # what torch says when parts of it are imported
 IMPORTING = ("`torch.jit", "'set_vital'")
-MANY = 48  # values of a tensor that are noted
+NUM_NOTED_VALUES = 48  # values of a tensor that are noted
 
 Json = Any  # Any: JSON
 
@@ -83,22 +83,22 @@ def observe(
     return mark
 
 
-def observed(one: Observation, tell: Callable[[str, Json], None]) -> None:
+def observed(observation: Observation, tell: Callable[[str, Json], None]) -> None:
     """Tell what a function notes, with its warnings and log lines."""
     see = Seen(tell)
-    kept = dict(os.environ)
-    place = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder, listening() as told:
+    variables = dict(os.environ)
+    previous_folder = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder, listening() as messages:
         os.chdir(folder)
         seeded()
         try:
-            one.run(see)
+            observation.run(see)
         except Exception as error:
             see("ended", error)
-        os.chdir(place)
-    see("told", told)
+        os.chdir(previous_folder)
+    see("told", messages)
     os.environ.clear()
-    os.environ.update(kept)
+    os.environ.update(variables)
     reset()
 
 
@@ -132,29 +132,29 @@ def reset() -> None:
 @contextlib.contextmanager
 def listening() -> Iterator[dict[str, list[Json]]]:
     """The warnings and the log lines inside the block, each once."""
-    told: dict[str, list[Json]] = {"warnings": [], "log": []}
+    messages: dict[str, list[Json]] = {"warnings": [], "log": []}
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             line = [record.levelname, record.name, plain(record.getMessage())]
-            if line not in told["log"]:
-                told["log"].append(line)
+            if line not in messages["log"]:
+                messages["log"].append(line)
 
     handler = Handler(logging.WARNING)
     logging.getLogger().addHandler(handler)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            yield told
+            yield messages
         finally:
             logging.getLogger().removeHandler(handler)
     ignored = (ResourceWarning, ImportWarning)
     lines = {
-        (one.category.__name__, plain(str(one.message)))
-        for one in caught
-        if not issubclass(one.category, ignored)
+        (caught_warning.category.__name__, plain(str(caught_warning.message)))
+        for caught_warning in caught
+        if not issubclass(caught_warning.category, ignored)
     }
-    told["warnings"] = [list(line) for line in sorted(lines)]
+    messages["warnings"] = [list(line) for line in sorted(lines)]
 
 
 def plain(text: str) -> str:
@@ -189,33 +189,35 @@ def noted(value: object) -> Json:
 
 
 def _tensor(value: Tensor) -> Json:
-    found: dict[str, Json] = {
+    note: dict[str, Json] = {
         "tensor": type(value).__name__,
         "dtype": str(value.dtype),
         "device": str(value.device),
     }
-    found |= {"shape": list(value.shape), "grad": value.requires_grad}
+    note |= {"shape": list(value.shape), "grad": value.requires_grad}
     if value.device.type != "meta" and not value.is_nested:
         numbers = value.detach().to("cpu").flatten()
         if not numbers.is_complex():
             numbers = numbers.double()
-            found["sum"] = noted(numbers.sum().item())
-            found["values"] = [noted(one) for one in numbers[:MANY].tolist()]
-    return found
+            note["sum"] = noted(numbers.sum().item())
+            note["values"] = [
+                noted(number) for number in numbers[:NUM_NOTED_VALUES].tolist()
+            ]
+    return note
 
 
 def _collection(value: object) -> Json:
     if isinstance(value, Mapping):
-        return {str(key): noted(one) for key, one in value.items()}
+        return {str(key): noted(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
         name = type(value).__name__
         return (
-            [noted(one) for one in value]
+            [noted(child) for child in value]
             if name == "list"
-            else {name: [noted(one) for one in value]}
+            else {name: [noted(child) for child in value]}
         )
     if isinstance(value, set | frozenset):
-        return sorted(str(noted(one)) for one in value)
+        return sorted(str(noted(child)) for child in value)
     if isinstance(value, torch.dtype | torch.device | torch.Size | Path):
         return plain(str(value))
     if isinstance(value, type):
@@ -226,64 +228,73 @@ def _collection(value: object) -> Json:
 
 
 # -- two notes beside each other -------------------------------------------------------------------------------------
-def apart(theirs: Json, ours: Json) -> str:
+def apart(original: Json, dropin: Json) -> str:
     """`equal`, `words` where one exception, warning or log line is told in other words, or `different`."""
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        if theirs.keys() != ours.keys():
+    if isinstance(original, dict) and isinstance(dropin, dict):
+        if original.keys() != dropin.keys():
             return "different"
-        if "raised" in theirs:
-            if theirs["raised"] != ours["raised"]:
+        if "raised" in original:
+            if original["raised"] != dropin["raised"]:
                 return "different"
-            return "equal" if theirs["says"] == ours["says"] else "words"
-        return _worst(apart(theirs[key], ours[key]) for key in theirs)
-    if isinstance(theirs, list) and isinstance(ours, list):
-        if len(theirs) != len(ours):
+            return "equal" if original["says"] == dropin["says"] else "words"
+        return _worst(apart(original[key], dropin[key]) for key in original)
+    if isinstance(original, list) and isinstance(dropin, list):
+        if len(original) != len(dropin):
             return "different"
         return _worst(
-            apart(one, other) for one, other in zip(theirs, ours, strict=True)
+            apart(original_child, dropin_child)
+            for original_child, dropin_child in zip(original, dropin, strict=True)
         )
     if (
-        isinstance(theirs, float)
-        and isinstance(ours, float | int)
-        and not isinstance(ours, bool)
+        isinstance(original, float)
+        and isinstance(dropin, float | int)
+        and not isinstance(dropin, bool)
     ):
         return (
             "equal"
-            if abs(theirs - ours) <= TOLERANCE * max(1e-2, abs(theirs))
+            if abs(original - dropin) <= TOLERANCE * max(1e-2, abs(original))
             else "different"
         )
-    return "equal" if theirs == ours and type(theirs) is type(ours) else "different"
+    return (
+        "equal"
+        if original == dropin and type(original) is type(dropin)
+        else "different"
+    )
 
 
-def _worst(found: Iterator[str]) -> str:
-    return max(found, key=("equal", "words", "different").index, default="equal")
+def _worst(kinds: Iterator[str]) -> str:
+    return max(kinds, key=("equal", "words", "different").index, default="equal")
 
 
 def where_apart(
-    theirs: Json, ours: Json, path: str = ""
+    original: Json, dropin: Json, path: str = ""
 ) -> Iterator[tuple[str, Json, Json]]:
     """The smallest parts that are not equal, with their places."""
-    if apart(theirs, ours) == "equal":
+    if apart(original, dropin) == "equal":
         return
-    whole = any(
+    is_leaf = any(
         isinstance(note, dict) and ("raised" in note or "tensor" in note)
-        for note in (theirs, ours)
+        for note in (original, dropin)
     )
-    if not whole and isinstance(theirs, dict) and isinstance(ours, dict):
-        for key in dict.fromkeys([*theirs, *ours]):
+    if not is_leaf and isinstance(original, dict) and isinstance(dropin, dict):
+        for key in dict.fromkeys([*original, *dropin]):
             missing = "(nothing)"
             yield from where_apart(
-                theirs.get(key, missing),
-                ours.get(key, missing),
+                original.get(key, missing),
+                dropin.get(key, missing),
                 f"{path}.{key}".lstrip("."),
             )
     elif (
-        isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours)
+        isinstance(original, list)
+        and isinstance(dropin, list)
+        and len(original) == len(dropin)
     ):
-        for index, (one, other) in enumerate(zip(theirs, ours, strict=True)):
-            yield from where_apart(one, other, f"{path}[{index}]")
+        for index, (original_child, dropin_child) in enumerate(
+            zip(original, dropin, strict=True)
+        ):
+            yield from where_apart(original_child, dropin_child, f"{path}[{index}]")
     else:
-        yield path, theirs, ours
+        yield path, original, dropin
 
 
 # -- what several parts use ------------------------------------------------------------------------------------------
@@ -340,25 +351,25 @@ def parts(
     )
 
 
-def loss_of(model: nn.Module, one: Mapping[str, Tensor]) -> Tensor:
+def loss_of(model: nn.Module, samples: Mapping[str, Tensor]) -> Tensor:
     """The loss of a batch."""
-    return nn.functional.cross_entropy(model(one["x"]), one["y"])
+    return nn.functional.cross_entropy(model(samples["x"]), samples["y"])
 
 
 def checksum(model: nn.Module) -> float:
     """A number that tells the weights."""
     return sum(
-        float((one.detach().double().cpu() * (index + 1)).sum())
-        for index, one in enumerate(model.parameters())
+        float((parameter.detach().double().cpu() * (index + 1)).sum())
+        for index, parameter in enumerate(model.parameters())
     )
 
 
 def files_in(folder: str | Path) -> list[str]:
     """The files of a folder by their names inside it, without hidden ones."""
-    found = [one for one in Path(folder).rglob("*") if one.is_file()]
-    names = [one.relative_to(folder).as_posix() for one in found]
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    names = [path.relative_to(folder).as_posix() for path in files]
     return sorted(
         name
         for name in names
-        if not any(part.startswith(".") for part in name.split("/"))
+        if not any(name_part.startswith(".") for name_part in name.split("/"))
     )

@@ -25,7 +25,7 @@ def run() -> object:
     )
     switches = "split_batches even_batches dispatch_batches use_seedable_sampler non_blocking use_stateful_dataloader"
     return [
-        [len(one) for one in lists],
+        [len(prepared_list) for prepared_list in lists],
         [getattr(accelerator, name) for name in switches.split()],
         accelerator.native_amp,
         accelerator.scaler is None,

@@ -13,13 +13,13 @@ def run() -> object:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.ones(16, 1)), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    seen = []
+    sync_flags = []
     for _ in range(2):
         for (x,) in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(model(x).sum())
-                seen.append(accelerator.sync_gradients)
-    return seen
+                sync_flags.append(accelerator.sync_gradients)
+    return sync_flags
 
 
 PROCESSES = (1, 2)

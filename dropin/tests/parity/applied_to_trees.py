@@ -14,11 +14,11 @@ def run() -> object:
         "p": Pair(torch.ones(1), "s"),
         "u": UserDict(q=torch.ones(1)),
     }
-    made = recursively_apply(lambda one: one + 1, tree)
+    incremented = recursively_apply(lambda tensor: tensor + 1, tree)
     return [
-        str(made),
-        type(made["p"]).__name__,
-        type(made["u"]).__name__,
+        str(incremented),
+        type(incremented["p"]).__name__,
+        type(incremented["u"]).__name__,
         str(find_device(tree)),
         str(find_device({"a": 1})),
         str(honor_type(Pair(1, 2), iter((3, 4)))),

@@ -8,13 +8,15 @@ from accelerate.utils import gather_object
 
 
 def run() -> object:
-    found = []
+    batches_by_size = []
     for size, batch in ((16, 4), (10, 4), (13, 3), (3, 4)):
         loader = Accelerator(cpu=True).prepare(
             DataLoader(TensorDataset(torch.arange(size)), batch_size=batch)
         )
-        found.append(gather_object([[len(loader), [x.tolist() for (x,) in loader]]]))
-    return found
+        batches_by_size.append(
+            gather_object([[len(loader), [x.tolist() for (x,) in loader]]])
+        )
+    return batches_by_size
 
 
 PROCESSES = (1, 2)

@@ -9,15 +9,15 @@ from accelerate.utils import DataLoaderConfiguration, gather_object
 
 def run() -> object:
     config = DataLoaderConfiguration(split_batches=True)
-    found = []
+    batches_by_size = []
     for size in (16, 10, 13):
         loader = Accelerator(cpu=True, dataloader_config=config).prepare(
             DataLoader(TensorDataset(torch.arange(size)), batch_size=4)
         )
-        found.append(
+        batches_by_size.append(
             gather_object([[loader.total_batch_size, [x.tolist() for (x,) in loader]]])
         )
-    return found
+    return batches_by_size
 
 
 PROCESSES = (1, 2)

@@ -7,19 +7,19 @@ from accelerate.utils.bnb import replace_with_bnb_layers
 
 
 def run() -> object:
-    found = []
+    layer_types = []
     for kind in ("load_in_8bit", "load_in_4bit"):
-        for kept in (None, ["1.1"], ["1"]):
+        for skipped_modules in (None, ["1.1"], ["1"]):
             model = nn.Sequential(
                 nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
             )
-            made = replace_with_bnb_layers(
+            replaced = replace_with_bnb_layers(
                 model,
                 BnbQuantizationConfig(**{kind: True}),
-                modules_to_not_convert=kept,
+                modules_to_not_convert=skipped_modules,
             )
-            found.append([type(part).__name__ for part in made.modules()])
-    return found
+            layer_types.append([type(module).__name__ for module in replaced.modules()])
+    return layer_types
 
 
 PROCESSES = (1,)

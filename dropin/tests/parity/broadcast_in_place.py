@@ -8,11 +8,13 @@ from accelerate.utils import broadcast, gather_object, pad_across_processes
 
 def run() -> object:
     rank = Accelerator(cpu=True).process_index
-    one, tree = torch.tensor([rank + 1.0]), {"x": [torch.tensor([rank, 5])]}
-    same = broadcast(one) is one
+    tensor, tree = torch.tensor([rank + 1.0]), {"x": [torch.tensor([rank, 5])]}
+    is_same_object = broadcast(tensor) is tensor
     broadcast(tree)
     short = pad_across_processes(torch.ones(rank + 1), dim=3)
-    return gather_object([[same, one.tolist(), tree["x"][0].tolist(), short.tolist()]])
+    return gather_object(
+        [[is_same_object, tensor.tolist(), tree["x"][0].tolist(), short.tolist()]]
+    )
 
 
 PROCESSES = (1, 2)

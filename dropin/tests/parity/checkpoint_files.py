@@ -35,13 +35,13 @@ def run() -> object:
         return loss.item()
 
     step()
-    place = accelerator.save_state()
+    saved_path = accelerator.save_state()
     first = [step(), step()]
     accelerator.save_state()
     accelerator.save_state()
     accelerator.wait_for_everyone()
-    kept = sorted(os.listdir(os.path.join(folder, "checkpoints")))
-    newest = os.path.join(folder, "checkpoints", kept[-1])
+    folder_names = sorted(os.listdir(os.path.join(folder, "checkpoints")))
+    newest = os.path.join(folder, "checkpoints", folder_names[-1])
     names = [
         name
         for name in ("model.safetensors", "optimizer.bin", "scheduler.bin")
@@ -50,8 +50,8 @@ def run() -> object:
     accelerator.load_state(newest)
     rates = scheduler.get_last_lr()
     return [
-        os.path.basename(place),
-        kept,
+        os.path.basename(saved_path),
+        folder_names,
         names,
         rates,
         accelerator.save_iteration,

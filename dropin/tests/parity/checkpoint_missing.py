@@ -5,13 +5,13 @@ from accelerate import Accelerator
 
 def run() -> object:
     accelerator = Accelerator(cpu=True)
-    found = []
-    for place in (None, "/nowhere/at/all"):
+    error_names = []
+    for folder in (None, "/nowhere/at/all"):
         try:
-            accelerator.load_state(place)
+            accelerator.load_state(folder)
         except ValueError as error:
-            found.append(type(error).__name__)
-    return found
+            error_names.append(type(error).__name__)
+    return error_names
 
 
 PROCESSES = (1, 2)

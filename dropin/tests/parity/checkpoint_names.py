@@ -33,8 +33,8 @@ def steps(accelerator, model, optimizer, scheduler, count):
 
 
 def shared_folder(accelerator):
-    made = [tempfile.mkdtemp() if accelerator.is_main_process else None]
-    return broadcast_object_list(made)[0]
+    folders = [tempfile.mkdtemp() if accelerator.is_main_process else None]
+    return broadcast_object_list(folders)[0]
 
 
 def run() -> object:
@@ -49,7 +49,7 @@ def run() -> object:
         run[0].save_state()
     run[0].wait_for_everyone()
     return [
-        sorted(one.name for one in (Path(folder) / "checkpoints").iterdir()),
+        sorted(path.name for path in (Path(folder) / "checkpoints").iterdir()),
         run[0].save_iteration,
     ]
 

@@ -32,8 +32,8 @@ def steps(accelerator, model, optimizer, scheduler, count):
 
 
 def shared_folder(accelerator):
-    made = [tempfile.mkdtemp() if accelerator.is_main_process else None]
-    return broadcast_object_list(made)[0]
+    folders = [tempfile.mkdtemp() if accelerator.is_main_process else None]
+    return broadcast_object_list(folders)[0]
 
 
 def run() -> object:

@@ -5,7 +5,7 @@ from accelerate.utils import AutocastKwargs, GradientAccumulationPlugin
 
 
 def run() -> object:
-    found = []
+    errors = []
     wrong = (
         {"mixed_precision": "fp32"},
         {
@@ -19,13 +19,13 @@ def run() -> object:
         try:
             Accelerator(cpu=True, **kwargs)
         except (ValueError, AssertionError) as error:
-            found.append(
+            errors.append(
                 [
                     type(error).__name__,
                     str(error).replace("accelerate.utils.dataclasses.", ""),
                 ]
             )
-    return found
+    return errors
 
 
 PROCESSES = (1, 2)

@@ -13,11 +13,11 @@ def run() -> object:
     loader = accelerator.prepare(
         DataLoader(TensorDataset(torch.arange(8)), batch_size=2, shuffle=True)
     )
-    again = copy.deepcopy(loader)
-    seen = accelerator.gather(torch.cat([x for (x,) in again]))
+    copied_loader = copy.deepcopy(loader)
+    gathered = accelerator.gather(torch.cat([x for (x,) in copied_loader]))
     return [
-        type(again).__name__,
-        sorted(seen.tolist()),
+        type(copied_loader).__name__,
+        sorted(gathered.tolist()),
         len(loader),
         accelerator.gradient_state.in_dataloader,
     ]

@@ -10,10 +10,10 @@ from accelerate import Accelerator
 
 def run() -> object:
     model = Accelerator(cpu=True, mixed_precision="bf16").prepare(nn.Linear(2, 1))
-    again = copy.deepcopy(model)
+    copied_model = copy.deepcopy(model)
     return [
-        str(again(torch.ones(1, 2)).dtype),
-        bool((again(torch.ones(1, 2)) == model(torch.ones(1, 2))).all()),
+        str(copied_model(torch.ones(1, 2)).dtype),
+        bool((copied_model(torch.ones(1, 2)) == model(torch.ones(1, 2))).all()),
     ]
 
 

@@ -16,9 +16,13 @@ def run() -> object:
     )
     accelerator.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
-    again = copy.deepcopy(optimizer)
-    again.param_groups[0]["lr"] = 1.0
-    return [type(again).__name__, len(again.state), optimizer.param_groups[0]["lr"]]
+    copied_optimizer = copy.deepcopy(optimizer)
+    copied_optimizer.param_groups[0]["lr"] = 1.0
+    return [
+        type(copied_optimizer).__name__,
+        len(copied_optimizer.state),
+        optimizer.param_groups[0]["lr"],
+    ]
 
 
 PROCESSES = (1, 2)

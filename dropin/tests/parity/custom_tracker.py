@@ -30,13 +30,13 @@ def run() -> object:
     accelerator.init_trackers("project", config={"lr": 0.1})
     accelerator.log({"loss": 1.5}, step=1)
     accelerator.log({"loss": 0.5}, step=2)
-    found = (
+    logged = (
         accelerator.get_tracker("memory", unwrap=True)
         if accelerator.is_main_process
         else tracker.seen
     )
     accelerator.end_training()
-    return found
+    return logged
 
 
 PROCESSES = (1, 2)

@@ -7,15 +7,15 @@ from accelerate.utils import get_data_structure, initialize_tensors
 
 def run() -> object:
     tree = {"a": torch.ones(2, 3), "b": [torch.zeros(1, dtype=torch.int64)]}
-    found = get_data_structure(tree)
-    made = initialize_tensors(found)
+    structure = get_data_structure(tree)
+    initialized = initialize_tensors(structure)
     return [
-        str(found),
+        str(structure),
         [
-            list(made["a"].shape),
-            str(made["a"].dtype),
-            list(made["b"][0].shape),
-            str(made["b"][0].dtype),
+            list(initialized["a"].shape),
+            str(initialized["a"].dtype),
+            list(initialized["b"][0].shape),
+            str(initialized["b"][0].dtype),
         ],
     ]
 

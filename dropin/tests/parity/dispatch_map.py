@@ -17,8 +17,8 @@ def run() -> object:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)).eval()
     expected = outputs(model)
     with tempfile.TemporaryDirectory() as folder:
-        places = {"0": "cpu", "1": "cpu", "2": "disk"}
-        model = dispatch_model(model, places, main_device="cpu", offload_dir=folder)
+        device_map = {"0": "cpu", "1": "cpu", "2": "disk"}
+        model = dispatch_model(model, device_map, main_device="cpu", offload_dir=folder)
         return [
             outputs(model).tolist(),
             bool(torch.allclose(outputs(model), expected)),

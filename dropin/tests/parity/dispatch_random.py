@@ -41,14 +41,14 @@ def run() -> object:
             generator=torch.Generator().manual_seed(1),
         ),
     )
-    seen = []
+    read_batches = []
     for loader in loaders:
         prepared = accelerator.prepare(loader)
         for _ in range(2):
             for batch in prepared:
                 rows = batch if torch.is_tensor(batch) else batch[0]
-                seen.append([rows.flatten().tolist(), torch.rand(1).item()])
-    return gather_object([seen])
+                read_batches.append([rows.flatten().tolist(), torch.rand(1).item()])
+    return gather_object([read_batches])
 
 
 PROCESSES = (1, 2)

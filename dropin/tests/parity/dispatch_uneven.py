@@ -9,16 +9,16 @@ from accelerate.utils import gather_object
 def run() -> object:
     config = DataLoaderConfiguration(dispatch_batches=True, even_batches=False)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
-    found = []
+    loader_batches = []
     for length in (1, 3, 10, 11, 12):
         loader = accelerator.prepare(DataLoader(list(range(length)), batch_size=4))
-        found.append(
+        loader_batches.append(
             [
                 [batch.tolist(), loader.end_of_dataloader, loader.remainder]
                 for batch in loader
             ]
         )
-    return gather_object([found])
+    return gather_object([loader_batches])
 
 
 PROCESSES = (1, 2)

@@ -16,13 +16,13 @@ class Stream(IterableDataset):
 
 
 def run() -> object:
-    found = []
+    stream_batches = []
     for dispatch in (False, True):
         accelerator = Accelerator(
             cpu=True,
             dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch),
         )
-        found.append(
+        stream_batches.append(
             [
                 x.tolist()
                 for x in accelerator.prepare(
@@ -30,7 +30,7 @@ def run() -> object:
                 )
             ]
         )
-    return found
+    return stream_batches
 
 
 PROCESSES = (1, 2)

@@ -11,13 +11,13 @@ from accelerate.utils import (
 
 def run() -> object:
     os.environ["KEPT"] = "1"
-    found = []
+    variables = []
     with patch_environment(kept="2", other=3):
-        found += [os.environ["KEPT"], os.environ["OTHER"]]
-    found += [os.environ["KEPT"], "OTHER" in os.environ]
+        variables += [os.environ["KEPT"], os.environ["OTHER"]]
+    variables += [os.environ["KEPT"], "OTHER" in os.environ]
     with clear_environment():
-        found.append("KEPT" in os.environ)
-    found.append(os.environ["KEPT"])
+        variables.append("KEPT" in os.environ)
+    variables.append(os.environ["KEPT"])
 
     @purge_accelerate_environment
     def inside():
@@ -25,7 +25,7 @@ def run() -> object:
 
     inside()
     del os.environ["KEPT"]
-    return [*found, "ACCELERATE_SOMETHING" in os.environ]
+    return [*variables, "ACCELERATE_SOMETHING" in os.environ]
 
 
 PROCESSES = (1,)

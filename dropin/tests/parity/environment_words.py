@@ -10,15 +10,17 @@ from accelerate.utils import (
 
 
 def run() -> object:
-    found = [str_to_bool(word) for word in ("yes", "on", "1", "n", "OFF", "false")]
+    parsed_words = [
+        str_to_bool(word) for word in ("yes", "on", "1", "n", "OFF", "false")
+    ]
     with patch_environment(a_flag="true", a_number="4", a_word="x"):
-        found += [
+        parsed_words += [
             parse_flag_from_env("A_FLAG"),
             get_int_from_env(["NONE", "A_NUMBER"], 9),
             parse_choice_from_env("A_WORD"),
         ]
     return [
-        *found,
+        *parsed_words,
         parse_flag_from_env("A_FLAG"),
         get_int_from_env(["A_NUMBER"], 9),
         parse_choice_from_env("A_WORD", "z"),

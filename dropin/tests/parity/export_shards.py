@@ -13,14 +13,14 @@ def run() -> object:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))))
-    found = []
+    file_names = []
     for safe in (True, False):
         with tempfile.TemporaryDirectory() as folder:
             accelerator.save_model(
                 model, folder, max_shard_size="2KB", safe_serialization=safe
             )
-            found.append(sorted(one.name for one in Path(folder).iterdir()))
-    return found
+            file_names.append(sorted(path.name for path in Path(folder).iterdir()))
+    return file_names
 
 
 PROCESSES = (1,)

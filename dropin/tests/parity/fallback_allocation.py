@@ -13,8 +13,8 @@ def run() -> object:
         nn.Linear(3, 3),
     )
     sizes = compute_module_sizes(model)
-    found = []
-    for limit, kept in (
+    allocations = []
+    for limit, unsplit_classes in (
         (50, None),
         (100, None),
         (20, None),
@@ -23,11 +23,13 @@ def run() -> object:
         (100, ["Sequential"]),
         (30, ["Sequential"]),
     ):
-        name, _, rest = fallback_allocate(
-            list(model.named_children()), sizes, limit, kept
+        name, _, remaining_layers = fallback_allocate(
+            list(model.named_children()), sizes, limit, unsplit_classes
         )
-        found.append([limit, name, [one for one, _ in rest]])
-    return found
+        allocations.append(
+            [limit, name, [layer_name for layer_name, _ in remaining_layers]]
+        )
+    return allocations
 
 
 PROCESSES = (1,)

@@ -5,14 +5,14 @@ from accelerate.utils import convert_bytes, convert_file_size_to_int
 
 def run() -> object:
     words = ["1GB", "1GiB", "200MB", "5KiB", "1.5GB", 42]
-    found = []
+    sizes = []
     for word in words:
         try:
-            found.append(convert_file_size_to_int(word))
+            sizes.append(convert_file_size_to_int(word))
         except ValueError as error:
-            found.append(type(error).__name__)
+            sizes.append(type(error).__name__)
     return [
-        found,
+        sizes,
         [convert_bytes(number) for number in (10, 2048, 5 * 2**20, 3 * 2**30)],
     ]
 

@@ -10,12 +10,12 @@ def run() -> object:
         "a": torch.ones(1, dtype=torch.float16),
         "b": [torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.int64)],
     }
-    made = convert_to_fp32(tree)
+    converted = convert_to_fp32(tree)
     wrapped = convert_outputs_to_fp32(lambda: tree)
     return [
-        str(made["a"].dtype),
-        str(made["b"][0].dtype),
-        str(made["b"][1].dtype),
+        str(converted["a"].dtype),
+        str(converted["b"][0].dtype),
+        str(converted["b"][1].dtype),
         str(wrapped()["a"].dtype),
     ]
 

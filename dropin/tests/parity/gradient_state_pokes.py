@@ -8,14 +8,14 @@ def run() -> object:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     state = accelerator.gradient_state
     state._set_sync_gradients(False)
-    found = [
+    sync_flags = [
         state.sync_gradients,
         accelerator.sync_gradients,
         GradientState().sync_gradients,
     ]
     accelerator.sync_gradients = True
     return [
-        *found,
+        *sync_flags,
         state.sync_gradients,
         state.num_steps,
         state.adjust_scheduler,

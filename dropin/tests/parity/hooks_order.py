@@ -25,16 +25,16 @@ class Add(ModelHook):
 def run() -> object:
     torch.manual_seed(0)
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
-    found = [model(x).tolist()]
+    observations = [model(x).tolist()]
     add_hook_to_module(model, Add(2))
-    found.append(model(x).tolist())
+    observations.append(model(x).tolist())
     add_hook_to_module(model, Add(3))
-    found.append(model(x).tolist())
+    observations.append(model(x).tolist())
     add_hook_to_module(model, Add(2), append=True)
-    found += [model(x).tolist(), isinstance(model._hf_hook, SequentialHook)]
+    observations += [model(x).tolist(), isinstance(model._hf_hook, SequentialHook)]
     remove_hook_from_module(model)
     return [
-        *found,
+        *observations,
         model(x).tolist(),
         hasattr(model, "_hf_hook"),
         hasattr(model, "_old_forward"),

@@ -21,7 +21,7 @@ def seen(module):
     hook = getattr(module, "_hf_hook", None)
     return [
         type(hook).__name__,
-        [type(one).__name__ for one in getattr(hook, "hooks", [])],
+        [type(inner_hook).__name__ for inner_hook in getattr(hook, "hooks", [])],
         hasattr(module, "_old_forward"),
         module.forward.__name__,
         str(inspect.signature(module.forward)),
@@ -38,29 +38,29 @@ def message(work, *args, **kwargs):
 
 def run() -> object:
     module = nn.Linear(2, 3)
-    found = [seen(add_hook_to_module(module, ModelHook()))]
-    found.append(seen(add_hook_to_module(module, ModelHook(), append=True)))
-    found.append(isinstance(module._hf_hook, SequentialHook))
-    found.append(seen(remove_hook_from_module(module)))
+    observations = [seen(add_hook_to_module(module, ModelHook()))]
+    observations.append(seen(add_hook_to_module(module, ModelHook(), append=True)))
+    observations.append(isinstance(module._hf_hook, SequentialHook))
+    observations.append(seen(remove_hook_from_module(module)))
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     attach_align_device_hook(model, execution_device=torch.device("cpu"), offload=True)
-    found += [seen(part) for part in model]
+    observations += [seen(layer) for layer in model]
     with align_module_device(model[0]):
-        found.append(seen(model[0]))
+        observations.append(seen(model[0]))
     with align_module_device(model[0], execution_device="meta"):
-        found.append(seen(model[0]))
-    found.append(seen(model[0]))
+        observations.append(seen(model[0]))
+    observations.append(seen(model[0]))
     remove_hook_from_submodules(model)
-    found += [seen(part) for part in model]
-    found.append(repr(AlignDevicesHook("cpu", skip_keys="cache")))
+    observations += [seen(layer) for layer in model]
+    observations.append(repr(AlignDevicesHook("cpu", skip_keys="cache")))
     meta = nn.Linear(2, 3, device="meta")
-    found.append(message(set_module_tensor_to_device, meta, "weight", "cpu"))
-    found.append(
+    observations.append(message(set_module_tensor_to_device, meta, "weight", "cpu"))
+    observations.append(
         message(set_module_tensor_to_device, meta, "weight", "cpu", value=torch.ones(1))
     )
-    found.append(message(set_module_tensor_to_device, meta, "other", "cpu"))
+    observations.append(message(set_module_tensor_to_device, meta, "other", "cpu"))
     set_module_tensor_to_device(meta, "weight", "cpu", value=torch.ones(3, 2).half())
-    return [*found, str(meta.weight.dtype)]
+    return [*observations, str(meta.weight.dtype)]
 
 
 PROCESSES = (1,)

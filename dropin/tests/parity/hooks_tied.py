@@ -16,8 +16,8 @@ def run() -> object:
         model, "cpu", True, model.state_dict(), tied_params_map=copies
     )
     model(torch.ones(1, 3))
-    names = [sorted(part._hf_hook.tied_params_names) for part in model]
-    return [names, [list(one) for one in copies.values()]]
+    names = [sorted(layer._hf_hook.tied_params_names) for layer in model]
+    return [names, [list(device_copies) for device_copies in copies.values()]]
 
 
 PROCESSES = (1,)

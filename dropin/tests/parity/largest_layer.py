@@ -14,12 +14,17 @@ def run() -> object:
         nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6))
     )
     sizes = compute_module_sizes(model)
-    found = [
-        get_max_layer_size(list(model.named_children()), sizes, kept)
-        for kept in ([], ["Sequential"])
+    largest = [
+        get_max_layer_size(list(model.named_children()), sizes, unsplit_classes)
+        for unsplit_classes in ([], ["Sequential"])
     ]
     total, (size, names) = calculate_maximum_sizes(model)
-    return [[[one, sorted(names)] for one, names in found], total, size, sorted(names)]
+    return [
+        [[layer_size, sorted(names)] for layer_size, names in largest],
+        total,
+        size,
+        sorted(names),
+    ]
 
 
 PROCESSES = (1,)

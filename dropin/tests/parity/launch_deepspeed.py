@@ -19,13 +19,13 @@ def parsed(*words):
 
 
 def run() -> object:
-    there = "--use_deepspeed --num_machines 2 --machine_rank 0 --num_processes 4 --main_process_ip 10.0.0.1 --main_process_port 29501"
-    found = []
+    machine_flags = "--use_deepspeed --num_machines 2 --machine_rank 0 --num_processes 4 --main_process_ip 10.0.0.1 --main_process_port 29501"
+    commands = []
     for words in (
         ["--use_deepspeed", "--num_processes", "2", "--zero_stage", "2", "a.py"],
-        [*there.split(), "--deepspeed_hostfile", "hosts", "a.py", "--x"],
+        [*machine_flags.split(), "--deepspeed_hostfile", "hosts", "a.py", "--x"],
         [
-            *there.split(),
+            *machine_flags.split(),
             "--deepspeed_multinode_launcher",
             "standard",
             "--gradient_clipping",
@@ -33,7 +33,7 @@ def run() -> object:
             "a.py",
         ],
         [
-            *there.split(),
+            *machine_flags.split(),
             "--deepspeed_hostfile",
             "h",
             "--deepspeed_exclusion_filter",
@@ -49,8 +49,8 @@ def run() -> object:
             "ACCELERATE_GRADIENT_CLIPPING",
             "ACCELERATE_MIXED_PRECISION",
         )
-        found.append([command, {name: env[name] for name in names if name in env}])
-    return found
+        commands.append([command, {name: env[name] for name in names if name in env}])
+    return commands
 
 
 PROCESSES = (1,)

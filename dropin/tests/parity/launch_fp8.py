@@ -19,11 +19,11 @@ def parsed(*words):
 
 
 def run() -> object:
-    given = "--mixed_precision fp8 --fp8_backend te --fp8_format E4M3 --fp8_margin 3 --fp8_override_linear_precision true,false,true"
+    flags = "--mixed_precision fp8 --fp8_backend te --fp8_format E4M3 --fp8_margin 3 --fp8_override_linear_precision true,false,true"
     plain = setup_fp8_env(
         parsed("--mixed_precision", "fp8", "--fp8_backend", "ao", "a.py"), {}
     )
-    return [plain, setup_fp8_env(parsed(*given.split(), "a.py"), {})]
+    return [plain, setup_fp8_env(parsed(*flags.split(), "a.py"), {})]
 
 
 PROCESSES = (1,)

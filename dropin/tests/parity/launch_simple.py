@@ -21,15 +21,17 @@ def parsed(*words):
 
 
 def run() -> object:
-    found = []
+    commands = []
     for words in (
         ["--cpu", "a.py", "--x", "1"],
         ["--cpu", "-m", "pkg.mod"],
         ["--cpu", "--no_python", "prog", "z"],
     ):
         command, _ = prepare_simple_launcher_cmd_env(parsed(*words))
-        found.append(["python" if word == sys.executable else word for word in command])
-    return found
+        commands.append(
+            ["python" if word == sys.executable else word for word in command]
+        )
+    return commands
 
 
 PROCESSES = (1,)

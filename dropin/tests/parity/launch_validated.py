@@ -43,15 +43,19 @@ def attempt(function, *args):
 
 def validated(words):
     args = launch_command_parser().parse_args(words)
-    before = [
+    parsed_settings = [
         sorted(args.nondefault),
         {name: getattr(args, name) for name in SHOWN if hasattr(args, name)},
     ]
-    found = attempt(_validate_launch_command, args)
+    validation = attempt(_validate_launch_command, args)
     return (
-        found
-        if isinstance(found, str)
-        else [*before, found[2], {name: getattr(args, name) for name in SHOWN}]
+        validation
+        if isinstance(validation, str)
+        else [
+            *parsed_settings,
+            validation[2],
+            {name: getattr(args, name) for name in SHOWN},
+        ]
     )
 
 
@@ -60,7 +64,7 @@ def run() -> object:
         file = os.path.join(folder, "settings.yaml")
         with open(file, "w") as out:
             out.write(FILE)
-        given = [
+        flags = [
             "--num-processes",
             "2",
             "--deepspeed_config_file",
@@ -69,18 +73,21 @@ def run() -> object:
             file,
             "script.py",
         ]
-        found = [
-            validated(given),
+        validations = [
+            validated(flags),
             validated(
                 ["--config_file", file, "--mixed_precision", "fp16", "script.py"]
             ),
         ]
-    found.append(validated(["--use_deepspeed", "--multi_gpu", "script.py"]))
+    validations.append(validated(["--use_deepspeed", "--multi_gpu", "script.py"]))
     words = (
         ["--name", "bert", "--train", "False", "--epochs", "3", "--rate", "5e-5"],
         ["--name", "x", "--train"],
     )
-    return [*found, [attempt(_convert_nargs_to_dict, one) for one in words]]
+    return [
+        *validations,
+        [attempt(_convert_nargs_to_dict, argument_words) for argument_words in words],
+    ]
 
 
 PROCESSES = (1,)

@@ -19,22 +19,25 @@ def parsed(*words):
 
 
 def run() -> object:
-    found = []
+    environments = []
     for words in (
         ["--cpu", "a.py"],
         ["--cpu", "--mixed_precision", "bf16", "--debug", "a.py"],
         ["--cpu", "--dynamo_backend", "inductor", "a.py"],
     ):
         _, env = prepare_simple_launcher_cmd_env(parsed(*words))
-        kept = {
+        variables = {
             name: value.lower()
             for name, value in env.items()
             if name.startswith("ACCELERATE_")
         }
-        found.append(
-            {**kept, "ACCELERATE_USE_CPU": kept["ACCELERATE_USE_CPU"] in ("1", "true")}
+        environments.append(
+            {
+                **variables,
+                "ACCELERATE_USE_CPU": variables["ACCELERATE_USE_CPU"] in ("1", "true"),
+            }
         )
-    return found
+    return environments
 
 
 PROCESSES = (1,)

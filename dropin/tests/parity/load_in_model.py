@@ -20,19 +20,22 @@ def run() -> object:
     expected = outputs(model)
     state = model.state_dict()
     half = list(state)[: len(state) // 2]
-    found = []
+    equal_outputs = []
     with tempfile.TemporaryDirectory() as folder:
-        parts = {"a.bin": half, "b.bin": [name for name in state if name not in half]}
-        for file, names in parts.items():
+        names_by_file = {
+            "a.bin": half,
+            "b.bin": [name for name in state if name not in half],
+        }
+        for file, names in names_by_file.items():
             torch.save({name: state[name] for name in names}, Path(folder) / file)
         index = {
             "weight_map": {
-                name: file for file, names in parts.items() for name in names
+                name: file for file, names in names_by_file.items() for name in names
             }
         }
         (Path(folder) / "pytorch_model.bin.index.json").write_text(json.dumps(index))
         torch.save(state, Path(folder) / "whole.bin")
-        for place in (
+        for checkpoint in (
             folder,
             str(Path(folder) / "whole.bin"),
             str(Path(folder) / "pytorch_model.bin.index.json"),
@@ -40,9 +43,9 @@ def run() -> object:
             fresh = nn.Sequential(
                 nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)
             ).eval()
-            load_checkpoint_in_model(fresh, place)
-            found.append(bool(torch.equal(outputs(fresh), expected)))
-    return found
+            load_checkpoint_in_model(fresh, checkpoint)
+            equal_outputs.append(bool(torch.equal(outputs(fresh), expected)))
+    return equal_outputs
 
 
 PROCESSES = (1,)

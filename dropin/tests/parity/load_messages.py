@@ -29,17 +29,19 @@ def written(folder, layout, state):
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         return folder / "model.safetensors"
     names = sorted(state)
-    parts = {"one.safetensors": names[:2], "two.safetensors": names[2:]}
-    for file, keys in parts.items():
+    keys_by_file = {"one.safetensors": names[:2], "two.safetensors": names[2:]}
+    for file, keys in keys_by_file.items():
         save_file(
             {key: state[key] for key in keys}, folder / file, metadata={"format": "pt"}
         )
-    index = {"weight_map": {key: file for file, keys in parts.items() for key in keys}}
+    index = {
+        "weight_map": {key: file for file, keys in keys_by_file.items() for key in keys}
+    }
     (folder / "any.index.json").write_text(json.dumps(index))
     return folder / "any.index.json"
 
 
-def outcome(layout, whole_folder, strict, more, device_map):
+def outcome(layout, whole_folder, strict, extra_state, device_map):
     log = logging.getLogger("accelerate.utils.modeling")
     handler = Log()
     log.addHandler(handler)
@@ -48,7 +50,7 @@ def outcome(layout, whole_folder, strict, more, device_map):
         name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()
     }
     with tempfile.TemporaryDirectory() as text, tempfile.TemporaryDirectory() as away:
-        file = written(Path(text), layout, {**state, **more})
+        file = written(Path(text), layout, {**state, **extra_state})
         try:
             load_checkpoint_in_model(
                 model,
@@ -66,21 +68,21 @@ def outcome(layout, whole_folder, strict, more, device_map):
         )
         lines = [line.replace(text, "FOLDER") for line in handler.lines]
     log.removeHandler(handler)
-    return [lines, files, [str(one.device) for one in model.parameters()]]
+    return [lines, files, [str(parameter.device) for parameter in model.parameters()]]
 
 
 def run() -> object:
-    found = [
-        outcome(layout, whole_folder, strict, more, None)
+    outcomes = [
+        outcome(layout, whole_folder, strict, extra_state, None)
         for layout in ("torch", "safetensors", "shards")
         for whole_folder in (False, True)
         for strict in (False, True)
-        for more in ({}, {"other.weight": torch.ones(1)})
+        for extra_state in ({}, {"other.weight": torch.ones(1)})
     ]
-    found.append(outcome("torch", False, False, {}, {"0": "cpu", "1": "disk"}))
-    found.append(outcome("safetensors", False, False, {}, {"0": "cpu", "1": "disk"}))
-    found.append(outcome("torch", False, False, {}, {"0": "cpu"}))
-    return found
+    outcomes.append(outcome("torch", False, False, {}, {"0": "cpu", "1": "disk"}))
+    outcomes.append(outcome("safetensors", False, False, {}, {"0": "cpu", "1": "disk"}))
+    outcomes.append(outcome("torch", False, False, {}, {"0": "cpu"}))
+    return outcomes
 
 
 PROCESSES = (1,)

@@ -21,11 +21,11 @@ class Rows(Dataset):
 
 def run() -> object:
     loader = Accelerator(cpu=True).prepare(DataLoader(Rows(), batch_size=2))
-    found = []
+    rows_by_epoch = []
     for epoch in (0, 3):
         loader.set_epoch(epoch)
-        found.append([x.tolist() for x in loader])
-    return found
+        rows_by_epoch.append([x.tolist() for x in loader])
+    return rows_by_epoch
 
 
 PROCESSES = (1, 2)

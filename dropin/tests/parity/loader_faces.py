@@ -41,41 +41,43 @@ def shares(processes, shards):
         for index in range(processes)
     ]
     return [
-        [type(one.dataset).__name__, [batch["x"].tolist() for batch in one]]
-        for one in loaders
+        [type(loader.dataset).__name__, [batch["x"].tolist() for batch in loader]]
+        for loader in loaders
     ]
 
 
 def run() -> object:
     PartialState(cpu=True)
-    found = []
+    observations = []
     for kind in (DataLoaderShard, DataLoaderDispatcher, SkipDataLoader):
         loader = kind(list(range(8)), batch_size=2)
-        ends = [loader.end_of_dataloader for _ in loader]
-        found.append(
+        end_flags = [loader.end_of_dataloader for _ in loader]
+        observations.append(
             [
                 hasattr(kind, "base_dataloader"),
                 type(loader.base_dataloader).__name__,
-                ends,
+                end_flags,
             ]
         )
-        found.append(
+        observations.append(
             [
                 type(loader.gradient_state).__name__,
                 list(inspect.signature(kind).parameters),
             ]
         )
     for batches in (Uncounted(), BatchSampler(range(8), 3, False)):
-        found.append(
+        observations.append(
             attempt(
                 lambda batches=batches: BatchSamplerShard(
                     batches, 2, 0, split_batches=True
                 )
             )
         )
-        found.append(attempt(lambda batches=batches: BatchSamplerShard(batches, 2, 1)))
+        observations.append(
+            attempt(lambda batches=batches: BatchSamplerShard(batches, 2, 1))
+        )
     return [
-        *found,
+        *observations,
         [shares(processes, shards) for processes in (1, 2, 4) for shards in (2, 4)],
     ]
 

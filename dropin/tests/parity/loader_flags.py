@@ -13,15 +13,15 @@ def run() -> object:
     outer, inner = accelerator.prepare(
         *(DataLoader(TensorDataset(torch.arange(n)), batch_size=2) for n in (8, 6))
     )
-    seen = []
+    flags = []
     for _ in outer:
-        seen.append(
+        flags.append(
             ["outer", state.in_dataloader, state.end_of_dataloader, state.remainder]
         )
         for _ in inner:
-            seen.append(["inner", state.end_of_dataloader, state.remainder])
-        seen.append(["back", state.end_of_dataloader])
-    return [*seen, state.in_dataloader]
+            flags.append(["inner", state.end_of_dataloader, state.remainder])
+        flags.append(["back", state.end_of_dataloader])
+    return [*flags, state.in_dataloader]
 
 
 PROCESSES = (1, 2)

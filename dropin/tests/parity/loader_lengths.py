@@ -8,7 +8,7 @@ from accelerate.utils import DataLoaderConfiguration
 
 
 def run() -> object:
-    found = []
+    lengths = []
     for options in (
         {},
         {"split_batches": True},
@@ -22,8 +22,8 @@ def run() -> object:
             loader = accelerator.prepare(
                 DataLoader(TensorDataset(torch.arange(size)), batch_size=2)
             )
-            found.append([len(loader), loader.total_dataset_length])
-    return found
+            lengths.append([len(loader), loader.total_dataset_length])
+    return lengths
 
 
 PROCESSES = (1, 2)

@@ -8,9 +8,9 @@ from accelerate import Accelerator
 
 def run() -> object:
     accelerator = Accelerator(cpu=True)
-    own = [[0, 1, 2], [3], [4, 5], [6, 7]]
+    batch_indices = [[0, 1, 2], [3], [4, 5], [6, 7]]
     first = accelerator.prepare(
-        DataLoader(TensorDataset(torch.arange(8)), batch_sampler=own)
+        DataLoader(TensorDataset(torch.arange(8)), batch_sampler=batch_indices)
     )
     second = accelerator.prepare(
         DataLoader(TensorDataset(torch.arange(4)), batch_size=None)

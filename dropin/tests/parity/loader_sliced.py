@@ -11,11 +11,11 @@ def run() -> object:
     accelerator = Accelerator(
         cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)
     )
-    asked = []
+    calls = []
 
-    def cut(data, place, process_index=None, num_processes=None):
-        asked.append([place.start, place.stop, num_processes])
-        return slice_tensors(data, place)
+    def cut(data, span, process_index=None, num_processes=None):
+        calls.append([span.start, span.stop, num_processes])
+        return slice_tensors(data, span)
 
     loader = accelerator.prepare_data_loader(
         DataLoader(TensorDataset(torch.arange(8)), batch_size=2),

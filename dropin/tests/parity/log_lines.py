@@ -18,16 +18,16 @@ class Kept(logging.Handler):
 def run() -> object:
     accelerator = Accelerator(cpu=True)
     logger = get_logger("parity", log_level="INFO")
-    kept = Kept()
-    logger.logger.addHandler(kept)
+    handler = Kept()
+    logger.logger.addHandler(handler)
     logger.info("main only")
     logger.info("all", main_process_only=False)
     logger.info("ordered", main_process_only=False, in_order=True)
     logger.warning_once("once")
     logger.warning_once("once")
     logger.debug("hidden")
-    logger.logger.removeHandler(kept)
-    return [kept.lines, accelerator.process_index]
+    logger.logger.removeHandler(handler)
+    return [handler.lines, accelerator.process_index]
 
 
 PROCESSES = (1, 2)

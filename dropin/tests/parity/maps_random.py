@@ -69,16 +69,16 @@ def one(seed):
     )
     if draw.random() < 0.3:
         options["offload_buffers"] = True
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
-        places = infer_auto_device_map(
+        device_map = infer_auto_device_map(
             model, limits, clean_result=draw.random() < 0.5, **options
         )
     return [
-        sorted((name, str(place)) for name, place in places.items()),
+        sorted((name, str(device)) for name, device in device_map.items()),
         {str(key): limit for key, limit in even.items()},
         {str(key): limit for key, limit in limits.items()},
-        [str(warning.message) for warning in told],
+        [str(warning.message) for warning in caught_warnings],
     ]
 
 

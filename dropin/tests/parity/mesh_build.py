@@ -6,23 +6,26 @@ from accelerate import ParallelismConfig
 
 
 def run() -> object:
-    found = []
+    observations = []
     for sizes in (
         {"dp_replicate_size": 2, "dp_shard_size": 2},
         {"dp_shard_size": 4},
         {"dp_shard_size": 2, "cp_size": 2},
     ):
-        with patch("torch.distributed.device_mesh.init_device_mesh") as asked:
-            asked.return_value = mesh = MagicMock()
-            made = ParallelismConfig(**sizes).build_device_mesh("cpu")
-            called = [*asked.call_args.args, *asked.call_args.kwargs.values()]
-            found.append(
+        with patch("torch.distributed.device_mesh.init_device_mesh") as init_mesh:
+            init_mesh.return_value = mesh = MagicMock()
+            built_mesh = ParallelismConfig(**sizes).build_device_mesh("cpu")
+            called = [*init_mesh.call_args.args, *init_mesh.call_args.kwargs.values()]
+            observations.append(
                 [
-                    made is mesh,
-                    [list(one) if isinstance(one, tuple) else one for one in called],
+                    built_mesh is mesh,
+                    [
+                        list(argument) if isinstance(argument, tuple) else argument
+                        for argument in called
+                    ],
                 ]
             )
-    return found
+    return observations
 
 
 PROCESSES = (1,)

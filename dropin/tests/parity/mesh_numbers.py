@@ -4,14 +4,14 @@ from accelerate import ParallelismConfig
 
 
 def run() -> object:
-    found = []
+    numbers = []
     for sizes in (
         {},
         {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2},
         {"dp_shard_size": 2, "cp_size": 4},
     ):
         config = ParallelismConfig(**sizes)
-        found.append(
+        numbers.append(
             [
                 config.total_size,
                 config.non_data_parallel_size,
@@ -26,7 +26,7 @@ def run() -> object:
                 config.cp_enabled,
             ]
         )
-    return found
+    return numbers
 
 
 PROCESSES = (1,)

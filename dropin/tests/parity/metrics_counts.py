@@ -8,14 +8,14 @@ from accelerate import Accelerator
 
 def run() -> object:
     accelerator = Accelerator(cpu=True)
-    found = []
+    counted_rows = []
     for size in (5, 8, 9, 13):
         loader = accelerator.prepare(
             DataLoader(TensorDataset(torch.arange(size)), batch_size=3)
         )
         rows = [accelerator.gather_for_metrics(x) for (x,) in loader]
-        found.append(torch.cat(rows).tolist())
-    return found
+        counted_rows.append(torch.cat(rows).tolist())
+    return counted_rows
 
 
 PROCESSES = (1, 2)

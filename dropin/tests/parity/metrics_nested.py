@@ -11,11 +11,11 @@ def run() -> object:
     loader = accelerator.prepare(
         DataLoader(TensorDataset(torch.arange(10), torch.arange(10) * 2), batch_size=4)
     )
-    seen = []
+    gathered_pairs = []
     for x, y in loader:
         pair = accelerator.gather_for_metrics((x, {"y": y}))
-        seen.append([pair[0].tolist(), pair[1]["y"].tolist()])
-    return seen
+        gathered_pairs.append([pair[0].tolist(), pair[1]["y"].tolist()])
+    return gathered_pairs
 
 
 PROCESSES = (1, 2)

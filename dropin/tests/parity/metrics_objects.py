@@ -13,7 +13,7 @@ def run() -> object:
     )
     return [
         accelerator.gather_for_metrics(
-            [f"row {int(one)}" for one in x], use_gather_object=True
+            [f"row {int(row)}" for row in x], use_gather_object=True
         )
         for (x,) in loader
     ]

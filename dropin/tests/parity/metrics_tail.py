@@ -8,19 +8,19 @@ from accelerate import Accelerator
 
 def run() -> object:
     accelerator = Accelerator(cpu=True)
-    found = []
+    gathered_by_size = []
     for size in (16, 13, 9):
         loader = accelerator.prepare(
             DataLoader(TensorDataset(torch.arange(size)), batch_size=4)
         )
-        seen, words = [], []
+        gathered_rows, words = [], []
         for (x,) in loader:
-            seen += accelerator.gather_for_metrics(x).tolist()
+            gathered_rows += accelerator.gather_for_metrics(x).tolist()
             words += accelerator.gather_for_metrics(
                 [str(v) for v in x.tolist()], use_gather_object=True
             )
-        found.append([seen, words])
-    return found
+        gathered_by_size.append([gathered_rows, words])
+    return gathered_by_size
 
 
 PROCESSES = (1, 2)

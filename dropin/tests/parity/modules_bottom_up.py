@@ -7,7 +7,7 @@ from accelerate.utils import get_module_children_bottom_up
 
 def run() -> object:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 1)))
-    return [type(part).__name__ for part in get_module_children_bottom_up(model)]
+    return [type(module).__name__ for module in get_module_children_bottom_up(model)]
 
 
 PROCESSES = (1,)

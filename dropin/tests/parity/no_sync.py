@@ -14,9 +14,11 @@ def run() -> object:
     x = torch.full((1, 1), 1.0 + accelerator.process_index)
     with accelerator.no_sync(model):
         accelerator.backward(model(x).sum())
-    own = accelerator.unwrap_model(model).weight.grad.item()
+    local_gradient = accelerator.unwrap_model(model).weight.grad.item()
     accelerator.backward(model(x).sum())
-    return gather_object([[own, accelerator.unwrap_model(model).weight.grad.item()]])
+    return gather_object(
+        [[local_gradient, accelerator.unwrap_model(model).weight.grad.item()]]
+    )
 
 
 PROCESSES = (1, 2)

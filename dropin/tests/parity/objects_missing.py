@@ -22,9 +22,9 @@ class Counter:
 def run() -> object:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(1, 1))
-    found: list[object] = []
+    observations: list[object] = []
     accelerator.register_save_state_pre_hook(
-        lambda models, weights, folder: found.append(type(weights[0]).__name__)
+        lambda models, weights, folder: observations.append(type(weights[0]).__name__)
     )
     with tempfile.TemporaryDirectory() as folder:
         accelerator.register_for_checkpointing(Counter())
@@ -33,24 +33,24 @@ def run() -> object:
         try:
             accelerator.load_state(folder)
         except RuntimeError as error:
-            found.append(str(error).replace(folder, "FOLDER"))
+            observations.append(str(error).replace(folder, "FOLDER"))
     model = nn.Sequential(nn.DataParallel(nn.Linear(1, 1)), nn.Linear(1, 1))
-    found.append(
+    observations.append(
         [
-            type(part).__name__
-            for part in extract_model_from_parallel(model, recursive=True)
+            type(module).__name__
+            for module in extract_model_from_parallel(model, recursive=True)
         ]
     )
     try:
         synchronize_rng_state(RNGType.GENERATOR)
     except AssertionError as error:
-        found.append(str(error))
+        observations.append(str(error))
     for rank in ("context_parallel_rank", "pipeline_parallel_rank"):
         try:
             getattr(accelerator, rank)
         except NotImplementedError as error:
-            found.append(str(error))
-    return found
+            observations.append(str(error))
+    return observations
 
 
 PROCESSES = (1,)

@@ -17,16 +17,16 @@ def run() -> object:
         index = offload_weight(torch.arange(4.0), "x", folder, index={})
         offload_weight(torch.tensor(3.0), "y", folder, index=index)
         back = load_offloaded_weight(f"{folder}/x.dat", index["x"])
-        other = f"{folder}/state"
+        state_folder = f"{folder}/state"
         offload_state_dict(
-            other, {"a": torch.ones(2), "b": torch.zeros(1, dtype=torch.float16)}
+            state_folder, {"a": torch.ones(2), "b": torch.zeros(1, dtype=torch.float16)}
         )
         loader = OffloadedWeightsLoader(
-            state_dict={"c": torch.full((1,), 2.0)}, save_folder=other
+            state_dict={"c": torch.full((1,), 2.0)}, save_folder=state_folder
         )
         return [
             index,
-            [float(one) for one in back],
+            [float(number) for number in back],
             sorted(loader),
             [loader[name].tolist() for name in sorted(loader)],
             len(loader),

@@ -9,9 +9,11 @@ from accelerate import cpu_offload_with_hook
 def run() -> object:
     torch.manual_seed(0)
     first, hook = cpu_offload_with_hook(nn.Linear(2, 2), "cpu")
-    second, other = cpu_offload_with_hook(nn.Linear(2, 2), "cpu", prev_module_hook=hook)
+    second, second_hook = cpu_offload_with_hook(
+        nn.Linear(2, 2), "cpu", prev_module_hook=hook
+    )
     out = second(first(torch.ones(1, 2)))
-    other.offload()
+    second_hook.offload()
     hook.remove()
     return [out.tolist(), str(second.weight.device), first(torch.ones(1, 2)).tolist()]
 

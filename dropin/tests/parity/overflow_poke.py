@@ -12,18 +12,18 @@ def run() -> object:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    found = [optimizer._is_overflow]
+    observations = [optimizer._is_overflow]
     optimizer.step()
     optimizer._is_overflow = True
     scheduler.step()
-    found += [
+    observations += [
         optimizer.step_was_skipped,
         accelerator.optimizer_step_was_skipped,
         scheduler.get_last_lr(),
     ]
     optimizer._is_overflow = False
     scheduler.step()
-    return [*found, scheduler.get_last_lr()]
+    return [*observations, scheduler.get_last_lr()]
 
 
 PROCESSES = (1, 2)

@@ -13,12 +13,12 @@ def run() -> object:
     _, optimizer = Accelerator(cpu=True).prepare(
         model, torch.optim.Adam(model.parameters(), lr=0.1)
     )
-    again = pickle.loads(pickle.dumps(optimizer))
+    restored_optimizer = pickle.loads(pickle.dumps(optimizer))
     return [
-        type(again).__name__,
-        again.param_groups[0]["lr"],
-        again.defaults["betas"],
-        again.step_was_skipped,
+        type(restored_optimizer).__name__,
+        restored_optimizer.param_groups[0]["lr"],
+        restored_optimizer.defaults["betas"],
+        restored_optimizer.step_was_skipped,
     ]
 
 

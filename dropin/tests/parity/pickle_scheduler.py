@@ -14,8 +14,12 @@ def run() -> object:
     prepared = Accelerator(cpu=True).prepare(
         model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
     )
-    again = pickle.loads(pickle.dumps(prepared[2]))
-    return [type(again).__name__, again.get_last_lr(), len(again.optimizers)]
+    restored_scheduler = pickle.loads(pickle.dumps(prepared[2]))
+    return [
+        type(restored_scheduler).__name__,
+        restored_scheduler.get_last_lr(),
+        len(restored_scheduler.optimizers),
+    ]
 
 
 PROCESSES = (1, 2)

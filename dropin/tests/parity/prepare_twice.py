@@ -18,7 +18,7 @@ def run() -> object:
     lists = accelerator._optimizers, accelerator._dataloaders
     return [
         [a is b for a, b in zip(first, second, strict=True)],
-        [len(one) for one in lists],
+        [len(prepared_list) for prepared_list in lists],
     ]
 
 

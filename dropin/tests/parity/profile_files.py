@@ -12,18 +12,18 @@ from accelerate.utils import PROFILE_PATTERN_NAME, broadcast_object_list
 def run() -> object:
     accelerator = Accelerator(cpu=True)
     cycles = {"wait": 1, "warmup": 1, "active": 2, "repeat": 2, "skip_first": 0}
-    seen = []
+    profiles = []
     for kwargs in (
         {},
         {"schedule_option": cycles},
         {"schedule_option": cycles, "on_trace_ready": "told"},
     ):
-        told = []
+        traced_steps = []
         if "on_trace_ready" in kwargs:
             kwargs = {
                 **kwargs,
-                "on_trace_ready": lambda profile, told=told: told.append(
-                    profile.step_num
+                "on_trace_ready": lambda profile, traced_steps=traced_steps: (
+                    traced_steps.append(profile.step_num)
                 ),
             }
         folder = broadcast_object_list([tempfile.mkdtemp()])[0]
@@ -34,8 +34,8 @@ def run() -> object:
                 torch.ones(2) + 1
                 profile.step()
         accelerator.wait_for_everyone()
-        seen.append([sorted(os.listdir(folder)), told])
-    return [seen, PROFILE_PATTERN_NAME]
+        profiles.append([sorted(os.listdir(folder)), traced_steps])
+    return [profiles, PROFILE_PATTERN_NAME]
 
 
 PROCESSES = (1, 2)

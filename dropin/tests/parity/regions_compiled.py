@@ -18,7 +18,7 @@ def run() -> object:
         }
     )
     compile_regions_deepspeed(model, backend="eager")
-    compiled = [one._compiled_call_impl is not None for one in model["blocks"]]
+    compiled = [block._compiled_call_impl is not None for block in model["blocks"]]
     return [
         compiled,
         is_compiled_module(model),

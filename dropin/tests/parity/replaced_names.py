@@ -10,16 +10,16 @@ from accelerate.data_loader import DataLoaderShard
 
 def run() -> object:
     accelerator = Accelerator(cpu=True)
-    tensor, found = torch.ones(1), []
+    tensor, observations = torch.ones(1), []
     for name in ("gather", "reduce", "pad_across_processes"):
         with patch(f"accelerate.accelerator.{name}", return_value=name):
-            found.append(getattr(accelerator, name)(tensor))
-        found.append(getattr(accelerator, name)(tensor).tolist())
+            observations.append(getattr(accelerator, name)(tensor))
+        observations.append(getattr(accelerator, name)(tensor).tolist())
     with patch("accelerate.accelerator.release_memory", return_value="released"):
-        found.append(accelerator.free_memory(tensor))
+        observations.append(accelerator.free_memory(tensor))
     with patch("accelerate.utils.memory.clear_device_cache") as cleared:
         find_executable_batch_size(lambda size: size)()
-        found.append(str(cleared.call_args))
+        observations.append(str(cleared.call_args))
     with patch(
         "accelerate.data_loader.is_torchdata_stateful_dataloader_available",
         return_value=False,
@@ -27,10 +27,10 @@ def run() -> object:
         try:
             DataLoaderShard(range(4), use_stateful_dataloader=True)
         except ImportError as error:
-            found.append(str(error))
+            observations.append(str(error))
     with patch("accelerate.utils.operations.PartialState"):
-        found.append(repr(accelerator.state))
-    return [*found, repr(accelerator.state)]
+        observations.append(repr(accelerator.state))
+    return [*observations, repr(accelerator.state)]
 
 
 PROCESSES = (1,)

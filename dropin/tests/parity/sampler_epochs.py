@@ -7,9 +7,9 @@ from accelerate.data_loader import SeedableRandomSampler
 
 def run() -> object:
     sampler = SeedableRandomSampler(range(6), generator=torch.Generator(), data_seed=3)
-    found = [list(sampler)]
+    orders = [list(sampler)]
     sampler.set_epoch(2)
-    return [*found, list(sampler)]
+    return [*orders, list(sampler)]
 
 
 PROCESSES = (1,)

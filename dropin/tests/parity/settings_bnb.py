@@ -4,7 +4,7 @@ from accelerate.utils import BnbQuantizationConfig
 
 
 def run() -> object:
-    found = []
+    error_names = []
     for options in (
         {"load_in_8bit": True, "load_in_4bit": True},
         {},
@@ -12,17 +12,17 @@ def run() -> object:
     ):
         try:
             BnbQuantizationConfig(**options)
-            found.append(None)
+            error_names.append(None)
         except ValueError as error:
-            found.append(type(error).__name__)
-    made = BnbQuantizationConfig(
+            error_names.append(type(error).__name__)
+    config = BnbQuantizationConfig(
         load_in_4bit=True, bnb_4bit_compute_dtype="bf16", torch_dtype="fp16"
     )
     return [
-        found,
-        str(made.bnb_4bit_compute_dtype),
-        str(made.torch_dtype),
-        str(made.target_dtype),
+        error_names,
+        str(config.bnb_4bit_compute_dtype),
+        str(config.torch_dtype),
+        str(config.target_dtype),
     ]
 
 

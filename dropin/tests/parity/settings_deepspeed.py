@@ -10,13 +10,13 @@ def run() -> object:
         gradient_clipping=1.0,
         zero3_init_flag=False,
     )
-    given = {
+    engine_config = {
         "train_batch_size": "auto",
         "zero_optimization": {"stage": 2},
         "gradient_accumulation_steps": "auto",
     }
-    other = DeepSpeedPlugin(hf_ds_config=given)
-    other.deepspeed_config_process(
+    filled_plugin = DeepSpeedPlugin(hf_ds_config=engine_config)
+    filled_plugin.deepspeed_config_process(
         must_match=False, train_batch_size=8, gradient_accumulation_steps=4
     )
     zero = plugin.deepspeed_config["zero_optimization"]
@@ -24,9 +24,9 @@ def run() -> object:
         zero["stage"],
         plugin.deepspeed_config["gradient_accumulation_steps"],
         plugin.deepspeed_config["gradient_clipping"],
-        other.deepspeed_config["train_batch_size"],
-        other.deepspeed_config["gradient_accumulation_steps"],
-        other.zero_stage,
+        filled_plugin.deepspeed_config["train_batch_size"],
+        filled_plugin.deepspeed_config["gradient_accumulation_steps"],
+        filled_plugin.zero_stage,
     ]
 
 

@@ -11,13 +11,16 @@ from accelerate.utils import (
 
 
 def run() -> object:
-    made = [
+    configurations = [
         DataLoaderConfiguration(),
         ProjectConfiguration(),
         GradientAccumulationPlugin(),
         TorchContextParallelConfig(),
     ]
-    return [{name: str(value) for name, value in asdict(one).items()} for one in made]
+    return [
+        {name: str(value) for name, value in asdict(configuration).items()}
+        for configuration in configurations
+    ]
 
 
 PROCESSES = (1,)

@@ -4,7 +4,7 @@ from accelerate.utils import TorchDynamoPlugin, patch_environment
 
 
 def run() -> object:
-    found = [
+    settings = [
         {
             name: str(value)
             for name, value in TorchDynamoPlugin(
@@ -17,10 +17,10 @@ def run() -> object:
     with patch_environment(
         accelerate_dynamo_backend="INDUCTOR", accelerate_dynamo_use_fullgraph="true"
     ):
-        found.append(
+        settings.append(
             {name: str(value) for name, value in TorchDynamoPlugin().to_dict().items()}
         )
-    return found
+    return settings
 
 
 PROCESSES = (1,)

@@ -9,7 +9,7 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 def run() -> object:
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder) / "c.yaml")
-        made = ClusterConfig(
+        config = ClusterConfig(
             compute_environment="LOCAL_MACHINE",
             distributed_type="MULTI_GPU",
             mixed_precision="bf16",
@@ -19,7 +19,7 @@ def run() -> object:
             machine_rank=0,
             num_machines=1,
         )
-        made.to_yaml_file(file)
+        config.to_yaml_file(file)
         back = load_config_from_file(file)
     return [
         back.num_processes,

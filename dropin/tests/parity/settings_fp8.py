@@ -4,11 +4,11 @@ from accelerate.utils import AORecipeKwargs
 
 
 def run() -> object:
-    made = AORecipeKwargs(pad_inner_dim=True, enable_fsdp_float8_all_gather=False)
+    recipe = AORecipeKwargs(pad_inner_dim=True, enable_fsdp_float8_all_gather=False)
     return [
-        made.pad_inner_dim,
-        made.enable_fsdp_float8_all_gather,
-        str(made.module_filter_func),
+        recipe.pad_inner_dim,
+        recipe.enable_fsdp_float8_all_gather,
+        str(recipe.module_filter_func),
     ]
 
 

@@ -12,7 +12,7 @@ from accelerate.utils import (
 
 
 def run() -> object:
-    made = [
+    handlers = [
         AutocastKwargs(enabled=False),
         DistributedDataParallelKwargs(find_unused_parameters=True),
         GradScalerKwargs(init_scale=4.0),
@@ -20,7 +20,8 @@ def run() -> object:
         ProfileKwargs(record_shapes=True),
     ]
     return [
-        {name: str(value) for name, value in one.to_kwargs().items()} for one in made
+        {name: str(value) for name, value in handler.to_kwargs().items()}
+        for handler in handlers
     ]
 
 

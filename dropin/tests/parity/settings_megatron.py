@@ -4,12 +4,12 @@ from accelerate.utils import AbstractTrainStep, MegatronLMDummyScheduler
 
 
 def run() -> object:
-    made = MegatronLMDummyScheduler(None, 10, 2, foo=1)
+    scheduler = MegatronLMDummyScheduler(None, 10, 2, foo=1)
     step = AbstractTrainStep("mine")
     return [
-        made.total_num_steps,
-        made.warmup_num_steps,
-        made.kwargs,
+        scheduler.total_num_steps,
+        scheduler.warmup_num_steps,
+        scheduler.kwargs,
         step.name,
         step.get_batch_func(None, False),
     ]

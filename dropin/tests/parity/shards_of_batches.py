@@ -6,7 +6,7 @@ from accelerate.data_loader import BatchSamplerShard
 
 
 def run() -> object:
-    found = []
+    shard_batches = []
     for size in (7, 8, 10):
         for split in (False, True):
             for even in (False, True):
@@ -18,8 +18,10 @@ def run() -> object:
                         )
                         for rank in (0, 1)
                     ]
-                    found.append([[list(shard), len(shard)] for shard in shards])
-    return found
+                    shard_batches.append(
+                        [[list(shard), len(shard)] for shard in shards]
+                    )
+    return shard_batches
 
 
 PROCESSES = (1,)

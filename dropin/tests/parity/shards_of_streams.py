@@ -15,7 +15,7 @@ class Stream(IterableDataset):
 
 
 def run() -> object:
-    found = []
+    shard_rows = []
     for split in (False, True):
         for drop in (False, True):
             for rank in (0, 1, 2):
@@ -27,8 +27,8 @@ def run() -> object:
                     process_index=rank,
                     split_batches=split,
                 )
-                found.append([int(one) for one in shard])
-    return found
+                shard_rows.append([int(row) for row in shard])
+    return shard_rows
 
 
 PROCESSES = (1,)

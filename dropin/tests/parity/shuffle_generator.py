@@ -22,12 +22,14 @@ def run() -> object:
         DataLoader(numbers, batch_size=2, sampler=sampler),
         DataLoader(numbers, batch_size=2, shuffle=True),
     )
-    seen = []
+    read_batches = []
     for loader in loaders:
         prepared = accelerator.prepare(loader)
         for _ in range(2):
-            seen += [[batch[0].tolist(), torch.rand(1).item()] for batch in prepared]
-    return gather_object([seen])
+            read_batches += [
+                [batch[0].tolist(), torch.rand(1).item()] for batch in prepared
+            ]
+    return gather_object([read_batches])
 
 
 PROCESSES = (1, 2)

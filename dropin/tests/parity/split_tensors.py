@@ -6,14 +6,14 @@ from accelerate import PartialState
 
 
 def run() -> object:
-    state, found = PartialState(cpu=True), []
+    state, shares = PartialState(cpu=True), []
     for size in (3, 4, 5):
         for padding in (False, True):
             with state.split_between_processes(
                 torch.arange(size), apply_padding=padding
-            ) as mine:
-                found.append(mine.tolist())
-    return found
+            ) as share:
+                shares.append(share.tolist())
+    return shares
 
 
 PROCESSES = (1, 2)

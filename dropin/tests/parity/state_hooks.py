@@ -13,10 +13,10 @@ def run() -> object:
     torch.manual_seed(0)
     model = accelerator.prepare(torch.nn.Linear(2, 2))
     folder = os.path.join(tempfile.mkdtemp(), "step_3")
-    seen = []
+    hook_calls = []
 
     def save(models, weights, output_dir):
-        seen.append(
+        hook_calls.append(
             [
                 os.path.basename(output_dir),
                 os.path.isdir(output_dir),
@@ -28,7 +28,7 @@ def run() -> object:
         torch.save(weights.pop(), os.path.join(output_dir, "own.bin"))
 
     def load(models, input_dir):
-        seen.append(
+        hook_calls.append(
             [
                 os.path.basename(input_dir),
                 len(models),
@@ -45,13 +45,13 @@ def run() -> object:
         accelerator.register_load_state_pre_hook(load),
     ]
     accelerator.save_state(folder)
-    before = model.weight.detach().clone()
+    saved_weight = model.weight.detach().clone()
     with torch.no_grad():
         model.weight.zero_()
     accelerator.load_state(folder)
-    seen.append(
+    hook_calls.append(
         [
-            torch.equal(model.weight, before),
+            torch.equal(model.weight, saved_weight),
             os.path.exists(os.path.join(folder, "model.safetensors")),
         ]
     )
@@ -61,14 +61,14 @@ def run() -> object:
     try:
         accelerator.load_state(folder)
     except Exception as error:
-        seen.append([type(error).__name__, str(error)])
+        hook_calls.append([type(error).__name__, str(error)])
     failing.remove()
     failing = accelerator.register_save_state_pre_hook(fail)
     try:
         accelerator.save_state(folder + "_other")
     except Exception as error:
-        seen.append([type(error).__name__, str(error)])
-    return seen
+        hook_calls.append([type(error).__name__, str(error)])
+    return hook_calls
 
 
 PROCESSES = (1,)

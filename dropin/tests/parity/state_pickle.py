@@ -6,8 +6,12 @@ from accelerate import PartialState
 
 
 def run() -> object:
-    again = pickle.loads(pickle.dumps(PartialState(cpu=True)))
-    return [type(again).__name__, again.num_processes, again.process_index]
+    restored_state = pickle.loads(pickle.dumps(PartialState(cpu=True)))
+    return [
+        type(restored_state).__name__,
+        restored_state.num_processes,
+        restored_state.process_index,
+    ]
 
 
 PROCESSES = (1, 2)

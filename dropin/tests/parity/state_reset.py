@@ -7,12 +7,15 @@ from accelerate.state import AcceleratorState, PartialState
 def run() -> object:
     Accelerator(cpu=True)
     AcceleratorState._reset_state()
-    found = [AcceleratorState._shared_state == {}, PartialState._shared_state != {}]
+    reset_flags = [
+        AcceleratorState._shared_state == {},
+        PartialState._shared_state != {},
+    ]
     AcceleratorState._reset_state(True)
-    found.append(PartialState._shared_state == {})
+    reset_flags.append(PartialState._shared_state == {})
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     return [
-        *found,
+        *reset_flags,
         accelerator.mixed_precision,
         AcceleratorState().mixed_precision,
         PartialState().initialized,

@@ -25,9 +25,9 @@ def run() -> object:
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()
-    rest = [x.tolist() for x in batches]
+    remaining_batches = [x.tolist() for x in batches]
     loader.load_state_dict(state)
-    return [type(loader).__name__, rest, [x.tolist() for x in loader]]
+    return [type(loader).__name__, remaining_batches, [x.tolist() for x in loader]]
 
 
 PROCESSES = (1,)

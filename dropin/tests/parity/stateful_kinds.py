@@ -13,14 +13,16 @@ def run() -> object:
     loader = Accelerator(cpu=True, dataloader_config=config).prepare(
         DataLoader(TensorDataset(torch.arange(12)), batch_size=2)
     )
-    found = []
+    loader_states = []
     for count, _ in enumerate(loader, 1):
         state = loader.state_dict()
-        found.append([count, state["_num_yielded"], state["_iterator_finished"]])
+        loader_states.append(
+            [count, state["_num_yielded"], state["_iterator_finished"]]
+        )
     return [
         isinstance(loader, StatefulDataLoader),
         isinstance(loader, DataLoader),
-        found[:-1],
+        loader_states[:-1],
     ]
 
 

@@ -16,9 +16,9 @@ def run() -> object:
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()
-    rest = [x.tolist() for (x,) in batches]
+    remaining_batches = [x.tolist() for (x,) in batches]
     loader.load_state_dict(state)
-    return [rest, [x.tolist() for (x,) in loader]]
+    return [remaining_batches, [x.tolist() for (x,) in loader]]
 
 
 PROCESSES = (1, 2)

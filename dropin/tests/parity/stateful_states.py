@@ -27,7 +27,7 @@ def plain(value):
 
 def followed(make):
     loader = make()
-    found = [
+    observations = [
         [
             isinstance(loader, StatefulDataLoader),
             type(loader.base_dataloader).__name__,
@@ -35,17 +35,17 @@ def followed(make):
         ]
     ]
     for batch in loader:
-        found.append([plain(batch), plain(loader.state_dict())])
-        if len(found) == 3:
+        observations.append([plain(batch), plain(loader.state_dict())])
+        if len(observations) == 3:
             state = loader.state_dict()
-    found.append(plain(loader.state_dict()))
-    again = make()
-    again.load_state_dict(state)
+    observations.append(plain(loader.state_dict()))
+    resumed_loader = make()
+    resumed_loader.load_state_dict(state)
     return [
-        *found,
-        [plain(batch) for batch in again],
-        [plain(batch) for batch in again],
-        plain(again.state_dict()),
+        *observations,
+        [plain(batch) for batch in resumed_loader],
+        [plain(batch) for batch in resumed_loader],
+        plain(resumed_loader.state_dict()),
     ]
 
 
@@ -54,25 +54,25 @@ def run() -> object:
         cpu=True,
         dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
     )
-    found = {}
+    states_by_loader = {}
     for workers in (0, 2):
         for data in (list(range(10)), Stream()):
             options = {"batch_size": 2, "num_workers": workers}
             where = f"{type(data).__name__} {workers}"
             for kind in (DataLoaderShard, DataLoaderDispatcher, SkipDataLoader):
                 torch.manual_seed(0)
-                found[f"{kind.__name__} {where}"] = followed(
+                states_by_loader[f"{kind.__name__} {where}"] = followed(
                     lambda kind=kind, data=data, options=options: kind(
                         data, use_stateful_dataloader=True, **options
                     )
                 )
             torch.manual_seed(0)
-            found[f"prepared {where}"] = followed(
+            states_by_loader[f"prepared {where}"] = followed(
                 lambda data=data, options=options: accelerator.prepare(
                     DataLoader(data, **options)
                 )
             )
-    return found
+    return states_by_loader
 
 
 PROCESSES = (1,)

@@ -10,13 +10,13 @@ from accelerate.utils import GradientAccumulationPlugin, patch_environment
 
 def run() -> object:
     kinds = (PartialState, AcceleratorState, GradientState)
-    found: list[object] = [[kind._shared_state == {} for kind in kinds]]
+    observations: list[object] = [[kind._shared_state == {} for kind in kinds]]
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3)
     )
     accelerator.gradient_accumulation_steps = 4
-    found.append([kind._shared_state == {} for kind in kinds])
-    found.append(
+    observations.append([kind._shared_state == {} for kind in kinds])
+    observations.append(
         [
             GradientState._shared_state["plugin_kwargs"],
             GradientState().initialized,
@@ -25,14 +25,14 @@ def run() -> object:
     )
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    found.append([kind._shared_state == {} for kind in kinds])
+    observations.append([kind._shared_state == {} for kind in kinds])
     if "WORLD_SIZE" not in os.environ:
         with (
             patch("torch.cuda.set_device"),
             patch_environment(ACCELERATE_TORCH_DEVICE="cuda:64"),
         ):
-            found.append(str(Accelerator().state.device))
-    return found
+            observations.append(str(Accelerator().state.device))
+    return observations
 
 
 PROCESSES = (1, 2)

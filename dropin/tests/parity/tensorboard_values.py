@@ -23,7 +23,7 @@ def read(file):
     tags = events.Tags()
     return [
         {
-            tag: [[one.step, one.value] for one in events.Scalars(tag)]
+            tag: [[event.step, event.value] for event in events.Scalars(tag)]
             for tag in tags["scalars"]
         },
         tags["tensors"],
@@ -38,11 +38,13 @@ def run() -> object:
         accelerator.log(values, step=step)
     accelerator.log({"loss": torch.tensor(2.5), "done": True}, step=9)
     accelerator.end_training()
-    found = {}
+    values_by_file = {}
     for file in sorted(folder.rglob("*tfevents*")):
-        place = str(file.parent.relative_to(folder))
-        found["run/TIME" if any(map(str.isdigit, place)) else place] = read(file)
-    return [found, [file.read_text() for file in folder.rglob("hparams.yml")]]
+        run_folder = str(file.parent.relative_to(folder))
+        values_by_file[
+            "run/TIME" if any(map(str.isdigit, run_folder)) else run_folder
+        ] = read(file)
+    return [values_by_file, [file.read_text() for file in folder.rglob("hparams.yml")]]
 
 
 PROCESSES = (1,)

@@ -15,13 +15,13 @@ class Tied(nn.Module):
 
 def run() -> object:
     model = Tied()
-    found = [sorted(names) for names in find_tied_parameters(model)]
+    tied_names = [sorted(names) for names in find_tied_parameters(model)]
     model.head.weight = nn.Parameter(torch.zeros(4, 3))
     retie_parameters(model, [["embed.weight", "head.weight"]])
     return [
-        found,
+        tied_names,
         model.head.weight is model.embed.weight,
-        [sorted(one) for one in find_tied_parameters(nn.Linear(2, 2))],
+        [sorted(group) for group in find_tied_parameters(nn.Linear(2, 2))],
     ]
 
 

@@ -7,7 +7,7 @@ from accelerate.commands.tpu import tpu_command_launcher, tpu_command_parser
 
 
 def run() -> object:
-    found = []
+    printed_commands = []
     for words in (
         ["--command", "echo 1", "--command", "echo 2", "--install_accelerate"],
         [
@@ -26,8 +26,8 @@ def run() -> object:
         )
         with redirect_stdout(out):
             tpu_command_launcher(args)
-        found.append(out.getvalue().strip())
-    return found
+        printed_commands.append(out.getvalue().strip())
+    return printed_commands
 
 
 PROCESSES = (1,)

@@ -27,16 +27,16 @@ class Kept(GeneralTracker):
 
 
 def run() -> object:
-    kept = Kept()
-    accelerator = Accelerator(cpu=True, log_with=kept)
+    tracker = Kept()
+    accelerator = Accelerator(cpu=True, log_with=tracker)
     accelerator.init_trackers("project", config={"lr": 0.1})
     accelerator.log({"loss": 1.0}, step=3)
     accelerator.log({"loss": 2.0}, log_kwargs={"kept": {"extra": 1}})
-    found = [
+    observations = [
         type(accelerator.get_tracker("kept")).__name__,
-        accelerator.get_tracker("kept", unwrap=True) is kept.seen,
+        accelerator.get_tracker("kept", unwrap=True) is tracker.seen,
     ]
-    return [found, kept.seen]
+    return [observations, tracker.seen]
 
 
 PROCESSES = (1,)

@@ -29,19 +29,21 @@ class Kept(GeneralTracker):
 def run() -> object:
     accelerator = Accelerator(cpu=True)
     assert accelerator is not None
-    found = [str(one) for one in filter_trackers(["tensorboard"], "logs")]
+    observations = [
+        str(tracker) for tracker in filter_trackers(["tensorboard"], "logs")
+    ]
     try:
         filter_trackers(["nothing"])
     except ValueError as error:
-        found.append(type(error).__name__)
+        observations.append(type(error).__name__)
     try:
         filter_trackers(["tensorboard"])
     except ValueError as error:
-        found.append(type(error).__name__)
+        observations.append(type(error).__name__)
     return [
-        found,
-        "tensorboard" in [str(one) for one in get_available_trackers()],
-        [type(one).__name__ for one in filter_trackers([Kept()])],
+        observations,
+        "tensorboard" in [str(tracker) for tracker in get_available_trackers()],
+        [type(tracker).__name__ for tracker in filter_trackers([Kept()])],
     ]
 
 

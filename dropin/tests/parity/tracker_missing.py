@@ -7,20 +7,24 @@ from accelerate import Accelerator
 
 
 def run() -> object:
-    found = []
-    for asked in ("wandb", ["tensorboard", "wandb"], ["wandb", "comet_ml"], None):
-        with warnings.catch_warnings(record=True) as said:
+    observations = []
+    for log_with in ("wandb", ["tensorboard", "wandb"], ["wandb", "comet_ml"], None):
+        with warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter("always")
             accelerator = Accelerator(
-                cpu=True, log_with=asked, project_dir=tempfile.mkdtemp()
+                cpu=True, log_with=log_with, project_dir=tempfile.mkdtemp()
             )
-        said = [str(one.message) for one in said if "log_with" in str(one.message)]
-        found.append([[str(kind) for kind in accelerator.log_with], said])
+        messages = [
+            str(warning.message)
+            for warning in messages
+            if "log_with" in str(warning.message)
+        ]
+        observations.append([[str(kind) for kind in accelerator.log_with], messages])
     try:
         Accelerator(cpu=True, log_with="nothing", project_dir=tempfile.mkdtemp())
     except ValueError as error:
-        found.append(str(error).split(". Choose")[0])
-    return found
+        observations.append(str(error).split(". Choose")[0])
+    return observations
 
 
 PROCESSES = (1, 2)

@@ -25,7 +25,7 @@ def run() -> object:
     moved = send_to_device(tree, "cpu")
     shapes = recursively_apply(lambda x: list(x.shape), tree)
     joined = concatenate([{"a": torch.arange(2)}, {"a": torch.arange(1)}])
-    made = initialize_tensors(get_data_structure({"a": torch.ones(2, 3)}))
+    initialized = initialize_tensors(get_data_structure({"a": torch.ones(2, 3)}))
     return [
         listify({"a": torch.arange(3)}),
         shapes["a"],
@@ -34,7 +34,7 @@ def run() -> object:
         str(find_device(moved)),
         joined["a"].tolist(),
         slice_tensors({"a": torch.arange(4)}, slice(1, 3))["a"].tolist(),
-        list(made["a"].shape),
+        list(initialized["a"].shape),
         str(convert_to_fp32(torch.ones(1, dtype=torch.half)).dtype),
         honor_type((1, 2), [3, 4]),
         is_namedtuple((1,)),

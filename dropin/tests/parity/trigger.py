@@ -5,10 +5,10 @@ from accelerate import Accelerator
 
 def run() -> object:
     accelerator = Accelerator(cpu=True)
-    before = accelerator.check_trigger()
+    initial_trigger = accelerator.check_trigger()
     if accelerator.is_last_process:
         accelerator.set_trigger()
-    return [before, accelerator.check_trigger(), accelerator.check_trigger()]
+    return [initial_trigger, accelerator.check_trigger(), accelerator.check_trigger()]
 
 
 PROCESSES = (1, 2)

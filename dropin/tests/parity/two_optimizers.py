@@ -20,8 +20,8 @@ def run() -> object:
         loss = second(first(x)).pow(2).mean()
         accelerator.backward(loss)
         optimizers[step % 2].step()
-        for one in optimizers:
-            one.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
     return losses
 

@@ -19,15 +19,15 @@ def make():
 
 
 def losses(model, optimizer, backward):
-    found = []
+    step_losses = []
     for step in range(4):
         tokens = (torch.arange(24).view(4, 6) * (step + 1)) % 32
         loss = model(input_ids=tokens, labels=tokens).loss
         backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    return found
+        step_losses.append(float(loss.detach()))
+    return step_losses
 
 
 plain = make()

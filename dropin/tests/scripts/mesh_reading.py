@@ -64,8 +64,8 @@ for name, loader in loaders.items():
     assert name == "by hand" or loader.total_batch_size == 4 * world // 2, (
         loader.total_batch_size
     )
-seen = []
+read_samples = []
 for batch in loaders["indexed"]:
-    seen += accelerator.gather_for_metrics(batch[0]).tolist()
-assert sorted(seen) == list(range(64)), sorted(seen)
+    read_samples += accelerator.gather_for_metrics(batch[0]).tolist()
+assert sorted(read_samples) == list(range(64)), sorted(read_samples)
 print("each sample once")

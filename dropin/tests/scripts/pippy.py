@@ -15,7 +15,7 @@ def make():
 
 
 state = PartialState(cpu=True)
-whole = make()
+reference_model = make()
 ids = torch.arange(24).reshape(4, 6)
 for gather_output, points in ((False, "auto"), (True, ["transformer.h.3"])):
     model = prepare_pippy(
@@ -28,13 +28,15 @@ for gather_output, points in ((False, "auto"), (True, ["transformer.h.3"])):
     if points != "auto":
         assert model.hf_split_points == points
     assert sum(p.numel() for p in model.parameters()) < sum(
-        p.numel() for p in whole.parameters()
+        p.numel() for p in reference_model.parameters()
     )
     for rows in (4, 3):
         with torch.no_grad():
-            output, wanted = model(ids[:rows]), whole(ids[:rows])
+            output, expected = model(ids[:rows]), reference_model(ids[:rows])
         if gather_output or state.is_last_process:
-            torch.testing.assert_close(output.logits, wanted.logits, rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                output.logits, expected.logits, rtol=0, atol=1e-5
+            )
         else:
             assert output is None, output
 with pytest.raises(ValueError, match="Name the class of the blocks"):

@@ -24,15 +24,15 @@ SP, LENGTH, ROWS = 2, 16, 2
 def rows(count):
     """Prompts without labels, and padding on the right, of different lengths."""
     g = torch.Generator().manual_seed(1)
-    made = []
+    samples = []
     for number in range(count):
         tokens = torch.randint(0, 64, (LENGTH,), generator=g)
         labels, mask = tokens.clone(), torch.ones(LENGTH, dtype=torch.long)
         labels[: number % 9] = -100
         labels[LENGTH - number % 5 :] = -100
         mask[LENGTH - number % 5 :] = 0
-        made.append({"input_ids": tokens, "labels": labels, "attention_mask": mask})
-    return made
+        samples.append({"input_ids": tokens, "labels": labels, "attention_mask": mask})
+    return samples
 
 
 def make(**settings):
@@ -52,11 +52,11 @@ class Gathered(torch.autograd.Function):
     """What the documented all_gather does; torch's own has no backward for a part of the world under gloo."""
 
     @staticmethod
-    def forward(ctx, one, group):
+    def forward(ctx, tensor, group):
         ctx.group = group
-        parts = [torch.empty_like(one) for _ in range(SP)]
-        torch.distributed.all_gather(parts, one, group=group)
-        return tuple(parts)
+        gathered = [torch.empty_like(tensor) for _ in range(SP)]
+        torch.distributed.all_gather(gathered, tensor, group=group)
+        return tuple(gathered)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -65,10 +65,10 @@ class Gathered(torch.autograd.Function):
         return summed[torch.distributed.get_rank(ctx.group)], None
 
 
-def all_gather(one, group):
+def all_gather(tensor, group):
     if torch.distributed.get_world_size() == SP:
-        return torch.distributed.nn.functional.all_gather(one, group=group)
-    return Gathered.apply(one, group)
+        return torch.distributed.nn.functional.all_gather(tensor, group=group)
+    return Gathered.apply(tensor, group)
 
 
 def optimizer_of(model):
@@ -78,20 +78,20 @@ def optimizer_of(model):
 
 def plain(data, readers, every):
     """One process: in each micro-step the mean over `readers` batches, each the mean over its tokens."""
-    model, found = make(), []
+    model, losses = make(), []
     optimizer = optimizer_of(model)
     batches = list(DataLoader(data, batch_size=ROWS))
     world = SP * readers  # batches of a round; the processes of a sequence take turns
     rounds = [batches[first : first + world] for first in range(0, len(batches), world)]
     micro = [group[turn::SP] for group in rounds for turn in range(SP)]
-    for number, parts in enumerate(micro):
-        loss = torch.stack([model(**part).loss for part in parts]).mean()
+    for number, micro_batches in enumerate(micro):
+        loss = torch.stack([model(**batch).loss for batch in micro_batches]).mean()
         (loss / every).backward()
         if (number + 1) % every == 0 or number + 1 == len(micro):
             optimizer.step()
             optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    return found, model
+        losses.append(float(loss.detach()))
+    return losses, model
 
 
 def split(accelerator, data, recompute):
@@ -104,7 +104,7 @@ def split(accelerator, data, recompute):
     )
     readers = accelerator.num_processes // SP
     assert len(loader) == len(data) // ROWS // readers, len(loader)
-    group, found = accelerator.torch_device_mesh["sp"].get_group(), []
+    group, step_losses = accelerator.torch_device_mesh["sp"].get_group(), []
     for batch in loader:
         with accelerator.accumulate(model):
             shift_labels = batch["shift_labels"]
@@ -120,35 +120,38 @@ def split(accelerator, data, recompute):
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        found.append(float(accelerator.reduce(loss.detach(), "mean")))
-    return found, model, loader
+        step_losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    return step_losses, model, loader
 
 
 def check_reading(accelerator, model, reference, loader):
     """Evaluation of whole sequences, of parts, and the position of a loader."""
     reference.load_state_dict(accelerator.get_state_dict(model))
-    whole = accelerator.prepare(DataLoader(rows(7), batch_size=ROWS))
+    full_loader = accelerator.prepare(DataLoader(rows(7), batch_size=ROWS))
     model.eval()
     reference.eval()
-    seen = []
+    gathered_ids = []
     with torch.no_grad():
-        for batch in whole:
+        for batch in full_loader:
             got, expected = model(**batch).logits, reference(**batch).logits
             assert torch.allclose(got, expected, atol=1e-5), (
                 (got - expected).abs().max()
             )
-            seen += [accelerator.gather_for_metrics(batch["input_ids"])]
+            gathered_ids += [accelerator.gather_for_metrics(batch["input_ids"])]
         assert torch.equal(
-            torch.cat(seen), torch.stack([row["input_ids"] for row in rows(7)])
+            torch.cat(gathered_ids), torch.stack([row["input_ids"] for row in rows(7)])
         ), "each sample once"
         for batch in loader:
             labels = {"labels": None, "shift_labels": None}
-            parts = gather_object(
+            gathered_outputs = gather_object(
                 [(batch["input_ids"], model(**{**batch, **labels}).logits)]
             )
-            mine = parts[accelerator.process_index // SP * SP :][:SP]
+            sequence_parts = gathered_outputs[accelerator.process_index // SP * SP :][
+                :SP
+            ]
             tokens, logits = (
-                torch.cat([part[index] for part in mine], 1) for index in (0, 1)
+                torch.cat([rank_outputs[index] for rank_outputs in sequence_parts], 1)
+                for index in (0, 1)
             )
             expected = reference(input_ids=tokens).logits
             assert torch.allclose(logits, expected, atol=1e-5), (
@@ -160,16 +163,16 @@ def check_reading(accelerator, model, reference, loader):
             batch["input_ids"]
             for batch in accelerator.skip_first_batches(loader, skipped)
         ]
-        assert [one.tolist() for one in left] == [
-            one.tolist() for one in read[skipped:]
+        assert [read_batch.tolist() for read_batch in left] == [
+            read_batch.tolist() for read_batch in read[skipped:]
         ], skipped
     model.train()
-    said = ""
+    error_message = ""
     try:
         model(input_ids=rows(1)[0]["input_ids"][None])
     except Exception as error:
-        said = str(error)
-    assert "Pass the loader and the model to the same prepare()" in said, (
+        error_message = str(error)
+    assert "Pass the loader and the model to the same prepare()" in error_message, (
         "whole sequences in training would be joined"
     )
 

@@ -28,15 +28,15 @@ ENGINE = {
 
 def data(size, seed, prompts=True):
     g = torch.Generator().manual_seed(seed)
-    made = []
+    samples = []
     for number in range(size):
         tokens = torch.randint(0, 64, (16,), generator=g)
         labels = tokens.clone()
         labels[: number % 9 if prompts else 0] = -100
-        made.append(
+        samples.append(
             {"input_ids": tokens, "labels": labels, "position_ids": torch.arange(16)}
         )
-    return made
+    return samples
 
 
 def main(folder):
@@ -58,7 +58,9 @@ def main(folder):
         "num_attention_heads": 4,
     }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
-    given = {"deepspeed": ENGINE, "parallelism_config": split} if processes > 1 else {}
+    engine_settings = (
+        {"deepspeed": ENGINE, "parallelism_config": split} if processes > 1 else {}
+    )
     args = TrainingArguments(
         folder,
         max_steps=8,
@@ -70,7 +72,7 @@ def main(folder):
         eval_steps=4,
         per_device_eval_batch_size=8 // processes,
         **SHORT,
-        **given,
+        **engine_settings,
     )
     trainer = Trainer(
         model=model,

@@ -72,16 +72,18 @@ def train(accelerator, model, optimizer, steps):
 def start(**plugin):
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    before = dict(os.environ)
+    initial_variables = dict(os.environ)
     accelerator = Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(**plugin) if plugin else None
     )
-    now = {
+    final_variables = {
         name: value
         for name, value in os.environ.items()
         if not name.endswith("_SOCKET_IFNAME")
     }  # of the group's transport
-    assert now.items() <= before.items()  # settings given in code stay there
+    assert (
+        final_variables.items() <= initial_variables.items()
+    )  # settings given in code stay there
     assert accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2
     return accelerator
 
@@ -98,10 +100,10 @@ def by_flags():
         and os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "Block"
     )
     model, optimizer = accelerator.prepare(*make())
-    assert sum(isinstance(part, FSDPModule) for part in model.modules()) == 3
+    assert sum(isinstance(module, FSDPModule) for module in model.modules()) == 3
     losses = train(accelerator, model, optimizer, range(4))
-    whole = accelerator.get_state_dict(model)
-    return losses, {name: value.tolist() for name, value in whole.items()}
+    full_state = accelerator.get_state_dict(model)
+    return losses, {name: value.tolist() for name, value in full_state.items()}
 
 
 def write_plain(folder):
@@ -120,11 +122,11 @@ def write_plain(folder):
 
 def round_trips(folder):
     """State written half way by one layout goes on in another, by hand and with save_state."""
-    before = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
+    wrap_policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
     writers = {
         "sharded": {
             "fsdp_version": 1,
-            "auto_wrap_policy": before,
+            "auto_wrap_policy": wrap_policy,
             "sharding_strategy": "SHARD_GRAD_OP",
             "state_dict_type": "SHARDED_STATE_DICT",
         },
@@ -134,18 +136,20 @@ def round_trips(folder):
             "activation_checkpointing": True,
         },
     }
-    found = {}
+    losses_by_source = {}
     for name, options in writers.items():
-        place = folder / name
+        writer_folder = folder / name
         accelerator = start(**options)
         model, optimizer = accelerator.prepare(*make())
         train(accelerator, model, optimizer, range(2))
-        save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, place)
-        save_fsdp_optimizer(
-            accelerator.state.fsdp_plugin, accelerator, optimizer, model, place
+        save_fsdp_model(
+            accelerator.state.fsdp_plugin, accelerator, model, writer_folder
         )
-        accelerator.save_state(str(place / "state"))
-        accelerator.save_model(model, str(place / "exported"))
+        save_fsdp_optimizer(
+            accelerator.state.fsdp_plugin, accelerator, optimizer, model, writer_folder
+        )
+        accelerator.save_state(str(writer_folder / "state"))
+        accelerator.save_model(model, str(writer_folder / "exported"))
         if name == "sharded":  # once more as the original package writes shards
             state = {"optimizer": get_optimizer_state_dict(model, optimizer.optimizer)}
             dcp.save(
@@ -153,7 +157,7 @@ def round_trips(folder):
                 checkpoint_id=str(folder / "dcp" / "pytorch_model_fsdp_0"),
             )
             dcp.save(state, checkpoint_id=str(folder / "dcp" / "optimizer_0"))
-        found[name] = train(accelerator, model, optimizer, range(2, 4))
+        losses_by_source[name] = train(accelerator, model, optimizer, range(2, 4))
     for name in ("sharded", "full", "dcp"):
         accelerator = start(transformer_cls_names_to_wrap="Linear")
         model, optimizer = accelerator.prepare(*make())
@@ -163,7 +167,9 @@ def round_trips(folder):
         load_fsdp_optimizer(
             accelerator.state.fsdp_plugin, accelerator, optimizer, model, folder / name
         )
-        found[f"{name} by hand"] = train(accelerator, model, optimizer, range(2, 4))
+        losses_by_source[f"{name} by hand"] = train(
+            accelerator, model, optimizer, range(2, 4)
+        )
     if PartialState().is_main_process:
         write_plain(folder / "plain")
     PartialState().wait_for_everyone()
@@ -171,24 +177,30 @@ def round_trips(folder):
         accelerator = start(reshard_after_forward=False)
         model, optimizer = accelerator.prepare(*make())
         accelerator.load_state(str(folder / name))
-        found[f"{name} by load_state"] = train(
+        losses_by_source[f"{name} by load_state"] = train(
             accelerator, model, optimizer, range(2, 4)
         )
-    return found
+    return losses_by_source
 
 
 def late_changes():
     """A plugin changed before the first model counts; afterwards it is an error, and weights can still be filled."""
     accelerator = start()
     plain = make()[0]
-    chosen = fsdp2_prepare_auto_wrap_policy(accelerator.state.fsdp_plugin, plain)
-    assert [name for name, part in plain.named_modules() if chosen(part)] == ["1", "2"]
-    again = fsdp2_apply_ac(accelerator, make()[0])
+    is_wrapped = fsdp2_prepare_auto_wrap_policy(accelerator.state.fsdp_plugin, plain)
+    assert [name for name, part in plain.named_modules() if is_wrapped(part)] == [
+        "1",
+        "2",
+    ]
+    recomputed_model = fsdp2_apply_ac(accelerator, make()[0])
     x, y = batch(0)
-    for model in (plain, again):
+    for model in (plain, recomputed_model):
         (model(x) - y).pow(2).mean().backward()
-    grads = zip(plain.parameters(), again.parameters(), strict=True)
-    assert all(torch.equal(one.grad, other.grad) for one, other in grads)
+    grads = zip(plain.parameters(), recomputed_model.parameters(), strict=True)
+    assert all(
+        torch.equal(parameter.grad, recomputed_parameter.grad)
+        for parameter, recomputed_parameter in grads
+    )
     accelerator.state.fsdp_plugin.sharding_strategy = "HYBRID_SHARD"
     with pytest.raises(ValueError, match="laid the processes out"):
         accelerator.prepare(make()[0])
@@ -203,12 +215,12 @@ def late_changes():
     accelerator.state.fsdp_plugin.auto_wrap_policy = "NO_WRAP"
     with pytest.raises(ValueError, match=r"before the first prepare\(\)"):
         accelerator.prepare(make()[0])
-    whole = {
+    full_state = {
         name: torch.full_like(value, 2.0)
         for name, value in make()[0].state_dict().items()
     }
     fsdp2_load_full_state_dict(
-        accelerator, model, whole if accelerator.is_main_process else {}
+        accelerator, model, full_state if accelerator.is_main_process else {}
     )
     assert all(
         bool((value == 2.0).all())
@@ -232,26 +244,26 @@ def whole_weights(folder):
             },
             file,
         )
-    mine = file if accelerator.is_main_process else folder / "nowhere.safetensors"
-    load_checkpoint_in_model(model, mine, broadcast_from_rank0=True)
-    load_checkpoint_and_dispatch(plain, mine, broadcast_from_rank0=True)
-    again = accelerator.prepare(make()[0])
-    load_checkpoint_in_model(again, file)
+    local_file = file if accelerator.is_main_process else folder / "nowhere.safetensors"
+    load_checkpoint_in_model(model, local_file, broadcast_from_rank0=True)
+    load_checkpoint_and_dispatch(plain, local_file, broadcast_from_rank0=True)
+    reloaded = accelerator.prepare(make()[0])
+    load_checkpoint_in_model(reloaded, file)
     full = [
         parameter.full_tensor()
-        for one in (model, again)
-        for parameter in one.parameters()
+        for sharded_model in (model, reloaded)
+        for parameter in sharded_model.parameters()
     ]
     assert all(bool((value == 3.0).all()) for value in (*full, *plain.parameters()))
 
 
 def main(folder):
     losses, weights = by_flags()
-    found = {"losses": losses, "weights": weights, "continued": round_trips(folder)}
+    report = {"losses": losses, "weights": weights, "continued": round_trips(folder)}
     late_changes()
     whole_weights(folder)
     if PartialState().is_main_process:
-        (folder / "found.json").write_text(json.dumps(found))
+        (folder / "found.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from transformers import (
     set_seed,
 )
 
-KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss", "step")
+LOG_KEYS = ("loss", "grad_norm", "learning_rate", "eval_loss", "step")
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -34,16 +34,16 @@ def model(kind):
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
     }
-    made = LlamaForCausalLM(
+    llama = LlamaForCausalLM(
         LlamaConfig(vocab_size=50, max_position_embeddings=16, **sizes)
     )
     if kind == "whole":
-        return made
+        return llama
     from peft import LoraConfig, get_peft_model
 
     set_seed(5)
     return get_peft_model(
-        made, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+        llama, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
     )
 
 
@@ -82,31 +82,39 @@ def trainer(folder, kind, form):
     )
 
 
-def history(one):
+def history(trained_trainer):
     return [
-        {key: value for key, value in row.items() if key in KEPT}
-        for row in one.state.log_history
+        {key: value for key, value in row.items() if key in LOG_KEYS}
+        for row in trained_trainer.state.log_history
     ]
 
 
 def run(folder, kind, form):
     first = trainer(folder, kind, form)
     first.train()
-    again = trainer(folder, kind, form)
-    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    resumed_trainer = trainer(folder, kind, form)
+    resumed_trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     if RANKS > 1:
-        again.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    again.save_model(str(folder / "exported"))
-    blocks = sum(isinstance(part, FSDPModule) for part in again.model.modules())
-    return {"blocks": blocks, "first": history(first), "resumed": history(again)}
+        resumed_trainer.accelerator.state.fsdp_plugin.set_state_dict_type(
+            "FULL_STATE_DICT"
+        )
+    resumed_trainer.save_model(str(folder / "exported"))
+    blocks = sum(
+        isinstance(module, FSDPModule) for module in resumed_trainer.model.modules()
+    )
+    return {
+        "blocks": blocks,
+        "first": history(first),
+        "resumed": history(resumed_trainer),
+    }
 
 
 def main(folder):
-    found = {"whole": run(folder / "whole", "whole", "FULL_STATE_DICT")}
+    histories = {"whole": run(folder / "whole", "whole", "FULL_STATE_DICT")}
     if find_spec("peft"):
-        found["lora"] = run(folder / "lora", "lora", "SHARDED_STATE_DICT")
+        histories["lora"] = run(folder / "lora", "lora", "SHARDED_STATE_DICT")
     if int(os.environ.get("RANK", "0")) == 0:
-        (folder / "found.json").write_text(json.dumps(found))
+        (folder / "found.json").write_text(json.dumps(histories))
 
 
 if __name__ == "__main__":

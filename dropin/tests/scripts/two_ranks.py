@@ -32,16 +32,16 @@ def joins_uneven_loaders(even_batches):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     data = DataLoader(TensorDataset(torch.arange(1.0, 6.0).unsqueeze(1)), batch_size=1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, data)
-    seen = []
+    read_rows = []
     with accelerator.join_uneven_inputs([model], even_batches=even_batches):
         for (x,) in loader:
-            seen.append(x.item())
+            read_rows.append(x.item())
             accelerator.backward(model(x).sum())
             optimizer.step()
             optimizer.zero_grad()
-    assert seen == (
+    assert read_rows == (
         [1.0, 3.0, 5.0] if accelerator.process_index == 0 else [2.0, 4.0]
-    ), seen
+    ), read_rows
     assert sum(1 for _ in loader) == (
         3 if even_batches is False or accelerator.process_index == 0 else 2
     )
@@ -58,8 +58,8 @@ def clips_where_a_window_ends():
     accelerator = fresh(gradient_accumulation_steps=2)
     x = torch.randn(8, 4)
     model = nn.Linear(4, 1)
-    whole = nn.Linear(4, 1)
-    whole.load_state_dict(model.state_dict())
+    reference = nn.Linear(4, 1)
+    reference.load_state_dict(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer, loader = accelerator.prepare(
         model, optimizer, DataLoader(TensorDataset(x), batch_size=2)
@@ -67,25 +67,33 @@ def clips_where_a_window_ends():
     for step, (rows,) in enumerate(loader):
         with accelerator.accumulate(model):
             accelerator.backward(model(rows).pow(2).mean())
-            before = [p.grad.clone() for p in model.parameters()]
+            raw_gradients = [p.grad.clone() for p in model.parameters()]
             norm = accelerator.clip_grad_norm_(model.parameters(), 0.01)
-            after = [p.grad for p in model.parameters()]
+            clipped_gradients = [p.grad for p in model.parameters()]
             assert torch.allclose(
-                norm, torch.linalg.vector_norm(torch.cat([g.flatten() for g in before]))
+                norm,
+                torch.linalg.vector_norm(
+                    torch.cat([g.flatten() for g in raw_gradients])
+                ),
             )
             if step == 0:
                 assert not accelerator.sync_gradients
                 assert all(
-                    torch.equal(a, b) for a, b in zip(before, after, strict=True)
+                    torch.equal(a, b)
+                    for a, b in zip(raw_gradients, clipped_gradients, strict=True)
                 )
             else:
                 assert accelerator.sync_gradients
-                whole(x).pow(2).mean().backward()
+                reference(x).pow(2).mean().backward()
                 assert torch.allclose(
-                    norm, nn.utils.clip_grad_norm_(whole.parameters(), 0.01), atol=1e-6
+                    norm,
+                    nn.utils.clip_grad_norm_(reference.parameters(), 0.01),
+                    atol=1e-6,
                 )
-                for ours, theirs in zip(after, whole.parameters(), strict=True):
-                    assert torch.allclose(ours, theirs.grad, atol=1e-7)
+                for clipped, reference_parameter in zip(
+                    clipped_gradients, reference.parameters(), strict=True
+                ):
+                    assert torch.allclose(clipped, reference_parameter.grad, atol=1e-7)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -114,12 +122,14 @@ def names_shapes_that_differ_when_the_state_asks_for_it():
         (gather, 1 + rank),
         (pad_across_processes, (1,) * (1 + rank)),
     ):
-        said = ""
+        error_message = ""
         try:
             operation(torch.ones(rows))
         except DistributedOperationException as error:
-            said = str(error)
-        assert f"accelerate.utils.operations.{operation.__name__}" in said, said
+            error_message = str(error)
+        assert f"accelerate.utils.operations.{operation.__name__}" in error_message, (
+            error_message
+        )
     PartialState().debug = False
 
 

@@ -47,8 +47,8 @@ def main():
     accelerator.print("accumulated", unwrapped.weight.item(), unwrapped.bias.item())
 
     # The same with whole batches on one process, without the clipping: the first step's gradients are alike.
-    whole = DataLoader(dataset, batch_size=8 * accelerator.num_processes)
-    inputs, targets = next(iter(whole))
+    large_loader = DataLoader(dataset, batch_size=8 * accelerator.num_processes)
+    inputs, targets = next(iter(large_loader))
     criterion(model_clone(inputs), targets).backward()
     accelerator.print(
         "one whole batch", model_clone.weight.grad.item(), model_clone.bias.grad.item()

@@ -65,12 +65,16 @@ def main():
     first = train(accelerator, model, optimizer, scheduler, batches[:2], counter)
     accelerator.project_configuration.automatic_checkpoint_naming = False
     accelerator.save_state("middle")
-    rest = train(accelerator, model, optimizer, scheduler, batches[2:4], counter)
-    seen = counter.seen
-    accelerator.print("middle", first, "rest", rest, seen)
+    remaining_losses = train(
+        accelerator, model, optimizer, scheduler, batches[2:4], counter
+    )
+    counter_at_save = counter.seen
+    accelerator.print("middle", first, "rest", remaining_losses, counter_at_save)
     accelerator.load_state("middle")
-    again = train(accelerator, model, optimizer, scheduler, batches[2:4], counter)
-    accelerator.print("again", again, counter.seen == seen)
+    repeated_losses = train(
+        accelerator, model, optimizer, scheduler, batches[2:4], counter
+    )
+    accelerator.print("again", repeated_losses, counter.seen == counter_at_save)
 
     # Only what is left of an epoch.
     skipped = accelerator.skip_first_batches(dataloader, 3)

@@ -16,15 +16,15 @@ from accelerate.utils import (
 def main():
     accelerator = Accelerator()
     rank = accelerator.process_index
-    mine = torch.arange(2.0, device=accelerator.device) + 10 * rank
+    rank_tensor = torch.arange(2.0, device=accelerator.device) + 10 * rank
     accelerator.print(
         "gather",
-        accelerator.gather(mine).tolist(),
-        gather({"a": [mine]})["a"][0].tolist(),
+        accelerator.gather(rank_tensor).tolist(),
+        gather({"a": [rank_tensor]})["a"][0].tolist(),
     )
-    accelerator.print("sum", accelerator.reduce(mine, reduction="sum").tolist())
-    accelerator.print("mean", reduce(mine, reduction="mean").tolist())
-    accelerator.print("from the first", gather(broadcast(mine.clone())).tolist())
+    accelerator.print("sum", accelerator.reduce(rank_tensor, reduction="sum").tolist())
+    accelerator.print("mean", reduce(rank_tensor, reduction="mean").tolist())
+    accelerator.print("from the first", gather(broadcast(rank_tensor.clone())).tolist())
     words = ["from", rank]
     broadcast_object_list(words)
     accelerator.print("objects", words)
@@ -40,12 +40,12 @@ def main():
     dataloader = accelerator.prepare(
         DataLoader(TensorDataset(torch.arange(11)), batch_size=4)
     )
-    everything, kept = [], []
+    everything, metric_rows = [], []
     for (numbers,) in dataloader:
         everything += accelerator.gather(numbers).tolist()
-        kept += accelerator.gather_for_metrics(numbers).tolist()
+        metric_rows += accelerator.gather_for_metrics(numbers).tolist()
     accelerator.print("gathered", everything)
-    accelerator.print("for metrics", kept)
+    accelerator.print("for metrics", metric_rows)
     objects = []
     for (numbers,) in dataloader:
         objects += accelerator.gather_for_metrics(

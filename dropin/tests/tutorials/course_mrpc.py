@@ -93,9 +93,9 @@ def main():
         save_function=accelerator.save,
     )
     accelerator.wait_for_everyone()
-    again = AutoModelForSequenceClassification.from_pretrained("saved")
+    reloaded = AutoModelForSequenceClassification.from_pretrained("saved")
     accelerator.print(
-        "saved", sum(p.double().abs().sum().item() for p in again.parameters())
+        "saved", sum(p.double().abs().sum().item() for p in reloaded.parameters())
     )
 
 

@@ -35,18 +35,18 @@ def main():
     criterion = nn.BCEWithLogitsLoss()
     for epoch in range(3):
         for (real,) in dataloader:
-            ones = torch.ones(real.size(0), 1, device=device)
-            zeros = torch.zeros(real.size(0), 1, device=device)
+            real_targets = torch.ones(real.size(0), 1, device=device)
+            fake_targets = torch.zeros(real.size(0), 1, device=device)
             optimizer_d.zero_grad()
-            error_real = criterion(discriminator(real), ones)
+            error_real = criterion(discriminator(real), real_targets)
             accelerator.backward(error_real)
             fake = generator(torch.randn(real.size(0), LATENT, device=device))
-            error_fake = criterion(discriminator(fake.detach()), zeros)
+            error_fake = criterion(discriminator(fake.detach()), fake_targets)
             accelerator.backward(error_fake)
             optimizer_d.step()
 
             optimizer_g.zero_grad()
-            error_g = criterion(discriminator(fake), ones)
+            error_g = criterion(discriminator(fake), real_targets)
             accelerator.backward(error_g)
             accelerator.clip_grad_norm_(generator.parameters(), 1.0)
             optimizer_g.step()

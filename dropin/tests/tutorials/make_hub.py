@@ -47,10 +47,10 @@ def make_model(home: Path) -> None:
     )
     BertForSequenceClassification(config).bert.save_pretrained(snapshot)
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
-    made = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    word_pieces = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    word_pieces.pre_tokenizer = pre_tokenizers.Whitespace()
     BertTokenizerFast(
-        tokenizer_object=made, vocab=vocabulary, do_lower_case=True
+        tokenizer_object=word_pieces, vocab=vocabulary, do_lower_case=True
     ).save_pretrained(snapshot)
 
 
@@ -73,17 +73,17 @@ def make_data(home: Path) -> None:
             features=features, path=str(folder / f"glue-{name}.arrow")
         ) as writer:
             for number in range(size):
-                first, other = (
+                first, unrelated = (
                     chance.choices(half, k=chance.randint(4, 10))
                     for half in (WORDS[:40], WORDS[40:])
                 )
-                same = chance.random() < 0.5
-                second = first if same else other
+                is_paraphrase = chance.random() < 0.5
+                second = first if is_paraphrase else unrelated
                 writer.write(
                     {
                         "sentence1": " ".join(first),
                         "sentence2": " ".join(second),
-                        "label": int(same),
+                        "label": int(is_paraphrase),
                         "idx": number,
                     }
                 )

@@ -47,12 +47,12 @@ def main():
 
     state = PartialState()
     prompts = [f"prompt {number}" for number in range(5)]
-    with state.split_between_processes(prompts) as mine:
-        answers = [prompt.upper() for prompt in mine]
+    with state.split_between_processes(prompts) as share:
+        answers = [prompt.upper() for prompt in share]
     accelerator.print("answers", gather_object(answers))
-    with state.split_between_processes(prompts, apply_padding=True) as mine:
+    with state.split_between_processes(prompts, apply_padding=True) as share:
         padded = accelerator.gather(
-            torch.tensor([float(prompt.split()[1]) for prompt in mine])
+            torch.tensor([float(prompt.split()[1]) for prompt in share])
         )
     accelerator.print("padded", padded[: len(prompts)].tolist())
 

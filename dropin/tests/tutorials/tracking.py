@@ -76,22 +76,22 @@ def main():
     if accelerator.is_main_process:
         print(open("mine.jsonl").read())  # noqa: SIM115
         for events in sorted(glob.glob("logs/**/events.*", recursive=True)):
-            found = EventAccumulator(os.path.dirname(events)).Reload()
-            for tag in found.Tags()["images"]:
+            accumulator = EventAccumulator(os.path.dirname(events)).Reload()
+            for tag in accumulator.Tags()["images"]:
                 print(
                     tag,
                     [
                         (event.step, event.width, event.height)
-                        for event in found.Images(tag)
+                        for event in accumulator.Images(tag)
                     ],
                 )
-            for tag in found.Tags()["scalars"]:
+            for tag in accumulator.Tags()["scalars"]:
                 if tag == "training_loss":
                     print(
                         tag,
                         [
                             (event.step, round(event.value, 5))
-                            for event in found.Scalars(tag)
+                            for event in accumulator.Scalars(tag)
                         ],
                     )
 
