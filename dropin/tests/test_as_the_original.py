@@ -551,11 +551,11 @@ def test_a_tracker_is_still_there_when_training_has_ended() -> None:
     class Mine(GeneralTracker):
         name, requires_logging_directory, tracker = "mine", False, ()
 
-    mine = Mine()
-    accelerator = Accelerator(cpu=True, log_with=mine)
+    user_tracker = Mine()
+    accelerator = Accelerator(cpu=True, log_with=user_tracker)
     accelerator.init_trackers("project")
     accelerator.end_training()
-    assert accelerator.get_tracker("mine") is mine
+    assert accelerator.get_tracker("mine") is user_tracker
 
 
 def test_all_names_of_utils_act() -> None:

@@ -36,18 +36,20 @@ def train(folder, first, last, resume=None):  # noqa: C901 — one script, as us
     def save(models, weights, output_dir):
         if accelerator.is_main_process:
             average.save_pretrained(str(Path(output_dir) / "unet_ema"))
-            for one in models:
-                accelerator.unwrap_model(one).save_pretrained(
+            for prepared_model in models:
+                accelerator.unwrap_model(prepared_model).save_pretrained(
                     str(Path(output_dir) / "unet")
                 )
                 weights.pop()
 
     def load(models, input_dir):
-        kept = EMAModel.from_pretrained(str(Path(input_dir) / "unet_ema"), UNet2DModel)
-        average.load_state_dict(kept.state_dict())
+        loaded_average = EMAModel.from_pretrained(
+            str(Path(input_dir) / "unet_ema"), UNet2DModel
+        )
+        average.load_state_dict(loaded_average.state_dict())
         for _ in range(len(models)):
-            one = models.pop()
-            one.load_state_dict(
+            loaded_model = models.pop()
+            loaded_model.load_state_dict(
                 UNet2DModel.from_pretrained(input_dir, subfolder="unet").state_dict()
             )
 
@@ -92,9 +94,9 @@ def train(folder, first, last, resume=None):  # noqa: C901 — one script, as us
                 break
     if not resume:
         accelerator.save_state(folder)
-    kept = [weights(model.parameters()), weights(average.shadow_params)]
+    final_weights = [weights(model.parameters()), weights(average.shadow_params)]
     accelerator.wait_for_everyone()
-    return {"losses": losses, "weights": kept, "rate": schedule.get_last_lr()}
+    return {"losses": losses, "weights": final_weights, "rate": schedule.get_last_lr()}
 
 
 def main(folder):

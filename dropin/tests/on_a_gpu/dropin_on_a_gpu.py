@@ -336,7 +336,7 @@ def observations(groups: tuple[str, ...], only: set[str]) -> list[Any]:
         import_module(module_name)
     group_observations = [
         observation
-        for observation in import_module("observing").KNOWN
+        for observation in import_module("observing").OBSERVATIONS
         if not groups or observation.group in groups
     ]
     return [

@@ -173,8 +173,8 @@ def fp16_on_the_cpu_beside_a_gpu(see: Seen) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model, optimizer, batches, _ = accelerator.prepare(*parts())
     losses = []
-    for batch in batches:
-        losses.append(loss_of(model, batch))
+    for loaded_batch in batches:
+        losses.append(loss_of(model, loaded_batch))
         accelerator.backward(losses[-1])
         optimizer.step()
         optimizer.zero_grad()
@@ -541,9 +541,9 @@ def _walk(see: Seen, name: str, batches: Any) -> None:
     from accelerate.state import GradientState
 
     rows = []
-    for batch in batches:
+    for loaded_batch in batches:
         state = GradientState()
-        first = batch["x"] if isinstance(batch, dict) else batch
+        first = loaded_batch["x"] if isinstance(loaded_batch, dict) else loaded_batch
         rows.append(
             [
                 first.device,
@@ -693,8 +693,10 @@ def streams(see: Seen) -> None:
         see(f"{dispatch}, class", type(prepared))
         see(f"{dispatch}, length", lambda prepared=prepared: len(prepared))
         read = []
-        for batch in prepared:
-            read.append([stream.read, batch["x"].device, list(batch["x"].shape)])
+        for loaded_batch in prepared:
+            read.append(
+                [stream.read, loaded_batch["x"].device, list(loaded_batch["x"].shape)]
+            )
         see(f"{dispatch}, read", read)
 
 
@@ -731,16 +733,18 @@ def large_batches(see: Seen) -> None:
             torch.utils.data.DataLoader(data, batch_size=4, pin_memory=pinned)
         )
         rows, kept_batches = [], []
-        for batch in prepared:
-            rows.append([max(data.read), batch.device, batch[:, 0].tolist()])
-            batch.add_(1)  # batches belong to the loop
-            kept_batches.append(batch)
+        for loaded_batch in prepared:
+            rows.append(
+                [max(data.read), loaded_batch.device, loaded_batch[:, 0].tolist()]
+            )
+            loaded_batch.add_(1)  # batches belong to the loop
+            kept_batches.append(loaded_batch)
         see(name, rows)
-        see(f"{name}, kept", [batch.mean() for batch in kept_batches])
-        for batch in prepared:
-            see(f"{name}, left early", [max(data.read), batch.device])
+        see(f"{name}, kept", [loaded_batch.mean() for loaded_batch in kept_batches])
+        for loaded_batch in prepared:
+            see(f"{name}, left early", [max(data.read), loaded_batch.device])
             break
-        see(f"{name}, next epoch", [batch[0, 0] for batch in prepared])
+        see(f"{name}, next epoch", [loaded_batch[0, 0] for loaded_batch in prepared])
 
 
 @observe("data")
@@ -859,9 +863,9 @@ def _launched(see: Seen, handlers: list[Any], steps: int = 1, **options: Any) ->
         "types", [type(prepared) for prepared in (model, optimizer, batches, scheduler)]
     )
     losses, norms, synced = [], [], []
-    for batch in batches:
+    for loaded_batch in batches:
         with accelerator.accumulate(model):
-            loss = loss_of(model, batch)
+            loss = loss_of(model, loaded_batch)
             accelerator.backward(loss)
             synced.append(accelerator.sync_gradients)
             if accelerator.sync_gradients:
@@ -1021,8 +1025,8 @@ def _sharded(see: Seen, plugin_options: dict[str, Any], **options: Any) -> None:
         ],
     )
     losses, norms = [], []
-    for batch in batches:
-        loss = loss_of(model, batch)
+    for loaded_batch in batches:
+        loss = loss_of(model, loaded_batch)
         accelerator.backward(loss)
         norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()

@@ -51,10 +51,10 @@ def _trained(
     )
     model, optimizer, batches, scheduler = accelerator.prepare(*parts())
     losses, norms, outputs, skipped = [], [], [], []
-    for batch in batches:
-        out = model(batch["x"])
+    for loaded_batch in batches:
+        out = model(loaded_batch["x"])
         outputs.append(out.dtype)
-        loss = nn.functional.cross_entropy(out, batch["y"])
+        loss = nn.functional.cross_entropy(out, loaded_batch["y"])
         accelerator.backward(loss)
         norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
@@ -166,9 +166,11 @@ def _overflow(see: Seen, steps: int = 1, with_scheduler: bool = True) -> None:
     )
     model, optimizer, batches, scheduler = accelerator.prepare(*parts())
     rows = []
-    for index, batch in enumerate(batches):
+    for index, loaded_batch in enumerate(batches):
         with accelerator.accumulate(model):
-            loss = loss_of(model, batch) * (float("inf") if index in (1, 2) else 1.0)
+            loss = loss_of(model, loaded_batch) * (
+                float("inf") if index in (1, 2) else 1.0
+            )
             accelerator.backward(loss)
             previous_checksum = checksum(model)
             if accelerator.sync_gradients:
@@ -446,9 +448,9 @@ def _windows(
     model, optimizer, batches, scheduler = accelerator.prepare(*parts(rows=rows))
     table = []
     for _ in range(epochs):
-        for batch in batches:
+        for loaded_batch in batches:
             with accelerator.accumulate(model):
-                loss = loss_of(model, batch)
+                loss = loss_of(model, loaded_batch)
                 accelerator.backward(loss)
                 norm = (
                     accelerator.clip_grad_norm_(model.parameters(), 0.3)
@@ -601,8 +603,8 @@ def _resumed(see: Seen, precision: str, **save_options: Any) -> None:
         counter: Counter,
     ) -> list[float]:
         losses = []
-        for batch in batches:
-            loss = loss_of(model, batch)
+        for loaded_batch in batches:
+            loss = loss_of(model, loaded_batch)
             accelerator.backward(loss)
             optimizer.step()
             scheduler.step()
@@ -1080,8 +1082,8 @@ def _compiled(see: Seen, **options: Any) -> None:
     see("type", type(model))
     see("recognised", [is_compiled_module(model), has_compiled_regions(model)])
     losses = []
-    for one in batches:
-        loss = nn.functional.cross_entropy(model(one["x"]), one["y"])
+    for loop_batch in batches:
+        loss = nn.functional.cross_entropy(model(loop_batch["x"]), loop_batch["y"])
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -1170,9 +1172,13 @@ def regions(see: Seen) -> None:
     compiled = utils.compile_regions(model, backend="eager")
     see(
         "types",
-        [type(compiled), *(type(one) for one in compiled.layers), type(compiled.head)],
+        [
+            type(compiled),
+            *(type(block) for block in compiled.layers),
+            type(compiled.head),
+        ],
     )
-    see("original", [type(one) for one in model.layers])
+    see("original", [type(block) for block in model.layers])
     see("equal", bool(torch.allclose(compiled(batch()), expected_output)))
     see(
         "recognised",

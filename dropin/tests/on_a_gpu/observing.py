@@ -68,7 +68,7 @@ class Observation:
     cuda: bool
 
 
-KNOWN: list[Observation] = []
+OBSERVATIONS: list[Observation] = []
 
 
 def observe(
@@ -77,7 +77,7 @@ def observe(
     """Mark a function as an observation; with `cuda` it is left out where there is none."""
 
     def mark(run: Callable[[Seen], None]) -> Callable[[Seen], None]:
-        KNOWN.append(Observation(run.__name__, group, run, limit, cuda))
+        OBSERVATIONS.append(Observation(run.__name__, group, run, limit, cuda))
         return run
 
     return mark

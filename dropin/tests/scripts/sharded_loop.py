@@ -188,7 +188,9 @@ def late_changes():
     accelerator = start()
     plain = make()[0]
     is_wrapped = fsdp2_prepare_auto_wrap_policy(accelerator.state.fsdp_plugin, plain)
-    assert [name for name, part in plain.named_modules() if is_wrapped(part)] == [
+    assert [
+        name for name, submodule in plain.named_modules() if is_wrapped(submodule)
+    ] == [
         "1",
         "2",
     ]
@@ -209,7 +211,7 @@ def late_changes():
         module, nn.Linear
     )
     model = accelerator.prepare(make()[0])
-    assert sum(isinstance(part, FSDPModule) for part in model.modules()) == 5
+    assert sum(isinstance(submodule, FSDPModule) for submodule in model.modules()) == 5
     accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     accelerator.prepare(make()[1].__class__(model.parameters()))
     accelerator.state.fsdp_plugin.auto_wrap_policy = "NO_WRAP"
