@@ -18,7 +18,6 @@ from hasten.checkpoint.format.manifest import CHUNK_BYTES
 from hasten.checkpoint.store.disk import (
     HostBuffer,
     copy_bytes,
-    default_threads,
     devices_of,
     host_views,
     is_plain,
@@ -136,8 +135,8 @@ class _CopyBatch:
         )
         pinned_buffer = HostBuffer(bool(devices))
         # on the host, more threads would wait for the interpreter lock between copies, and for each other
-        num_threads = default_threads() if devices else min(default_threads(), 4)
-        self._pool = worker_pool(num_threads, devices, "hasten-stage")
+        max_threads = None if devices else 4
+        self._pool = worker_pool("hasten-stage", devices, max_threads)
         for start in range(0, self.num_bytes, CHUNK_BYTES):
             self._futures.append(self._pool.submit(self._copy, start, pinned_buffer))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,30 +175,6 @@ class Blob:
 
     segments: Sequence[bytes | Tensor]
     size: int
-
-
-_NUMBERED = re.compile(r"checkpoint_(\d+)")
-
-
-def numbered_checkpoint(number: int) -> str:
-    """Return the name of an automatically numbered checkpoint."""
-    return f"checkpoint_{number}"
-
-
-def checkpoint_number(checkpoint_name: str) -> int | None:
-    """Return the number in an automatic name; None for other names."""
-    match = _NUMBERED.fullmatch(checkpoint_name)
-    return int(match[1]) if match else None
-
-
-def next_number(checkpoint_names: Iterable[str], at_least: int) -> int:
-    """Return a number above all numbers in use, and not below `at_least`."""
-    free_number = at_least
-    for checkpoint_name in checkpoint_names:
-        used_number = checkpoint_number(checkpoint_name)
-        if used_number is not None:
-            free_number = max(free_number, used_number + 1)
-    return free_number
 
 
 class Draft(Protocol):

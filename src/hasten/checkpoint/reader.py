@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from hasten.checkpoint.format.manifest import (
     resolve_inside,
     size_of,
 )
-from hasten.checkpoint.store.disk import default_threads, file_checksum
+from hasten.checkpoint.store.disk import file_checksum, worker_pool
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.comm.base import Comm
 from hasten.errors import (
@@ -227,9 +226,7 @@ def verify_files(
             return error
 
     wrong_chunks: dict[str, list[int]] = {}
-    with ThreadPoolExecutor(
-        default_threads(), thread_name_prefix="hasten-verify"
-    ) as thread_pool:
+    with worker_pool("hasten-verify") as thread_pool:
         for (_, file_record, chunk_index), is_sound in zip(
             chunk_jobs, thread_pool.map(verify, chunk_jobs), strict=True
         ):

@@ -18,9 +18,7 @@ from hasten.checkpoint.format.manifest import CHUNK_BYTES
 from hasten.checkpoint.store.disk import (
     HostBuffer,
     as_bytes,
-    byte_view,
     copy_bytes,
-    default_threads,
     devices_of,
     finish_copies,
     host_memory,
@@ -284,9 +282,7 @@ def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
         for file_range in file_ranges
     ]
     try:
-        with worker_pool(
-            threads or default_threads(), devices, "hasten-read"
-        ) as thread_pool:
+        with worker_pool("hasten-read", devices, threads) as thread_pool:
             for job_result in thread_pool.map(_run_guarded, copy_jobs):
                 if isinstance(job_result, CheckpointError):
                     raise job_result
@@ -404,7 +400,7 @@ def _fill_range(
     if staged_bytes is None:
         views = _views_to_fill(file_range, host_buffer)
     else:
-        views = [byte_view(staged_bytes)]
+        views = [staged_bytes.numpy().data]
     try:
         num_read = read_cached(descriptor, views, file_range.start)
         if num_read < range_bytes:
@@ -434,7 +430,8 @@ def _views_to_fill(file_range: _FileRange, host_buffer: HostBuffer) -> list[memo
     views, reached_offset = [], file_range.start
     for offset, target, low, high in file_range.targets:
         if offset > reached_offset:
-            views.append(byte_view(host_buffer.take(offset - reached_offset)))
+            gap = host_buffer.take(offset - reached_offset)
+            views.append(gap.numpy().data)
         views.append(host_memory(target, low, high))
         reached_offset = offset + high - low
     return views

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from hasten.checkpoint.base import CheckpointStore, checkpoint_number
-from hasten.checkpoint.format.manifest import Manifest
+from hasten.checkpoint.base import CheckpointStore
+from hasten.checkpoint.format.manifest import Manifest, checkpoint_number
 from hasten.config.sections.loop import ProjectConfiguration
 from hasten.errors import CheckpointError
 

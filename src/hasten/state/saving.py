@@ -19,8 +19,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hasten.checkpoint.async_writer import AsyncWriter
-from hasten.checkpoint.base import Format, StateTree, checkpoint_number
-from hasten.checkpoint.format.manifest import Manifest
+from hasten.checkpoint.base import Format, StateTree
+from hasten.checkpoint.format.manifest import Manifest, checkpoint_number
 from hasten.checkpoint.ownership import (
     MachineOwners,
     divide_stages,

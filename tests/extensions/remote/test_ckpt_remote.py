@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten.checkpoint.base import Blob, Component, StateTree, numbered_checkpoint
-from hasten.checkpoint.format.manifest import Manifest
+from hasten.checkpoint.base import Blob, Component, StateTree
+from hasten.checkpoint.format.manifest import Manifest, numbered_checkpoint
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.save import Save
 from hasten.checkpoint.store.local_store import LocalStore

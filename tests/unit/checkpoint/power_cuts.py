@@ -22,8 +22,12 @@ from pathlib import Path
 import torch
 
 from hasten import ProjectConfiguration
-from hasten.checkpoint.base import Component, StateTree, numbered_checkpoint
-from hasten.checkpoint.format.manifest import Manifest, read_manifest
+from hasten.checkpoint.base import Component, StateTree
+from hasten.checkpoint.format.manifest import (
+    Manifest,
+    numbered_checkpoint,
+    read_manifest,
+)
 from hasten.checkpoint.format.packing import pack
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.retention import retire_expired

@@ -24,8 +24,7 @@ from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.disk import Disk
-from hasten.checkpoint.store.drafts import folder_lock
-from hasten.checkpoint.store.local_store import LocalStore
+from hasten.checkpoint.store.local_store import LocalStore, folder_lock
 from hasten.comm.local import LocalComm
 
 FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None

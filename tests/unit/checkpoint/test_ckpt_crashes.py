@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.checkpoint.base import Component, StateTree, numbered_checkpoint
-from hasten.checkpoint.format.manifest import Manifest
+from hasten.checkpoint.base import Component, StateTree
+from hasten.checkpoint.format.manifest import Manifest, numbered_checkpoint
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.disk import Disk

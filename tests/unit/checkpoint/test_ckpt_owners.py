@@ -19,25 +19,17 @@ import torch
 from torch import nn
 
 from hasten import Accelerator, ProjectConfiguration
-from hasten.checkpoint.base import (
-    Blob,
-    CheckpointStore,
-    Component,
-    StateTree,
+from hasten.checkpoint.base import Blob, CheckpointStore, Component, StateTree
+from hasten.checkpoint.format.manifest import (
+    Manifest,
     checkpoint_number,
     numbered_checkpoint,
 )
-from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.retention import retire_expired
 from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.disk import Disk
-from hasten.checkpoint.store.drafts import (
-    DRAFT_PREFIX,
-    LOCK_NAME,
-    TRASH_PREFIX,
-    folder_lock,
-)
-from hasten.checkpoint.store.local_store import LocalStore
+from hasten.checkpoint.store.drafts import DRAFT_PREFIX, LOCK_NAME, TRASH_PREFIX
+from hasten.checkpoint.store.local_store import LocalStore, folder_lock
 from hasten.checkpoint.store.locate import is_complete, open_store
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointBusyError, CheckpointError
@@ -279,7 +271,7 @@ def test_a_forked_copy_does_not_release_the_lock(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         draft.abort = None  # type: ignore[method-assign,assignment]
-        draft._lock.release()  # type: ignore[union-attr]  # as if the copy went out of scope
+        draft._release()  # as if the copy went out of scope
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     save(store, "other")
@@ -405,6 +397,8 @@ def test_a_joined_draft_has_no_lock(tmp_path: Path) -> None:
     joined = LocalStore(tmp_path).join("best", draft.token)
     assert joined is not None
     assert joined.folder == draft.folder
-    assert joined._lock is None
+    del joined
+    save(LocalStore(tmp_path), "other")
+    assert draft.folder.is_dir()
     assert LocalStore(tmp_path).join("best", "absent") is None
     draft.abort()

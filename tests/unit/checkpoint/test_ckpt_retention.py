@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from hasten import ProjectConfiguration
-from hasten.checkpoint.base import checkpoint_number, next_number
+from hasten.checkpoint.format.manifest import checkpoint_number, next_number
 from hasten.checkpoint.retention import best, find_expired
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import stat
 import struct
 import zlib
@@ -52,6 +53,9 @@ _FILE_KINDS: Final = (
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
 )
+
+
+_NUMBERED: Final = re.compile(r"checkpoint_(\d+)")
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,6 +108,27 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if file.component == component_name and (rank is None or file.rank == rank):
                 component_files.append(file)
         return component_files
+
+
+def numbered_checkpoint(number: int) -> str:
+    """Return the name of an automatically numbered checkpoint."""
+    return f"checkpoint_{number}"
+
+
+def checkpoint_number(checkpoint_name: str) -> int | None:
+    """Return the number in an automatic name; None for other names."""
+    match = _NUMBERED.fullmatch(checkpoint_name)
+    return int(match[1]) if match else None
+
+
+def next_number(checkpoint_names: Iterable[str], at_least: int) -> int:
+    """Return a number above all numbers in use, and not below `at_least`."""
+    free_number = at_least
+    for checkpoint_name in checkpoint_names:
+        used_number = checkpoint_number(checkpoint_name)
+        if used_number is not None:
+            free_number = max(free_number, used_number + 1)
+    return free_number
 
 
 class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,7 +13,9 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from operator import itemgetter
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
@@ -36,11 +38,6 @@ from hasten.runtime.devices import kind_of
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a dense tensor as a flat tensor of bytes, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def byte_view(tensor: Tensor) -> memoryview:
-    """Return a flat byte tensor on the host as a memoryview."""
-    return memoryview(tensor.numpy().data)
 
 
 def host_memory(tensor: Tensor, low: int, high: int) -> memoryview:
@@ -85,18 +82,24 @@ def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
 
 
 def worker_pool(
-    num_threads: int, devices: Sequence[torch.device], thread_prefix: str
+    thread_prefix: str,
+    devices: Sequence[torch.device] = (),
+    max_threads: int | None = None,
 ) -> ThreadPoolExecutor:
-    """Return a thread pool for copies after synchronizing the devices; threads have separate streams on the first."""
+    """Return a pool of one thread per core, at least 2 and at most 16 or `max_threads`, for reading, writing and copies.
+
+    The devices are synchronized first; threads have separate streams on the first of them.
+    """
     for device in devices:
         torch.accelerator.synchronize(device)
-    if not devices:
-        return ThreadPoolExecutor(num_threads, thread_name_prefix=thread_prefix)
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = len(os.sched_getaffinity(0))
+    else:
+        num_cores = os.cpu_count() or 2
     return ThreadPoolExecutor(
-        num_threads,
+        min(max(num_cores, 2), max_threads or _MAX_THREADS),
         thread_name_prefix=thread_prefix,
-        initializer=_set_new_stream,
-        initargs=(devices[0],),
+        initializer=partial(_set_new_stream, devices[0]) if devices else None,
     )
 
 
@@ -110,20 +113,24 @@ def _set_new_stream(device: torch.device) -> None:
     torch.accelerator.set_stream(torch.Stream(device))
 
 
-class HostBuffer(threading.local):
+@dataclass(slots=True)
+class HostBuffer:
     """One buffer per thread for copying tensors chunk by chunk; page-locked if a device is involved."""
 
-    def __init__(self, pinned: bool = False) -> None:
-        self._pinned = pinned
-        self._buffer: Tensor | None = None
+    is_pinned: bool = False
+    _buffers: dict[int, Tensor] = field(default_factory=dict)
 
-    def take(self, size: int) -> Tensor:
-        """Return the first `size` bytes of this thread's buffer."""
-        if self._buffer is None or self._buffer.numel() < size:
-            self._buffer = torch.empty(
-                max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=self._pinned
+    def take(self, num_bytes: int) -> Tensor:
+        """Return the first bytes of this thread's buffer."""
+        buffer = self._buffers.get(threading.get_ident())
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = torch.empty(
+                max(num_bytes, CHUNK_BYTES),
+                dtype=torch.uint8,
+                pin_memory=self.is_pinned,
             )
-        return self._buffer if self._buffer.numel() == size else self._buffer[:size]
+            self._buffers[threading.get_ident()] = buffer
+        return buffer if buffer.numel() == num_bytes else buffer[:num_bytes]
 
 
 CHECKSUM_STEP_BYTES = 2 * 1024**2
@@ -139,20 +146,8 @@ READ_AHEAD_BYTES = 512 * 1024
 """Bytes requested from the disk in one call: the system cuts longer requests to what the disk takes at once."""
 _MIN_UNCOPIED_BYTES = 65536
 _START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
+_MAX_THREADS: Final = 16
 _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
-
-
-def default_threads() -> int:
-    """Return the number of threads for reading and writing: one per core, at least 2 and at most 16."""
-    return max(
-        2,
-        min(
-            16,
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 2,
-        ),
-    )
 
 
 class Disk:
@@ -223,14 +218,14 @@ class Disk:
 
 def segment_starts(blob: Blob) -> list[int]:
     """Return the offset of every segment in the file."""
-    segment_offsets, next_offset = [], 0
+    segment_offsets = []
+    next_offset = 0
     for segment in blob.segments:
         segment_offsets.append(next_offset)
-        next_offset += (
-            len(segment)
-            if isinstance(segment, bytes)
-            else segment.numel() * segment.element_size()
-        )
+        if isinstance(segment, bytes):
+            next_offset += len(segment)
+        else:
+            next_offset += segment.nbytes
     assert next_offset == blob.size, (
         f"segments hold {next_offset} bytes, the blob says {blob.size}"
     )
@@ -247,57 +242,45 @@ def host_views(
     """Return bytes start..stop of the file in host memory: large host tensors themselves, all others in the buffer."""
     memory_views: list[memoryview] = []
     staged_bytes: Tensor | None = None
-    num_copied = num_viewed = (
-        0  # bytes in the buffer, and those that a view covers already
-    )
+    # bytes in the buffer, and those that a view covers already
+    num_copied = num_viewed = 0
     devices: list[torch.device] = []
-    for segment_index in range(
-        max(bisect.bisect_right(segment_offsets, start) - 1, 0), len(segment_offsets)
-    ):
-        if segment_offsets[segment_index] >= stop:
+    first_index = max(bisect.bisect_right(segment_offsets, start) - 1, 0)
+    for segment_index in range(first_index, len(segment_offsets)):
+        segment_start = segment_offsets[segment_index]
+        if segment_start >= stop:
             break
-        segment, low, high = (
-            blob.segments[segment_index],
-            max(start - segment_offsets[segment_index], 0),
-            stop - segment_offsets[segment_index],
-        )
-        segment_part = (
-            segment[low:high]
-            if isinstance(segment, bytes)
-            else as_bytes(segment)[low:high]
-        )
-        part_bytes = len(segment_part)
+        segment = blob.segments[segment_index]
+        if isinstance(segment, Tensor):
+            segment = as_bytes(segment)
+        segment = segment[max(start - segment_start, 0) : stop - segment_start]
+        num_bytes = len(segment)
         if (
-            isinstance(segment_part, Tensor)
-            and segment_part.device.type == "cpu"
-            and part_bytes >= _MIN_UNCOPIED_BYTES
+            isinstance(segment, Tensor)
+            and segment.device.type == "cpu"
+            and num_bytes >= _MIN_UNCOPIED_BYTES
         ):
             if staged_bytes is not None and num_copied > num_viewed:
-                memory_views.append(
-                    memoryview(staged_bytes.numpy().data)[num_viewed:num_copied]
-                )
+                memory_views.append(staged_bytes[num_viewed:num_copied].numpy().data)
                 num_viewed = num_copied
-            memory_views.append(memoryview(segment_part.numpy().data))
+            memory_views.append(segment.numpy().data)
             continue
-        staged_bytes = (
-            host_buffer.take(stop - start) if staged_bytes is None else staged_bytes
-        )
-        target = staged_bytes[num_copied : num_copied + part_bytes]
-        num_copied += part_bytes
-        if isinstance(segment_part, bytes):
-            memoryview(target.numpy().data)[:] = segment_part
-        elif segment_part.device.type == "cpu":
+        if staged_bytes is None:
+            staged_bytes = host_buffer.take(stop - start)
+        target = staged_bytes[num_copied : num_copied + num_bytes]
+        num_copied += num_bytes
+        if isinstance(segment, bytes):
+            target.numpy().data[:] = segment
+        elif segment.device.type == "cpu":
             # on this thread only; torch would use all cores from every thread
-            np.copyto(target.numpy(), segment_part.numpy())
+            np.copyto(target.numpy(), segment.numpy())
         else:
-            target.copy_(segment_part, non_blocking=True)
-            devices.append(segment_part.device)
+            target.copy_(segment, non_blocking=True)
+            devices.append(segment.device)
     if devices:
         finish_copies(set(devices))
     if staged_bytes is not None and num_copied > num_viewed:
-        memory_views.append(
-            memoryview(staged_bytes.numpy().data)[num_viewed:num_copied]
-        )
+        memory_views.append(staged_bytes[num_viewed:num_copied].numpy().data)
     return memory_views
 
 
@@ -330,6 +313,16 @@ def split_views(
         yield piece
 
 
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One chunk of a file to be written."""
+
+    index: int
+    file_name: str
+    blob: Blob
+    segment_offsets: list[int]
+
+
 def write_files(
     folder: Path, files: Mapping[str, Blob], disk: Disk, threads: int | None = None
 ) -> dict[str, FileRecord]:
@@ -337,61 +330,52 @@ def write_files(
 
     The files are complete and on the disk when this returns.
     """
-    file_chunks: list[tuple[int, str, Blob, list[int]]] = []
+    chunks: list[_Chunk] = []
     tensors: list[Tensor] = []
     for file_name, blob in files.items():
         segment_offsets = segment_starts(blob)
         tensors += filter(torch.is_tensor, blob.segments)
         for chunk_index in range(-(-blob.size // CHUNK_BYTES)):
-            file_chunks.append((chunk_index, file_name, blob, segment_offsets))
+            chunks.append(_Chunk(chunk_index, file_name, blob, segment_offsets))
     # round-robin over the files, because the system locks a file during a write
-    file_chunks.sort(key=itemgetter(0))
+    chunks.sort(key=attrgetter("index"))
     devices = devices_of(tensors)
-    host_buffer, descriptors, sums_by_name = (
-        HostBuffer(bool(devices)),
-        dict[str, int](),
-        dict[str, list[str]](),
-    )
-
-    def write(chunk: tuple[int, str, Blob, list[int]]) -> str:
-        return _write_chunk(disk, descriptors[chunk[1]], chunk, host_buffer)
-
+    descriptors: dict[str, int] = {}
+    sums_by_name: dict[str, list[str]] = {}
+    write_chunk = partial(_write_chunk, disk, descriptors, HostBuffer(bool(devices)))
     try:
         for file_name in files:
             descriptors[file_name] = disk.create(folder / file_name)
-        with worker_pool(
-            threads or default_threads(), devices, "hasten-write"
-        ) as thread_pool:
-            for (_, file_name, _, _), digest in zip(
-                file_chunks, thread_pool.map(write, file_chunks), strict=True
+            sums_by_name[file_name] = []
+        with worker_pool("hasten-write", devices, threads) as thread_pool:
+            for chunk, digest in zip(
+                chunks, thread_pool.map(write_chunk, chunks), strict=True
             ):
-                sums_by_name.setdefault(file_name, []).append(digest)
+                sums_by_name[chunk.file_name].append(digest)
             list(thread_pool.map(disk.sync, descriptors.values()))
     finally:
-        for fd in descriptors.values():
-            disk.close(fd)
+        for descriptor in descriptors.values():
+            disk.close(descriptor)
     file_records = {}
     for file_name, blob in files.items():
         file_records[file_name] = FileRecord(
-            name=file_name, size=blob.size, sums=tuple(sums_by_name.get(file_name, ()))
+            name=file_name, size=blob.size, sums=tuple(sums_by_name[file_name])
         )
     return file_records
 
 
 def _write_chunk(
-    disk: Disk,
-    descriptor: int,
-    chunk: tuple[int, str, Blob, list[int]],
-    host_buffer: HostBuffer,
+    disk: Disk, descriptors: Mapping[str, int], host_buffer: HostBuffer, chunk: _Chunk
 ) -> str:
     """Write one chunk of a file and return its checksum."""
-    chunk_index, _, blob, segment_offsets = chunk
-    write_offset = start = chunk_index * CHUNK_BYTES
-    stop = min(start + CHUNK_BYTES, blob.size)
+    descriptor = descriptors[chunk.file_name]
+    write_offset = start = chunk.index * CHUNK_BYTES
+    stop = min(start + CHUNK_BYTES, chunk.blob.size)
+    memory_views = host_views(
+        chunk.blob, start, stop, chunk.segment_offsets, host_buffer
+    )
     chunk_hash = xxhash.xxh3_64()
-    for summed_views in split_views(
-        host_views(blob, start, stop, segment_offsets, host_buffer), CHECKSUM_STEP_BYTES
-    ):
+    for summed_views in split_views(memory_views, CHECKSUM_STEP_BYTES):
         for view in summed_views:
             chunk_hash.update(view)
         for views in split_views(summed_views, WRITE_STEP_BYTES):

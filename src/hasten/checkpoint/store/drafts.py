@@ -1,16 +1,12 @@
-"""Drafts of checkpoints: hidden folders that hold a save's files until it is committed, and the locks of folders."""
+"""Drafts that replace the content of a folder file by file, and removal of what interrupted saves have left."""
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
-import secrets
 import time
-import weakref
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -25,103 +21,22 @@ from hasten.checkpoint.format.manifest import (
 )
 from hasten.checkpoint.store.disk import Disk, write_files
 from hasten.checkpoint.store.occupied import exported_weights
-from hasten.errors import CheckpointBusyError, CheckpointError
+from hasten.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 DRAFT_PREFIX: Final = ".hasten-draft."
 TRASH_PREFIX: Final = ".hasten-trash."
 """Starts of the names of hidden folders; a token follows."""
+LEFTOVERS: Final = ".hasten-[dt]*"
+"""Pattern of their names."""
 _REPLACED_NOTE: Final = "replaced"
 _NEXT_MANIFEST: Final = "next-manifest.json"
 LOCK_NAME: Final = ".hasten-lock"
-_LOCK_TIMEOUT_S: Final = 60.0
-_LOCK_POLL_S: Final = 0.01
 _ABANDONED_AFTER_S: Final = 24 * 3600.0
 """Age after which a draft counts as abandoned where the file system has no flock."""
-_FLOCK_UNSUPPORTED_ERRORS: Final = frozenset(
-    {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
-)
 
 
-# -- locks --------------------------------------------------------------------------------------------------------
-class FileLock:
-    """An flock on a file, until it is released, garbage-collected, or the process ends."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self.release = weakref.finalize(self, _unlock, descriptor, os.getpid())
-        """Releases the lock; safe to call repeatedly."""
-
-
-def _unlock(descriptor: int, owner_pid: int) -> None:
-    # explicitly, because forked children may hold copies of the descriptor
-    if os.getpid() == owner_pid:
-        with suppress(OSError):  # a file system without flock
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
-
-
-def try_lock(lock_path: Path, disk: Disk) -> FileLock | None:
-    """Create a file if necessary and lock it; return None if another process holds the lock."""
-    descriptor = disk.open_lock(lock_path)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _FLOCK_UNSUPPORTED_ERRORS:
-                raise
-        return FileLock(descriptor)
-    except BaseException as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            return None
-        raise
-
-
-@contextmanager
-def folder_lock(
-    folder: Path, disk: Disk, wait_s: float = _LOCK_TIMEOUT_S
-) -> Iterator[None]:
-    """Context manager in which no other process saves into the folder.
-
-    Raises: CheckpointBusyError if another process holds the lock for longer than `wait_s`.
-    """
-    lock_path = folder / LOCK_NAME
-    deadline_s = time.monotonic() + wait_s
-    while (file_lock := _lock_current_file(lock_path, disk)) is None:
-        if time.monotonic() > deadline_s:
-            raise CheckpointBusyError(
-                f"another process has kept {folder} locked for {wait_s:g} s while saving there. Nothing was changed. Look for a "
-                f"stopped process (`fuser {lock_path}`), or save into another folder."
-            )
-        time.sleep(_LOCK_POLL_S)
-    try:
-        yield
-    finally:
-        try:
-            disk.remove_file(lock_path)
-        finally:
-            file_lock.release()
-
-
-def _lock_current_file(lock_path: Path, disk: Disk) -> FileLock | None:
-    """Return the lock, or None if it is held, or if its holder has removed the file meanwhile."""
-    file_lock = try_lock(lock_path, disk)
-    if file_lock is None:
-        return None
-    is_current = False
-    try:
-        with suppress(FileNotFoundError):
-            is_current = os.path.samestat(
-                os.fstat(file_lock.descriptor), lock_path.stat()
-            )
-    finally:
-        if not is_current:
-            file_lock.release()
-    return file_lock if is_current else None
-
-
-def is_abandoned(lock_file: Path) -> bool:
+def _is_abandoned(lock_file: Path) -> bool:
     """Return True if the process that wrote a draft has ended, judged by the draft's lock file."""
     try:
         descriptor = os.open(lock_file, os.O_RDWR | os.O_CLOEXEC)
@@ -140,52 +55,6 @@ def is_abandoned(lock_file: Path) -> bool:
     return True
 
 
-# -- drafts -------------------------------------------------------------------------------------------------------
-def create_draft(
-    base_folder: Path, checkpoint_name: str, disk: Disk
-) -> tuple[Path, FileLock | None]:
-    """Create a draft inside `base`: a folder for the files, with the final name, in a hidden one, whose lock shows that the writer is alive.
-
-    Ranks: main only, with the lock of `base`.
-    """
-    draft_folder = base_folder / f"{DRAFT_PREFIX}{secrets.token_hex(6)}"
-    disk.make_folder(draft_folder)
-    file_lock = try_lock(draft_folder / LOCK_NAME, disk)
-    disk.make_folder(draft_folder / checkpoint_name)
-    return draft_folder / checkpoint_name, file_lock
-
-
-def remove_draft(content_folder: Path, file_lock: FileLock | None, disk: Disk) -> None:
-    """Delete a draft; its lock file is closed first, because NFS and FUSE keep open files in their folder."""
-    if file_lock is not None:
-        file_lock.release()
-    disk.remove_tree(content_folder.parent)
-
-
-@contextmanager
-def temporary_draft(folder: Path, disk: Disk) -> Iterator[Path]:
-    """Context manager for files that are renamed from a draft into `folder` one by one; what is left is removed."""
-    disk.make_folder(folder)
-    with folder_lock(folder, disk):
-        remove_leftovers(folder, disk)
-        draft_content, file_lock = create_draft(folder, "files", disk)
-    try:
-        yield draft_content
-    finally:
-        remove_draft(draft_content, file_lock, disk)
-
-
-def hidden_entries(folder: Path) -> Iterator[Path]:
-    """Yield the hidden entries of a folder; none when the folder does not exist."""
-    try:
-        paths = sorted(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for path in paths:
-        if path.name.startswith((DRAFT_PREFIX, TRASH_PREFIX)):
-            yield path
-
-
 def draft_of(manifest: Manifest | None) -> str | None:
     """Return the path of the draft that a manifest's files are still in; None if they have their final names."""
     if manifest is None or not manifest.files:
@@ -196,25 +65,18 @@ def draft_of(manifest: Manifest | None) -> str | None:
     return f"{path_parts[0]}/{path_parts[1]}"
 
 
-def content_folder(folder: Path) -> Path:
-    """Return the folder that holds a checkpoint's files under their final names: the folder itself, or a draft in it."""
-    draft_path = draft_of(read_manifest(folder / MANIFEST_NAME))
-    return folder if draft_path is None else folder / draft_path
-
-
 def remove_leftovers(folder: Path, disk: Disk, current_draft: str = "") -> None:
     """Finish or remove what interrupted saves have left in a folder, except the draft named `current`.
 
     Ranks: main only, with the folder's lock.
     """
     committed_draft = draft_of(read_manifest(folder / MANIFEST_NAME))
-    for hidden_path in hidden_entries(folder):
+    for hidden_path in sorted(folder.glob(LEFTOVERS)):
+        is_draft = hidden_path.name.startswith(DRAFT_PREFIX)
         if hidden_path.name == current_draft:
             continue
         try:
-            if hidden_path.name.startswith(DRAFT_PREFIX) and not is_abandoned(
-                hidden_path / LOCK_NAME
-            ):
+            if is_draft and not _is_abandoned(hidden_path / LOCK_NAME):
                 continue
             if committed_draft is not None and committed_draft.startswith(
                 f"{hidden_path.name}/"

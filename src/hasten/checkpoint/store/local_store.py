@@ -1,32 +1,33 @@
-"""Checkpoints in a folder: hidden drafts, made visible by one rename; a crash at any point loses nothing."""
+"""Checkpoints in a folder: hidden drafts, made visible by one rename under a lock; a crash at any point loses nothing."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
+import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from operator import attrgetter
 from pathlib import Path
+from typing import Final
 
-from hasten.checkpoint.base import (
-    Blob,
-    checkpoint_number,
-    next_number,
-    numbered_checkpoint,
-)
+from hasten.checkpoint.base import Blob
 from hasten.checkpoint.format.manifest import (
     CHUNK_BYTES,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     FileRecord,
     Manifest,
+    checkpoint_number,
     decode_manifest,
     encode_manifest,
     missing_files,
+    next_number,
+    numbered_checkpoint,
     read_manifest,
     read_outside,
     resolve_inside,
@@ -35,27 +36,121 @@ from hasten.checkpoint.store.disk import (
     FULL_DISK_ERRORS,
     Disk,
     cannot_write,
-    default_threads,
     file_checksum,
+    worker_pool,
     write_files,
 )
 from hasten.checkpoint.store.drafts import (
     DRAFT_PREFIX,
+    LEFTOVERS,
     LOCK_NAME,
     TRASH_PREFIX,
-    FileLock,
-    content_folder,
-    create_draft,
     draft_of,
-    folder_lock,
-    hidden_entries,
-    remove_draft,
     remove_leftovers,
     replace_content,
 )
-from hasten.errors import CheckpointError, IncompleteCheckpointError
+from hasten.errors import (
+    CheckpointBusyError,
+    CheckpointError,
+    IncompleteCheckpointError,
+)
 
 log = logging.getLogger(__name__)
+_LOCK_TIMEOUT_S: Final = 60.0
+_LOCK_POLL_S: Final = 0.01
+_FLOCK_UNSUPPORTED_ERRORS: Final = frozenset(
+    {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
+)
+
+
+# -- locks --------------------------------------------------------------------------------------------------------
+def _try_lock(lock_path: Path, disk: Disk) -> int | None:
+    """Create a file if necessary and lock it; return its descriptor, or None if another process holds the lock."""
+    descriptor = disk.open_lock(lock_path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError as error:
+        if error.errno not in _FLOCK_UNSUPPORTED_ERRORS:
+            os.close(descriptor)
+            raise
+    return descriptor
+
+
+def _unlock(descriptor: int | None, owner_pid: int) -> None:
+    if descriptor is None:
+        return
+    # explicitly, because forked children may hold copies of the descriptor
+    if os.getpid() == owner_pid:
+        with suppress(OSError):  # a file system without flock
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+@contextmanager
+def folder_lock(
+    folder: Path, disk: Disk, wait_s: float = _LOCK_TIMEOUT_S
+) -> Iterator[None]:
+    """Context manager in which no other process saves into the folder.
+
+    Raises: CheckpointBusyError if another process holds the lock for longer than `wait_s`.
+    """
+    lock_path = folder / LOCK_NAME
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        descriptor = _try_lock(lock_path, disk)
+        if descriptor is not None:
+            # the previous holder may have removed the file meanwhile
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), lock_path.stat()):
+                    break
+            _unlock(descriptor, os.getpid())
+        if time.monotonic() > deadline_s:
+            raise CheckpointBusyError(
+                f"another process has kept {folder} locked for {wait_s:g} s while saving there. Nothing was changed. Look for a "
+                f"stopped process (`fuser {lock_path}`), or save into another folder."
+            )
+        time.sleep(_LOCK_POLL_S)
+    try:
+        yield
+    finally:
+        try:
+            disk.remove_file(lock_path)
+        finally:
+            _unlock(descriptor, os.getpid())
+
+
+# -- drafts -------------------------------------------------------------------------------------------------------
+def _create_draft(
+    base_folder: Path, choose_name: Callable[[], str], disk: Disk
+) -> tuple[Path, int | None]:
+    """Create a draft inside a folder, after removing leftovers of interrupted saves; return it and its lock.
+
+    It is a folder for the files, with the final name, in a hidden one, whose lock shows that the writer is alive.
+    """
+    disk.make_folder(base_folder)
+    with folder_lock(base_folder, disk):
+        if any(base_folder.glob(LEFTOVERS)):
+            remove_leftovers(base_folder, disk)
+        hidden_folder = base_folder / f"{DRAFT_PREFIX}{secrets.token_hex(6)}"
+        draft_folder = hidden_folder / choose_name()
+        disk.make_folder(hidden_folder)
+        draft_lock = _try_lock(hidden_folder / LOCK_NAME, disk)
+        disk.make_folder(draft_folder)
+    return draft_folder, draft_lock
+
+
+@contextmanager
+def temporary_draft(folder: Path, disk: Disk) -> Iterator[Path]:
+    """Context manager for files that are renamed from a draft into `folder` one by one; what is left is removed."""
+    draft_folder, draft_lock = _create_draft(folder, lambda: "files", disk)
+    try:
+        yield draft_folder
+    finally:
+        _unlock(draft_lock, os.getpid())
+        disk.remove_tree(draft_folder.parent)
 
 
 class LocalDraft:
@@ -65,10 +160,11 @@ class LocalDraft:
         self,
         target: Path,
         folder: Path,
-        lock: FileLock | None,
+        lock: int | None,
         disk: Disk,
         threads: int | None = None,
     ) -> None:
+        """Open the draft in `folder`; `lock` is its lock on the rank that created it."""
         self.name = target.name
         self.token = folder.parent.name
         self.folder = folder
@@ -78,14 +174,13 @@ class LocalDraft:
         self.keeps_exports = True
         """False if the save may replace an exported model in its folder."""
         self._target = target
-        self._lock = lock
-        """The lock that shows that the writer is alive; None on ranks that join the draft."""
+        self._release = weakref.finalize(self, _unlock, lock, os.getpid())
         self._disk = disk
         self._threads = threads
 
     def put(self, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
         """Write files in parallel; they are on the disk when this returns."""
-        with self._explaining_full_disks(sum(map(attrgetter("size"), files.values()))):
+        try:
             self._disk.make_folder(self.folder)  # a hook may have removed it
             for file_name in files:
                 file_path = self.folder / file_name
@@ -94,34 +189,39 @@ class LocalDraft:
                         "%s, which a save hook wrote, is replaced by the file of that name this save writes",
                         file_name,
                     )
-                    self._disk.remove_tree(
-                        file_path
-                    ) if file_path.is_dir() else self._disk.remove_file(file_path)
+                    if file_path.is_dir():
+                        self._disk.remove_tree(file_path)
+                    else:
+                        self._disk.remove_file(file_path)
             return write_files(self.folder, files, self._disk, self._threads)
+        except OSError as error:
+            self._explain_full_disk(error, sum(blob.size for blob in files.values()))
+            raise
 
     def hook_files(self, written_names: Sequence[str]) -> list[FileRecord]:
         """Return the records of files that hooks created in the draft, after syncing them."""
-        hook_records, known_names = [], set(written_names)
-        with self._explaining_full_disks(0):
+        hook_records = []
+        try:
             for path in sorted(self.folder.rglob("*")):
                 file_name = path.relative_to(self.folder).as_posix()
                 if path.is_dir() and not path.is_symlink():
                     self._disk.sync_folder(path)
-                elif file_name not in known_names:
+                elif file_name not in written_names:
                     with check_hooked(self.folder, file_name).open("rb") as file:
                         self._disk.sync(file.fileno())
                     hook_records.append(describe_file(path, file_name, self._threads))
+        except OSError as error:
+            self._explain_full_disk(error)
+            raise
         return hook_records
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, sync, and rename the folder to its final name or replace the existing content."""
         raw_manifest = encode_manifest(manifest)
-        with self._explaining_full_disks(len(raw_manifest)):
+        manifest_blob = Blob([raw_manifest], len(raw_manifest))
+        try:
             write_files(
-                self.folder,
-                {MANIFEST_NAME: Blob([raw_manifest], len(raw_manifest))},
-                self._disk,
-                threads=1,
+                self.folder, {MANIFEST_NAME: manifest_blob}, self._disk, threads=1
             )
             for folder in (self.folder, *self.folder.parents[:2]):
                 self._disk.sync_folder(folder)
@@ -140,10 +240,12 @@ class LocalDraft:
                         self.keeps_exports,
                         self._disk,
                     )
+        except OSError as error:
+            self._explain_full_disk(error, len(raw_manifest))
+            raise
 
     def _rename_to_target(self) -> bool:
         """Rename the draft to the checkpoint; if a folder of that name has appeared, move the draft into it instead."""
-        parent_folder = self._target.parent
         try:
             self._disk.rename(self.folder, self._target)
         except OSError as error:
@@ -158,9 +260,11 @@ class LocalDraft:
             self.folder = self._target / self.token / self.name
             self._disk.sync_folder(self._target)
             return False
-        self._disk.sync_folder(parent_folder)
+        self._disk.sync_folder(self._target.parent)
         try:
-            remove_draft(self.folder, self._lock, self._disk)
+            # first, because NFS and FUSE keep open files in their folder
+            self._release()
+            self._disk.remove_tree(self.folder.parent)
         # the checkpoint is there; the next save removes the draft
         except OSError as error:
             log.debug("%s could not be removed now: %s", self.folder.parent, error)
@@ -168,26 +272,19 @@ class LocalDraft:
 
     def abort(self) -> None:
         """Delete the draft, unless it has become the checkpoint: then the next save completes the replacement."""
+        self._release()
         committed_draft = draft_of(read_manifest(self._target / MANIFEST_NAME))
-        if committed_draft is not None and committed_draft.startswith(f"{self.token}/"):
-            self._release()
-        else:
-            remove_draft(self.folder, self._lock, self._disk)
+        if committed_draft is None or not committed_draft.startswith(f"{self.token}/"):
+            self._disk.remove_tree(self.folder.parent)
 
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-
-    @contextmanager
-    def _explaining_full_disks(self, num_bytes: int) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in FULL_DISK_ERRORS:
-                raise
-            description = f"the checkpoint {self.name!r}"
+    def _explain_full_disk(self, error: OSError, num_bytes: int = 0) -> None:
+        """Raise CheckpointError in place of an error for lack of space."""
+        if error.errno in FULL_DISK_ERRORS:
             raise cannot_write(
-                description, self.folder.parents[1], num_bytes, error
+                f"the checkpoint {self.name!r}",
+                self.folder.parents[1],
+                num_bytes,
+                error,
             ) from error
 
 
@@ -214,7 +311,7 @@ def describe_file(path: Path, file_name: str, threads: int | None = None) -> Fil
     """Return the record of an existing file."""
     file_size = path.stat().st_size
     chunk_starts = range(0, file_size, CHUNK_BYTES)
-    with ThreadPoolExecutor(threads or default_threads()) as thread_pool:
+    with worker_pool("hasten-describe", max_threads=threads) as thread_pool:
         chunk_sums = tuple(
             thread_pool.map(
                 lambda start: file_checksum(
@@ -247,57 +344,46 @@ class LocalStore:
 
         An existing folder is never moved: the draft is created inside it, and its content is replaced.
         """
-        target = self._root / name
-        with self._explaining_start(name):
+        target = base_folder = self._root / name
+        try:
             if target.is_file():
                 raise NotADirectoryError(f"{target} is a file")
             if not target.is_dir():
-                return self._new_draft(self._root, name)
-            # the folder may be in one that cannot be written to
-            with suppress(OSError):
-                if any(hidden_entries(self._root)) or (self._root / LOCK_NAME).exists():
-                    with folder_lock(self._root, self._disk):
-                        remove_leftovers(self._root, self._disk)
-            return self._new_draft(target, name)
+                base_folder = self._root
+            elif any(self._root.glob(".hasten-*")):
+                # the folder may be in one that cannot be written to
+                with suppress(OSError), folder_lock(self._root, self._disk):
+                    remove_leftovers(self._root, self._disk)
+            draft = _create_draft(base_folder, lambda: name, self._disk)
+        except OSError as error:
+            raise self._explain_start(name, error) from error
+        return LocalDraft(target, *draft, self._disk, self._threads)
 
     def begin_numbered(self, at_least: int) -> LocalDraft:
         """Return a new draft with the next free number, which no other process gets."""
-        with self._explaining_start(numbered_checkpoint(at_least)):
-            draft = self._new_draft(self._root, None, at_least)
-            draft.is_numbered = True
-            return draft
 
-    def _new_draft(
-        self, base_folder: Path, name: str | None, at_least: int = 0
-    ) -> LocalDraft:
-        self._disk.make_folder(base_folder)
-        with folder_lock(base_folder, self._disk):
-            remove_leftovers(base_folder, self._disk)
-            if name is None:
-                draft_names = [
-                    path.name for path in base_folder.glob(f"{DRAFT_PREFIX}*/*")
-                ]
-                name = numbered_checkpoint(
-                    next_number([*self.names(), *draft_names], at_least)
-                )
-            draft_content, file_lock = create_draft(base_folder, name, self._disk)
-        return LocalDraft(
-            self._root / name, draft_content, file_lock, self._disk, self._threads
-        )
+        def choose_name() -> str:
+            used_names = self.names()
+            for draft_folder in self._root.glob(f"{DRAFT_PREFIX}*/*"):
+                used_names.append(draft_folder.name)
+            return numbered_checkpoint(next_number(used_names, at_least))
 
-    @contextmanager
-    def _explaining_start(self, name: str) -> Iterator[None]:
         try:
-            yield
+            folder, lock = _create_draft(self._root, choose_name, self._disk)
         except OSError as error:
-            if error.errno in FULL_DISK_ERRORS:
-                raise cannot_write(
-                    f"the checkpoint {name!r}", self._root, 0, error
-                ) from error
-            raise CheckpointError(
-                f"cannot start the checkpoint {name!r} in {self._root}: {error}. Nothing was changed. Give a folder "
-                "that can be written to."
-            ) from error
+            raise self._explain_start(numbered_checkpoint(at_least), error) from error
+        target = self._root / folder.name
+        draft = LocalDraft(target, folder, lock, self._disk, self._threads)
+        draft.is_numbered = True
+        return draft
+
+    def _explain_start(self, name: str, error: OSError) -> CheckpointError:
+        if error.errno in FULL_DISK_ERRORS:
+            return cannot_write(f"the checkpoint {name!r}", self._root, 0, error)
+        return CheckpointError(
+            f"cannot start the checkpoint {name!r} in {self._root}: {error}. Nothing was changed. Give a folder "
+            "that can be written to."
+        )
 
     def join(self, name: str, token: str) -> LocalDraft | None:
         """Return the draft that main started; None when this process does not see it."""
@@ -335,7 +421,9 @@ class LocalStore:
 
     def folder(self, name: str) -> Path:
         """Return the folder with the checkpoint's files, also after a crash while its content was being replaced."""
-        return content_folder(self._root / name)
+        folder = self._root / name
+        draft_path = draft_of(read_manifest(folder / MANIFEST_NAME))
+        return folder if draft_path is None else folder / draft_path
 
     def manifest(self, name: str) -> Manifest:
         """Return the verified manifest."""

@@ -6,8 +6,8 @@ import logging
 import os
 from pathlib import Path
 
-from hasten.checkpoint.base import CheckpointStore, checkpoint_number
-from hasten.checkpoint.format.manifest import MANIFEST_NAME
+from hasten.checkpoint.base import CheckpointStore
+from hasten.checkpoint.format.manifest import MANIFEST_NAME, checkpoint_number
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.comm.agreement import Agreement
 from hasten.errors import (

@@ -27,7 +27,7 @@ from hasten.checkpoint.format.manifest import (
     resolve_inside,
     size_of,
 )
-from hasten.checkpoint.store.disk import Disk, as_bytes, byte_view
+from hasten.checkpoint.store.disk import Disk, as_bytes
 from hasten.errors import CheckpointError, CorruptCheckpointError, PrepareError
 from hasten.extensions.bigmodel.device_map import tensor_of
 
@@ -50,7 +50,7 @@ def offload_weight(
         with hidden_path.open("wb") as file:
             tensor = weight.detach().cpu().contiguous()
             if tensor.numel():
-                file.write(byte_view(as_bytes(tensor)))
+                file.write(as_bytes(tensor).numpy().data)
             file.flush()
             os.fsync(file.fileno())
         hidden_path.rename(folder / f"{weight_name}.dat")

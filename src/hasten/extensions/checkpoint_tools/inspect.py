@@ -11,15 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.checkpoint.base import (
-    CheckpointStore,
-    Component,
-    StateTree,
-    checkpoint_number,
-)
+from hasten.checkpoint.base import CheckpointStore, Component, StateTree
 from hasten.checkpoint.export import is_checkpoint, read_model, save_model
 from hasten.checkpoint.format.formats import load_torch
-from hasten.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from hasten.checkpoint.format.manifest import MANIFEST_NAME, Manifest, checkpoint_number
 from hasten.checkpoint.format.packing import pack
 from hasten.checkpoint.reader import (
     Checkpoint,

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hasten.checkpoint.base import checkpoint_number, numbered_checkpoint
 from hasten.checkpoint.format.manifest import (
     MANIFEST_NAME,
     FileRecord,
     Manifest,
+    checkpoint_number,
     decode_manifest,
+    numbered_checkpoint,
     resolve_inside,
 )
 from hasten.checkpoint.reader import verify_files

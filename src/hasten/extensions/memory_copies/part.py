@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 
 from hasten.accelerator.components import Components
-from hasten.checkpoint.base import numbered_checkpoint
-from hasten.checkpoint.format.manifest import FileRecord, Manifest, decode_manifest
+from hasten.checkpoint.format.manifest import (
+    FileRecord,
+    Manifest,
+    decode_manifest,
+    numbered_checkpoint,
+)
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.errors import ConfigError

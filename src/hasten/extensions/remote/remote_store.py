@@ -10,7 +10,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -18,29 +17,27 @@ from typing import Any, Final
 import msgspec
 import xxhash
 
-from hasten.checkpoint.base import (
-    Blob,
-    checkpoint_number,
-    next_number,
-    numbered_checkpoint,
-)
+from hasten.checkpoint.base import Blob
 from hasten.checkpoint.format.manifest import (
     CHUNK_BYTES,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     FileRecord,
     Manifest,
+    checkpoint_number,
     decode_manifest,
     encode_manifest,
+    next_number,
+    numbered_checkpoint,
     resolve_inside,
     safe_name,
 )
 from hasten.checkpoint.store.disk import (
     HostBuffer,
-    default_threads,
     devices_of,
     host_views,
     segment_starts,
+    worker_pool,
 )
 from hasten.checkpoint.store.local_store import check_hooked, describe_file
 from hasten.errors import (
@@ -90,9 +87,7 @@ class RemoteDraft:
     def put(self, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
         """Upload files, and those of hooks in this rank's local folder, in parallel; return records with checksums."""
         hook_files = self._hooked(files)
-        with ThreadPoolExecutor(
-            default_threads(), thread_name_prefix="hasten-upload"
-        ) as thread_pool:
+        with worker_pool("hasten-upload") as thread_pool:
             file_records = dict(
                 zip(
                     files,
@@ -391,9 +386,7 @@ class RemoteStore:
                         f"{self._url}/{name}: {file.name} is missing. Nothing was loaded. Load another checkpoint."
                     ) from error
 
-            with ThreadPoolExecutor(
-                default_threads(), thread_name_prefix="hasten-download"
-            ) as thread_pool:
+            with worker_pool("hasten-download") as thread_pool:
                 list(thread_pool.map(download, manifest.files))
             yield folder
 
