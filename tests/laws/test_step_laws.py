@@ -654,8 +654,8 @@ def check(case: Case, pool: Pool) -> str:
     with tempfile.TemporaryDirectory() as folder:
         done = pool.run(runs, case.layout[1], case, Path(folder), timeout_s=PATIENCE_S)
         whole, rests = (
-            [one[0] for one in done],
-            [one[2] for one in done if one[2] is not None],
+            [outcome[0] for outcome in done],
+            [outcome[2] for outcome in done if outcome[2] is not None],
         )
         start = window_start(whole[0].micros, whole[0].saved)
         for saved, undisturbed, _ in done:
@@ -666,8 +666,8 @@ def check(case: Case, pool: Pool) -> str:
         if not rests:
             args = (case, case.new_layout, Path(folder), True)
             rests = pool.run(run, case.new_layout[1], *args, timeout_s=PATIENCE_S)
-    assert not any(one.refused for one in rests), (
-        f"refused: {[one.refused for one in rests]}"
+    assert not any(resumed_run.refused for resumed_run in rests), (
+        f"refused: {[resumed_run.refused for resumed_run in rests]}"
     )
     if case.new_layout == case.layout:
         for one, rest in zip(whole, rests, strict=True):

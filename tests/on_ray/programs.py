@@ -183,5 +183,5 @@ PROGRAMS: Final[tuple[Callable[[Path], dict[str, Any]], ...]] = (
 if __name__ == "__main__":
     # workers import the training loop by the name of this file
     programs, where = import_module("tests.on_ray.programs").PROGRAMS, Path(sys.argv[2])
-    chosen = next(one for one in programs if one.__name__ == sys.argv[1])
+    chosen = next(program for program in programs if program.__name__ == sys.argv[1])
     (where / "result.json").write_text(json.dumps(chosen(where)))

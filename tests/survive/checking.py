@@ -227,8 +227,8 @@ def _gradients(
             continue
         samples = [dataset[index] for index in batch]
         x, y = (
-            torch.stack([one[0] for one in samples]),
-            torch.stack([one[1] for one in samples]),
+            torch.stack([sample[0] for sample in samples]),
+            torch.stack([sample[1] for sample in samples]),
         )
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward(gradient=torch.tensor(1.0) / every)  # type: ignore[no-untyped-call]  # torch leaves it untyped

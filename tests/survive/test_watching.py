@@ -83,7 +83,10 @@ def test_lost_and_returned_replicas_are_shown(tmp_path: Path) -> None:
     pid = recent(tmp_path, 3.0)["1"]
     assert re.search(rf"\n\s*1\s+0\s+{pid}\s", text), text
     statuses = json.loads(said("top", "--json"))
-    assert [(one["replica"], one["rank"]) for one in statuses] == [("0", 0), ("1", 0)]
+    assert [(status["replica"], status["rank"]) for status in statuses] == [
+        ("0", 0),
+        ("1", 0),
+    ]
     (tmp_path / "slow").unlink()
     finish(run, tmp_path, LIMIT_S)
     events = {one["event"]: one for one in read_run(str(tmp_path / "project")).events}

@@ -118,8 +118,10 @@ class Found:
         """The results of a scenario by its name and arguments."""
         if hosts not in self._worlds:
             self._worlds[hosts] = {}  # a world that failed is not started again
-            keys: list[tuple[Any, ...]] = [("train", *one) for one in trainings(hosts)]
-            keys += [("resume", *one) for one in RESUMES if hosts == 2]
+            keys: list[tuple[Any, ...]] = [
+                ("train", *training) for training in trainings(hosts)
+            ]
+            keys += [("resume", *resume_case) for resume_case in RESUMES if hosts == 2]
             keys += [(name,) for name in OTHERS[hosts]]
             place = self._folder / str(hosts)
             place.mkdir()
@@ -137,7 +139,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.mark.parametrize(
     ("hosts", "training"),
-    [(hosts, one) for hosts in (2, 3) for one in trainings(hosts)],
+    [(hosts, training_case) for hosts in (2, 3) for training_case in trainings(hosts)],
 )
 def test_hosts_equal_plain_torch_on_the_big_batch(
     hosts: int, training: Training, found: Found
@@ -145,7 +147,10 @@ def test_hosts_equal_plain_torch_on_the_big_batch(
     count, every, clip, _ = training
     results = found.of(hosts, "train", *training)
     steps = [
-        list(groups) for groups in zip(*(one["rows"] for one in results), strict=True)
+        list(groups)
+        for groups in zip(
+            *(host_result["rows"] for host_result in results), strict=True
+        )
     ]
     seen = [row for groups in steps for rows in groups for row in rows]
     assert len(steps) == 12
@@ -162,7 +167,11 @@ def test_hosts_equal_plain_torch_on_the_big_batch(
     reference = net(NORM)
     _, x, y = samples(count).tensors
     wanted = plain(reference, (x, y), steps, every, clip)
-    losses = torch.tensor([one["losses"] for one in results]).mean(0).tolist()
+    losses = (
+        torch.tensor([host_result["losses"] for host_result in results])
+        .mean(0)
+        .tolist()
+    )
     assert losses == pytest.approx(wanted, abs=EXACT)
     assert wanted[-1] < wanted[0] - 0.5, "nothing was learned"
     for name, value in reference.state_dict().items():
