@@ -14,7 +14,13 @@ from typing import Any, Final
 import pytest
 import torch
 
-from tests.support.private_torch import BOTH, NAMES, Name, missing, set_on_self
+from tests.support.private_torch import (
+    NAMES,
+    TESTED_VERSIONS,
+    Name,
+    missing,
+    set_on_self,
+)
 from tests.support.syntax import nodes, trees
 
 REPOSITORY: Final = Path(__file__).parents[2]
@@ -242,7 +248,7 @@ def test_every_name_was_seen_in_the_supported_versions() -> None:
             if one.owner == entry.owner and one.name == entry.instead_of
         ]
         seen = set(entry.seen).union(*(one.seen for one in other))
-        assert seen >= set(BOTH), (
+        assert seen >= set(TESTED_VERSIONS), (
             f"{entry.owner}.{entry.name} was seen in {sorted(seen)} only"
         )
 

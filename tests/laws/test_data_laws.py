@@ -72,7 +72,7 @@ HUB: Final = {
     "hub shuffled": "`datasets` stream, shuffled through a buffer",
     "hub interleaved": "`datasets` streams, concatenated and shuffled",
 }
-PARTS: Final = {
+SPLIT_DATA: Final = {
     "part of a list": "map-style data that is each process's part",
     "part sampler": "a sampler that yields its process's indices",
     "part batch sampler": "a batch sampler that yields its process's batches",
@@ -123,7 +123,7 @@ class Case:
     def is_unsaid(self) -> bool:
         """Whether ranks have parts of the data, and nothing says so."""
         return (
-            self.data in PARTS
+            self.data in SPLIT_DATA
             and not self.flagged
             and self.data not in RECOGNISED
             and self.world > 1
@@ -144,12 +144,12 @@ class Case:
     @property
     def refused(self) -> bool:
         """Whether going on inside an epoch must be refused: parts of the dataset's own fit one number of ranks only."""
-        parts = (
-            self.data in PARTS
+        uses_rank_parts = (
+            self.data in SPLIT_DATA
             or self.own_shards(self.world)
             or self.own_shards(self.new_world)
         )
-        return self.world != self.new_world and parts
+        return self.world != self.new_world and uses_rank_parts
 
 
 def draw(seed: int) -> Case:
@@ -158,7 +158,7 @@ def draw(seed: int) -> Case:
     case = draw_whole(seed)
     if r.random() > 1 / 6:
         return case
-    data = r.choice(list(PARTS))
+    data = r.choice(list(SPLIT_DATA))
     mode = (
         "shard"
         if case.mode == "dispatch"
@@ -259,8 +259,8 @@ class Drawn(Sampler[int]):
 class Batches(Sampler[list[int]]):
     """Batches of growing size."""
 
-    def __init__(self, size: int, own: bool) -> None:
-        self.size, self.rng = size, np.random.RandomState(2) if own else None
+    def __init__(self, size: int, has_generator: bool) -> None:
+        self.size, self.rng = size, np.random.RandomState(2) if has_generator else None
         self.drop_last = False
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -303,12 +303,12 @@ class Stream(IterableDataset[tuple[int, float]]):
         self.done += self.kind == "stateful"
         if self.rng is not None:
             return buffer.pop(int(self.rng.integers(len(buffer)))), noise(self.augment)
-        places: dict[str, Any] = {
+        draw_functions: dict[str, Any] = {
             "draws": random.randrange,
             "draws numpy": np.random.randint,
         }
-        place = places.get(self.kind)
-        return buffer.pop(int(place(len(buffer))) if place else 0), noise(self.augment)
+        draw = draw_functions.get(self.kind)
+        return buffer.pop(int(draw(len(buffer))) if draw else 0), noise(self.augment)
 
 
 class Sized(Stream):
@@ -332,9 +332,9 @@ class Sharded(Stream):
     part = (1, 0)
 
     def shard(self, num_shards: int, index: int) -> Sharded:
-        made = Sharded(self.kind, self.size, self.augment)
-        made.part = (num_shards, index)
-        return made
+        shard = Sharded(self.kind, self.size, self.augment)
+        shard.part = (num_shards, index)
+        return shard
 
     def elements(self) -> list[int]:
         num_shards, index = self.part
@@ -342,8 +342,8 @@ class Sharded(Stream):
         if num_shards == 1:
             return super().elements()
         cuts = [0] + [
-            max(part + 1, self.size * (part + 1) ** 2 // num_shards**2)
-            for part in range(num_shards)
+            max(shard_index + 1, self.size * (shard_index + 1) ** 2 // num_shards**2)
+            for shard_index in range(num_shards)
         ]
         return list(range(cuts[index], min(cuts[index + 1], self.size)))
 
@@ -352,10 +352,10 @@ class PartStream(Stream):
     """This rank's part of a stream."""
 
     def __init__(
-        self, kind: str, size: int, augment: bool, place: tuple[int, int]
+        self, kind: str, size: int, augment: bool, rank_and_size: tuple[int, int]
     ) -> None:
         super().__init__(kind, size, augment)
-        self.place = place
+        self.place = rank_and_size
 
     def elements(self) -> list[int]:
         # of this worker: workers draw other numbers, in plain torch too
@@ -368,8 +368,8 @@ class PartStream(Stream):
 class PartSampler(Sampler[int]):
     """Shuffles, and yields this rank's indices."""
 
-    def __init__(self, size: int, place: tuple[int, int]) -> None:
-        self.size, self.place = size, place
+    def __init__(self, size: int, rank_and_size: tuple[int, int]) -> None:
+        self.size, self.place = size, rank_and_size
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(self.size).tolist()[self.place[0] :: self.place[1]])
@@ -381,9 +381,9 @@ class PartSampler(Sampler[int]):
 class PartBatches(Batches):
     """Batches of growing size of this rank's indices."""
 
-    def __init__(self, size: int, place: tuple[int, int]) -> None:
+    def __init__(self, size: int, rank_and_size: tuple[int, int]) -> None:
         super().__init__(size, False)
-        self.place = place
+        self.place = rank_and_size
 
     def __iter__(self) -> Iterator[list[int]]:
         order = np.random.permutation(self.size).tolist()[
@@ -404,7 +404,7 @@ class PartBatches(Batches):
 
 
 def part_loader(
-    case: Case, place: tuple[int, int], options: dict[str, Any]
+    case: Case, rank_and_size: tuple[int, int], options: dict[str, Any]
 ) -> DataLoader[Any]:
     """A loader of the part of rank `place[0]` of `place[1]`."""
     options = {
@@ -415,26 +415,34 @@ def part_loader(
     items = Items(case.size, case.augment)
     rows = datasets.Dataset.from_dict({"x": list(range(case.size))})
     if case.data == "hub shard":
-        return DataLoader(rows.shard(place[1], place[0]), shuffle=True, **options)
+        return DataLoader(
+            rows.shard(rank_and_size[1], rank_and_size[0]), shuffle=True, **options
+        )
     if case.data == "hub split":
         stream = split_dataset_by_node(
-            rows.to_iterable_dataset(min(case.size, 1 + case.seed % 9)), *place
+            rows.to_iterable_dataset(min(case.size, 1 + case.seed % 9)), *rank_and_size
         )
         return DataLoader(
             stream.map(lambda row: {"noise": noise(case.augment)}), **options
         )
     if "stream" in case.data:
         return DataLoader(
-            PartStream(case.data, case.size, case.augment, place), **options
+            PartStream(case.data, case.size, case.augment, rank_and_size), **options
         )
     if case.data == "part of a list":
         return DataLoader(
-            Subset(items, range(place[0], case.size, place[1])), shuffle=True, **options
+            Subset(items, range(rank_and_size[0], case.size, rank_and_size[1])),
+            shuffle=True,
+            **options,
         )
     if case.data == "part sampler":
-        return DataLoader(items, sampler=PartSampler(case.size, place), **options)
+        return DataLoader(
+            items, sampler=PartSampler(case.size, rank_and_size), **options
+        )
     del options["batch_size"], options["drop_last"]
-    return DataLoader(items, batch_sampler=PartBatches(case.size, place), **options)
+    return DataLoader(
+        items, batch_sampler=PartBatches(case.size, rank_and_size), **options
+    )
 
 
 def hub_stream(case: Case) -> Any:
@@ -445,10 +453,10 @@ def hub_stream(case: Case) -> Any:
     if case.data == "hub shuffled":
         stream = stream.shuffle(seed=case.seed, buffer_size=1 + case.seed % 11)
     if case.data == "hub interleaved":
-        others = datasets.Dataset.from_dict(
+        extra_rows = datasets.Dataset.from_dict(
             {"x": list(range(1000, 1000 + case.size))}
         ).to_iterable_dataset(shards)
-        stream = datasets.concatenate_datasets([stream, others]).shuffle(
+        stream = datasets.concatenate_datasets([stream, extra_rows]).shuffle(
             seed=1, buffer_size=5
         )
     if case.data == "hub mapped":
@@ -483,15 +491,15 @@ def collate(samples: Any) -> dict[str, Tensor]:
     }
 
 
-def user_loader(case: Case, place: tuple[int, int] = (0, 1)) -> DataLoader[Any]:
+def user_loader(case: Case, rank_and_size: tuple[int, int] = (0, 1)) -> DataLoader[Any]:
     options: dict[str, Any] = {"num_workers": case.workers, "collate_fn": collate}
     if case.workers:
         options |= {
             "multiprocessing_context": "fork",
             "persistent_workers": case.persistent,
         }
-    if case.data in PARTS:
-        return part_loader(case, place, options)
+    if case.data in SPLIT_DATA:
+        return part_loader(case, rank_and_size, options)
     if case.data in HUB:
         return DataLoader(
             hub_stream(case),
@@ -599,18 +607,18 @@ Runs = tuple[list[Step] | str, int, list[Step] | str, list[Step] | str]
 
 def runs(ctx: ProcessContext, case: Case, folder: Path) -> Runs:
     """The uninterrupted run, the one that stops, and, on as many ranks, the one that goes on."""
-    whole = run(ctx, case, folder, None, False)
-    if isinstance(whole, str):
-        return whole, 0, [], []
+    uninterrupted = run(ctx, case, folder, None, False)
+    if isinstance(uninterrupted, str):
+        return uninterrupted, 0, [], []
     lengths = ctx.world.all_gather_object(
-        (len(whole), sum(step[0] == 0 for step in whole))
+        (len(uninterrupted), sum(step[0] == 0 for step in uninterrupted))
     )
     stop = stop_of(case, lengths)
     if stop == 0:
-        return whole, 0, [], []
+        return uninterrupted, 0, [], []
     first = run(ctx, case, folder, stop, False)
     return (
-        whole,
+        uninterrupted,
         stop,
         first,
         run(ctx, case, folder, None, True) if case.new_world == case.world else [],
@@ -627,16 +635,16 @@ def seen(
     ids, cursor = batch["x"], loader.cursor
     real = len(ids) if cursor.num_real is None else cursor.num_real
     if even:  # every rank has a batch
-        kept = accelerator.gather_for_metrics(batch["x"])
+        gathered = accelerator.gather_for_metrics(batch["x"])
         flat = accelerator.gather_for_metrics(batch["x"].repeat_interleave(3))
-        assert torch.equal(flat, kept.repeat_interleave(3)), (
+        assert torch.equal(flat, gathered.repeat_interleave(3)), (
             "flattened outputs are cut alike"
         )
         everyone = accelerator.gather_object([ids[:real].tolist()])
-        assert kept.tolist() == [one for part in everyone for one in part], (
-            "padding is counted or samples are lost"
-        )
-        time_major(accelerator, ids, kept)
+        assert gathered.tolist() == [
+            sample_id for rank_ids in everyone for sample_id in rank_ids
+        ], "padding is counted or samples are lost"
+        time_major(accelerator, ids, gathered)
     drawn = (random.random(), float(np.random.rand()), float(torch.rand(())))
     return (
         loader.epoch,
@@ -649,7 +657,7 @@ def seen(
     )
 
 
-def time_major(accelerator: Accelerator, ids: Tensor, kept: Tensor) -> None:
+def time_major(accelerator: Accelerator, ids: Tensor, gathered: Tensor) -> None:
     """Results of (time, samples): right with `dim=1`; without it right, refused, or reported as ambiguous."""
     for steps in {
         3,
@@ -657,9 +665,9 @@ def time_major(accelerator: Accelerator, ids: Tensor, kept: Tensor) -> None:
     }:  # as many as there are samples on the rank that is padded
         cells = ids.repeat(steps, 1)
         assert torch.equal(
-            accelerator.gather_for_metrics(cells, dim=1), kept.repeat(steps, 1)
+            accelerator.gather_for_metrics(cells, dim=1), gathered.repeat(steps, 1)
         ), "cut along time"
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught_warnings:
             warnings.simplefilter("always")
             try:
                 unnamed = accelerator.gather_for_metrics(cells).flatten().tolist()
@@ -667,10 +675,15 @@ def time_major(accelerator: Accelerator, ids: Tensor, kept: Tensor) -> None:
                 continue
         ambiguous = any(
             accelerator.gather_object(
-                [any("Pass dim=0 or dim=1" in str(one.message) for one in told)]
+                [
+                    any(
+                        "Pass dim=0 or dim=1" in str(caught.message)
+                        for caught in caught_warnings
+                    )
+                ]
             )
         )
-        assert ambiguous or sorted(unnamed) == sorted(kept.tolist() * steps), (
+        assert ambiguous or sorted(unnamed) == sorted(gathered.tolist() * steps), (
             "silently wrong"
         )
 
@@ -678,11 +691,11 @@ def time_major(accelerator: Accelerator, ids: Tensor, kept: Tensor) -> None:
 def real_ids(ranks: list[list[Step]], epoch: int) -> list[int]:
     """The samples of an epoch that are not padding, over all ranks."""
     return [
-        one
+        sample_id
         for steps in ranks
         for step in steps
         if step[0] == epoch
-        for one in step[1][: step[3]]
+        for sample_id in step[1][: step[3]]
     ]
 
 
@@ -691,11 +704,11 @@ def in_global_order(ranks: list[list[Step]], epoch: int) -> list[int]:
     columns = [[step for step in steps if step[0] == epoch] for steps in ranks]
     longest = max(map(len, columns))
     return [
-        one
-        for at in range(longest)
+        sample_id
+        for step_index in range(longest)
         for steps in columns
-        if at < len(steps)
-        for one in steps[at][1][: steps[at][3]]
+        if step_index < len(steps)
+        for sample_id in steps[step_index][1][: steps[step_index][3]]
     ]
 
 
@@ -710,26 +723,26 @@ def check(case: Case, pool: Pool) -> str:
     """Compare with plain torch, and the interrupted run with the uninterrupted one."""
     with tempfile.TemporaryDirectory() as folder:
         done = pool.run(runs, case.world, case, Path(folder), timeout_s=PATIENCE_S)
-        whole: list[Any] = [one[0] for one in done]
-        first: list[Any] = [one[2] for one in done]
-        rest: list[Any] = [one[3] for one in done]
+        uninterrupted: list[Any] = [outcome[0] for outcome in done]
+        first: list[Any] = [outcome[2] for outcome in done]
+        resumed: list[Any] = [outcome[3] for outcome in done]
         stop = done[0][1]
-        if case.is_unsaid or any(isinstance(steps, str) for steps in whole):
+        if case.is_unsaid or any(isinstance(steps, str) for steps in uninterrupted):
             reasons = (
                 ("already_sharded=True",)
                 if case.is_unsaid
                 else ("has no sample", "cannot be split over")
             )
-            return refused_by_all(whole, reasons)
+            return refused_by_all(uninterrupted, reasons)
         for epoch in (0, 1):
-            compare_with_torch(case, real_ids(whole, epoch))
+            compare_with_torch(case, real_ids(uninterrupted, epoch))
         if stop == 0:
             return "too short to stop"
-        assert first == [steps[:stop] for steps in whole], (
+        assert first == [steps[:stop] for steps in uninterrupted], (
             "two runs of one program differ"
         )
         if case.new_world != case.world:
-            rest = pool.run(
+            resumed = pool.run(
                 run,
                 case.new_world,
                 case,
@@ -738,42 +751,50 @@ def check(case: Case, pool: Pool) -> str:
                 True,
                 timeout_s=PATIENCE_S,
             )
-    start = window_start(whole[0], stop)
+    start = window_start(uninterrupted[0], stop)
     first = [steps[:start] for steps in first]
     inside = start > 0 and (
-        not whole[0][start - 1][4] or case.seed % 2 == 1
+        not uninterrupted[0][start - 1][4] or case.seed % 2 == 1
     )  # odd ones: with an epoch's last batch in hand
     unsaid = replace(case, world=case.new_world).is_unsaid
     if unsaid or (inside and case.refused):
-        return refused_by_all(rest, ("Resume on", *["already_sharded=True"] * unsaid))
-    assert not any(isinstance(steps, str) for steps in rest), f"refused: {rest}"
+        return refused_by_all(
+            resumed, ("Resume on", *["already_sharded=True"] * unsaid)
+        )
+    assert not any(isinstance(steps, str) for steps in resumed), f"refused: {resumed}"
     if case.new_world == case.world:
-        for rank, (got, steps) in enumerate(zip(rest, whole, strict=True)):
+        for rank, (got, steps) in enumerate(zip(resumed, uninterrupted, strict=True)):
             assert got == steps[start:], (
                 f"rank {rank} after {start} steps:\n{got}\ninstead of\n{steps[start:]}"
             )
         return "exact"
-    expected = whole
+    expected = uninterrupted
     # parts of the dataset's own fit one number of ranks: an epoch that begins there has its order
     if case.refused:
         expected = pool.run(
             run, case.new_world, case, Path(folder), None, False, timeout_s=PATIENCE_S
         )
     for epoch in (0, 1):
-        compare_with_torch(case, real_ids(first, epoch) + real_ids(rest, epoch))
+        compare_with_torch(case, real_ids(first, epoch) + real_ids(resumed, epoch))
         if not case.workers and not case.drop_last:
-            begun = in_global_order(first, epoch)
-            both = begun + in_global_order(rest, epoch)
-            wanted = in_global_order(whole if begun else expected, epoch)
-            assert both == wanted, f"epoch {epoch} goes on in another order: {both}"
+            first_order = in_global_order(first, epoch)
+            joined_order = first_order + in_global_order(resumed, epoch)
+            expected_order = in_global_order(
+                uninterrupted if first_order else expected, epoch
+            )
+            assert joined_order == expected_order, (
+                f"epoch {epoch} goes on in another order: {joined_order}"
+            )
     return "each sample once on another world"
 
 
 def refused_by_all(ranks: list[Any], reasons: tuple[str, ...]) -> str:
-    assert all(isinstance(one, str) for one in ranks), (
+    assert all(isinstance(rank_steps, str) for rank_steps in ranks), (
         f"refused on some ranks only, or not at all: {ranks}"
     )
-    assert any(reason in one for one in ranks for reason in reasons), ranks
+    assert any(reason in rank_steps for rank_steps in ranks for reason in reasons), (
+        ranks
+    )
     return "refused"
 
 
@@ -811,7 +832,7 @@ END: Final = "<!-- end -->\n"
 def table() -> str:
     """What resumes how: the verdicts that `check` holds every case to."""
     lines = ["| data | on as many processes | on another number |", "|---|---|---|"]
-    for kind, words in {**ORDERS, **STREAMS, **HUB, **PARTS}.items():
+    for kind, words in {**ORDERS, **STREAMS, **HUB, **SPLIT_DATA}.items():
         case = replace(
             draw(0),
             data=kind,
@@ -823,10 +844,10 @@ def table() -> str:
             seed=8,
         )
         once = "each draw once" if kind == "weighted" else "each sample once"
-        other = "refused inside an epoch"
-        if kind not in PARTS:
-            other += "; with `dispatch_batches=True` each sample once"
-        lines.append(f"| {words} | exact | {other if case.refused else once} |")
+        verdict = "refused inside an epoch"
+        if kind not in SPLIT_DATA:
+            verdict += "; with `dispatch_batches=True` each sample once"
+        lines.append(f"| {words} | exact | {verdict if case.refused else once} |")
     return "\n".join(lines) + "\n"
 
 
@@ -843,7 +864,7 @@ def test_a_seed_draws_one_case() -> None:
         *ORDERS,
         *STREAMS,
         *HUB,
-        *PARTS,
+        *SPLIT_DATA,
     }, "every kind is drawn"
 
 
@@ -887,17 +908,15 @@ if __name__ == "__main__":
     parser.add_argument(
         "--table", action="store_true", help="write the table into docs/checkpoints.md"
     )
-    given = parser.parse_args()
-    if given.table:
-        before, rest = DOCS.read_text().split(BEGIN)
-        DOCS.write_text(before + BEGIN + table() + END + rest.split(END)[1])
+    args = parser.parse_args()
+    if args.table:
+        page_start, page_rest = DOCS.read_text().split(BEGIN)
+        DOCS.write_text(page_start + BEGIN + table() + END + page_rest.split(END)[1])
         sys.exit()
     seeds = (
-        range(given.start, given.start + given.cases)
-        if given.seed is None
-        else [given.seed]
+        range(args.start, args.start + args.cases) if args.seed is None else [args.seed]
     )
     with Pool() as workers:
-        found = law(workers).search(seeds, tell=sys.stderr.write)
-    sys.stdout.write(f"{found}\n")
-    sys.exit(bool(found.broken))
+        tally = law(workers).search(seeds, tell=sys.stderr.write)
+    sys.stdout.write(f"{tally}\n")
+    sys.exit(bool(tally.broken))

@@ -162,10 +162,10 @@ class Tempered(nn.Module):
 
 def model(case: Case) -> nn.Module:
     if case.kind == "scalar":
-        made: nn.Module = seeded(Tempered, case.seed)
+        net: nn.Module = seeded(Tempered, case.seed)
     elif case.kind in TENSOR_KINDS:
         tied = case.kind == "tied"
-        made = seeded(
+        net = seeded(
             lambda: TinyLM(
                 vocab=VOCAB, width=8, heads=4, depth=1, context=CONTEXT, tied=tied
             ),
@@ -173,13 +173,13 @@ def model(case: Case) -> nn.Module:
         )
     else:  # 7 and 3 rows: uneven and empty shards
         rate = 0.4 if case.kind == "dropout" else 0.0
-        made = seeded(
+        net = seeded(
             lambda: nn.Sequential(
                 nn.Linear(5, 7), nn.Tanh(), nn.Dropout(rate), nn.Linear(7, CLASSES)
             ),
             case.seed,
         )
-    return made
+    return net
 
 
 @dataclass(frozen=True)
@@ -441,11 +441,11 @@ class Trainer:
         self.micros.append(Micro(self.loader.epoch, *row))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor | float | str]]:
-        whole: dict[str, Tensor] = {}
-        held: dict[str, Tensor | float | str] = {
+        full_weights: dict[str, Tensor] = {}
+        rank_state: dict[str, Tensor | float | str] = {
             "rate": self.optimizer.param_groups[0]["lr"]
         }
-        held["drawn"] = float(torch.rand(()))
+        rank_state["drawn"] = float(torch.rand(()))
         owned_ids = {
             id(parameter)
             for group in self.optimizer.param_groups
@@ -462,35 +462,37 @@ class Trainer:
             if parameter.grad is not None and id(parameter) in owned_ids:
                 entries["gradient"] = parameter.grad
             for key, value in entries.items():
-                own = value.to_local() if isinstance(value, DTensor) else value
-                held[f"{name}/{key}"] = (
-                    own.detach().clone() if isinstance(own, Tensor) else own
+                local_value = value.to_local() if isinstance(value, DTensor) else value
+                rank_state[f"{name}/{key}"] = (
+                    local_value.detach().clone()
+                    if isinstance(local_value, Tensor)
+                    else local_value
                 )
             value = parameter.detach()
-            whole[name] = (
+            full_weights[name] = (
                 value.full_tensor() if isinstance(value, DTensor) else value
             ).clone()
         if self.scheduler is not None:
-            held["scheduler"] = repr(
+            rank_state["scheduler"] = repr(
                 sorted(self.scheduler.state_dict().items(), key=str)
             )
-        return whole, held
+        return full_weights, rank_state
 
 
 def runs(
     ctx: ProcessContext, case: Case, folder: Path
 ) -> tuple[Run, Run | None, Run | None]:
     """The run that is saved on the way, a few times one that is not, and, on the same layout, the one that goes on."""
-    whole = run(ctx, case, case.layout, folder, False)
+    first_run = run(ctx, case, case.layout, folder, False)
     undisturbed = (
         run(ctx, case, case.layout, None, False) if case.seed % 5 == 0 else None
     )
-    rest = (
+    resumed_run = (
         run(ctx, case, case.layout, folder, True)
         if case.new_layout == case.layout
         else None
     )
-    return whole, undisturbed, rest
+    return first_run, undisturbed, resumed_run
 
 
 # -- the law ----------------------------------------------------------------------------------------------------------
@@ -508,7 +510,7 @@ def reference(
     rates: list[float] = []
     for window in windows(steps):
         ids = torch.tensor(
-            [one for step in window for micro in step for one in micro.ids]
+            [sample_id for step in window for micro in step for sample_id in micro.ids]
         )
         share = torch.cat(
             [
@@ -543,25 +545,25 @@ def reference(
     )
 
 
-def shares(case: Case, samples: Data, micro: Micro, parts: int) -> Tensor:
+def shares(case: Case, samples: Data, micro: Micro, num_parts: int) -> Tensor:
     """What each sample of a micro-step counts for: its weight, or its part of a mean of equal means."""
     if case.weighted:
         return samples.weight[list(micro.ids)] * (
             torch.arange(len(micro.ids)) < micro.real
         )
     return torch.full(
-        (len(micro.ids),), 1.0 / (len(micro.ids) * parts), dtype=torch.float64
+        (len(micro.ids),), 1.0 / (len(micro.ids) * num_parts), dtype=torch.float64
     )
 
 
 def windows(steps: Sequence[Sequence[Micro]]) -> list[list[Sequence[Micro]]]:
-    found: list[list[Sequence[Micro]]] = [[]]
+    grouped: list[list[Sequence[Micro]]] = [[]]
     for step in steps:
-        found[-1].append(step)
+        grouped[-1].append(step)
         if step[0].update:
-            found.append([])
-    assert not found.pop(), "the last window is open"
-    return found
+            grouped.append([])
+    assert not grouped.pop(), "the last window is open"
+    return grouped
 
 
 def window_loss(case: Case, window: Sequence[Sequence[Micro]]) -> float:
@@ -578,14 +580,16 @@ def window_loss(case: Case, window: Sequence[Sequence[Micro]]) -> float:
 def compare_with_torch(case: Case, steps: Sequence[Sequence[Micro]], end: Run) -> None:
     """Each sample once, windows as set, and losses, learning rates and weights as in plain torch."""
     for epoch in range(case.epochs):
-        seen = [
+        used_ids = [
             i
             for step in steps
             for micro in step
             if micro.epoch == epoch
             for i in micro.ids[: micro.real]
         ]
-        assert set(seen) == set(range(case.size)), f"epoch {epoch} saw {sorted(seen)}"
+        assert set(used_ids) == set(range(case.size)), (
+            f"epoch {epoch} saw {sorted(used_ids)}"
+        )
     for window in windows(steps):
         assert len(window) == case.every or (
             len(window) < case.every and window[-1][0].last
@@ -627,17 +631,19 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
 
 
-def compare_bitwise(whole: Run, rest: Run, stop: int) -> None:
+def compare_bitwise(uninterrupted: Run, resumed: Run, stop: int) -> None:
     """A run from some micro-step on against the whole one."""
-    assert rest.micros == whole.micros[stop:], (
-        f"after {stop} steps:\n{rest.micros}\ninstead of\n{whole.micros[stop:]}"
+    assert resumed.micros == uninterrupted.micros[stop:], (
+        f"after {stop} steps:\n{resumed.micros}\ninstead of\n{uninterrupted.micros[stop:]}"
     )
-    assert rest.held.keys() == whole.held.keys()
-    other = [
-        name for name, value in rest.held.items() if not same(value, whole.held[name])
+    assert resumed.held.keys() == uninterrupted.held.keys()
+    different = [
+        name
+        for name, value in resumed.held.items()
+        if not same(value, uninterrupted.held[name])
     ]
-    assert not other, (
-        f"it ends with another {other}: {[(rest.held[n], whole.held[n]) for n in other[:2]]}"
+    assert not different, (
+        f"it ends with another {different}: {[(resumed.held[n], uninterrupted.held[n]) for n in different[:2]]}"
     )
 
 
@@ -653,16 +659,16 @@ def check(case: Case, pool: Pool) -> str:
     """Compare with plain torch, and the interrupted run with the uninterrupted one."""
     with tempfile.TemporaryDirectory() as folder:
         done = pool.run(runs, case.layout[1], case, Path(folder), timeout_s=PATIENCE_S)
-        whole, rests = (
+        first_runs, rests = (
             [outcome[0] for outcome in done],
             [outcome[2] for outcome in done if outcome[2] is not None],
         )
-        start = window_start(whole[0].micros, whole[0].saved)
+        start = window_start(first_runs[0].micros, first_runs[0].saved)
         for saved, undisturbed, _ in done:
             if undisturbed is not None:
                 compare_bitwise(undisturbed, saved, 0)
         if case.kind != "dropout":
-            compare_with_torch(case, together(case.layout, whole), whole[0])
+            compare_with_torch(case, together(case.layout, first_runs), first_runs[0])
         if not rests:
             args = (case, case.new_layout, Path(folder), True)
             rests = pool.run(run, case.new_layout[1], *args, timeout_s=PATIENCE_S)
@@ -670,10 +676,10 @@ def check(case: Case, pool: Pool) -> str:
         f"refused: {[resumed_run.refused for resumed_run in rests]}"
     )
     if case.new_layout == case.layout:
-        for one, rest in zip(whole, rests, strict=True):
-            compare_bitwise(one, rest, start)
+        for first_run, resumed in zip(first_runs, rests, strict=True):
+            compare_bitwise(first_run, resumed, start)
         return "exact"
-    steps = together(case.layout, whole, start) + together(case.new_layout, rests)
+    steps = together(case.layout, first_runs, start) + together(case.new_layout, rests)
     compare_with_torch(case, steps, rests[0])
     return "as in torch on another layout"
 
@@ -683,7 +689,9 @@ def together(
 ) -> list[tuple[Micro, ...]]:
     """The micro-steps of the ranks that read different samples, step after step; ranks of a tensor-parallel group read the same."""
     alike = {"tp": layout[1], "tp+ddp": 2, "tp+fsdp": 2}.get(layout[0], 1)
-    return list(zip(*(one.micros[:stop] for one in ranks[::alike]), strict=True))
+    return list(
+        zip(*(rank_run.micros[:stop] for rank_run in ranks[::alike]), strict=True)
+    )
 
 
 def law(pool: Pool) -> Law[Case]:
@@ -724,13 +732,11 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, help="run this case alone")
     parser.add_argument("--start", type=int, default=0, help="first seed")
     parser.add_argument("--cases", type=int, default=1000)
-    given = parser.parse_args()
+    args = parser.parse_args()
     seeds = (
-        range(given.start, given.start + given.cases)
-        if given.seed is None
-        else [given.seed]
+        range(args.start, args.start + args.cases) if args.seed is None else [args.seed]
     )
     with Pool() as workers:
-        found = law(workers).search(seeds, tell=sys.stderr.write)
-    sys.stdout.write(f"{found}\n")
-    sys.exit(bool(found.broken))
+        tally = law(workers).search(seeds, tell=sys.stderr.write)
+    sys.stdout.write(f"{tally}\n")
+    sys.exit(bool(tally.broken))

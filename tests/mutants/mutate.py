@@ -52,13 +52,13 @@ def mutants_of(module: str, source: str) -> list[Mutant]:
     mutants = []
     for index in range(num_places):
         tree = ast.parse(source)
-        place = _Places.of_tree(tree)[index]
-        before = place.text()
-        place.mutate()
-        change = f"{before} -> {place.text()}"
+        spot = _Places.of_tree(tree)[index]
+        original_text = spot.text()
+        spot.mutate()
+        change = f"{original_text} -> {spot.text()}"
         mutants.append(
             Mutant(
-                module, place.line, change, ast.unparse(ast.fix_missing_locations(tree))
+                module, spot.line, change, ast.unparse(ast.fix_missing_locations(tree))
             )
         )
     return mutants

@@ -173,8 +173,8 @@ def sample_mutants(modules: Sequence[str], count: int, seed: int) -> list[Mutant
         for module in modules
         for mutant in mutants_of(module, (SOURCE / module).read_text("utf-8"))
     ]
-    chosen = random.Random(seed).sample(mutants, min(count, len(mutants)))
-    return sorted(chosen, key=lambda mutant: (mutant.module, mutant.line))
+    sampled = random.Random(seed).sample(mutants, min(count, len(mutants)))
+    return sorted(sampled, key=lambda mutant: (mutant.module, mutant.line))
 
 
 def report(verdicts: Sequence[Verdict], seed: int) -> str:

@@ -8,14 +8,14 @@ import pytest
 
 from hasten.optional import available
 
-HERE = Path(__file__).parent
-THERE = available("ray") and available("optuna")
+RAY_TESTS = Path(__file__).parent
+HAS_RAY = available("ray") and available("optuna")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests of this folder, with the command that runs them."""
     for item in items:
-        if not THERE and HERE in item.path.parents:
+        if not HAS_RAY and RAY_TESTS in item.path.parents:
             item.add_marker(
                 pytest.mark.skip(
                     reason="ray and optuna are not installed; run: make test-ray"

@@ -39,13 +39,13 @@ def train_loop(config: Mapping[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(Numbered(), batch_size=BATCH, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    began = hasten.ray.resume(accelerator)
+    was_resumed = hasten.ray.resume(accelerator)
     rank, size = accelerator.process_index, accelerator.num_processes
     note(
         folder / "starts.jsonl",
         rank=rank,
         size=size,
-        resumed=began,
+        resumed=was_resumed,
         step=optimizer.num_updates,
     )
     for epoch in accelerator.epochs(EPOCHS):
@@ -183,5 +183,7 @@ PROGRAMS: Final[tuple[Callable[[Path], dict[str, Any]], ...]] = (
 if __name__ == "__main__":
     # workers import the training loop by the name of this file
     programs, where = import_module("tests.on_ray.programs").PROGRAMS, Path(sys.argv[2])
-    chosen = next(program for program in programs if program.__name__ == sys.argv[1])
-    (where / "result.json").write_text(json.dumps(chosen(where)))
+    selected_program = next(
+        program for program in programs if program.__name__ == sys.argv[1]
+    )
+    (where / "result.json").write_text(json.dumps(selected_program(where)))

@@ -44,9 +44,9 @@ def start(
 
 def weights(out: Path) -> str:
     """Return the checksum of the weights that the example prints."""
-    found = re.findall(r"step 46: .* weights (\w+)", out.read_text())
-    assert found, out.read_text()[-5000:]
-    return str(found[-1])
+    checksums = re.findall(r"step 46: .* weights (\w+)", out.read_text())
+    assert checksums, out.read_text()[-5000:]
+    return str(checksums[-1])
 
 
 def workers_below(pid: int) -> list[int]:
@@ -63,15 +63,15 @@ def workers_below(pid: int) -> list[int]:
         except (ValueError, OSError):  # not a process, or it has just ended
             continue
 
-    def descends(one: int) -> bool:
-        while one in parents and one != pid:
-            one = parents[one]
-        return one == pid
+    def descends(process_id: int) -> bool:
+        while process_id in parents and process_id != pid:
+            process_id = parents[process_id]
+        return process_id == pid
 
     return sorted(
-        one
-        for one, name in names.items()
-        if name.startswith("ray::RayTrainWorker") and descends(one)
+        process_id
+        for process_id, name in names.items()
+        if name.startswith("ray::RayTrainWorker") and descends(process_id)
     )
 
 
@@ -97,16 +97,16 @@ def test_an_example_trains_on_ray_as_without_it_although_a_worker_is_killed(
     first = lost / "run" / "checkpoints" / "checkpoint_0" / "manifest.json"
     while not first.exists() and process.poll() is None:
         time.sleep(0.05)
-    found = workers_below(process.pid)
-    assert len(found) == 2, out.read_text()[-3000:]
-    os.kill(found[1], signal.SIGKILL)
+    worker_pids = workers_below(process.pid)
+    assert len(worker_pids) == 2, out.read_text()[-3000:]
+    os.kill(worker_pids[1], signal.SIGKILL)
     assert process.wait(600) == 0, out.read_text()[-5000:]
     assert weights(out) == weights(expected)
-    said = out.read_text()
+    printed = out.read_text()
     assert re.search(
-        rf"rank [01] \(Ray actor with pid {found[1]} on [^)]+\) was lost", said
-    ), said[-3000:]
-    assert "going on after step" in said
+        rf"rank [01] \(Ray actor with pid {worker_pids[1]} on [^)]+\) was lost", printed
+    ), printed[-3000:]
+    assert "going on after step" in printed
 
 
 def test_an_error_of_the_script_names_its_rank(tmp_path: Path) -> None:

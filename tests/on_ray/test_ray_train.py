@@ -31,8 +31,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         timeout=550,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return found
+    report: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return report
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -42,23 +42,28 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 def steps(folder: Path) -> list[list[list[int]]]:
     """Return the samples of each update, by rank; an update made again after a restart replaces the first one and what followed."""
-    starts, made = (
+    starts, rank_lines = (
         lines(folder / "starts.jsonl"),
         [lines(file) for file in sorted(folder.glob("steps-*.jsonl"))],
     )
-    resumed = min((one["step"] for one in starts if one["resumed"]), default=None)
-    found: dict[int, dict[int, list[int]]] = {}
+    resumed = min((line["step"] for line in starts if line["resumed"]), default=None)
+    samples_by_step: dict[int, dict[int, list[int]]] = {}
     sizes: dict[int, int] = {}
-    for rank in made:
-        for one in rank:  # later lines of a rank are of later starts
-            found.setdefault(one["step"], {})[one["rank"]] = one["samples"]
-            sizes[one["step"]] = (
-                one["size"] if one["rank"] == 0 else sizes.get(one["step"], one["size"])
+    for rank in rank_lines:
+        for line in rank:  # later lines of a rank are of later starts
+            samples_by_step.setdefault(line["step"], {})[line["rank"]] = line["samples"]
+            sizes[line["step"]] = (
+                line["size"]
+                if line["rank"] == 0
+                else sizes.get(line["step"], line["size"])
             )
-    assert sorted(found) == list(range(1, len(found) + 1)), "no update is missing"
-    assert resumed is None or 0 < resumed < len(found)
+    assert sorted(samples_by_step) == list(range(1, len(samples_by_step) + 1)), (
+        "no update is missing"
+    )
+    assert resumed is None or 0 < resumed < len(samples_by_step)
     return [
-        [found[step][rank] for rank in range(sizes[step])] for step in sorted(found)
+        [samples_by_step[step][rank] for rank in range(sizes[step])]
+        for step in sorted(samples_by_step)
     ]
 
 
@@ -77,17 +82,21 @@ def reference(batches: Sequence[Sequence[Sequence[int]]]) -> dict[str, Tensor]:
             gradients.append(
                 [p.grad.clone() for p in model.parameters() if p.grad is not None]
             )
-        for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
-            parameter.grad = torch.stack([part / len(ranks) for part in parts]).sum(0)
+        for parameter, *rank_gradients in zip(
+            model.parameters(), *gradients, strict=True
+        ):
+            parameter.grad = torch.stack(
+                [gradient / len(ranks) for gradient in rank_gradients]
+            ).sum(0)
         optimizer.step()
     return dict(model.state_dict())
 
 
 def equal(folder: Path, expected: dict[str, Tensor]) -> bool:
     """Return whether the weights of a run are bitwise those expected."""
-    found = torch.load(folder / "weights.pt")
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[name], expected[name]) for name in expected
+    trained_weights = torch.load(folder / "weights.pt")
+    return trained_weights.keys() == expected.keys() and all(
+        torch.equal(trained_weights[name], expected[name]) for name in expected
     )
 
 
@@ -95,62 +104,73 @@ def each_sample_once(
     batches: list[list[list[int]]], epochs: int = 2, samples: int = 96
 ) -> None:
     """Assert that every epoch holds every sample exactly once."""
-    seen = [sample for ranks in batches for rank in ranks for sample in rank]
+    read_samples = [sample for ranks in batches for rank in ranks for sample in rank]
     for epoch in range(epochs):
-        assert sorted(seen[epoch * samples : (epoch + 1) * samples]) == list(
+        assert sorted(read_samples[epoch * samples : (epoch + 1) * samples]) == list(
             range(samples)
         )
-    assert len(seen) == epochs * samples
+    assert len(read_samples) == epochs * samples
 
 
 def test_two_workers_train_as_plain_torch_also_after_one_was_killed(
     tmp_path: Path,
 ) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, killed):
+    plain_folder, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (plain_folder, killed):
         folder.mkdir()
-    found = run("plain", whole)
-    assert found["metrics"]["step"] == 24
-    assert found["kept"] == 2, "Ray deletes old checkpoints by its CheckpointConfig"
-    assert Path(found["checkpoint"], "manifest.json").exists() or any(
-        Path(found["checkpoint"]).iterdir()
+    report = run("plain", plain_folder)
+    assert report["metrics"]["step"] == 24
+    assert report["kept"] == 2, "Ray deletes old checkpoints by its CheckpointConfig"
+    assert Path(report["checkpoint"], "manifest.json").exists() or any(
+        Path(report["checkpoint"]).iterdir()
     )
-    batches = steps(whole)
+    batches = steps(plain_folder)
     each_sample_once(batches)
-    assert equal(whole, reference(batches))
+    assert equal(plain_folder, reference(batches))
 
     run("killed", killed)
     starts = lines(killed / "starts.jsonl")
-    assert [one["resumed"] for one in starts] == [False, False, True, True]
+    assert [start_line["resumed"] for start_line in starts] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert starts[2]["step"] in (2, 4), (
         "it resumes in the middle of the first epoch, which has 12 updates"
     )
     assert steps(killed) == batches
-    assert equal(killed, dict(torch.load(whole / "weights.pt")))
+    assert equal(killed, dict(torch.load(plain_folder / "weights.pt")))
 
 
 def test_a_dead_actor_is_named_as_a_lost_rank(tmp_path: Path) -> None:
-    found = run("lost", tmp_path)
-    assert found["error"].startswith("rank 1 (Ray actor with pid ")
-    assert "was lost: its worker process has died" in found["error"]
-    assert "max_failures" in found["error"]
-    assert found["cause"] == "WorkerGroupError"
+    report = run("lost", tmp_path)
+    assert report["error"].startswith("rank 1 (Ray actor with pid ")
+    assert "was lost: its worker process has died" in report["error"]
+    assert "max_failures" in report["error"]
+    assert report["cause"] == "WorkerGroupError"
 
 
 def test_one_worker_continues_the_sharded_run_of_two_when_a_machine_goes_away(
     tmp_path: Path,
 ) -> None:
-    found = run("elastic", tmp_path)
+    report = run("elastic", tmp_path)
     starts = lines(tmp_path / "starts.jsonl")
-    assert [(one["size"], one["resumed"]) for one in starts] == [
+    assert [(start_line["size"], start_line["resumed"]) for start_line in starts] == [
         (2, False),
         (2, False),
         (1, True),
     ]
-    at = starts[2]["step"]
+    resumed_step = starts[2]["step"]
     batches = steps(tmp_path)
-    assert [len(ranks) for ranks in batches] == [2] * at + [1] * (len(batches) - at)
-    assert found["metrics"]["step"] == len(batches) == at + (2 * 96 - at * 8) // 4
+    assert [len(ranks) for ranks in batches] == [2] * resumed_step + [1] * (
+        len(batches) - resumed_step
+    )
+    assert (
+        report["metrics"]["step"]
+        == len(batches)
+        == resumed_step + (2 * 96 - resumed_step * 8) // 4
+    )
     each_sample_once(batches)
     weights = torch.load(tmp_path / "weights.pt")
     # FSDP adds the ranks' gradients in another order than DDP: rounding only

@@ -65,9 +65,9 @@ def trials(folder: Path) -> list[Any]:
 def test_a_killed_optuna_search_on_two_ranks_continues_its_trial(
     tmp_path: Path,
 ) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    plain_folder, killed = tmp_path / "whole", tmp_path / "killed"
     size = ("--trials", "3", "--epochs", "3", "--out")
-    text = output(start(*LAUNCH, *size, str(whole)))
+    text = output(start(*LAUNCH, *size, str(plain_folder)))
     assert "best of 3" in text
 
     process = start(*LAUNCH, *size, str(killed))
@@ -81,11 +81,18 @@ def test_a_killed_optuna_search_on_two_ranks_continues_its_trial(
     assert re.search(r"trial 2 continues after step (23|46|69)", text), text
     assert "best of 3" in text
 
-    expected, found = trials(whole), trials(killed)
-    assert [trial.state.name for trial in found[:3]] == ["COMPLETE", "FAIL", "COMPLETE"]
-    assert [found[0].value, found[2].value] == [expected[0].value, expected[1].value]
-    assert found[2].params == expected[1].params
-    assert found[2].intermediate_values == expected[1].intermediate_values
+    expected, continued_trials = trials(plain_folder), trials(killed)
+    assert [trial.state.name for trial in continued_trials[:3]] == [
+        "COMPLETE",
+        "FAIL",
+        "COMPLETE",
+    ]
+    assert [continued_trials[0].value, continued_trials[2].value] == [
+        expected[0].value,
+        expected[1].value,
+    ]
+    assert continued_trials[2].params == expected[1].params
+    assert continued_trials[2].intermediate_values == expected[1].intermediate_values
     assert not list(killed.glob("trial_*")), (
         "checkpoints of finished trials are deleted"
     )
@@ -104,14 +111,18 @@ def test_ray_tune_stops_a_bad_trial_and_finds_the_best(tmp_path: Path) -> None:
     """The second and third trial of this seed are worse than the first: they are stopped after an epoch, which frees their workers."""
     size = ("--seed", "5", "--trials", "3", "--epochs", "2", "--out", str(tmp_path))
     text = output(start("examples/sweep_ray.py", *size))
-    found = re.findall(r"best of 3: ([\d.]+)% with lr", text)
-    assert found, text[-4000:]
+    best_scores = re.findall(r"best of 3: ([\d.]+)% with lr", text)
+    assert best_scores, text[-4000:]
     results = [
         file.read_text().splitlines()
         for file in sorted(tmp_path.glob("search/run_trial_*/result.json"))
     ]
     scores = [[json.loads(line)["accuracy"] for line in lines] for lines in results]
-    assert [len(one) for one in scores] == [2, 1, 1], "epochs of each trial"
+    assert [len(trial_scores) for trial_scores in scores] == [2, 1, 1], (
+        "epochs of each trial"
+    )
     assert scores[1][0] < scores[0][0]
-    assert float(found[-1]) == pytest.approx(100 * max(map(max, scores)), abs=0.01)
-    assert float(found[-1]) > 50
+    assert float(best_scores[-1]) == pytest.approx(
+        100 * max(map(max, scores)), abs=0.01
+    )
+    assert float(best_scores[-1]) > 50

@@ -45,9 +45,9 @@ assert right > 0.95, right
 def quickstart() -> str:
     """Return the script that docs/quickstart.md shows."""
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-    found = re.search(r'```python title="train.py"\n(.*?)```', page, re.DOTALL)
-    assert found is not None, "docs/quickstart.md has no train.py any more"
-    return found[1]
+    match = re.search(r'```python title="train.py"\n(.*?)```', page, re.DOTALL)
+    assert match is not None, "docs/quickstart.md has no train.py any more"
+    return match[1]
 
 
 def run(words: Sequence[str], folder: Path) -> str:

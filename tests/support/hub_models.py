@@ -59,13 +59,13 @@ _SIZES: Final = (
     ("vocab_size", 16),
     ("max_position_embeddings", 8),
 )
-_ENDS: Final = (("bos_token_id", 0), ("eos_token_id", 0))
+_END_TOKENS: Final = (("bos_token_id", 0), ("eos_token_id", 0))
 
 
 def _made(model: str, config: str, **options: Any) -> nn.Module:
     package = need("transformers", why="a model of the Hub")
-    made: nn.Module = getattr(package, model)(getattr(package, config)(**options))
-    return made
+    net: nn.Module = getattr(package, model)(getattr(package, config)(**options))
+    return net
 
 
 def t5(**options: Any) -> nn.Module:
@@ -78,8 +78,10 @@ def t5(**options: Any) -> nn.Module:
         "num_heads": 4,
         "vocab_size": 16,
     }
-    more = {"dropout_rate": 0.0, "decoder_start_token_id": 0}
-    return _made("T5ForConditionalGeneration", "T5Config", **sizes, **more, **options)
+    start_options = {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+    return _made(
+        "T5ForConditionalGeneration", "T5Config", **sizes, **start_options, **options
+    )
 
 
 def gated_t5() -> nn.Module:
@@ -91,7 +93,7 @@ def gpt2() -> nn.Module:
     """Return a model with transposed weights and a joint layer for queries, keys and values."""
     sizes = {"n_embd": 8, "n_layer": 2, "n_head": 4, "vocab_size": 16, "n_positions": 8}
     drops = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    return _made("GPT2LMHeadModel", "GPT2Config", **sizes, **drops, **dict(_ENDS))
+    return _made("GPT2LMHeadModel", "GPT2Config", **sizes, **drops, **dict(_END_TOKENS))
 
 
 def mixtral() -> nn.Module:
@@ -102,7 +104,7 @@ def mixtral() -> nn.Module:
         **dict(_SIZES),
         num_key_value_heads=4,
         num_local_experts=4,
-        **dict(_ENDS),
+        **dict(_END_TOKENS),
     )
 
 
@@ -110,7 +112,11 @@ def llama(key_heads: int = 2) -> nn.Module:
     """Return a model with four query heads and `key_heads` key heads."""
     options = {"num_key_value_heads": key_heads, "attention_bias": True}
     return _made(
-        "LlamaForCausalLM", "LlamaConfig", **dict(_SIZES), **options, **dict(_ENDS)
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        **dict(_SIZES),
+        **options,
+        **dict(_END_TOKENS),
     )
 
 
@@ -122,7 +128,7 @@ def gemma() -> nn.Module:
         "Gemma3TextConfig",
         **dict(_SIZES),
         **options,
-        **dict(_ENDS),
+        **dict(_END_TOKENS),
     )
 
 
@@ -148,7 +154,7 @@ def gpt_neo() -> nn.Module:
         **sizes,
         **drops,
         attention_types=kinds,
-        **dict(_ENDS),
+        **dict(_END_TOKENS),
     )
 
 
@@ -183,11 +189,11 @@ def train(
 
 def share_of(net: nn.Module) -> float:
     """Return the share of the model's elements that this rank holds."""
-    held = sum(
+    num_local = sum(
         (p.to_local() if isinstance(p, DTensor) else p).numel()
         for p in net.parameters()
     )
-    return held / sum(p.numel() for p in net.parameters())
+    return num_local / sum(p.numel() for p in net.parameters())
 
 
 def largest_difference(

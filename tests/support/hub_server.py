@@ -62,15 +62,15 @@ class Repository:
         """Return the newest commit of a branch, or the commit of this hash."""
         if revision in self.branches:
             return self.branches[revision][-1]
-        found = [
+        matching_commits = [
             commit
             for branch in self.branches.values()
             for commit in branch
             if commit.oid == revision
         ]
-        if not found:
+        if not matching_commits:
             raise Refused(404, f"revision {revision} not found", "RevisionNotFound")
-        return found[0]
+        return matching_commits[0]
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Hub:
     """Number of bytes after which the connection of the next download of a large object breaks."""
     ranges: list[str] = field(default_factory=list)
     """Ranges of downloads that asked for a part of a large object."""
-    begun: int = 0
+    num_uploads: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
@@ -137,22 +137,22 @@ class Hub:
             (r"(?:GET|HEAD) /objects/([0-9a-f]{64})", self.object),
         )
         for pattern, handler in routes:
-            if found := re.fullmatch(pattern, f"{method} {path}"):
-                given = [
+            if match := re.fullmatch(pattern, f"{method} {path}"):
+                arguments = [
                     value if value is None else unquote(value)
-                    for value in found.groups()
+                    for value in match.groups()
                 ]
-                return handler(headers, body, *given)  # type: ignore[arg-type]
+                return handler(headers, body, *arguments)  # type: ignore[arg-type]
         self.unknown.append(f"{method} {path}")
         return Answer(404, b'{"error": "not part of this server"}')
 
     def check(self, headers: Any) -> None:
         """Refuse a request without the right token."""
-        given = headers.get("authorization", "")
-        self.tokens.add(given)
-        if given != f"Bearer {TOKEN}":
-            said = f" {given}" if self.repeats_token else ""
-            raise Refused(401, f"invalid credentials{said}")
+        authorization = headers.get("authorization", "")
+        self.tokens.add(authorization)
+        if authorization != f"Bearer {TOKEN}":
+            echoed_token = f" {authorization}" if self.repeats_token else ""
+            raise Refused(401, f"invalid credentials{echoed_token}")
 
     def find(self, headers: Any, name: str) -> Repository:
         """Return a repository; private ones exist only for their owner."""
@@ -176,20 +176,20 @@ class Hub:
 
     def create(self, headers: Any, body: bytes) -> Answer:
         self.check(headers)
-        given = json.loads(body)
-        name = f"{given.get('organization') or 'someone'}/{given['name']}"
-        made = {"url": f"{self.address}/{name}", "name": name, "id": "1"}
+        request = json.loads(body)
+        name = f"{request.get('organization') or 'someone'}/{request['name']}"
+        created = {"url": f"{self.address}/{name}", "name": name, "id": "1"}
         if name in self.repositories:
-            return _json(made, 409)
+            return _json(created, 409)
         # older and newer clients
-        private = bool(given.get("private") or given.get("visibility") == "private")
+        private = bool(request.get("private") or request.get("visibility") == "private")
         first = Commit(
             hashlib.sha1(name.encode()).hexdigest(),
             "initial commit",
             {".gitattributes": b""},
         )
         self.repositories[name] = Repository(private, {"main": [first]})
-        return _json(made)
+        return _json(created)
 
     def branch(self, headers: Any, body: bytes, name: str, branch: str) -> Answer:
         self.check(headers)
@@ -202,11 +202,11 @@ class Hub:
     # -- uploads --------------------------------------------------------------------------------------------------
     def preupload(self, headers: Any, body: bytes, name: str, revision: str) -> Answer:
         self.check(headers)
-        there = self.find(headers, name).head(revision).files
-        asked = json.loads(body)["files"]
+        existing_files = self.find(headers, name).head(revision).files
+        requested_files = json.loads(body)["files"]
         modes = {
             file["path"]: "lfs" if file["path"].endswith((".safetensors", ".bin")) or file["size"] > 10_000_000 else "regular"
-            for file in asked
+            for file in requested_files
         }  # fmt: skip
         return _json(
             {
@@ -215,8 +215,8 @@ class Hub:
                         "path": path,
                         "uploadMode": mode,
                         "shouldIgnore": False,
-                        "oid": _sha256(there[path])
-                        if mode == "lfs" and path in there
+                        "oid": _sha256(existing_files[path])
+                        if mode == "lfs" and path in existing_files
                         else None,
                     }
                     for path, mode in modes.items()
@@ -226,8 +226,8 @@ class Hub:
 
     def batch(self, headers: Any, body: bytes, name: str) -> Answer:
         self.check(headers)
-        found = [self.upload_actions(item) for item in json.loads(body)["objects"]]
-        return _json({"transfer": "basic", "objects": found})
+        actions = [self.upload_actions(item) for item in json.loads(body)["objects"]]
+        return _json({"transfer": "basic", "objects": actions})
 
     def upload_actions(self, item: dict[str, Any]) -> dict[str, Any]:
         """Return the addresses to upload an object to; none if it is there already."""
@@ -245,33 +245,35 @@ class Hub:
             }
         header = {"chunk_size": str(self.part_size)}
         header |= {
-            str(at + 1): f"{self.address}/lfs/{oid}/{at + 1}"
-            for at in range(-(-size // self.part_size))
+            str(part_index + 1): f"{self.address}/lfs/{oid}/{part_index + 1}"
+            for part_index in range(-(-size // self.part_size))
         }
         upload = {"href": f"{self.address}/lfs/{oid}/complete", "header": header}
         return {**item, "actions": {"upload": upload, "verify": verify}}
 
-    def put(self, headers: Any, body: bytes, oid: str, part: str | None) -> Answer:
+    def put(
+        self, headers: Any, body: bytes, oid: str, part_number: str | None
+    ) -> Answer:
         assert "authorization" not in headers, (
             "upload addresses are signed; a token must not reach the object store"
         )
         with self.lock:
-            self.begun += 1
-            begun = self.begun
+            self.num_uploads += 1
+            upload_number = self.num_uploads
         if (
             self.before_gate is not None
-            and begun > self.before_gate
+            and upload_number > self.before_gate
             and not self.gate.wait(60)
         ):
             raise Refused(503, "the gate was not opened")
-        if begun in self.refused or (
-            self.refuse_after is not None and begun > self.refuse_after
+        if upload_number in self.refused or (
+            self.refuse_after is not None and upload_number > self.refuse_after
         ):
             raise Refused(403, "the signature has expired")
         with self.lock:
-            self.received[oid if part is None else f"{oid}/{part}"] += 1
-        if part is not None:
-            self.parts.setdefault(oid, {})[int(part)] = body
+            self.received[oid if part_number is None else f"{oid}/{part_number}"] += 1
+        if part_number is not None:
+            self.parts.setdefault(oid, {})[int(part_number)] = body
         else:
             self.store(oid, body)
         return Answer(200, b"", {"etag": f'"{hashlib.md5(body).hexdigest()}"'})
@@ -283,12 +285,12 @@ class Hub:
         self.objects[oid] = content
 
     def complete(self, headers: Any, body: bytes, oid: str) -> Answer:
-        listed, parts = json.loads(body)["parts"], self.parts.pop(oid)
+        listed, received_parts = json.loads(body)["parts"], self.parts.pop(oid)
         for item in listed:
-            digest = hashlib.md5(parts[item["partNumber"]]).hexdigest()
+            digest = hashlib.md5(received_parts[item["partNumber"]]).hexdigest()
             if item["etag"].strip('"') != digest:
                 raise Refused(400, f"part {item['partNumber']} has another ETag")
-        self.store(oid, b"".join(parts[item["partNumber"]] for item in listed))
+        self.store(oid, b"".join(received_parts[item["partNumber"]] for item in listed))
         return _json({})
 
     def verify(self, headers: Any, body: bytes, oid: str) -> Answer:
@@ -347,10 +349,10 @@ class Hub:
         )
 
     def refs(self, headers: Any, body: bytes, name: str) -> Answer:
-        found = self.find(headers, name).branches
+        branches = self.find(headers, name).branches
         heads = [
             {"name": b, "ref": f"refs/heads/{b}", "targetCommit": c[-1].oid}
-            for b, c in found.items()
+            for b, c in branches.items()
         ]
         return _json({"branches": heads, "tags": [], "converts": []})
 
@@ -365,7 +367,7 @@ class Hub:
         repository = self.find(headers, name)
         files = repository.head(revision).files
         form = unquote(body.decode())
-        wanted = (
+        requested_paths = (
             json.loads(form)["paths"]
             if form.startswith("{")
             else re.findall(r"paths=([^&]+)", form)
@@ -373,7 +375,7 @@ class Hub:
         return _json(
             [
                 self.entry(repository, path, files[path])
-                for path in wanted
+                for path in requested_paths
                 if path in files
             ]
         )
@@ -382,19 +384,19 @@ class Hub:
         self, repository: Repository, path: str, content: bytes
     ) -> dict[str, Any]:
         """Return the description of a file in a listing."""
-        made: dict[str, Any] = {
+        description: dict[str, Any] = {
             "type": "file",
             "path": path,
             "size": len(content),
             "oid": _git_oid(content),
         }
         if path in repository.large:
-            made["lfs"] = {
+            description["lfs"] = {
                 "oid": _sha256(content),
                 "size": len(content),
                 "pointerSize": 130,
             }
-        return made
+        return description
 
     def resolve(
         self, headers: Any, body: bytes, name: str, revision: str, path: str
@@ -443,16 +445,16 @@ def _json(value: Any, status: int = 200) -> Answer:
     )
 
 
-def _ranged(content: bytes, headers: Any, given: dict[str, str]) -> Answer:
+def _ranged(content: bytes, headers: Any, answer_headers: dict[str, str]) -> Answer:
     """Return the content, or the range of it that the request names."""
-    found = re.fullmatch(r"bytes=(\d+)-(\d*)", headers.get("range", ""))
-    if found is None:
-        return Answer(200, content, {**given, "accept-ranges": "bytes"})
-    start, end = int(found[1]), int(found[2] or len(content) - 1)
+    range_match = re.fullmatch(r"bytes=(\d+)-(\d*)", headers.get("range", ""))
+    if range_match is None:
+        return Answer(200, content, {**answer_headers, "accept-ranges": "bytes"})
+    start, end = int(range_match[1]), int(range_match[2] or len(content) - 1)
     return Answer(
         206,
         content[start : end + 1],
-        {**given, "content-range": f"bytes {start}-{end}/{len(content)}"},
+        {**answer_headers, "content-range": f"bytes {start}-{end}/{len(content)}"},
     )
 
 
@@ -477,8 +479,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 and path.startswith("/objects/")
                 and hub.breaks_after is not None
             ):
-                some, hub.breaks_after = answer.body[: hub.breaks_after], None
-                self.wfile.write(some)
+                first_bytes, hub.breaks_after = answer.body[: hub.breaks_after], None
+                self.wfile.write(first_bytes)
                 self.close_connection = True
                 return
             self.wfile.write(answer.body)
@@ -486,11 +488,11 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def _body(self) -> bytes:
             if "chunked" not in self.headers.get("transfer-encoding", ""):
                 return self.rfile.read(int(self.headers.get("content-length") or 0))
-            parts = []
+            chunks = []
             while size := int(self.rfile.readline().strip() or b"0", 16):
-                parts.append(self.rfile.read(size))
+                chunks.append(self.rfile.read(size))
                 self.rfile.readline()
-            return b"".join(parts)
+            return b"".join(chunks)
 
         do_GET = do_POST = do_PUT = do_HEAD = _serve  # noqa: N815  the base class's names
 

@@ -27,7 +27,7 @@ class Tally:
 
     def __str__(self) -> str:
         """Return counts, seeds, and every broken case as readable lines."""
-        seen = ", ".join(
+        verdict_counts = ", ".join(
             f"{count} {verdict}" for verdict, count in sorted(self.verdicts.items())
         )
         span = (
@@ -35,7 +35,7 @@ class Tally:
         )
         return "\n".join(
             [
-                f"{len(self.seeds)} cases ({span}): {seen}; {len(self.broken)} broken",
+                f"{len(self.seeds)} cases ({span}): {verdict_counts}; {len(self.broken)} broken",
                 *self.broken,
             ]
         )
@@ -62,9 +62,9 @@ class Law(Generic[C]):
         Raises: LawBrokenError at the first broken case, unless `tell` is given: then it is reported and the search continues.
         """
         tally = Tally()
-        begun = time.monotonic()
+        start_time = time.monotonic()
         for seed in seeds:
-            if seconds is not None and time.monotonic() - begun > seconds:
+            if seconds is not None and time.monotonic() - start_time > seconds:
                 break
             case = self.draw(seed)
             tally.seeds.append(seed)

@@ -23,19 +23,20 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given = {
+        returned = func(*args, **(kwargs or {}))
+        input_storages = {
             id(x.untyped_storage())
             for x in tree_leaves((args, kwargs))
             if isinstance(x, Tensor)
         }
-        for tensor in tree_leaves(made):
+        for tensor in tree_leaves(returned):
             if (
                 isinstance(tensor, Tensor)
-                and id(tensor.untyped_storage()) not in given | self.known.keys()
+                and id(tensor.untyped_storage())
+                not in input_storages | self.known.keys()
             ):
                 self.add(tensor.untyped_storage())
-        return made
+        return returned
 
     def add(self, storage: Any) -> None:
         key, size = id(storage), storage.nbytes()

@@ -94,9 +94,9 @@ class NamespaceHost:
 
     def kill(self) -> None:
         """Kill all processes of this host and delete its memory folder, as a power failure would."""
-        found = self.processes
-        memories = {memory for pid in found if (memory := _memory_of(pid))}
-        for pid in found:
+        pids = self.processes
+        memories = {memory for pid in pids if (memory := _memory_of(pid))}
+        for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:  # ended meanwhile
@@ -112,14 +112,14 @@ class NamespaceHost:
         """Connect this host again after `unplug`."""
         ip("-n", self.cable[0], "link", "set", self.cable[1], "master", "br0")
 
-    def lose(self, other: NamespaceHost) -> None:
+    def lose(self, other_host: NamespaceHost) -> None:
         """Drop all packets to another host without notice; the other hosts stay connected."""
         ip(
             "-n",
             self.namespace,
             "neigh",
             "replace",
-            other.address,
+            other_host.address,
             "lladdr",
             _NOWHERE,
             "dev",
@@ -128,9 +128,9 @@ class NamespaceHost:
             "permanent",
         )
 
-    def find(self, other: NamespaceHost) -> None:
+    def find(self, other_host: NamespaceHost) -> None:
         """Send packets to another host again after `lose`."""
-        ip("-n", self.namespace, "neigh", "del", other.address, "dev", "eth0")
+        ip("-n", self.namespace, "neigh", "del", other_host.address, "dev", "eth0")
 
 
 def _memory_of(pid: int) -> str:
@@ -154,7 +154,7 @@ def hosts(count: int) -> Iterator[list[NamespaceHost]]:
     """Context manager with `count` connected hosts; all their processes are killed at the end."""
     tag = f"hst{os.getpid()}"
     switch = f"{tag}-switch"
-    made = [
+    created_hosts = [
         NamespaceHost(
             f"{tag}-{i}",
             f"host-{'abcdef'[i]}",
@@ -164,11 +164,11 @@ def hosts(count: int) -> Iterator[list[NamespaceHost]]:
         for i in range(count)
     ]
     try:
-        for space in (switch, *(host.namespace for host in made)):
+        for space in (switch, *(host.namespace for host in created_hosts)):
             ip("netns", "add", space)
         ip("-n", switch, "link", "add", "br0", "type", "bridge")
         ip("-n", switch, "link", "set", "br0", "up")
-        for i, host in enumerate(made):
+        for i, host in enumerate(created_hosts):
             ip(
                 "-n",
                 switch,
@@ -187,11 +187,11 @@ def hosts(count: int) -> Iterator[list[NamespaceHost]]:
             ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
             ip("-n", host.namespace, "link", "set", "eth0", "up")
             ip("-n", host.namespace, "link", "set", "lo", "up")
-        yield made
+        yield created_hosts
     finally:
-        for host in made:
+        for host in created_hosts:
             host.kill()
-        for space in (switch, *(host.namespace for host in made)):
+        for space in (switch, *(host.namespace for host in created_hosts)):
             subprocess.run(["ip", "netns", "del", space], capture_output=True)
 
 
@@ -275,8 +275,8 @@ class NamespaceMachine:
 @contextmanager
 def machines(zygote: Zygote, count: int) -> Iterator[list[NamespaceMachine]]:
     """Context manager with `count` hosts on which launchers can be started."""
-    with hosts(count) as made:
-        yield [NamespaceMachine(zygote, host) for host in made]
+    with hosts(count) as started_hosts:
+        yield [NamespaceMachine(zygote, host) for host in started_hosts]
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def train(
     folder = Path(str(accelerator.config.project.project_dir))
     if (folder / "checkpoints").exists():
         accelerator.load_state()
-    with (folder / f"seen-{accelerator.process_index}").open("a") as seen:
+    with (folder / f"seen-{accelerator.process_index}").open("a") as log_file:
         for (x,) in loader:
             loss = model(2 * x / samples).pow(2).mean()
             accelerator.backward(loss)
@@ -44,7 +44,7 @@ def train(
                 size,
                 *(int(number) for number in x.flatten().tolist()),
                 loss.item(),
-                file=seen,
+                file=log_file,
                 flush=True,
             )
             time.sleep(pause_s)
@@ -56,7 +56,7 @@ def train(
         weights = [
             p.flatten().tolist() for p in accelerator.unwrap_model(model).parameters()
         ]
-        print("end", weights, file=seen, flush=True)
+        print("end", weights, file=log_file, flush=True)
 
 
 if __name__ == "__main__":

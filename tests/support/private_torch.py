@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-BOTH: Final = ("2.11", "2.13")
+TESTED_VERSIONS: Final = ("2.11", "2.13")
 _DDP: Final = "torch.nn.parallel:DistributedDataParallel"
 _GROUP: Final = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
 _PARAM: Final = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
@@ -25,7 +25,7 @@ _AGENT: Final = (
 _MODULE: Final = "torch.nn:Module"
 
 _BUCKETS: Final = "src/hasten/strategies/ddp/buckets.py"
-_HELD: Final = "src/hasten/strategies/fsdp/strategy.py"
+_FSDP_STRATEGY: Final = "src/hasten/strategies/fsdp/strategy.py"
 _SCALING: Final = "src/hasten/precision/scaler.py"
 _LAUNCH: Final = "src/hasten/launch/elastic/torch_agent.py"
 _SHARDS: Final = "src/hasten/strategies/sharded_updates.py"
@@ -33,7 +33,7 @@ _NAMES: Final = "src/hasten/modules/names.py"
 _HOOKS: Final = "src/hasten/strategies/gradient_hooks.py"
 _META: Final = "src/hasten/modules/meta.py"
 _BLOCKS: Final = "src/hasten/extensions/bigmodel/units.py"
-_BEGUN: Final = "src/hasten/comm/collective_log.py"
+_COLLECTIVE_LOG: Final = "src/hasten/comm/collective_log.py"
 _TAKEOVER: Final = "src/hasten/extensions/planning/plan/takeover.py"
 _WATCH: Final = "src/hasten/extensions/planning/plan/watch.py"
 _CLIP: Final = "src/hasten/optim/clip.py"
@@ -51,7 +51,7 @@ class Name:
     name: str
     files: tuple[str, ...]
     without: str
-    seen: tuple[str, ...] = BOTH
+    seen: tuple[str, ...] = TESTED_VERSIONS
     instead_of: str = ""
     """Name with the same meaning in other versions; one of the two is enough."""
 
@@ -65,12 +65,12 @@ _FAST: Final = "degrades: optimizers update DTensors, slower"
 
 NAMES: Final = (
     # the watchdog: the number of collectives that each group has started
-    Name("torch.distributed.distributed_c10d", "_world", (_BEGUN,), _STALL),
-    Name("torch.distributed:ProcessGroup", "_get_backend", (_BEGUN,), _STALL),
+    Name("torch.distributed.distributed_c10d", "_world", (_COLLECTIVE_LOG,), _STALL),
+    Name("torch.distributed:ProcessGroup", "_get_backend", (_COLLECTIVE_LOG,), _STALL),
     Name(
         "torch._C._distributed_c10d:Backend",
         "_get_sequence_number_for_group",
-        (_BEGUN,),
+        (_COLLECTIVE_LOG,),
         _STALL,
     ),
     # DDP: the time of its exchange, and the order of its buckets
@@ -111,22 +111,31 @@ NAMES: Final = (
     # offload: the hooks of an optimizer in their order
     Name("torch.optim:Optimizer", "_optimizer_step_post_hooks", (_UPDATE,), _STREAMED),
     # FSDP2: gradients held between reductions
-    Name("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", (_HELD,), _HOLDS),
+    Name(
+        "torch.distributed.fsdp:FSDPModule",
+        "_get_fsdp_state",
+        (_FSDP_STRATEGY,),
+        _HOLDS,
+    ),
     Name(
         _STATE,
         "_fsdp_param_groups",
-        (_HELD,),
+        (_FSDP_STRATEGY,),
         _HOLDS,
         ("2.13",),
         instead_of="_fsdp_param_group",
     ),
     Name(
-        _STATE, "_fsdp_param_group", (_HELD,), _HOLDS, instead_of="_fsdp_param_groups"
+        _STATE,
+        "_fsdp_param_group",
+        (_FSDP_STRATEGY,),
+        _HOLDS,
+        instead_of="_fsdp_param_groups",
     ),
-    Name(_GROUP, "fsdp_params", (_HELD,), _HOLDS),
-    Name(_GROUP, "_partial_reduce_output", (_HELD,), _HOLDS),
-    Name(_PARAM, "unsharded_accumulated_grad", (_HELD,), _HOLDS),
-    Name(_PARAM, "_unsharded_param", (_HELD,), _HOLDS),
+    Name(_GROUP, "fsdp_params", (_FSDP_STRATEGY,), _HOLDS),
+    Name(_GROUP, "_partial_reduce_output", (_FSDP_STRATEGY,), _HOLDS),
+    Name(_PARAM, "unsharded_accumulated_grad", (_FSDP_STRATEGY,), _HOLDS),
+    Name(_PARAM, "_unsharded_param", (_FSDP_STRATEGY,), _HOLDS),
     # DTensor
     Name(
         "torch.distributed.tensor.debug",
@@ -398,25 +407,27 @@ def missing(names: Iterable[Name] = NAMES) -> list[str]:
 def _has(owner: str, name: str) -> bool:
     module, _, cls = owner.partition(":")
     try:
-        found: Any = importlib.import_module(module)  # Any: a module, or a class in it
-        found = getattr(found, cls) if cls else found
+        namespace: Any = importlib.import_module(
+            module
+        )  # Any: a module, or a class in it
+        namespace = getattr(namespace, cls) if cls else namespace
     except (ImportError, AttributeError):
         return False
-    if hasattr(found, name):
+    if hasattr(namespace, name):
         return True
     if not cls:
         return importlib.util.find_spec(f"{module}.{name}") is not None
-    return name in set_on_self(found)
+    return name in set_on_self(namespace)
 
 
 def set_on_self(cls: type) -> set[str]:
     """Return the attributes that a class of torch declares, or sets in its methods."""
     names: set[str] = set()
-    for one in cls.__mro__:
-        if one.__module__.split(".")[0] != "torch":
+    for base in cls.__mro__:
+        if base.__module__.split(".")[0] != "torch":
             continue
         try:
-            text = textwrap.dedent(inspect.getsource(one))
+            text = textwrap.dedent(inspect.getsource(base))
         except (OSError, TypeError):  # compiled
             continue
         for node in ast.walk(ast.parse(text)):

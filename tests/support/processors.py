@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-_MOST: Final = 6.0  # largest factor on a limit
+_MAX_FACTOR: Final = 6.0  # largest factor on a limit
 
 
 def processor_time() -> tuple[int, int]:
@@ -20,10 +20,10 @@ def processor_time() -> tuple[int, int]:
     return stolen, user + nice + system + interrupts + soft + stolen
 
 
-def stolen_since(before: tuple[int, int]) -> float:
+def stolen_since(earlier: tuple[int, int]) -> float:
     """Return the share of the processors' time that the host of a virtual machine has stolen."""
-    stolen, wanted = processor_time()
-    return (stolen - before[0]) / max(wanted - before[1], 1)
+    stolen, demanded = processor_time()
+    return (stolen - earlier[0]) / max(demanded - earlier[1], 1)
 
 
 class Limit:
@@ -37,5 +37,5 @@ class Limit:
 
     def left(self) -> float:
         """Return the remaining seconds: zero or less if the time is up."""
-        allowed = self._seconds / max(1 - stolen_since(self._before), 1 / _MOST)
+        allowed = self._seconds / max(1 - stolen_since(self._before), 1 / _MAX_FACTOR)
         return min(allowed, self._most_s) - (time.monotonic() - self._start)

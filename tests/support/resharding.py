@@ -34,29 +34,29 @@ class ReshardTrial:
 
 def held(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> State:
     """Return the full weights and moments of which this rank holds a shard, by name in the whole model. Ranks: every rank."""
-    found: State = {}
-    part = stage_part(net)
+    full_state: State = {}
+    stage = stage_part(net)
     for name, parameter in accelerator.unwrap_model(net).named_parameters():
-        known = name if part is None else part.whole_name(name)
+        full_name = name if stage is None else stage.whole_name(name)
         for key, value in {
             "weight": parameter.detach(),
             **optimizer.state[parameter],
         }.items():
-            found[f"{known}/{key}"] = (
+            full_state[f"{full_name}/{key}"] = (
                 value.full_tensor() if isinstance(value, DTensor) else value
             ).clone()
-    return found
+    return full_state
 
 
 def joined(states: Iterable[State]) -> State:
     """Return the merged states of all ranks; values held by several ranks must be equal."""
-    whole: State = {}
+    merged: State = {}
     for state in states:
         for name, value in state.items():
-            assert torch.equal(whole.setdefault(name, value), value), (
+            assert torch.equal(merged.setdefault(name, value), value), (
                 f"{name} differs between ranks"
             )
-    return whole
+    return merged
 
 
 def _save(ctx: ProcessContext, trial: ReshardTrial, layout: str, folder: Path) -> State:
@@ -70,13 +70,13 @@ def _save(ctx: ProcessContext, trial: ReshardTrial, layout: str, folder: Path) -
 def _load(
     ctx: ProcessContext, trial: ReshardTrial, layout: str, folders: list[Path]
 ) -> list[State]:
-    found = []
+    loaded_states = []
     accelerator, net, optimizer = trial.begin(layout, 2)
     for folder in folders:
         accelerator.load_state(folder)
-        found.append(held(accelerator, net, optimizer))
+        loaded_states.append(held(accelerator, net, optimizer))
     trial.step(accelerator, net, optimizer)  # training continues from there
-    return found
+    return loaded_states
 
 
 def check_pairs(
@@ -92,7 +92,11 @@ def check_pairs(
         for layout, world in layouts
     }
     for layout, world in layouts:
-        sources = [other for other, _ in layouts if among in layout or among in other]
+        sources = [
+            source_layout
+            for source_layout, _ in layouts
+            if among in layout or among in source_layout
+        ]
         loaded = pool.run(
             _load, world, trial, layout, [folders[source] for source in sources]
         )

@@ -162,7 +162,7 @@ def _bytes(values: Tensor | list[Any]) -> float:
 
 def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
     """Return the group of a collective, from its arguments in torch's dispatcher."""
-    return next((found for arg in args if (found := _unboxed(arg)) is not None), None)
+    return next((group for arg in args if (group := _unboxed(arg)) is not None), None)
 
 
 def _unboxed(arg: object) -> dist.ProcessGroup | None:
@@ -199,17 +199,17 @@ def expert_traffic(
     Hidden states and weights are sent to the experts and results back, and likewise the gradients; counts are sent once.
     """
     rows = tokens * k
-    there = exchanged_bytes(rows * (width * item + weight_item), mesh.ep)
+    sent = exchanged_bytes(rows * (width * item + weight_item), mesh.ep)
     back = exchanged_bytes(rows * width * item, mesh.ep)
     return used_axes(
-        {EXPERTS: 2 * (there + back) + exchanged_bytes(num_experts * 8, mesh.ep)}
+        {EXPERTS: 2 * (sent + back) + exchanged_bytes(num_experts * 8, mesh.ep)}
     )
 
 
 def context_traffic(
     mesh: MeshSpec,
     *,
-    way: ContextWay,
+    exchange: ContextWay,
     tokens: int,
     keys: int,
     queries: int,
@@ -221,7 +221,7 @@ def context_traffic(
     values to every rank and returns their gradients; ulysses exchanges queries, keys, values and outputs, and the gradients of all.
     """
     ranks, once = mesh.cp, tokens * keys
-    if way == "ulysses":
+    if exchange == "ulysses":
         sent = 2 * exchanged_bytes(2 * tokens * (queries + keys) * item, ranks)
     else:
         sent = 4 * (ranks - 1) * once * item

@@ -22,14 +22,14 @@ def trees(folder: Path) -> Mapping[Path, ast.Module]:
     gc.collect()
     gc.disable()
     try:
-        found = {
+        parsed = {
             path: ast.parse(path.read_text("utf-8"), str(path))
             for path in sorted(folder.rglob("*.py"))
         }
         gc.freeze()
     finally:
         gc.enable()
-    return MappingProxyType(found)
+    return MappingProxyType(parsed)
 
 
 @cache  # several rules look at each tree

@@ -23,16 +23,16 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.randn(number, 2 * width, width) * width**-0.5)
         self.down = nn.Parameter(torch.randn(number, width, 2 * width) * width**-0.5)
 
-    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' results for each row of `hidden`."""
         out = torch.zeros_like(hidden)
-        for expert in sorted(set(chosen.flatten().tolist())):
-            rows, place = torch.where(chosen == expert)
-            made = F.linear(
+        for expert in sorted(set(expert_ids.flatten().tolist())):
+            rows, slots = torch.where(expert_ids == expert)
+            expert_outputs = F.linear(
                 F.gelu(F.linear(hidden[rows], self.up[expert])), self.down[expert]
             )
             out = out.index_add(
-                0, rows, (made * weights[rows, place, None]).to(out.dtype)
+                0, rows, (expert_outputs * weights[rows, slots, None]).to(out.dtype)
             )
         return out
 
@@ -50,8 +50,8 @@ class MixtureBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the sequence after this block."""
         hidden = self.norm(x).flatten(0, -2)
-        weights, chosen = self.router(hidden).softmax(-1).topk(self.k, -1)
-        return x + self.experts(hidden, chosen, weights).view_as(x)  # type: ignore[no-any-return]
+        weights, expert_ids = self.router(hidden).softmax(-1).topk(self.k, -1)
+        return x + self.experts(hidden, expert_ids, weights).view_as(x)  # type: ignore[no-any-return]
 
 
 class TinyMixture(nn.Module):
@@ -89,12 +89,14 @@ class Attention(nn.Module):
         self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
         self.o = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, other: Tensor, causal: bool) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor, causal: bool) -> Tensor:
         """Return the attention output of `x` over `other`."""
-        made = (
-            layer(y) for layer, y in ((self.q, x), (self.k, other), (self.v, other))
+        projections = (
+            layer(y) for layer, y in ((self.q, x), (self.k, context), (self.v, context))
         )
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in made)
+        q, k, v = (
+            t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in projections
+        )
         mixed = (
             F.scaled_dot_product_attention(q, k, v, is_causal=causal)
             .transpose(1, 2)
@@ -118,15 +120,17 @@ class TranslatorBlock(nn.Module):
     def forward(self, x: Tensor, num_source: int) -> Tensor:
         """Return source and target after this block: an encoder changes the source, a decoder the target."""
         source, target = x[:, :num_source], x[:, num_source:]
-        mine = source if self.cross is None else target
-        h = self.norm1(mine)
-        mine = mine + self.mix(h, h, causal=self.cross is not None)
+        sequence = source if self.cross is None else target
+        h = self.norm1(sequence)
+        sequence = sequence + self.mix(h, h, causal=self.cross is not None)
         if self.cross is not None and self.norm2 is not None:
-            mine = mine + self.cross(self.norm2(mine), source, causal=False)
-        mine = mine + self.down(F.gelu(self.up(self.norm3(mine))))
+            sequence = sequence + self.cross(self.norm2(sequence), source, causal=False)
+        sequence = sequence + self.down(F.gelu(self.up(self.norm3(sequence))))
         if self.mixture is not None:
-            mine = self.mixture(mine)
-        return torch.cat([mine, target] if self.cross is None else [source, mine], 1)
+            sequence = self.mixture(sequence)
+        return torch.cat(
+            [sequence, target] if self.cross is None else [source, sequence], 1
+        )
 
 
 class TinyTranslator(nn.Module):
@@ -150,10 +154,16 @@ class TinyTranslator(nn.Module):
         )
         self.head = nn.Linear(width, vocab, bias=False)
 
-    def forward(self, source: Tensor, target: Tensor, at: Tensor, to: Tensor) -> Tensor:
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        source_positions: Tensor,
+        target_positions: Tensor,
+    ) -> Tensor:
         """Return the logits of the token after each of `target`; `at` and `to` are the positions of both."""
         x = self.embed(torch.cat([source, target], 1)) + self.position(
-            torch.cat([at, to], 1)
+            torch.cat([source_positions, target_positions], 1)
         )
         for block in self.blocks:
             x = block(x, source.shape[1])

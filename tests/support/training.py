@@ -71,9 +71,9 @@ def over_parts(
     accelerator: Accelerator, net: nn.Module, batch: Batch, task: Task
 ) -> Tensor:
     """Run this rank's shard of sequences, whose tokens are the second dimension of each tensor, and return its loss."""
-    given = tuple(tensor.clone() for tensor in batch)
-    with accelerator.context_parallel(given, [1] * len(given), labels=None):
-        return forward_then_backward(accelerator, net, given, task)
+    shards = tuple(tensor.clone() for tensor in batch)
+    with accelerator.context_parallel(shards, [1] * len(shards), labels=None):
+        return forward_then_backward(accelerator, net, shards, task)
 
 
 def hasten_losses(
@@ -105,8 +105,8 @@ def hasten_losses(
                 optimizer.zero_grad()
         losses.append(float(total))
     everyone: list[list[float]] = accelerator.ctx.world.all_gather_object(losses)
-    for rank, mine in enumerate(everyone):
-        assert mine == everyone[mesh.peers(rank, Axis.PP)[0]], (
+    for rank, rank_losses in enumerate(everyone):
+        assert rank_losses == everyone[mesh.peers(rank, Axis.PP)[0]], (
             "ranks of one pipeline return the same loss"
         )
     mean: list[float] = torch.tensor(everyone).mean(0).tolist()

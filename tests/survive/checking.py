@@ -24,23 +24,23 @@ from tests.survive.replica_program import Numbered, evaluated, model_of
 def chain(folder: Path, lineage: str) -> list[dict[str, Any]]:
     """Return the updates that led to this history, first to last."""
     applied = {row["lineage"]: row for row in rows(folder) if row["applied"]}
-    found = []
+    updates = []
     while lineage:
-        found.append(applied[lineage])
+        updates.append(applied[lineage])
         lineage = applied[lineage]["parent"]
-    return found[::-1]
+    return updates[::-1]
 
 
 def check_account(updates: Sequence[Row], size: int, epochs: int) -> None:
     """Raise unless the applied updates have used each position of each epoch exactly once."""
     for epoch in range(epochs):
         used = [
-            place
+            position
             for update in updates
             if update["epoch"] == epoch
-            for one in update["rounds"]
+            for round_ranges in update["rounds"]
             for name in update["contributors"]
-            for place in list_positions(one.get(name, []))
+            for position in list_positions(round_ranges.get(name, []))
         ]
         assert sorted(used) == list(range(size)), (epoch, len(used), len(set(used)))
     assert [update["step"] for update in updates] == list(range(1, len(updates) + 1))
@@ -55,11 +55,12 @@ def check_indices(
         if row["lineage"] in lineages and row["applied"]:
             name, _, rank = row["name"].partition(".")
             ranges = [
-                rank_positions(one[name], int(rank or 0), options["ranks"])
-                for one in row["rounds"]
+                rank_positions(round_ranges[name], int(rank or 0), options["ranks"])
+                for round_ranges in row["rounds"]
             ]
             assert row["window"] == [
-                _indices(one, row["epoch"], options, seed) for one in ranges
+                _indices(round_ranges, row["epoch"], options, seed)
+                for round_ranges in ranges
             ]
 
 
@@ -69,37 +70,37 @@ def _order(size: int, epoch: int, seed: int) -> list[int]:
     loader = DataLoader(Numbered(size), batch_size=1, shuffle=True)
     # Any: the source of map-style data
     source: Any = Accelerator(cpu=True).prepare(loader).parts.source
-    found: list[int] = source.assignment.order.seek(Position(epoch=epoch, seed=seed))(
+    indices: list[int] = source.assignment.order.seek(Position(epoch=epoch, seed=seed))(
         np.arange(size)
     ).tolist()
-    return found
+    return indices
 
 
 def _indices(
     ranges: Sequence[tuple[int, int]], epoch: int, options: Mapping[str, Any], seed: int
 ) -> list[int]:
     order = _order(options["size"], epoch, seed)
-    return [order[place] for place in list_positions(ranges)]
+    return [order[position] for position in list_positions(ranges)]
 
 
 def check_run(
     folder: Path, options: Mapping[str, Any], tolerance: float = 0.0
 ) -> list[dict[str, Any]]:
     """Check the samples and the weights of a finished run; return its updates. The weights of all replicas are equal bit by bit."""
-    found = results(folder)
-    assert found, "a replica has reached the end"
-    ledger = next(iter(found.values()))["ledger"]
+    replica_results = results(folder)
+    assert replica_results, "a replica has reached the end"
+    ledger = next(iter(replica_results.values()))["ledger"]
     updates = chain(folder, ledger["lineage"])
     check_account(updates, options["size"], options["epochs"])
     check_indices(folder, updates, options, ledger["seed"])
-    wanted = _with_evaluations(folder, updates, options, ledger["seed"])
-    weights = next(iter(found.values()))["weights"]
-    assert tolerance or weights == wanted  # bit by bit
-    for one, other in zip(weights, wanted, strict=True):
+    expected_weights = _with_evaluations(folder, updates, options, ledger["seed"])
+    weights = next(iter(replica_results.values()))["weights"]
+    assert tolerance or weights == expected_weights  # bit by bit
+    for actual, expected in zip(weights, expected_weights, strict=True):
         torch.testing.assert_close(
-            torch.tensor(one), torch.tensor(other), rtol=tolerance, atol=tolerance
+            torch.tensor(actual), torch.tensor(expected), rtol=tolerance, atol=tolerance
         )
-    for result in found.values():
+    for result in replica_results.values():
         assert result["ledger"] == ledger
         assert result["ledger"]["unused"] == {}
         assert result["weights"] == weights  # bit by bit
@@ -120,16 +121,16 @@ def _with_evaluations(
         for path in folder.glob("evaluation-*.jsonl")
         for line in path.read_text().splitlines()
     ]
-    found = [json.loads(line) for line in lines if line.endswith("}")]
-    asked = {row["lineage"] for row in found}
+    evaluations = [json.loads(line) for line in lines if line.endswith("}")]
+    evaluated_lineages = {row["lineage"] for row in evaluations}
     losses: dict[str, float] = {}
 
     def evaluate(update: Row, model: nn.Module) -> None:
-        if update["lineage"] in asked:
+        if update["lineage"] in evaluated_lineages:
             losses[update["lineage"]] = evaluation_of(model)
 
     weights = reference(updates, options, seed, evaluate)
-    for row in found:
+    for row in evaluations:
         assert row["loss"] == losses.get(row["lineage"], row["loss"])  # bit by bit
     return weights
 
@@ -149,7 +150,7 @@ def reference(
     updates: Sequence[Row],
     options: Mapping[str, Any],
     seed: int,
-    after: Callable[[Row, nn.Module], None] = lambda update, model: None,
+    after_update: Callable[[Row, nn.Module], None] = lambda update, model: None,
 ) -> list[Any]:
     """Return the weights of a run on one process, in plain torch, whose updates have these members and samples.
 
@@ -160,19 +161,22 @@ def reference(
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
     dataset = Numbered(options["size"])
     for update in updates:
-        parts: list[list[Tensor]] = []
+        replica_gradients: list[list[Tensor]] = []
         weights: list[tuple[float, float]] = []
         for name in update["contributors"]:
             of_ranks: list[list[list[int]]] = []
             for rank in range(options["ranks"]):
                 ranges = [
-                    rank_positions(one[name], rank, options["ranks"])
-                    for one in update["rounds"]
+                    rank_positions(round_ranges[name], rank, options["ranks"])
+                    for round_ranges in update["rounds"]
                 ]
                 of_ranks.append(
-                    [_indices(one, update["epoch"], options, seed) for one in ranges]
+                    [
+                        _indices(round_ranges, update["epoch"], options, seed)
+                        for round_ranges in ranges
+                    ]
                 )
-            parts.append(
+            replica_gradients.append(
                 _mean_of_ranks(
                     [
                         _gradients(model, dataset, batches, options)
@@ -191,26 +195,28 @@ def reference(
         total = sum(share for _, share in weights)
         factors = [weight / total if share else 0.0 for weight, share in weights]
         for parameter, several in zip(
-            model.parameters(), zip(*parts, strict=True), strict=True
+            model.parameters(), zip(*replica_gradients, strict=True), strict=True
         ):
             parameter.grad = weighted_sum(several, factors)
         if options["clip"]:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        after(update, model)
+        after_update(update, model)
     return [parameter.tolist() for parameter in model.parameters()]
 
 
 def _mean_of_ranks(of_ranks: list[list[Tensor]]) -> list[Tensor]:
     """Return the mean gradients of a replica's ranks, as DDP and FSDP2 compute them: each divided first, then summed."""
-    found = [one / len(of_ranks) for one in of_ranks[0]]
-    for others in of_ranks[1:]:
-        found = [
-            one + other / len(of_ranks)
-            for one, other in zip(found, others, strict=True)
+    mean_gradients = [gradient / len(of_ranks) for gradient in of_ranks[0]]
+    for rank_gradients in of_ranks[1:]:
+        mean_gradients = [
+            gradient + rank_gradient / len(of_ranks)
+            for gradient, rank_gradient in zip(
+                mean_gradients, rank_gradients, strict=True
+            )
         ]
-    return found
+    return mean_gradients
 
 
 def _gradients(
@@ -232,12 +238,12 @@ def _gradients(
         )
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward(gradient=torch.tensor(1.0) / every)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    found = [
+    gradients = [
         torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for p in model.parameters()
     ]
     return (
-        found
+        gradients
         if len(batches) == every
-        else [one * (every / len(batches)) for one in found]
+        else [gradient * (every / len(batches)) for gradient in gradients]
     )

@@ -8,14 +8,14 @@ import pytest
 
 from hasten.optional import available
 
-HERE = Path(__file__).parent
-THERE = available("torchft")
+SURVIVE_TESTS = Path(__file__).parent
+HAS_TORCHFT = available("torchft")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests of this folder, with the command that runs them."""
     for item in items:
-        if not THERE and HERE in item.path.parents:
+        if not HAS_TORCHFT and SURVIVE_TESTS in item.path.parents:
             item.add_marker(
                 pytest.mark.skip(
                     reason="torchft is not installed; run: make test-survive"

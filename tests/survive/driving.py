@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-HERE: Final = Path(__file__).resolve().parent
+SURVIVE_TESTS: Final = Path(__file__).resolve().parent
 DEFAULTS: Final = {
     "size": 240,
     "batch": 4,
@@ -42,14 +42,14 @@ class Disturbance:
     stops: list[tuple[float, str, float]] = field(default_factory=list)
 
 
-def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return all options of the program under test."""
-    return {**DEFAULTS, **given}
+    return {**DEFAULTS, **options}
 
 
 def search_path() -> str:
     """Return the module search path of this process for children that import tests."""
-    return os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])
+    return os.pathsep.join([str(SURVIVE_TESTS.parents[1]), *filter(None, sys.path)])
 
 
 def start(
@@ -73,7 +73,11 @@ def start(
             "--strategy",
             options["strategy"],
         ]
-    command += [str(HERE / "replica_program.py"), str(folder), json.dumps(options)]
+    command += [
+        str(SURVIVE_TESTS / "replica_program.py"),
+        str(folder),
+        json.dumps(options),
+    ]
     env = {**os.environ, "PYTHONPATH": search_path()}
     with (folder / "out.txt").open("w") as out:
         return subprocess.Popen(
@@ -106,7 +110,7 @@ def finish(run: subprocess.Popen[str], folder: Path, timeout_s: float) -> str:
 
 def live(folder: Path) -> dict[str, int]:
     """Return the process of each replica that has begun to train, by name, with those of all ranks as REPLICA.RANK."""
-    found: dict[str, int] = {}
+    pids_by_name: dict[str, int] = {}
     for path in sorted(
         folder.glob("replica-*.jsonl"), key=lambda one: one.stat().st_ctime
     ):
@@ -116,20 +120,20 @@ def live(folder: Path) -> dict[str, int]:
                 path.stat().st_size
                 and "python" in Path(f"/proc/{pid}/cmdline").read_text()
             ):
-                found[name] = int(pid)
-    return found
+                pids_by_name[name] = int(pid)
+    return pids_by_name
 
 
 def recent(folder: Path, seconds: float = 0.5) -> dict[str, int]:
     """Return the live replicas that have written within the last seconds."""
-    now = time.time()
+    current_time = time.time()
     paths = {
         (*path.stem.split("-")[1:],): path for path in folder.glob("replica-*.jsonl")
     }
     return {
         name: pid
         for name, pid in live(folder).items()
-        if now - paths[(name, str(pid))].stat().st_mtime < seconds
+        if current_time - paths[(name, str(pid))].stat().st_mtime < seconds
     }
 
 
@@ -139,9 +143,9 @@ def wait_for(
     """Wait until this many replicas train; return their processes."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until and run.poll() is None:
-        found = recent(folder)
-        if len(found) >= number:
-            return found
+        live_replicas = recent(folder)
+        if len(live_replicas) >= number:
+            return live_replicas
         time.sleep(0.02)
     return {}
 
@@ -172,19 +176,19 @@ def disturb(
     """Kill or stop this many processes at random instants, one after the other, each while all replicas train."""
     done = Disturbance()
     while len(done.kills) + len(done.stops) < number and run.poll() is None:
-        found = wait_for(run, folder, replicas)
-        if not found:
+        live_replicas = wait_for(run, folder, replicas)
+        if not live_replicas:
             break
         time.sleep(rng.random() * 0.3)
-        name = rng.choice(sorted(found))
+        name = rng.choice(sorted(live_replicas))
         with suppress(ProcessLookupError):
             if rng.random() < 0.7:
-                os.kill(found[name], signal.SIGKILL)
+                os.kill(live_replicas[name], signal.SIGKILL)
                 done.kills.append((time.time(), name))
             else:
                 seconds = rng.choice((0.2, 1.0, 4.0))
-                os.kill(found[name], signal.SIGSTOP)
+                os.kill(live_replicas[name], signal.SIGSTOP)
                 done.stops.append((time.time(), name, seconds))
                 time.sleep(seconds)
-                os.kill(found[name], signal.SIGCONT)
+                os.kill(live_replicas[name], signal.SIGCONT)
     return done

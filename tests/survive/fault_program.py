@@ -52,8 +52,8 @@ class PhaseFile:
 
 def read_phase(path: Path) -> tuple[str, bool]:
     """Return the phase of a process, and whether it leads."""
-    found = path.read_bytes()
-    return NAMES[found[0]], bool(found[1])
+    phase_bytes = path.read_bytes()
+    return NAMES[phase_bytes[0]], bool(phase_bytes[1])
 
 
 class Program:
@@ -120,30 +120,30 @@ class Program:
         loss.register_hook(lambda _: self.work())  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.enter("backward")
         self.accelerator.backward(loss)
-        before = ledger.copied()
-        self.first = self.first or before.members[0]
+        previous_ledger = ledger.copied()
+        self.first = self.first or previous_ledger.members[0]
         self.enter("exchange")
         self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
         self.enter("step")
         self.optimizer.step()
-        after = self.replica.ledger
+        next_ledger = self.replica.ledger
         row = {
-            "step": after.step,
-            "epoch": before.epoch,
+            "step": next_ledger.step,
+            "epoch": previous_ledger.epoch,
             "window": window,
             "time": time.time(),
         }
         row["applied"] = self.optimizer.last is not None and self.optimizer.last.applied
         row |= {
-            "lineage": after.lineage,
+            "lineage": next_ledger.lineage,
             "contributors": self.replica.contributors,
             "first": self.first,
         }
-        row |= {"parent": before.lineage, "rounds": before.rounds}
+        row |= {"parent": previous_ledger.lineage, "rounds": previous_ledger.rounds}
         self.log.write(json.dumps(row) + "\n")
         self.scheduler.step()
         self.optimizer.zero_grad()
-        if row["applied"] and after.step % self.options["save_every"] == 0:
+        if row["applied"] and next_ledger.step % self.options["save_every"] == 0:
             self.enter("save")
             self.accelerator.save_state()
         self.enter("other")

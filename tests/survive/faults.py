@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.support.machines import NamespaceHost, hosts, ip
-from tests.survive.driving import DEFAULTS, HERE, finish, search_path
+from tests.survive.driving import DEFAULTS, SURVIVE_TESTS, finish, search_path
 from tests.survive.fault_program import PHASES, read_phase
 
-SUPPORT: Final = HERE.parent / "support"
+SUPPORT: Final = SURVIVE_TESTS.parent / "support"
 LIGHTHOUSE: Final = "10.77.0.254"
 KINDS: Final = ("kill", "stop", "cut")
 LENGTHS: Final[Mapping[str, tuple[float, ...]]] = {
@@ -64,16 +64,21 @@ def plan_faults(
     replicas: int, deck: list[tuple[str, str]], rng: random.Random
 ) -> list[Fault]:
     """Return faults of these kinds and phases, some of which follow before the replica of the previous one is back."""
-    made: list[Fault] = []
+    faults: list[Fault] = []
     for kind, phase in deck:
         fault = Fault(kind, phase, rng.choice(LENGTHS[kind]))
         fault.pair = kind == "cut" and rng.random() < 0.2
-        if made and made[-1].follows_s is None and replicas > 2 and rng.random() < 0.3:
+        if (
+            faults
+            and faults[-1].follows_s is None
+            and replicas > 2
+            and rng.random() < 0.3
+        ):
             fault.follows_s = rng.random() * 3.0
-        made.append(fault)
-    if made[-1].kind != "kill" and not made[-1].pair and rng.random() < 0.5:
-        made[-1].seconds = NEVER
-    return made
+        faults.append(fault)
+    if faults[-1].kind != "kill" and not faults[-1].pair and rng.random() < 0.5:
+        faults[-1].seconds = NEVER
+    return faults
 
 
 def decks(rng: random.Random, size: int) -> Iterator[list[tuple[str, str]]]:
@@ -99,18 +104,24 @@ class FaultyNetwork:
         if not fault.pair:
             self.made[int(fault.name)].unplug()
             return
-        one, other = self.made[int(fault.name)], self.made[int(fault.other)]
-        one.lose(other)
-        other.lose(one)
+        first_host, second_host = (
+            self.made[int(fault.name)],
+            self.made[int(fault.other)],
+        )
+        first_host.lose(second_host)
+        second_host.lose(first_host)
 
     def connect(self, fault: Fault) -> None:
         """Undo `cut`."""
         if not fault.pair:
             self.made[int(fault.name)].plug()
             return
-        one, other = self.made[int(fault.name)], self.made[int(fault.other)]
-        one.find(other)
-        other.find(one)
+        first_host, second_host = (
+            self.made[int(fault.name)],
+            self.made[int(fault.other)],
+        )
+        first_host.find(second_host)
+        second_host.find(first_host)
 
 
 @contextmanager
@@ -119,13 +130,15 @@ def faulty_network(
 ) -> Iterator[FaultyNetwork]:
     """Context manager with `count` hosts for replicas, and with processes in which torch is loaded."""
     with ExitStack() as stack:
-        made = stack.enter_context(hosts(count))
-        switch = made[0].cable[0]
+        replica_hosts = stack.enter_context(hosts(count))
+        switch = replica_hosts[0].cable[0]
         ip("-n", switch, "addr", "add", f"{LIGHTHOUSE}/24", "dev", "br0")
         ip("-n", switch, "link", "set", "lo", "up")
         path = folder / "socket"
         stack.enter_context(warm_ranks(path, modules))
-        yield FaultyNetwork(made, path, made[0].namespace.rpartition("-")[0])
+        yield FaultyNetwork(
+            replica_hosts, path, replica_hosts[0].namespace.rpartition("-")[0]
+        )
 
 
 @contextmanager
@@ -232,7 +245,7 @@ class FaultyRun:
         ]
         command += rank_command(self._network.socket)
         command += [
-            str(HERE / "fault_program.py"),
+            str(SURVIVE_TESTS / "fault_program.py"),
             str(self.folder),
             json.dumps(options),
         ]
@@ -254,7 +267,7 @@ class FaultyRun:
     def training(self) -> dict[str, int]:
         """Return the replicas that are alive, connected and have made an update since the last fault, and within the last second."""
         away = {name for fault in self._undone for name in (fault.name, fault.other)}
-        found: dict[str, int] = {}
+        pids_by_name: dict[str, int] = {}
         for path in self.folder.glob("replica-*.jsonl"):
             name, pid = path.stem.split("-")[1:]
             with suppress(OSError):
@@ -264,13 +277,13 @@ class FaultyRun:
                     and written > max(self._changed, time.time() - 1.0)
                     and alive(int(pid))
                 ):
-                    found[name] = int(pid)
-        return found
+                    pids_by_name[name] = int(pid)
+        return pids_by_name
 
     def wait_for(self, number: int) -> dict[str, int]:
         """Wait until this many replicas train. Raises: StalledRunError."""
         until = time.monotonic() + STALL_S
-        while len(found := self.training()) < number:
+        while len(replicas_training := self.training()) < number:
             self.undo()
             if self.process.poll() is not None:
                 raise StalledRunError(
@@ -278,10 +291,10 @@ class FaultyRun:
                 )
             if time.monotonic() > until:
                 raise StalledRunError(
-                    f"after {STALL_S:.0f} s {sorted(found)} train, and {number} are wanted"
+                    f"after {STALL_S:.0f} s {sorted(replicas_training)} train, and {number} are wanted"
                 )
             time.sleep(0.01)
-        return found
+        return replicas_training
 
     def inject(self, fault: Fault) -> None:
         """Inject a fault: wait for its phase, then disturb the replica."""
@@ -289,14 +302,16 @@ class FaultyRun:
             while self._undone:
                 self.undo()
                 time.sleep(0.01)
-            found = self.wait_for(self.replicas)
+            replicas_training = self.wait_for(self.replicas)
         else:
             self._pause(fault.follows_s)
-            found = self.wait_for(2)
-        fault.name = self._victim(found, fault)
+            replicas_training = self.wait_for(2)
+        fault.name = self._victim(replicas_training, fault)
         if fault.pair:
-            fault.other = self._rng.choice(sorted(set(found) - {fault.name}))
-        fault.pid = found[fault.name]
+            fault.other = self._rng.choice(
+                sorted(set(replicas_training) - {fault.name})
+            )
+        fault.pid = replicas_training[fault.name]
         path = self.folder / f"phase-{fault.name}-{fault.pid}"
         until = time.monotonic() + 20.0
         while (
@@ -309,12 +324,12 @@ class FaultyRun:
         self._disturb(fault, path)
         self.faults.append(fault)
 
-    def _victim(self, found: Mapping[str, int], fault: Fault) -> str:
+    def _victim(self, replicas_training: Mapping[str, int], fault: Fault) -> str:
         if fault.phase == "save":  # one replica saves for all
-            for name, pid in found.items():
+            for name, pid in replicas_training.items():
                 if read_phase(self.folder / f"phase-{name}-{pid}")[1]:
                     return name
-        return self._rng.choice(sorted(found))
+        return self._rng.choice(sorted(replicas_training))
 
     def _disturb(self, fault: Fault, path: Path) -> None:
         fault.at = time.time()
@@ -340,8 +355,12 @@ class FaultyRun:
 
     def undo(self, everything: bool = False) -> None:
         """Continue the processes and connect the links whose time has come."""
-        now = time.monotonic()
-        for fault in [one for one in self._undone if everything or one.until < now]:
+        current_time = time.monotonic()
+        for fault in [
+            undone_fault
+            for undone_fault in self._undone
+            if everything or undone_fault.until < current_time
+        ]:
             self._undone.remove(fault)
             self._changed = time.time()
             if fault.kind == "cut":
@@ -458,6 +477,6 @@ def run_with_faults(
 
 def encoded(fault: Fault) -> dict[str, Any]:
     """Return the fault as JSON values."""
-    found = asdict(fault)
-    found["until"] = 0.0
-    return found
+    fields = asdict(fault)
+    fields["until"] = 0.0
+    return fields

@@ -51,8 +51,8 @@ class Faults:
         self._number = number
         if number == len(self._faults) or self._since < 40:
             return
-        name, rank, wanted, number_of_signal = self._faults[number]
-        if (name, rank, wanted) == (self._replica.name, self._rank, phase):
+        name, rank, fault_phase, number_of_signal = self._faults[number]
+        if (name, rank, fault_phase) == (self._replica.name, self._rank, phase):
             (self._folder / f"fault-{number}").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.Signals[number_of_signal])
 
@@ -89,13 +89,13 @@ def end(
             continue
         since = max(path.stat().st_mtime for path in folder.glob("fault-*"))
         complete = [
-            one
-            for one in rows(folder)
-            if len(one["contributors"]) == replicas and one["time"] > since + 5.0
+            row
+            for row in rows(folder)
+            if len(row["contributors"]) == replicas and row["time"] > since + 5.0
         ]
         if len(complete) > 20:
             break
-    number: int = max((one["epoch"] for one in rows(folder)), default=0) + 3
+    number: int = max((row["epoch"] for row in rows(folder)), default=0) + 3
     (folder / "draft").write_text(str(number))
     (folder / "draft").rename(folder / "last")
     return number
@@ -103,8 +103,8 @@ def end(
 
 def happened(folder: Path) -> dict[int, int]:
     """Return the process of each fault that has happened, by its number."""
-    found = {
+    pid_texts = {
         int(path.name.removeprefix("fault-")): path.read_text()
         for path in folder.glob("fault-*")
     }
-    return {number: int(pid) for number, pid in found.items() if pid}
+    return {number: int(pid) for number, pid in pid_texts.items() if pid}

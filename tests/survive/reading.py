@@ -20,10 +20,10 @@ def results(folder: Path) -> dict[str, Row]:
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     """Return all rows of all processes; the last line of a killed one may be incomplete."""
-    found = []
+    rows_of_all = []
     for path in folder.glob("replica-*.jsonl"):
         name = path.stem.split("-")[1]
         for line in path.read_text().splitlines():
             if line.endswith("}"):
-                found.append(json.loads(line) | {"name": name})
-    return found
+                rows_of_all.append(json.loads(line) | {"name": name})
+    return rows_of_all

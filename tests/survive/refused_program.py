@@ -36,11 +36,11 @@ def main() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1),
         torch.optim.SGD(model.parameters(), lr=0.1),
     )
-    found = {
+    messages = {
         "skip_first_batches": message(lambda: list(skip_first_batches(loader, 1))),
         "optimizers": message(lambda: next(iter(loader))),
     }
-    Path(sys.argv[1]).write_text(json.dumps(found))
+    Path(sys.argv[1]).write_text(json.dumps(messages))
     accelerator.end_training()
 
 

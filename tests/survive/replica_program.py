@@ -48,10 +48,10 @@ def model_of(seed: int = 5) -> nn.Module:
 
 def whole(parameter: Any) -> Tensor:  # Any: a sharded tensor has more methods
     """Return a parameter whose shards lie on the ranks of a replica."""
-    found: Tensor = (
+    full_tensor: Tensor = (
         parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     )
-    return found
+    return full_tensor
 
 
 def evaluated() -> DataLoader[tuple[Tensor, Tensor, int]]:
@@ -102,8 +102,10 @@ def main() -> None:
     if options["preemptible"]:
         accelerator.load_state(must_exist=False)
     rank = accelerator.process_index
-    own = name if options["ranks"] == 1 else f"{name}.{rank}"
-    log = (folder / f"replica-{own}-{os.getpid()}.jsonl").open("a", buffering=1)
+    process_name = name if options["ranks"] == 1 else f"{name}.{rank}"
+    log = (folder / f"replica-{process_name}-{os.getpid()}.jsonl").open(
+        "a", buffering=1
+    )
     replica = find_replica(accelerator._clock.parts)
     faults = Faults(folder, options["faults"], replica, rank, options["replicas"])
     if options["faults"]:
@@ -125,15 +127,15 @@ def main() -> None:
                 accelerator.backward(
                     loss, weight=len(x) if options["weighted"] else None
                 )
-                before = replica.ledger.copied()
-                first = first or before.members[0]
+                previous_ledger = replica.ledger.copied()
+                first = first or previous_ledger.members[0]
                 if accelerator.sync_gradients and options["clip"]:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 if accelerator.sync_gradients:
                     row = {
                         "step": replica.ledger.step,
-                        "epoch": before.epoch,
+                        "epoch": previous_ledger.epoch,
                         "window": window,
                         "time": time.time(),
                     }
@@ -145,15 +147,18 @@ def main() -> None:
                         "contributors": replica.contributors,
                         "first": first,
                     }
-                    row |= {"parent": before.lineage, "rounds": before.rounds}
+                    row |= {
+                        "parent": previous_ledger.lineage,
+                        "rounds": previous_ledger.rounds,
+                    }
                     log.write(json.dumps(row) + "\n")
                     window = []
                 scheduler.step()
                 optimizer.zero_grad()
             if options["preemptible"] and accelerator.preempted:
-                place = accelerator.save_state()
+                checkpoint_path = accelerator.save_state()
                 (folder / f"left-{name}-{os.getpid()}.json").write_text(
-                    json.dumps([replica.ledger.step, place])
+                    json.dumps([replica.ledger.step, checkpoint_path])
                 )
                 sys.exit(PREEMPTED_EXIT_CODE)
     accelerator.end_training()
@@ -171,7 +176,7 @@ def main() -> None:
         "returned": report.num_returned,
         "leads": accelerator.is_main_process,
     }
-    (folder / f"result-{own}.json").write_text(json.dumps(result))
+    (folder / f"result-{process_name}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

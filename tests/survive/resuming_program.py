@@ -29,13 +29,13 @@ def main() -> None:
         0,
         f"{os.environ['HASTEN_SURVIVE_REPLICA']}.{accelerator.process_index}",
     )
-    seen: list[int] = []
+    used_indices: list[int] = []
     for _ in range(2):
         for x, y, index in loader:
             accelerator.backward(nn.functional.mse_loss(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
-            seen += index.tolist()
+            used_indices += index.tolist()
             step += 1
             if step == stop:
                 accelerator.save_state(folder / "saved")
@@ -45,7 +45,7 @@ def main() -> None:
     accelerator.end_training()
     weights = [whole(parameter).tolist() for parameter in model.parameters()]
     (folder / f"{'first' if stop else 'second'}-{name}.json").write_text(
-        json.dumps({"seen": seen, "weights": weights})
+        json.dumps({"seen": used_indices, "weights": weights})
     )
 
 

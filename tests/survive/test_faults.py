@@ -82,8 +82,8 @@ def test_a_new_process_waits_for_the_one_that_holds_the_run(tmp_path: Path) -> N
 
 
 def _cut_while_another_starts(run: FaultyRun, network: FaultyNetwork) -> None:
-    found = run.wait_for(2)
-    os.kill(found["1"], signal.SIGKILL)
+    pids = run.wait_for(2)
+    os.kill(pids["1"], signal.SIGKILL)
     network.made[0].unplug()
     until = time.monotonic() + 60.0
     while (

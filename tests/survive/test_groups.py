@@ -25,7 +25,7 @@ FSDP = {"strategy": "fsdp", "ranks": 2, "clip": False}
 
 
 @pytest.mark.parametrize(
-    "given",
+    "chosen_options",
     [
         {**DDP, "size": 227, "every": 2},  # windows of two batches, a short last one
         # the last update has one sample: three ranks have none
@@ -39,12 +39,12 @@ FSDP = {"strategy": "fsdp", "ranks": 2, "clip": False}
     ],
 )
 def test_without_a_loss_the_run_equals_one_process(
-    tmp_path: Path, given: dict[str, Any]
+    tmp_path: Path, chosen_options: dict[str, Any]
 ) -> None:
-    options = options_of(given)
+    options = options_of(chosen_options)
     finish(start(tmp_path, 2, options), tmp_path, LIMIT_S)
     exact = not options["weighted"] and not (
-        given["strategy"] == "fsdp" and options["clip"]
+        chosen_options["strategy"] == "fsdp" and options["clip"]
     )
     exact = exact and options["ranks"] == 2  # gloo sums three ranks in another order
     updates = check_run(tmp_path, options, tolerance=0.0 if exact else 1e-6)
@@ -52,14 +52,16 @@ def test_without_a_loss_the_run_equals_one_process(
     assert sorted(results(tmp_path)) == [
         f"{name}.{rank}" for name in "01" for rank in range(options["ranks"])
     ]
-    assert sorted(name for name, one in results(tmp_path).items() if one["leads"]) == [
-        "0.0"
-    ]
+    assert sorted(
+        name
+        for name, replica_outcome in results(tmp_path).items()
+        if replica_outcome["leads"]
+    ) == ["0.0"]
 
 
-@pytest.mark.parametrize("given", [DDP, FSDP], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("chosen_options", [DDP, FSDP], ids=["ddp", "fsdp"])
 def test_a_killed_rank_ends_its_replica_alone(
-    tmp_path: Path, given: dict[str, Any]
+    tmp_path: Path, chosen_options: dict[str, Any]
 ) -> None:
     faults: list[Fault] = [
         ("0", 1, "forward", "SIGKILL"),
@@ -70,7 +72,7 @@ def test_a_killed_rank_ends_its_replica_alone(
     ]
     options = options_of(
         {
-            **given,
+            **chosen_options,
             "size": 800,
             "epochs": None,
             "sleep": 0.05,
@@ -101,16 +103,16 @@ def test_a_killed_rank_ends_its_replica_alone(
     assert len(results(tmp_path)) == 4
 
 
-@pytest.mark.parametrize("given", [DDP, FSDP], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("chosen_options", [DDP, FSDP], ids=["ddp", "fsdp"])
 def test_a_killed_rank_of_three_ends_its_replica_alone(
-    tmp_path: Path, given: dict[str, Any]
+    tmp_path: Path, chosen_options: dict[str, Any]
 ) -> None:
     faults: list[Fault] = [
         ("1", 2, "backward", "SIGKILL"),
         ("0", 1, "exchange", "SIGKILL"),
     ]
-    given = {
-        **given,
+    chosen_options = {
+        **chosen_options,
         "ranks": 3,
         "size": 800,
         "epochs": None,
@@ -118,7 +120,7 @@ def test_a_killed_rank_of_three_ends_its_replica_alone(
         "faults": faults,
         "replicas": 2,
     }
-    options = options_of(given)
+    options = options_of(chosen_options)
     run = start(tmp_path, 2, options)
     options["epochs"] = end(run, tmp_path, len(faults), 2, LIMIT_S)
     text = finish(run, tmp_path, LIMIT_S)
@@ -137,9 +139,9 @@ def test_a_killed_rank_of_three_ends_its_replica_alone(
     assert len(results(tmp_path)) == 6
 
 
-@pytest.mark.parametrize("given", [DDP, FSDP], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("chosen_options", [DDP, FSDP], ids=["ddp", "fsdp"])
 def test_a_stopped_rank_makes_its_replica_count_as_lost(
-    tmp_path: Path, given: dict[str, Any]
+    tmp_path: Path, chosen_options: dict[str, Any]
 ) -> None:
     faults: list[Fault] = [
         ("1", 1, "forward", "SIGSTOP"),
@@ -147,7 +149,7 @@ def test_a_stopped_rank_makes_its_replica_count_as_lost(
     ]
     options = options_of(
         {
-            **given,
+            **chosen_options,
             "size": 800,
             "epochs": None,
             "sleep": 0.05,
@@ -174,8 +176,10 @@ def test_a_stopped_rank_makes_its_replica_count_as_lost(
     # no process was started again
     assert len(list(tmp_path.glob("replica-*.jsonl"))) == 4
     healed = {
-        name: one["healed"][1:] if name[0] == "1" else one["healed"]
-        for name, one in results(tmp_path).items()
+        name: replica_outcome["healed"][1:]
+        if name[0] == "1"
+        else replica_outcome["healed"]
+        for name, replica_outcome in results(tmp_path).items()
     }
     # the first healing of replica 1 was at the start
     assert all(healed.values()), healed
@@ -188,8 +192,8 @@ def test_a_wait_for_other_replicas_is_no_stall_of_the_ranks(tmp_path: Path) -> N
     run = start(
         tmp_path, 2, options, "--min_replicas", "2", "--trust_stall_after_s", "3"
     )
-    found = wait_for(run, tmp_path, 4)
-    stopped = [found["1.0"], found["1.1"]]
+    pids = wait_for(run, tmp_path, 4)
+    stopped = [pids["1.0"], pids["1.1"]]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(20.0)

@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.machines import NamespaceHost, hosts, why_impossible
 from tests.survive.checking import check_run
-from tests.survive.driving import HERE, close, options_of, recent, search_path
+from tests.survive.driving import SURVIVE_TESTS, close, options_of, recent, search_path
 from tests.survive.faults import rank_command, warm_ranks
 from tests.survive.test_preemption import PREEMPTED, left
 
@@ -36,9 +36,9 @@ class Job:
     """A run of four replicas on two hosts, each with its launcher."""
 
     def __init__(
-        self, folder: Path, made: list[NamespaceHost], options: dict[str, Any]
+        self, folder: Path, network_hosts: list[NamespaceHost], options: dict[str, Any]
     ) -> None:
-        self.folder, self.hosts, self.options = folder, made, options
+        self.folder, self.hosts, self.options = folder, network_hosts, options
 
     def start(self, rank: int, *flags: str) -> Launcher:
         """Start the launcher of a host."""
@@ -70,7 +70,7 @@ class Job:
         ]
         command += rank_command(self.folder / "socket")
         command += [
-            str(HERE / "replica_program.py"),
+            str(SURVIVE_TESTS / "replica_program.py"),
             str(self.folder),
             json.dumps(self.options),
         ]
@@ -98,17 +98,20 @@ class Job:
     def end(self, launchers: list[Launcher], code: int = 0) -> None:
         """Wait until the launchers have ended with this code."""
         for launcher in launchers:
-            found = launcher.wait(LIMIT_S)
-            assert found == code, (
-                f"{found}\n{self.said(0)[-4000:]}\n--\n{self.said(1)[-4000:]}"
+            exit_code = launcher.wait(LIMIT_S)
+            assert exit_code == code, (
+                f"{exit_code}\n{self.said(0)[-4000:]}\n--\n{self.said(1)[-4000:]}"
             )
 
 
 @contextmanager
-def job(folder: Path, **given: Any) -> Iterator[Job]:
+def job(folder: Path, **chosen_options: Any) -> Iterator[Job]:
     """Context manager with two hosts, and with processes in which torch is loaded."""
-    with hosts(2) as made, warm_ranks(folder / "socket", ["torchft.coordination"]):
-        yield Job(folder, made, options_of(given))
+    with (
+        hosts(2) as network_hosts,
+        warm_ranks(folder / "socket", ["torchft.coordination"]),
+    ):
+        yield Job(folder, network_hosts, options_of(chosen_options))
 
 
 def test_a_killed_machine_is_lost_and_returns(tmp_path: Path) -> None:
@@ -118,10 +121,10 @@ def test_a_killed_machine_is_lost_and_returns(tmp_path: Path) -> None:
         run.hosts[1].kill()  # launcher and replicas
         second.wait(20)
         run.wait_for("01", time.time() + 1.0)
-        again = run.start(1)
+        restarted = run.start(1)
         run.wait_for("0123", time.time())
         run.options["epochs"] = close(tmp_path)
-        run.end([first, again])
+        run.end([first, restarted])
     updates = check_run(tmp_path, run.options)
     members = [tuple(update["contributors"]) for update in updates]
     assert ("0", "1", "2", "3") in members
@@ -163,10 +166,10 @@ def test_a_signal_to_machine_0_saves_the_run_on_all_machines(tmp_path: Path) -> 
         run.wait_for("0123")
         launchers[0].send_signal(signal.SIGTERM)
         run.end(launchers, PREEMPTED)
-        found = left(tmp_path)
-        assert len(found) == 4
-        assert len({step for step, _ in found}) == 1
-        assert sum(bool(place) for _, place in found) == 1
+        left_replicas = left(tmp_path)
+        assert len(left_replicas) == 4
+        assert len({step for step, _ in left_replicas}) == 1
+        assert sum(bool(checkpoint_path) for _, checkpoint_path in left_replicas) == 1
         run.options["epochs"] = close(tmp_path)
         run.end([run.start(0), run.start(1)])
     check_run(tmp_path, run.options)

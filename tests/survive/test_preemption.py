@@ -47,10 +47,10 @@ def test_a_signal_to_the_launcher_saves_once_and_the_run_resumes(
         run.send_signal(number)
         time.sleep(0.02)
     assert code_of(run) == PREEMPTED, (tmp_path / "out.txt").read_text()[-3000:]
-    found = left(tmp_path)
-    assert len(found) == 3
-    assert len({step for step, _ in found}) == 1  # the same update
-    assert sum(bool(place) for _, place in found) == 1
+    left_replicas = left(tmp_path)
+    assert len(left_replicas) == 3
+    assert len({step for step, _ in left_replicas}) == 1  # the same update
+    assert sum(bool(checkpoint_path) for _, checkpoint_path in left_replicas) == 1
     options["epochs"] = close(tmp_path)
     finish(start(tmp_path, 3, options, *flags), tmp_path, LIMIT_S)
     check_run(tmp_path, options)
@@ -64,8 +64,8 @@ def test_a_replica_that_is_being_started_does_not_change_the_exit_code(
         {"size": 202, "open": True, "sleep": 0.04, "preemptible": True}
     )
     run = start(tmp_path, 2, options)
-    found = wait_for(run, tmp_path, 2)
-    os.kill(found["1"], signal.SIGKILL)
+    pids = wait_for(run, tmp_path, 2)
+    os.kill(pids["1"], signal.SIGKILL)
     until = time.monotonic() + 60.0
     while (
         "the replica is started again" not in (tmp_path / "out.txt").read_text()
@@ -75,7 +75,7 @@ def test_a_replica_that_is_being_started_does_not_change_the_exit_code(
     time.sleep(0.2)
     run.send_signal(signal.SIGTERM)
     assert code_of(run) == PREEMPTED, (tmp_path / "out.txt").read_text()[-3000:]
-    assert [bool(place) for _, place in left(tmp_path)] == [True]
+    assert [bool(checkpoint_path) for _, checkpoint_path in left(tmp_path)] == [True]
     options["epochs"] = close(tmp_path)
     finish(start(tmp_path, 2, options), tmp_path, LIMIT_S)
     check_run(tmp_path, options)
@@ -88,8 +88,8 @@ def test_a_signal_to_one_replica_lets_it_leave_while_the_others_continue(
         {"size": 202, "open": True, "sleep": 0.04, "preemptible": True}
     )
     run = start(tmp_path, 3, options)
-    found = wait_for(run, tmp_path, 3)
-    os.kill(found["1"], signal.SIGTERM)
+    pids = wait_for(run, tmp_path, 3)
+    os.kill(pids["1"], signal.SIGTERM)
     while "the replica is started again" not in (
         tmp_path / "out.txt"
     ).read_text() or "1" not in recent(tmp_path):
@@ -102,8 +102,8 @@ def test_a_signal_to_one_replica_lets_it_leave_while_the_others_continue(
         "rank 0 of replica 1 ended with exit code 85; the replica is started again, 2 continue"
         in text
     )
-    ((step, place),) = left(tmp_path)
-    assert place == ""  # it did not lead
+    ((step, checkpoint_path),) = left(tmp_path)
+    assert checkpoint_path == ""  # it did not lead
     assert any(
         row["step"] == step and row["applied"]
         for row in rows(tmp_path)

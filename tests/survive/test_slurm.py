@@ -20,7 +20,7 @@ import pytest
 from tests.dist.launch import test_launch_slurm
 from tests.dist.launch.test_launch_slurm import Job, run
 from tests.survive.checking import check_run
-from tests.survive.driving import HERE, close, options_of, recent, search_path
+from tests.survive.driving import SURVIVE_TESTS, close, options_of, recent, search_path
 from tests.survive.test_preemption import left
 
 pytestmark = pytest.mark.timeout(900)
@@ -43,7 +43,7 @@ def submit(env: Mapping[str, str], folder: Path, options: Mapping[str, Any]) -> 
     command += [
         "--submit=slurm",
         "--submit_options=output=log-%j",
-        str(HERE / "replica_program.py"),
+        str(SURVIVE_TESTS / "replica_program.py"),
         str(folder),
     ]
     number = run(variables, *command, json.dumps(options), cwd=folder).split()[-1]
@@ -62,7 +62,7 @@ def cancelled() -> Iterator[list[Job]]:
 
 def launchers(job: Job) -> dict[str, int]:
     """Return the launcher's process on each node."""
-    found: dict[str, int] = {}
+    pids_by_node: dict[str, int] = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
             words, variables = (
@@ -71,16 +71,17 @@ def launchers(job: Job) -> dict[str, int]:
             )
         except OSError:  # it has ended
             continue
-        known = dict(
-            one.decode(errors="replace").partition("=")[::2] for one in variables
+        environment = dict(
+            assignment.decode(errors="replace").partition("=")[::2]
+            for assignment in variables
         )
         if (
-            known.get("SLURM_JOB_ID") == job.number
+            environment.get("SLURM_JOB_ID") == job.number
             and b"hasten.cli.main" in words[:3]
-            and "SLURM_NODEID" in known
+            and "SLURM_NODEID" in environment
         ):
-            found[known["SLURM_NODEID"]] = int(path.name)
-    return found
+            pids_by_node[environment["SLURM_NODEID"]] = int(path.name)
+    return pids_by_node
 
 
 def test_a_lost_launcher_ends_neither_the_job_nor_the_other_node(
@@ -125,10 +126,10 @@ def test_a_signal_saves_the_run_once_and_requeues_the_job(
     job.wait(lambda: sorted(recent(tmp_path, 1.0)) == ["0", "1"], LIMIT_S)
     job.cancel(*words.split())
     job.wait_for_requeue(1)
-    found = left(tmp_path)
-    assert len(found) == 2, job.log()
-    assert len({step for step, _ in found}) == 1  # the same update
-    assert sum(bool(place) for _, place in found) == 1
+    left_replicas = left(tmp_path)
+    assert len(left_replicas) == 2, job.log()
+    assert len({step for step, _ in left_replicas}) == 1  # the same update
+    assert sum(bool(checkpoint_path) for _, checkpoint_path in left_replicas) == 1
     job.wait(lambda: sorted(recent(tmp_path, 1.0)) == ["0", "1"], LIMIT_S)
     options["epochs"] = close(tmp_path)
     job.wait(lambda: "JobState=COMPLETED" in job.show(), LIMIT_S)

@@ -18,7 +18,7 @@ import pytest
 
 from tests.survive.checking import check_run
 from tests.survive.driving import (
-    HERE,
+    SURVIVE_TESTS,
     close,
     disturb,
     finish,
@@ -35,7 +35,7 @@ LIMIT_S = 400.0
 
 
 @pytest.mark.parametrize(
-    ("replicas", "given"),
+    ("replicas", "chosen_options"),
     [
         (2, {"size": 231, "every": 2}),  # windows of two batches, a short last one
         (3, {"size": 122}),  # a last update in which a replica has no samples
@@ -43,21 +43,24 @@ LIMIT_S = 400.0
     ],
 )
 def test_without_a_loss_the_run_equals_one_process(
-    tmp_path: Path, replicas: int, given: dict[str, Any]
+    tmp_path: Path, replicas: int, chosen_options: dict[str, Any]
 ) -> None:
-    options = options_of(given)
+    options = options_of(chosen_options)
     finish(start(tmp_path, replicas, options), tmp_path, LIMIT_S)
     updates = check_run(tmp_path, options)
     assert {len(update["contributors"]) for update in updates} == {replicas}
     assert len(results(tmp_path)) == replicas
-    assert sum(one["leads"] for one in results(tmp_path).values()) == 1
+    assert (
+        sum(replica_outcome["leads"] for replica_outcome in results(tmp_path).values())
+        == 1
+    )
 
 
 def test_a_killed_replica_costs_neither_an_update_nor_a_sample(tmp_path: Path) -> None:
     options = options_of({"size": 600, "sleep": 0.03})
     run = start(tmp_path, 3, options)
-    found = wait_for(run, tmp_path, 3)
-    os.kill(found["1"], signal.SIGKILL)
+    pids = wait_for(run, tmp_path, 3)
+    os.kill(pids["1"], signal.SIGKILL)
     text = finish(run, tmp_path, LIMIT_S)
     updates = check_run(tmp_path, options)
     assert "without 1; 4 samples are given out again" in text
@@ -76,8 +79,8 @@ def test_a_killed_replica_costs_neither_an_update_nor_a_sample(tmp_path: Path) -
 def test_a_returning_replica_is_healed_and_takes_part_again(tmp_path: Path) -> None:
     options = options_of({"size": 4000, "epochs": 1, "sleep": 0.04})
     run = start(tmp_path, 2, options)
-    found = wait_for(run, tmp_path, 2)
-    os.kill(found["0"], signal.SIGKILL)  # the one that leads
+    pids = wait_for(run, tmp_path, 2)
+    os.kill(pids["0"], signal.SIGKILL)  # the one that leads
     finish(run, tmp_path, LIMIT_S)
     updates = check_run(tmp_path, options)
     numbers = [len(update["contributors"]) for update in updates]
@@ -92,15 +95,15 @@ def test_a_stopped_replica_is_left_behind_and_healed_when_it_wakes(
 ) -> None:
     options = options_of({"size": 2400, "epochs": 1, "sleep": 0.04})
     run = start(tmp_path, 3, options, "--survive_timeout_s", "2")
-    found = wait_for(run, tmp_path, 3)
-    began = time.time()
-    os.kill(found["2"], signal.SIGSTOP)
+    pids = wait_for(run, tmp_path, 3)
+    stopped_at = time.time()
+    os.kill(pids["2"], signal.SIGSTOP)
     time.sleep(seconds)
-    os.kill(found["2"], signal.SIGCONT)
+    os.kill(pids["2"], signal.SIGCONT)
     finish(run, tmp_path, LIMIT_S)
     updates = check_run(tmp_path, options)
     numbers = [
-        len(update["contributors"]) for update in updates if update["time"] > began
+        len(update["contributors"]) for update in updates if update["time"] > stopped_at
     ]
     assert numbers[-1] == 3
     assert (2 in numbers) == (seconds > 4)
@@ -114,7 +117,7 @@ def test_a_replica_whose_loop_hangs_is_left_out_though_it_sends_heartbeats(
     options = options_of({"size": 202, "open": True, "sleep": 0.04})
     run = start(tmp_path, 3, options, "--survive_timeout_s", "2")
     wait_for(run, tmp_path, 3)
-    began = time.time()
+    hung_at = time.time()
     (tmp_path / "hang-2").write_text("12")
     for trains in (False, True):  # it hangs, then it trains again
         while ("2" in recent(tmp_path, 4.0)) != trains:
@@ -123,7 +126,7 @@ def test_a_replica_whose_loop_hangs_is_left_out_though_it_sends_heartbeats(
     options["epochs"] = close(tmp_path)
     finish(run, tmp_path, LIMIT_S)
     updates = [
-        update for update in check_run(tmp_path, options) if update["time"] > began
+        update for update in check_run(tmp_path, options) if update["time"] > hung_at
     ]
     without = [update for update in updates if update["contributors"] == ["0", "1"]]
     assert len(without) > 20  # made while it hung
@@ -136,11 +139,11 @@ def test_a_replica_whose_loop_hangs_is_left_out_though_it_sends_heartbeats(
 def test_a_wait_below_the_minimum_is_told(tmp_path: Path) -> None:
     options = options_of({"size": 400, "epochs": 1, "sleep": 0.03})
     run = start(tmp_path, 2, options, "--min_replicas", "2")
-    found = wait_for(run, tmp_path, 2)
-    os.kill(found["1"], signal.SIGSTOP)
+    pids = wait_for(run, tmp_path, 2)
+    os.kill(pids["1"], signal.SIGSTOP)
     time.sleep(11.0)
     assert "0" not in recent(tmp_path, 3.0)  # it makes no update alone
-    os.kill(found["1"], signal.SIGCONT)
+    os.kill(pids["1"], signal.SIGCONT)
     text = finish(run, tmp_path, LIMIT_S)
     assert re.search(
         r"replica 0 waits for the others since \d+ s: fewer than min_replicas=2 are there",
@@ -153,8 +156,8 @@ def test_a_wait_below_the_minimum_is_told(tmp_path: Path) -> None:
 def test_below_the_minimum_the_run_waits(tmp_path: Path) -> None:
     options = options_of({"size": 400, "epochs": 1, "sleep": 0.03})
     run = start(tmp_path, 2, options, "--min_replicas", "2")
-    found = wait_for(run, tmp_path, 2)
-    os.kill(found["1"], signal.SIGKILL)
+    pids = wait_for(run, tmp_path, 2)
+    os.kill(pids["1"], signal.SIGKILL)
     finish(run, tmp_path, LIMIT_S)
     updates = check_run(tmp_path, options)
     numbers = [len(update["contributors"]) for update in updates]
@@ -177,7 +180,7 @@ def test_replicas_lost_at_random_instants(tmp_path: Path) -> None:
 def test_a_checkpoint_in_the_middle_of_an_epoch_keeps_the_account(
     tmp_path: Path, ranks: int, strategy: str
 ) -> None:
-    program = [str(HERE / "resuming_program.py"), str(tmp_path)]
+    program = [str(SURVIVE_TESTS / "resuming_program.py"), str(tmp_path)]
     command = [
         sys.executable,
         "-m",
@@ -199,19 +202,21 @@ def test_a_checkpoint_in_the_middle_of_an_epoch_keeps_the_account(
         )
     written = [json.loads(path.read_text()) for path in tmp_path.glob("*-*.json")]
     assert len(written) == 4 * ranks
-    seen = Counter(index for one in written for index in one["seen"])
-    assert seen == dict.fromkeys(range(120), 2)  # two epochs
-    ends = [
+    used_indices = Counter(
+        index for process_record in written for index in process_record["seen"]
+    )
+    assert used_indices == dict.fromkeys(range(120), 2)  # two epochs
+    final_weights = [
         json.loads(path.read_text())["weights"]
         for path in tmp_path.glob("second-*.json")
     ]
-    assert len(ends) == 2 * ranks
-    assert all(weights == ends[0] for weights in ends)
+    assert len(final_weights) == 2 * ranks
+    assert all(weights == final_weights[0] for weights in final_weights)
 
 
 def _path() -> str:
     """Return the module search path of this process for a child that imports tests."""
-    return os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])
+    return os.pathsep.join([str(SURVIVE_TESTS.parents[1]), *filter(None, sys.path)])
 
 
 def test_a_replica_that_wakes_after_the_end_does_not_continue_the_run(
@@ -227,20 +232,20 @@ def test_a_replica_that_wakes_after_the_end_does_not_continue_the_run(
         "--survive_hang_timeout_s",
         "40",
     )
-    found = wait_for(run, tmp_path, 3)
-    os.kill(found["1"], signal.SIGSTOP)
+    pids = wait_for(run, tmp_path, 3)
+    os.kill(pids["1"], signal.SIGSTOP)
     until = time.monotonic() + LIMIT_S
     while len(results(tmp_path)) < 2 and time.monotonic() < until:
         time.sleep(0.1)
     time.sleep(4.0)  # the others have left, and their heartbeats are forgotten
-    os.kill(found["1"], signal.SIGCONT)
+    os.kill(pids["1"], signal.SIGCONT)
     finish(run, tmp_path, LIMIT_S)
     check_run(tmp_path, options)
     assert sorted(results(tmp_path)) == ["0", "2"]
 
 
 def test_calls_that_are_refused_say_what_to_do(tmp_path: Path) -> None:
-    program, out = str(HERE / "refused_program.py"), tmp_path / "found.json"
+    program, out = str(SURVIVE_TESTS / "refused_program.py"), tmp_path / "found.json"
     command = [
         sys.executable,
         "-m",
@@ -253,9 +258,10 @@ def test_calls_that_are_refused_say_what_to_do(tmp_path: Path) -> None:
         str(out),
     ]
     subprocess.run(command, check=True, timeout=LIMIT_S)
-    found = json.loads(out.read_text())
+    messages = json.loads(out.read_text())
     assert (
-        "Iterate over the loader that prepare() returned" in found["skip_first_batches"]
+        "Iterate over the loader that prepare() returned"
+        in messages["skip_first_batches"]
     )
-    assert "2 optimizers were prepared" in found["optimizers"]
-    assert "groups of one optimizer" in found["optimizers"]
+    assert "2 optimizers were prepared" in messages["optimizers"]
+    assert "groups of one optimizer" in messages["optimizers"]

@@ -53,7 +53,7 @@ def shown(look: Callable[[], str], words: str, run: subprocess.Popen[str]) -> st
 @pytest.mark.usefixtures("runtime")
 def test_lost_and_returned_replicas_are_shown(tmp_path: Path) -> None:
     run = start(tmp_path, 4, "--metrics_port", str(PORT))
-    found = wait_for(run, tmp_path, 2)
+    pids = wait_for(run, tmp_path, 2)
 
     def cluster() -> str:
         return said(
@@ -70,7 +70,7 @@ def test_lost_and_returned_replicas_are_shown(tmp_path: Path) -> None:
 
     assert "2 of 2 ranks" in shown(cluster, "2 replicas, 0 lost", run)
     (tmp_path / "slow").touch()
-    os.kill(found["1"], signal.SIGKILL)
+    os.kill(pids["1"], signal.SIGKILL)
     assert "1 targets without metrics" in shown(
         cluster, "1 replicas, 1 lost, 0 joined, 4 samples given out again", run
     )

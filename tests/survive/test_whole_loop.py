@@ -16,7 +16,7 @@ from hasten.checkpoint.base import CheckpointStore
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.store.locate import open_store
 from hasten.errors import CheckpointError
-from tests.survive.driving import HERE, finish, recent, wait_for
+from tests.survive.driving import SURVIVE_TESTS, finish, recent, wait_for
 from tests.survive.reading import results
 
 pytestmark = pytest.mark.timeout(3000)  # processes that load torch, some of them again
@@ -35,8 +35,8 @@ def start(folder: Path, epochs: int, *flags: str) -> subprocess.Popen[str]:
         "2",
         *flags,
     ]
-    command += [str(HERE / "whole_program.py"), str(folder), str(epochs)]
-    path = os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])
+    command += [str(SURVIVE_TESTS / "whole_program.py"), str(folder), str(epochs)]
+    path = os.pathsep.join([str(SURVIVE_TESTS.parents[1]), *filter(None, sys.path)])
     with (folder / "out.txt").open("w") as out:
         return subprocess.Popen(
             command,
@@ -52,16 +52,19 @@ def test_evaluations_trackers_and_checkpoints_continue_when_a_replica_is_lost(
     tmp_path: Path,
 ) -> None:
     run = start(tmp_path, 3)
-    found = wait_for(run, tmp_path, 2)
-    os.kill(found["1"], signal.SIGKILL)
+    pids = wait_for(run, tmp_path, 2)
+    os.kill(pids["1"], signal.SIGKILL)
     finish(run, tmp_path, LIMIT_S)
     first = results(tmp_path)["0"]
     # the whole of it, on each replica
     assert [number for number, _ in first["evaluations"]] == [22, 22, 22]
-    assert all(one["weights"] == first["weights"] for one in results(tmp_path).values())
     assert all(
-        one["evaluations"][-1] == first["evaluations"][-1]
-        for one in results(tmp_path).values()
+        replica_outcome["weights"] == first["weights"]
+        for replica_outcome in results(tmp_path).values()
+    )
+    assert all(
+        replica_outcome["evaluations"][-1] == first["evaluations"][-1]
+        for replica_outcome in results(tmp_path).values()
     )
     (metrics,) = tmp_path.glob("project/**/metrics.jsonl")
     logged = [
@@ -81,18 +84,24 @@ def test_the_same_holds_for_replicas_of_two_processes(
 ) -> None:
     """`gather_for_metrics` sees the whole evaluation over the ranks of a replica, and all ranks of one replica save together."""
     run = start(tmp_path, 3, "--num_processes", "4", "--strategy", strategy)
-    found = wait_for(run, tmp_path, 4)
-    os.kill(found["1.1"], signal.SIGKILL)
+    pids = wait_for(run, tmp_path, 4)
+    os.kill(pids["1.1"], signal.SIGKILL)
     finish(run, tmp_path, LIMIT_S)
     every = results(tmp_path)
     first = every["0.0"]
     assert {"0.0", "0.1"} <= set(every)
     assert [number for number, _ in first["evaluations"]] == [22, 22, 22]
-    assert all(one["weights"] == first["weights"] for one in every.values())
     assert all(
-        one["evaluations"][-1] == first["evaluations"][-1] for one in every.values()
+        replica_outcome["weights"] == first["weights"]
+        for replica_outcome in every.values()
     )
-    assert [name for name, one in every.items() if one["leads"]] == ["0.0"]
+    assert all(
+        replica_outcome["evaluations"][-1] == first["evaluations"][-1]
+        for replica_outcome in every.values()
+    )
+    assert [
+        name for name, replica_outcome in every.items() if replica_outcome["leads"]
+    ] == ["0.0"]
     store = open_store(str(tmp_path))
     steps = [store.manifest(f"epoch-{number}").step or 0 for number in (1, 2, 3)]
     assert steps == sorted(set(steps))
@@ -120,25 +129,25 @@ def test_a_returning_leader_replaces_no_checkpoint_of_a_completed_epoch(
 ) -> None:
     """It runs the script from its beginning, with calls of save_state and log for epochs that the run has completed."""
     run = start(tmp_path, 4)
-    found = wait_for(run, tmp_path, 2)
+    pids = wait_for(run, tmp_path, 2)
     store = open_store(str(tmp_path))
-    while (before := manifest_of(store, "epoch-1")) is None and run.poll() is None:
+    while (
+        first_manifest := manifest_of(store, "epoch-1")
+    ) is None and run.poll() is None:
         time.sleep(0.02)
     (tmp_path / "slow").touch()
-    os.kill(found["0"], signal.SIGKILL)
-    while (
-        recent(tmp_path, 2.0).get("0", found["0"]) == found["0"] and run.poll() is None
-    ):
+    os.kill(pids["0"], signal.SIGKILL)
+    while recent(tmp_path, 2.0).get("0", pids["0"]) == pids["0"] and run.poll() is None:
         time.sleep(0.05)
     (tmp_path / "slow").unlink()
     finish(run, tmp_path, LIMIT_S)
-    assert store.manifest("epoch-1") == before
+    assert store.manifest("epoch-1") == first_manifest
     steps = [store.manifest(f"epoch-{number}").step or 0 for number in (1, 2, 3, 4)]
     assert steps == sorted(set(steps))
-    both = results(tmp_path)
-    assert both["0"]["weights"] == both["1"]["weights"]
-    assert both["0"]["leads"]  # again, after its first update
-    values = [value for _, value in both["1"]["evaluations"]]
+    replica_outcomes = results(tmp_path)
+    assert replica_outcomes["0"]["weights"] == replica_outcomes["1"]["weights"]
+    assert replica_outcomes["0"]["leads"]  # again, after its first update
+    values = [value for _, value in replica_outcomes["1"]["evaluations"]]
     for path in tmp_path.glob("project/**/metrics.jsonl"):
         for row in map(
             json.loads,

@@ -46,9 +46,9 @@ def main() -> None:
         for x, y, index in test:
             with torch.no_grad():
                 error = (model(x) - y).square().mean(1)
-            kept = accelerator.gather_for_metrics({"index": index, "error": error})
-            rows += kept["index"].tolist()
-            losses += kept["error"].tolist()
+            gathered = accelerator.gather_for_metrics({"index": index, "error": error})
+            rows += gathered["index"].tolist()
+            losses += gathered["error"].tolist()
         assert sorted(rows) == list(range(22))
         evaluations.append((len(rows), sum(losses)))
         accelerator.log({"evaluation": sum(losses)}, step=len(evaluations))

@@ -10,9 +10,9 @@ import pytest
 
 from hasten.optional import available
 
-HERE = Path(__file__).parent
-THERE = available("torch_xla")
-if THERE:  # switched on for good before the first test, as these variables stay
+XLA_TESTS = Path(__file__).parent
+HAS_TORCH_XLA = available("torch_xla")
+if HAS_TORCH_XLA:  # switched on for good before the first test, as these variables stay
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     # Every program here runs a few times: compiling takes a third of the time without LLVM's optimisations.
     os.environ.setdefault(
@@ -25,7 +25,7 @@ if THERE:  # switched on for good before the first test, as these variables stay
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests of this folder, with the command that runs them."""
     for item in items:
-        if not THERE and HERE in item.path.parents:
+        if not HAS_TORCH_XLA and XLA_TESTS in item.path.parents:
             item.add_marker(
                 pytest.mark.skip(
                     reason="torch_xla is not installed; run: make test-xla"

@@ -100,16 +100,16 @@ def _fill_in(packages: Path) -> None:
         *folder.glob("libshm*.so"),
     ]
     libraries += packages.glob("_XLAC*.so")
-    there = {path.name for path in folder.iterdir()}
-    wanted = {
+    existing_names = {path.name for path in folder.iterdir()}
+    missing_names = {
         name
         for path in libraries
         for name in _needed(path)
-        if _CUDA.match(name) and name not in there
+        if _CUDA.match(name) and name not in existing_names
     }
     symbols = _undefined(libraries)
     loose = symbols.pop("", set())
-    for name in sorted(wanted):
+    for name in sorted(missing_names):
         # libraries mark their symbols with a version that is their own name; NVSHMEM with its short one
         version = "NVSHMEM" if "nvshmem" in name else name
         marked = symbols.pop(version, set())
@@ -123,8 +123,8 @@ def _needed(library: Path) -> list[str]:
 
 def _undefined(libraries: Iterable[Path]) -> dict[str, set[str]]:
     """The symbols that the libraries take from others, by version; of those without one, CUDA's alone."""
-    found: defaultdict[str, set[str]] = defaultdict(set)
-    own: set[str] = set()
+    symbols_by_version: defaultdict[str, set[str]] = defaultdict(set)
+    defined_symbols: set[str] = set()
     for library in libraries:
         for line in _output("readelf", "-W", "--dyn-syms", str(library)).splitlines():
             fields = line.split()
@@ -132,19 +132,22 @@ def _undefined(libraries: Iterable[Path]) -> dict[str, set[str]]:
                 continue
             name, _, version = fields[7].partition("@")
             if fields[6] != "UND":
-                own.add(name)
+                defined_symbols.add(name)
             elif fields[4] != "WEAK" and (
                 version.strip("@") or _SYMBOL.fullmatch(name)
             ):
-                found[version.strip("@")].add(name)
-    found[""] -= own
-    return found
+                symbols_by_version[version.strip("@")].add(name)
+    symbols_by_version[""] -= defined_symbols
+    return symbols_by_version
 
 
 def _compile(target: Path, marked: set[str], version: str, loose: set[str]) -> None:
     """One library whose functions return an error number."""
-    with tempfile.TemporaryDirectory() as place:
-        code, versions = Path(place, "empty.c"), Path(place, "versions.map")
+    with tempfile.TemporaryDirectory() as build_folder:
+        code, versions = (
+            Path(build_folder, "empty.c"),
+            Path(build_folder, "versions.map"),
+        )
         code.write_text(
             "".join(
                 f"int {name}(void) {{ return 100; }}\n"

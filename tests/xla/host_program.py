@@ -27,7 +27,7 @@ ROWS = 4
 """Rows in a batch of one host."""
 NORM = nn.LayerNorm
 """Without statistics of a batch, which would differ between hosts."""
-KEPT: list[Any] = []
+RETAINED: list[Any] = []
 """What is not to be freed before the process ends."""
 
 
@@ -75,17 +75,21 @@ def resume(folder: Path, every: int, stop: int, shards: bool) -> dict[str, Any]:
     """An epoch that is saved on its way, and another that goes on from there; random numbers differ between hosts."""
     set_seed(3, device_specific=True)
     count = 12 * ROWS * 2
-    whole = made(count, every, 0.5, shards, dropout=0.2)
+    first_training = made(count, every, 0.5, shards, dropout=0.2)
     saved = folder / f"saved-{every}-{stop}-{shards}"
-    whole.train(stop, saved)
+    first_training.train(stop, saved)
     set_seed(99)
-    again = made(count, every, 0.5, shards, dropout=0.2)
-    again.accelerator.load_state(saved)
-    again.train()
+    resumed_training = made(count, every, 0.5, shards, dropout=0.2)
+    resumed_training.accelerator.load_state(saved)
+    resumed_training.train()
     files = sorted(
         str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file()
     )
-    return {"whole": result(whole), "again": result(again), "files": files}
+    return {
+        "whole": result(first_training),
+        "again": result(resumed_training),
+        "files": files,
+    }
 
 
 def meet(folder: Path) -> dict[str, Any]:
@@ -98,9 +102,9 @@ def meet(folder: Path) -> dict[str, Any]:
     for number, _, _ in loader:
         numbers += accelerator.gather_for_metrics(number).tolist()
         names += accelerator.gather_for_metrics(
-            [str(one) for one in number.tolist()], use_gather_object=True
+            [str(row_number) for row_number in number.tolist()], use_gather_object=True
         )
-    mine = torch.tensor([float(rank), 2.0], device=device)
+    rank_tensor = torch.tensor([float(rank), 2.0], device=device)
     accelerator.wait_for_everyone()
     set_seed(1, device_specific=True)
     drawn = nn.functional.dropout(torch.ones(64, device=device)).cpu()
@@ -108,9 +112,9 @@ def meet(folder: Path) -> dict[str, Any]:
         "numbers": numbers,
         "names": names,
         "world": (rank, accelerator.num_processes),
-        "gathered": accelerator.gather(mine).cpu(),
-        "summed": accelerator.reduce(mine, "sum").cpu(),
-        "mean": accelerator.reduce(mine, "mean").cpu(),
+        "gathered": accelerator.gather(rank_tensor).cpu(),
+        "summed": accelerator.reduce(rank_tensor, "sum").cpu(),
+        "mean": accelerator.reduce(rank_tensor, "mean").cpu(),
         "drawn": drawn,
     }
 
@@ -139,7 +143,7 @@ def branches(folder: Path) -> dict[str, Any]:
     rank = accelerator.process_index
     torch.manual_seed(5 + rank)
     model = Branches()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    initial_state = {name: value.clone() for name, value in model.state_dict().items()}
     model, optimizer = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), lr=1.0)
     )
@@ -153,15 +157,15 @@ def branches(folder: Path) -> dict[str, Any]:
     }
     optimizer.step()
     accelerator.end_training()
-    after = {name: value.cpu() for name, value in model.state_dict().items()}
-    return {"before": before, "after": after, "grads": grads, "x": x}
+    final_state = {name: value.cpu() for name, value in model.state_dict().items()}
+    return {"before": initial_state, "after": final_state, "grads": grads, "x": x}
 
 
 def wrong(folder: Path) -> dict[str, Any]:
     """What is refused or found on every host when one of them differs."""
     accelerator = Accelerator(strategy="xla", trust={"divergence_every": 1})
     rank = accelerator.process_index
-    said = {}
+    messages = {}
     for name, model in (
         ("shapes", nn.Linear(4, 4 + rank)),
         ("names", nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + rank)))),
@@ -169,7 +173,7 @@ def wrong(folder: Path) -> dict[str, Any]:
         try:
             accelerator.prepare(model)
         except HastenError as error:
-            said[name] = f"{type(error).__name__}: {error}"
+            messages[name] = f"{type(error).__name__}: {error}"
     model, optimizer = accelerator.prepare(net(NORM), torch.optim.SGD)
     try:
         for _ in range(30):
@@ -180,18 +184,18 @@ def wrong(folder: Path) -> dict[str, Any]:
             with torch.no_grad():
                 model.norm.bias.add_(float(rank))
     except DivergenceError as error:
-        said["weights"] = str(error)
+        messages["weights"] = str(error)
     try:
         accelerator.join_uneven_inputs([model]).__enter__()
     except HastenError as error:
-        said["join"] = str(error)
-    return said
+        messages["join"] = str(error)
+    return messages
 
 
 def late(folder: Path, last: int) -> int:
     """A short training whose hosts end at different times; every Accelerator lives to the end."""
     run = made(4 * ROWS, 1, None, shards=False).train()
-    KEPT.append(run)
+    RETAINED.append(run)
     if run.accelerator.process_index == last:
         time.sleep(4)
     return last
@@ -200,13 +204,13 @@ def late(folder: Path, last: int) -> int:
 def scenarios(words: list[str]) -> Iterator[tuple[str, list[Any]]]:
     """Names and arguments."""
     for word in words:
-        name, _, rest = word.partition(" ")
-        yield name, json.loads(rest or "[]")
+        name, _, arguments = word.partition(" ")
+        yield name, json.loads(arguments or "[]")
 
 
 if __name__ == "__main__":
-    place, known = Path(sys.argv[1]), globals()
+    out_folder, scenario_functions = Path(sys.argv[1]), globals()
     accelerator = Accelerator(strategy="xla")
     for turn, (name, args) in enumerate(scenarios(sys.argv[2:])):
-        found = known[name](place, *args)
-        torch.save(found, place / f"{turn}.{accelerator.process_index}.pt")
+        outcome = scenario_functions[name](out_folder, *args)
+        torch.save(outcome, out_folder / f"{turn}.{accelerator.process_index}.pt")

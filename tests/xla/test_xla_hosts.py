@@ -53,7 +53,7 @@ def trainings(hosts: int) -> list[Training]:
 
 
 RESUMES: Final = [(1, 7, False), (3, 7, False), (3, 6, True)]
-OTHERS: Final = {2: ["meet", "branches", "wrong"], 3: ["meet"]}
+UNTRAINED_SCENARIOS: Final = {2: ["meet", "branches", "wrong"], 3: ["meet"]}
 
 
 def free_port() -> int:
@@ -99,7 +99,7 @@ def run_hosts(hosts: int, folder: Path, words: Sequence[str]) -> list[list[Any]]
                 )
             )
             stack.callback(end, started[-1])
-        codes = [one.wait(timeout=550) for one in started]
+        codes = [process.wait(timeout=550) for process in started]
     assert codes == [0] * hosts, [log.read_text()[-3000:] for log in logs]
     return [
         [torch.load(folder / f"{turn}.{rank}.pt") for rank in range(hosts)]
@@ -122,18 +122,20 @@ class Found:
                 ("train", *training) for training in trainings(hosts)
             ]
             keys += [("resume", *resume_case) for resume_case in RESUMES if hosts == 2]
-            keys += [(name,) for name in OTHERS[hosts]]
-            place = self._folder / str(hosts)
-            place.mkdir()
+            keys += [(name,) for name in UNTRAINED_SCENARIOS[hosts]]
+            host_folder = self._folder / str(hosts)
+            host_folder.mkdir()
             results = run_hosts(
-                hosts, place, [f"{name} {json.dumps(args)}" for name, *args in keys]
+                hosts,
+                host_folder,
+                [f"{name} {json.dumps(args)}" for name, *args in keys],
             )
             self._worlds[hosts] = dict(zip(keys, results, strict=True))
         return self._worlds[hosts][key]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def host_results(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return Found(tmp_path_factory.mktemp("hosts"))
 
 
@@ -142,56 +144,56 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     [(hosts, training_case) for hosts in (2, 3) for training_case in trainings(hosts)],
 )
 def test_hosts_equal_plain_torch_on_the_big_batch(
-    hosts: int, training: Training, found: Found
+    hosts: int, training: Training, host_results: Found
 ) -> None:
     count, every, clip, _ = training
-    results = found.of(hosts, "train", *training)
+    results = host_results.of(hosts, "train", *training)
     steps = [
         list(groups)
         for groups in zip(
             *(host_result["rows"] for host_result in results), strict=True
         )
     ]
-    seen = [row for groups in steps for rows in groups for row in rows]
+    read_rows = [row for groups in steps for rows in groups for row in rows]
     assert len(steps) == 12
-    assert set(seen) == set(range(count))
-    assert seen[:count] == list(range(count)), (
+    assert set(read_rows) == set(range(count))
+    assert read_rows[:count] == list(range(count)), (
         "each once and in order, before those that fill the last batches"
     )
     if count == 12 * ROWS * hosts:
-        assert len(seen) == count
+        assert len(read_rows) == count
         steps = [
             [list(range(start, start + ROWS * hosts))]
             for start in range(0, count, ROWS * hosts)
         ]
     reference = net(NORM)
     _, x, y = samples(count).tensors
-    wanted = plain(reference, (x, y), steps, every, clip)
+    expected_losses = plain(reference, (x, y), steps, every, clip)
     losses = (
         torch.tensor([host_result["losses"] for host_result in results])
         .mean(0)
         .tolist()
     )
-    assert losses == pytest.approx(wanted, abs=EXACT)
-    assert wanted[-1] < wanted[0] - 0.5, "nothing was learned"
+    assert losses == pytest.approx(expected_losses, abs=EXACT)
+    assert expected_losses[-1] < expected_losses[0] - 0.5, "nothing was learned"
     for name, value in reference.state_dict().items():
         torch.testing.assert_close(
             results[0]["numbers"][name], value, atol=EXACT, rtol=0, msg=name
         )
-    for other in results[1:]:
-        assert_equal(other["numbers"], results[0]["numbers"])
+    for later_host in results[1:]:
+        assert_equal(later_host["numbers"], results[0]["numbers"])
 
 
 @pytest.mark.parametrize(("every", "stop", "shards"), RESUMES)
 def test_hosts_resume_bit_for_bit(
-    every: int, stop: int, shards: bool, found: Found
+    every: int, stop: int, shards: bool, host_results: Found
 ) -> None:
     """Also inside an accumulation window; dropout draws other numbers on each host."""
-    results = found.of(2, "resume", every, stop, shards)
-    for one in results:
-        assert one["again"]["losses"] == one["whole"]["losses"][stop:]
-        assert one["again"]["rows"] == one["whole"]["rows"][stop:]
-        assert_equal(one["again"]["numbers"], one["whole"]["numbers"])
+    results = host_results.of(2, "resume", every, stop, shards)
+    for host_result in results:
+        assert host_result["again"]["losses"] == host_result["whole"]["losses"][stop:]
+        assert host_result["again"]["rows"] == host_result["whole"]["rows"][stop:]
+        assert_equal(host_result["again"]["numbers"], host_result["whole"]["numbers"])
     assert results[0]["files"] == results[1]["files"]
     weights = [
         name
@@ -202,42 +204,48 @@ def test_hosts_resume_bit_for_bit(
 
 
 @pytest.mark.parametrize("hosts", [2, 3])
-def test_metrics_and_collectives(hosts: int, found: Found) -> None:
-    results = found.of(hosts, "meet")
-    for rank, one in enumerate(results):
-        assert one["world"] == (rank, hosts)
-        assert one["numbers"] == list(range(21))
-        assert one["names"] == [str(number) for number in range(21)]
-        assert one["gathered"].tolist() == [
-            part for host in range(hosts) for part in (float(host), 2.0)
+def test_metrics_and_collectives(hosts: int, host_results: Found) -> None:
+    results = host_results.of(hosts, "meet")
+    for rank, host_result in enumerate(results):
+        assert host_result["world"] == (rank, hosts)
+        assert host_result["numbers"] == list(range(21))
+        assert host_result["names"] == [str(number) for number in range(21)]
+        assert host_result["gathered"].tolist() == [
+            gathered_number
+            for host in range(hosts)
+            for gathered_number in (float(host), 2.0)
         ]
-        assert one["summed"].tolist() == [sum(range(hosts)), 2.0 * hosts]
-        assert one["mean"].tolist() == [(hosts - 1) / 2, 2.0]
+        assert host_result["summed"].tolist() == [sum(range(hosts)), 2.0 * hosts]
+        assert host_result["mean"].tolist() == [(hosts - 1) / 2, 2.0]
     assert not torch.equal(results[0]["drawn"], results[1]["drawn"]), (
         "set_seed(device_specific=True)"
     )
 
 
-def test_gradients_that_some_hosts_have(found: Found) -> None:
+def test_gradients_that_some_hosts_have(host_results: Found) -> None:
     """A host without a gradient takes part with zeros; two backward passes add up; plain backward() is averaged too."""
-    results = found.of(2, "branches")
-    wanted: dict[str, Tensor] = {}
-    for rank, one in enumerate(results):
+    results = host_results.of(2, "branches")
+    expected_gradients: dict[str, Tensor] = {}
+    for rank, host_result in enumerate(results):
         model = Branches()
         model.load_state_dict(results[0]["before"])
-        model(one["x"], rank == 0).square().mean().backward()
-        model(one["x"] + 1, False).square().mean().backward()
+        model(host_result["x"], rank == 0).square().mean().backward()
+        model(host_result["x"] + 1, False).square().mean().backward()
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                wanted[name] = wanted.get(name, torch.zeros(())) + parameter.grad / 2
-    for one in results:
-        assert [name for name, grad in one["grads"].items() if grad is None] == [
+                expected_gradients[name] = (
+                    expected_gradients.get(name, torch.zeros(())) + parameter.grad / 2
+                )
+    for host_result in results:
+        assert [
+            name for name, grad in host_result["grads"].items() if grad is None
+        ] == [
             "never.weight",
             "never.bias",
         ]
-        for name, grad in wanted.items():
+        for name, grad in expected_gradients.items():
             torch.testing.assert_close(
-                one["grads"][name], grad, atol=EXACT, rtol=0, msg=name
+                host_result["grads"][name], grad, atol=EXACT, rtol=0, msg=name
             )
     # the statistics of batch norm too, from the first host
     assert_equal(results[0]["after"], results[1]["after"])
@@ -247,15 +255,15 @@ def test_gradients_that_some_hosts_have(found: Found) -> None:
     )
 
 
-def test_hosts_that_differ_are_told(found: Found) -> None:
-    for said in found.of(2, "wrong"):
-        assert "PrepareError: in Linear, host 1 has weight (5, 4)" in said["shapes"]
+def test_hosts_that_differ_are_told(host_results: Found) -> None:
+    for messages in host_results.of(2, "wrong"):
+        assert "PrepareError: in Linear, host 1 has weight (5, 4)" in messages["shapes"]
         assert (
             "PrepareError: in Sequential, host 1 has 1.weight (2, 2) torch.float32 where host 0 has nothing more"
-            in said["names"]
+            in messages["names"]
         )
-        assert "norm.bias" in said["weights"]
-        assert "even_batches=True" in said["join"]
+        assert "norm.bias" in messages["weights"]
+        assert "even_batches=True" in messages["join"]
 
 
 @pytest.mark.parametrize("last", [0, 1])
@@ -307,7 +315,7 @@ def launched(folder: Path, fails: int) -> list[tuple[int, str]]:
             words = [*command, "--machine_rank", str(rank), str(script)]
             started.append(subprocess.Popen(words, env=env, stdout=log, stderr=log))
             stack.callback(end, started[-1])
-        codes = [one.wait(timeout=300) for one in started]
+        codes = [process.wait(timeout=300) for process in started]
     return [
         (code, (folder / f"{rank}.log").read_text()) for rank, code in enumerate(codes)
     ]
@@ -321,8 +329,8 @@ def test_launch_on_two_machines(tmp_path: Path) -> None:
 
 def test_an_exception_on_one_host_ends_both(tmp_path: Path) -> None:
     start = time.monotonic()
-    (first, said), (second, failed) = launched(tmp_path, fails=1)
-    assert first != 0, said
+    (first, first_log), (second, failed) = launched(tmp_path, fails=1)
+    assert first != 0, first_log
     assert second != 0, failed
     assert "this host has had enough" in failed
     assert time.monotonic() - start < 200

@@ -74,7 +74,7 @@ def test_scripts_for_accelerate(tmp_path: Path) -> None:
     """Through the drop-in, by its own launcher: the same numbers as on the CPU, and the established names of what it runs on."""
     (tmp_path / "train.py").write_text(ACCELERATE)
     path = os.pathsep.join([str(ROOT / "dropin" / "src"), str(ROOT / "src")])
-    said = {}
+    words_by_flag = {}
     for flag in ("--tpu", "--cpu"):
         command = [sys.executable, "-m", "accelerate.commands.launch", flag, "train.py"]
         variables = {**os.environ, "PYTHONPATH": path}
@@ -90,10 +90,12 @@ def test_scripts_for_accelerate(tmp_path: Path) -> None:
             cwd=tmp_path,
         )
         assert done.returncode == 0, done.stderr
-        said[flag] = done.stdout.split()
-    assert said["--tpu"][:-1] == ["trained", "xla:0", "XLA", "True"]
-    assert said["--cpu"][:-1] == ["trained", "cpu", "NO", "False"]
-    assert float(said["--tpu"][-1]) == pytest.approx(float(said["--cpu"][-1]), abs=2e-6)
+        words_by_flag[flag] = done.stdout.split()
+    assert words_by_flag["--tpu"][:-1] == ["trained", "xla:0", "XLA", "True"]
+    assert words_by_flag["--cpu"][:-1] == ["trained", "cpu", "NO", "False"]
+    assert float(words_by_flag["--tpu"][-1]) == pytest.approx(
+        float(words_by_flag["--cpu"][-1]), abs=2e-6
+    )
 
 
 def test_several_processes_are_refused(tmp_path: Path) -> None:

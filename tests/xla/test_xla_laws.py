@@ -73,9 +73,11 @@ def finished() -> Iterator[None]:
 @pytest.mark.parametrize("every", [1, 3])
 def test_equals_plain_torch(every: int, clip: float | None, shards: bool) -> None:
     data = samples()
-    wanted, reference = plain_losses(every, clip, data)
+    expected_losses, reference = plain_losses(every, clip, data)
     run = made(data, every, clip, shards=shards).train()
-    assert [float(loss) for loss in run.losses] == pytest.approx(wanted, abs=FP32)
+    assert [float(loss) for loss in run.losses] == pytest.approx(
+        expected_losses, abs=FP32
+    )
     for name, value in reference.state_dict().items():
         if name == "norm.running_var":
             continue  # see test_batch_norm_keeps_the_biased_variance
@@ -88,13 +90,15 @@ def test_equals_plain_torch(every: int, clip: float | None, shards: bool) -> Non
 @pytest.mark.parametrize("every", [1, 3])
 def test_bf16_follows_plain_torch(every: int) -> None:
     data = samples()
-    wanted, _ = plain_losses(every, 0.5, data)
+    expected_losses, _ = plain_losses(every, 0.5, data)
     run = made(data, every, 0.5, "bf16").train()
-    assert [float(loss) for loss in run.losses] == pytest.approx(wanted, abs=BF16)
+    assert [float(loss) for loss in run.losses] == pytest.approx(
+        expected_losses, abs=BF16
+    )
     assert run.model.embed.weight.dtype == torch.float32
     assert any(
-        abs(float(loss) - one) > FP32
-        for loss, one in zip(run.losses, wanted, strict=True)
+        abs(float(loss) - expected_loss) > FP32
+        for loss, expected_loss in zip(run.losses, expected_losses, strict=True)
     ), "nothing in bf16"
 
 
@@ -117,9 +121,11 @@ def test_batch_norm_keeps_the_biased_variance() -> None:
 
 def test_a_last_batch_that_devices_cannot_share() -> None:
     data = samples(STEPS * ROWS - 3)
-    wanted, _ = plain_losses(1, None, data)
+    expected_losses, _ = plain_losses(1, None, data)
     run = made(data).train()
-    assert [float(loss) for loss in run.losses] == pytest.approx(wanted, abs=FP32)
+    assert [float(loss) for loss in run.losses] == pytest.approx(
+        expected_losses, abs=FP32
+    )
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -135,11 +141,11 @@ def test_resumes_bit_for_bit(
     every: int, stop: int, shards: bool, dropout: float, tmp_path: Path
 ) -> None:
     """Also in the middle of an epoch and of an accumulation window, with dropout."""
-    whole, again = resumed(every, stop, shards, dropout, tmp_path)
-    assert [float(loss) for loss in again.losses] == [
-        float(loss) for loss in whole.losses[stop:]
+    first_run, resumed_run = resumed(every, stop, shards, dropout, tmp_path)
+    assert [float(loss) for loss in resumed_run.losses] == [
+        float(loss) for loss in first_run.losses[stop:]
     ]
-    assert_equal(again.numbers(), whole.numbers())
+    assert_equal(resumed_run.numbers(), first_run.numbers())
 
 
 def resumed(
@@ -147,13 +153,13 @@ def resumed(
 ) -> tuple[Run, Run]:
     """A training that saved on its way, and another that went on from there."""
     set_seed(3)
-    whole = made(samples(), every, 0.5, shards=shards, dropout=dropout).train(
+    first_run = made(samples(), every, 0.5, shards=shards, dropout=dropout).train(
         stop, folder / "saved"
     )
     set_seed(99)
-    again = made(samples(), every, 0.5, shards=shards, dropout=dropout)
-    again.accelerator.load_state(folder / "saved")
-    return whole, again.train()
+    resumed_run = made(samples(), every, 0.5, shards=shards, dropout=dropout)
+    resumed_run.accelerator.load_state(folder / "saved")
+    return first_run, resumed_run.train()
 
 
 def test_saving_changes_no_later_draw(tmp_path: Path) -> None:
@@ -173,14 +179,18 @@ def test_parameters_and_moments_are_sharded_and_stay_so(tmp_path: Path) -> None:
     run.accelerator.load_state(tmp_path / "saved")
     fresh = made(samples(), shards=True)
     fresh.accelerator.load_state(tmp_path / "saved")
-    for one in (run.train(), fresh):
-        for name, parameter in one.model.named_parameters():
-            for tensor in (parameter, one.optimizer.state[parameter]["exp_avg"]):
+    for sharded_run in (run.train(), fresh):
+        for name, parameter in sharded_run.model.named_parameters():
+            for tensor in (
+                parameter,
+                sharded_run.optimizer.state[parameter]["exp_avg"],
+            ):
                 shared = f"{count}]" in spec(tensor) or f"[{count}," in spec(tensor)
                 assert shared == (count > 1), (name, spec(tensor))
-    whole = made(samples()).train()
+    unsharded_run = made(samples()).train()
     assert all(
-        "devices" not in spec(parameter) for parameter in whole.model.parameters()
+        "devices" not in spec(parameter)
+        for parameter in unsharded_run.model.parameters()
     )
 
 
@@ -226,15 +236,15 @@ def test_a_step_is_compiled_once() -> None:
     assert counts[6] == counts[-1], counts
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_dropout_follows_the_seed(early: bool) -> None:
+@pytest.mark.parametrize("sets_seed_first", [True, False])
+def test_dropout_follows_the_seed(sets_seed_first: bool) -> None:
     """Whether it is set before the Accelerator is made or afterwards."""
     drawn = []
     for seed in (1, 2, 1):
-        if early:
+        if sets_seed_first:
             set_seed(seed)
         accelerator = Accelerator(strategy="xla")
-        if not early:
+        if not sets_seed_first:
             set_seed(seed)
         drawn.append(
             nn.functional.dropout(torch.ones(64, device=accelerator.device)).cpu()
@@ -276,8 +286,8 @@ def test_metrics_see_every_sample_once() -> None:
             indices += batch["index"].tolist()
     assert names == [str(number) for number in range(21)]
     assert indices == list(range(21))
-    wanted = net().eval()(torch.arange(21) % 10).detach()
-    torch.testing.assert_close(torch.cat(scores), wanted, atol=1e-5, rtol=0)
+    expected_scores = net().eval()(torch.arange(21) % 10).detach()
+    torch.testing.assert_close(torch.cat(scores), expected_scores, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("shards", [False, True])
@@ -287,10 +297,11 @@ def test_whole_weights_come_out_and_go_in(shards: bool, tmp_path: Path) -> None:
     saved = load_file(tmp_path / "model.safetensors")
     state = run.accelerator.get_state_dict(run.model)
     assert_equal(saved, {name: value.cpu() for name, value in state.items()})
-    other = made(samples(40), shards=shards)
-    other.accelerator.load_model(other.model, tmp_path)
+    reloaded = made(samples(40), shards=shards)
+    reloaded.accelerator.load_model(reloaded.model, tmp_path)
     assert_equal(
-        saved, {name: value.cpu() for name, value in other.model.state_dict().items()}
+        saved,
+        {name: value.cpu() for name, value in reloaded.model.state_dict().items()},
     )
     twin: Any = copy.deepcopy(run.accelerator.unwrap_model(run.model))
     assert twin.head.weight is twin.embed.weight
@@ -301,7 +312,7 @@ def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path) -> None:
     run = made(samples()).train(20, tmp_path / "saved")
     accelerator = Accelerator(cpu=True)
     model = net()
-    parts = accelerator.prepare(
+    prepared = accelerator.prepare(
         *parts_of(model), DataLoader(samples(), batch_size=ROWS)
     )
     with pytest.raises(
@@ -309,19 +320,19 @@ def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path) -> None:
     ):
         accelerator.load_state(tmp_path / "saved")
     accelerator.load_state(tmp_path / "saved", strict=False)
-    assert_equal(Run(accelerator, *parts).numbers(), run.numbers())
+    assert_equal(Run(accelerator, *prepared).numbers(), run.numbers())
 
 
 def test_a_background_save_holds_the_numbers_of_its_moment(tmp_path: Path) -> None:
     run = made(samples(40)).train()
-    before = run.numbers()
+    saved_numbers = run.numbers()
     run.accelerator.save_state(tmp_path / "saved", blocking=False)
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter.zero_()
     run.accelerator.wait_for_saves()
     run.accelerator.load_state(tmp_path / "saved")
-    assert_equal(run.numbers(), before)
+    assert_equal(run.numbers(), saved_numbers)
 
 
 def test_a_loss_that_is_no_number_stops_the_run() -> None:

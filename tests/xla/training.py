@@ -121,10 +121,10 @@ class Run:
             mixed_precision=precision,
             **options,
         )
-        parts: tuple[Any, Any, Any, Any] = accelerator.prepare(
+        prepared: tuple[Any, Any, Any, Any] = accelerator.prepare(
             *parts_of(model), DataLoader(data, batch_size=num_rows)
         )
-        return cls(accelerator, *parts, clip)
+        return cls(accelerator, *prepared, clip)
 
     def train(self, stop: int | None = None, folder: Path | None = None) -> Run:
         """Train to the end of the epoch; save after batch `stop`."""
@@ -145,10 +145,10 @@ class Run:
 
     def numbers(self) -> dict[str, Tensor]:
         """Every weight, buffer and moment, in host memory."""
-        found = {name: value.cpu() for name, value in self.model.state_dict().items()}
+        tensors = {name: value.cpu() for name, value in self.model.state_dict().items()}
         for index, state in enumerate(self.optimizer.state.values()):
-            found |= {f"{index}.{key}": value.cpu() for key, value in state.items()}
-        return found
+            tensors |= {f"{index}.{key}": value.cpu() for key, value in state.items()}
+        return tensors
 
 
 def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:

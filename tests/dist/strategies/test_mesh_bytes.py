@@ -281,7 +281,7 @@ def test_attention_over_parts_of_sequences_sends_what_the_formula_says(
     net = text(context=8)
     mesh, (whole, _) = mesh_of(settings), sized(net)
     got = by_axis(counted(net, settings, tokens(8), run))
-    once = context_traffic(mesh, way=way, tokens=4 * 8 // 2, keys=8, queries=8)
+    once = context_traffic(mesh, exchange=way, tokens=4 * 8 // 2, keys=8, queries=8)
     grads = bytes_plan.data_traffic(
         mesh, Weights(whole=whole), micro_steps=2, sharded=False
     )

@@ -130,7 +130,7 @@ def test_a_killed_upload_is_resumed(hub: Hub, tmp_path: Path) -> None:
     hub.before_gate = 2
     env = {**os.environ, **environment(hub.address, str(tmp_path / "home"))}
     with subprocess.Popen([sys.executable, "-c", KILLED, TOKEN], env=env) as running:
-        while hub.begun < 4:  # two have arrived, two are on their way
+        while hub.num_uploads < 4:  # two have arrived, two are on their way
             assert running.poll() is None, "the upload ended by itself"
             hub.gate.wait(0.02)
         running.send_signal(signal.SIGKILL)
