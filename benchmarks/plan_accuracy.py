@@ -180,7 +180,7 @@ def training(
     after_step: Callable[[nn.Module, Any], None],
     length: int | None = None,
 ) -> None:
-    """Train a case for some steps, on sequences of so many tokens; `after` is called behind each with the model and the optimizer."""
+    """Train a case for some steps, on sequences of so many tokens; `after_step` is called behind each with the model and the optimizer."""
     blocks = {"vit-large": ("ViTLayer",), "bert": ("BertLayer",)}.get(
         case.model, ("GPT2Block",)
     )

@@ -54,7 +54,7 @@ def _accelerator(**options: Any) -> Accelerator:
 
 
 def _loop(enter_phase: Callable[[str], None], folder: Path) -> None:
-    """Train, evaluate, save, load, skip, and train on losses that are NaN; `part` is told where the loop is."""
+    """Train, evaluate, save, load, skip, and train on losses that are NaN; `enter_phase` is called with the name of each phase."""
     enter_phase("prepare")
     set_seed(0)
     accelerator = _accelerator(gradient_accumulation_steps=2, project_dir=str(folder))

@@ -406,7 +406,7 @@ class PartBatches(Batches):
 def part_loader(
     case: Case, rank_and_size: tuple[int, int], options: dict[str, Any]
 ) -> DataLoader[Any]:
-    """A loader of the part of rank `place[0]` of `place[1]`."""
+    """A loader of the part of rank `rank_and_size[0]` of `rank_and_size[1]`."""
     options = {
         "batch_size": case.batch,
         "drop_last": bool(case.batch) and case.drop_last,

@@ -90,7 +90,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(width, width)
 
     def forward(self, x: Tensor, context: Tensor, causal: bool) -> Tensor:
-        """Return the attention output of `x` over `other`."""
+        """Return the attention output of `x` over `context`."""
         projections = (
             layer(y) for layer, y in ((self.q, x), (self.k, context), (self.v, context))
         )
@@ -161,7 +161,7 @@ class TinyTranslator(nn.Module):
         source_positions: Tensor,
         target_positions: Tensor,
     ) -> Tensor:
-        """Return the logits of the token after each of `target`; `at` and `to` are the positions of both."""
+        """Return the logits of the token after each of `target`."""
         x = self.embed(torch.cat([source, target], 1)) + self.position(
             torch.cat([source_positions, target_positions], 1)
         )

@@ -154,7 +154,7 @@ def reference(
 ) -> list[Any]:
     """Return the weights of a run on one process, in plain torch, whose updates have these members and samples.
 
-    `after` is called after each update with the model.
+    `after_update` is called after each update with the model.
     """
     model = model_of(5 + int(updates[0]["first"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

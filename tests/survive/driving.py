@@ -112,7 +112,7 @@ def live(folder: Path) -> dict[str, int]:
     """Return the process of each replica that has begun to train, by name, with those of all ranks as REPLICA.RANK."""
     pids_by_name: dict[str, int] = {}
     for path in sorted(
-        folder.glob("replica-*.jsonl"), key=lambda one: one.stat().st_ctime
+        folder.glob("replica-*.jsonl"), key=lambda log_path: log_path.stat().st_ctime
     ):
         name, pid = path.stem.split("-")[1:]
         with suppress(OSError):

@@ -89,7 +89,10 @@ def test_lost_and_returned_replicas_are_shown(tmp_path: Path) -> None:
     ]
     (tmp_path / "slow").unlink()
     finish(run, tmp_path, LIMIT_S)
-    events = {one["event"]: one for one in read_run(str(tmp_path / "project")).events}
+    events = {
+        shown_event["event"]: shown_event
+        for shown_event in read_run(str(tmp_path / "project")).events
+    }
     assert re.fullmatch(
         r"1 in update \d+; 1 left, 4 samples given out again",
         events["replicas lost"]["words"],
