@@ -138,6 +138,18 @@ def test_a_file_with_the_name_of_a_checkpoint_is_not_taken_for_none(
     accelerator.load_state()
 
 
+@pytest.mark.parametrize("kind", ["file", "link to a disk that is not mounted"])
+def test_only_a_root_that_does_not_exist_is_empty(kind: str, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    if kind == "file":
+        root.write_text("not a folder")
+    else:
+        root.symlink_to(tmp_path / "disk")
+    accelerator, _ = run(tmp_path)
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be read: .* mounted"):
+        accelerator.load_state(must_exist=False)
+
+
 def test_a_folder_that_cannot_be_read_is_not_taken_for_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -403,9 +403,9 @@ class LocalStore:
         checkpoint_names = []
         try:
             folder_entries = list(self._root.iterdir())
-        except (FileNotFoundError, NotADirectoryError):
-            return []
         except OSError as error:
+            if not os.path.lexists(self._root):
+                return []
             raise CheckpointError(
                 f"{self._root} cannot be read: {error}. It may hold checkpoints, so the run does not go on without them. Check "
                 "that the disk is mounted and the folder's permissions."
