@@ -234,5 +234,6 @@ def _whole_epochs(total: int, num_batches: int, every: int) -> int:
         num_batches * epochs // every,
         -(-num_batches * epochs // every),
         -(-num_batches // every) * epochs,
+        num_batches // every * epochs,
     )
     return epochs if total in fits else 0

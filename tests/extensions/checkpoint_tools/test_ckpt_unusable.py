@@ -146,7 +146,9 @@ def test_only_a_root_that_does_not_exist_is_empty(kind: str, tmp_path: Path) -> 
     else:
         root.symlink_to(tmp_path / "disk")
     accelerator, _ = run(tmp_path)
-    with pytest.raises(CheckpointError, match=r"checkpoints cannot be read: .* mounted"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoints cannot be read: .* mounted"
+    ):
         accelerator.load_state(must_exist=False)
 
 

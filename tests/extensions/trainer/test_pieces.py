@@ -79,6 +79,11 @@ def test_schedule_options_are_checked() -> None:
     ):
         with pytest.raises(SettingValueError, match=f"{name}.*'{wrong}'"):
             get_scheduler(name, optimizer, 0, 10, options)
+    with pytest.raises(
+        SettingValueError,
+        match="options are min_lr_rate, num_cycles; .* fractions of learning_rate",
+    ):
+        get_scheduler("cosine_with_min_lr", optimizer, 0, 10, {"min_lr": 1e-6})
     low = get_scheduler("cosine_with_min_lr", optimizer, 0, 10, {"min_lr_rate": 0.1})
     assert rates(low, optimizer, 11)[-1] == pytest.approx(0.1)
 

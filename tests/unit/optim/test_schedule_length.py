@@ -84,6 +84,16 @@ def test_whole_epochs_of_batches_are_reported() -> None:
                     )
 
 
+def test_updates_of_one_process_are_reported_however_short_windows_are_counted() -> (
+    None
+):
+    two_processes = LoopLength(11, 6, 2, 2)
+    for updates_an_epoch in (11 // 2, -(-11 // 2)):
+        schedule = torch_schedules.CosineAnnealingLR(sgd(), updates_an_epoch * 2)
+        message = explain_wrong_length(schedule, two_processes) or ""
+        assert "2 epoch(s) of a loader of 11 batches" in message
+
+
 def test_right_lengths_are_not() -> None:
     schedule = torch_schedules.CosineAnnealingLR(sgd(), 30)
     assert explain_wrong_length(schedule, LoopLength(20, 10, 2, 1)) is None, (

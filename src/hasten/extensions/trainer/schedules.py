@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -114,8 +115,10 @@ def get_scheduler(
     try:
         shape(0, 0, 1, **schedule_options)
     except TypeError as error:
+        option_names = list(inspect.signature(shape).parameters)[3:]
         raise SettingValueError(
-            f"lr_scheduler_kwargs={schedule_options!r} are not the options of the schedule {name!r}: {error}. Give those options alone."
+            f"lr_scheduler_kwargs={schedule_options!r} are not the options of the schedule {name!r}: {error}. Its options are "
+            f"{', '.join(option_names) or 'none'}; rates and ratios are fractions of learning_rate."
         ) from None
     warmup = 0 if name == "constant" else num_warmup_steps
     lr_lambda = partial(
