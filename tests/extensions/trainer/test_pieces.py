@@ -81,7 +81,7 @@ def test_schedule_options_are_checked() -> None:
             get_scheduler(name, optimizer, 0, 10, options)
     with pytest.raises(
         SettingValueError,
-        match="options are min_lr_rate, num_cycles; .* fractions of learning_rate",
+        match=r"options are min_lr_rate, num_cycles; .* fractions of learning_rate",
     ):
         get_scheduler("cosine_with_min_lr", optimizer, 0, 10, {"min_lr": 1e-6})
     low = get_scheduler("cosine_with_min_lr", optimizer, 0, 10, {"min_lr_rate": 0.1})
