@@ -110,8 +110,8 @@ names: $(READY) ## accept the present public names into the snapshot
 	$(BIN)/python tests/arch/test_public_names.py
 
 COUNT ?= 300
-mutants: $(READY) ## change one token at a time in the modules that decide, and count what unit tests catch: COUNT=300 SEED=0
-	$(BIN)/python -m tests.mutants.run --count $(COUNT) --seed $(or $(SEED),0) --share 0.9
+mutants: $(READY) ## change one token at a time in the modules that decide, and count what unit tests catch: COUNT=300 SEED=0 ROOM=data
+	$(BIN)/python -m tests.mutants.run --count $(COUNT) --seed $(or $(SEED),0) --share 0.95 $(addprefix --room ,$(ROOM))
 
 CASES ?= 1000
 START ?= 0
