@@ -636,7 +636,7 @@ def plainly(samples: Any) -> torch.Tensor:
         else one[0]
         for one in samples
     ]
-    return torch.tensor([int(one) for one in first])
+    return torch.tensor([int(sample_id) for sample_id in first])
 
 
 @ranks(2)

@@ -108,7 +108,7 @@ def every_second_after_three(num_updates: int) -> float:
 CASES: dict[str, Callable[[int], float] | float] = {
     "plain": 0.9,
     "every second, after three": every_second_after_three,
-    "a function": lambda seen: min(0.99, (1 + seen) / (10 + seen)),
+    "a function": lambda num_updates: min(0.99, (1 + num_updates) / (10 + num_updates)),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},

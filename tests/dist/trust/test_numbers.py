@@ -198,9 +198,9 @@ def test_repeating_a_batch_leaves_no_trace(ctx: ProcessContext) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             net, *_ = train(accelerator, 17, root=True)
-        assert any("whose output" in str(one.message) for one in caught) is (
-            looks and ctx.is_main
-        )
+        assert any(
+            "whose output" in str(caught_warning.message) for caught_warning in caught
+        ) is (looks and ctx.is_main)
         states.append(
             (
                 {name: value.clone() for name, value in net.state_dict().items()},

@@ -29,8 +29,11 @@ LENGTH = 16
 PHASES = ((1, False), (1, True), (3, False), (3, True))  # (accumulation, clipping)
 WAYS = ("allgather", "ulysses")
 ALLGATHER_OR_ALL = [
-    pytest.param(way, marks=() if way == "allgather" else pytest.mark.exhaustive)
-    for way in WAYS
+    pytest.param(
+        comm_strategy,
+        marks=() if comm_strategy == "allgather" else pytest.mark.exhaustive,
+    )
+    for comm_strategy in WAYS
 ]
 Way = Literal["allgather", "ulysses"]
 Batch = tuple[Tensor, Tensor, Tensor]
