@@ -57,16 +57,16 @@ def prompts(count: int) -> list[dict[str, torch.Tensor]]:
 
 def expected(count: int) -> list[list[int]]:
     model = make().eval()
-    found = []
+    expected_tokens = []
     for row in prompts(count):
-        made = model.generate(
+        generated = model.generate(
             input_ids=row["input_ids"][None],
             attention_mask=row["attention_mask"][None],
             max_new_tokens=6,
             do_sample=False,
         )
-        found.append(without_end(made[0].tolist()))
-    return found
+        expected_tokens.append(without_end(generated[0].tolist()))
+    return expected_tokens
 
 
 def without_end(row: list[int]) -> list[int]:
@@ -92,12 +92,12 @@ def test_tokens_are_those_of_one_process(ctx: ProcessContext, name: str) -> None
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     count = 7  # the last step is incomplete
     loader = accelerator.prepare(DataLoader(prompts(count), batch_size=2))  # type: ignore[arg-type]
-    found: list[list[int]] = []
+    generated_tokens: list[list[int]] = []
     model.train()
     for batch in loader:
         rows = accelerator.generate(model, batch, max_new_tokens=6, do_sample=False)
-        found += [without_end(row) for row in rows.tolist()]
-    assert found == expected(count)
+        generated_tokens += [without_end(row) for row in rows.tolist()]
+    assert generated_tokens == expected(count)
     assert model.training
 
 
@@ -109,13 +109,13 @@ def test_ranks_may_finish_at_different_lengths(ctx: ProcessContext) -> None:
     row = prompts(2)[ctx.rank]
     batch = {key: value[None] for key, value in row.items()}
     limit = 2 if ctx.rank == 0 else 6
-    mine = accelerator.generate(
+    rank_tokens = accelerator.generate(
         model, batch, gather=False, max_new_tokens=limit, do_sample=False
     )
     everyone = accelerator.generate(
         model, batch["input_ids"], max_new_tokens=limit, do_sample=False
     )
-    assert mine.shape[0] == 1
+    assert rank_tokens.shape[0] == 1
     assert everyone.shape[0] == 2
 
 

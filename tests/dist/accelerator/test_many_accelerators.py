@@ -43,14 +43,14 @@ def watchers() -> list[str]:
     """The watchdog threads that are there; those that are about to end have five seconds, as a busy machine may need."""
     until = time.monotonic() + 5.0
     while (
-        found := [
+        thread_names := [
             thread.name
             for thread in threading.enumerate()
             if thread.name.startswith("hasten-watchdog")
         ]
     ) and time.monotonic() < until:
         time.sleep(0.05)
-    return found
+    return thread_names
 
 
 def collected(ref: weakref.ref[Accelerator]) -> bool:
@@ -61,12 +61,12 @@ def collected(ref: weakref.ref[Accelerator]) -> bool:
     return ref() is None
 
 
-def more_than(before: Counter[str]) -> Counter[str]:
+def more_than(earlier_threads: Counter[str]) -> Counter[str]:
     """Threads that are there besides those of `before`; one that is about to end has five seconds."""
     until = time.monotonic() + 5.0
-    while (found := held()[0] - before) and time.monotonic() < until:
+    while (extra_threads := held()[0] - earlier_threads) and time.monotonic() < until:
         time.sleep(0.05)
-    return found
+    return extra_threads
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -15,12 +15,14 @@ from hasten.testing.pool import ranks
 def test_results_come_in_order_on_every_rank(ctx: ProcessContext) -> None:
     accelerator = Accelerator()
     for count in (0, 1, 3, 9):
-        found = map_dataset(
+        mapped = map_dataset(
             accelerator,
             lambda item: {"square": torch.tensor(item**2)},
             list(range(count)),
         )
-        assert [int(one["square"]) for one in found] == [n**2 for n in range(count)]
+        assert [int(sample["square"]) for sample in mapped] == [
+            n**2 for n in range(count)
+        ]
 
 
 @ranks(2)

@@ -49,15 +49,17 @@ class Run:
         net = nn.Sequential(
             nn.Linear(4, 8), nn.Sequential(Block(), Block()), nn.Linear(8, 3)
         )
-        made = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        self.model, self.optimizer = self.accelerator.prepare(net, made)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        self.model, self.optimizer = self.accelerator.prepare(net, optimizer)
         self.losses: list[float] = []
 
     def step(self, rows: int = 6) -> None:
-        made = torch.Generator().manual_seed(len(self.losses) * 100 + self.ctx.rank)
+        generator = torch.Generator().manual_seed(
+            len(self.losses) * 100 + self.ctx.rank
+        )
         x, y = (
-            torch.randn(rows, 4, generator=made),
-            torch.randint(3, (rows,), generator=made),
+            torch.randn(rows, 4, generator=generator),
+            torch.randint(3, (rows,), generator=generator),
         )
         loss = F.cross_entropy(self.model(x), y)
         self.accelerator.backward(loss)
@@ -69,35 +71,37 @@ class Run:
 @contextmanager
 def said() -> Iterator[list[str]]:
     """What hasten logs inside the block."""
-    found: list[str] = []
+    log_lines: list[str] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
+            log_lines.append(record.getMessage())
 
     logger, handler = logging.getLogger("hasten"), Keep()
-    before = logger.level
+    previous_level = logger.level
     logger.addHandler(handler)
     logger.setLevel("INFO")
     try:
-        yield found
+        yield log_lines
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(before)
+        logger.setLevel(previous_level)
 
 
 @ranks(1, 2)
 def test_losses_are_those_without_it(ctx: ProcessContext) -> None:
     runs = []
-    for performance, chosen in (
+    for performance, num_lines in (
         ("off", 0),
         ({"compile": False}, 1),
         ({"buckets": False, "compile": False}, 0),
     ):
         with said() as lines:
             runs.append(Run(ctx, performance))
-        told = [line for line in lines if "buckets of 25 MiB" in line]
-        assert len(told) == (chosen if ctx.is_main and ctx.world.size > 1 else 0)
+        bucket_lines = [line for line in lines if "buckets of 25 MiB" in line]
+        assert len(bucket_lines) == (
+            num_lines if ctx.is_main and ctx.world.size > 1 else 0
+        )
     for run in runs:
         for _ in range(4):
             run.step()
@@ -123,7 +127,7 @@ def test_buckets_are_chosen_unless_they_are_given(ctx: ProcessContext) -> None:
 
 def num_compiled(model: nn.Module) -> int:
     """Return the number of compiled modules."""
-    return sum(is_compiled(part) for part in model.modules())
+    return sum(is_compiled(module) for module in model.modules())
 
 
 @ranks(1)
@@ -134,9 +138,9 @@ def test_a_model_without_blocks_and_settings_of_ones_own_stay(
         accelerator = Accelerator(context=ctx, performance="auto")
         assert not num_compiled(accelerator.prepare(nn.Linear(2, 2)))
     assert [line for line in lines if "it has no repeated block" in line]
-    own = Run(ctx, "auto", dynamo_plugin={"backend": "eager"})
-    assert is_compiled(own.model)
-    assert num_compiled(own.model) == 1, "whole"
+    user_compiled = Run(ctx, "auto", dynamo_plugin={"backend": "eager"})
+    assert is_compiled(user_compiled.model)
+    assert num_compiled(user_compiled.model) == 1, "whole"
     assert not num_compiled(Run(ctx, {"compile": False}).model)
 
 
@@ -198,11 +202,14 @@ def alike_when_sharded(
     for _ in run.losses:
         plain.step()
     assert run.losses == pytest.approx(plain.losses, rel=tolerance)
-    for mine, wanted in zip(
+    for parameter, eager_parameter in zip(
         run.model.parameters(), plain.model.parameters(), strict=True
     ):
         torch.testing.assert_close(
-            mine.full_tensor(), wanted.full_tensor(), rtol=0, atol=tolerance
+            parameter.full_tensor(),
+            eager_parameter.full_tensor(),
+            rtol=0,
+            atol=tolerance,
         )
 
 

@@ -93,14 +93,14 @@ def test_gan_shared_optimizers_frozen_and_factories(ctx: ProcessContext) -> None
     accelerator = Accelerator()
     generator, critic, frozen = Net(), Net(), Net().requires_grad_(False)
     owned: list[Tensor] = [*generator.parameters(), *critic.parameters()]
-    both = SGD(owned, lr=0.1)
+    joint_optimizer = SGD(owned, lr=0.1)
     groups: list[dict[str, Any]] = [
         {"params": critic.head.parameters(), "lr": 0.5},
         {"params": critic.inner.parameters()},
     ]
     head_only = SGD(groups, lr=0.1)
     g, c, f, both_p, head_p = accelerator.prepare(
-        generator, critic, frozen, both, head_only
+        generator, critic, frozen, joint_optimizer, head_only
     )
     assert isinstance(g, DistributedDataParallel) == (ctx.world.size > 1)
     assert not isinstance(f, DistributedDataParallel)
@@ -109,10 +109,10 @@ def test_gan_shared_optimizers_frozen_and_factories(ctx: ProcessContext) -> None
         F.mse_loss(c(g(torch.randn(2, 4)) @ torch.ones(2, 4)), torch.zeros(2, 2))
     )
     both_p.step()
-    made_model, made = accelerator.prepare(Net(), partial(AdamW, lr=0.25))
-    assert isinstance(made, PreparedOptimizer)
-    assert made.param_groups[0]["lr"] == 0.25
-    assert {id(p) for p in made.param_groups[0]["params"]} == {
+    made_model, factory_optimizer = accelerator.prepare(Net(), partial(AdamW, lr=0.25))
+    assert isinstance(factory_optimizer, PreparedOptimizer)
+    assert factory_optimizer.param_groups[0]["lr"] == 0.25
+    assert {id(p) for p in factory_optimizer.param_groups[0]["params"]} == {
         id(p) for p in made_model.parameters()
     }
 
@@ -179,9 +179,9 @@ def test_plateau_scheduler_and_lbfgs(ctx: ProcessContext) -> None:
         plateau.step(1.0)
         optimizer.zero_grad()
     assert optimizer.param_groups[0]["lr"] == 0.125
-    other = Net()
-    lbfgs = torch.optim.LBFGS(other.parameters(), lr=0.1, max_iter=2)
-    other_p, second = accelerator.prepare(other, lbfgs)
+    lbfgs_model = Net()
+    lbfgs = torch.optim.LBFGS(lbfgs_model.parameters(), lr=0.1, max_iter=2)
+    other_p, second = accelerator.prepare(lbfgs_model, lbfgs)
 
     def closure() -> Tensor:
         second.zero_grad()
@@ -222,9 +222,9 @@ def test_unused_parameters_are_named(ctx: ProcessContext) -> None:
     allowed = Accelerator(
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
     )
-    again = allowed.prepare(Partly())
+    tolerant_model = allowed.prepare(Partly())
     for _ in range(2):
-        allowed.backward(again(torch.ones(1, 4)).sum())
+        allowed.backward(tolerant_model(torch.ones(1, 4)).sum())
 
 
 @ranks(2)
@@ -345,9 +345,11 @@ def test_compiled_and_recomputed_models_give_the_same_gradients(
         {"dynamo_plugin": regional},
         {"recompute": ("Linear",)},
     ]
-    for given in settings:
-        for got, wanted in zip(grads(Accelerator(**given)), expected, strict=True):
-            torch.testing.assert_close(got, wanted)
+    for accelerator_settings in settings:
+        for got, expected_grad in zip(
+            grads(Accelerator(**accelerator_settings)), expected, strict=True
+        ):
+            torch.testing.assert_close(got, expected_grad)
     with pytest.raises(ConfigError, match="names Blok"):
         Accelerator(recompute=("Blok",)).prepare(blocks())
 
@@ -387,7 +389,7 @@ def one_cycle_run(loader_first: bool, calls: int = 1) -> tuple[list[str], float]
     model = nn.Linear(1, 1)
     optimizer = SGD(model.parameters(), lr=0.1)
     loader: Any = DataLoader(TensorDataset(torch.ones(80, 1)), batch_size=4)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         if loader_first:
             loader = accelerator.prepare(loader)
@@ -406,19 +408,21 @@ def one_cycle_run(loader_first: bool, calls: int = 1) -> tuple[list[str], float]
             accelerator.backward(model(x).sum())
             optimizer.step()
             schedule.step()
-    return [str(one.message) for one in told], float(schedule.get_last_lr()[0])
+    return [str(caught.message) for caught in caught_warnings], float(
+        schedule.get_last_lr()[0]
+    )
 
 
 @ranks(2)
 def test_a_schedule_made_for_the_undivided_loader_is_reported_before_training(
     ctx: ProcessContext,
 ) -> None:
-    told, rate = one_cycle_run(loader_first=True)
-    assert (told, rate < 2e-3) == ([], True), "at its end"
+    messages, rate = one_cycle_run(loader_first=True)
+    assert (messages, rate < 2e-3) == ([], True), "at its end"
     for calls in (1, 2):
-        told, rate = one_cycle_run(loader_first=False, calls=calls)
+        messages, rate = one_cycle_run(loader_first=False, calls=calls)
         assert rate > 2e-2, "half-way"
         assert [
             "would end at step 20 of 40" in warning and "num_updates(loader" in warning
-            for warning in told
+            for warning in messages
         ] == [True] * (ctx.rank == 0)

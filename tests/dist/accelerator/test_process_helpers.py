@@ -43,12 +43,12 @@ def test_main_process_goes_first(ctx: ProcessContext, tmp_path: Path) -> None:
     for number, first in enumerate(
         (process.main_process_first, process.local_main_process_first)
     ):
-        made = tmp_path / f"made-{number}"
+        marker = tmp_path / f"made-{number}"
         with first():
             if process.is_main_process:
-                assert not made.exists()
-                made.write_text("by main")
-            assert made.read_text() == "by main"
+                assert not marker.exists()
+                marker.write_text("by main")
+            assert marker.read_text() == "by main"
 
 
 @ranks(2, 3)
@@ -73,8 +73,8 @@ def test_blocks_nest_when_they_are_of_one_kind(ctx: ProcessContext) -> None:
     process.wait_for_everyone()
 
 
-def fail_if(here: bool) -> None:
-    if here:
+def fail_if(is_failing: bool) -> None:
+    if is_failing:
         raise KeyError("bad data")
 
 
@@ -98,11 +98,11 @@ def containers(length: int) -> list[Any]:
     ]
 
 
-def as_list(part: Any) -> list[int]:
-    if isinstance(part, dict):
-        assert as_list(part["a"]) == as_list(part["b"])
-        return as_list(part["a"])
-    return [int(x) for x in part]
+def as_list(share: Any) -> list[int]:
+    if isinstance(share, dict):
+        assert as_list(share["a"]) == as_list(share["b"])
+        return as_list(share["a"])
+    return [int(x) for x in share]
 
 
 def test_shares_partition_in_order_for_every_length_and_world() -> None:
@@ -120,22 +120,26 @@ def test_shares_partition_in_order_for_every_length_and_world() -> None:
 def test_shares_of_every_container(shares: int) -> None:
     for length in (0, 1, 2, 5, 12):
         for inputs in containers(length):
-            parts = [take_share(inputs, index, shares) for index in range(shares)]
-            assert all(type(part) is type(inputs) for part in parts)
-            assert [x for part in parts for x in as_list(part)] == list(range(length))
+            all_shares = [take_share(inputs, index, shares) for index in range(shares)]
+            assert all(type(share) is type(inputs) for share in all_shares)
+            assert [x for share in all_shares for x in as_list(share)] == list(
+                range(length)
+            )
             padded = [
                 as_list(take_share(inputs, index, shares, apply_padding=True))
                 for index in range(shares)
             ]
-            assert len({len(part) for part in padded}) == 1
-            assert {x for part in padded for x in part} == set(range(length))
+            assert len({len(share) for share in padded}) == 1
+            assert {x for share in padded for x in share} == set(range(length))
 
 
 def test_shares_of_datasets_and_bad_dicts() -> None:
     dataset = TensorDataset(torch.arange(5))
-    parts: Sequence[Subset[Any]] = [take_share(dataset, index, 2) for index in range(2)]
-    assert [int(part[i][0]) for part in parts for i in range(len(part))] == list(
-        range(5)
-    )
+    subsets: Sequence[Subset[Any]] = [
+        take_share(dataset, index, 2) for index in range(2)
+    ]
+    assert [
+        int(subset[i][0]) for subset in subsets for i in range(len(subset))
+    ] == list(range(5))
     with pytest.raises(DataError, match=r"differ in length: \{'a': 1, 'b': 2\}"):
         take_share({"a": [1], "b": [1, 2]}, 0, 2)

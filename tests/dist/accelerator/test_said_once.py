@@ -21,13 +21,13 @@ from hasten.testing.pool import Pool, ranks
 @contextmanager
 def heard() -> Iterator[list[str]]:
     """The warnings that hasten logs on this rank while the block runs."""
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("hasten")
     logger.addHandler(handler)
     try:
-        yield said
+        yield messages
     finally:
         logger.removeHandler(handler)
 
@@ -35,19 +35,19 @@ def heard() -> Iterator[list[str]]:
 @ranks(2)
 def test_a_stop_is_announced_once(ctx: ProcessContext) -> None:
     accelerator = Accelerator(context=ctx)
-    with heard() as said:
-        before = accelerator.preempted
+    with heard() as messages:
+        was_preempted = accelerator.preempted
         if ctx.rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         ctx.world.barrier("signalled")
-        assert (before, accelerator.preempted, accelerator.preempted) == (
+        assert (was_preempted, accelerator.preempted, accelerator.preempted) == (
             False,
             True,
             True,
         )
     accelerator.end_training()
     expected = ["rank 1 was told to stop by SIGUSR1; save and exit with code 85"]
-    assert ctx.world.all_gather_object(said) == [expected, []]
+    assert ctx.world.all_gather_object(messages) == [expected, []]
 
 
 def save(ctx: ProcessContext, folder: str) -> None:
@@ -65,10 +65,10 @@ def load(ctx: ProcessContext, folder: str) -> list[list[str]]:
     """What each rank says while it loads the newest complete one."""
     accelerator = Accelerator(context=ctx, project_dir=folder)
     accelerator.prepare(torch.nn.Linear(2, 2))
-    with heard() as said:
+    with heard() as messages:
         accelerator.load_state()
     accelerator.end_training()
-    said_by_all: list[list[str]] = ctx.world.all_gather_object(said)
+    said_by_all: list[list[str]] = ctx.world.all_gather_object(messages)
     return said_by_all
 
 
@@ -76,8 +76,8 @@ def test_what_a_load_passes_over_and_derives_is_said_once(
     rank_pool: Pool, tmp_path: Path
 ) -> None:
     rank_pool.run(save, 1, str(tmp_path))
-    main, other = rank_pool.run(load, 2, str(tmp_path))[0]
-    assert other == []
+    main, other_rank = rank_pool.run(load, 2, str(tmp_path))[0]
+    assert other_rank == []
     assert len(main) == 2
     assert main[0].startswith(
         f"using checkpoint_0 in {tmp_path}/checkpoints and skipping newer ones: "
@@ -92,16 +92,16 @@ def test_a_path_that_is_no_checkpoint_is_told_on_every_rank(
 ) -> None:
     accelerator = Accelerator(context=ctx, project_dir=str(tmp_path))
     accelerator.prepare(torch.nn.Linear(2, 2))
-    place = Path(accelerator.save_state())
+    checkpoint_path = Path(accelerator.save_state())
     for wrong, words in (
         (
-            place / "model.safetensors",
-            rf"is a file; .* give the folder it is in, {place}",
+            checkpoint_path / "model.safetensors",
+            rf"is a file; .* give the folder it is in, {checkpoint_path}",
         ),
         (tmp_path / "absent", "does not exist, so there is no checkpoint to load"),
         # a folder that one machine has and the other has not
         (
-            place if ctx.rank else tmp_path / "absent",
+            checkpoint_path if ctx.rank else tmp_path / "absent",
             "does not exist, so there is no checkpoint to load",
         ),
     ):

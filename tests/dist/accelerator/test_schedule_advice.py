@@ -68,8 +68,12 @@ def test_a_length_in_batches_is_reported_at_the_users_line(
             loader = accelerator.prepare(loader)
         schedule = LinearLR(optimizer, 1.0, 0.0, total_iters=len(loader) * EPOCHS)
         accelerator.prepare(net, optimizer, schedule, loader)
-    found = [one for one in caught if issubclass(one.category, HastenWarning)]
-    assert len(found) == ctx.is_main
-    for warning in found:
+    own_warnings = [
+        caught_warning
+        for caught_warning in caught
+        if issubclass(caught_warning.category, HastenWarning)
+    ]
+    assert len(own_warnings) == ctx.is_main
+    for warning in own_warnings:
         assert "accelerator.num_updates(loader, epochs=2)" in str(warning.message)
         assert Path(warning.filename).name == Path(__file__).name

@@ -50,10 +50,10 @@ def test_rng_types_make_generators_equal_at_each_epoch(ctx: ProcessContext) -> N
         torch.manual_seed(ctx.rank + epoch)
         next(iter(loader))
         everyone = ctx.world.all_gather_object(draws())
-        assert len({one[0] for one in everyone}) == 1
+        assert len({rank_draws[0] for rank_draws in everyone}) == 1
         # numpy was not asked for
-        assert len({one[1] for one in everyone}) == ctx.world.size
-        assert len({one[2] for one in everyone}) == 1
+        assert len({rank_draws[1] for rank_draws in everyone}) == ctx.world.size
+        assert len({rank_draws[2] for rank_draws in everyone}) == 1
 
 
 @ranks(1, 2)
@@ -178,8 +178,8 @@ def test_the_launcher_refuses_in_one_sentence_with_code_2(
     (tmp_path / "script.py").write_text("print('ran')")
     cpu = [] if "--tpu" in flags else ["--cpu"]
     code = main(["launch", *cpu, *flags, str(tmp_path / "script.py")])
-    said = capfd.readouterr()
-    assert code == 2, said.err
-    assert words in said.err
-    assert said.err.count("\n") == 1
-    assert "ran" not in said.out
+    captured = capfd.readouterr()
+    assert code == 2, captured.err
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+    assert "ran" not in captured.out

@@ -67,9 +67,11 @@ def with_hasten(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     prepared, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    for whole in batches(rows):
-        mine = [part.chunk(ctx.world.size)[ctx.rank].chunk(every) for part in whole]
-        for x, y, tokens in zip(*mine, strict=True):
+    for full_batch in batches(rows):
+        rank_chunks = [
+            tensor.chunk(ctx.world.size)[ctx.rank].chunk(every) for tensor in full_batch
+        ]
+        for x, y, tokens in zip(*rank_chunks, strict=True):
             with accelerator.accumulate(prepared):
                 losses = F.cross_entropy(prepared(x), y, reduction="none")
                 if weighted:
@@ -155,18 +157,22 @@ def test_every_metric_sample_once(ctx: ProcessContext) -> None:
                 loader = accelerator.prepare(
                     DataLoader(data, batch_size=batch_size, shuffle=shuffle)
                 )
-                seen: list[int] = []
+                gathered_indices: list[int] = []
                 objects: list[str] = []
                 for index, value in loader:
                     out: dict[str, Any] = accelerator.gather_for_metrics(
                         {"i": index, "v": (value, "kept")}
                     )
                     assert torch.equal(out["v"][0][:, 0], out["i"].float() * 2)
-                    seen += out["i"].tolist()
+                    gathered_indices += out["i"].tolist()
                     objects += accelerator.gather_for_metrics(
                         [str(i) for i in index.tolist()], use_gather_object=True
                     )
-                assert sorted(seen) == list(range(size)), (size, batch_size, shuffle)
+                assert sorted(gathered_indices) == list(range(size)), (
+                    size,
+                    batch_size,
+                    shuffle,
+                )
                 assert sorted(objects, key=int) == [str(i) for i in range(size)]
                 accelerator.free_memory()
 
@@ -177,11 +183,11 @@ def train(accelerator: Accelerator, steps: int = 12) -> list[float]:
     prepared, optimizer = accelerator.prepare(model, optimizer)
     losses = []
     for x, y, _ in batches(12)[:steps]:
-        mine = [
-            part.chunk(accelerator.num_processes)[accelerator.process_index]
-            for part in (x, y)
+        rank_tensors = [
+            tensor.chunk(accelerator.num_processes)[accelerator.process_index]
+            for tensor in (x, y)
         ]
-        loss = F.cross_entropy(prepared(mine[0]), mine[1])
+        loss = F.cross_entropy(prepared(rank_tensors[0]), rank_tensors[1])
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
         optimizer.step()
@@ -215,17 +221,23 @@ def alone(ctx: ProcessContext) -> ProcessContext:
 
 @ranks(1, 2)
 def test_two_accelerators_do_not_disturb_each_other(ctx: ProcessContext) -> None:
-    one = Accelerator(gradient_accumulation_steps=4, mixed_precision="bf16")
-    two = Accelerator()
-    assert (one.gradient_accumulation_steps, two.gradient_accumulation_steps) == (4, 1)
-    a, b = one.prepare_model(network()), two.prepare_model(network())
-    with one.accumulate(a):
-        assert not one.sync_gradients
-        assert two.sync_gradients
-    assert (one.config.mixed_precision, two.config.mixed_precision) == ("bf16", "no")
-    assert len(one._prepared.models) == len(two._prepared.models) == 1
+    first = Accelerator(gradient_accumulation_steps=4, mixed_precision="bf16")
+    second = Accelerator()
+    assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (
+        4,
+        1,
+    )
+    a, b = first.prepare_model(network()), second.prepare_model(network())
+    with first.accumulate(a):
+        assert not first.sync_gradients
+        assert second.sync_gradients
+    assert (first.config.mixed_precision, second.config.mixed_precision) == (
+        "bf16",
+        "no",
+    )
+    assert len(first._prepared.models) == len(second._prepared.models) == 1
     assert torch.equal(
-        b(torch.ones(1, WIDTH)), two.unwrap_model(b)(torch.ones(1, WIDTH))
+        b(torch.ones(1, WIDTH)), second.unwrap_model(b)(torch.ones(1, WIDTH))
     )
 
 
@@ -255,10 +267,10 @@ def test_loops_broken_off_nested_and_failing_keep_the_clock_right(
         pattern.append(step(x, y))
         for _ in eval_loader:  # evaluation inside training
             break
-        seen = sum(
+        num_evaluated = sum(
             len(accelerator.gather_for_metrics(labels)) for _, labels in eval_loader
         )
-        assert seen == 24
+        assert num_evaluated == 24
     assert pattern == [False, False, True, False]
     assert accelerator._clock.active is None
     with pytest.raises(ZeroDivisionError):

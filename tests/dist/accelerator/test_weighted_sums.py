@@ -86,26 +86,33 @@ def run(
                 optimizer.step()
                 optimizer.zero_grad()
         for head in range(heads):
-            parts = [
+            rank_batches = [
                 batch(window, m, head, r, rows[window, m, head, r])
                 for m in range(every)
                 for r in range(size)
             ]
-            torch.autograd.backward(loss_of(reference, torch.cat(parts), head))
+            torch.autograd.backward(loss_of(reference, torch.cat(rank_batches), head))
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
         plain.step()
         plain.zero_grad()
         assert norm is not None
         tolerance = 1e-2 if options.get("mixed_precision") == "fp16" else 2e-6
         torch.testing.assert_close(norm, expected, rtol=tolerance, atol=tolerance)
-        for ours, theirs in zip(
+        for parameter, reference_parameter in zip(
             accelerator.unwrap_model(model).parameters(),
             reference.parameters(),
             strict=True,
         ):
-            whole = ours.full_tensor() if hasattr(ours, "full_tensor") else ours
+            full_parameter = (
+                parameter.full_tensor()
+                if hasattr(parameter, "full_tensor")
+                else parameter
+            )
             torch.testing.assert_close(
-                whole.detach(), theirs.detach(), rtol=0, atol=tolerance
+                full_parameter.detach(),
+                reference_parameter.detach(),
+                rtol=0,
+                atol=tolerance,
             )
 
 

@@ -67,16 +67,16 @@ def test_a_mean_over_nothing_adds_exactly_nothing(
                     optimizer.step()
             reference = net()
             torch.autograd.backward(loss_of(reference(x), torch.ones(3)))
-            for ours, theirs in zip(
+            for parameter, reference_parameter in zip(
                 accelerator.unwrap_model(model).parameters(),
                 reference.parameters(),
                 strict=True,
             ):
-                grad: Any = ours.grad  # Any: a tensor or a shard
+                grad: Any = parameter.grad  # Any: a tensor or a shard
                 grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
                 torch.testing.assert_close(
                     grad,
-                    theirs.grad,
+                    reference_parameter.grad,
                     rtol=1e-6,
                     atol=1e-7,
                     msg=f"{name} {every} {{}}".format,

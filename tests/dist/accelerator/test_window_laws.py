@@ -59,12 +59,17 @@ def _makes_sense(
 ) -> bool:
     clears, steps = calls.index(("z", index)), calls.index(("s", index))
     losses = [
-        at for at, (kind, k) in enumerate(calls) if kind == "b" and index in reaches[k]
+        position
+        for position, (kind, k) in enumerate(calls)
+        if kind == "b" and index in reaches[k]
     ]
-    alone = all(reached == (0,) for reached in reaches) and ("s", 1) not in calls
-    if alone:  # nobody writes a loop that throws its only loss away
+    has_one_model = (
+        all(reached == (0,) for reached in reaches) and ("s", 1) not in calls
+    )
+    if has_one_model:  # nobody writes a loop that throws its only loss away
         return all(
-            clears < at < steps if clears < steps else at < steps for at in losses
+            clears < position < steps if clears < steps else position < steps
+            for position in losses
         )
     # With zero_grad first, what comes before it or after step is thrown away, here and in plain torch.
     return clears < steps or max(losses, default=-1) < clears
@@ -97,17 +102,18 @@ def plain(program: Program, size: int) -> list[nn.Module]:
     ]
     parameters = [list(model.parameters()) for model in models]
     # since zero_grad
-    found = [[torch.zeros_like(p) for p in group] for group in parameters]
+    gradients = [[torch.zeros_like(p) for p in group] for group in parameters]
     for step in range(WINDOWS):
         # what step() has found in the window
         sums = [[torch.zeros_like(p) for p in group] for group in parameters]
         for micro in range(program.every):
             for kind, index in program.calls:
                 if kind == "z":
-                    found[index] = [torch.zeros_like(p) for p in parameters[index]]
+                    gradients[index] = [torch.zeros_like(p) for p in parameters[index]]
                 elif kind == "s":
                     sums[index] = [
-                        a + b for a, b in zip(sums[index], found[index], strict=True)
+                        a + b
+                        for a, b in zip(sums[index], gradients[index], strict=True)
                     ]
                     if micro == program.every - 1 and any(
                         index in reached for reached in program.reaches
@@ -129,18 +135,21 @@ def plain(program: Program, size: int) -> list[nn.Module]:
                         )
                     )
                     for i in reached:
-                        found[i] = [total + next(grads) for total in found[i]]
+                        gradients[i] = [total + next(grads) for total in gradients[i]]
     return models
 
 
 def prepared(ctx: ProcessContext, program: Program, **options: Any) -> list[nn.Module]:
     accelerator = Accelerator(gradient_accumulation_steps=program.every, **options)
     models = nets(program.models)
-    given = accelerator.prepare(
+    prepared_objects = accelerator.prepare(
         *models,
         *[torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.5) for m in models],
     )
-    models, optimizers = list(given[: program.models]), list(given[program.models :])
+    models, optimizers = (
+        list(prepared_objects[: program.models]),
+        list(prepared_objects[program.models :]),
+    )
     for step in range(WINDOWS):
         for micro in range(program.every):
             with accelerator.accumulate(*models):
@@ -151,25 +160,29 @@ def prepared(ctx: ProcessContext, program: Program, **options: Any) -> list[nn.M
                         optimizers[index].step()
                     else:
                         x = inputs(step, index, ROWS * ctx.world.size * program.every)
-                        mine = x.chunk(program.every)[micro].chunk(ctx.world.size)[
-                            ctx.world.rank
-                        ]
+                        rank_inputs = x.chunk(program.every)[micro].chunk(
+                            ctx.world.size
+                        )[ctx.world.rank]
                         accelerator.backward(
-                            loss_of([models[i] for i in program.reaches[index]], mine)
+                            loss_of(
+                                [models[i] for i in program.reaches[index]], rank_inputs
+                            )
                         )
     return [accelerator.unwrap_model(model) for model in models]
 
 
-def assert_same(ours: list[nn.Module], theirs: list[nn.Module], what: object) -> None:
-    for a, b in zip(ours, theirs, strict=True):
+def assert_same(
+    models: list[nn.Module], reference_models: list[nn.Module], description: object
+) -> None:
+    for a, b in zip(models, reference_models, strict=True):
         for p, q in zip(a.parameters(), b.parameters(), strict=True):
-            whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+            full_parameter = p.full_tensor() if hasattr(p, "full_tensor") else p
             torch.testing.assert_close(
-                whole.detach(),
+                full_parameter.detach(),
                 q.detach(),
                 rtol=0,
                 atol=2e-6,
-                msg=lambda t: f"{what}\n{t}",
+                msg=lambda t: f"{description}\n{t}",
             )
 
 
@@ -183,13 +196,13 @@ def clears_losses(program: Program) -> bool:
             program.calls.index(("s", index)),
         )
         losses = [
-            at
-            for at, (kind, k) in enumerate(program.calls)
+            position
+            for position, (kind, k) in enumerate(program.calls)
             if kind == "b" and index in program.reaches[k]
         ]
-        if clears < steps and any(not clears < at < steps for at in losses):
+        if clears < steps and any(not clears < position < steps for position in losses):
             return True
-        if steps < clears and any(steps < at < clears for at in losses):
+        if steps < clears and any(steps < position < clears for position in losses):
             return True
     return False
 
@@ -237,7 +250,7 @@ def test_two_optimizers_in_one_window_are_unscaled_by_one_scale(
         weights = [nn.Linear(2, 1, bias=False) for _ in range(2)]
         for weight in weights:
             nn.init.ones_(weight.weight)
-        first, second, one, two = accelerator.prepare(
+        first, second, first_optimizer, second_optimizer = accelerator.prepare(
             *weights,
             *[torch.optim.SGD(weight.parameters(), lr=0.125) for weight in weights],
         )
@@ -245,11 +258,11 @@ def test_two_optimizers_in_one_window_are_unscaled_by_one_scale(
         for _ in range(every):
             with accelerator.accumulate(first, second):
                 accelerator.backward(first(x).sum() * float("inf") + second(x).sum())
-                one.step()
+                first_optimizer.step()
                 accelerator.backward(second(x).sum())
-                two.step()
-        assert one.step_was_skipped
-        assert not two.step_was_skipped
+                second_optimizer.step()
+        assert first_optimizer.step_was_skipped
+        assert not second_optimizer.step_was_skipped
         torch.testing.assert_close(
             second.weight.detach(), torch.full((1, 2), 0.75), msg=f"{every}"
         )

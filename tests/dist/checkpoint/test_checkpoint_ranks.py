@@ -181,12 +181,12 @@ def test_a_disk_that_fails_on_one_rank_fails_all_also_in_the_background(
 
     class Store(LocalStore):
         def join(self, name: str, token: str) -> LocalDraft | None:
-            whole = super().join(name, token)
+            draft = super().join(name, token)
             folder = tmp_path / token / name
             return (
                 Broken(tmp_path / name, folder, None, self._disk, 1)
-                if ctx.rank == 1 and whole is not None
-                else whole
+                if ctx.rank == 1 and draft is not None
+                else draft
             )
 
     tree = StateTree({"x": Component({"w": torch.ones(3)}, None, per_rank=True)})
@@ -203,15 +203,15 @@ def test_a_save_into_a_folder_that_another_job_is_saving_to_comes_after_it(
     accelerator = accelerator_of(ctx, tmp_path)
     trained(accelerator)
     for _ in range(2):  # where there is nothing yet, and over what is there
-        other = LocalStore(tmp_path).begin("out") if ctx.is_main else None
+        foreign_draft = LocalStore(tmp_path).begin("out") if ctx.is_main else None
         ctx.world.barrier("begun")
         for blocking in (True, False):
             accelerator.save_state(tmp_path / "out", blocking=blocking)
         accelerator.wait_for_saves()
         accelerator.load_state(tmp_path / "out")
-        if other is not None:
-            assert other.folder.is_dir(), "a draft in use stays"
-            other.abort()
+        if foreign_draft is not None:
+            assert foreign_draft.folder.is_dir(), "a draft in use stays"
+            foreign_draft.abort()
         ctx.world.barrier("ended")
     ctx.world.barrier("look")
     assert not list(tmp_path.rglob(".hasten*"))
@@ -221,7 +221,7 @@ def test_a_save_into_a_folder_that_another_job_is_saving_to_comes_after_it(
 def test_files_of_every_ranks_hooks_are_saved(
     ctx: ProcessContext, tmp_path: Path
 ) -> None:
-    for place in (
+    for checkpoint_path in (
         str(tmp_path / "out" / "checkpoint-10"),
         f"local://{tmp_path}/url/checkpoint-10",
     ):
@@ -244,15 +244,15 @@ def test_files_of_every_ranks_hooks_are_saved(
 
         accelerator.register_save_state_pre_hook(on_save)
         accelerator.register_load_state_pre_hook(on_load)
-        accelerator.save_state(place)
-        accelerator.load_state(place)
+        accelerator.save_state(checkpoint_path)
+        accelerator.load_state(checkpoint_path)
 
 
 @ranks(2)
 def test_weights_that_a_hook_takes_out_on_the_main_process_alone_are_taken_out_for_all(
     ctx: ProcessContext, tmp_path: Path
 ) -> None:
-    for taker, kept in ((0, False), (1, True)):
+    for taker, has_model in ((0, False), (1, True)):
         accelerator = accelerator_of(ctx, tmp_path)
         model, _ = trained(accelerator)
 
@@ -273,11 +273,11 @@ def test_weights_that_a_hook_takes_out_on_the_main_process_alone_are_taken_out_f
             )
 
         accelerator.register_save_state_pre_hook(on_save)
-        place = Path(accelerator.save_state(tmp_path / f"out_{taker}"))
-        assert (place / "model.safetensors").exists() == kept
-        if kept:
+        checkpoint_path = Path(accelerator.save_state(tmp_path / f"out_{taker}"))
+        assert (checkpoint_path / "model.safetensors").exists() == has_model
+        if has_model:
             accelerator.register_load_state_pre_hook(on_load)
-            accelerator.load_state(place)
+            accelerator.load_state(checkpoint_path)
 
 
 @ranks(2)
@@ -292,11 +292,11 @@ def test_ranks_that_save_different_things_are_told(
         accelerator.save_state()
     ctx.world.barrier("look")
     assert list((tmp_path / "checkpoints").iterdir()) == []
-    other = accelerator_of(ctx, tmp_path)
+    second_accelerator = accelerator_of(ctx, tmp_path)
     for _ in range(1 + ctx.rank):
-        other.prepare_model(nn.Linear(2, 2), evaluation_mode=True)
+        second_accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True)
     with pytest.raises(MismatchError, match="ranks do not save the same state"):
-        other.save_state()
+        second_accelerator.save_state()
 
 
 @ranks(4)
@@ -335,7 +335,7 @@ def test_a_url_is_downloaded_once_per_machine(
 ) -> None:
     accelerator = Accelerator(context=ctx, project_dir=f"local://{tmp_path}/run")
     model, optimizer = trained(accelerator)
-    before = whole_state(accelerator, model, optimizer)
+    initial_state = whole_state(accelerator, model, optimizer)
     for blocking in (True, False):
         accelerator.save_state(blocking=blocking)
     accelerator.wait_for_saves()
@@ -356,7 +356,9 @@ def test_a_url_is_downloaded_once_per_machine(
         ["checkpoint_1"],
         *([[]] * (ctx.world.size - 1)),
     ]
-    for a, b in zip(whole_state(accelerator, model, optimizer), before, strict=True):
+    for a, b in zip(
+        whole_state(accelerator, model, optimizer), initial_state, strict=True
+    ):
         assert torch.equal(a, b)
     accelerator.end_training()
 
@@ -367,7 +369,7 @@ def test_background_saves_hold_one_at_a_time_and_keep_the_moment(
 ) -> None:
     accelerator = accelerator_of(ctx, tmp_path)
     model, optimizer = trained(accelerator)
-    before = whole_state(accelerator, model, optimizer)
+    initial_state = whole_state(accelerator, model, optimizer)
     accelerator.save_state(blocking=False)
     with torch.no_grad():  # training goes on at once; the checkpoint must not see it
         for parameter in model.parameters():
@@ -376,7 +378,9 @@ def test_background_saves_hold_one_at_a_time_and_keep_the_moment(
     accelerator.wait_for_saves()
     assert str(accelerator._saving.newest()).endswith("checkpoint_1")
     accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0")
-    for a, b in zip(whole_state(accelerator, model, optimizer), before, strict=True):
+    for a, b in zip(
+        whole_state(accelerator, model, optimizer), initial_state, strict=True
+    ):
         assert torch.equal(a, b)
     accelerator.end_training()
 
@@ -410,7 +414,7 @@ def test_what_a_hook_raises_on_one_rank_is_named_on_all(
     accelerator = Accelerator(cpu=True)
     accelerator.save_state(tmp_path / "state")
 
-    def refusing(*given: object) -> None:
+    def refusing(*arguments: object) -> None:
         if ctx.is_main:
             raise KeyError("mine")
 
@@ -452,18 +456,19 @@ def test_hooks_edit_what_is_saved_and_loaded(
         accelerator.register_save_state_pre_hook(on_save),
         accelerator.register_load_state_pre_hook(on_load),
     )
-    place = Path(accelerator.save_state(tmp_path / "out"))
-    assert "model.safetensors" not in {path.name for path in place.iterdir()}
-    before = [p.detach().clone() for p in model.parameters()]
-    accelerator.load_state(place)
+    checkpoint_path = Path(accelerator.save_state(tmp_path / "out"))
+    assert "model.safetensors" not in {path.name for path in checkpoint_path.iterdir()}
+    saved_parameters = [p.detach().clone() for p in model.parameters()]
+    accelerator.load_state(checkpoint_path)
     assert all(
-        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(saved_parameters, model.parameters(), strict=True)
     )
     saving.remove()
     loading.remove()
     accelerator.save_state(tmp_path / "out")
     ctx.world.barrier("look")
-    assert (place / "model.safetensors").exists()
+    assert (checkpoint_path / "model.safetensors").exists()
 
 
 @ranks(2)
@@ -512,8 +517,12 @@ def save_until_killed(
 def numbered_tree(number: int) -> StateTree:
     """A state that says in every tensor which save it belongs to."""
     tensors = {f"w{i}": torch.full((5000,), float(number)) for i in range(3)}
-    mine = Component({"r": torch.full((100,), float(number))}, None, per_rank=True)
-    return StateTree({"model": Component(tensors, None, "model"), "mine": mine})
+    rank_component = Component(
+        {"r": torch.full((100,), float(number))}, None, per_rank=True
+    )
+    return StateTree(
+        {"model": Component(tensors, None, "model"), "mine": rank_component}
+    )
 
 
 @pytest.mark.slow

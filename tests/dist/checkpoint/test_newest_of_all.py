@@ -50,15 +50,15 @@ def test_the_newest_that_every_machine_has_is_loaded(
         shutil.rmtree(tmp_path / "1" / "checkpoints" / "checkpoint_1")
     ctx.world.barrier("copied")
     accelerator, model = made(tmp_path / str(ctx.rank))
-    said = Said()
-    logging.getLogger("hasten").addHandler(said)
+    handler = Said()
+    logging.getLogger("hasten").addHandler(handler)
     try:
         accelerator.load_state()
     finally:
-        logging.getLogger("hasten").removeHandler(said)
+        logging.getLogger("hasten").removeHandler(handler)
     assert model.weight.tolist() == [[1.0, 1.0]]
     assert (
-        any("see different newest checkpoints" in line for line in said.lines)
+        any("see different newest checkpoints" in line for line in handler.lines)
         == ctx.is_main
     )
     ctx.world.barrier("loaded")

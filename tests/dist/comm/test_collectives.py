@@ -41,10 +41,10 @@ def value_of(rank: int, dtype: torch.dtype) -> Tensor:
 def test_gather_joins_rows_of_every_dtype(ctx: ProcessContext) -> None:
     comm = ctx.world
     for dtype in DTYPES:
-        mine = value_of(comm.rank, dtype).t()  # not contiguous
+        rank_tensor = value_of(comm.rank, dtype).t()  # not contiguous
         tree: dict[str, Any] = {
-            "x": mine,
-            "s": mine.sum() if dtype != torch.bool else mine[0, 0],
+            "x": rank_tensor,
+            "s": rank_tensor.sum() if dtype != torch.bool else rank_tensor[0, 0],
             "k": [None, "text", 7],
         }
         out = ops.gather(tree, comm)
@@ -53,38 +53,38 @@ def test_gather_joins_rows_of_every_dtype(ctx: ProcessContext) -> None:
         assert torch.equal(out["x"], expected)
         assert out["s"].shape == (comm.size,)
         assert out["k"] == [None, "text", 7]
-        for alone, wanted in (
-            (mine, out["x"]),
+        for single_tensor, gathered in (
+            (rank_tensor, out["x"]),
             (tree["s"], out["s"]),
-            (mine[:0], out["x"][:0]),
-            (mine[0], None),
+            (rank_tensor[:0], out["x"][:0]),
+            (rank_tensor[0], None),
         ):
-            joined = ops.gather(alone, comm)
-            wanted = (
+            joined = ops.gather(single_tensor, comm)
+            gathered = (
                 torch.cat([value_of(r, dtype).t()[0] for r in range(comm.size)])
-                if wanted is None
-                else wanted
+                if gathered is None
+                else gathered
             )
-            assert joined.dtype == alone.dtype
-            assert torch.equal(joined, wanted), (dtype, alone.shape)
+            assert joined.dtype == single_tensor.dtype
+            assert torch.equal(joined, gathered), (dtype, single_tensor.shape)
 
 
 @ranks(2, exhaustive=(3,))
 def test_one_tensor_that_differs_is_refused_everywhere(ctx: ProcessContext) -> None:
     """A small tensor takes a shorter way than a tree; ranks on different ways still meet, and name what differs."""
     comm = ctx.world
-    mine: tuple[Any, ...] = (
+    candidates: tuple[Any, ...] = (
         torch.ones(2),
         torch.ones(3),
         torch.ones(2).double(),
         {"x": torch.ones(2)},
         torch.ones(900),
     )
-    for other in mine[1:]:
+    for different in candidates[1:]:
         with pytest.raises(
             MismatchError, match=r"rank 0: gather of tensor: \[2\] float32"
         ):
-            ops.gather(mine[0] if comm.rank == 0 else other, comm)
+            ops.gather(candidates[0] if comm.rank == 0 else different, comm)
         assert torch.equal(
             ops.gather(torch.tensor(comm.rank), comm), torch.arange(comm.size)
         )
@@ -95,22 +95,22 @@ def test_reduce_every_kind(ctx: ProcessContext) -> None:
     comm = ctx.world
     for dtype in DTYPES:
         stacked = torch.stack([value_of(r, dtype) for r in range(comm.size)])
-        mine = value_of(comm.rank, dtype)
+        rank_values = value_of(comm.rank, dtype)
         total = (
             stacked.long().sum(0) if dtype == torch.bool else stacked.sum(0).to(dtype)
         )
-        assert torch.equal(ops.reduce(mine, comm, "sum"), total)
-        mean = ops.reduce(mine, comm, "mean", scale=2.0)
+        assert torch.equal(ops.reduce(rank_values, comm, "sum"), total)
+        mean = ops.reduce(rank_values, comm, "mean", scale=2.0)
         wide = torch.complex128 if dtype.is_complex else torch.float64
         torch.testing.assert_close(
             mean.to(wide), stacked.to(wide).mean(0) * 2, rtol=1e-2, atol=1e-2
         )
         if dtype.is_complex:
             with pytest.raises(CommError, match="complex"):
-                ops.reduce(mine, comm, "max")
+                ops.reduce(rank_values, comm, "max")
         else:
-            assert torch.equal(ops.reduce(mine, comm, "max"), stacked.amax(0))
-            assert torch.equal(ops.reduce(mine, comm, "min"), stacked.amin(0))
+            assert torch.equal(ops.reduce(rank_values, comm, "max"), stacked.amax(0))
+            assert torch.equal(ops.reduce(rank_values, comm, "min"), stacked.amin(0))
 
 
 @ranks(2, exhaustive=(1, 3, 4))
@@ -201,25 +201,29 @@ def test_gathering_is_right_for_tensors_of_any_size(
     comm = ctx.world
     shared = torch.Generator().manual_seed(0)  # shapes are drawn alike on every rank
 
-    def draw(most: int) -> int:
-        return int(torch.randint(most, (1,), generator=shared))
+    def draw(max_size: int) -> int:
+        return int(torch.randint(max_size, (1,), generator=shared))
 
     def filled(rows: int, width: int, dtype: torch.dtype, rank: int) -> Tensor:
         values = torch.arange(rows * width).reshape(rows, width) + 100 * rank
         return (values % 3 == 0) if dtype == torch.bool else values.to(dtype)
 
     for turn in range(60):
-        count, most = 1 + draw(20 if turn % 10 == 0 else 4), (4, 12, 60)[turn % 3]
+        count, max_size = 1 + draw(20 if turn % 10 == 0 else 4), (4, 12, 60)[turn % 3]
         shapes = [
-            (draw(most), draw(most), DTYPES[draw(len(DTYPES))]) for _ in range(count)
+            (draw(max_size), draw(max_size), DTYPES[draw(len(DTYPES))])
+            for _ in range(count)
         ]
         extra = [draw(3) for _ in range(comm.size)]  # further rows on each rank
 
         def tree_of(
-            rank: int, more: int, shapes: list[tuple[int, int, torch.dtype]] = shapes
+            rank: int,
+            extra_rows: int,
+            shapes: list[tuple[int, int, torch.dtype]] = shapes,
         ) -> list[Tensor]:
             return [
-                filled(rows + more, width, dtype, rank) for rows, width, dtype in shapes
+                filled(rows + extra_rows, width, dtype, rank)
+                for rows, width, dtype in shapes
             ]
 
         for uneven in (False, True):
@@ -229,9 +233,9 @@ def test_gathering_is_right_for_tensors_of_any_size(
             gathered = (ops.gather_ragged if uneven else ops.gather)(
                 members[comm.rank], comm
             )
-            for got, *parts in zip(gathered, *members, strict=True):
-                assert got.dtype == parts[0].dtype
-                assert torch.equal(got, torch.cat(parts))
+            for got, *rank_tensors in zip(gathered, *members, strict=True):
+                assert got.dtype == rank_tensors[0].dtype
+                assert torch.equal(got, torch.cat(rank_tensors))
 
 
 @ranks(2, exhaustive=(3, 4))
@@ -242,8 +246,8 @@ def test_a_shape_that_changes_on_one_rank_is_refused_at_once_whatever_came_befor
     comm = ctx.world
     shared = torch.Generator().manual_seed(1)  # drawn alike on every rank
 
-    def draw(most: int) -> int:
-        return int(torch.randint(most, (1,), generator=shared))
+    def draw(limit: int) -> int:
+        return int(torch.randint(limit, (1,), generator=shared))
 
     sizes = (1, 100, 3000, 16384, 60000)
     ways: tuple[Callable[[Tensor], Any], ...] = (
@@ -255,10 +259,10 @@ def test_a_shape_that_changes_on_one_rank_is_refused_at_once_whatever_came_befor
     )
     previous = (ways[0], sizes[0])
     for _ in range(150):
-        way, size = (
+        collective, size = (
             previous if draw(3) else (ways[draw(len(ways))], sizes[draw(len(sizes))])
         )
-        previous = (way, size)
+        previous = (collective, size)
         x = torch.arange(float(size)) + comm.rank
         if draw(8):
             everyone = [torch.arange(float(size)) + r for r in range(comm.size)]
@@ -268,19 +272,19 @@ def test_a_shape_that_changes_on_one_rank_is_refused_at_once_whatever_came_befor
                 ),
                 ways[3]: torch.stack(everyone).sum(0),
                 ways[4]: x,
-            }.get(way, torch.cat(everyone))
-            assert torch.equal(way(x), expected)
+            }.get(collective, torch.cat(everyone))
+            assert torch.equal(collective(x), expected)
             continue
         odd = draw(comm.size)
-        other_way = ways[draw(2)]
+        odd_collective = ways[draw(2)]
         # a dtype of its own: it always differs
-        other = torch.ones(sizes[draw(len(sizes))], dtype=torch.float64)
-        begun = time.monotonic()
+        odd_tensor = torch.ones(sizes[draw(len(sizes))], dtype=torch.float64)
+        start_time = time.monotonic()
         with pytest.raises(MismatchError) as caught:
-            other_way(other) if comm.rank == odd else way(x)
+            odd_collective(odd_tensor) if comm.rank == odd else collective(x)
         # thousandths of a second; the bound is for a busy machine
-        assert time.monotonic() - begun < 5
-        assert f"[{len(other)}] float64" in str(caught.value)
+        assert time.monotonic() - start_time < 5
+        assert f"[{len(odd_tensor)}] float64" in str(caught.value)
         assert str(caught.value).count("float32") == comm.size - 1
 
 
@@ -289,15 +293,15 @@ def test_a_mismatch_of_sizes_is_found(
     ctx: ProcessContext,
 ) -> None:
     comm = ctx.world
-    for mine in ([4, 4000], [4000, 4]):
+    for lengths in ([4, 4000], [4000, 4]):
         with pytest.raises(
-            MismatchError, match=rf"rank 0: gather of tensor: \[{mine[0]}\]"
+            MismatchError, match=rf"rank 0: gather of tensor: \[{lengths[0]}\]"
         ) as caught:
-            ops.gather(torch.ones(mine[min(comm.rank, 1)]), comm)
-        assert f"rank 1: gather of tensor: [{mine[1]}]" in str(caught.value)
+            ops.gather(torch.ones(lengths[min(comm.rank, 1)]), comm)
+        assert f"rank 1: gather of tensor: [{lengths[1]}]" in str(caught.value)
         with pytest.raises(MismatchError, match=r"rank 1: reduce sum of tensor"):
             ops.reduce(torch.ones(4), comm) if comm.rank else ops.gather(
-                torch.ones(mine[0]), comm
+                torch.ones(lengths[0]), comm
             )
     assert ops.gather(torch.ones(1), comm).shape == (comm.size,)
 
@@ -313,9 +317,9 @@ def test_barrier_names_who_is_missing_and_where(ctx: ProcessContext) -> None:
             comm.barrier("alone", timeout_s=0.3)
         assert caught.value.missing == tuple(range(1, comm.size))
         assert time.monotonic() - started < 3
-    other = comm.twin()
+    twin = comm.twin()
     with pytest.raises(MissingRanksError, match="instead"):
-        other.barrier(f"place {min(comm.rank, 1)}", timeout_s=0.5)
+        twin.barrier(f"place {min(comm.rank, 1)}", timeout_s=0.5)
 
 
 @ranks(2, 3)
@@ -342,11 +346,15 @@ def test_flag_raised_anywhere_is_seen_everywhere_once(ctx: ProcessContext) -> No
 
 @ranks(4, mesh={"dp_replicate": 2, "tp": 2})
 def test_collectives_along_axes_of_a_mesh(ctx: ProcessContext) -> None:
-    batch, tensor, whole = ctx.groups(*BATCH), ctx.groups(Axis.TP), ctx.groups(*Axis)
+    batch, tensor, full_mesh = (
+        ctx.groups(*BATCH),
+        ctx.groups(Axis.TP),
+        ctx.groups(*Axis),
+    )
     assert batch.ranks == ctx.mesh.peers(ctx.rank, *BATCH)
     assert ops.gather(torch.tensor([ctx.rank]), batch).tolist() == list(batch.ranks)
     assert ops.gather(torch.tensor([ctx.rank]), tensor).tolist() == list(tensor.ranks)
-    assert whole.size == 4
+    assert full_mesh.size == 4
     assert ctx.groups(*BATCH) is batch
     assert ctx.groups(Axis.CP).size == 1
 

@@ -50,7 +50,7 @@ def test_objects_of_every_size_and_kind_arrive(ctx: ProcessContext) -> None:
     mixed = comm.all_gather_object(
         {comm.rank} if comm.rank % 2 else (comm.rank, torch.ones(2))
     )
-    assert [type(one) for one in mixed] == [
+    assert [type(gathered_object) for gathered_object in mixed] == [
         set if r % 2 else tuple for r in range(comm.size)
     ]
     assert ops.gather_object([comm.rank], comm) == list(range(comm.size))
@@ -61,9 +61,9 @@ def test_groups_and_twins_exchange_objects_at_the_same_time(
     ctx: ProcessContext,
 ) -> None:
     pair, twin = ctx.groups(Axis.TP), ctx.world.twin()
-    found: list[list[int]] = []
+    gathered_lists: list[list[int]] = []
     thread = threading.Thread(
-        target=lambda: found.append(
+        target=lambda: gathered_lists.append(
             [twin.all_gather_object(ctx.rank * i)[-1] for i in range(20)]
         )
     )
@@ -71,7 +71,7 @@ def test_groups_and_twins_exchange_objects_at_the_same_time(
     for _ in range(20):
         assert pair.all_gather_object(ctx.rank) == list(pair.ranks)
     thread.join()
-    assert found == [[3 * i for i in range(20)]]
+    assert gathered_lists == [[3 * i for i in range(20)]]
 
 
 @ranks(2, exhaustive=(3,))

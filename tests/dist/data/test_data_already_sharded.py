@@ -58,10 +58,10 @@ class RankStream(IterableDataset[int]):
         order = list(range(self.size))
         if self.shuffles:
             random.shuffle(order)
-        mine = order[dist.get_rank() :: dist.get_world_size()]
+        rank_order = order[dist.get_rank() :: dist.get_world_size()]
         info = get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return iter(mine[first::step])
+        return iter(rank_order[first::step])
 
 
 class SizedRankStream(RankStream):
@@ -120,12 +120,12 @@ class RankBatches(Sampler[list[int]]):
         self.size, self.drop_last = size, False
 
     def __iter__(self) -> Iterator[list[int]]:
-        mine = list(range(dist.get_rank(), self.size, dist.get_world_size()))
+        rank_rows = list(range(dist.get_rank(), self.size, dist.get_world_size()))
         rows = itertools.cycle((2, 3))
-        while mine:
+        while rank_rows:
             count = next(rows)
-            yield mine[:count]
-            mine = mine[count:]
+            yield rank_rows[:count]
+            rank_rows = rank_rows[count:]
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -229,7 +229,7 @@ def rows_of(
 
 
 def real(rows: list[tuple[list[int], int | None, bool]]) -> list[int]:
-    return [one for values, count, _ in rows for one in values[:count]]
+    return [sample for values, count, _ in rows for sample in values[:count]]
 
 
 def check_once_and_resume(
@@ -237,23 +237,25 @@ def check_once_and_resume(
 ) -> None:
     """Every sample once over the ranks, in as many steps on each, and an exact resume after every step of two epochs."""
     loader = prepared(build(ctx), ctx=ctx, **settings)
-    whole = [rows_of(loader), rows_of(loader)]
-    for epoch in whole:
+    uninterrupted = [rows_of(loader), rows_of(loader)]
+    for epoch in uninterrupted:
         everyone = ctx.world.all_gather_object(real(epoch))
         assert sorted(itertools.chain(*everyone)) == list(range(size))
         assert len(set(ctx.world.all_gather_object(len(epoch)))) == 1, (
             "as many steps on every rank"
         )
         assert [last for _, _, last in epoch] == [False] * (len(epoch) - 1) + [True]
-    stops = ctx.world.broadcast_object([1, len(whole[0]) // 2, len(whole[0])])
+    stops = ctx.world.broadcast_object(
+        [1, len(uninterrupted[0]) // 2, len(uninterrupted[0])]
+    )
     for stop in stops:
         first = prepared(build(ctx), ctx=ctx, **settings)
-        assert rows_of(first, stop) == whole[0][:stop]
+        assert rows_of(first, stop) == uninterrupted[0][:stop]
         state = json.loads(json.dumps(first.state_dict()))
         second = prepared(build(ctx), ctx=ctx, seed=99, **settings)
         second.load_state_dict(state)
-        assert rows_of(second) == whole[0][stop:], f"stopped after {stop}"
-        assert rows_of(second) == whole[1]
+        assert rows_of(second) == uninterrupted[0][stop:], f"stopped after {stop}"
+        assert rows_of(second) == uninterrupted[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -275,13 +277,13 @@ def test_parts_without_the_flag_are_refused(ctx: ProcessContext, kind: str) -> N
 def test_parts_of_equal_length_are_refused_too(ctx: ProcessContext) -> None:
     even = 24
     subset: Any = Subset(range(even), mine(ctx, even))  # type: ignore[arg-type]
-    parts: list[Any] = [
+    split_datasets: list[Any] = [
         list(mine(ctx, even)),
         RankItems(even),
         SilentRankItems(even),
         subset,
     ]
-    for data in parts:
+    for data in split_datasets:
         for options in ({}, fork(1)):
             with pytest.raises(DataError, match="already_sharded=True"):
                 prepared(items(data, **options), ctx=ctx)
@@ -373,7 +375,7 @@ def test_parts_end_with_the_big_batch(ctx: ProcessContext) -> None:
         for step in zip(*rows, strict=True):
             assert len({len(values) for values, _, _ in step}) == 1
         read = Counter(
-            one for share in rows for values, _, _ in share for one in values
+            sample for share in rows for values, _, _ in share for sample in values
         )
         assert sum(read.values()) - size <= ctx.world.size - 1
         assert set(read) == set(range(size))
@@ -408,11 +410,11 @@ def test_uneven_parts_end_by_the_policy(ctx: ProcessContext) -> None:
             [base + 2, base + 3],
         ]
         assert len(dropped) == shortest // 2
-        alone = rows_of(
+        uneven_rows = rows_of(
             prepared(build(), ctx=ctx, already_sharded=True, even_batches=False)
         )
-        assert real(alone) == list(range(base, base + size))
-        assert len(alone) == -(-size // 2)
+        assert real(uneven_rows) == list(range(base, base + size))
+        assert len(uneven_rows) == -(-size // 2)
 
 
 class Shifted(IterableDataset[int]):
@@ -453,8 +455,8 @@ class Counted(Dataset[int]):
 
 
 class BreakingStream(IterableDataset[int]):
-    def __init__(self, at: int | None) -> None:
-        self.at = at
+    def __init__(self, fails_at: int | None) -> None:
+        self.at = fails_at
 
     def __iter__(self) -> Iterator[int]:
         for number in range(8):
@@ -467,9 +469,9 @@ class BreakingStream(IterableDataset[int]):
 def test_a_rank_that_fails_or_has_nothing_leaves_no_other_waiting(
     ctx: ProcessContext,
 ) -> None:
-    for at, sharded in ((0, None), (3, None), (0, True), (3, True)):
+    for fails_at, sharded in ((0, None), (3, None), (0, True), (3, True)):
         loader = prepared(
-            items(BreakingStream(at if ctx.rank else None)),
+            items(BreakingStream(fails_at if ctx.rank else None)),
             ctx=ctx,
             already_sharded=sharded,
         )
@@ -486,13 +488,13 @@ def test_samplers_of_parts_have_a_correct_length(ctx: ProcessContext) -> None:
         prepared(
             items(Counted(), sampler=WithoutLength()), ctx=ctx, already_sharded=True
         )
-    alone = prepared(
+    uneven_loader = prepared(
         items(Counted(), sampler=WithoutLength()),
         ctx=ctx,
         already_sharded=True,
         even_batches=False,
     )
-    assert real(rows_of(alone)) == list(range(6))
+    assert real(rows_of(uneven_loader)) == list(range(6))
     loader = prepared(
         items(Counted(), sampler=Underestimated(6)), ctx=ctx, already_sharded=True
     )
@@ -532,9 +534,11 @@ def test_settings_that_cannot_be_honoured_are_refused(ctx: ProcessContext) -> No
 @ranks(2)
 def test_one_loader_can_say_it_for_itself(ctx: ProcessContext) -> None:
     accelerator = Accelerator(context=ctx)
-    part = accelerator.prepare_data_loader(items(list(mine(ctx))), already_sharded=True)
-    whole = accelerator.prepare(items(list(range(SIZE))))
-    for loader in (part, whole):
+    split_loader = accelerator.prepare_data_loader(
+        items(list(mine(ctx))), already_sharded=True
+    )
+    full_loader = accelerator.prepare(items(list(range(SIZE))))
+    for loader in (split_loader, full_loader):
         read = ctx.world.all_gather_object(real(rows_of(loader)))
         assert sorted(itertools.chain(*read)) == list(range(SIZE))
     accelerator.free_memory()
@@ -542,14 +546,14 @@ def test_one_loader_can_say_it_for_itself(ctx: ProcessContext) -> None:
 
 @ranks(2)
 def test_a_position_inside_an_epoch_belongs_to_the_parts(ctx: ProcessContext) -> None:
-    whole = items(list(range(20)))
-    part = prepared(items(list(mine(ctx, 20))), ctx=ctx, already_sharded=True)
-    rows_of(part, 2)
-    state = part.state_dict()
-    for other in (prepared(whole, ctx=ctx), prepared(whole)):
-        other.load_state_dict(state)
+    full_loader = items(list(range(20)))
+    split_loader = prepared(items(list(mine(ctx, 20))), ctx=ctx, already_sharded=True)
+    rows_of(split_loader, 2)
+    state = split_loader.state_dict()
+    for mismatched in (prepared(full_loader, ctx=ctx), prepared(full_loader)):
+        mismatched.load_state_dict(state)
         with pytest.raises(DataError, match="Resume on 2 data-parallel processes"):
-            list(other)
+            list(mismatched)
     shorter = prepared(items(list(mine(ctx, 18))), ctx=ctx, already_sharded=True)
     shorter.load_state_dict(state)
     with pytest.raises(DataError, match=r"had|part with 10"):
@@ -565,7 +569,7 @@ def test_a_distributed_sampler_without_batches_is_not_sharded_twice(
         data, num_replicas=2, rank=ctx.rank, shuffle=False
     )
     loader = prepared(DataLoader(data, batch_size=None, sampler=sampler), ctx=ctx)
-    read = [int(one) for one in loader]
+    read = [int(row) for row in loader]
     assert read == list(range(ctx.rank, 20, 2))
 
 
@@ -619,8 +623,8 @@ class SizedAugmented(AugmentedStream):
 
 
 class Unseeded(Sampler[int]):
-    def __init__(self, size: int, own: bool) -> None:
-        self.size, self.rng = size, np.random.default_rng() if own else None
+    def __init__(self, size: int, has_generator: bool) -> None:
+        self.size, self.rng = size, np.random.default_rng() if has_generator else None
 
     def __iter__(self) -> Iterator[int]:
         rng = self.rng or np.random.default_rng()
@@ -629,12 +633,12 @@ class Unseeded(Sampler[int]):
 
 def plainly(samples: Any) -> torch.Tensor:
     first = [
-        one["id"]
-        if isinstance(one, dict)
-        else one[1]
-        if isinstance(one[1], int)
-        else one[0]
-        for one in samples
+        sample["id"]
+        if isinstance(sample, dict)
+        else sample[1]
+        if isinstance(sample[1], int)
+        else sample[0]
+        for sample in samples
     ]
     return torch.tensor([int(sample_id) for sample_id in first])
 
@@ -660,7 +664,7 @@ def test_healthy_loaders_are_not_taken_for_parts(ctx: ProcessContext) -> None:
             ctx=ctx,
         )
         assert len(seen(loader)) == 3
-    whole: Any = list(range(24))
+    indices: Any = list(range(24))
     for make in (partial(Unseeded, 24, True), partial(Unseeded, 24, False)):
         for wrapped in (False, True):
             sampler: Any = make()
@@ -669,7 +673,7 @@ def test_healthy_loaders_are_not_taken_for_parts(ctx: ProcessContext) -> None:
                 if wrapped
                 else {"sampler": sampler, "batch_size": 4}
             )
-            loader = prepared(DataLoader(whole, **options), ctx=ctx)
+            loader = prepared(DataLoader(indices, **options), ctx=ctx)
             assert len(seen(loader)) == 3
 
 
@@ -753,6 +757,6 @@ def test_parts_in_closures_and_slots_are_found(ctx: ProcessContext) -> None:
     ):
         with pytest.raises(DataError, match="already_sharded=True"):
             Accelerator(context=ctx).prepare(DataLoader(data, batch_size=2))
-    for same in (_cut_by_closure(list(range(24))), _Slotted(list(range(24)))):
-        loader = Accelerator(context=ctx).prepare(DataLoader(same, batch_size=2))
+    for equal_data in (_cut_by_closure(list(range(24))), _Slotted(list(range(24)))):
+        loader = Accelerator(context=ctx).prepare(DataLoader(equal_data, batch_size=2))
         assert sum(len(batch) for batch in loader) == 12

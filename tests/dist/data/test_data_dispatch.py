@@ -45,7 +45,7 @@ def shares_of(
 def test_any_tree_of_any_size_is_scattered(ctx: ProcessContext) -> None:
     codec = ctx.world.codec
     for size in (3, 10, 100_000, 5):
-        parts: list[dict[str, Any]] = [
+        rank_trees: list[dict[str, Any]] = [
             {
                 "a": torch.arange(size + rank, dtype=torch.float16),
                 "b": [
@@ -60,13 +60,13 @@ def test_any_tree_of_any_size_is_scattered(ctx: ProcessContext) -> None:
             }
             for rank in range(ctx.world.size)
         ]
-        messages = list(map(codec.encode, parts)) if ctx.rank == 0 else None
+        messages = list(map(codec.encode, rank_trees)) if ctx.rank == 0 else None
         got = codec.decode(_scatter_messages(ctx.world, messages))
-        mine = parts[ctx.rank]
+        rank_tree = rank_trees[ctx.rank]
         for key in ("a", "c", "empty", "complex", "view"):
-            assert torch.equal(got[key], mine[key])
-            assert got[key].dtype == mine[key].dtype
-        assert torch.equal(got["b"][0][0], mine["b"][0][0])
+            assert torch.equal(got[key], rank_tree[key])
+            assert got[key].dtype == rank_tree[key].dtype
+        assert torch.equal(got["b"][0][0], rank_tree["b"][0][0])
         assert got["b"][0][1] == [f"row {ctx.rank}"]
         assert got["b"][1:] == [7, None]
 
@@ -171,16 +171,16 @@ def test_streams_of_varying_shapes_are_dispatched(ctx: ProcessContext) -> None:
     for split in (False, True):
         user = DataLoader(Ragged(), batch_size=6 if split else 2, collate_fn=pad)
         loader = prepared(user, ctx=ctx, dispatch_batches=True, split_batches=split)
-        mine = []
+        rank_rows = []
         for batch in loader:
             rows = batch["x"][: loader.cursor.num_real]
-            mine += [int(row[0]) for row in rows]
+            rank_rows += [int(row[0]) for row in rows]
         everyone = ctx.world.all_gather_object(
-            (mine, loader.cursor.batch, loader.cursor.at_end)
+            (rank_rows, loader.cursor.batch, loader.cursor.at_end)
         )
-        assert sorted(value for part, _, _ in everyone for value in part) == list(
-            range(11)
-        )
+        assert sorted(
+            value for read_rows, _, _ in everyone for value in read_rows
+        ) == list(range(11))
         assert len({steps for _, steps, _ in everyone}) == 1
         assert all(at_end for _, _, at_end in everyone)
 
@@ -205,23 +205,25 @@ def test_dispatched_streams_follow_the_laws_and_resume(ctx: ProcessContext) -> N
             assert [row.last for row in share] == [False] * (len(share) - 1) + [
                 True
             ] * bool(share)
-    whole = shares_of(
+    uninterrupted = shares_of(
         ctx,
         prepared(
             DataLoader(CountingStream(23), batch_size=2), ctx=ctx, dispatch_batches=True
         ),
     )
-    for stop in range(1, len(whole[0]) + 1):
+    for stop in range(1, len(uninterrupted[0]) + 1):
         loader = prepared(
             DataLoader(CountingStream(23), batch_size=2), ctx=ctx, dispatch_batches=True
         )
         seen(loader, stop)
         state = json.loads(json.dumps(loader.state_dict()))
-        again = prepared(
+        resumed_loader = prepared(
             DataLoader(CountingStream(23), batch_size=2), ctx=ctx, dispatch_batches=True
         )
-        again.load_state_dict(state)
-        assert shares_of(ctx, again) == [share[stop:] for share in whole]
+        resumed_loader.load_state_dict(state)
+        assert shares_of(ctx, resumed_loader) == [
+            share[stop:] for share in uninterrupted
+        ]
 
 
 @ranks(2)
@@ -235,16 +237,18 @@ def test_dispatched_map_data_resumes_with_workers(ctx: ProcessContext) -> None:
         )
         return prepared(user, ctx=ctx, dispatch_batches=True)
 
-    whole = shares_of(ctx, make(0))
+    uninterrupted = shares_of(ctx, make(0))
     for stop in (1, 3):
         loader = make(2)
         seen(loader, stop)
-        again = make(2)
-        again.load_state_dict(loader.state_dict())
-        assert shares_of(ctx, again) == [share[stop:] for share in whole]
+        resumed_loader = make(2)
+        resumed_loader.load_state_dict(loader.state_dict())
+        assert shares_of(ctx, resumed_loader) == [
+            share[stop:] for share in uninterrupted
+        ]
     first = make(0)
     # and a break leaves nothing on the wire
-    assert shares_of(ctx, first, limit=2) == [share[:2] for share in whole]
+    assert shares_of(ctx, first, limit=2) == [share[:2] for share in uninterrupted]
     assert sorted(global_order(shares_of(ctx, first))) == list(range(15))
 
 
@@ -271,20 +275,26 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
 
-    def scatter(self, parts: Any, like: Tensor, src: int = 0) -> Tensor:
+    def scatter(self, tensors: Any, like: Tensor, src: int = 0) -> Tensor:
         self.scattered.append(like.numel())
-        return self._comm.scatter(parts, like, src)
+        return self._comm.scatter(tensors, like, src)
 
 
 @ranks(2, 4)
 def test_a_step_scatters_one_ranks_part_only(ctx: ProcessContext) -> None:
     counting: Any = Counting(ctx.world)
     rows = torch.zeros(64, 16_384)
-    own = ProcessContext(ctx.topology, ctx.mesh, ctx.device, counting, ctx.groups)
-    loader = prepared(DataLoader(rows, batch_size=4), ctx=own, dispatch_batches=True)  # type: ignore[arg-type]
+    counting_context = ProcessContext(
+        ctx.topology, ctx.mesh, ctx.device, counting, ctx.groups
+    )
+    loader = prepared(
+        DataLoader(rows, batch_size=4), ctx=counting_context, dispatch_batches=True
+    )  # type: ignore[arg-type]
     steps = len([None for _ in loader])
     # the sizes of its messages go before those of a step
     assert len(counting.scattered) == 2 * steps
     assert counting.scattered[::2] == [2] * steps
-    part = 4 * 16_384 * 4
-    assert all(part < size < part + 16_384 for size in counting.scattered[1::2])
+    part_bytes = 4 * 16_384 * 4
+    assert all(
+        part_bytes < size < part_bytes + 16_384 for size in counting.scattered[1::2]
+    )

@@ -83,7 +83,7 @@ def test_batches_that_are_not_batch_first_are_counted_by_the_plan(
             )
         assert torch.cat(ids).tolist() == list(range(size)), (dispatch, stream, size)
         assert torch.cat(flat).tolist() == [
-            one for one in range(size) for _ in range(3)
+            sample_id for sample_id in range(size) for _ in range(3)
         ]
         assert objects == list(range(size))
 
@@ -97,12 +97,12 @@ def test_time_major_results_are_cut_along_the_named_dimension(
         accelerator = Accelerator(cpu=True)
         user: DataLoader[Any] = DataLoader(torch.arange(size), batch_size=4)  # type: ignore[arg-type]
         for dim in (1, -1):
-            parts = [
+            gathered = [
                 accelerator.gather_for_metrics(x.repeat(steps, 1), dim=dim)
                 for x in accelerator.prepare(user)
             ]
             assert torch.equal(
-                torch.cat(parts, 1), torch.arange(size).repeat(steps, 1)
+                torch.cat(gathered, 1), torch.arange(size).repeat(steps, 1)
             ), (size, steps, dim)
 
 
@@ -112,15 +112,21 @@ def test_a_layout_that_could_be_either_is_reported(ctx: ProcessContext) -> None:
     accelerator = Accelerator(cpu=True)
     user: DataLoader[Any] = DataLoader(torch.arange(7), batch_size=2)  # type: ignore[arg-type]
     padded = ctx.rank == 1
-    for steps, dim, said in ((2, None, padded), (2, 0, False), (2, 1, False)):
-        with warnings.catch_warnings(record=True) as told:
+    for steps, dim, is_reported in ((2, None, padded), (2, 0, False), (2, 1, False)):
+        with warnings.catch_warnings(record=True) as caught_warnings:
             warnings.simplefilter("always")
             for x in accelerator.prepare(user):
                 accelerator.gather_for_metrics(x.repeat(steps, 1), dim=dim)
-        assert any("Pass dim=0 or dim=1" in str(one.message) for one in told) == said, (
+        assert (
+            any(
+                "Pass dim=0 or dim=1" in str(caught.message)
+                for caught in caught_warnings
+            )
+            == is_reported
+        ), (
             steps,
             dim,
-            told,
+            caught_warnings,
         )
     for step, x in enumerate(accelerator.prepare(user)):
         if step == 0:
@@ -178,7 +184,7 @@ def part_of_a_run(
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("old_world", "new_world"),
     [
         (1, 2),
         (2, 4),
@@ -189,21 +195,23 @@ def part_of_a_run(
     ],
 )
 def test_a_checkpoint_resumes_on_another_world_with_the_same_global_batches(
-    rank_pool: Pool, tmp_path: Path, before: int, after: int
+    rank_pool: Pool, tmp_path: Path, old_world: int, new_world: int
 ) -> None:
-    whole = rank_pool.run(part_of_a_run, 1, tmp_path / "none", -1, 4, False)[0]
-    assert sorted(sample for step in whole for sample in step) == sorted(
+    uninterrupted = rank_pool.run(part_of_a_run, 1, tmp_path / "none", -1, 4, False)[0]
+    assert sorted(sample for step in uninterrupted for sample in step) == sorted(
         [*range(50)] * 2
     )
     for stop in (5, 13, 20):
         folder = tmp_path / f"after-{stop}"
-        first = rank_pool.run(part_of_a_run, before, folder, stop, 4 // before, False)[
-            0
-        ]
-        rest = rank_pool.run(part_of_a_run, after, folder, -1, 4 // after, True)[0]
+        first = rank_pool.run(
+            part_of_a_run, old_world, folder, stop, 4 // old_world, False
+        )[0]
+        resumed_steps = rank_pool.run(
+            part_of_a_run, new_world, folder, -1, 4 // new_world, True
+        )[0]
         # the resumed program passes over the loader twice, whatever is left
         epochs_left = 2 if stop <= 13 else 1
-        expected = whole[stop:]
-        assert first == whole[:stop]
-        assert rest[: len(expected)] == expected
-        assert len(rest) == len(expected) + (0 if epochs_left == 2 else 13)
+        expected = uninterrupted[stop:]
+        assert first == uninterrupted[:stop]
+        assert resumed_steps[: len(expected)] == expected
+        assert len(resumed_steps) == len(expected) + (0 if epochs_left == 2 else 13)

@@ -73,28 +73,32 @@ def check(
 
     loader = fresh()
     epochs = [read(loader), read(loader)]
-    for whole in epochs:
-        found = sorted(
-            itertools.chain(*ctx.world.all_gather_object(list(itertools.chain(*whole))))
+    for epoch_rows in epochs:
+        read_samples = sorted(
+            itertools.chain(
+                *ctx.world.all_gather_object(list(itertools.chain(*epoch_rows)))
+            )
         )
-        assert (sorted(set(found)) if repeats else found) == list(range(size))
-        assert len(found) < size + ctx.world.size
-    for epoch, whole in enumerate(epochs):
-        for stop in {1, len(whole) - 1} - {0}:
+        assert (sorted(set(read_samples)) if repeats else read_samples) == list(
+            range(size)
+        )
+        assert len(read_samples) < size + ctx.world.size
+    for epoch, epoch_rows in enumerate(epochs):
+        for stop in {1, len(epoch_rows) - 1} - {0}:
             first = fresh()
             for earlier in epochs[:epoch]:
                 assert read(first) == earlier
-            assert read(first, stop) == whole[:stop]
+            assert read(first, stop) == epoch_rows[:stop]
             saved = json.loads(json.dumps(first.state_dict()))
             second = fresh()
             second.load_state_dict(saved)
-            assert read(second) == whole[stop:]
+            assert read(second) == epoch_rows[stop:]
             if not epoch:
                 assert read(second) == epochs[1]
                 left = fresh()
                 left.load_state_dict(saved)
                 # a loop left after a resume
-                assert read(left, 1) == whole[stop : stop + 1]
+                assert read(left, 1) == epoch_rows[stop : stop + 1]
                 left.set_epoch(1)
                 assert read(left) == epochs[1]
 
@@ -211,19 +215,19 @@ def test_mosaicml_streaming_splits_by_rank(
             for number in range(size):
                 writer.write({"x": number})
     ctx.world.barrier("written")
-    made: list[Any] = []
+    streaming_datasets: list[Any] = []
 
     def build() -> Any:
-        made.append(
+        streaming_datasets.append(
             streaming.StreamingDataset(
                 local=str(folder), shuffle=True, shuffle_seed=3, batch_size=3
             )
         )
-        return made[-1]
+        return streaming_datasets[-1]
 
     with launched(ctx):
         divided = size % ctx.world.size == 0
         check(ctx, build, size, repeats=not divided, collate_fn=to_tensor)
         if ctx.world.size == 1:
             check(ctx, build, size, collate_fn=to_tensor, num_workers=2)
-    assert find_own_split(made[0]) is not None
+    assert find_own_split(streaming_datasets[0]) is not None

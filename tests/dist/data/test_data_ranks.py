@@ -187,17 +187,19 @@ def test_streams_end_together_and_resume_on_real_ranks(ctx: ProcessContext) -> N
     def make() -> Loader:
         return prepared(DataLoader(CountingStream(29), batch_size=2), ctx=ctx)
 
-    whole = shares_of(ctx, make())
-    assert sorted(global_order(whole)) == list(range(29))
-    assert len({len(share) for share in whole}) == 1
-    for stop in range(1, len(whole[0])):
+    uninterrupted = shares_of(ctx, make())
+    assert sorted(global_order(uninterrupted)) == list(range(29))
+    assert len({len(share) for share in uninterrupted}) == 1
+    for stop in range(1, len(uninterrupted[0])):
         loader = make()
         seen(loader, limit=stop)
         state = json.loads(json.dumps(loader.state_dict()))
         assert ctx.world.all_gather_object(state) == [state] * ctx.world.size
-        again = make()
-        again.load_state_dict(state)
-        assert shares_of(ctx, again) == [share[stop:] for share in whole]
+        resumed_loader = make()
+        resumed_loader.load_state_dict(state)
+        assert shares_of(ctx, resumed_loader) == [
+            share[stop:] for share in uninterrupted
+        ]
 
 
 @ranks(2)
@@ -213,13 +215,15 @@ def test_resume_after_every_batch_with_workers_on_real_ranks(
         )
         return prepared(user, ctx=ctx)
 
-    whole = shares_of(ctx, make(0))
-    for stop in range(1, len(whole[0]) + 1):
+    uninterrupted = shares_of(ctx, make(0))
+    for stop in range(1, len(uninterrupted[0]) + 1):
         loader = make(2)
         seen(loader, limit=stop)
-        again = make(2)
-        again.load_state_dict(loader.state_dict())
-        assert shares_of(ctx, again) == [share[stop:] for share in whole]
+        resumed_loader = make(2)
+        resumed_loader.load_state_dict(loader.state_dict())
+        assert shares_of(ctx, resumed_loader) == [
+            share[stop:] for share in uninterrupted
+        ]
 
 
 @ranks(4, mesh={"dp_replicate": 2, "tp": 2})

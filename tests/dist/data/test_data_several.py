@@ -24,11 +24,11 @@ def loader_of(accelerator: Accelerator, size: int, batch: int = 1) -> Any:
 
 def updates(accelerator: Accelerator, steps: Iterator[Any], **named: Any) -> list[bool]:
     """Which micro-steps of a loop ended a window."""
-    ends = []
+    window_ends = []
     for _ in steps:
         with accelerator.accumulate(**named):
-            ends.append(accelerator.sync_gradients)
-    return ends
+            window_ends.append(accelerator.sync_gradients)
+    return window_ends
 
 
 def expected(count: int, every: int) -> list[bool]:
@@ -37,14 +37,14 @@ def expected(count: int, every: int) -> list[bool]:
 
 def beside(first: Any, second: Any) -> Iterator[Any]:
     """The first loader by `for`, the second by `next`, begun anew as often as needed."""
-    others = iter(second)
+    second_batches = iter(second)
     for batch in first:
         try:
-            other = next(others)
+            second_batch = next(second_batches)
         except StopIteration:
-            others = iter(second)
-            other = next(others)
-        yield batch, other
+            second_batches = iter(second)
+            second_batch = next(second_batches)
+        yield batch, second_batch
 
 
 @ranks(2, exhaustive=(1,))
@@ -75,14 +75,14 @@ def test_an_evaluation_inside_a_loop_does_not_lead_it(ctx: ProcessContext) -> No
         loader_of(accelerator, 5 * ctx.world.size),
         loader_of(accelerator, 3 * ctx.world.size + 1, 2),
     )
-    ends = []
+    window_ends = []
     for _ in train:
         assert torch.cat(
             [accelerator.gather_for_metrics(x) for x in evaluation]
         ).tolist() == list(range(3 * ctx.world.size + 1))
         with accelerator.accumulate():
-            ends.append(accelerator.sync_gradients)
-    assert ends == expected(5, 2)
+            window_ends.append(accelerator.sync_gradients)
+    assert window_ends == expected(5, 2)
 
 
 def test_a_loop_that_ends_unnoticed_is_refused() -> None:
@@ -119,8 +119,12 @@ def test_padding_is_dropped_for_the_loader_that_is_named(ctx: ProcessContext) ->
 @ranks(2, 3)
 def test_loaders_that_are_padded_alike_need_no_name(ctx: ProcessContext) -> None:
     accelerator = Accelerator(context=ctx)
-    one, other = loader_of(accelerator, 7, 2), loader_of(accelerator, 7, 2)
+    first_loader, second_loader = (
+        loader_of(accelerator, 7, 2),
+        loader_of(accelerator, 7, 2),
+    )
     gathered = [
-        accelerator.gather_for_metrics(x) for x, _ in zip(one, other, strict=True)
+        accelerator.gather_for_metrics(x)
+        for x, _ in zip(first_loader, second_loader, strict=True)
     ]
     assert torch.cat(gathered).tolist() == list(range(7))

@@ -65,17 +65,19 @@ def after_every_stop(
             seed(20 + ctx.rank)
 
     training_begins()
-    whole = taken(fresh())
-    for stop in range(1, len(whole) + 1):
+    uninterrupted = taken(fresh())
+    for stop in range(1, len(uninterrupted) + 1):
         first = fresh()
         training_begins()
-        assert taken(first, stop) == whole[:stop]
+        assert taken(first, stop) == uninterrupted[:stop]
         state = json.loads(json.dumps(first.state_dict()))
         second = fresh(seed=99)
         second.load_state_dict(state)
-        assert taken(second) == whole[stop:], f"rank {ctx.rank}, stopped after {stop}"
+        assert taken(second) == uninterrupted[stop:], (
+            f"rank {ctx.rank}, stopped after {stop}"
+        )
         assert second.state_dict()["epoch"] == 1
-    return len(whole)
+    return len(uninterrupted)
 
 
 def buffered(size: int, shards: int, seed: int | None = 3, buffer: int = 8) -> Any:
@@ -129,7 +131,7 @@ def test_a_shuffle_without_a_seed_is_the_same_on_all_ranks_and_after_a_resume(
     state = loader.state_dict()
     second = prepared(unseeded(1), ctx=ctx)
     second.load_state_dict(state)
-    rows = [one for batch in first + taken(second) for one in batch[0][: batch[1]]]
+    rows = [row for batch in first + taken(second) for row in batch[0][: batch[1]]]
     assert sorted(itertools.chain(*ctx.world.all_gather_object(rows))) == list(
         range(48)
     )
@@ -154,8 +156,10 @@ def test_shards_shuffled_without_a_seed_are_refused_where_their_order_would_matt
 class Cut(IterableDataset[int]):
     """Gives every part another number of elements."""
 
-    def __init__(self, elements: list[int], parts: int = 1, part: int = 0) -> None:
-        self.elements, self.parts, self.part = elements, parts, part
+    def __init__(
+        self, elements: list[int], num_shards: int = 1, shard_index: int = 0
+    ) -> None:
+        self.elements, self.parts, self.part = elements, num_shards, shard_index
 
     def shard(self, num_shards: int, index: int) -> Cut:
         return Cut(self.elements, num_shards, index)
@@ -194,15 +198,18 @@ def test_dispatched_streams_pad_with_the_epochs_first_batch(
 class Drawing(IterableDataset[float]):
     """Elements that are drawn from all three libraries."""
 
-    def __init__(self, size: int, own: bool = False) -> None:
+    def __init__(self, size: int, has_generator: bool = False) -> None:
         self.size = size
-        self.rng = np.random.default_rng(8) if own else None
+        self.rng = np.random.default_rng(8) if has_generator else None
 
     def __iter__(self) -> Iterator[float]:
         for _ in range(self.size):
-            own = float(self.rng.random()) if self.rng is not None else 0.0
+            generator_draw = float(self.rng.random()) if self.rng is not None else 0.0
             yield (
-                random.random() + float(np.random.randn()) + float(torch.rand(())) + own
+                random.random()
+                + float(np.random.randn())
+                + float(torch.rand(()))
+                + generator_draw
             )
 
 
@@ -219,9 +226,13 @@ def noisy(samples: list[float]) -> torch.Tensor:
 def test_reading_ahead_and_skipping_leave_the_training_random_states_alone(
     ctx: ProcessContext, prefetch: int
 ) -> None:
-    for own in (False, True):
+    for has_generator in (False, True):
         after_every_stop(
-            ctx, partial(Drawing, 17, own), 3, collate_fn=noisy, prefetch=prefetch
+            ctx,
+            partial(Drawing, 17, has_generator),
+            3,
+            collate_fn=noisy,
+            prefetch=prefetch,
         )
 
 
@@ -229,15 +240,15 @@ def test_reading_ahead_and_skipping_leave_the_training_random_states_alone(
 def test_lasting_workers_resume_in_their_second_epoch(ctx: ProcessContext) -> None:
     def build() -> DataLoader[Any]:
         return DataLoader(
-            Drawing(8, own=True),
+            Drawing(8, has_generator=True),
             batch_size=2,
             collate_fn=noisy,
             persistent_workers=True,
             **fork(2),
         )
 
-    whole = prepared(build(), ctx=ctx)
-    epochs = [taken(whole), taken(whole)]
+    uninterrupted = prepared(build(), ctx=ctx)
+    epochs = [taken(uninterrupted), taken(uninterrupted)]
     for stop in (0, 2):  # between the epochs, and inside the second
         first = prepared(build(), ctx=ctx)
         taken(first)
@@ -331,5 +342,7 @@ def test_a_worker_that_gave_nothing_yet_goes_on_from_what_it_remembered(
         # how far a worker reads ahead of a break is a matter of its speed
         if broken_off is None:
             assert [row[:3] for row in taken(resumed)] == second[1:]
-        for one in (loader, first, resumed):
-            one.parts.source.engine.__dict__["_iterator"] = None  # ends its workers
+        for open_loader in (loader, first, resumed):
+            open_loader.parts.source.engine.__dict__["_iterator"] = (
+                None  # ends its workers
+            )

@@ -52,7 +52,7 @@ def test_every_way_to_read_ends_alike(ctx: ProcessContext) -> None:
         for drop_last, even, split in itertools.product((False, True), repeat=3):
             settings: dict[str, Any] = {"even_batches": even, "split_batches": split}
             rows = batch * ctx.world.size if split else batch
-            wanted = of_all(ctx, range(size), rows, drop_last, **settings)
+            expected_rows = of_all(ctx, range(size), rows, drop_last, **settings)
             for stream, dispatch in (
                 (CountingStream(size), True),
                 (Sized(size), True),
@@ -61,7 +61,7 @@ def test_every_way_to_read_ends_alike(ctx: ProcessContext) -> None:
                 got = of_all(
                     ctx, stream, rows, drop_last, dispatch_batches=dispatch, **settings
                 )
-                assert got == wanted, (
+                assert got == expected_rows, (
                     type(stream),
                     dispatch,
                     size,
@@ -76,12 +76,12 @@ def test_workers_of_a_dispatched_stream_end_as_those_of_a_sharded_one(
     ctx: ProcessContext,
 ) -> None:
     for size in (9, 14):
-        wanted = of_all(ctx, CountingStream(size), 3, workers=2)
+        expected_rows = of_all(ctx, CountingStream(size), 3, workers=2)
         assert (
             of_all(ctx, CountingStream(size), 3, workers=2, dispatch_batches=True)
-            == wanted
+            == expected_rows
         )
-        assert sorted(global_order(wanted)) == list(range(size))
+        assert sorted(global_order(expected_rows)) == list(range(size))
 
 
 def trained(ctx: ProcessContext, data: Any, dispatch: bool) -> Any:
@@ -99,7 +99,7 @@ def trained(ctx: ProcessContext, data: Any, dispatch: bool) -> Any:
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    return [one.detach().clone() for one in model.parameters()]
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("size", [50, 47])
@@ -107,11 +107,13 @@ def trained(ctx: ProcessContext, data: Any, dispatch: bool) -> Any:
 def test_training_on_a_stream_ends_with_the_weights_of_map_style_data(
     ctx: ProcessContext, size: int
 ) -> None:
-    wanted = trained(ctx, range(size), False)
+    expected_weights = trained(ctx, range(size), False)
     for data, dispatch in (
         (CountingStream(size), False),
         (Sized(size), False),
         (CountingStream(size), True),
     ):
-        for got, want in zip(trained(ctx, data, dispatch), wanted, strict=True):
+        for got, want in zip(
+            trained(ctx, data, dispatch), expected_weights, strict=True
+        ):
             assert torch.equal(got, want)

@@ -169,7 +169,7 @@ def idle_nodes() -> int:
     )
 
 
-def wait_until(condition: Callable[[], bool], what: str, folder: Path) -> None:
+def wait_until(condition: Callable[[], bool], awaited: str, folder: Path) -> None:
     """Return when `condition` holds; fail with the daemons' logs if it never does."""
     deadline = time.monotonic() + START_S
     while not condition():
@@ -178,7 +178,7 @@ def wait_until(condition: Callable[[], bool], what: str, folder: Path) -> None:
                 f"== {p}\n{p.read_text()[-2000:]}"
                 for p in sorted((folder / "log").iterdir())
             )
-            raise TimeoutError(f"no {what} within {START_S:g} s\n{logs}")
+            raise TimeoutError(f"no {awaited} within {START_S:g} s\n{logs}")
         time.sleep(0.05)
 
 

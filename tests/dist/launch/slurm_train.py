@@ -28,14 +28,14 @@ def train(accelerator: Accelerator, pause: float = 0.0) -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, data)
     if (folder / "checkpoints").exists():
         accelerator.load_state()
-    with (folder / f"seen-{accelerator.process_index}").open("a") as seen:
+    with (folder / f"seen-{accelerator.process_index}").open("a") as log_file:
         for (x,) in loader:
             loss = model(x).pow(2).mean()
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            seen.write(f"{x.flatten().tolist()} {loss.item()}\n")
-            seen.flush()
+            log_file.write(f"{x.flatten().tolist()} {loss.item()}\n")
+            log_file.flush()
             time.sleep(pause)
             if accelerator.preempted:
                 accelerator.save_state()
@@ -43,7 +43,7 @@ def train(accelerator: Accelerator, pause: float = 0.0) -> None:
         weights = [
             p.flatten().tolist() for p in accelerator.unwrap_model(model).parameters()
         ]
-        seen.write(f"end {weights}\n")
+        log_file.write(f"end {weights}\n")
 
 
 if __name__ == "__main__":

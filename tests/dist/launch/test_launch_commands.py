@@ -41,13 +41,15 @@ def test_the_self_check_passes_on_real_ranks(ctx: ProcessContext) -> None:
 def test_links_are_measured_inside_machines_and_between_them(
     ctx: ProcessContext,
 ) -> None:
-    place = replace(
+    topology = replace(
         ctx.topology,
         node_rank=ctx.rank // 2,
         local_rank=ctx.rank % 2,
         local_world_size=2,
     )
-    links = measured_links(Accelerator(cpu=True, context=replace(ctx, topology=place)))
+    links = measured_links(
+        Accelerator(cpu=True, context=replace(ctx, topology=topology))
+    )
     assert (links.device, links.machines, links.per_machine) == ("cpu", 2, 2)
     assert links.node_gb_s is not None
     assert links.node_gb_s > 0
@@ -173,8 +175,8 @@ def start_tasks(
             )
         )
     try:
-        ends = [(task.communicate(timeout=60)[0], task.returncode) for task in tasks]
-        return [(code, text) for text, code in ends]
+        exits = [(task.communicate(timeout=60)[0], task.returncode) for task in tasks]
+        return [(code, text) for text, code in exits]
     finally:
         for task in tasks:
             task.kill()

@@ -89,7 +89,7 @@ def test_a_stuck_launcher_ends_with_its_processes(
 
 
 def test_a_guard_leaves_signals_as_it_found_them() -> None:
-    before = [
+    handlers = [
         signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     ]
     nobody = [2**30]  # a group that cannot exist: with one, the grace is the one given
@@ -100,7 +100,7 @@ def test_a_guard_leaves_signals_as_it_found_them() -> None:
         signal.raise_signal(signal.SIGTERM)
     assert [
         signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    ] == before
+    ] == handlers
 
 
 def test_groups_that_are_gone_are_no_matter() -> None:

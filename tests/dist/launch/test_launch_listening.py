@@ -51,14 +51,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def loopback_only(text: str, least: int) -> None:
     """Fail unless the printed addresses are all of the loopback, and at least so many."""
-    found = re.findall(r"LISTENING (\[.*\])", text)
-    assert found, text
-    for one in found:
-        addresses = re.findall(r"'([^']+)'", one)
-        assert len(addresses) >= least, one
+    listings = re.findall(r"LISTENING (\[.*\])", text)
+    assert listings, text
+    for listing in listings:
+        addresses = re.findall(r"'([^']+)'", listing)
+        assert len(addresses) >= least, listing
         assert all(
             address.startswith(("127.0.0.1:", "[::1]:")) for address in addresses
-        ), one
+        ), listing
 
 
 def test_one_machine_listens_on_the_loopback_alone_also_after_a_restart(
@@ -91,10 +91,10 @@ if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
             "script.py",
         ]
     )
-    said = capfd.readouterr()
-    assert code == 0, said.err
-    assert said.out.count("LISTENING") == 2
-    loopback_only(said.out, least=3)  # the store, and gloo on two ranks
+    captured = capfd.readouterr()
+    assert code == 0, captured.err
+    assert captured.out.count("LISTENING") == 2
+    loopback_only(captured.out, least=3)  # the store, and gloo on two ranks
 
 
 def _from_a_notebook() -> list[str]:
@@ -107,15 +107,15 @@ def _from_a_notebook() -> list[str]:
     accelerator = Accelerator(cpu=True)
     accelerator.wait_for_everyone()
     assert dist.is_initialized()
-    found: list[str] = names["listening"]()  # type: ignore[operator]  # defined by exec
+    addresses: list[str] = names["listening"]()  # type: ignore[operator]  # defined by exec
     accelerator.wait_for_everyone()
-    return found
+    return addresses
 
 
 @pytest.mark.exhaustive
 def test_a_notebook_listens_on_the_loopback_alone(folder: Path) -> None:
-    found = notebook_launcher(_from_a_notebook, num_processes=2, cpu=True)
-    loopback_only(f"LISTENING {found}", least=3)
+    addresses = notebook_launcher(_from_a_notebook, num_processes=2, cpu=True)
+    loopback_only(f"LISTENING {addresses}", least=3)
 
 
 # ---------------------------------------------------------------- a real network, with a stranger on it
@@ -302,11 +302,11 @@ def test_a_stranger_in_the_place_of_a_machine_gets_nothing_unpickled(
     (folder / "stop").write_text("1")
     victim = launch(network[0], folder, 0, "victim.py", "--num_machines=2")
     impostor = launch(network[2], folder, 1, "impostor.py", "--num_machines=2")
-    said = victim.ended()
+    victim_output = victim.ended()
     impostor.kill()
-    assert not (folder / "pwned").exists(), said
-    assert "cannot be decoded" in said
-    assert "ROUND DONE" not in said
+    assert not (folder / "pwned").exists(), victim_output
+    assert "cannot be decoded" in victim_output
+    assert "ROUND DONE" not in victim_output
 
 
 @pytest.mark.slow
@@ -333,17 +333,17 @@ def test_a_stranger_who_writes_into_the_store_gets_nothing_unpickled(
     ]
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline and any(
-        one.process.poll() is None for one in members
+        member.process.poll() is None for member in members
     ):
         if "connected" in writer.said and members[0].said.count("ROUND DONE") >= 5:
             break
         time.sleep(0.1)
     (folder / "stop").write_text("1")
-    said = [one.ended(45) for one in members]
+    outputs = [member.ended(45) for member in members]
     writer.kill()
     # the interface where machines meet is open to the network
     assert "connected" in writer.said
-    assert not (folder / "pwned").exists(), said
+    assert not (folder / "pwned").exists(), outputs
 
 
 @pytest.mark.slow
@@ -362,15 +362,21 @@ def test_many_machines_listen_on_the_interface_where_they_meet(
         members = [
             launch(network[i], folder, i, "victim.py", *flags, **shared) for i in (0, 1)
         ]
-        for i, one in enumerate(members):
-            text = one.ended()
+        for i, member in enumerate(members):
+            text = member.ended()
             assert "ROUND DONE" in text, text
             addresses = re.findall(
                 r"'([^']+)'", re.findall(r"LISTENING (\[.*\])", text)[0]
             )
-            mine = ADDRESS.format(i + 1)
+            machine_address = ADDRESS.format(i + 1)
             assert addresses
             assert all(
-                a.startswith((f"{mine}:", "127.0.0.1:", f"[::ffff:{mine}]:"))
+                a.startswith(
+                    (
+                        f"{machine_address}:",
+                        "127.0.0.1:",
+                        f"[::ffff:{machine_address}]:",
+                    )
+                )
                 for a in addresses
             ), addresses

@@ -56,13 +56,13 @@ def test_three_machines_in_the_order_of_their_ranks_then_a_wrong_rank(
         # not the order of their names
         for m, rank in zip(hosts, (0, 2, 1), strict=True):
             m.start(tmp_path, [*meet(3), f"--machine_rank={rank}", script])
-        ends = [m.end() for m in hosts]
+        exits = [m.end() for m in hosts]
         for m, rank in zip(hosts, (0, 1, 1), strict=True):
             m.start(tmp_path, [*meet(3), f"--machine_rank={rank}", script])
         wrong = [m.end() for m in hosts]
-    assert [code for code, _ in ends] == [0, 0, 0], ends
+    assert [code for code, _ in exits] == [0, 0, 0], exits
     assert [
-        f"rank {r} of 3" in text for r, (_, text) in zip((0, 2, 1), ends, strict=True)
+        f"rank {r} of 3" in text for r, (_, text) in zip((0, 2, 1), exits, strict=True)
     ] == [True] * 3
     for code, text in wrong:
         assert code == 1
@@ -81,8 +81,8 @@ def test_two_machines_that_claim_rank_0_both_learn_why(
         script = write(tmp_path, "print('user code')")
         for m in hosts:
             m.start(tmp_path, [*meet(2), "--machine_rank=0", script])
-        ends = [m.end() for m in hosts]
-    for code, text in ends:
+        exits = [m.end() for m in hosts]
+    for code, text in exits:
         assert code == 1
         assert re.search(
             r"host-[ab] \(10.77.0.[12]\) and host-[ab] \(10.77.0.[12]\) both claim to be machine 0 of 2",
@@ -121,8 +121,8 @@ def test_different_settings_end_in_seconds(zygote: Zygote, tmp_path: Path) -> No
         script = write(tmp_path, "print('user code')")
         a.start(tmp_path, [*meet(2), "--mixed_precision=bf16", script])
         b.start(tmp_path, [*meet(2), script])
-        ends = [a.end(), b.end()]
-    for code, text in ends:
+        exits = [a.end(), b.end()]
+    for code, text in exits:
         assert code == 1
         assert (
             "the setting mixed_precision: 'bf16' on host-a; its default on host-b"
@@ -196,21 +196,23 @@ def test_two_machines_with_the_same_command_and_different_counts_until_their_lin
             m.wait_for(f"rank {rank} of 3 sum 3")
         b.unplug()
         start = time.monotonic()
-        ends = [a.end(), b.end()]
+        exits = [a.end(), b.end()]
         took = time.monotonic() - start
         left = a.processes + b.processes
     table = a.said
     assert "3 processes on 2 machines" in table
     assert re.search(r"^0 +0 +host-a +10\.77\.0\.1 ", table, re.MULTILINE)
     assert re.search(r"^1 +1-2 +host-b +10\.77\.0\.2 ", table, re.MULTILINE)
-    for (code, text), lost, here in zip(
-        ends, ("machine 1 (host-b)", "machine 0 (host-a)"), "ab", strict=True
+    for (code, text), lost, host_letter in zip(
+        exits, ("machine 1 (host-b)", "machine 0 (host-a)"), "ab", strict=True
     ):
         assert code == 1
         assert (
             f"{lost} no longer responds: probably the first failure, check it" in text
         )
-        assert re.search(rf"rank \d on host-{here} \(pid \d+\) failed first", text)
+        assert re.search(
+            rf"rank \d on host-{host_letter} \(pid \d+\) failed first", text
+        )
         assert text.count("Traceback") == 1
     assert left == []
     assert took < 2 + 15  # the group's timeout, and a moment to ask the others why
@@ -248,19 +250,19 @@ def test_a_cut_link_under_a_training_is_reported_with_its_line(
         a.wait_for("does not respond", 30)
         b.wait_for("lost contact with machine 0", 30)
         assert time.monotonic() - cut < 30
-        ends = [a.end(90), b.end()]
+        exits = [a.end(90), b.end()]
         left = a.processes + b.processes
     line = TRAINING[: TRAINING.index("accelerator.backward")].count("\n") + 3
-    assert f"rank 0: waits at script.py:{line} accelerator.backward" in ends[0][1]
+    assert f"rank 0: waits at script.py:{line} accelerator.backward" in exits[0][1]
     assert re.search(
         r"cause: rank 1 \(pid \d+ on host-b\) does not respond, nor does the launcher on host-b: the machine has failed",
-        ends[0][1],
+        exits[0][1],
     )
-    assert [code for code, _ in ends] == [86, 86]
+    assert [code for code, _ in exits] == [86, 86]
     assert left == []
 
 
-TOLD: Final = """
+SIGNALLED_SCRIPT: Final = """
 import signal
 def tell(*_): open('told', 'w').close()
 for number in (signal.SIGTERM, signal.SIGUSR1): signal.signal(number, tell)
@@ -272,7 +274,7 @@ sys.exit(85)
 
 
 @pytest.mark.parametrize(
-    ("told", "slow"),
+    ("signalled", "slow"),
     [
         ((1,), 1),
         ((0, 1), 1),
@@ -283,10 +285,10 @@ sys.exit(85)
     ],
 )
 def test_machines_leave_with_the_same_code_when_some_are_told_to_stop(
-    zygote: Zygote, tmp_path: Path, told: tuple[int, ...], slow: int
+    zygote: Zygote, tmp_path: Path, signalled: tuple[int, ...], slow: int
 ) -> None:
     """As under srun --kill-on-bad-exit: whoever is still there when the first has left gets SIGTERM, and that changes nothing."""
-    write(tmp_path, TOLD)
+    write(tmp_path, SIGNALLED_SCRIPT)
     with machines(zygote, 2) as hosts:
         for i, host in enumerate(hosts):
             host.start(
@@ -300,7 +302,7 @@ def test_machines_leave_with_the_same_code_when_some_are_told_to_stop(
                 ],
             )
         wait_for_files(tmp_path, "ready-?", 2)
-        for index in told:
+        for index in signalled:
             os.kill(hosts[index].launcher, signal.SIGUSR1)
         codes = [Path(f"{host.output}.code") for host in hosts]
         deadline = time.monotonic() + 60
@@ -311,9 +313,9 @@ def test_machines_leave_with_the_same_code_when_some_are_told_to_stop(
             if not code.exists():
                 os.kill(host.launcher, signal.SIGTERM)
         for host in hosts:
-            code_, said = host.end()
-            assert code_ == 85, said
-            assert "restart 1" not in said
+            code_, output = host.end()
+            assert code_ == 85, output
+            assert "restart 1" not in output
 
 
 def wait_for_files(folder: Path, pattern: str, count: int) -> None:
@@ -407,8 +409,8 @@ def test_the_same_notebook_on_two_machines(zygote: Zygote, tmp_path: Path) -> No
         books = [json.loads(kernel.communicate(timeout=110)[0]) for kernel in kernels]
     for node, (setup, worked, wrong) in enumerate(books):
         assert setup == []
-        said = "".join("".join(output.get("text", "")) for output in worked)
-        assert f"result {60 if node == 0 else None}\n" in said
+        printed_text = "".join("".join(output.get("text", "")) for output in worked)
+        assert f"result {60 if node == 0 else None}\n" in printed_text
         assert wrong[-1]["ename"] == "LaunchError"
         assert (
             "give a machine_rank from 0 to 1. (In a notebook --machine_rank is node_rank"
@@ -435,22 +437,27 @@ def test_every_notebook_of_a_job_is_told_why_it_failed(
     def verdicts(hosts: list[NamespaceMachine], words: list[list[str]]) -> list[str]:
         """What the launchers leave for their notebooks; all of them fail."""
         files = [f"verdict-{time.monotonic_ns()}" for _ in hosts]
-        for m, more, file in zip(hosts, words, files, strict=True):
-            m.start(tmp_path, [*meet(2), *more], HASTEN_VERDICT_FILE=file)
+        for m, launch_words, file in zip(hosts, words, files, strict=True):
+            m.start(tmp_path, [*meet(2), *launch_words], HASTEN_VERDICT_FILE=file)
         assert [m.end()[0] for m in hosts] == [1] * len(hosts), [m.said for m in hosts]
         return [(tmp_path / file).read_text() for file in files]
 
     cell = ["--processes_per_machine=2", "-m", "hasten.launch.notebook"]
-    one, two = (write_call(tmp_path / name, boom, name) for name in ("one", "two"))
+    first_call, second_call = (
+        write_call(tmp_path / name, boom, name) for name in ("one", "two")
+    )
     with machines(zygote, 2) as hosts:
-        raised = verdicts(hosts, [[*cell, one], [*cell, one]])
-        other = verdicts(hosts, [[*cell, one], [*cell, two]])
+        raised = verdicts(hosts, [[*cell, first_call], [*cell, first_call]])
+        mismatched = verdicts(hosts, [[*cell, first_call], [*cell, second_call]])
         (missing,) = verdicts(
-            hosts[:1], [["--machine_rank=0", "--rdzv_conf=join_timeout=1", *cell, one]]
+            hosts[:1],
+            [["--machine_rank=0", "--rdzv_conf=join_timeout=1", *cell, first_call]],
         )
     sentence = r"rank 3 on host-b \(pid \d+\) failed: ValueError: boom in the cell \(its traceback is in the output above\)"
     assert all(re.fullmatch(sentence, words) for words in raised), raised
-    assert ["the code of the notebook's function: " in words for words in other] == [
+    assert [
+        "the code of the notebook's function: " in words for words in mismatched
+    ] == [
         True,
         True,
     ]

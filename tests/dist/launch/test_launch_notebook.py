@@ -91,11 +91,11 @@ def printed(outputs: list[dict[str, Any]]) -> str:
 
 def test_cells_train_fail_and_run_again(tmp_path: Path) -> None:
     (tmp_path / "local_module.py").write_text("def name():\n    return __name__\n")
-    setup, first, failed, again, local = run_cells(
+    setup, first, failed, repeated, local = run_cells(
         tmp_path, SETUP, TRAIN, FAIL, TRAIN, HELPER
     )
     assert setup == []
-    for outputs in (first, again):
+    for outputs in (first, repeated):
         assert "rank 0 works\n" in printed(outputs)
         assert "rank 1 works\n" in printed(outputs)
         assert "(15, 2, 'bf16')" in printed(outputs)

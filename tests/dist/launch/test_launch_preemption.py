@@ -66,10 +66,10 @@ def wait_for_lines(file: Path, more_than: int) -> int:
 def test_a_training_told_to_stop_twice_ends_as_if_never_stopped(
     tmp_path: Path, rank_pool: Pool
 ) -> None:
-    run, whole = tmp_path / "run", tmp_path / "whole"
+    run, undisturbed_folder = tmp_path / "run", tmp_path / "whole"
     run.mkdir()
-    whole.mkdir()
-    rank_pool.run(undisturbed, 2, str(whole))
+    undisturbed_folder.mkdir()
+    rank_pool.run(undisturbed, 2, str(undisturbed_folder))
     with launched(tmp_path) as launcher:
         wait_for_lines(run / "seen-1", 2)
         # one worker: the run goes on by itself
@@ -78,21 +78,21 @@ def test_a_training_told_to_stop_twice_ends_as_if_never_stopped(
         wait_for_lines(run / "seen-0", (run / "seen-0").read_text().count("\n") + 2)
         # the launcher: all save, and whoever sent it starts the run again
         launcher.send_signal(signal.SIGTERM)
-        _, said = launcher.communicate(timeout=240)
-    assert launcher.returncode == 85, said
+        _, launcher_errors = launcher.communicate(timeout=240)
+    assert launcher.returncode == 85, launcher_errors
     assert (
         "exit code 85 means that the run saved a checkpoint and stopped after a signal"
-        in said
+        in launcher_errors
     )
-    assert "restart 1 of 1" in said
+    assert "restart 1 of 1" in launcher_errors
     assert (
         "SIGTERM: all processes of this machine have saved and exited; restart the job to continue"
-        in said
+        in launcher_errors
     )
     assert "end" not in (run / "seen-0").read_text()
     rank_pool.run(undisturbed, 2, str(run))
     for rank in range(2):
         assert (run / f"seen-{rank}").read_text() == (
-            whole / f"seen-{rank}"
+            undisturbed_folder / f"seen-{rank}"
         ).read_text()
     assert len(list((run / "checkpoints").iterdir())) == 2

@@ -162,9 +162,9 @@ def test_what_the_dry_run_prints_is_what_runs(
     printed = shlex.split(command.replace("\\\n", ""))
     count = 2 if "processes 0-1" in plan else 1
     assert launch(*words) == 0
-    seen = [json.loads(file.read_text()) for file in sorted(folder.glob("seen-*"))]
-    assert len(seen) == count
-    for argv, env in seen:
+    started = [json.loads(file.read_text()) for file in sorted(folder.glob("seen-*"))]
+    assert len(started) == count
+    for argv, env in started:
         new = {
             name: value
             for name, value in env.items()
@@ -253,12 +253,12 @@ def test_a_log_folder_that_cannot_be_written_is_told(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "file").write_text("")
-    for place in ("file", "file/below", "/proc/nowhere"):
+    for log_dir in ("file", "file/below", "/proc/nowhere"):
         assert (
-            launch("--num_processes", "2", "--log_dir", place, write(folder, "")) == 2
+            launch("--num_processes", "2", "--log_dir", log_dir, write(folder, "")) == 2
         )
         err = capfd.readouterr().err
-        assert f"log_dir='{place}' cannot be written to (" in err
+        assert f"log_dir='{log_dir}' cannot be written to (" in err
         assert "Traceback" not in err
 
 
@@ -317,8 +317,10 @@ def test_logs_go_to_files_and_to_the_terminal(
         "hello from 0",
         "hello from 1",
     ]
-    found = sorted(file.read_text() for file in (folder / "logs").rglob("stdout.log"))
-    assert found == ["hello from 0\n", "hello from 1\n"]
+    log_texts = sorted(
+        file.read_text() for file in (folder / "logs").rglob("stdout.log")
+    )
+    assert log_texts == ["hello from 0\n", "hello from 1\n"]
     assert launch("-q", "--num_processes", "2", "-t", "3", script) == 0
     assert sorted(capfd.readouterr().out.splitlines()) == [
         "[default0]:hello from 0",
@@ -488,12 +490,12 @@ def test_a_stopped_launcher_leaves_no_orphans(
     zygote: subprocess.Popen[str], folder: Path, number: signal.Signals
 ) -> None:
     argv = ["launch", "--cpu", "--num_processes=2", write(folder, SLEEPERS)]
-    said = folder / "said"
+    output_file = folder / "said"
     order = {
         "namespace": "",
         "host": "",
         "folder": str(folder),
-        "output": str(said),
+        "output": str(output_file),
         "argv": argv,
     }
     assert zygote.stdin is not None
@@ -515,7 +517,8 @@ def test_a_stopped_launcher_leaves_no_orphans(
         return
     assert int((folder / "said.code").read_text()) == 128 + number
     assert (
-        f"{number.name}: all processes of this machine were ended" in said.read_text()
+        f"{number.name}: all processes of this machine were ended"
+        in output_file.read_text()
     )
     assert not wait_until_gone(children)
 
@@ -571,7 +574,7 @@ def test_a_launcher_told_to_stop_lets_the_processes_save(
     assert not wait_until_gone([launcher])
     assert int((folder / "said.code").read_text()) == code
     assert len(list(folder.glob("saved-?"))) == (0 if takes == "60" else count)
-    said = (folder / "said").read_text()
-    assert ("; restart the job to continue" in said) == (code == 85)
-    assert ("were ended" in said) == (code != 85)
-    assert ("have saved and exited" in said) == (code == 85 and leaves_with == 85)
+    output = (folder / "said").read_text()
+    assert ("; restart the job to continue" in output) == (code == 85)
+    assert ("were ended" in output) == (code != 85)
+    assert ("have saved and exited" in output) == (code == 85 and leaves_with == 85)

@@ -114,8 +114,8 @@ class Job:
         while not happened():
             assert time.monotonic() < deadline, f"{self.show()}\n{self.log()}"
             if (
-                f"Restarts={self.hurried + 1}" in (known := self.show())
-                and "Reason=BeginTime" in known
+                f"Restarts={self.hurried + 1}" in (job_state := self.show())
+                and "Reason=BeginTime" in job_state
             ):
                 self.hurried += 1
                 run(
@@ -129,8 +129,8 @@ class Job:
 
     def wait_for_more(self, rank: int = 1, name: str = "counted") -> None:
         """Return when the program has gone on for some steps."""
-        known = len(self.lines(rank, name))
-        self.wait(lambda: len(self.lines(rank, name)) > known + 2)
+        num_lines = len(self.lines(rank, name))
+        self.wait(lambda: len(self.lines(rank, name)) > num_lines + 2)
 
     def wait_for_requeue(self, times: int) -> None:
         """Return when the job has gone back into the queue so often."""
@@ -198,10 +198,10 @@ def undisturbed(ctx: ProcessContext, script: str, folder: str) -> None:
 def test_a_training_told_to_stop_twice_ends_with_the_same_weights(
     slurm: dict[str, str], tmp_path: Path, rank_pool: Pool
 ) -> None:
-    whole, run_folder = tmp_path / "whole", tmp_path / "run"
-    whole.mkdir()
+    undisturbed_folder, run_folder = tmp_path / "whole", tmp_path / "run"
+    undisturbed_folder.mkdir()
     run_folder.mkdir()
-    rank_pool.run(undisturbed, 2, str(TRAIN), str(whole))
+    rank_pool.run(undisturbed, 2, str(TRAIN), str(undisturbed_folder))
     job = submit(slurm, run_folder, program=TRAIN.read_text())
     job.wait_for_more(name="seen")
     # all ranks, and every launcher twice: by SLURM and by the batch shell
@@ -215,7 +215,8 @@ def test_a_training_told_to_stop_twice_ends_with_the_same_weights(
     )
     for rank in range(2):
         assert (
-            job.lines(rank, "seen") == (whole / f"seen-{rank}").read_text().splitlines()
+            job.lines(rank, "seen")
+            == (undisturbed_folder / f"seen-{rank}").read_text().splitlines()
         )
 
 
@@ -309,9 +310,9 @@ def test_one_task_of_an_array_goes_back_into_the_queue_alone(
     tasks = [Job(slurm, f"{array.number}_{task}", tmp_path / task) for task in "01"]
     for job in tasks:
         job.wait(partial(has_begun, job))
-    told = tasks[1]  # the last task has the number of the whole array
-    told.cancel("--signal=USR1")
-    told.wait_for_requeue(1)
+    signalled_task = tasks[1]  # the last task has the number of the whole array
+    signalled_task.cancel("--signal=USR1")
+    signalled_task.wait_for_requeue(1)
     for job in tasks:
         check_count(job)
     assert "Restarts=0" in tasks[0].show()
@@ -352,6 +353,6 @@ def test_ranks_that_srun_started_leave_together(
         job = Job(slurm, number, tmp_path)
         job.wait(lambda: all(len(job.lines(rank)) > 2 for rank in range(4)))
         job.cancel("--signal=USR1")
-        _, said = step.communicate(timeout=60)
-    assert step.returncode == 85, said
+        _, step_errors = step.communicate(timeout=60)
+    assert step.returncode == 85, step_errors
     assert all((tmp_path / f"saved-{rank}").exists() for rank in range(4))

@@ -77,11 +77,13 @@ def train(
     net: nn.Module,
     optimizer: Any,
     steps: range,
-    parts: int,
-    part: int,
+    num_shares: int,
+    share_index: int,
 ) -> None:
     for step in steps:
-        accelerator.backward((net(batch(step).chunk(parts)[part]) - 1).pow(2).mean())
+        accelerator.backward(
+            (net(batch(step).chunk(num_shares)[share_index]) - 1).pow(2).mean()
+        )
         optimizer.step()
         optimizer.zero_grad()
 
@@ -130,10 +132,12 @@ def test_the_average_is_that_of_a_plain_loop(
     train(accelerator, net, optimizer, range(STEPS), ctx.world.size, ctx.rank)
     weights = [whole(p) for p in accelerator.unwrap_model(net).parameters()]
     expected = plain(decay if callable(decay) else lambda _: decay)
-    for found, wanted in zip(swapped(accelerator, ema, net), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
-    after = [whole(p) for p in accelerator.unwrap_model(net).parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))
+    for averaged, expected_average in zip(
+        swapped(accelerator, ema, net), expected, strict=True
+    ):
+        torch.testing.assert_close(averaged, expected_average, rtol=0, atol=2e-6)
+    restored = [whole(p) for p in accelerator.unwrap_model(net).parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(weights, restored, strict=True))
     if strategy == "fsdp" and ctx.world.size > 1:  # sharded as the weights are
         states = [value["average"] for value in ema.state.state.values()]
         assert any(value.to_local().numel() < value.numel() for value in states)
@@ -155,10 +159,10 @@ def test_under_tensor_parallelism(ctx: ProcessContext) -> None:
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     ema = accelerator.ema(net, 0.5)
     train(accelerator, net, optimizer, range(1), 1, 0)
-    now = [whole(p) for p in accelerator.unwrap_model(net).parameters()]
+    trained = [whole(p) for p in accelerator.unwrap_model(net).parameters()]
     with ema.swapped() as model:
-        for a, b, found in zip(start, now, model.parameters(), strict=True):
-            torch.testing.assert_close(whole(found), (a + b) / 2)
+        for a, b, averaged in zip(start, trained, model.parameters(), strict=True):
+            torch.testing.assert_close(whole(averaged), (a + b) / 2)
 
 
 @ranks(2, exhaustive=(4,))
@@ -173,7 +177,7 @@ def test_a_resumed_average_equals_one_that_was_not_stopped(
     train(accelerator, net, optimizer, range(5), *share)
     accelerator.save_state(f"{where}/middle")
     train(accelerator, net, optimizer, range(5, STEPS), *share)
-    wanted = swapped(accelerator, ema, net)
+    uninterrupted = swapped(accelerator, ema, net)
     accelerator, net, optimizer = fresh(**SETTINGS[strategy])
     ema = accelerator.ema(net, every_second_after_three)
     accelerator.load_state(f"{where}/middle")
@@ -181,7 +185,7 @@ def test_a_resumed_average_equals_one_that_was_not_stopped(
     train(accelerator, net, optimizer, range(5, STEPS), *share)
     assert all(
         torch.equal(a, b)
-        for a, b in zip(wanted, swapped(accelerator, ema, net), strict=True)
+        for a, b in zip(uninterrupted, swapped(accelerator, ema, net), strict=True)
     )
 
 
@@ -191,14 +195,16 @@ def test_an_average_is_resharded(ctx: ProcessContext, tmp_path: Path) -> None:
     accelerator, net, optimizer = fresh(strategy="fsdp")
     ema = accelerator.ema(net, 0.9)
     train(accelerator, net, optimizer, range(4), 2, ctx.rank)
-    wanted = swapped(accelerator, ema, net)
+    averaged = swapped(accelerator, ema, net)
     accelerator.save_state(f"{where}/saved")
-    other, model, _ = fresh(strategy="ddp")
-    again = other.ema(model, 0.9)
-    other.load_state(f"{where}/saved")
+    ddp_accelerator, model, _ = fresh(strategy="ddp")
+    resharded_ema = ddp_accelerator.ema(model, 0.9)
+    ddp_accelerator.load_state(f"{where}/saved")
     assert all(
         torch.equal(a, b)
-        for a, b in zip(wanted, swapped(other, again, model), strict=True)
+        for a, b in zip(
+            averaged, swapped(ddp_accelerator, resharded_ema, model), strict=True
+        )
     )
 
 
@@ -208,19 +214,21 @@ def test_several_optimizers_and_skipped_updates(
 ) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     net = Net()
-    net, *made = accelerator.prepare(net, *optimizers(net, lr=0.02, show=False))
+    net, *prepared_optimizers = accelerator.prepare(
+        net, *optimizers(net, lr=0.02, show=False)
+    )
     ema = accelerator.ema(net, 0.5)
     for step in range(4):
         with accelerator.accumulate(net):
             accelerator.backward((net(batch(step)) - 1).pow(2).mean())
-            for optimizer in made:
+            for optimizer in prepared_optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
     assert ema.num_updates == 2  # two windows of two micro-batches
-    seen = net.seen.clone()
+    counted = net.seen.clone()
     with ema.swapped():
-        assert torch.equal(net.seen, seen)
-    assert torch.equal(net.seen, seen)
+        assert torch.equal(net.seen, counted)
+    assert torch.equal(net.seen, counted)
 
 
 @ranks(1)
@@ -230,11 +238,11 @@ def test_wrong_use_is_refused(ctx: ProcessContext) -> None:
         accelerator.ema(Net())
     with pytest.raises(ConfigError, match=r"decay=1.0.*outside"):
         accelerator.ema(net, 1.0)
-    alone = Accelerator(cpu=True)
+    without_optimizer = Accelerator(cpu=True)
     with pytest.raises(
         ConfigError, match="none of whose parameters is in a prepared optimizer"
     ):
-        alone.ema(alone.prepare(Net()))
+        without_optimizer.ema(without_optimizer.prepare(Net()))
     ema = accelerator.ema(net, 0.9)
     with ema.swapped(), pytest.raises(StepError, match="entered twice"), ema.swapped():
         pass
@@ -257,6 +265,8 @@ def test_saves_and_loads_of_swapped_weights_are_refused(
             accelerator.save_state(f"{where}/averaged")
         with pytest.raises(HastenError, match=r"load_state\(\) was called inside"):
             accelerator.load_state(f"{where}/trained")
-    after = [whole(p) for p in accelerator.unwrap_model(net).parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(trained_weights, after, strict=True))
+    final_weights = [whole(p) for p in accelerator.unwrap_model(net).parameters()]
+    assert all(
+        torch.equal(a, b) for a, b in zip(trained_weights, final_weights, strict=True)
+    )
     assert not (Path(where) / "averaged").exists()

@@ -28,16 +28,16 @@ class Net(nn.Module):
         self.second = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.second(torch.tanh(self.first(x)))
-        return found
+        output: Tensor = self.second(torch.tanh(self.first(x)))
+        return output
 
 
 def schedule_free(net: nn.Module) -> Any:
-    made = pytest.importorskip("schedulefree").AdamWScheduleFree(
+    optimizer = pytest.importorskip("schedulefree").AdamWScheduleFree(
         net.parameters(), lr=0.01, warmup_steps=2
     )
-    made.train()
-    return made
+    optimizer.train()
+    return optimizer
 
 
 def lion(net: nn.Module) -> Any:
@@ -48,8 +48,8 @@ def lion(net: nn.Module) -> Any:
 
 def per_layer(net: nn.Module) -> Any:
     groups = [
-        {"params": part.parameters(), "lr": 0.01 * 0.5**depth}
-        for depth, part in enumerate(net.children())
+        {"params": layer.parameters(), "lr": 0.01 * 0.5**depth}
+        for depth, layer in enumerate(net.children())
     ]
     return torch.optim.AdamW(groups, eps=1e-4)
 
@@ -65,8 +65,8 @@ def loss_of(net: nn.Module, step: int, rank: int = 0, size: int = 1) -> Tensor:
     rows = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).chunk(
         size
     )[rank]
-    found: Tensor = (net(rows) - 1).pow(2).mean()
-    return found
+    loss: Tensor = (net(rows) - 1).pow(2).mean()
+    return loss
 
 
 def plain(make: Make) -> list[Tensor]:
@@ -95,10 +95,10 @@ def train(
         )
         optimizer.step()
         optimizer.zero_grad()
-    found = accelerator.unwrap_model(net).parameters()
+    parameters = accelerator.unwrap_model(net).parameters()
     return [
         (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for p in found
+        for p in parameters
     ]
 
 
@@ -115,15 +115,20 @@ def test_training_equals_plain_torch_and_resumes_exactly(
     )
     train(accelerator, net, optimizer, range(2))
     accelerator.save_state(tmp_path / "state")
-    found = train(accelerator, net, optimizer, range(2, STEPS))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+    trained_weights = train(accelerator, net, optimizer, range(2, STEPS))
+    for weight, expected_weight in zip(trained_weights, expected, strict=True):
+        torch.testing.assert_close(weight, expected_weight, rtol=0, atol=2e-5)
     accelerator, net, optimizer = prepared(
         make, accelerator.strategy if ctx.world.size > 1 else "none"
     )
     accelerator.load_state(tmp_path / "state")
-    again = train(accelerator, net, optimizer, range(2, STEPS))
-    assert all(torch.equal(one, other) for one, other in zip(again, found, strict=True))
+    resumed_weights = train(accelerator, net, optimizer, range(2, STEPS))
+    assert all(
+        torch.equal(weight, expected_weight)
+        for weight, expected_weight in zip(
+            resumed_weights, trained_weights, strict=True
+        )
+    )
 
 
 def eight_bit(net: nn.Module) -> Any:
@@ -145,16 +150,21 @@ def test_adam_of_bitsandbytes_in_eight_bits(
     accelerator, net, optimizer = prepared(eight_bit, strategy)
     train(accelerator, net, optimizer, range(2))
     accelerator.save_state(tmp_path / "state")
-    found = train(accelerator, net, optimizer, range(2, STEPS))
-    for one, other in zip(found, expected, strict=True):
+    trained_weights = train(accelerator, net, optimizer, range(2, STEPS))
+    for weight, expected_weight in zip(trained_weights, expected, strict=True):
         # a gradient that rounds otherwise may fall on the next of 256 values
         torch.testing.assert_close(
-            one, other, rtol=0, atol=2e-3 if ctx.world.size > 1 else 0.0
+            weight, expected_weight, rtol=0, atol=2e-3 if ctx.world.size > 1 else 0.0
         )
     accelerator, net, optimizer = prepared(eight_bit, strategy)
     accelerator.load_state(tmp_path / "state")
-    again = train(accelerator, net, optimizer, range(2, STEPS))
-    assert all(torch.equal(one, other) for one, other in zip(again, found, strict=True))
+    resumed_weights = train(accelerator, net, optimizer, range(2, STEPS))
+    assert all(
+        torch.equal(weight, expected_weight)
+        for weight, expected_weight in zip(
+            resumed_weights, trained_weights, strict=True
+        )
+    )
     if ctx.world.size > 1:
         accelerator, net, optimizer = prepared(eight_bit, "fsdp")
         accelerator.backward(loss_of(net, 0))
@@ -172,29 +182,36 @@ def test_adam_of_torchao_in_eight_bits(
     ctx: ProcessContext, tmp_path: Path, strategy: str
 ) -> None:
     """Training equals one process; a resume is exact, and the state moves between shards and a whole."""
-    chosen = strategy if ctx.world.size > 1 or strategy == "fsdp" else "none"
+    used_strategy = strategy if ctx.world.size > 1 or strategy == "fsdp" else "none"
     with torch.compiler.set_stance("force_eager"):
         expected = plain(torchao_eight_bit)
-        accelerator, net, optimizer = prepared(torchao_eight_bit, chosen)
+        accelerator, net, optimizer = prepared(torchao_eight_bit, used_strategy)
         train(accelerator, net, optimizer, range(2))
         accelerator.save_state(tmp_path / "state")
-        found = train(accelerator, net, optimizer, range(2, STEPS))
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=2e-3)
-        accelerator, net, optimizer = prepared(torchao_eight_bit, chosen)
+        trained_weights = train(accelerator, net, optimizer, range(2, STEPS))
+        for weight, expected_weight in zip(trained_weights, expected, strict=True):
+            torch.testing.assert_close(weight, expected_weight, rtol=0, atol=2e-3)
+        accelerator, net, optimizer = prepared(torchao_eight_bit, used_strategy)
         accelerator.load_state(tmp_path / "state")
-        again = train(accelerator, net, optimizer, range(2, STEPS))
+        resumed_weights = train(accelerator, net, optimizer, range(2, STEPS))
         assert all(
-            torch.equal(one, other) for one, other in zip(again, found, strict=True)
+            torch.equal(weight, expected_weight)
+            for weight, expected_weight in zip(
+                resumed_weights, trained_weights, strict=True
+            )
         )
-        other_way = (
-            "fsdp" if chosen != "fsdp" else "ddp" if ctx.world.size > 1 else "none"
+        other_strategy = (
+            "fsdp"
+            if used_strategy != "fsdp"
+            else "ddp"
+            if ctx.world.size > 1
+            else "none"
         )
-        accelerator, net, optimizer = prepared(torchao_eight_bit, other_way)
+        accelerator, net, optimizer = prepared(torchao_eight_bit, other_strategy)
         accelerator.load_state(tmp_path / "state")
         moved = train(accelerator, net, optimizer, range(2, STEPS))
-        for one, other in zip(moved, found, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=2e-3)
+        for weight, expected_weight in zip(moved, trained_weights, strict=True):
+            torch.testing.assert_close(weight, expected_weight, rtol=0, atol=2e-3)
 
 
 @ranks(1)

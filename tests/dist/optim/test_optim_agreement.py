@@ -37,12 +37,12 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ctx: ProcessContext) -> N
     )
     for step in range(6):
         overflow = step in (1, 4)
-        mine = (
+        factor = (
             float("inf")
             if overflow and ctx.world.rank == step % ctx.world.size
             else 1.0
         )
-        torch.autograd.backward(precision.scale((weight * mine).sum()))
+        torch.autograd.backward(precision.scale((weight * factor).sum()))
         result = precision.step(optimizer)
         optimizer.zero_grad()
         assert result.applied == (not overflow)
@@ -83,11 +83,11 @@ def test_local_sgd_averages_every_few_updates(ctx: ProcessContext) -> None:
     size, rank = ctx.world.size, ctx.world.rank
     accelerator = Accelerator(context=ctx, gradient_accumulation_steps=2)
     model = toy()
-    mine = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     model, optimizer = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1)
     )
-    plain = torch.optim.SGD(mine.parameters(), lr=0.1)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     data = [
         torch.randn(4, 4, generator=torch.Generator().manual_seed(100 * rank + i))
         for i in range(10)
@@ -100,35 +100,35 @@ def test_local_sgd_averages_every_few_updates(ctx: ProcessContext) -> None:
                 optimizer.zero_grad()
                 local.step()
     for number, x in enumerate(data):
-        torch.autograd.backward(mine(x).pow(2).mean() / 2)
+        torch.autograd.backward(reference(x).pow(2).mean() / 2)
         if number % 2:
             plain.step()
             plain.zero_grad()
             if number in (3, 7, 9):
-                for p in mine.parameters():
+                for p in reference.parameters():
                     p.data.copy_(ctx.world.all_reduce(p.data, "mean"))
     assert local.num_steps == 5
     assert local.enabled == (size > 1)
-    for a, b in zip(model.parameters(), mine.parameters(), strict=True):
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
 @ranks(2, exhaustive=(3,))
 def test_ranks_try_the_same_batch_size(ctx: ProcessContext) -> None:
     accelerator = Accelerator(context=ctx)
-    seen = []
+    tried_sizes = []
 
     @find_executable_batch_size(
         starting_batch_size=16, accelerator=accelerator, keep_global_batch=True
     )
     def train(batch_size: int) -> int:
-        seen.append(batch_size)
+        tried_sizes.append(batch_size)
         if batch_size > 4 and ctx.world.rank == ctx.world.size - 1:
             raise torch.OutOfMemoryError("out of memory")
         return batch_size
 
     assert train() == 4
-    assert seen == [16, 8, 4]
+    assert tried_sizes == [16, 8, 4]
     assert accelerator.gradient_accumulation_steps == 4
 
 
@@ -161,11 +161,11 @@ def test_norms_are_true_over_several_meshes(ctx: ProcessContext) -> None:
         norm = clip_norm(parameters, 1.5, norm_type)
         assert type(norm) is torch.Tensor
         torch.testing.assert_close(norm, expected)
-        for parameter, before in zip(parameters, full, strict=True):
+        for parameter, full_grad in zip(parameters, full, strict=True):
             grad = parameter.grad
-            after = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            clipped = grad.full_tensor() if isinstance(grad, DTensor) else grad
             torch.testing.assert_close(
-                after, before * (1.5 / expected), rtol=1e-5, atol=1e-6
+                clipped, full_grad * (1.5 / expected), rtol=1e-5, atol=1e-6
             )
         multiply_gradients([{"params": parameters}], 100.0)
         clip_value(parameters, 0.5)
@@ -179,16 +179,16 @@ def test_norms_are_true_over_several_meshes(ctx: ProcessContext) -> None:
 
 @ranks(2)
 def test_stages_of_a_pipeline_share_one_norm(ctx: ProcessContext) -> None:
-    mine = nn.Parameter(torch.zeros(2))
-    mine.grad = (
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = (
         torch.tensor([3.0, 0.0]) if ctx.world.rank == 0 else torch.tensor([0.0, 4.0])
     )
-    norm = clip_norm(mine, 1.0, across=ctx.world)
+    norm = clip_norm(parameter, 1.0, across=ctx.world)
     assert norm.item() == 5.0
-    assert mine.grad.abs().max().item() == (3 if ctx.world.rank == 0 else 4) / (
+    assert parameter.grad.abs().max().item() == (3 if ctx.world.rank == 0 else 4) / (
         5 + 1e-6
     ) or torch.isclose(
-        mine.grad.abs().max(), torch.tensor((3 if ctx.world.rank == 0 else 4) / 5)
+        parameter.grad.abs().max(), torch.tensor((3 if ctx.world.rank == 0 else 4) / 5)
     )
 
 
@@ -215,8 +215,10 @@ def test_an_optimizer_follows_its_model_into_shards(ctx: ProcessContext) -> None
     )
     train(model, optimizer, 2)
     train(reference, plain, 2)
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert isinstance(ours, DTensor)
+    for parameter, reference_parameter in zip(
+        model.parameters(), reference.parameters(), strict=True
+    ):
+        assert isinstance(parameter, DTensor)
         torch.testing.assert_close(
-            ours.full_tensor(), theirs.detach(), rtol=0, atol=1e-6
+            parameter.full_tensor(), reference_parameter.detach(), rtol=0, atol=1e-6
         )

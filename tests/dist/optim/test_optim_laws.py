@@ -64,11 +64,11 @@ def big_batches(
     return model
 
 
-def assert_same(ours: nn.Module, theirs: nn.Module, what: object) -> None:
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+def assert_same(model: nn.Module, reference: nn.Module, description: object) -> None:
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         tolerance = 1e-12 if b.dtype == torch.float64 else 1e-6
         torch.testing.assert_close(
-            a, b, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}"
+            a, b, rtol=0, atol=tolerance, msg=lambda text: f"{description}: {text}"
         )
 
 
@@ -271,10 +271,10 @@ def test_a_failed_micro_step_leaves_no_trace(ctx: ProcessContext) -> None:
             except MemoryError:
                 if clears:
                     optimizer.zero_grad()
-        kept = [batch(4, 2)] if clears else [batch(4, 0), batch(4, 2)]
-        for x, y in kept:
+        counted_batches = [batch(4, 2)] if clears else [batch(4, 0), batch(4, 2)]
+        for x, y in counted_batches:
             torch.autograd.backward(
-                nn.functional.cross_entropy(reference(x), y) / len(kept)
+                nn.functional.cross_entropy(reference(x), y) / len(counted_batches)
             )
         plain.step()
         assert_same(model, reference, clears)
@@ -301,7 +301,7 @@ def test_an_epoch_broken_off_without_an_update_does_not_move_the_schedule(
     )
     counted, updates = [], 0
     for stop in (2, 1, 2, 1, 6):  # micro-steps of each epoch; 3 make an update
-        before = updates
+        previous_updates = updates
         for number, (x, y) in enumerate(loader):
             with accelerator.accumulate(model):
                 accelerator.backward(nn.functional.cross_entropy(model(x), y))
@@ -311,7 +311,7 @@ def test_an_epoch_broken_off_without_an_update_does_not_move_the_schedule(
             if number + 1 == stop:
                 break
         schedule.step()
-        counted.append((updates > before, schedule.last_epoch))
+        counted.append((updates > previous_updates, schedule.last_epoch))
     assert counted == [(False, 0), (True, 1), (False, 1), (True, 2), (True, 3)]
 
 

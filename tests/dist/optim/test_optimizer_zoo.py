@@ -92,8 +92,10 @@ def ours(make: Make, kind: str, **settings: Any) -> tuple[list[float], nn.Module
     net, optimizer = accelerator.prepare(net, make(net.parameters()))
     losses = []
     for step in range(STEPS):
-        mine = data(step).chunk(accelerator.num_processes)[accelerator.process_index]
-        loss = (net(mine).float() - 1).pow(2).mean()
+        rank_rows = data(step).chunk(accelerator.num_processes)[
+            accelerator.process_index
+        ]
+        loss = (net(rank_rows).float() - 1).pow(2).mean()
         accelerator.backward(loss)
         optimizer.step()
         assert not accelerator.optimizer_step_was_skipped
@@ -106,7 +108,7 @@ def check(name: str, kind: str, precision: str, strategy: str) -> None:
     make = OPTIMIZERS[name]
     expected, net = reference(make, kind, precision)
     got, model = ours(make, kind, strategy=strategy, mixed_precision=precision)
-    what = f"{name} {kind} {strategy} {precision}"
+    description = f"{name} {kind} {strategy} {precision}"
     # Muon computes its direction in bfloat16
     coarse = precision != "no" or name == "Muon"
     tolerance = {"no": 2e-2 if coarse else 1e-5, "bf16": 5e-2, "fp16": 2e-2}[precision]
@@ -115,17 +117,17 @@ def check(name: str, kind: str, precision: str, strategy: str) -> None:
         torch.tensor(expected),
         rtol=tolerance,
         atol=tolerance,
-        msg=what,
+        msg=description,
     )
     if not coarse:
         for a, b in zip(model.parameters(), net.parameters(), strict=True):
-            whole = a.full_tensor() if hasattr(a, "full_tensor") else a
+            full_parameter = a.full_tensor() if hasattr(a, "full_tensor") else a
             torch.testing.assert_close(
-                whole.detach(),
+                full_parameter.detach(),
                 b.detach(),
                 rtol=0,
                 atol=2e-5,
-                msg=lambda t: f"{what}: {t}",
+                msg=lambda t: f"{description}: {t}",
             )
 
 
@@ -247,30 +249,35 @@ def test_a_scalar_does_not_switch_off_the_fast_update(ctx: ProcessContext) -> No
         accelerator = Accelerator(strategy="fsdp")
         net = Net("scalar")
         net, optimizer = accelerator.prepare(net, make(net.parameters()))
-        seen: list[type] = []
+        kernel_types: list[type] = []
         collect = optimizer.optimizer._init_group
 
         def noted(
-            group: Any, *lists: Any, collect: Any = collect, seen: list[type] = seen
+            group: Any,
+            *lists: Any,
+            collect: Any = collect,
+            kernel_types: list[type] = kernel_types,
         ) -> Any:
-            told = collect(group, *lists)
-            seen.extend(
+            collected = collect(group, *lists)
+            kernel_types.extend(
                 type(value) for values in lists for value in values if value is not None
             )
-            return told
+            return collected
 
         optimizer.optimizer._init_group = noted
         for step in range(2):
             accelerator.backward(net(data(step)).pow(2).mean())
             optimizer.step()
             optimizer.zero_grad()
-        assert seen
-        assert DTensor not in seen
-        kept = [
+        assert kernel_types
+        assert DTensor not in kernel_types
+        state_tensors = [
             v
             for values in optimizer.state.values()
             for v in values.values()
             if isinstance(v, Tensor) and v.ndim
         ]
-        assert all(isinstance(value, DTensor) for value in kept), "state stays spread"
+        assert all(isinstance(value, DTensor) for value in state_tensors), (
+            "state stays spread"
+        )
         assert set(optimizer.state) == set(accelerator.unwrap_model(net).parameters())

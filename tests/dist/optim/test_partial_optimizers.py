@@ -80,11 +80,11 @@ def test_a_part_of_the_parameters_is_trained_as_in_plain_torch(
     )
     norms = []
     for step in loader:
-        mine = tokens(int(step))
+        rank_tokens = tokens(int(step))
         if layout != "tp":
-            mine = mine.chunk(ctx.world.size)[ctx.rank]
+            rank_tokens = rank_tokens.chunk(ctx.world.size)[ctx.rank]
         with accelerator.accumulate(net):
-            accelerator.backward(next_token_loss(net(mine), mine))
+            accelerator.backward(next_token_loss(net(rank_tokens), rank_tokens))
             norm = accelerator.clip_grad_norm_(updated_by(optimizer), LIMIT)
             if norm is not None:
                 norms.append(float(norm))

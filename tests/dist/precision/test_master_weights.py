@@ -51,10 +51,10 @@ def train(net: nn.Module, lr: float, **settings: Any) -> Any:
         net, torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=0)
     )
     for step in range(20):
-        mine = x(step).chunk(accelerator.num_processes)[accelerator.process_index]
+        rank_rows = x(step).chunk(accelerator.num_processes)[accelerator.process_index]
         if settings.get("mixed_precision") is None:
-            mine = mine.to(torch.bfloat16)
-        accelerator.backward((model(mine).float() - 1).pow(2).mean())
+            rank_rows = rank_rows.to(torch.bfloat16)
+        accelerator.backward((model(rank_rows).float() - 1).pow(2).mean())
         optimizer.step()
         optimizer.zero_grad()
     return accelerator.unwrap_model(model)
@@ -74,7 +74,7 @@ def test_half_precision_weights_are_trained_in_float32(
     """Steps of 1e-4 vanish in bfloat16 weights of about 1; with masters they add up, for scalars too."""
     for precision, dtype in HALF.items():
         net = Net().to(dtype)
-        before = {
+        initial_weights = {
             name: p.detach().float().clone() for name, p in net.named_parameters()
         }
         model = train(net, 1e-4, mixed_precision=precision, strategy=strategy)
@@ -83,7 +83,7 @@ def test_half_precision_weights_are_trained_in_float32(
                 assert parameter.dtype == dtype
             else:
                 assert parameter.dtype == torch.float32, (name, strategy)
-                assert (whole(parameter) - before[name]).abs().max() > 5e-4, (
+                assert (whole(parameter) - initial_weights[name]).abs().max() > 5e-4, (
                     name,
                     precision,
                     strategy,
@@ -223,13 +223,13 @@ def test_hooks_on_gradients_are_called_or_refused(ctx: ProcessContext) -> None:
         accelerator.unwrap_model(prepared).get_parameter("first.bias").register_hook(
             halve
         )  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    found = dict(accelerator.unwrap_model(prepared).named_parameters())
+    parameters = dict(accelerator.unwrap_model(prepared).named_parameters())
     for name, factor in (
         ("first.weight", 0.5),
         ("first.bias", 1.0),
         ("temperature", 3.0),
     ):
-        grad, expected = found[name].grad, reference.get_parameter(name).grad
+        grad, expected = parameters[name].grad, reference.get_parameter(name).grad
         assert grad is not None
         assert expected is not None
         torch.testing.assert_close(whole(grad), expected * factor, msg=name)

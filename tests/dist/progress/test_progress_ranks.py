@@ -80,7 +80,7 @@ def test_the_slow_rank_is_named_once_in_lines_that_stay(ctx: ProcessContext) -> 
 def test_a_loop_on_the_main_process_alone_does_not_hang(ctx: ProcessContext) -> None:
     watch, pulse = straggler_watch(ctx, every_s=0.0), BackwardTimer(ctx.device)
     if ctx.world.rank == 0:
-        seen = []
+        read_numbers = []
         for number in make_progress(
             range(5),
             ctx=ctx,
@@ -89,8 +89,8 @@ def test_a_loop_on_the_main_process_alone_does_not_hang(ctx: ProcessContext) -> 
             watch=watch,
         ):
             pulse.backward()
-            seen.append(number)
-        assert seen == [0, 1, 2, 3, 4]
+            read_numbers.append(number)
+        assert read_numbers == [0, 1, 2, 3, 4]
         assert watch is not None
         assert watch.found is None, "a rank that has no loop is not a slow one"
 
@@ -119,9 +119,9 @@ def test_a_short_batch_counts_its_samples_on_every_rank(
     for batch in loader:
         accelerator.backward(model(batch["x"]).mean())
     log = next(
-        part.run_log
-        for part in accelerator._clock.parts.members
-        if isinstance(part, RunLogPart)
+        run_part.run_log
+        for run_part in accelerator._clock.parts.members
+        if isinstance(run_part, RunLogPart)
     )
     assert (log.samples, throughput._tokens) == (30, 150)
     accelerator.end_training()

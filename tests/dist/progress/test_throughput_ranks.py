@@ -65,8 +65,8 @@ def test_all_ranks_together_count_what_one_process_counts(
             accelerator.forward_backward(
                 net,
                 batch,
-                lambda net, part: next_token_loss(
-                    net(part["input_ids"]), part["input_ids"]
+                lambda net, micro_batch: next_token_loss(
+                    net(micro_batch["input_ids"]), micro_batch["input_ids"]
                 ),
             )
         else:

@@ -45,7 +45,7 @@ def train(case: str, rank: int, port: int) -> None:
     }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     accelerator = Accelerator(cpu=True)
-    others = [Accelerator(cpu=True) for _ in range(2)]
+    accelerators = [Accelerator(cpu=True) for _ in range(2)]
     model = nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -54,8 +54,8 @@ def train(case: str, rank: int, port: int) -> None:
         accelerator.backward(model(torch.ones(8, 4)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    others.append(accelerator)  # all of them live until the process ends
-    globals()["kept"] = others
+    accelerators.append(accelerator)  # all of them live until the process ends
+    globals()["kept"] = accelerators
     match case, rank:
         case ("first_1", 0):
             time.sleep(2)
@@ -81,12 +81,12 @@ def train(case: str, rank: int, port: int) -> None:
 
 def wait(started: dict[int, tuple[str, int]]) -> dict[str, tuple[int, float]]:
     """The exit code of each fork, and when it had ended."""
-    found: dict[str, tuple[int, float]] = {}
-    while len(found) < len(started):
+    exits: dict[str, tuple[int, float]] = {}
+    while len(exits) < len(started):
         pid, status = os.waitpid(-1, 0)
         case, rank = started[pid]
-        found[f"{case}/{rank}"] = (os.waitstatus_to_exitcode(status), time.monotonic())
-    return found
+        exits[f"{case}/{rank}"] = (os.waitstatus_to_exitcode(status), time.monotonic())
+    return exits
 
 
 def note(path: Path) -> None:
@@ -100,13 +100,13 @@ if __name__ == "__main__":
     torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     assert Accelerator is not None  # loads it
     gc.freeze()  # memory that the forks share
-    forks, place = {}, Path(sys.argv[1])
+    forks, out_folder = {}, Path(sys.argv[1])
     for name in CASES:
         meeting = free_port()
         for number in range(2):
             child = os.fork()
             if not child:
-                times = place.parent / f"{name}.{number}"
+                times = out_folder.parent / f"{name}.{number}"
                 os.dup2(os.open(f"{times}.err", os.O_WRONLY | os.O_CREAT), 2)
                 # the last one to run, before the interpreter's own end
                 atexit.register(note, times)
@@ -116,14 +116,14 @@ if __name__ == "__main__":
                     note(times)
                 sys.exit()
             forks[child] = (name, number)
-    ends = {}
+    exits = {}
     for key, (code, ended) in wait(forks).items():
-        times = place.parent / key.replace("/", ".")
+        times = out_folder.parent / key.replace("/", ".")
         noted = (
             [float(word) for word in times.read_text().split()]
             if times.exists()
             else []
         )
         over, left = noted or (ended, ended)
-        ends[key] = {"code": code, "over": over, "left": left, "ended": ended}
-    place.write_text(json.dumps(ends))
+        exits[key] = {"code": code, "over": over, "left": left, "ended": ended}
+    out_folder.write_text(json.dumps(exits))

@@ -19,23 +19,25 @@ SOON_S: Final = 30.0
 """Far more than an exit takes, far less than the five minutes for which torch looks for a store."""
 
 
-Ends = dict[str, dict[str, float]]
+Exits = dict[str, dict[str, float]]
 """By "case/rank": the exit code, and when the script was over, what runs at exit had run, and the process had ended."""
 
 
-def said_by(case: str, place: Path) -> str:
+def said_by(case: str, case_folder: Path) -> str:
     """What the ranks of a case have printed."""
-    return "\n".join(path.read_text() for path in sorted(place.glob(f"{case}.*.err")))
+    return "\n".join(
+        path.read_text() for path in sorted(case_folder.glob(f"{case}.*.err"))
+    )
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def case_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("exits")
 
 
 @pytest.fixture(scope="module")
-def ends(place: Path) -> Ends:
-    out = place / "ends.json"
+def exits(case_folder: Path) -> Exits:
+    out = case_folder / "ends.json"
     env = {
         name: value
         for name, value in os.environ.items()
@@ -49,8 +51,8 @@ def ends(place: Path) -> Ends:
         except subprocess.TimeoutExpired:
             os.killpg(program.pid, signal.SIGKILL)  # its ranks, too
             raise
-    found: Ends = json.loads(out.read_text())
-    return found
+    exits_by_case: Exits = json.loads(out.read_text())
+    return exits_by_case
 
 
 @pytest.mark.parametrize(
@@ -64,17 +66,17 @@ def ends(place: Path) -> Ends:
     ],
 )
 def test_ranks_end_soon_and_well(
-    case: str, codes: tuple[int, int], ends: Ends, place: Path
+    case: str, codes: tuple[int, int], exits: Exits, case_folder: Path
 ) -> None:
-    for rank, wanted in enumerate(codes):
-        one = ends[f"{case}/{rank}"]
-        assert one["code"] == wanted, said_by(case, place)
-        assert one["ended"] - one["over"] < SOON_S
+    for rank, expected_code in enumerate(codes):
+        rank_exit = exits[f"{case}/{rank}"]
+        assert rank_exit["code"] == expected_code, said_by(case, case_folder)
+        assert rank_exit["ended"] - rank_exit["over"] < SOON_S
 
 
-def test_rank_0_serves_the_store_until_the_others_have_left(ends: Ends) -> None:
-    assert ends["first_0/0"]["left"] >= ends["first_0/1"]["over"]
+def test_rank_0_serves_the_store_until_the_others_have_left(exits: Exits) -> None:
+    assert exits["first_0/0"]["left"] >= exits["first_0/1"]["over"]
 
 
-def test_rank_0_waits_for_nobody_after_an_error(ends: Ends) -> None:
-    assert ends["fails_0/0"]["left"] < ends["fails_0/1"]["over"]
+def test_rank_0_waits_for_nobody_after_an_error(exits: Exits) -> None:
+    assert exits["fails_0/0"]["left"] < exits["fails_0/1"]["over"]

@@ -19,8 +19,8 @@ LIMIT_S = 20.0
 class Cycle:
     """An object that only a garbage collection can free."""
 
-    def __init__(self, held: Any) -> None:
-        self.held = held
+    def __init__(self, referent: Any) -> None:
+        self.held = referent
         self.itself = self
 
 

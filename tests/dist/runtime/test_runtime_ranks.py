@@ -23,7 +23,7 @@ from hasten.testing.pool import ranks
 def test_synchronized_generators_agree_and_the_others_do_not(
     ctx: ProcessContext,
 ) -> None:
-    for chosen in (
+    for kinds in (
         ["python"],
         ["numpy"],
         ["torch"],
@@ -32,7 +32,7 @@ def test_synchronized_generators_agree_and_the_others_do_not(
     ):
         set_seed(10, device_specific=True)
         generator = torch.Generator().manual_seed(ctx.rank)
-        synchronize_rng_states(chosen, ctx.world, generator)
+        synchronize_rng_states(kinds, ctx.world, generator)
         drawn = {
             "python": random.random(),
             "numpy": float(np.random.rand()),
@@ -42,8 +42,8 @@ def test_synchronized_generators_agree_and_the_others_do_not(
         everyone = ctx.world.all_gather_object(drawn)
         for kind in drawn:
             values = {their[kind] for their in everyone}
-            assert len(values) == (1 if kind in chosen else ctx.world.size), (
-                chosen,
+            assert len(values) == (1 if kind in kinds else ctx.world.size), (
+                kinds,
                 kind,
             )
 
@@ -87,7 +87,7 @@ def test_ranks_log_in_order(ctx: ProcessContext, tmp_path: Path) -> None:
 
 @ranks(1, 2)
 def test_affinity_is_set_when_asked_for_and_says_why(ctx: ProcessContext) -> None:
-    before = os.sched_getaffinity(0)
+    initial_affinity = os.sched_getaffinity(0)
     handler = logging.handlers.BufferingHandler(100)
     setup = logging.getLogger("hasten.accelerator.setup")
     setup.addHandler(handler)
@@ -98,8 +98,8 @@ def test_affinity_is_set_when_asked_for_and_says_why(ctx: ProcessContext) -> Non
     finally:
         setup.removeHandler(handler)
         setup.setLevel(logging.NOTSET)
-        os.sched_setaffinity(0, before)
-    said = [record.getMessage() for record in handler.buffer]
+        os.sched_setaffinity(0, initial_affinity)
+    messages = [record.getMessage() for record in handler.buffer]
     assert any(
-        line.startswith("cpu affinity: ") and "cores" in line for line in said
-    ), said
+        line.startswith("cpu affinity: ") and "cores" in line for line in messages
+    ), messages

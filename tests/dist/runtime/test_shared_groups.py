@@ -50,7 +50,7 @@ def test_results_of_sharded_tensors_lie_on_the_mesh_of_their_own_world(
     for number in range(3):
         with world(tmp_path / str(number)):
             meshes.append(mesh())  # kept, as an old model keeps it
-            assert len({id(one) for one in meshes}) == number + 1
+            assert len({id(known_mesh) for known_mesh in meshes}) == number + 1
             sharded = DTensor.from_local(
                 torch.ones(4), mesh(), [Shard(0)], run_check=False
             )

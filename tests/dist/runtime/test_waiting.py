@@ -49,8 +49,8 @@ def test_the_lowest_rank_that_is_there_says_who_is_missing(
         thread.start()
     for thread in threads:
         thread.join()
-    said = sorted(message.rpartition(" (")[0] for message in caplog.messages)
-    assert said == [
+    reports = sorted(message.rpartition(" (")[0] for message in caplog.messages)
+    assert reports == [
         "rank 0 of 5 waits for ranks 1-2, 4 at there",
         "rank 1 of 2 waits for rank 0 at there",
     ]
@@ -81,8 +81,8 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("interface")
 def test_a_port_in_use_is_told_as_such_and_at_once() -> None:
-    with closing(socket.create_server(("", 0))) as other:
-        port = other.getsockname()[1]
+    with closing(socket.create_server(("", 0))) as listener:
+        port = listener.getsockname()[1]
         main = Topology(
             world_size=2, local_world_size=2, rendezvous=f"tcp://127.0.0.1:{port}"
         )
@@ -105,9 +105,9 @@ def test_the_time_that_is_told_is_the_time_that_passed() -> None:
         with pytest.raises(CommError, match="did not meet the others") as caught:
             start(rank, torch.device("cpu"), settings=GroupSettings(init_timeout_s=1))
     elapsed_s = time.monotonic() - begin
-    told = re.search(r"within (\d+) s", str(caught.value))
-    assert told is not None
-    assert abs(int(told[1]) - elapsed_s) < 1
+    reported = re.search(r"within (\d+) s", str(caught.value))
+    assert reported is not None
+    assert abs(int(reported[1]) - elapsed_s) < 1
 
 
 def test_ranks_in_words() -> None:

@@ -60,18 +60,18 @@ def train(
 ) -> list[tuple[int, int, list[int]]]:
     """The epoch, the loader's epoch and the samples of every step; saves after these steps, and stops at the last of them."""
     model, optimizer, loader = prepared
-    seen: list[tuple[int, int, list[int]]] = []
+    steps: list[tuple[int, int, list[int]]] = []
     for epoch in accelerator.epochs(epochs):
         for batch in accelerator.progress(loader, every_s=1e9):
             accelerator.backward(model(batch[:, :1]).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-            seen.append((epoch, loader.epoch, batch[:, 1].int().tolist()))
-            if len(seen) in save_at:
+            steps.append((epoch, loader.epoch, batch[:, 1].int().tolist()))
+            if len(steps) in save_at:
                 accelerator.save_state()
-                if stop and len(seen) == max(save_at):
-                    return seen
-    return seen
+                if stop and len(steps) == max(save_at):
+                    return steps
+    return steps
 
 
 @ranks(2, exhaustive=(1, 3))
@@ -80,11 +80,11 @@ def train(
 def test_a_resumed_loop_goes_on_in_its_epoch(
     ctx: ProcessContext, tmp_path: Path, stop_at: int
 ) -> None:
-    whole = train(*make(ctx, tmp_path / "whole"), 3)
+    uninterrupted = train(*make(ctx, tmp_path / "whole"), 3)
     first = train(*make(ctx, tmp_path / "run"), 3, (stop_at,), stop=True)
     accelerator, prepared = make(ctx, tmp_path / "run")
     accelerator.load_state()
-    assert [*first, *train(accelerator, prepared, 3)] == whole
+    assert [*first, *train(accelerator, prepared, 3)] == uninterrupted
 
 
 def first_part(
@@ -111,11 +111,13 @@ def test_every_sample_of_every_epoch_once_on_another_number_of_processes(
         first_part, old, tmp_path, per_epoch + (per_epoch // 2 if inside else 0)
     )
     second = rank_pool.run(second_part, new, tmp_path)
-    steps = [step for part in first for step in part] + [
-        step for part, _, _ in second for step in part
+    steps = [step for rank_steps in first for step in rank_steps] + [
+        step for rank_steps, _, _ in second for step in rank_steps
     ]
     for epoch in range(3):
         assert sorted(
             row for number, _, rows in steps if number == epoch for row in rows
         ) == list(range(ROWS))
-    assert {epoch for part, _, _ in second for epoch, _, _ in part} == ({1, 2})
+    assert {epoch for rank_steps, _, _ in second for epoch, _, _ in rank_steps} == (
+        {1, 2}
+    )

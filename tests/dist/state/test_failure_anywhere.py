@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timed
 HOME: Final = str(Path(hasten.__file__).parent) + "/"
 MEETING: Final = ("comm/", "comm/agreement.py", "testing/", "runtime/logs.py")
 """What ranks agree through cannot be used to agree on its own failure; and errors in log records are printed."""
-BEFORE: Final = frozenset(
+OUTER_CALLS: Final = frozenset(
     {
         *(
             "Accelerator.save_state",
@@ -100,17 +100,17 @@ class Calls:
         file = code.co_filename.removeprefix(HOME)
         if (
             file.startswith(MEETING)
-            or code.co_qualname in BEFORE
+            or code.co_qualname in OUTER_CALLS
             or code.co_qualname in OUTSIDE
         ):
             return
         caller = frame.f_back
-        place = (
+        caller_site = (
             ("", 0)
             if caller is None
             else (Path(caller.f_code.co_filename).name, caller.f_lineno)
         )
-        site = (file, code.co_qualname, *place)
+        site = (file, code.co_qualname, *caller_site)
         self.sites[site] = None
         if site == self._target:
             self._target = None
@@ -279,7 +279,11 @@ class Attack:
         self.loaded = self.run.digest()
         self.run.train(3)
         sites: list[list[Site]] = world.all_gather_object(sorted(calls.sites))
-        plan = [(victim, site) for victim, found in enumerate(sites) for site in found]
+        plan = [
+            (victim, site)
+            for victim, rank_sites in enumerate(sites)
+            for site in rank_sites
+        ]
         if few is not None:
             random.Random(len(plan) + world.size).shuffle(plan)
             plan = plan[:few]
@@ -289,7 +293,7 @@ class Attack:
 
     def _attack(self, victim: int, site: Site, kind: type[Exception]) -> None:
         world = self.ctx.world
-        before = self.run.digest()
+        initial_state = self.run.digest()
         outcome, started = "", time.monotonic()
         with Calls(site if world.rank == victim else None, kind):
             try:
@@ -297,16 +301,18 @@ class Attack:
             except Exception as error:
                 outcome = f"{type(error).__name__}: {error}"
         took = time.monotonic() - started
-        after = self.run.digest()
-        seen: list[str] = world.all_gather_object(outcome)
+        final_state = self.run.digest()
+        outcomes: list[str] = world.all_gather_object(outcome)
         where = f"{self.what}, rank {victim} of {world.size}, {site}"
-        assert len(set(seen)) == 1, f"{where}: ranks ended differently: {seen}"
+        assert len(set(outcomes)) == 1, f"{where}: ranks ended differently: {outcomes}"
         assert took < LONGEST_S, f"{where}: took {took:.1f} s"
         if outcome:
             assert "injected into" in outcome, (
                 f"{where}: another error than the injected one: {outcome}"
             )
-            changed = [key for key in before if before[key] != after[key]]
+            changed = [
+                key for key in initial_state if initial_state[key] != final_state[key]
+            ]
             if self.what == "load" and changed:
                 self._load_again(outcome, where)
             else:
@@ -347,8 +353,8 @@ def attack(
     run.train(3)
     run.accelerator.save_state(str(folder / "x"))
     count = 0
-    for what in kinds:
-        count += Attack(ctx, run, folder / "x", what).survive(few, error)
+    for operation in kinds:
+        count += Attack(ctx, run, folder / "x", operation).survive(few, error)
     # a checkpoint is the beginning of a window
     while not run.accelerator.sync_gradients:
         run.train(1)

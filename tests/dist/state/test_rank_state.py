@@ -78,13 +78,17 @@ def test_each_rank_gets_its_own_back(ctx: ProcessContext, tmp_path: Path) -> Non
     accelerator, *_ = make(ctx, tmp_path, *things)
     accelerator.save_state(str(tmp_path / "x"))
     fresh = [Thing(None) for _ in things]
-    again, *_ = make(ctx, tmp_path, *fresh)
-    again.load_state(str(tmp_path / "x"))
-    for mine, back in zip(own(ctx.rank), fresh, strict=True):
-        assert repr(mine.value) == repr(back.value)
-    found = sorted(path.name for path in (tmp_path / "x").glob("custom_checkpoint_*"))
-    wanted = {1: 4, 2: 3 * 2 + 1, 3: 3 * 3 + 1}[ctx.world.size]
-    assert len(found) == wanted, f"equal state is stored once: {found}"
+    resumed, *_ = make(ctx, tmp_path, *fresh)
+    resumed.load_state(str(tmp_path / "x"))
+    for original, back in zip(own(ctx.rank), fresh, strict=True):
+        assert repr(original.value) == repr(back.value)
+    saved_files = sorted(
+        path.name for path in (tmp_path / "x").glob("custom_checkpoint_*")
+    )
+    num_expected = {1: 4, 2: 3 * 2 + 1, 3: 3 * 3 + 1}[ctx.world.size]
+    assert len(saved_files) == num_expected, (
+        f"equal state is stored once: {saved_files}"
+    )
 
 
 @ranks(2, 3)
@@ -102,12 +106,14 @@ def test_schedulers_that_disagree_are_told_and_those_of_rank_0_are_saved(
         plateau.scheduler.best = -1.0
     with Heard() as heard:
         accelerator.save_state(str(tmp_path / "x"))
-    told = [line for line in heard.lines if "ranks disagree on scheduler" in line]
-    assert bool(told) is (ctx.rank == 0), "logged once, by the main process"
+    disagreements = [
+        line for line in heard.lines if "ranks disagree on scheduler" in line
+    ]
+    assert bool(disagreements) is (ctx.rank == 0), "logged once, by the main process"
     state = (optimizer.param_groups[0]["lr"], plateau.scheduler.state_dict())
     want = ctx.world.all_gather_object(state)[0]
-    again, _, optimizer, plateau = make(ctx, tmp_path)
-    again.load_state(str(tmp_path / "x"))
+    resumed, _, optimizer, plateau = make(ctx, tmp_path)
+    resumed.load_state(str(tmp_path / "x"))
     assert (optimizer.param_groups[0]["lr"], plateau.scheduler.state_dict()) == want
 
 
@@ -126,24 +132,24 @@ def test_schedulers_that_agree_are_stored_once_in_silence(
     assert (tmp_path / "x" / "scheduler_1.bin").exists()
 
 
-def save_own(ctx: ProcessContext, folder: Path, same: bool) -> None:
-    accelerator, *_ = make(ctx, folder, Thing(7 if same else 10 + ctx.rank))
+def save_own(ctx: ProcessContext, folder: Path, is_equal: bool) -> None:
+    accelerator, *_ = make(ctx, folder, Thing(7 if is_equal else 10 + ctx.rank))
     accelerator.save_state(str(folder / "x"))
 
 
 def load_own(ctx: ProcessContext, folder: Path, strict: bool) -> Any:
-    thing = Thing(None)
-    accelerator, *_ = make(ctx, folder, thing)
+    restored = Thing(None)
+    accelerator, *_ = make(ctx, folder, restored)
     accelerator.load_state(str(folder / "x"), strict=strict)
-    return thing.value
+    return restored.value
 
 
 def refused(ctx: ProcessContext, folder: Path) -> str:
-    thing = Thing("before")
-    accelerator, *_ = make(ctx, folder, thing)
+    restored = Thing("before")
+    accelerator, *_ = make(ctx, folder, restored)
     with pytest.raises(CheckpointError) as caught:
         accelerator.load_state(str(folder / "x"))
-    assert thing.value == "before"
+    assert restored.value == "before"
     return str(caught.value)
 
 
@@ -152,10 +158,10 @@ def test_own_state_on_another_number_of_processes(
     rank_pool: Pool, tmp_path: Path, old: int, new: int
 ) -> None:
     rank_pool.run(save_own, old, tmp_path, False)
-    told = rank_pool.run(refused, new, tmp_path)
-    assert len(set(told)) == 1
-    assert "Nothing was loaded" in told[0]
-    assert "strict=False" in told[0]
+    messages = rank_pool.run(refused, new, tmp_path)
+    assert len(set(messages)) == 1
+    assert "Nothing was loaded" in messages[0]
+    assert "strict=False" in messages[0]
     assert rank_pool.run(load_own, new, tmp_path, False) == [
         10 + rank % old for rank in range(new)
     ]
@@ -210,15 +216,15 @@ def test_every_changed_bit_changes_the_fingerprint() -> None:
         for _ in range(40):
             size = rng.randrange(1, 40)
             raw = torch.randint(0, 2, (size,)).to(dtype)
-            other = raw.clone()
-            place = rng.randrange(size)
-            other[place] = (
-                1 - other[place].to(torch.int32)
+            changed = raw.clone()
+            position = rng.randrange(size)
+            changed[position] = (
+                1 - changed[position].to(torch.int32)
                 if dtype is torch.bool
-                else other[place] + 1
+                else changed[position] + 1
             )
             assert fingerprint_tensor(raw) == fingerprint_tensor(raw.clone())
-            assert fingerprint_tensor(raw) != fingerprint_tensor(other)
+            assert fingerprint_tensor(raw) != fingerprint_tensor(changed)
             if size > 1 and not torch.equal(raw, raw.roll(1)):
                 assert fingerprint_tensor(raw) != fingerprint_tensor(raw.roll(1)), (
                     "order counts"

@@ -38,17 +38,17 @@ def train_some(
 ) -> list[int]:
     """Some batches of the first epoch, then a checkpoint; the samples seen."""
     accelerator, model, optimizer, loader = make(ctx, folder, every)
-    seen: list[int] = []
+    read_samples: list[int] = []
     for (x,) in loader:
-        seen += x.flatten().int().tolist()
+        read_samples += x.flatten().int().tolist()
         with accelerator.accumulate(model):
             accelerator.backward(model(x).mean())
             optimizer.step()
             optimizer.zero_grad()
-        if len(seen) == 2 * batches:
+        if len(read_samples) == 2 * batches:
             break
     accelerator.save_state()
-    return seen
+    return read_samples
 
 
 def train_rest(
@@ -58,14 +58,14 @@ def train_rest(
     accelerator, model, optimizer, loader = make(ctx, folder, every)
     accelerator.load_state()
     drawn = float(torch.rand(()))
-    seen: list[int] = []
+    read_samples: list[int] = []
     for (x,) in loader:
-        seen += x.flatten().int().tolist()
+        read_samples += x.flatten().int().tolist()
         with accelerator.accumulate(model):
             accelerator.backward(model(x).mean())
             optimizer.step()
             optimizer.zero_grad()
-    return seen, drawn, float(next(model.parameters()).detach())
+    return read_samples, drawn, float(next(model.parameters()).detach())
 
 
 @pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 1), (2, 4), (4, 2)])
@@ -75,14 +75,14 @@ def test_every_sample_once_on_another_number_of_processes(
     batches = 12 // old
     first = rank_pool.run(train_some, old, tmp_path, 1, batches)
     second = rank_pool.run(train_rest, new, tmp_path, 1)
-    seen = [sample for part in first for sample in part] + [
-        sample for part, _, _ in second for sample in part
+    read_samples = [sample for rank_samples in first for sample in rank_samples] + [
+        sample for rank_samples, _, _ in second for sample in rank_samples
     ]
-    assert sorted(seen) == list(range(ROWS)), "no loss, no repeat"
+    assert sorted(read_samples) == list(range(ROWS)), "no loss, no repeat"
     drawn = [number for _, number, _ in second]
     assert len(set(drawn)) == new, "ranks draw different numbers"
-    again = rank_pool.run(train_rest, new, tmp_path, 1)
-    assert [number for _, number, _ in again] == drawn, (
+    repeated = rank_pool.run(train_rest, new, tmp_path, 1)
+    assert [number for _, number, _ in repeated] == drawn, (
         "derived from (seed, rank, step), so always the same"
     )
 
@@ -98,22 +98,22 @@ def test_an_open_window_begins_anew_on_the_new_processes(
     start = float(nn.Linear(1, 1, bias=False).weight.detach())
     steps = len(second[0][0]) // 2
     micro = [
-        [sum(seen[2 * i : 2 * i + 2]) / 2 for seen, _, _ in second]
+        [sum(rank_samples[2 * i : 2 * i + 2]) / 2 for rank_samples, _, _ in second]
         for i in range(steps)
     ]
     means = [sum(ranks) / len(ranks) for ranks in micro]
     windows = [means[i : i + 4] for i in range(0, len(means), 4)]
     expected = start - 1e-3 * sum(sum(window) / len(window) for window in windows)
-    assert sorted(sample for seen, _, _ in second for sample in seen) == list(
-        range(ROWS)
-    )
+    assert sorted(
+        sample for rank_samples, _, _ in second for sample in rank_samples
+    ) == list(range(ROWS))
     assert second[0][2] == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_change_of_world_is_said(rank_pool: Pool, tmp_path: Path) -> None:
     rank_pool.run(train_some, 2, tmp_path, 1, 2)
-    said = rank_pool.run(_warnings_of_loading, 1, tmp_path)[0]
-    assert any("saved by 2 processes and is loaded by 1" in line for line in said)
+    messages = rank_pool.run(_warnings_of_loading, 1, tmp_path)[0]
+    assert any("saved by 2 processes and is loaded by 1" in line for line in messages)
 
 
 def _warnings_of_loading(ctx: ProcessContext, folder: Path) -> list[str]:

@@ -136,8 +136,8 @@ class Run:
 def interrupted_equals_uninterrupted(
     ctx: ProcessContext, folder: Path, case: Case, stops: list[int]
 ) -> None:
-    whole = Run(case, ctx, folder / "whole")
-    whole.train(case.steps)
+    uninterrupted = Run(case, ctx, folder / "whole")
+    uninterrupted.train(case.steps)
     for stop in stops:
         first = Run(case, ctx, folder / f"at{stop}")
         first.train(stop)
@@ -153,12 +153,12 @@ def interrupted_equals_uninterrupted(
         torch.manual_seed(999 + ctx.rank)
         second.accelerator.load_state()
         second.train(case.steps)
-        assert second.losses == whole.losses, (
-            f"stopped at {stop}: {second.losses} instead of {whole.losses}"
+        assert second.losses == uninterrupted.losses, (
+            f"stopped at {stop}: {second.losses} instead of {uninterrupted.losses}"
         )
-        for a, b in zip(second.fingerprint(), whole.fingerprint(), strict=True):
+        for a, b in zip(second.fingerprint(), uninterrupted.fingerprint(), strict=True):
             assert torch.equal(a, b), f"stopped at {stop}: {a} instead of {b}"
-        assert second.optimizer.num_updates == whole.optimizer.num_updates
+        assert second.optimizer.num_updates == uninterrupted.optimizer.num_updates
         second.accelerator.end_training()
 
 

@@ -159,13 +159,13 @@ class Program:
                 self._loss(batch)
             else:
                 tokens = torch.arange(2 * (LENGTH + 1)).reshape(2, LENGTH + 1) % VOCAB
-                other = [
+                evaluation_batch = [
                     tokens[:, :-1].clone(),
                     tokens[:, 1:].clone(),
                     torch.arange(LENGTH).repeat(2, 1),
                 ]
-                with self._split(other):
-                    self._loss(other)
+                with self._split(evaluation_batch):
+                    self._loss(evaluation_batch)
 
     def _batch(self) -> list[Tensor]:
         tokens = torch.randint(0, VOCAB, (2, LENGTH + 1), generator=self._tokens)

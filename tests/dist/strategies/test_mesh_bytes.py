@@ -134,7 +134,7 @@ def test_each_rank_holds_what_the_plan_says(ctx: ProcessContext, layout: str) ->
             config = ParallelismConfig(
                 **sizes(world), tp_plan={"0.*.0": "colwise", "0.*.1": "rowwise"}
             )
-            held, accelerator = measured(build(), config)
+            measured_bytes, accelerator = measured(build(), config)
             mesh = accelerator.ctx.mesh
             del accelerator
         split = total if mesh.tp > 1 else 0
@@ -142,7 +142,7 @@ def test_each_rank_holds_what_the_plan_says(ctx: ProcessContext, layout: str) ->
             mesh, Weights(whole=total - split - experts, split=split, experts=experts)
         )
         for kind in ("parameters", "gradients", "optimizer", "total"):
-            got, expected = getattr(held, kind), getattr(plan, kind)
+            got, expected = getattr(measured_bytes, kind), getattr(plan, kind)
             assert got == pytest.approx(expected, rel=0.05), (
                 f"{world} ranks, {kind}: {got} instead of {expected}"
             )
@@ -221,14 +221,16 @@ def test_real_steps_send_what_the_formulas_say(ctx: ProcessContext) -> None:
     """Two micro-steps on two ranks: all sizes divide evenly, so that the numbers are equal, not only near."""
 
     def data(net: nn.Module, mesh: MeshSpec) -> Traffic:
-        whole, experts = sized(net)
+        unsplit, experts = sized(net)
         return bytes_plan.data_traffic(
-            mesh, Weights(whole=whole, experts=experts), micro_steps=2
+            mesh, Weights(whole=unsplit, experts=experts), micro_steps=2
         )
 
     def moved(mesh: MeshSpec) -> Traffic:
-        one = expert_traffic(mesh, tokens=tokens().numel(), k=2, width=8, num_experts=4)
-        return {"ep": 2 * 2 * one["ep"]}  # two modules, two micro-steps
+        traffic = expert_traffic(
+            mesh, tokens=tokens().numel(), k=2, width=8, num_experts=4
+        )
+        return {"ep": 2 * 2 * traffic["ep"]}  # two modules, two micro-steps
 
     for settings in ({"strategy": "ddp"}, {"strategy": "fsdp"}):
         expected = data(text(), mesh_of(settings))
@@ -265,32 +267,34 @@ def test_split_layers_send_what_the_formula_says(ctx: ProcessContext) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", ["allgather", "ulysses"])
+@pytest.mark.parametrize("comm_strategy", ["allgather", "ulysses"])
 def test_attention_over_parts_of_sequences_sends_what_the_formula_says(
-    ctx: ProcessContext, way: Any
+    ctx: ProcessContext, comm_strategy: Any
 ) -> None:
     def run(accelerator: Accelerator, net: nn.Module, batch: Tensor) -> None:
-        given = [batch.clone(), torch.arange(8).expand(4, -1).clone()]
-        with accelerator.context_parallel(given, [1, 1], labels=None):
-            accelerator.backward(net(*given).square().mean())
+        tensors = [batch.clone(), torch.arange(8).expand(4, -1).clone()]
+        with accelerator.context_parallel(tensors, [1, 1], labels=None):
+            accelerator.backward(net(*tensors).square().mean())
 
     config = ParallelismConfig(
-        cp_size=2, cp_handler=TorchContextParallelConfig(cp_comm_strategy=way)
+        cp_size=2, cp_handler=TorchContextParallelConfig(cp_comm_strategy=comm_strategy)
     )
     settings: dict[str, Any] = {"parallelism_config": config}
     net = text(context=8)
-    mesh, (whole, _) = mesh_of(settings), sized(net)
+    mesh, (unsplit, _) = mesh_of(settings), sized(net)
     got = by_axis(counted(net, settings, tokens(8), run))
-    once = context_traffic(mesh, exchange=way, tokens=4 * 8 // 2, keys=8, queries=8)
+    once = context_traffic(
+        mesh, exchange=comm_strategy, tokens=4 * 8 // 2, keys=8, queries=8
+    )
     grads = bytes_plan.data_traffic(
-        mesh, Weights(whole=whole), micro_steps=2, sharded=False
+        mesh, Weights(whole=unsplit), micro_steps=2, sharded=False
     )
     # two attentions, two micro-steps
     assert got == pytest.approx({"cp": 2 * 2 * once["cp"] + grads["cp"]})
     sharded = by_axis(
         counted(text(context=8), {**settings, "strategy": "fsdp"}, tokens(8), run)
     )
-    shards = bytes_plan.data_traffic(mesh, Weights(whole=whole), micro_steps=2)
+    shards = bytes_plan.data_traffic(mesh, Weights(whole=unsplit), micro_steps=2)
     assert sharded == pytest.approx({"cp": 2 * 2 * once["cp"], **shards})
 
 

@@ -69,8 +69,10 @@ def pair_batches(steps: int) -> list[Batch]:
 
 
 def pair_loss(net: nn.Module, batch: Batch) -> Tensor:
-    source, target, labels, at, to = batch
-    return next_token_loss(net(source, target, at, to).float(), labels)
+    source, target, labels, source_positions, target_positions = batch
+    return next_token_loss(
+        net(source, target, source_positions, target_positions).float(), labels
+    )
 
 
 def mixed_text_loss(net: nn.Module, batch: Batch) -> Tensor:
@@ -99,8 +101,8 @@ TASKS: Final = MappingProxyType(
 )
 
 
-def along(way: Any) -> Sizes:  # Any: a literal of the setting
-    return {"cp_handler": TorchContextParallelConfig(cp_comm_strategy=way)}
+def along(comm_strategy: Any) -> Sizes:  # Any: a literal of the setting
+    return {"cp_handler": TorchContextParallelConfig(cp_comm_strategy=comm_strategy)}
 
 
 def staged(schedule: PipelineSchedule) -> Sizes:

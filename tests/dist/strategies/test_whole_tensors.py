@@ -32,17 +32,20 @@ def test_whole_weights_are_gathered_without_a_warning(ctx: ProcessContext) -> No
     def net() -> nn.Module:
         return TinyLM(vocab=16, width=8, heads=4, depth=2, context=6)
 
-    kept, logger = Kept(), logging.getLogger("torch.distributed.tensor._redistribute")
-    logger.addHandler(kept)
+    handler, logger = (
+        Kept(),
+        logging.getLogger("torch.distributed.tensor._redistribute"),
+    )
+    logger.addHandler(handler)
     try:
         config = ParallelismConfig(tp_size=2, dp_shard_size=2, tp_plan=TINY_LM_PLAN)
         accelerator = Accelerator(parallelism_config=config)
         model = accelerator.prepare(seeded(net))
-        whole = accelerator.get_state_dict(model)
+        full_state = accelerator.get_state_dict(model)
         expected = seeded(net).state_dict()
         if accelerator.is_main_process:
             assert all(
-                torch.equal(whole[name], value) for name, value in expected.items()
+                torch.equal(full_state[name], value) for name, value in expected.items()
             )
         names = dict(model.named_parameters())
         assert sum(is_dtensor(p) and len(p.placements) == 2 for p in names.values()) > 8
@@ -50,5 +53,5 @@ def test_whole_weights_are_gathered_without_a_warning(ctx: ProcessContext) -> No
             assert is_dtensor(parameter)
             assert torch.equal(whole_of(parameter), expected[name]), name
     finally:
-        logger.removeHandler(kept)
-    assert not kept.messages
+        logger.removeHandler(handler)
+    assert not handler.messages

@@ -171,7 +171,7 @@ def test_forked_processes_of_stopped_ranks_end(rank_pool: Pool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("fn", "rank", "how"),
+    ("fn", "rank", "death"),
     [
         (leave_hard, 1, "exit code 7"),
         (be_killed, 0, "SIGKILL"),
@@ -179,11 +179,11 @@ def test_forked_processes_of_stopped_ranks_end(rank_pool: Pool, tmp_path: Path) 
     ],
 )
 def test_death_of_a_process_is_told_first(
-    rank_pool: Pool, fn: Callable[[ProcessContext], None], rank: int, how: str
+    rank_pool: Pool, fn: Callable[[ProcessContext], None], rank: int, death: str
 ) -> None:
     text = str(failure(rank_pool, fn))
     assert f"---- rank {rank} died ----" in text
-    assert how in text
+    assert death in text
     assert text.index(f"---- rank {rank} died") < text.index(
         f"---- rank {1 - rank} raised"
     )
@@ -339,5 +339,5 @@ def test_decorator_reports_as_pytest_does(tmp_path: Path) -> None:
     assert "2 failed, 1 passed, 1 skipped, 1 xfailed" in done.stdout, (
         done.stdout + done.stderr
     )
-    for part in ("not today", "assert [1] == [7]", "said by 1"):
-        assert part in done.stdout
+    for words in ("not today", "assert [1] == [7]", "said by 1"):
+        assert words in done.stdout

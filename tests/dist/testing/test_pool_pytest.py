@@ -128,10 +128,10 @@ def test_workers_with_groups_that_are_never_released_are_replaced(
         vars(sys).setdefault("kept", []).append(dist.group.WORLD)
         return os.getpid(), len(list(Path("/proc/self/task").iterdir()))
 
-    seen = [rank_pool.run(keep, 2)[0] for _ in range(12)]
-    assert len({pid for pid, _ in seen}) > 1
-    assert len({pid for pid, _ in seen}) < 6, "not after every test either"
-    assert max(threads for _, threads in seen) <= MAX_THREADS + 3, (
+    workers = [rank_pool.run(keep, 2)[0] for _ in range(12)]
+    assert len({pid for pid, _ in workers}) > 1
+    assert len({pid for pid, _ in workers}) < 6, "not after every test either"
+    assert max(threads for _, threads in workers) <= MAX_THREADS + 3, (
         "three threads for each group"
     )
 
@@ -140,13 +140,13 @@ def test_modules_are_loaded_once_for_all_workers(rank_pool: Pool) -> None:
     def look(ctx: ProcessContext) -> tuple[int, bool]:
         return os.getpid(), "wave" in sys.modules
 
-    before = rank_pool.run(look, 2)
-    assert not any(loaded for _, loaded in before)
+    earlier = rank_pool.run(look, 2)
+    assert not any(loaded for _, loaded in earlier)
     rank_pool.preload("wave", "no_such_module")
-    after = rank_pool.run(look, 2)
-    assert all(loaded for _, loaded in after)
+    later = rank_pool.run(look, 2)
+    assert all(loaded for _, loaded in later)
     rank_pool.preload("wave", "no_such_module")
-    assert rank_pool.run(look, 2) == after, "nothing new, so that the workers are kept"
+    assert rank_pool.run(look, 2) == later, "nothing new, so that the workers are kept"
 
 
 @pytest.mark.timed

@@ -107,13 +107,13 @@ def test_stop_names_update_rank_samples_and_module(
     bad = 17
     # the order does not depend on the values
     _, _, _, order = train(Accelerator(trust={"numbers": "off"}), None)
-    places = ctx.world.all_gather_object((where(order, bad), order))
-    owner = next(rank for rank, (place, _) in enumerate(places) if place is not None)
-    at, batches = places[owner]
+    rank_orders = ctx.world.all_gather_object((where(order, bad), order))
+    owner = next(rank for rank, (step, _) in enumerate(rank_orders) if step is not None)
+    bad_step, batches = rank_orders[owner]
     with pytest.raises(NumbersError) as caught:
         train(Accelerator(trust={"numbers": "stop"}), bad, value)
     error = caught.value
-    assert (error.step, error.samples) == (at + 1, {owner: batches[at]})
+    assert (error.step, error.samples) == (bad_step + 1, {owner: batches[bad_step]})
     assert error.ranks == (owner,)
     text = str(error)
     expected = (
@@ -122,7 +122,7 @@ def test_stop_names_update_rank_samples_and_module(
         else "the batch contains nan or inf; 'scale' (Linear)"
     )
     assert f"first module whose output is not finite: {expected}" in text
-    assert f"dataset indices {', '.join(map(str, batches[at]))}" in text
+    assert f"dataset indices {', '.join(map(str, batches[bad_step]))}" in text
     assert len(set(ctx.world.all_gather_object(text))) == 1
 
 
@@ -150,23 +150,27 @@ def test_skip_is_as_if_the_update_had_not_been(ctx: ProcessContext, every: int) 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         net, optimizer, scheduler, order = train(accelerator, bad, norm=False)
-    told = [
-        str(one.message) for one in caught if issubclass(one.category, HastenWarning)
+    messages = [
+        str(caught_warning.message)
+        for caught_warning in caught
+        if issubclass(caught_warning.category, HastenWarning)
     ]
-    assert len(told) == (1 if ctx.is_main else 0)
+    assert len(messages) == (1 if ctx.is_main else 0)
     window = max(
-        place // every
-        for place in ctx.world.all_gather_object(where(order, bad))
-        if place is not None
+        step // every
+        for step in ctx.world.all_gather_object(where(order, bad))
+        if step is not None
     )
 
     plain = Accelerator(trust={"numbers": "off"}, gradient_accumulation_steps=every)
     torch.manual_seed(3)
-    other = seeded(lambda: Net(norm=False))
-    reference = torch.optim.SGD(other.parameters(), lr=0.01, momentum=0.9)
+    reference_model = seeded(lambda: Net(norm=False))
+    reference = torch.optim.SGD(reference_model.parameters(), lr=0.01, momentum=0.9)
     rates = torch.optim.lr_scheduler.ExponentialLR(reference, 0.9)
     loader = DataLoader(Rows(bad, 0.0), batch_size=BATCH, shuffle=True)
-    model, reference, rates, loader = plain.prepare(other, reference, rates, loader)
+    model, reference, rates, loader = plain.prepare(
+        reference_model, reference, rates, loader
+    )
     for number, (x, y) in enumerate(loader):
         with plain.accumulate(model):
             plain.backward(((model(x) - y) ** 2).mean())
@@ -177,11 +181,13 @@ def test_skip_is_as_if_the_update_had_not_been(ctx: ProcessContext, every: int) 
             rates.step()
             reference.zero_grad()
     for name, value in net.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
-    for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(value, reference_model.state_dict()[name]), name
+    for parameter, reference_parameter in zip(
+        net.parameters(), reference_model.parameters(), strict=True
+    ):
         assert torch.equal(
-            optimizer.state[mine]["momentum_buffer"],
-            reference.state[theirs]["momentum_buffer"],
+            optimizer.state[parameter]["momentum_buffer"],
+            reference.state[reference_parameter]["momentum_buffer"],
         )
     assert scheduler.get_last_lr() == rates.get_last_lr()
     assert optimizer.num_updates == optimizer.num_attempts - 1
@@ -207,8 +213,8 @@ def test_repeating_a_batch_leaves_no_trace(ctx: ProcessContext) -> None:
                 torch.get_rng_state(),
             )
         )
-    (first, one), (second, two) = states
-    assert torch.equal(one, two)
+    (first, first_rng), (second, second_rng) = states
+    assert torch.equal(first_rng, second_rng)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -219,16 +225,18 @@ def test_by_default_it_is_reported_once_and_training_goes_on(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _, optimizer, _, order = train(Accelerator(), 17)
-    told = [
-        str(one.message) for one in caught if issubclass(one.category, HastenWarning)
+    messages = [
+        str(caught_warning.message)
+        for caught_warning in caught
+        if issubclass(caught_warning.category, HastenWarning)
     ]
-    assert len(told) == 1
-    assert f"on rank {ctx.rank}" in told[0]
-    assert "numbers=stop" in told[0]
-    at = where(order, 17)
-    if at is not None:
-        assert f"in update {at + 1} " in told[0]
-        assert f"dataset indices {', '.join(map(str, order[at]))}" in told[0]
+    assert len(messages) == 1
+    assert f"on rank {ctx.rank}" in messages[0]
+    assert "numbers=stop" in messages[0]
+    bad_step = where(order, 17)
+    if bad_step is not None:
+        assert f"in update {bad_step + 1} " in messages[0]
+        assert f"dataset indices {', '.join(map(str, order[bad_step]))}" in messages[0]
     assert optimizer.num_updates == len(order)
 
 
@@ -281,7 +289,10 @@ def test_overflow_under_fp16_is_the_scalers_business(ctx: ProcessContext) -> Non
                 warnings.simplefilter("always")
                 optimizer.step()
             assert (
-                any("the scaler skips the update" in str(one.message) for one in caught)
+                any(
+                    "the scaler skips the update" in str(caught_warning.message)
+                    for caught_warning in caught
+                )
                 is ctx.is_main
             )
             assert accelerator.optimizer_step_was_skipped

@@ -16,20 +16,25 @@ from hasten.errors import ConfigError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 
-Way = Literal["allgather", "ulysses"]
-WAYS: tuple[Way, ...] = ("allgather", "ulysses")
+CommStrategy = Literal["allgather", "ulysses"]
+WAYS: tuple[CommStrategy, ...] = ("allgather", "ulysses")
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 def accelerator(
-    ctx: ProcessContext, way: Way, balance: bool = True, **more: Any
+    ctx: ProcessContext,
+    comm_strategy: CommStrategy,
+    balance: bool = True,
+    **settings: Any,
 ) -> Accelerator:
-    handler = TorchContextParallelConfig(cp_comm_strategy=way, load_balance=balance)
+    handler = TorchContextParallelConfig(
+        cp_comm_strategy=comm_strategy, load_balance=balance
+    )
     return Accelerator(
         parallelism_config=ParallelismConfig(
             cp_size=ctx.world.size, cp_handler=handler
         ),
-        **more,
+        **settings,
     )
 
 
@@ -40,31 +45,33 @@ def inputs(heads: int, kv_heads: int, length: int, keys: int | None = None) -> I
     return q, k, v
 
 
-def with_gradients(attend: Any, given: Inputs, seed: Tensor) -> list[Tensor]:
-    leaves = [t.clone().requires_grad_() for t in given]
+def with_gradients(attend: Any, tensors: Inputs, seed: Tensor) -> list[Tensor]:
+    leaves = [t.clone().requires_grad_() for t in tensors]
     out = attend(*leaves)
     (out * seed).sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
 def spread(
-    made: Accelerator, given: Inputs, seed: Tensor, **options: Any
+    cp_accelerator: Accelerator, tensors: Inputs, seed: Tensor, **options: Any
 ) -> list[Tensor]:
     """What the ranks compute together, gathered."""
-    q, k, v, weights = *(t.clone() for t in given), seed.clone()
-    with made.context_parallel([q, k, v, weights], [2, 2, 2, 2], labels=None) as shards:
-        parts = with_gradients(
+    q, k, v, weights = *(t.clone() for t in tensors), seed.clone()
+    with cp_accelerator.context_parallel(
+        [q, k, v, weights], [2, 2, 2, 2], labels=None
+    ) as shards:
+        rank_outputs = with_gradients(
             lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options),
             (q, k, v),
             weights,
         )
-        return [shards.gather(part, 2) for part in parts]
+        return [shards.gather(rank_output, 2) for rank_output in rank_outputs]
 
 
 @ranks(2, exhaustive=(4,))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("comm_strategy", WAYS)
 def test_attention_and_its_gradients_equal_one_process(
-    ctx: ProcessContext, way: Way
+    ctx: ProcessContext, comm_strategy: CommStrategy
 ) -> None:
     sizes: tuple[tuple[int, int, float | None], ...] = (
         (4, 4, None),
@@ -74,34 +81,38 @@ def test_attention_and_its_gradients_equal_one_process(
     for balance, causal, (heads, kv_heads, scale) in product(
         (True, False), (True, False), sizes
     ):
-        made = accelerator(ctx, way, balance)
-        given = inputs(heads, kv_heads, 16)
+        cp_accelerator = accelerator(ctx, comm_strategy, balance)
+        tensors = inputs(heads, kv_heads, 16)
         seed = torch.randn(2, heads, 16, 8, generator=torch.Generator().manual_seed(7))
         options = {"is_causal": causal, "scale": scale, "enable_gqa": heads != kv_heads}
         plain = with_gradients(
-            lambda *t, o=options: F.scaled_dot_product_attention(*t, **o), given, seed
+            lambda *t, o=options: F.scaled_dot_product_attention(*t, **o), tensors, seed
         )
         for got, expected in zip(
-            spread(made, given, seed, **options), plain, strict=True
+            spread(cp_accelerator, tensors, seed, **options), plain, strict=True
         ):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_queries_attend_to_another_sequence(ctx: ProcessContext, way: Way) -> None:
-    given, seed = inputs(4, 4, 8, keys=24), torch.ones(2, 4, 8, 8)
-    plain = with_gradients(F.scaled_dot_product_attention, given, seed)
+@pytest.mark.parametrize("comm_strategy", WAYS)
+def test_queries_attend_to_another_sequence(
+    ctx: ProcessContext, comm_strategy: CommStrategy
+) -> None:
+    tensors, seed = inputs(4, 4, 8, keys=24), torch.ones(2, 4, 8, 8)
+    plain = with_gradients(F.scaled_dot_product_attention, tensors, seed)
     for got, expected in zip(
-        spread(accelerator(ctx, way), given, seed), plain, strict=True
+        spread(accelerator(ctx, comm_strategy), tensors, seed), plain, strict=True
     ):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", ["allgather", "ulysses"])
-def test_masks_of_keys_travel_with_the_keys(ctx: ProcessContext, way: Way) -> None:
-    given, seed = inputs(4, 4, 8), torch.ones(2, 4, 8, 8)
+@pytest.mark.parametrize("comm_strategy", ["allgather", "ulysses"])
+def test_masks_of_keys_travel_with_the_keys(
+    ctx: ProcessContext, comm_strategy: CommStrategy
+) -> None:
+    tensors, seed = inputs(4, 4, 8), torch.ones(2, 4, 8, 8)
     keep = torch.ones(2, 1, 1, 8, dtype=torch.bool)
     keep[0, ..., 5:] = False
     keep[1, ..., :3] = False
@@ -111,54 +122,60 @@ def test_masks_of_keys_travel_with_the_keys(ctx: ProcessContext, way: Way) -> No
         if causal:
             mask[..., 0] = mask[..., 7] = mask[0, ..., 0]  # every query has a key
         lower = torch.ones(8, 8, dtype=torch.bool).tril()
-        whole = mask
+        full_mask = mask
         if causal:
-            whole = (
+            full_mask = (
                 mask & lower
                 if mask.dtype == torch.bool
                 else mask.masked_fill(~lower, float("-inf"))
             )
         plain = with_gradients(
-            lambda q, k, v, m=whole: F.scaled_dot_product_attention(q, k, v, m),
-            given,
+            lambda q, k, v, m=full_mask: F.scaled_dot_product_attention(q, k, v, m),
+            tensors,
             seed,
         )
-        q, k, v, weights, part = *(t.clone() for t in given), seed.clone(), mask.clone()
-        with accelerator(ctx, way).context_parallel(
-            [q, k, v, weights, part], [2, 2, 2, 2, 3]
+        q, k, v, weights, rank_mask = (
+            *(t.clone() for t in tensors),
+            seed.clone(),
+            mask.clone(),
+        )
+        with accelerator(ctx, comm_strategy).context_parallel(
+            [q, k, v, weights, rank_mask], [2, 2, 2, 2, 3]
         ) as shards:
 
             def attend(
                 q: Tensor,
                 k: Tensor,
                 v: Tensor,
-                part: Tensor = part,
+                rank_mask: Tensor = rank_mask,
                 causal: bool = causal,
             ) -> Tensor:
                 return F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=part, is_causal=causal
+                    q, k, v, attn_mask=rank_mask, is_causal=causal
                 )
 
-            parts = with_gradients(attend, (q, k, v), weights)
-            got = [shards.gather(one, 2) for one in parts]
-        for mine, expected in zip(got, plain, strict=True):
-            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+            rank_outputs = with_gradients(attend, (q, k, v), weights)
+            got = [shards.gather(rank_output, 2) for rank_output in rank_outputs]
+        for gathered, expected in zip(got, plain, strict=True):
+            torch.testing.assert_close(gathered, expected, rtol=1e-5, atol=1e-5)
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_causal_mask_written_out_is_recognised(ctx: ProcessContext, way: Way) -> None:
-    given, seed = inputs(4, 4, 8), torch.ones(2, 4, 8, 8)
+@pytest.mark.parametrize("comm_strategy", WAYS)
+def test_a_causal_mask_written_out_is_recognised(
+    ctx: ProcessContext, comm_strategy: CommStrategy
+) -> None:
+    tensors, seed = inputs(4, 4, 8), torch.ones(2, 4, 8, 8)
     plain = with_gradients(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        given,
+        tensors,
         seed,
     )
     lower = torch.ones(4, 4, dtype=torch.bool).tril()
     for mask in (lower, torch.zeros(4, 4).masked_fill(~lower, float("-inf"))):
-        got = spread(accelerator(ctx, way), given, seed, attn_mask=mask)
-        for mine, expected in zip(got, plain, strict=True):
-            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+        got = spread(accelerator(ctx, comm_strategy), tensors, seed, attn_mask=mask)
+        for gathered, expected in zip(got, plain, strict=True):
+            torch.testing.assert_close(gathered, expected, rtol=1e-5, atol=1e-5)
 
 
 class Encoder(nn.Module):
@@ -177,24 +194,26 @@ def test_torchs_own_layers_attend_over_ranks_in_training_and_evaluation(
 ) -> None:
     torch.manual_seed(0)
     net, x = Encoder(), torch.randn(2, 8, 8)
-    for way, training in product(WAYS, (True, False)):
+    for comm_strategy, training in product(WAYS, (True, False)):
         net.train(training)
         with torch.set_grad_enabled(training):
-            expected, part = net(x).detach(), x.clone()
-            with accelerator(ctx, way).context_parallel([part], [1]) as shards:
+            expected, rank_input = net(x).detach(), x.clone()
+            with accelerator(ctx, comm_strategy).context_parallel(
+                [rank_input], [1]
+            ) as shards:
                 torch.testing.assert_close(
-                    shards.gather(net(part)), expected, rtol=1e-5, atol=1e-5
+                    shards.gather(net(rank_input)), expected, rtol=1e-5, atol=1e-5
                 )
 
 
 @ranks(2)
 def test_what_cannot_be_right_is_refused(ctx: ProcessContext) -> None:
-    made = accelerator(ctx, "allgather")
+    cp_accelerator = accelerator(ctx, "allgather")
     with pytest.raises(
         ConfigError,
         match=r"has 6 positions .* 4 equal chunks .* Pad sequences to 8, .*one of \[1, 3\]",
     ):
-        made.context_parallel([torch.zeros(1, 6)], [1]).__enter__()
+        cp_accelerator.context_parallel([torch.zeros(1, 6)], [1]).__enter__()
     with pytest.raises(
         ConfigError,
         match=r"Pad sequences to 8, a multiple of 2, or set cp_size to one of \[1, 7\]",
@@ -207,19 +226,21 @@ def test_what_cannot_be_right_is_refused(ctx: ProcessContext) -> None:
             [torch.zeros(1, 2)], [1]
         ).__enter__()
     with pytest.raises(ConfigError, match="2 buffers and 1 sequence dim"):
-        made.context_parallel([torch.zeros(1, 4)] * 2, [1]).__enter__()
+        cp_accelerator.context_parallel([torch.zeros(1, 4)] * 2, [1]).__enter__()
     with pytest.raises(ConfigError, match="no dimension 2"):
-        made.context_parallel([torch.zeros(1, 4)], [2]).__enter__()
+        cp_accelerator.context_parallel([torch.zeros(1, 4)], [2]).__enter__()
     with pytest.raises(ConfigError, match="requires gradients"):
-        made.context_parallel([torch.zeros(1, 4, requires_grad=True)], [1]).__enter__()
+        cp_accelerator.context_parallel(
+            [torch.zeros(1, 4, requires_grad=True)], [1]
+        ).__enter__()
     with pytest.raises(ConfigError, match="is not one of the buffers"):
-        made.context_parallel(
+        cp_accelerator.context_parallel(
             [torch.zeros(1, 4)], [1], labels=torch.zeros(1, 4)
         ).__enter__()
     first, second = torch.tensor([[-100, 1, 2, 3]]), torch.tensor([[-100, -100, 2, 3]])
     with pytest.raises(ConfigError, match=r"2 buffers .* hold labels of -100"):
-        made.context_parallel([first, second], [1, 1]).__enter__()
-    empty = made.context_parallel([torch.zeros(1, 4)], [1])
+        cp_accelerator.context_parallel([first, second], [1, 1]).__enter__()
+    empty = cp_accelerator.context_parallel([torch.zeros(1, 4)], [1])
     with (
         pytest.raises(StepError, match="no scaled_dot_product_attention was called"),
         empty,
@@ -240,14 +261,14 @@ def test_what_cannot_be_right_is_refused(ctx: ProcessContext) -> None:
         accelerator(ctx, "ring")  # type: ignore[arg-type]  # what users may still write
     with (
         pytest.raises(StepError, match="with a length of 5"),
-        made.context_parallel([q], [2]),
+        cp_accelerator.context_parallel([q], [2]),
     ):
         F.scaled_dot_product_attention(
             q, torch.zeros(1, 3, 5, 4), torch.zeros(1, 3, 5, 4)
         )
     with (
         pytest.raises(StepError, match="what it masks on other ranks is unknown"),
-        made.context_parallel([q], [2]),
+        cp_accelerator.context_parallel([q], [2]),
     ):
         F.scaled_dot_product_attention(
             q, q, q, attn_mask=torch.eye(4, dtype=torch.bool)
@@ -278,28 +299,28 @@ def test_buffers_that_ddp_copies_are_refused(ctx: ProcessContext) -> None:
             self.layer = nn.Linear(2, 2)
             self.register_buffer("cache", torch.arange(4.0))
 
-    made = accelerator(ctx, "allgather")
-    net = made.prepare(Net())
+    cp_accelerator = accelerator(ctx, "allgather")
+    net = cp_accelerator.prepare(Net())
     with pytest.raises(ConfigError, match="'cache' is a buffer of Net, and DDP copies"):
-        made.context_parallel([net.module.cache], [0]).__enter__()
+        cp_accelerator.context_parallel([net.module.cache], [0]).__enter__()
 
 
 @ranks(2)
 def test_named_buffers_stay_parts(ctx: ProcessContext) -> None:
-    tokens, kept = (
+    tokens, unrestored = (
         torch.arange(8.0).view(1, 1, 8, 1),
         torch.arange(8.0).view(1, 1, 8, 1),
     )
-    made = accelerator(ctx, "allgather")
-    block = made.context_parallel(
-        [tokens, kept], [2, 2], labels=None, no_restore_buffers={kept}
+    cp_accelerator = accelerator(ctx, "allgather")
+    block = cp_accelerator.context_parallel(
+        [tokens, unrestored], [2, 2], labels=None, no_restore_buffers={unrestored}
     )
     with block as shards:
         F.scaled_dot_product_attention(tokens, tokens, tokens)
         expected = shards.positions(8)
     assert tokens.shape[2] == 8
     assert (
-        kept.flatten().tolist()
+        unrestored.flatten().tolist()
         == expected.tolist()
         == ([6, 7, 0, 1], [4, 5, 2, 3])[ctx.rank]
     )
@@ -307,10 +328,10 @@ def test_named_buffers_stay_parts(ctx: ProcessContext) -> None:
 
 @ranks(1)
 def test_one_process_is_left_alone(ctx: ProcessContext) -> None:
-    made = Accelerator(context=ctx)
+    single_accelerator = Accelerator(context=ctx)
     x = torch.randn(1, 1, 5, 2)
-    with made.context_parallel([x], [2]) as shards:
+    with single_accelerator.context_parallel([x], [2]) as shards:
         assert shards.gather(x, 2) is x
         assert shards.positions(5).tolist() == [0, 1, 2, 3, 4]
-    with made.context_parallel([], []):
+    with single_accelerator.context_parallel([], []):
         pass

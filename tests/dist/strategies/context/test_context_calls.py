@@ -23,8 +23,8 @@ from hasten.testing.toys import seeded
 
 PRELOAD: Final = ("transformers.modeling_utils",)
 
-Way = Literal["allgather", "ulysses"]
-WAYS: tuple[Way, ...] = ("allgather", "ulysses")
+CommStrategy = Literal["allgather", "ulysses"]
+WAYS: tuple[CommStrategy, ...] = ("allgather", "ulysses")
 VOCAB = 16
 LENGTH = 16
 
@@ -39,7 +39,7 @@ def llama() -> nn.Module:
         "vocab_size": VOCAB,
     }
     build: Any = LlamaForCausalLM
-    made: nn.Module = build(
+    net: nn.Module = build(
         LlamaConfig(
             **sizes,
             num_attention_heads=4,
@@ -47,7 +47,7 @@ def llama() -> nn.Module:
             max_position_embeddings=LENGTH,
         )
     )
-    return made
+    return net
 
 
 def gpt2() -> nn.Module:
@@ -60,36 +60,37 @@ def gpt2() -> nn.Module:
         "attn_pdrop": 0.0,
         "loss_type": "ForCausalLM",
     }
-    made: nn.Module = build(
+    net: nn.Module = build(
         GPT2Config(
             n_embd=8, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=LENGTH, **off
         )
     )
-    return made
+    return net
 
 
 MODELS = {"llama": llama, "gpt2": gpt2}
 
 
-def spread(way: Way, size: int = 2, **more: Any) -> Accelerator:
-    handler = TorchContextParallelConfig(cp_comm_strategy=way)
+def spread(comm_strategy: CommStrategy, size: int = 2, **settings: Any) -> Accelerator:
+    handler = TorchContextParallelConfig(cp_comm_strategy=comm_strategy)
     return Accelerator(
-        parallelism_config=ParallelismConfig(cp_size=size, cp_handler=handler), **more
+        parallelism_config=ParallelismConfig(cp_size=size, cp_handler=handler),
+        **settings,
     )
 
 
 def batch(g: torch.Generator, kind: str) -> dict[str, Tensor]:
     """Tokens and labels, not shifted; `padded` has padding on the right, which `counted` labels take part in."""
     tokens = torch.randint(1, VOCAB, (3, LENGTH), generator=g)
-    made = {"input_ids": tokens, "labels": tokens.clone()}
+    inputs = {"input_ids": tokens, "labels": tokens.clone()}
     if kind != "full":
         mask = torch.ones_like(tokens)
         for row, length in enumerate((5, LENGTH, 11)):
             mask[row, length:] = 0
-        made["attention_mask"] = mask
+        inputs["attention_mask"] = mask
         if kind == "padded":
-            made["labels"] = tokens.masked_fill(mask == 0, -100)
-    return made
+            inputs["labels"] = tokens.masked_fill(mask == 0, -100)
+    return inputs
 
 
 def trained(
@@ -99,28 +100,28 @@ def trained(
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2)
     if accelerator is not None:
         net, optimizer = accelerator.prepare(net, optimizer)
-    g, seen = torch.Generator().manual_seed(3), []
+    g, losses = torch.Generator().manual_seed(3), []
     for _ in range(steps):
-        given = batch(g, kind)
+        inputs = batch(g, kind)
         if accelerator is None:
-            loss = net(**given).loss
+            loss = net(**inputs).loss
             loss.backward()
         else:
-            real = (given["labels"][:, 1:] != -100).sum()
-            shifted = F.pad(given["labels"][:, 1:], (0, 1), value=-100)
+            real = (inputs["labels"][:, 1:] != -100).sum()
+            shifted = F.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
             with accelerator.context_parallel(
-                list(given.values()), [1] * len(given)
+                list(inputs.values()), [1] * len(inputs)
             ) as shards:
-                loss = net(**given).loss
+                loss = net(**inputs).loss
                 accelerator.backward(loss)
-            mine = (shifted[:, shards.positions(LENGTH)] != -100).sum()
+            num_local = (shifted[:, shards.positions(LENGTH)] != -100).sum()
             loss = accelerator.reduce(
-                loss.detach().nan_to_num() * mine / real, "sum"
+                loss.detach().nan_to_num() * num_local / real, "sum"
             ) / (accelerator.num_processes // accelerator.ctx.mesh.cp)
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(float(loss.detach()))
-    return seen, net if accelerator is None else accelerator.unwrap_model(net)
+        losses.append(float(loss.detach()))
+    return losses, net if accelerator is None else accelerator.unwrap_model(net)
 
 
 def same(accelerator: Accelerator, name: str, kind: str) -> None:
@@ -128,14 +129,14 @@ def same(accelerator: Accelerator, name: str, kind: str) -> None:
     got, net = trained(name, accelerator, kind)
     assert got == pytest.approx(expected, abs=1e-5)
     for a, b in zip(net.parameters(), plain.parameters(), strict=True):
-        whole = a.full_tensor() if hasattr(a, "full_tensor") else a
+        full_parameter = a.full_tensor() if hasattr(a, "full_tensor") else a
         # AdamW divides by a gradient's size: one that is zero but for rounding (a key's bias) moves by up to the learning rate
-        assert float((whole - b).detach().abs().median()) < 1e-5
+        assert float((full_parameter - b).detach().abs().median()) < 1e-5
 
 
 @ranks(2)
 @pytest.mark.parametrize(
-    ("name", "way", "kind"),
+    ("name", "comm_strategy", "kind"),
     [
         ("gpt2", "allgather", "full"),
         ("llama", "ulysses", "padded"),
@@ -144,9 +145,9 @@ def same(accelerator: Accelerator, name: str, kind: str) -> None:
     ],
 )
 def test_a_model_of_transformers_is_called_as_in_a_plain_loop(
-    ctx: ProcessContext, name: str, way: Way, kind: str
+    ctx: ProcessContext, name: str, comm_strategy: CommStrategy, kind: str
 ) -> None:
-    same(spread(way), name, kind)
+    same(spread(comm_strategy), name, kind)
 
 
 @ranks(4, timeout_s=180)
@@ -159,13 +160,17 @@ def test_on_four_ranks_too(ctx: ProcessContext) -> None:
 
 @ranks(2, 4)
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("comm_strategy", WAYS)
 @pytest.mark.parametrize("name", list(MODELS))
-def test_every_way_and_kind(ctx: ProcessContext, name: str, way: Way) -> None:
+def test_every_way_and_kind(
+    ctx: ProcessContext, name: str, comm_strategy: CommStrategy
+) -> None:
     for strategy in ("auto", "fsdp"):
         for kind in ("full", "padded", "counted"):
-            if (way, kind) != ("ring", "counted"):
-                same(spread(way, ctx.world.size, strategy=strategy), name, kind)
+            if (comm_strategy, kind) != ("ring", "counted"):
+                same(
+                    spread(comm_strategy, ctx.world.size, strategy=strategy), name, kind
+                )
 
 
 @ranks(2)
@@ -196,8 +201,8 @@ class Speller(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embed(tokens) + self.learned(positions)
         q, k, v = (
-            part.unflatten(-1, (2, 4)).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, -1)
+            projection.unflatten(-1, (2, 4)).transpose(1, 2)
+            for projection in self.qkv(x).chunk(3, -1)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.head(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]  # a Linear
@@ -209,7 +214,7 @@ def test_a_plain_module_trains_like_plain_torch(ctx: ProcessContext) -> None:
     accelerator = spread("allgather", ctx.world.size)
     net = copy.deepcopy(plain)
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    reference_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(3):
         tokens = torch.randint(
             VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(step)
@@ -222,8 +227,8 @@ def test_a_plain_module_trains_like_plain_torch(ctx: ProcessContext) -> None:
         F.cross_entropy(
             plain(inputs, positions).flatten(0, 1), labels.flatten()
         ).backward()  # type: ignore[no-untyped-call]
-        theirs.step()
-        theirs.zero_grad()
+        reference_optimizer.step()
+        reference_optimizer.zero_grad()
         with accelerator.context_parallel([inputs, labels, positions], [1, 1, 0]):
             accelerator.backward(
                 F.cross_entropy(net(inputs, positions).flatten(0, 1), labels.flatten())

@@ -35,7 +35,7 @@ ALLGATHER_OR_ALL = [
     )
     for comm_strategy in WAYS
 ]
-Way = Literal["allgather", "ulysses"]
+CommStrategy = Literal["allgather", "ulysses"]
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
@@ -48,7 +48,7 @@ def model() -> TinyLM:
 def batches(steps: int) -> list[Batch]:
     """Tokens, the labels one ahead with padding of different lengths, and positions."""
     g = torch.Generator().manual_seed(1)
-    made = []
+    drawn_batches = []
     for _ in range(steps):
         tokens = torch.randint(0, VOCAB, (6, LENGTH + 1), generator=g)
         labels = tokens[:, 1:].clone()
@@ -56,10 +56,10 @@ def batches(steps: int) -> list[Batch]:
             torch.randint(2, LENGTH + 1, (6,), generator=g).tolist()
         ):
             labels[row, length:] = -100
-        made.append(
+        drawn_batches.append(
             (tokens[:, :-1].clone(), labels, torch.arange(LENGTH).expand(6, -1).clone())
         )
-    return made
+    return drawn_batches
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -67,8 +67,11 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def micro_batches(batch: Batch, readers: int, reader: int, every: int) -> list[Batch]:
-    mine = [t.chunk(readers)[reader].chunk(every) for t in batch]
-    return [(a.clone(), b.clone(), c.clone()) for a, b, c in zip(*mine, strict=True)]
+    reader_chunks = [t.chunk(readers)[reader].chunk(every) for t in batch]
+    return [
+        (a.clone(), b.clone(), c.clone())
+        for a, b, c in zip(*reader_chunks, strict=True)
+    ]
 
 
 def plain_losses(steps: int, readers: int) -> list[float]:
@@ -76,7 +79,7 @@ def plain_losses(steps: int, readers: int) -> list[float]:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True)
     for step, batch in enumerate(batches(steps)):
         every, clips = PHASES[step * len(PHASES) // steps]
-        parts = [
+        reader_batches = [
             micro
             for reader in range(readers)
             for micro in micro_batches(batch, readers, reader, every)
@@ -84,8 +87,8 @@ def plain_losses(steps: int, readers: int) -> list[float]:
         optimizer.zero_grad()
         loss = torch.stack(
             [
-                token_loss(net(tokens, places), labels)
-                for tokens, labels, places in parts
+                token_loss(net(tokens, positions), labels)
+                for tokens, labels, positions in reader_batches
             ]
         ).mean()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -109,27 +112,27 @@ def hasten_losses(
         every, clips = PHASES[step * len(PHASES) // steps]
         accelerator.gradient_accumulation_steps = every
         total = torch.zeros(())
-        for tokens, labels, places in micro_batches(batch, readers, reader, every):
+        for tokens, labels, positions in micro_batches(batch, readers, reader, every):
             real = (labels != -100).sum()
             with (
                 accelerator.accumulate(net),
-                accelerator.context_parallel([tokens, labels, places], [1, 1, 1]),
+                accelerator.context_parallel([tokens, labels, positions], [1, 1, 1]),
             ):
-                loss = token_loss(net(tokens, places), labels)
-                mine = (labels != -100).sum()
+                loss = token_loss(net(tokens, positions), labels)
+                num_local = (labels != -100).sum()
                 accelerator.backward(
-                    loss, **({"weight": mine} if counts_tokens else {})
+                    loss, **({"weight": num_local} if counts_tokens else {})
                 )
                 if clips:
                     accelerator.clip_grad_norm_(net.parameters(), 0.1)
                 optimizer.step()
                 optimizer.zero_grad()
-            total += (loss.detach().nan_to_num() * mine / real) / every
+            total += (loss.detach().nan_to_num() * num_local / real) / every
         losses.append(float(total))
-    whole = torch.stack(
+    summed = torch.stack(
         accelerator.ctx.world.all_gather_object(torch.tensor(losses))
     ).sum(0)
-    return (whole / (readers * accelerator.num_processes // mesh.size(*LOSS))).tolist()
+    return (summed / (readers * accelerator.num_processes // mesh.size(*LOSS))).tolist()
 
 
 def layouts(world: int) -> list[dict[str, Any]]:
@@ -145,10 +148,12 @@ def layouts(world: int) -> list[dict[str, Any]]:
     ]
 
 
-def made_for(sizes: dict[str, Any], way: Way, precision: str) -> Accelerator:
+def made_for(
+    sizes: dict[str, Any], comm_strategy: CommStrategy, precision: str
+) -> Accelerator:
     sizes = dict(sizes)
     strategy = sizes.pop("strategy", None)
-    handler = TorchContextParallelConfig(cp_comm_strategy=way)
+    handler = TorchContextParallelConfig(cp_comm_strategy=comm_strategy)
     config = ParallelismConfig(**sizes, cp_handler=handler)
     return Accelerator(
         mixed_precision=precision, strategy=strategy, parallelism_config=config
@@ -156,14 +161,14 @@ def made_for(sizes: dict[str, Any], way: Way, precision: str) -> Accelerator:
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", ALLGATHER_OR_ALL)
+@pytest.mark.parametrize("comm_strategy", ALLGATHER_OR_ALL)
 @pytest.mark.parametrize("steps", FEW_OR_ALL)
 def test_context_parallel_trains_like_plain_torch(
-    ctx: ProcessContext, way: Way, steps: int
+    ctx: ProcessContext, comm_strategy: CommStrategy, steps: int
 ) -> None:
     for sizes in layouts(2):
         for precision, number, tolerance in (("no", steps, 1e-5), ("bf16", 4, 5e-2)):
-            accelerator = made_for(sizes, way, precision)
+            accelerator = made_for(sizes, comm_strategy, precision)
             got = hasten_losses(accelerator, number, counts_tokens=False)
             assert got == pytest.approx(plain_losses(number, 1), abs=tolerance), (
                 f"{sizes} {precision}"
@@ -209,11 +214,11 @@ def test_under_deepspeed_it_trains_like_plain_torch(
 def test_with_other_axes_it_trains_like_plain_torch(
     ctx: ProcessContext, case: int
 ) -> None:
-    sizes, way = (
+    sizes, comm_strategy = (
         layouts(4)[case],
         ("ulysses", "allgather", "allgather", "ulysses", "allgather")[case],
     )
-    accelerator = made_for(sizes, way, "no")  # type: ignore[arg-type]  # one of the literals
+    accelerator = made_for(sizes, comm_strategy, "no")  # type: ignore[arg-type]  # one of the literals
     steps = 8  # two in each phase: four processes take their time
     got = hasten_losses(accelerator, steps, counts_tokens=False)
     assert got == pytest.approx(
@@ -223,13 +228,13 @@ def test_with_other_axes_it_trains_like_plain_torch(
 
 @ranks(4)
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("comm_strategy", WAYS)
 @pytest.mark.parametrize("case", range(5))
 def test_every_way_with_every_axis_trains_like_plain_torch(
-    ctx: ProcessContext, case: int, way: Way
+    ctx: ProcessContext, case: int, comm_strategy: CommStrategy
 ) -> None:
     for precision, steps, tolerance in (("no", STEPS, 1e-5), ("bf16", 4, 5e-2)):
-        accelerator = made_for(layouts(4)[case], way, precision)
+        accelerator = made_for(layouts(4)[case], comm_strategy, precision)
         got = hasten_losses(accelerator, steps, counts_tokens=False)
         expected = plain_losses(steps, accelerator.ctx.mesh.size(*BATCH))
         assert got == pytest.approx(expected, abs=tolerance), precision
@@ -246,24 +251,24 @@ def test_weights_of_losses_count_tokens_over_ranks_and_micro_steps(
         net = accelerator.prepare(model())
         accelerator.gradient_accumulation_steps = every
         optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=1.0))
-        for tokens, labels, places in micro_batches(batches(1)[0], 1, 0, every):
+        for tokens, labels, positions in micro_batches(batches(1)[0], 1, 0, every):
             with (
                 accelerator.accumulate(net),
-                accelerator.context_parallel([tokens, labels, places], [1, 1, 1]),
+                accelerator.context_parallel([tokens, labels, positions], [1, 1, 1]),
             ):
                 accelerator.backward(
-                    token_loss(net(tokens, places), labels),
+                    token_loss(net(tokens, positions), labels),
                     weight=(labels != -100).sum(),
                 )
                 accelerator.unscale_gradients(optimizer)
         grads.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
     plain = model()
-    tokens, labels, places = batches(1)[0]
-    token_loss(plain(tokens, places), labels).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    tokens, labels, positions = batches(1)[0]
+    token_loss(plain(tokens, positions), labels).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     expected = [p.grad for p in plain.parameters()]
     for got in grads:
-        for mine, other in zip(got, expected, strict=True):
-            torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+        for gradient, expected_gradient in zip(got, expected, strict=True):
+            torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-6)
 
 
 class EncoderDecoder(nn.Module):
@@ -277,13 +282,13 @@ class EncoderDecoder(nn.Module):
         self.head = nn.Linear(8, VOCAB)
 
     def attend(
-        self, index: int, x: Tensor, other: Tensor, causal: bool = False
+        self, index: int, x: Tensor, context: Tensor, causal: bool = False
     ) -> Tensor:
-        made = [
+        projections = [
             self.mix[index](t).view(*t.shape[:2], 3, 4, 2).transpose(1, 3)
-            for t in (x, other, other)
+            for t in (x, context, context)
         ]
-        q, k, v = (t[:, :, number] for number, t in enumerate(made))
+        q, k, v = (t[:, :, number] for number, t in enumerate(projections))
         mixed = (
             F.scaled_dot_product_attention(q, k, v, is_causal=causal)
             .transpose(1, 2)
@@ -292,10 +297,16 @@ class EncoderDecoder(nn.Module):
         out: Tensor = self.out[index](mixed)
         return x + out
 
-    def forward(self, source: Tensor, at: Tensor, target: Tensor, to: Tensor) -> Tensor:
+    def forward(
+        self,
+        source: Tensor,
+        source_positions: Tensor,
+        target: Tensor,
+        target_positions: Tensor,
+    ) -> Tensor:
         memory, x = (
-            self.embed(source) + self.place(at),
-            self.embed(target) + self.place(to),
+            self.embed(source) + self.place(source_positions),
+            self.embed(target) + self.place(target_positions),
         )
         memory = self.attend(0, memory, memory)
         x = self.attend(2, self.attend(1, x, x, causal=True), memory)
@@ -304,10 +315,10 @@ class EncoderDecoder(nn.Module):
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("comm_strategy", WAYS)
 @pytest.mark.parametrize("steps", FEW_OR_ALL)
 def test_an_encoder_and_a_decoder_of_other_lengths_train_like_plain_torch(
-    ctx: ProcessContext, way: Way, steps: int
+    ctx: ProcessContext, comm_strategy: CommStrategy, steps: int
 ) -> None:
     def run(accelerator: Accelerator | None) -> list[float]:
         net: nn.Module = seeded(EncoderDecoder)
@@ -319,7 +330,7 @@ def test_an_encoder_and_a_decoder_of_other_lengths_train_like_plain_torch(
             source, target = (
                 torch.randint(0, VOCAB, (3, n), generator=g) for n in (24, 8)
             )
-            given = [
+            tensors = [
                 source,
                 torch.arange(24).repeat(3, 1),
                 target,
@@ -328,17 +339,17 @@ def test_an_encoder_and_a_decoder_of_other_lengths_train_like_plain_torch(
             ]
             optimizer.zero_grad()
             if accelerator is None:
-                loss = token_loss(net(*given[:4]), given[4])
+                loss = token_loss(net(*tensors[:4]), tensors[4])
                 loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             else:
-                with accelerator.context_parallel(given, [1] * 5):
-                    loss = token_loss(net(*given[:4]), given[4])
+                with accelerator.context_parallel(tensors, [1] * 5):
+                    loss = token_loss(net(*tensors[:4]), tensors[4])
                     accelerator.backward(loss)
                 loss = accelerator.reduce(loss.detach(), "mean")
             optimizer.step()
             losses.append(float(loss.detach()))
         return losses
 
-    assert run(made_for({"cp_size": 2}, way, "no")) == pytest.approx(
+    assert run(made_for({"cp_size": 2}, comm_strategy, "no")) == pytest.approx(
         run(None), abs=1e-5
     )

@@ -23,7 +23,7 @@ from tests.support.toys import Numbers
 
 PRELOAD: Final = ("transformers.modeling_utils",)
 
-Way = Literal["allgather", "ulysses"]
+CommStrategy = Literal["allgather", "ulysses"]
 SIZES: dict[str, Any] = {
     "hidden_size": 8,
     "intermediate_size": 16,
@@ -38,24 +38,25 @@ def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     build: Any = LlamaForCausalLM
-    made: nn.Module = build(LlamaConfig(**SIZES, num_key_value_heads=2))
-    return made
+    net: nn.Module = build(LlamaConfig(**SIZES, num_key_value_heads=2))
+    return net
 
 
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     build: Any = BertForMaskedLM
-    made: nn.Module = build(
+    net: nn.Module = build(
         BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     )
-    return made
+    return net
 
 
-def spread(way: Way, size: int = 2, **more: Any) -> Accelerator:
-    handler = TorchContextParallelConfig(cp_comm_strategy=way)
+def spread(comm_strategy: CommStrategy, size: int = 2, **settings: Any) -> Accelerator:
+    handler = TorchContextParallelConfig(cp_comm_strategy=comm_strategy)
     return Accelerator(
-        parallelism_config=ParallelismConfig(cp_size=size, cp_handler=handler), **more
+        parallelism_config=ParallelismConfig(cp_size=size, cp_handler=handler),
+        **settings,
     )
 
 
@@ -95,7 +96,7 @@ def losses(
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2)
     if accelerator is not None:
         net, optimizer = accelerator.prepare(net, optimizer)
-    g, seen = torch.Generator().manual_seed(3), []
+    g, step_losses = torch.Generator().manual_seed(3), []
     for _ in range(6):
         batch = batch_of(g, cache)
         if "shift_labels" in batch:
@@ -109,17 +110,17 @@ def losses(
             with accelerator.context_parallel(tensors, [1] * len(tensors)):
                 loss = net(**batch).loss
                 accelerator.backward(loss)
-                part = loss.detach() * (batch["labels"] != -100).sum() / real
-            loss = accelerator.reduce(part, "sum")
+                local_loss = loss.detach() * (batch["labels"] != -100).sum() / real
+            loss = accelerator.reduce(local_loss, "sum")
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(float(loss.detach()))
-    return seen
+        step_losses.append(float(loss.detach()))
+    return step_losses
 
 
 @ranks(2)
 @pytest.mark.parametrize(
-    ("name", "way"),
+    ("name", "comm_strategy"),
     [
         ("llama", "allgather"),
         ("llama", "ulysses"),
@@ -128,12 +129,12 @@ def losses(
     ],
 )
 def test_models_of_transformers_train_unchanged(
-    ctx: ProcessContext, name: str, way: Way
+    ctx: ProcessContext, name: str, comm_strategy: CommStrategy
 ) -> None:
     build, batch_of = {"llama": (llama, llama_batch), "bert": (bert, bert_batch)}[name]
     for cache in (False, True) if name == "llama" else (False,):
         expected = losses(build, batch_of, None, cache)
-        assert losses(build, batch_of, spread(way), cache) == pytest.approx(
+        assert losses(build, batch_of, spread(comm_strategy), cache) == pytest.approx(
             expected, abs=1e-5
         )
 
@@ -162,18 +163,21 @@ def test_ranks_of_one_sequence_read_the_same_samples_and_count_them_once(
 ) -> None:
     accelerator = spread("allgather")
     loader = accelerator.prepare(DataLoader(Numbers(11), batch_size=4))
-    seen = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
-    assert seen.tolist() == list(range(11))
+    gathered = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
+    assert gathered.tolist() == list(range(11))
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", ["allgather", "ulysses"])
+@pytest.mark.parametrize("comm_strategy", ["allgather", "ulysses"])
 def test_recomputed_activations_attend_over_ranks_too(
-    ctx: ProcessContext, way: Way
+    ctx: ProcessContext, comm_strategy: CommStrategy
 ) -> None:
     fsdp = FullyShardedDataParallelPlugin(activation_checkpointing=True)
     grads = []
-    for accelerator in (spread(way), spread(way, strategy="fsdp", fsdp_plugin=fsdp)):
+    for accelerator in (
+        spread(comm_strategy),
+        spread(comm_strategy, strategy="fsdp", fsdp_plugin=fsdp),
+    ):
         net = accelerator.prepare(
             seeded(lambda: TinyLM(vocab=16, width=8, heads=4, depth=2, context=8))
         )
@@ -203,8 +207,8 @@ def test_a_loss_over_the_gathered_sequence_has_the_gradient_of_one_process(
         seeded(lambda: TinyLM(vocab=16, width=8, heads=4, depth=2, context=8))
     )
     with accelerator.context_parallel([tokens, positions], [1, 0]) as shards:
-        mine = shards.gather(net(tokens, positions)).logsumexp((1, 2)).mean()
-        accelerator.backward(mine)
-    torch.testing.assert_close(mine, loss)
+        pooled_loss = shards.gather(net(tokens, positions)).logsumexp((1, 2)).mean()
+        accelerator.backward(pooled_loss)
+    torch.testing.assert_close(pooled_loss, loss)
     for got, expected in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.grad, expected.grad, rtol=1e-5, atol=1e-6)

@@ -53,15 +53,15 @@ class Run:
 
     def train(self, first: int, last: int) -> list[Tensor]:
         """The weights after each step."""
-        seen = []
+        weights_by_step = []
         for number in range(first, last):
             self.step(number)
-            seen.append(
+            weights_by_step.append(
                 torch.cat(
                     [p.detach().flatten().clone() for p in self.model.parameters()]
                 )
             )
-        return seen
+        return weights_by_step
 
 
 def equal(a: list[Tensor], b: list[Tensor]) -> None:
@@ -78,21 +78,21 @@ def test_a_return_to_before_the_first_update_is_bitwise(
 ) -> None:
     run = Run(ctx, **options)
     run.accelerator.save_state(str(tmp_path / "start"))
-    whole = run.train(0, 4)
+    uninterrupted = run.train(0, 4)
     run.accelerator.load_state(str(tmp_path / "start"))
-    equal(run.train(0, 1), whole[:1])
+    equal(run.train(0, 1), uninterrupted[:1])
     # after one step, when DDP has not packed anew yet
     run.accelerator.load_state(str(tmp_path / "start"))
-    equal(run.train(0, 2), whole[:2])
+    equal(run.train(0, 2), uninterrupted[:2])
     run.accelerator.save_state(str(tmp_path / "later"))
-    equal(run.train(2, 4), whole[2:])
+    equal(run.train(2, 4), uninterrupted[2:])
     run.accelerator.load_state(str(tmp_path / "later"))
-    equal(run.train(2, 4), whole[2:])
+    equal(run.train(2, 4), uninterrupted[2:])
     run.accelerator.load_state(str(tmp_path / "start"))
-    equal(run.train(0, 4), whole)
+    equal(run.train(0, 4), uninterrupted)
     fresh = Run(ctx, **options)
     fresh.accelerator.load_state(str(tmp_path / "start"))
-    equal(fresh.train(0, 4), whole)
+    equal(fresh.train(0, 4), uninterrupted)
 
 
 @ranks(3)
@@ -103,13 +103,13 @@ def test_an_order_of_another_run_is_taken_over(
     first = Run(ctx)
     first.train(0, 2)
     first.accelerator.save_state(str(tmp_path / "a"))
-    whole = first.train(2, 4)
+    uninterrupted = first.train(2, 4)
     second = Run(ctx)
     second.model.module.order = [2, 1, 0, 3, 4]
     second.train(0, 2)
     second.model.module.order = [3, 0, 4, 1, 2]
     second.accelerator.load_state(str(tmp_path / "a"))
-    equal(second.train(2, 4), whole)
+    equal(second.train(2, 4), uninterrupted)
 
 
 @ranks(3)
@@ -118,9 +118,9 @@ def test_one_step_after_the_other_without_the_first_buckets(
 ) -> None:
     """What does not pack anew is left alone."""
     run = Run(ctx, find_unused_parameters=True)
-    before = run.model.reducer
+    first_reducer = run.model.reducer
     run.accelerator.save_state(str(tmp_path / "start"))
-    whole = run.train(0, 3)
+    uninterrupted = run.train(0, 3)
     run.accelerator.load_state(str(tmp_path / "start"))
-    equal(run.train(0, 3), whole)
-    assert run.model.reducer is before
+    equal(run.train(0, 3), uninterrupted)
+    assert run.model.reducer is first_reducer

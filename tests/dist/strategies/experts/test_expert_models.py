@@ -35,10 +35,10 @@ def mixtral() -> nn.Module:
 
     build: Any = MixtralForCausalLM
     config: Any = MixtralConfig
-    made: nn.Module = build(
+    net: nn.Module = build(
         config(**dict(SIZES), num_local_experts=4, num_experts_per_tok=2)
     )
-    return made
+    return net
 
 
 def qwen() -> nn.Module:
@@ -46,14 +46,14 @@ def qwen() -> nn.Module:
 
     build: Any = Qwen3MoeForCausalLM
     config: Any = Qwen3MoeConfig
-    own = {
+    expert_sizes = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 8,
         "head_dim": 4,
     }
-    made: nn.Module = build(config(**dict(SIZES), **own))
-    return made
+    net: nn.Module = build(config(**dict(SIZES), **expert_sizes))
+    return net
 
 
 def train(
@@ -65,12 +65,12 @@ def train(
         net, optimizer = accelerator.prepare(net, optimizer)
     losses = []
     for step, batch in enumerate(batches):
-        mine = (
+        rank_batch = (
             batch
             if accelerator is None
             else batch.chunk(accelerator.num_processes)[accelerator.process_index]
         )
-        loss: Any = next_token_loss(net(mine).logits, mine)
+        loss: Any = next_token_loss(net(rank_batch).logits, rank_batch)
         loss.backward() if accelerator is None else accelerator.backward(loss)
         if step % 2:
             clip: Any = (
@@ -111,10 +111,10 @@ class Told(nn.Module):
         self.first = nn.Linear(4, 4)
         self.experts = Experts(4, 4)
 
-    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
-        weights = (chosen + 1.0) / 5
-        made: Tensor = self.experts(self.first(x), chosen, weights)
-        return made
+    def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:
+        weights = (expert_ids + 1.0) / 5
+        mixed: Tensor = self.experts(self.first(x), expert_ids, weights)
+        return mixed
 
 
 @ranks(2)
@@ -126,20 +126,24 @@ def test_any_load_has_the_gradients_of_one_process(ctx: ProcessContext) -> None:
     loads = itertools.product(range(4), repeat=4)
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
     for load in itertools.islice(loads, 0, None, 5):
-        chosen = torch.tensor(load).view(4, 1)
+        expert_ids = torch.tensor(load).view(4, 1)
         plain.zero_grad()
-        plain(x, chosen).pow(2).mean().backward()
+        plain(x, expert_ids).pow(2).mean().backward()
         net.zero_grad()
         accelerator.backward(
-            net(x.chunk(2)[ctx.rank], chosen.chunk(2)[ctx.rank]).pow(2).mean()
+            net(x.chunk(2)[ctx.rank], expert_ids.chunk(2)[ctx.rank]).pow(2).mean()
         )
-        for (name, own), (_, whole) in zip(
+        for (name, parameter), (_, plain_parameter) in zip(
             net.named_parameters(), plain.named_parameters(), strict=True
         ):
-            grad = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad
-            assert whole.grad is not None, f"{name}, {load}"
+            grad = (
+                parameter.grad.full_tensor()
+                if isinstance(parameter.grad, DTensor)
+                else parameter.grad
+            )
+            assert plain_parameter.grad is not None, f"{name}, {load}"
             assert grad is not None, f"{name}, {load}"
-            torch.testing.assert_close(grad, whole.grad, rtol=0, atol=1e-6)
+            torch.testing.assert_close(grad, plain_parameter.grad, rtol=0, atol=1e-6)
 
 
 @ranks(2)
@@ -148,12 +152,12 @@ def test_each_rank_holds_its_experts_and_exports_all(ctx: ProcessContext) -> Non
     net = accelerator.prepare(seeded(lambda: TinyMixture(experts=4)))
     expected = seeded(lambda: TinyMixture(experts=4)).state_dict()
     stack: Any = net.blocks[0].experts.up
-    mine = expected["blocks.0.experts.up"].chunk(2)[ctx.rank]
-    assert torch.equal(stack.to_local(), mine)
-    whole = accelerator.get_state_dict(net)
+    rank_experts = expected["blocks.0.experts.up"].chunk(2)[ctx.rank]
+    assert torch.equal(stack.to_local(), rank_experts)
+    full_state = accelerator.get_state_dict(net)
     if ctx.is_main:
-        assert whole.keys() == expected.keys()
-        assert all(torch.equal(whole[name], expected[name]) for name in expected)
+        assert full_state.keys() == expected.keys()
+        assert all(torch.equal(full_state[name], expected[name]) for name in expected)
 
 
 class Listed(nn.Module):
@@ -170,10 +174,10 @@ class Listed(nn.Module):
 @ranks(2)
 def test_what_cannot_be_divided_is_refused(ctx: ProcessContext) -> None:
     def prepared(net: nn.Module, **sizes: Any) -> nn.Module:
-        made: nn.Module = Accelerator(
+        model: nn.Module = Accelerator(
             parallelism_config=ParallelismConfig(ep_size=2, **sizes)
         ).prepare(net)
-        return made
+        return model
 
     with pytest.raises(
         PrepareError,

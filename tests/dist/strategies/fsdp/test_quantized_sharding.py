@@ -33,8 +33,8 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.down(self.up(self.norm(x)).relu())
-        return found
+        output: Tensor = x + self.down(self.up(self.norm(x)).relu())
+        return output
 
 
 class Stack(nn.Module):
@@ -46,8 +46,8 @@ class Stack(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        found: Tensor = self.head(x)
-        return found
+        output: Tensor = self.head(x)
+        return output
 
 
 def quantized(kind: str, seed: int = 0) -> nn.Module:
@@ -57,10 +57,12 @@ def quantized(kind: str, seed: int = 0) -> nn.Module:
     if kind == "torchao-nf4":
         torchao = pytest.importorskip("torchao.quantization")
         for layer in [
-            part for part in model.blocks.modules() if isinstance(part, nn.Linear)
+            module for module in model.blocks.modules() if isinstance(module, nn.Linear)
         ]:
-            made = torchao.NF4Tensor.from_tensor(layer.weight.detach(), 64, 256)
-            layer.weight = nn.Parameter(made, requires_grad=False)
+            quantized_weight = torchao.NF4Tensor.from_tensor(
+                layer.weight.detach(), 64, 256
+            )
+            layer.weight = nn.Parameter(quantized_weight, requires_grad=False)
         return model
     pytest.importorskip("torchao" if kind == "int4" else "bitsandbytes")
     if kind == "nf4-double":
@@ -142,10 +144,10 @@ def train(
     return losses
 
 
-def close(one: Any, other: Any) -> None:
+def close(actual: Any, expected: Any) -> None:
     # sums in another order
     torch.testing.assert_close(
-        torch.tensor(one), torch.tensor(other), rtol=1e-5, atol=1e-6
+        torch.tensor(actual), torch.tensor(expected), rtol=1e-5, atol=1e-6
     )
 
 
@@ -154,21 +156,21 @@ def close(one: Any, other: Any) -> None:
 def test_quantized_weights_are_sharded_and_losses_equal_one_process(
     ctx: ProcessContext, kind: str
 ) -> None:
-    expected, whole = plain(kind)
+    expected, plain_model = plain(kind)
     accelerator, model, optimizer = prepared(ctx, kind)
     frozen = {name: p for name, p in model.named_parameters() if p.dtype == torch.uint8}
     assert len(frozen) == 2 * DEPTH
     assert all(is_dtensor(p) for p in frozen.values())
-    here = sum(p.to_local().numel() for p in frozen.values())
+    local_numel = sum(p.to_local().numel() for p in frozen.values())
     total = sum(p.numel() for p in frozen.values())
     bits = 8 * total / (DEPTH * 4 * WIDTH * WIDTH)
     assert bits < (9 if kind == "int4" else 4.3), (
         "torchao's int4 on a CPU holds one value in a byte"
     )
-    assert here == total // ctx.world.size
+    assert local_numel == total // ctx.world.size
     close(train(accelerator, model, optimizer, range(STEPS), ctx), expected)
     trained = accelerator.get_state_dict(model)
-    for name, value in whole.state_dict().items():
+    for name, value in plain_model.state_dict().items():
         if "lora" in name and ctx.is_main:
             torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-5)
 
@@ -183,8 +185,8 @@ def test_half_precision_leaves_the_bytes_alone(ctx: ProcessContext) -> None:
     )
     model.eval()
     with torch.no_grad():
-        one, two = model(batch(7)), model(batch(7))
-    assert torch.equal(one, two)
+        first_output, second_output = model(batch(7)), model(batch(7))
+    assert torch.equal(first_output, second_output)
 
 
 @ranks(2, timeout_s=400)
@@ -196,17 +198,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     accelerator, model, optimizer = prepared(ctx, kind, project_dir=where)
     train(accelerator, model, optimizer, range(2), ctx)
     accelerator.save_state(f"{where}/state")
-    after = train(accelerator, model, optimizer, range(2, 5), ctx)
+    uninterrupted_losses = train(accelerator, model, optimizer, range(2, 5), ctx)
     expected = {
         name: value.clone() for name, value in accelerator.get_state_dict(model).items()
     }
     # another base, which the checkpoint replaces
     accelerator, model, optimizer = prepared(ctx, kind, seed=5)
     accelerator.load_state(f"{where}/state")
-    assert train(accelerator, model, optimizer, range(2, 5), ctx) == after
-    found = accelerator.get_state_dict(model)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert (
+        train(accelerator, model, optimizer, range(2, 5), ctx) == uninterrupted_losses
+    )
+    resumed_state = accelerator.get_state_dict(model)
+    assert resumed_state.keys() == expected.keys()
+    assert all(
+        torch.equal(resumed_state[name], expected[name]) for name in resumed_state
+    )
 
 
 @ranks(2, timeout_s=400)
@@ -219,7 +225,7 @@ def test_adapters_are_saved_loaded_and_merged(
     train(accelerator, model, optimizer, range(STEPS), ctx)
     weights = accelerator.get_state_dict(model)
     with torch.no_grad():
-        wanted = model(batch(9))
+        expected_output = model(batch(9))
     if ctx.is_main:
         inner: Any = accelerator.unwrap_model(model)  # Any: a model of peft
         inner.save_pretrained(f"{where}/adapter", state_dict=weights)
@@ -229,7 +235,9 @@ def test_adapters_are_saved_loaded_and_merged(
         }
         loaded = with_adapters(quantized(kind), f"{where}/adapter")
         with torch.no_grad():
-            torch.testing.assert_close(loaded(batch(9)), wanted, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                loaded(batch(9)), expected_output, rtol=1e-5, atol=1e-6
+            )
         merged = with_adapters(
             dequantize_weights(quantized(kind)), f"{where}/adapter"
         ).merge_and_unload()
@@ -238,7 +246,9 @@ def test_adapters_are_saved_loaded_and_merged(
             for p in merged.parameters()
         )
         with torch.no_grad():
-            torch.testing.assert_close(merged(batch(9)), wanted, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                merged(batch(9)), expected_output, rtol=1e-4, atol=1e-5
+            )
     accelerator.wait_for_everyone()
 
 
@@ -275,12 +285,12 @@ def test_memory_of_one_rank_of_eight(ctx: ProcessContext) -> None:
         accelerator = Accelerator(cpu=True, strategy="fsdp")
         model = accelerator.prepare(with_adapters(quantized("nf4")))
         frozen = [p for p in model.parameters() if p.dtype == torch.uint8]
-        here, whole = (
+        local_bytes, full_bytes = (
             sum(p.to_local().nbytes for p in frozen),
             sum(p.numel() for p in frozen),
         )
-        assert whole == DEPTH * 4 * WIDTH * WIDTH // 2
-        assert here == whole // 8
+        assert full_bytes == DEPTH * 4 * WIDTH * WIDTH // 2
+        assert local_bytes == full_bytes // 8
     finally:
         gc.collect()
         dist.destroy_process_group()

@@ -85,7 +85,7 @@ def step(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> None
         accelerator.forward_backward(
             net,
             (batch, positions),
-            lambda net, given: next_token_loss(net(*given), given[0]),
+            lambda net, inputs: next_token_loss(net(*inputs), inputs[0]),
         )
     optimizer.step()
     optimizer.zero_grad()
@@ -126,17 +126,17 @@ def test_sharded_saves_in_the_background(ctx: ProcessContext, tmp_path: Path) ->
 def test_each_machine_saves_what_it_needs_on_a_disk_of_its_own(
     ctx: ProcessContext, tmp_path: Path, layout: str
 ) -> None:
-    place = replace(
+    topology = replace(
         ctx.topology,
         node_rank=ctx.rank // 2,
         local_rank=ctx.rank % 2,
         local_world_size=2,
     )
     project = ProjectConfiguration(
-        project_dir=str(tmp_path / f"disk{place.node_rank}"), save_on_each_node=True
+        project_dir=str(tmp_path / f"disk{topology.node_rank}"), save_on_each_node=True
     )
     settings = SETTINGS.get(layout, {"strategy": layout})
-    meshed = replace(Accelerator(**settings).ctx, topology=place)
+    meshed = replace(Accelerator(**settings).ctx, topology=topology)
 
     def begun(seed: int) -> Run:
         accelerator = Accelerator(context=meshed, project_config=project, **settings)

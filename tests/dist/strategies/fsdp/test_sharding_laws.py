@@ -99,7 +99,7 @@ def test_two_models_with_two_optimizers(ctx: ProcessContext) -> None:
         if accelerator is not None:
             g, d, og, od = accelerator.prepare(g, d, og, od)
         rng = torch.Generator().manual_seed(2)
-        seen = []
+        step_losses = []
         for _ in range(6):
             noise = torch.randn(4, 4, generator=rng)
             if accelerator is not None:
@@ -109,14 +109,14 @@ def test_two_models_with_two_optimizers(ctx: ProcessContext) -> None:
                 loss = sign * d(g(noise)).mean()
                 accelerator.backward(loss) if accelerator else loss.backward()
                 optimizer.step()
-            seen.append(
+            step_losses.append(
                 float(
                     accelerator.reduce(loss.detach(), "mean")
                     if accelerator
                     else loss.detach()
                 )
             )
-        return seen
+        return step_losses
 
     torch.testing.assert_close(
         torch.tensor(losses(Accelerator(strategy="fsdp"))),
@@ -130,25 +130,30 @@ def test_two_models_with_two_optimizers(ctx: ProcessContext) -> None:
 def test_optimizers_made_before_or_after_and_with_state(ctx: ProcessContext) -> None:
     accelerator = Accelerator(strategy="fsdp")
     net = model()
-    before = torch.optim.AdamW(net.parameters(), lr=0.1)
+    first_optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     next_token_loss(net(tokens()[0]), tokens()[0]).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    before.step()
-    before.zero_grad()
+    first_optimizer.step()
+    first_optimizer.zero_grad()
     moments = {
-        name: before.state[p]["exp_avg"].clone() for name, p in net.named_parameters()
+        name: first_optimizer.state[p]["exp_avg"].clone()
+        for name, p in net.named_parameters()
     }
-    sharded, rebound = accelerator.prepare(net, before)
+    sharded, rebound = accelerator.prepare(net, first_optimizer)
     assert FSDPModule in type(sharded).__mro__
     for name, parameter in sharded.named_parameters():
         assert isinstance(parameter, DTensor)
         assert torch.equal(
             rebound.state[parameter]["exp_avg"].full_tensor(), moments[name]
         )
-    after = accelerator.prepare(torch.optim.SGD(sharded.parameters(), lr=0.1))
+    second_optimizer = accelerator.prepare(
+        torch.optim.SGD(sharded.parameters(), lr=0.1)
+    )
     accelerator.backward(next_token_loss(sharded(tokens()[0]), tokens()[0]))
-    after.step()
+    second_optimizer.step()
     assert all(
-        isinstance(p, DTensor) for group in after.param_groups for p in group["params"]
+        isinstance(p, DTensor)
+        for group in second_optimizer.param_groups
+        for p in group["params"]
     )
 
 
@@ -204,10 +209,10 @@ def test_ties_policies_and_ignored_modules(ctx: ProcessContext) -> None:
         ).prepare(model())
     frozen = model()
     frozen.embed.requires_grad_(False)
-    whole = Accelerator(
+    unsharded = Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="embed")
     ).prepare(frozen)
-    assert not isinstance(whole.embed.weight, DTensor)
+    assert not isinstance(unsharded.embed.weight, DTensor)
 
 
 @ranks(2)
@@ -236,8 +241,8 @@ def test_recompute_compile_prefetch_and_methods(ctx: ProcessContext) -> None:
         "ignore", "The .grad attribute of a Tensor that is not a leaf"
     )
     for settings in variants:
-        for got, wanted in zip(grads(**settings), expected, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
+        for got, expected_grad in zip(grads(**settings), expected, strict=True):
+            torch.testing.assert_close(got, expected_grad, rtol=0, atol=1e-6)
 
 
 @ranks(2)
@@ -269,18 +274,18 @@ def test_overflow_on_one_rank_skips_the_step_on_all(ctx: ProcessContext) -> None
     accelerator = Accelerator(strategy="fsdp", mixed_precision="fp16")
     net = nn.Linear(4, 4)
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    before = net.weight.full_tensor().clone()
+    initial_weight = net.weight.full_tensor().clone()
     factor = float("inf") if ctx.rank == 1 else 1.0
     accelerator.backward(net(torch.ones(2, 4)).sum() * factor)
     optimizer.step()
     skipped = [accelerator.optimizer_step_was_skipped]
-    assert torch.equal(net.weight.full_tensor(), before)
+    assert torch.equal(net.weight.full_tensor(), initial_weight)
     optimizer.zero_grad()
     accelerator.backward(F.mse_loss(net(torch.ones(2, 4)), torch.zeros(2, 4)))
     optimizer.step()
     skipped.append(accelerator.optimizer_step_was_skipped)
     assert skipped == [True, False]
-    assert not torch.equal(net.weight.full_tensor(), before)
+    assert not torch.equal(net.weight.full_tensor(), initial_weight)
 
 
 @ranks(2)
@@ -297,6 +302,6 @@ def test_meta_models_are_filled_by_the_users_function(ctx: ProcessContext) -> No
     ).prepare(net)
     assert torch.equal(sharded[0].weight.full_tensor(), torch.full((4, 4), 0.5))
     with torch.device("meta"):
-        other = nn.Linear(4, 4)
+        meta_layer = nn.Linear(4, 4)
     with pytest.raises(PrepareError, match="meta device"):
-        Accelerator(strategy="ddp").prepare(other)
+        Accelerator(strategy="ddp").prepare(meta_layer)

@@ -52,10 +52,10 @@ def held_bytes(strategy: str) -> int:
     with tracker:
         accelerator.backward(net(torch.randn(1, WIDTH)).sum())
         optimizer.step()
-    held = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
+    snapshot = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
     return sum(
         number
-        for kind, number in held.items()
+        for kind, number in snapshot.items()
         if kind in ("Parameter", "Gradient", "Optstate")
     )
 
@@ -66,11 +66,11 @@ def test_parameters_gradients_and_optimizer_follow_one_over_world(
     ctx: ProcessContext,
 ) -> None:
     # weight, gradient and two moments in float32
-    whole = sum(p.numel() for p in model().parameters()) * 4 * 4
+    full_bytes = sum(p.numel() for p in model().parameters()) * 4 * 4
     # what every rank of DDP holds too, before its buckets
     replicated = held_bytes("none")
-    assert replicated >= whole * 0.99
+    assert replicated >= full_bytes * 0.99
     assert sharded_bytes(4) <= replicated * 0.4  # at four devices at least 60 % less
     for world_size in (8, 64, 1024):
-        share = sharded_bytes(world_size) * world_size / whole
+        share = sharded_bytes(world_size) * world_size / full_bytes
         assert 0.95 <= share <= 1.05, f"world {world_size}: {share:.3f} of the ideal"

@@ -102,10 +102,10 @@ def test_ties_between_groups_hold(ctx: ProcessContext) -> None:
         language_losses(tied_blocks(), Accelerator(strategy="fsdp")),
         language_losses(tied_blocks()),
     )
-    apart = FullyShardedDataParallelPlugin(
+    plugin = FullyShardedDataParallelPlugin(
         auto_wrap_policy=lambda m: isinstance(m, (nn.Embedding, nn.LayerNorm))
     )
-    accelerator = Accelerator(fsdp_plugin=apart)
+    accelerator = Accelerator(fsdp_plugin=plugin)
     net = model(tied=True)
     same(language_losses(net, accelerator), language_losses(model(tied=True)))
     assert isinstance(net.position, FSDPModule)
@@ -124,10 +124,10 @@ def test_what_was_decided_is_said_once(ctx: ProcessContext) -> None:
     logger = logging.getLogger("hasten.strategies.fsdp.strategy")
     logger.setLevel(logging.INFO)
     logger.addHandler(Ear())
-    apart = FullyShardedDataParallelPlugin(
+    plugin = FullyShardedDataParallelPlugin(
         auto_wrap_policy=lambda m: isinstance(m, nn.Embedding), cpu_offload=True
     )
-    Accelerator(fsdp_plugin=apart, mixed_precision="bf16").prepare(
+    Accelerator(fsdp_plugin=plugin, mixed_precision="bf16").prepare(
         model(tied=True).bfloat16()
     )
     Accelerator(strategy="fsdp").prepare(Tempered().requires_grad_(False))
@@ -165,7 +165,7 @@ def test_scalars_stay_whole_and_are_averaged(ctx: ProcessContext) -> None:
         optimizer: Optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
         if accelerator is not None:
             net, optimizer = accelerator.prepare(net, optimizer)
-        seen = []
+        temperatures = []
         for step in range(3):
             batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
             if accelerator is not None:
@@ -186,8 +186,8 @@ def test_scalars_stay_whole_and_are_averaged(ctx: ProcessContext) -> None:
                 nn.utils.clip_grad_norm_(net.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
-            seen.append(net.get_parameter("temperature").detach().clone())
-        return torch.stack(seen)
+            temperatures.append(net.get_parameter("temperature").detach().clone())
+        return torch.stack(temperatures)
 
     expected = path(None)
     same(path(Accelerator(strategy="fsdp", gradient_accumulation_steps=2)), expected)
@@ -264,11 +264,11 @@ def test_weights_on_rank_0_alone_reach_every_rank(ctx: ProcessContext) -> None:
             language_losses(model(tied=True)),
         )
     with elsewhere:
-        other = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
-        other.register_buffer("angles", torch.arange(3.0), persistent=False)
+        normed = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
+        normed.register_buffer("angles", torch.arange(3.0), persistent=False)
     if ctx.rank == 0:
-        other.get_buffer("1.running_var").fill_(7.0)
-    sharded = Accelerator(strategy="fsdp").prepare(other)
+        normed.get_buffer("1.running_var").fill_(7.0)
+    sharded = Accelerator(strategy="fsdp").prepare(normed)
     assert torch.equal(sharded[1].running_var, torch.full((5,), 7.0))
     assert torch.equal(sharded.angles, torch.arange(3.0))
     assert bool(whole(sharded[0].weight).isfinite().all())
@@ -335,10 +335,10 @@ def test_what_cannot_be_sharded_is_said(ctx: ProcessContext) -> None:
         match=r"'trunk.weight' of Actor is also part of a model that is already sharded",
     ):
         Accelerator(strategy="fsdp").prepare(Actor(trunk), Actor(trunk))
-    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
-    two.weight = one.weight
+    tied_first, tied_second = nn.Linear(4, 4), nn.Linear(4, 4)
+    tied_second.weight = tied_first.weight
     with pytest.raises(PrepareError, match="mark_forward_method"):
-        Accelerator(strategy="fsdp").prepare(one, two)
+        Accelerator(strategy="fsdp").prepare(tied_first, tied_second)
     with pytest.raises(PrepareError, match="ModuleList has no forward"):
         Accelerator(strategy="fsdp").prepare(nn.ModuleList([nn.Linear(2, 2)]))
     lists = FullyShardedDataParallelPlugin(
@@ -440,38 +440,42 @@ def test_optimizers_on_own_shards_equal_the_whole(ctx: ProcessContext) -> None:
             torch.manual_seed(0)
             values = [torch.randn(shape) for shape in ((8, 3), (5,), (1, 2))]
             slopes = [[torch.randn_like(value) for value in values] for _ in range(4)]
-            whole = [nn.Parameter(value.clone()) for value in values]
+            parameters = [nn.Parameter(value.clone()) for value in values]
             cut = [
                 nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]))
                 for value in values
             ]
-            alone, sharded = kind(whole, **options), kind(cut, **options)
+            unsharded, sharded = kind(parameters, **options), kind(cut, **options)
             for _ in range(2):
                 update_own_shards(sharded)
             for step, grads in enumerate(slopes):
-                for parameter, part, grad in zip(whole, cut, grads, strict=True):
-                    parameter.grad, part.grad = (
+                for parameter, shard_parameter, grad in zip(
+                    parameters, cut, grads, strict=True
+                ):
+                    parameter.grad, shard_parameter.grad = (
                         grad.clone(),
                         distribute_tensor(grad, mesh, [Shard(0)]),
                     )
-                alone.step()
+                unsharded.step()
                 sharded.step()
                 if step == 1:
                     sharded.load_state_dict(sharded.state_dict())
-            for parameter, part in zip(whole, cut, strict=True):
-                assert isinstance(part, DTensor)
+            for parameter, shard_parameter in zip(parameters, cut, strict=True):
+                assert isinstance(shard_parameter, DTensor)
                 close = torch.allclose if options.get("fused") else torch.equal
-                assert close(parameter, part.full_tensor()), (
+                assert close(parameter, shard_parameter.full_tensor()), (
                     f"{kind.__name__}({options})"
                 )
-                for key, value in alone.state[parameter].items():
-                    mine = sharded.state[part][key]
+                for key, value in unsharded.state[parameter].items():
+                    sharded_value = sharded.state[shard_parameter][key]
                     if isinstance(value, torch.Tensor) and value.ndim:
-                        assert isinstance(mine, DTensor), f"{kind.__name__} {key}"
-                        assert mine.placements == part.placements, (
+                        assert isinstance(sharded_value, DTensor), (
                             f"{kind.__name__} {key}"
                         )
-                        assert close(value, mine.full_tensor()), (
+                        assert sharded_value.placements == shard_parameter.placements, (
+                            f"{kind.__name__} {key}"
+                        )
+                        assert close(value, sharded_value.full_tensor()), (
                             f"{kind.__name__}({options}) {key}"
                         )
     finally:
@@ -487,9 +491,9 @@ def test_other_optimizers_keep_their_shards(ctx: ProcessContext) -> None:
         """Divides by the norm of the whole gradient."""
 
         def _init_group(self, group: Any, params: Any, grads: Any, buffers: Any) -> Any:
-            told = super()._init_group(group, params, grads, buffers)  # type: ignore[no-untyped-call]  # torch's
+            returned = super()._init_group(group, params, grads, buffers)  # type: ignore[no-untyped-call]  # torch's
             grads[:] = [grad / grad.norm() for grad in grads]
-            return told
+            return returned
 
     mesh = dist.init_device_mesh("cpu", (ctx.world.size,))
     grad = torch.arange(1.0, 7.0)

@@ -65,12 +65,12 @@ def losses(steps: int = 3, **settings: Any) -> Tensor:
     net, optimizer = accelerator.prepare(
         model(), functools.partial(torch.optim.AdamW, lr=0.05)
     )
-    found = []
+    step_losses = []
     for number in range(steps):
-        found.append(step(accelerator, net, number))
+        step_losses.append(step(accelerator, net, number))
         optimizer.step()
         optimizer.zero_grad()
-    return torch.tensor(found)
+    return torch.tensor(step_losses)
 
 
 @ranks(4)
@@ -84,7 +84,7 @@ def test_replicas_talk_only_where_the_window_ends(ctx: ProcessContext) -> None:
     )
     # torch's counting mode makes outputs views
     warnings.filterwarnings("ignore", category=UserWarning)
-    seen = []
+    reductions = []
     for number in range(6):
         counter = CommDebugMode()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         with counter, accelerator.accumulate(net):
@@ -96,11 +96,11 @@ def test_replicas_talk_only_where_the_window_ends(ctx: ProcessContext) -> None:
             for op, count in counter.get_comm_counts().items()
             if count
         }
-        seen.append(
+        reductions.append(
             (counts.get("_reduce_scatter_base_", 0), counts.get("allreduce_", 0))
         )
     groups = 3  # two blocks and the rest
-    assert seen == [(groups, 0), (groups, 0), (groups, groups)] * 2
+    assert reductions == [(groups, 0), (groups, 0), (groups, groups)] * 2
 
 
 @ranks(4)
@@ -128,12 +128,12 @@ def test_shards_stay_inside_machines_and_samples_are_counted_once(
         "dp_shard": 2,
     }
     loader = accelerator.prepare(DataLoader(Numbers(13), batch_size=2))
-    seen = [
+    gathered = [
         number
         for batch in loader
         for number in accelerator.gather_for_metrics(batch).tolist()
     ]
-    assert sorted(seen) == list(range(13))
+    assert sorted(gathered) == list(range(13))
 
 
 @ranks(4)
@@ -208,8 +208,8 @@ def test_what_is_recomputed(ctx: ProcessContext) -> None:
         net = Accelerator(fsdp_plugin=plugin).prepare(model())
         return [
             name
-            for name, part in net.named_modules()
-            if forwarding.find(part, "recompute") is not None
+            for name, module in net.named_modules()
+            if forwarding.find(module, "recompute") is not None
         ]
 
     assert (
@@ -246,21 +246,24 @@ def test_the_snippets_of_the_page_run(ctx: ProcessContext, tmp_path: Path) -> No
 
 @ranks(2)
 def test_evaluation_between_steps_and_freed_memory(ctx: ProcessContext) -> None:
-    accelerator, other = Accelerator(strategy="fsdp"), Accelerator(strategy="ddp")
+    accelerator, ddp_accelerator = (
+        Accelerator(strategy="fsdp"),
+        Accelerator(strategy="ddp"),
+    )
     net, optimizer = accelerator.prepare(
         model(), functools.partial(torch.optim.AdamW, lr=0.05)
     )
-    beside = other.prepare(model())  # another strategy in the same process
+    beside = ddp_accelerator.prepare(model())  # another strategy in the same process
     for _ in range(2):
         net.eval()
         with torch.no_grad():
-            one = net(tokens())
+            first_output = net(tokens())
         with torch.inference_mode():
-            assert torch.equal(net(tokens()), one)
+            assert torch.equal(net(tokens()), first_output)
         assert all(isinstance(p, DTensor) for p in net.parameters())
         net.train()
         step(accelerator, net)
-        step(other, beside)
+        step(ddp_accelerator, beside)
         optimizer.step()
         optimizer.zero_grad()
     gone = (
@@ -288,12 +291,14 @@ def save(ctx: ProcessContext, folder: Path, form: Form) -> dict[str, Tensor]:
     optimizer.step()
     accelerator.save_state(folder)
     fresh = Accelerator(strategy="fsdp")
-    again, other = fresh.prepare(model(), functools.partial(torch.optim.AdamW, lr=0.05))
+    reloaded, reloaded_optimizer = fresh.prepare(
+        model(), functools.partial(torch.optim.AdamW, lr=0.05)
+    )
     fresh.load_state(folder)
-    for old, new in zip(net.parameters(), again.parameters(), strict=True):
+    for old, new in zip(net.parameters(), reloaded.parameters(), strict=True):
         assert torch.equal(whole(old), whole(new))
         for key, value in optimizer.state[old].items():
-            assert torch.equal(whole(value), whole(other.state[new][key]))
+            assert torch.equal(whole(value), whole(reloaded_optimizer.state[new][key]))
     return dict(accelerator.get_state_dict(net))
 
 
@@ -317,9 +322,11 @@ def test_shards_are_merged_offline_and_whole_checkpoints_are_whole(
     assert state.keys() - written.keys() == {"head.weight"}  # tied: stored once
     assert all(torch.equal(value, state[name]) for name, value in written.items())
     assert not list((tmp_path / "whole").glob("*_shard_*"))
-    alone = rank_pool.run(save, 1, tmp_path / "alone", "FULL_STATE_DICT")[0]
+    single_state = rank_pool.run(save, 1, tmp_path / "alone", "FULL_STATE_DICT")[0]
     written = load_file(tmp_path / "alone" / "model.safetensors")
-    assert all(torch.equal(value, alone[name]) for name, value in written.items())
+    assert all(
+        torch.equal(value, single_state[name]) for name, value in written.items()
+    )
     assert not list((tmp_path / "alone").glob("*_shard_*"))
 
 
@@ -380,11 +387,11 @@ def test_an_accelerate_file_of_fsdp1_launches_a_sharded_run(tmp_path: Path) -> N
         "fsdp 3 False True MeshSpec(pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=1, ep=1)"
         in done.stdout
     )
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     assert (
-        said.count(
+        output.count(
             "fsdp_sharding_strategy SHARD_GRAD_OP is FSDP2's reshard_after_forward: false"
         )
         == 1
     )
-    assert said.count("fsdp_backward_prefetch_policy has no meaning any more") == 1
+    assert output.count("fsdp_backward_prefetch_policy has no meaning any more") == 1

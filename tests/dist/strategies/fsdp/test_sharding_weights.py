@@ -60,20 +60,20 @@ def test_files_of_another_model_are_refused_and_change_nothing(
     accelerator = Accelerator(strategy="fsdp")
     accelerator.save_model(accelerator.prepare(nn.Linear(3, 3)), tmp_path)
     accelerator.wait_for_everyone()
-    other = accelerator.prepare(nn.Linear(3, 4))
-    before = other.weight.full_tensor().clone()
+    mismatched = accelerator.prepare(nn.Linear(3, 4))
+    initial_weight = mismatched.weight.full_tensor().clone()
     with pytest.raises(
         CheckpointError,
         match=r"bias is \(3,\) in the files and \(4,\) in the model, and 1 more",
     ):
-        accelerator.load_model(other, tmp_path)
+        accelerator.load_model(mismatched, tmp_path)
     with pytest.raises(
         (CheckpointError, PeerFailedError), match="lack nothing and have bias"
     ):
         accelerator.load_model(
             accelerator.prepare(nn.Linear(3, 3, bias=False)), tmp_path
         )
-    assert torch.equal(other.weight.full_tensor(), before)
+    assert torch.equal(mismatched.weight.full_tensor(), initial_weight)
 
 
 @ranks(4)
@@ -93,13 +93,13 @@ def test_host_memory_stays_near_model_over_world(
             *(nn.Linear(rows, rows, bias=False) for _ in range(layers))
         )
     accelerator = Accelerator(strategy="fsdp")
-    before = anonymous_bytes()
+    initial_bytes = anonymous_bytes()
     sharded = accelerator.prepare(empty)
     accelerator.load_model(sharded, tmp_path)
-    grown = anonymous_bytes() - before
-    whole = rows * rows * 4 * layers
-    assert grown < whole * 0.45, (
-        f"rank {ctx.rank} grew by {grown / 1e6:.0f} MB for a model of {whole / 1e6:.0f} MB"
+    grown = anonymous_bytes() - initial_bytes
+    model_bytes = rows * rows * 4 * layers
+    assert grown < model_bytes * 0.45, (
+        f"rank {ctx.rank} grew by {grown / 1e6:.0f} MB for a model of {model_bytes / 1e6:.0f} MB"
     )
 
 

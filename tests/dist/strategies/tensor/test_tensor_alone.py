@@ -60,9 +60,9 @@ def test_weights_begin_as_those_of_rank_0_and_are_exported_whole(
         torch.testing.assert_close(
             norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         )
-        for one in (optimizer, reference):
-            one.step()
-            one.zero_grad()
+        for each_optimizer in (optimizer, reference):
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     state = accelerator.get_state_dict(model)
     assert set(state) == (set(plain.state_dict()) if ctx.is_main else set())
     for name, value in state.items():
@@ -73,7 +73,7 @@ def test_weights_begin_as_those_of_rank_0_and_are_exported_whole(
 
 @ranks(2)
 def test_meta_weights_are_filled_by_a_load(ctx: ProcessContext, tmp_path: Path) -> None:
-    whole = built(seed=3)
+    full_model = built(seed=3)
     accelerator = split(ctx)
     source = accelerator.prepare(built(seed=3))
     accelerator.save_model(source, tmp_path)
@@ -86,22 +86,22 @@ def test_meta_weights_are_filled_by_a_load(ctx: ProcessContext, tmp_path: Path) 
         if not is_dtensor(parameter)
     )
     accelerator.load_model(model, tmp_path)
-    torch.testing.assert_close(model(TOKENS), whole(TOKENS))
+    torch.testing.assert_close(model(TOKENS), full_model(TOKENS))
 
 
 @ranks(2)
 def test_hooks_on_split_parameters_are_called_or_refused(ctx: ProcessContext) -> None:
-    seen: list[bool] = []
+    are_split: list[bool] = []
     net = built()
 
     def note(parameter: Tensor) -> None:
-        seen.append(is_dtensor(parameter.grad))
+        are_split.append(is_dtensor(parameter.grad))
 
     accelerator = split(ctx)
     model = accelerator.prepare(net)
     model.get_parameter("blocks.0.up.weight").register_post_accumulate_grad_hook(note)
     accelerator.backward(next_token_loss(model(TOKENS), TOKENS))
-    assert seen == [True]
+    assert are_split == [True]
     hooked = built()
     hooked.get_parameter("blocks.0.up.weight").register_hook(lambda grad: grad)  # type: ignore[no-untyped-call]
     with pytest.raises(PrepareError, match="register_hook"):

@@ -77,11 +77,12 @@ def check_like_plain(name: str, sizes: dict[str, Any], largest: float) -> None:
     net, losses = train(seeded(build), accelerator)
     assert losses == pytest.approx(expected, abs=1e-5)
     assert share_of(net) < largest
-    whole = accelerator.get_state_dict(net)
+    full_state = accelerator.get_state_dict(net)
     if accelerator.is_main_process:
         of_keys = ("k_proj.bias", "c_attn.bias")  # see above
         assert (
-            largest_difference(whole, plain, lambda name: name.endswith(of_keys)) < 2e-5
+            largest_difference(full_state, plain, lambda name: name.endswith(of_keys))
+            < 2e-5
         )
 
 

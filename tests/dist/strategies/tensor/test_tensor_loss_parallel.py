@@ -41,14 +41,16 @@ def split_logits(logits: Tensor, group: Any) -> LazyLogits:
     return LazyLogits.of(
         enter_region(logits, group),
         head,
-        LogitsSource(finish=lambda part: gather_output(part, -1, group)),
+        LogitsSource(
+            finish=lambda local_logits: gather_output(local_logits, -1, group)
+        ),
     )
 
 
 @ranks(2)
 def test_parts_of_logits_give_what_whole_logits_give(ctx: ProcessContext) -> None:
     g = torch.Generator().manual_seed(0)
-    whole = torch.randn(2, 6, 8, generator=g)
+    full_logits = torch.randn(2, 6, 8, generator=g)
     target = torch.randint(0, 8, (2, 6), generator=g)
     target[0, :2] = -100
     group: Any = ctx.world.group  # type: ignore[attr-defined]  # a process group's
@@ -75,17 +77,17 @@ def test_parts_of_logits_give_what_whole_logits_give(ctx: ProcessContext) -> Non
             torch.cat([x, x]).max(),
         ]
 
-    for index in range(len(values(whole))):
-        leaf = whole.clone().requires_grad_()
+    for index in range(len(values(full_logits))):
+        leaf = full_logits.clone().requires_grad_()
         expected = values(leaf)[index]
         expected.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        hidden = whole.clone().requires_grad_()
+        hidden = full_logits.clone().requires_grad_()
         got = values(split_logits(hidden, group))[index]
         got.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         torch.testing.assert_close(torch.as_tensor(got.detach()), expected.detach())
         torch.testing.assert_close(hidden.grad, leaf.grad)
-    logits = split_logits(whole, group)
-    assert torch.equal(logits.argmax(-1), whole.argmax(-1))
+    logits = split_logits(full_logits, group)
+    assert torch.equal(logits.argmax(-1), full_logits.argmax(-1))
     assert (logits.ndim, len(logits), logits.numel(), logits.dtype) == (
         3,
         2,

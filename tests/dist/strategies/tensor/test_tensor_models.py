@@ -29,7 +29,7 @@ def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     build: Any = LlamaForCausalLM
-    made: nn.Module = build(
+    net: nn.Module = build(
         LlamaConfig(
             hidden_size=8,
             intermediate_size=16,
@@ -41,7 +41,7 @@ def llama() -> nn.Module:
             tie_word_embeddings=True,
         )
     )
-    return made
+    return net
 
 
 def qwen() -> nn.Module:
@@ -56,19 +56,19 @@ def qwen() -> nn.Module:
     }
     build: Any = Qwen3ForCausalLM
     config: Any = Qwen3Config
-    made: nn.Module = build(
+    net: nn.Module = build(
         config(
             **sizes, num_key_value_heads=2, vocab_size=16, max_position_embeddings=16
         )
     )
-    return made
+    return net
 
 
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     build: Any = BertForMaskedLM
-    made: nn.Module = build(
+    net: nn.Module = build(
         BertConfig(
             hidden_size=8,
             intermediate_size=16,
@@ -80,7 +80,7 @@ def bert() -> nn.Module:
             attention_probs_dropout_prob=0.0,
         )
     )
-    return made
+    return net
 
 
 def t5() -> nn.Module:
@@ -96,8 +96,8 @@ def t5() -> nn.Module:
         "num_heads": 4,
         "vocab_size": 16,
     }
-    made: nn.Module = build(config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
-    return made
+    net: nn.Module = build(config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+    return net
 
 
 LLAMA_PLAN = {
@@ -123,15 +123,15 @@ def losses(
     if accelerator is not None:
         net, optimizer = accelerator.prepare(net, optimizer)
     g = torch.Generator().manual_seed(3)
-    seen = []
+    step_losses = []
     for _ in range(steps):
         batch = torch.randint(1, 16, (4, 6), generator=g)
         loss = net(input_ids=batch, labels=batch).loss
         loss.backward() if accelerator is None else accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(float(loss.detach()))
-    return seen
+        step_losses.append(float(loss.detach()))
+    return step_losses
 
 
 @ranks(2)
@@ -182,8 +182,12 @@ def test_norms_of_heads_have_the_gradient_of_all_heads(ctx: ProcessContext) -> N
         net = accelerator.prepare(seeded(qwen))
         accelerator.backward(net(input_ids=batch, labels=batch).loss)
         for name, gradient in expected.items():
-            own = net.get_parameter(name).grad
-            got = own.full_tensor() if isinstance(own, DTensor) else own
+            local_grad = net.get_parameter(name).grad
+            got = (
+                local_grad.full_tensor()
+                if isinstance(local_grad, DTensor)
+                else local_grad
+            )
             assert gradient is not None
             assert gradient.abs().max() > 0
             torch.testing.assert_close(got, gradient, rtol=1e-3, atol=1e-8)
@@ -195,8 +199,8 @@ def test_ranks_of_one_group_read_the_same_samples_and_count_them_once(
 ) -> None:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
     loader = accelerator.prepare(DataLoader(Numbers(11), batch_size=4))
-    seen = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
-    assert seen.tolist() == list(range(11))
+    gathered = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
+    assert gathered.tolist() == list(range(11))
 
 
 class Dropped(nn.Module):
@@ -232,8 +236,8 @@ def test_dropout_is_equal_where_ranks_hold_the_same_and_different_where_they_do_
     for _ in range(3):
         net(torch.ones(64, 4))
     inside, outside = (
-        accelerator.ctx.world.all_gather_object(torch.stack(kept).to(torch.uint8))
-        for kept in (net.inside, net.outside)
+        accelerator.ctx.world.all_gather_object(torch.stack(masks).to(torch.uint8))
+        for masks in (net.inside, net.outside)
     )
     assert torch.equal(outside[0], outside[1])
     assert not torch.equal(inside[0], inside[1])
@@ -259,9 +263,11 @@ def test_weights_are_exported_whole_and_state_of_an_optimizer_moves_along(
     expected = {name: p.detach().clone() for name, p in net.named_parameters()}
     accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
     net, optimizer = accelerator.prepare(net, optimizer)
-    whole = accelerator.get_state_dict(net)
+    full_state = accelerator.get_state_dict(net)
     if accelerator.is_main_process:
-        assert all(torch.equal(whole[name], value) for name, value in expected.items())
+        assert all(
+            torch.equal(full_state[name], value) for name, value in expected.items()
+        )
     for name, parameter in accelerator.unwrap_model(net).named_parameters():
         moment = optimizer.state[parameter]["exp_avg"]
         assert torch.equal(
@@ -275,10 +281,10 @@ def test_what_cannot_be_split_is_refused_before_anything_changes(
     ctx: ProcessContext,
 ) -> None:
     def prepare(net: nn.Module, **options: Any) -> nn.Module:
-        made: nn.Module = Accelerator(
+        split_net: nn.Module = Accelerator(
             parallelism_config=ParallelismConfig(tp_size=2, **options)
         ).prepare(net)
-        return made
+        return split_net
 
     def net() -> TinyLM:
         return TinyLM(vocab=9, width=9, heads=3, depth=2, context=6, tied=True)
