@@ -62,7 +62,7 @@ def collected(ref: weakref.ref[Accelerator]) -> bool:
 
 
 def more_than(earlier_threads: Counter[str]) -> Counter[str]:
-    """Threads that are there besides those of `before`; one that is about to end has five seconds."""
+    """Threads that are there besides the earlier ones; one that is about to end has five seconds."""
     until = time.monotonic() + 5.0
     while (extra_threads := held()[0] - earlier_threads) and time.monotonic() < until:
         time.sleep(0.05)
