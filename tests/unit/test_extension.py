@@ -97,9 +97,10 @@ def test_every_declared_object_of_the_bundled_extensions_exists() -> None:
     for declared in extension._bundled():
         assert isinstance(declared, Extension)
         for kind in get_args(Kind):
-            for name, place in getattr(declared, kind).items():
+            for name, object_path in getattr(declared, kind).items():
                 assert (
-                    extension.Offer(kind, name, place, declared.name).load() is not None
+                    extension.Offer(kind, name, object_path, declared.name).load()
+                    is not None
                 )
 
 

@@ -18,13 +18,13 @@ def tree(kind: type[HastenError]) -> Iterator[type[HastenError]]:
         yield from tree(inner)
 
 
-OURS = sorted(
+OUR_ERRORS = sorted(
     (kind for kind in tree(HastenError) if kind.__module__ == errors.__name__),
     key=lambda kind: kind.__name__,
 )
 
 
-@pytest.mark.parametrize("kind", OURS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", OUR_ERRORS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
     ("inner", "expected"),
     [

@@ -57,9 +57,9 @@ def samples() -> list[Any]:
 def test_mapping_keeps_kind_and_values(tree: Any) -> None:
     doubled = trees.map_tensors(lambda x: x * 2, tree)
     assert type(doubled) is type(tree)
-    before, after = trees.leaves(tree), trees.leaves(doubled)
-    assert len(before) == len(after)
-    for old, new in zip(before, after, strict=True):
+    original_leaves, doubled_leaves = trees.leaves(tree), trees.leaves(doubled)
+    assert len(original_leaves) == len(doubled_leaves)
+    for old, new in zip(original_leaves, doubled_leaves, strict=True):
         if isinstance(old, Tensor):
             assert torch.equal(new, old * 2)
         else:

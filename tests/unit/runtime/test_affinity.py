@@ -26,24 +26,27 @@ def system(folder: Path, cpus: str) -> Path:
 
 
 def test_a_process_is_pinned_to_the_cores_near_its_device(tmp_path: Path) -> None:
-    before = os.sched_getaffinity(0)
-    if len(before) < 2:
+    initial_cores = os.sched_getaffinity(0)
+    if len(initial_cores) < 2:
         pytest.skip("one core only")
-    nearest = min(before)
+    nearest = min(initial_cores)
     try:
         reason = set_affinity("0000:3B:00.0", system(tmp_path, str(nearest)))
         assert os.sched_getaffinity(0) == {nearest}
-        assert reason == f"pinned to 1 of {len(before)} cores, those near the device"
+        assert (
+            reason
+            == f"pinned to 1 of {len(initial_cores)} cores, those near the device"
+        )
     finally:
-        os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, initial_cores)
 
 
 @pytest.mark.parametrize("cpus", ["", "0-9999", "9999"])
 def test_cores_are_left_alone_where_all_or_none_are_near(
     tmp_path: Path, cpus: str
 ) -> None:
-    before = os.sched_getaffinity(0)
+    initial_cores = os.sched_getaffinity(0)
     assert "left as they are" in set_affinity("0000:3b:00.0", system(tmp_path, cpus))
     assert "left as they are" in set_affinity("0000:99:00.0", tmp_path)
     assert "left as they are" in set_affinity(None)
-    assert os.sched_getaffinity(0) == before
+    assert os.sched_getaffinity(0) == initial_cores

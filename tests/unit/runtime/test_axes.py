@@ -20,8 +20,8 @@ def factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
         yield (number,)
         return
     for first in divisors(number):
-        for rest in factorizations(number // first, count - 1):
-            yield (first, *rest)
+        for later_factors in factorizations(number // first, count - 1):
+            yield (first, *later_factors)
 
 
 def check_laws(mesh: MeshSpec, axes: tuple[Axis, ...], ranks: range) -> None:
@@ -33,16 +33,16 @@ def check_laws(mesh: MeshSpec, axes: tuple[Axis, ...], ranks: range) -> None:
     assert [group[0] for group in groups] == sorted(group[0] for group in groups)
     coordinates = {rank: mesh.coordinate(rank) for rank in ranks}
     member_of = {rank: group for group in groups for rank in group}
-    rest = tuple(axis for axis in AXES if axis not in axes)
+    other_axes = tuple(axis for axis in AXES if axis not in axes)
     for rank in ranks:
         peers = mesh.peers(rank, *axes)
         assert peers == member_of[rank]
         assert list(peers) == sorted(peers)
         assert len(peers) == mesh.size(*axes)
         assert peers[mesh.index(rank, *axes)] == rank
-        there = coordinates.get(peers[0]) or mesh.coordinate(peers[0])
-        assert [there[axis] for axis in rest] == [
-            coordinates[rank][axis] for axis in rest
+        first_coordinate = coordinates.get(peers[0]) or mesh.coordinate(peers[0])
+        assert [first_coordinate[axis] for axis in other_axes] == [
+            coordinates[rank][axis] for axis in other_axes
         ]
 
 
@@ -73,15 +73,19 @@ def test_laws_hold_at_4096(sizes: tuple[int, ...]) -> None:
 def test_coordinates_are_row_major_with_pp_outermost_and_tp_innermost() -> None:
     mesh = MeshSpec(pp=2, dp_replicate=3, dp_shard=5, cp=7, tp=11)
     for rank in range(0, mesh.world_size, 13):
-        at = mesh.coordinate(rank)
+        coordinate = mesh.coordinate(rank)
         assert (
             rank
             == (
-                ((at[Axis.PP] * 3 + at[Axis.DP_REPLICATE]) * 5 + at[Axis.DP_SHARD]) * 7
-                + at[Axis.CP]
+                (
+                    (coordinate[Axis.PP] * 3 + coordinate[Axis.DP_REPLICATE]) * 5
+                    + coordinate[Axis.DP_SHARD]
+                )
+                * 7
+                + coordinate[Axis.CP]
             )
             * 11
-            + (at[Axis.TP])
+            + (coordinate[Axis.TP])
         )
 
 
@@ -105,9 +109,9 @@ def test_fill_takes_what_is_left() -> None:
     for world_size in range(1, 17):
         for sizes in factorizations(world_size, len(AXES)):
             for position in range(len(AXES)):
-                asked = dict(zip(map(str, AXES), sizes, strict=True))
-                asked[str(AXES[position])] = -1
-                assert MeshSpec.build(world_size, **asked) == MeshSpec(*sizes)
+                axis_sizes = dict(zip(map(str, AXES), sizes, strict=True))
+                axis_sizes[str(AXES[position])] = -1
+                assert MeshSpec.build(world_size, **axis_sizes) == MeshSpec(*sizes)
 
 
 def test_replicas_fill_by_default_unless_another_axis_does() -> None:

@@ -12,22 +12,22 @@ from hasten.runtime import env
 
 
 def test_defaults() -> None:
-    given = {"HOME": "/home/me"}
-    assert env.debug(given) is False
-    assert env.home(given) == Path("/home/me/.cache/hasten")
-    assert env.log_level(given) is None
+    variables = {"HOME": "/home/me"}
+    assert env.debug(variables) is False
+    assert env.home(variables) == Path("/home/me/.cache/hasten")
+    assert env.log_level(variables) is None
 
 
 def test_values() -> None:
-    given = {
+    variables = {
         "HASTEN_CONFIG": "{}",
         "HASTEN_DEBUG": "1",
         "HASTEN_HOME": "/data/h",
         "HASTEN_LOG_LEVEL": "debug",
     }
-    assert env.debug(given) is True
-    assert env.home(given) == Path("/data/h")
-    assert env.log_level(given) == "DEBUG"
+    assert env.debug(variables) is True
+    assert env.home(variables) == Path("/data/h")
+    assert env.log_level(variables) == "DEBUG"
     assert env.home({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/hasten")
 
 
@@ -63,12 +63,12 @@ def test_unknown_log_level_is_an_error() -> None:
 
 
 def test_snapshot_is_read_only_and_does_not_follow() -> None:
-    before = env.snapshot()
+    initial_snapshot = env.snapshot()
     with env.restored_environment():
         os.environ["HASTEN_TEST_VARIABLE"] = "1"
-        assert "HASTEN_TEST_VARIABLE" not in before
+        assert "HASTEN_TEST_VARIABLE" not in initial_snapshot
         assert env.snapshot()["HASTEN_TEST_VARIABLE"] == "1"
         del os.environ["PATH"]
-    assert env.snapshot() == before
+    assert env.snapshot() == initial_snapshot
     with pytest.raises(TypeError):
-        before["X"] = "1"  # type: ignore[index]
+        initial_snapshot["X"] = "1"  # type: ignore[index]

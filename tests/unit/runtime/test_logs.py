@@ -15,14 +15,17 @@ from hasten.runtime.logs import get_logger, show_logs
 
 
 def as_rank(rank: int, world_size: int) -> None:
-    place = {
+    rank_variables = {
         "RANK": rank,
         "WORLD_SIZE": world_size,
         "LOCAL_RANK": rank,
         "LOCAL_WORLD_SIZE": world_size,
     }
     env.replace_environment(
-        {**env.snapshot(), **{name: str(value) for name, value in place.items()}}
+        {
+            **env.snapshot(),
+            **{name: str(value) for name, value in rank_variables.items()},
+        }
     )
 
 
@@ -67,10 +70,10 @@ def test_order_without_a_process_group_is_an_error() -> None:
 
 
 def test_root_logger_is_never_touched() -> None:
-    before = logging.root.level, list(logging.root.handlers)
+    initial_root = logging.root.level, list(logging.root.handlers)
     get_logger("test.logs.root", "DEBUG").debug("x")
     get_logger("test.logs.root", logging.ERROR)
-    assert (logging.root.level, list(logging.root.handlers)) == before
+    assert (logging.root.level, list(logging.root.handlers)) == initial_root
     assert logging.getLogger("test.logs.root").level == logging.ERROR
 
 

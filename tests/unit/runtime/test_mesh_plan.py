@@ -39,9 +39,12 @@ def test_each_rank_has_a_line_with_its_coordinates() -> None:
         assert len(rows) == spec.world_size
         for rank, row in enumerate(rows):
             cells = dict(zip(names, map(int, row.split()), strict=True))
-            where = {str(axis): place for axis, place in spec.coordinate(rank).items()}
+            coordinate = {
+                str(axis): axis_index
+                for axis, axis_index in spec.coordinate(rank).items()
+            }
             assert cells == {"rank": rank, "machine": rank // 2} | {
-                name: where[name] for name in names[2:]
+                name: coordinate[name] for name in names[2:]
             }
 
 
@@ -97,10 +100,10 @@ def test_experts_are_divided_among_neighbours_in_every_world() -> None:
                         for size in offered
                     )
                     continue
-                copies, shards, parts = spec.expert_sizes
-                assert (copies * shards * parts, parts) == (world, ep)
-                held = [spec.expert_index(rank) for rank in range(world)]
-                assert held == list(range(ep)) * (world // ep)
+                copies, shards, expert_parts = spec.expert_sizes
+                assert (copies * shards * expert_parts, expert_parts) == (world, ep)
+                expert_indices = [spec.expert_index(rank) for rank in range(world)]
+                assert expert_indices == list(range(ep)) * (world // ep)
     assert MeshSpec.build(8, dp_shard=2, ep=-1).ep == 8
 
 

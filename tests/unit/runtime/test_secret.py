@@ -22,26 +22,26 @@ def test_a_given_token_wins_and_a_short_one_is_refused() -> None:
 
 
 def test_jobs_get_tokens_of_their_own() -> None:
-    one, two = secret.job_token({}), secret.job_token({})
-    assert one != two
-    assert len(one["HASTEN_TOKEN"]) == 64
+    first_token, second_token = secret.job_token({}), secret.job_token({})
+    assert first_token != second_token
+    assert len(first_token["HASTEN_TOKEN"]) == 64
     assert secret.job_token({"HASTEN_TOKEN": "given"}) == {"HASTEN_TOKEN": "given"}
 
 
 def test_many_processes_at_once_agree_on_one_secret(tmp_path: Path) -> None:
     env = {"HASTEN_HOME": str(tmp_path / "new" / "home")}
-    found: list[bytes | None] = []
+    read_secrets: list[bytes | None] = []
     threads = [
-        threading.Thread(target=lambda: found.append(secret.user_secret(env)))
+        threading.Thread(target=lambda: read_secrets.append(secret.user_secret(env)))
         for _ in range(16)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set(found)) == 1
-    assert found[0] is not None
-    assert len(found[0]) == 64
+    assert len(set(read_secrets)) == 1
+    assert read_secrets[0] is not None
+    assert len(read_secrets[0]) == 64
     home = tmp_path / "new" / "home"
     assert [path.name for path in home.iterdir()] == ["secret"]
     assert (home / "secret").stat().st_mode & 0o777 == 0o600

@@ -68,7 +68,7 @@ def test_large_seeds_work_and_negative_ones_are_refused() -> None:
 
 
 def test_deterministic_mode() -> None:
-    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    cudnn_flags = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     try:
         set_seed(1, deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
@@ -76,7 +76,7 @@ def test_deterministic_mode() -> None:
         assert not torch.backends.cudnn.benchmark
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn_flags
 
 
 @pytest.mark.parametrize("drawn_before", range(4))
@@ -95,19 +95,19 @@ def test_state_round_trip_is_exact(drawn_before: int) -> None:
 
 def flattened(tree: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors: dict[str, torch.Tensor] = {}
-    rest: dict[str, Any] = {}
+    json_values: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            inner_tensors, inner_rest = flattened(value)
+            inner_tensors, inner_json = flattened(value)
             tensors |= {
                 f"{key}/{name}": tensor for name, tensor in inner_tensors.items()
             }
-            rest[key] = inner_rest
+            json_values[key] = inner_json
         elif isinstance(value, torch.Tensor):
             tensors[key] = value
         else:
-            rest[key] = value
-    return tensors, rest
+            json_values[key] = value
+    return tensors, json_values
 
 
 def test_state_is_tensors_and_json(tmp_path: Path) -> None:
@@ -115,10 +115,10 @@ def test_state_is_tensors_and_json(tmp_path: Path) -> None:
     set_seed(11)
     random.gauss(0, 1)
     np.random.randn()
-    tensors, rest = flattened(RngState.capture().to_tree())
+    tensors, json_values = flattened(RngState.capture().to_tree())
     expected = draw()
     safetensors.torch.save_file(tensors, tmp_path / "t.safetensors")
-    data = json.loads(json.dumps(rest))
+    data = json.loads(json.dumps(json_values))
     loaded = safetensors.torch.load_file(tmp_path / "t.safetensors")
     tree = {
         "python": {**data["python"], "words": loaded["python/words"]},

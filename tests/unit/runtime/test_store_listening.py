@@ -16,7 +16,7 @@ WITHIN = timedelta(seconds=20)
 
 def listening() -> set[str]:
     """The addresses on which this process listens, as /proc writes them."""
-    own = {
+    own_sockets = {
         str(link.readlink())
         for link in Path("/proc/self/fd").iterdir()
         if link.is_symlink()
@@ -29,7 +29,7 @@ def listening() -> set[str]:
     return {
         row[1].partition(":")[0]
         for row in rows
-        if row[3] == "0A" and f"socket:[{row[9]}]" in own
+        if row[3] == "0A" and f"socket:[{row[9]}]" in own_sockets
     }
 
 
@@ -44,9 +44,9 @@ def _warm() -> None:
     [("127.0.0.1", "0100007F"), ("localhost", "0100007F"), ("127.0.0.2", "0200007F")],
 )
 def test_a_loopback_address_is_bound_alone(address: str, shown: str) -> None:
-    before = listening()
+    initial_addresses = listening()
     served = store.serve_store(address, 0, WITHIN)
-    assert listening() - before <= {shown}
+    assert listening() - initial_addresses <= {shown}
     assert shown in listening()
     client = store.join_store(address, served.port, WITHIN)
     client.set("key", "value")
@@ -74,8 +74,8 @@ def test_an_address_of_another_machine_opens_all_interfaces_and_says_so(
     name = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kw: name)
     with (
-        store._listener("myself", 0, alone=False) as everywhere,
-        store._listener("myself", 0, alone=True) as here,
+        store._listener("myself", 0, alone=False) as open_listener,
+        store._listener("myself", 0, alone=True) as loopback_listener,
     ):
-        assert here.getsockname()[0] == "127.0.1.1"
-        assert everywhere.getsockname()[0] in ("::", "0.0.0.0")
+        assert loopback_listener.getsockname()[0] == "127.0.1.1"
+        assert open_listener.getsockname()[0] in ("::", "0.0.0.0")

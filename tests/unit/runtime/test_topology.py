@@ -131,8 +131,8 @@ def test_torch_variables_set_by_hand() -> None:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "1234",
     }
-    found = Topology.from_env(env)
-    assert (found.local_world_size, found.node_rank, found.rendezvous) == (
+    topology = Topology.from_env(env)
+    assert (topology.local_world_size, topology.node_rank, topology.rendezvous) == (
         2,
         0,
         "tcp://localhost:1234",
@@ -236,26 +236,31 @@ def test_pet_variables_without_torchrun() -> None:
 
 
 def test_slurm() -> None:
-    found = Topology.from_env(SLURM)
-    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (
+    topology = Topology.from_env(SLURM)
+    assert (
+        topology.rank,
+        topology.world_size,
+        topology.local_rank,
+        topology.local_world_size,
+    ) == (
         6,
         9,
         2,
         4,
     )
-    assert (found.node_rank, found.source) == (1, "slurm")
-    assert found.rendezvous is not None
-    host, _, port = found.rendezvous.removeprefix("tcp://").rpartition(":")
+    assert (topology.node_rank, topology.source) == (1, "slurm")
+    assert topology.rendezvous is not None
+    host, _, port = topology.rendezvous.removeprefix("tcp://").rpartition(":")
     assert host == "node001"
     assert 12000 <= int(port) < 32000
-    other = Topology.from_env({**SLURM, "SLURM_STEP_ID": "1"})
-    assert other.rendezvous != found.rendezvous, (
+    second_step = Topology.from_env({**SLURM, "SLURM_STEP_ID": "1"})
+    assert second_step.rendezvous != topology.rendezvous, (
         "two steps of one job do not meet by accident"
     )
     last = {**SLURM, "SLURM_PROCID": "8", "SLURM_NODEID": "2", "SLURM_LOCALID": "0"}
     assert Topology.from_env(last).local_world_size == 1
-    given = Topology.from_env({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "5000"})
-    assert given.rendezvous == "tcp://x:5000"
+    explicit = Topology.from_env({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "5000"})
+    assert explicit.rendezvous == "tcp://x:5000"
 
 
 def test_slurm_uses_the_steps_size_not_the_jobs() -> None:
@@ -268,9 +273,11 @@ def test_slurm_uses_the_steps_size_not_the_jobs() -> None:
 
 
 def test_batch_script_of_slurm_is_one_process() -> None:
-    found = Topology.from_env({**without(SLURM, "SLURM_STEP_ID"), "SLURM_PROCID": "0"})
-    assert (found.rank, found.world_size) == (0, 1)
-    assert "SLURM_NTASKS=9, but srun did not start this process" in found.note
+    topology = Topology.from_env(
+        {**without(SLURM, "SLURM_STEP_ID"), "SLURM_PROCID": "0"}
+    )
+    assert (topology.rank, topology.world_size) == (0, 1)
+    assert "SLURM_NTASKS=9, but srun did not start this process" in topology.note
 
 
 @pytest.mark.parametrize("env", [OPENMPI, HYDRA, CRAY])
@@ -443,20 +450,20 @@ def test_every_launcher_gives_a_job_the_same_ranks(nodes: int, per_node: int) ->
     """The law: however a job is started, its ranks are each there once and agree about the world."""
     world = nodes * per_node
     for kind in ("torch", "slurm", "mpi", "xla"):
-        found = [
+        topologies = [
             Topology.from_env(launched(kind, rank, per_node, nodes))
             for rank in range(world)
         ]
-        assert [t.rank for t in found] == list(range(world))
-        assert {(t.world_size, t.local_world_size, t.source) for t in found} == {
+        assert [t.rank for t in topologies] == list(range(world))
+        assert {(t.world_size, t.local_world_size, t.source) for t in topologies} == {
             (world, per_node, kind)
         }
-        assert sorted((t.node_rank, t.local_rank) for t in found) == [
+        assert sorted((t.node_rank, t.local_rank) for t in topologies) == [
             (n, p) for n in range(nodes) for p in range(per_node)
         ]
-        assert len({t.rendezvous for t in found}) == 1
-        assert [t.is_main for t in found].count(True) == 1
-        assert [t.is_local_main for t in found].count(True) == nodes
+        assert len({t.rendezvous for t in topologies}) == 1
+        assert [t.is_main for t in topologies].count(True) == 1
+        assert [t.is_local_main for t in topologies].count(True) == nodes
 
 
 def launched(kind: str, rank: int, per_node: int, nodes: int) -> dict[str, str]:

@@ -41,21 +41,21 @@ class Run:
         self.model, self.optimizer, *self.loaders = self.accelerator.prepare(
             model, optimizer, *loaders
         )
-        self.seen: list[Any] = []
+        self.points: list[Any] = []
         self._stop_at = stop_at
 
-    def train(self, *what: Any) -> None:
+    def train(self, *point: Any) -> None:
         """One update, and a point behind it."""
-        x = what[-1][0]
+        x = point[-1][0]
         self.accelerator.backward(self.model(x).square().mean())
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.point(*what[:-1], x.flatten().int().tolist())
+        self.point(*point[:-1], x.flatten().int().tolist())
 
-    def point(self, *what: Any) -> None:
+    def point(self, *point: Any) -> None:
         """Note something done; save and stop here if it was asked for."""
-        self.seen.append(what)
-        if len(self.seen) == self._stop_at:
+        self.points.append(point)
+        if len(self.points) == self._stop_at:
             self.accelerator.save_state()
             raise Stopped
 
@@ -116,8 +116,8 @@ def one_loader_after_the_other(run: Run) -> None:
 
 def side_by_side(run: Run) -> None:
     for epoch in run.accelerator.epochs(3):
-        for batch, (other,) in zip(run.loaders[1], run.loaders[0], strict=False):
-            run.train("train", epoch, other.tolist(), batch)
+        for batch, (companion,) in zip(run.loaders[1], run.loaders[0], strict=False):
+            run.train("train", epoch, companion.tolist(), batch)
         run.point("end", epoch)
 
 
@@ -152,9 +152,9 @@ PROGRAMS: Final = (
 def test_a_run_that_is_stopped_anywhere_goes_on_as_if_it_never_was(
     tmp_path: Path, program: Callable[[Run], None], every: int
 ) -> None:
-    whole = Run(tmp_path / "whole")
-    program(whole)
-    for stop_at in range(1, len(whole.seen) + 1, every):
+    uninterrupted = Run(tmp_path / "whole")
+    program(uninterrupted)
+    for stop_at in range(1, len(uninterrupted.points) + 1, every):
         stopped = Run(tmp_path / "stopped", stop_at)
         with pytest.raises(Stopped):
             program(stopped)
@@ -162,30 +162,30 @@ def test_a_run_that_is_stopped_anywhere_goes_on_as_if_it_never_was(
         resumed.accelerator.load_state()
         program(resumed)
         start = stop_at
-        while whole.seen[start - 1][0] == "test":  # an evaluation begins anew
+        while uninterrupted.points[start - 1][0] == "test":  # an evaluation begins anew
             start -= 1
-        assert resumed.seen == whole.seen[start:], (
-            f"stopped after {whole.seen[:stop_at]}"
+        assert resumed.points == uninterrupted.points[start:], (
+            f"stopped after {uninterrupted.points[:stop_at]}"
         )
-        assert torch.equal(resumed.model.weight, whole.model.weight)
+        assert torch.equal(resumed.model.weight, uninterrupted.model.weight)
         shutil.rmtree(tmp_path / "stopped")
 
 
 def test_a_resumed_run_may_be_stopped_and_resumed_again(tmp_path: Path) -> None:
-    whole = Run(tmp_path / "whole")
-    with_a_short_evaluation(whole)
-    seen: list[Any] = []
+    uninterrupted = Run(tmp_path / "whole")
+    with_a_short_evaluation(uninterrupted)
+    points: list[Any] = []
     while True:
         run = Run(tmp_path / "run", stop_at=1)
-        if seen:
+        if points:
             run.accelerator.load_state()
         try:
             with_a_short_evaluation(run)
         except Stopped:
-            seen += run.seen
+            points += run.points
             continue
         break
-    assert seen == whole.seen
+    assert points == uninterrupted.points
 
 
 def test_a_pass_left_by_break_is_gone_on_with_only_after_a_resume(
@@ -204,36 +204,46 @@ def test_a_pass_left_by_break_is_gone_on_with_only_after_a_resume(
         if epoch == 1:
             run.accelerator.save_state()
             break
-    assert run.seen == [("train", 0, order[0][0]), ("train", 1, order[1][0])]
+    assert run.points == [("train", 0, order[0][0]), ("train", 1, order[1][0])]
     resumed = Run(tmp_path)
     resumed.accelerator.load_state()
     plain(resumed)
-    rest = [("train", 1, one) for one in order[1][1:]] + [("end", 1)]
-    assert resumed.seen == [*rest, *[("train", 2, one) for one in order[2]], ("end", 2)]
+    remaining_points = [
+        ("train", 1, batch_numbers) for batch_numbers in order[1][1:]
+    ] + [("end", 1)]
+    assert resumed.points == [
+        *remaining_points,
+        *[("train", 2, batch_numbers) for batch_numbers in order[2]],
+        ("end", 2),
+    ]
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_loops_of_ones_own_are_left_alone(tmp_path: Path, before: bool) -> None:
+@pytest.mark.parametrize("has_earlier_loop", [False, True])
+def test_loops_of_ones_own_are_left_alone(
+    tmp_path: Path, has_earlier_loop: bool
+) -> None:
     def program(run: Run, passes: int) -> None:
         for number in range(passes):
             for batch in run.loaders[0]:
                 run.train("train", number, batch)
 
-    whole, stopped, resumed = (
+    uninterrupted, stopped, resumed = (
         Run(tmp_path / name, stop)
         for name, stop in (("a", None), ("b", 8), ("b", None))
     )
-    for run in (whole, stopped):
+    for run in (uninterrupted, stopped):
         # a loop that is over plays no part
-        for _ in run.accelerator.epochs(2 if before else 0):
+        for _ in run.accelerator.epochs(2 if has_earlier_loop else 0):
             for _ in run.loaders[0]:
                 pass
-    program(whole, 4)
+    program(uninterrupted, 4)
     with pytest.raises(Stopped):
         program(stopped, 4)
     resumed.accelerator.load_state()
     program(resumed, 2)
-    assert [what[-1] for what in resumed.seen] == [what[-1] for what in whole.seen[8:]]
+    assert [point[-1] for point in resumed.points] == [
+        point[-1] for point in uninterrupted.points[8:]
+    ]
 
 
 def test_passes_that_are_over_stay_so_behind_the_loop(tmp_path: Path) -> None:
@@ -249,9 +259,9 @@ def test_passes_that_are_over_stay_so_behind_the_loop(tmp_path: Path) -> None:
     resumed = Run(tmp_path)
     resumed.accelerator.load_state()
     one_loader_after_the_other(resumed)
-    whole = Run(tmp_path / "whole")
-    one_loader_after_the_other(whole)
-    assert resumed.seen == whole.seen[4:]
+    uninterrupted = Run(tmp_path / "whole")
+    one_loader_after_the_other(uninterrupted)
+    assert resumed.points == uninterrupted.points[4:]
 
 
 def test_a_state_saved_before_the_first_batch_of_an_epoch_begins_it_again(
@@ -267,8 +277,8 @@ def test_a_state_saved_before_the_first_batch_of_an_epoch_begins_it_again(
     resumed = Run(tmp_path)
     resumed.accelerator.load_state()
     plain(resumed)
-    assert [what[1] for what in resumed.seen] == [1] * 4 + [2] * 4
-    assert resumed.seen[0] == run.seen[1]
+    assert [point[1] for point in resumed.points] == [1] * 4 + [2] * 4
+    assert resumed.points[0] == run.points[1]
 
 
 def test_an_epoch_that_set_epoch_ends_is_over(tmp_path: Path) -> None:
@@ -280,11 +290,11 @@ def test_an_epoch_that_set_epoch_ends_is_over(tmp_path: Path) -> None:
             run.loaders[0].set_epoch(epoch + 1)
             run.point("end", epoch)
 
-    whole = Run(tmp_path / "whole")
-    program(whole)
-    for stop_at in range(1, len(whole.seen) + 1):
+    uninterrupted = Run(tmp_path / "whole")
+    program(uninterrupted)
+    for stop_at in range(1, len(uninterrupted.points) + 1):
         # the loader goes on inside that epoch
-        if whole.seen[stop_at - 1][0] == "train":
+        if uninterrupted.points[stop_at - 1][0] == "train":
             continue
         stopped = Run(tmp_path / str(stop_at), stop_at)
         with pytest.raises(Stopped):
@@ -292,7 +302,7 @@ def test_an_epoch_that_set_epoch_ends_is_over(tmp_path: Path) -> None:
         resumed = Run(tmp_path / str(stop_at))
         resumed.accelerator.load_state()
         program(resumed)
-        assert resumed.seen == whole.seen[stop_at:]
+        assert resumed.points == uninterrupted.points[stop_at:]
 
 
 def test_a_loop_in_the_same_process_goes_on_where_the_state_was_saved(
@@ -301,30 +311,30 @@ def test_a_loop_in_the_same_process_goes_on_where_the_state_was_saved(
     run = Run(tmp_path / "stopped", stop_at=6)
     with pytest.raises(Stopped):
         plain(run)
-    whole = Run(tmp_path / "whole")
-    plain(whole)
+    uninterrupted = Run(tmp_path / "whole")
+    plain(uninterrupted)
     for _ in range(2):
         run.accelerator.load_state(
             tmp_path / "stopped" / "checkpoints" / "checkpoint_0"
         )
-        run.seen, run._stop_at = [], None
+        run.points, run._stop_at = [], None
         plain(run)
-        assert run.seen == whole.seen[6:]
+        assert run.points == uninterrupted.points[6:]
 
 
 def test_a_state_loaded_inside_a_loop_takes_it_back(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    seen = []
+    visited_epochs = []
     for epoch in run.accelerator.epochs(4):
-        seen.append(epoch)
+        visited_epochs.append(epoch)
         for batch in run.loaders[0]:
             run.train("train", epoch, batch)
-            if len(run.seen) == 5:
+            if len(run.points) == 5:
                 run.accelerator.save_state()
-        if epoch == 3 and seen.count(3) == 1:
+        if epoch == 3 and visited_epochs.count(3) == 1:
             run.accelerator.load_state()
-    assert seen == [0, 1, 2, 3, 1, 2, 3]
-    assert len(run.seen) == 12 + 1 + 6
+    assert visited_epochs == [0, 1, 2, 3, 1, 2, 3]
+    assert len(run.points) == 12 + 1 + 6
 
 
 def test_more_epochs_than_the_saved_run_had(tmp_path: Path) -> None:
@@ -334,9 +344,9 @@ def test_more_epochs_than_the_saved_run_had(tmp_path: Path) -> None:
     resumed = Run(tmp_path)
     resumed.accelerator.load_state()
     assert list(resumed.accelerator.epochs(5)) == [3, 4]
-    again = Run(tmp_path)
-    again.accelerator.load_state()
-    assert list(again.accelerator.epochs(3)) == []
+    finished = Run(tmp_path)
+    finished.accelerator.load_state()
+    assert list(finished.accelerator.epochs(3)) == []
 
 
 class Counted(IterableDataset[int]):

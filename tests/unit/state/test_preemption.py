@@ -18,13 +18,13 @@ from hasten.state.preemption import PREEMPTED_EXIT_CODE, Preemption
 
 def read_in_a_thread(preemption: Preemption) -> list[bool]:
     """What the flag says when a thread asks for it."""
-    found: list[bool] = []
+    agreements: list[bool] = []
     thread = threading.Thread(
-        target=lambda: found.append(preemption.agreed()), name="loop"
+        target=lambda: agreements.append(preemption.agreed()), name="loop"
     )
     thread.start()
     thread.join()
-    return found
+    return agreements
 
 
 def test_a_thread_is_told_once_that_signals_are_not_noticed(

@@ -60,8 +60,8 @@ class Run:
                 )
             self._pass_point("end", epoch)
 
-    def _pass_point(self, *what: Any) -> None:
-        self.points.append(what)
+    def _pass_point(self, *point: Any) -> None:
+        self.points.append(point)
         if len(self.points) == self._stop_at:
             self.accelerator.save_state()
             raise Stopped
@@ -76,23 +76,23 @@ def zip_long_first(run: Run) -> Iterator[tuple[Any, Any]]:
 
 
 def next_beside(run: Run) -> Iterator[tuple[Any, Any]]:
-    others = iter(run.long)
+    long_batches = iter(run.long)
     for batch in run.short:
-        yield batch, next(others)
+        yield batch, next(long_batches)
 
 
 def next_now_and_then(run: Run) -> Iterator[tuple[Any, Any]]:
-    others = iter(run.long)
+    long_batches = iter(run.long)
     for index, batch in enumerate(run.short, run.short.num_done):
-        yield batch, next(others) if index % 2 else batch
+        yield batch, next(long_batches) if index % 2 else batch
 
 
 def next_over_epochs(run: Run) -> Iterator[tuple[Any, Any]]:
     """Read the long loader to its end before it starts anew, over all epochs of the short one."""
-    if not hasattr(run, "others"):
-        run.others = itertools.chain.from_iterable(itertools.repeat(run.long))  # type: ignore[attr-defined]
+    if not hasattr(run, "long_batches"):
+        run.long_batches = itertools.chain.from_iterable(itertools.repeat(run.long))  # type: ignore[attr-defined]
     for batch in run.short:
-        yield batch, next(run.others)  # type: ignore[attr-defined]
+        yield batch, next(run.long_batches)  # type: ignore[attr-defined]
 
 
 PROGRAMS: Final = (

@@ -72,7 +72,7 @@ def test_the_loss_and_the_norm_are_compiled_and_train_alike(
             model(input_ids=TOKENS, labels=TOKENS).loss, expected[0], rtol=0, atol=1e-7
         )
     remove_all_compiled(model)
-    assert not any(is_compiled(part) for part in model.modules())
+    assert not any(is_compiled(module) for module in model.modules())
     assert not isinstance(model.loss_function, CompiledLoss)
 
 
@@ -123,24 +123,29 @@ def test_the_first_calls_of_compiled_blocks_are_shown_and_logged_once(
                 torch.equal(block(torch.ones(2)), out)
                 for block, out in zip(blocks, plain, strict=True)
             )
-    wanted = {
-        (3, True): [f"compiling Net, block {one} of 3, 12 s" for one in (1, 2, 3)],
+    expected_lines = {
+        (3, True): [
+            f"compiling Net, block {block_number} of 3, 12 s"
+            for block_number in (1, 2, 3)
+        ],
         (1, True): ["compiling Net, 12 s"],
         (3, False): [],
     }
-    assert [line.replace(", 13 s", ", 12 s") for line in lines] == wanted[
+    assert [line.replace(", 13 s", ", 12 s") for line in lines] == expected_lines[
         number, is_main
     ]
-    told = [
+    messages = [
         record.getMessage()
         for record in caplog.records
         if "compiled" in record.getMessage()
     ]
-    what = "Net" if number == 1 else "the 3 blocks of Net"
-    assert [line.rpartition(" in ")[0] for line in told] == (
-        [f"compiled {what}"] if is_main else []
+    title = "Net" if number == 1 else "the 3 blocks of Net"
+    assert [line.rpartition(" in ")[0] for line in messages] == (
+        [f"compiled {title}"] if is_main else []
     )
-    assert all(line.endswith(" s (1 graph)") for line in told), "equal blocks share one"
+    assert all(line.endswith(" s (1 graph)") for line in messages), (
+        "equal blocks share one"
+    )
     assert not any(
         isinstance(block._compiled_call_impl, compiling._FirstCall) for block in blocks
     ), "later calls cost nothing"
@@ -187,9 +192,9 @@ def test_blocks_and_models_of_torchs_own_classes_are_compiled(
     assert line.startswith(f"compiled {title} in ")
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
-    assert not any(is_compiled(part) for part in bare.modules())
+    assert not any(is_compiled(module) for module in bare.modules())
     assert not any(
-        forwarding.find(part, CompiledForward.tag) for part in bare.modules()
+        forwarding.find(module, CompiledForward.tag) for module in bare.modules()
     )
 
 
@@ -216,24 +221,24 @@ class Skipped(nn.Module):
 def test_a_setting_that_compiles_nothing_is_an_error_and_a_choice_of_ours_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    asked, chosen = Skipped(), Skipped()
-    compile_modules([asked], "Skipped", EAGER, is_main=True)
-    compile_modules([chosen], "Skipped", EAGER, is_main=True, automatic=True)
+    required_module, automatic_module = Skipped(), Skipped()
+    compile_modules([required_module], "Skipped", EAGER, is_main=True)
+    compile_modules([automatic_module], "Skipped", EAGER, is_main=True, automatic=True)
     for _ in range(2):
-        asked(torch.ones(2))
-        chosen(torch.ones(2))
+        required_module(torch.ones(2))
+        automatic_module(torch.ones(2))
     with pytest.raises(
         ConfigError,
         match=r"nothing of Skipped was compiled.*Remove torch\.compiler\.disable",
     ):
-        asked(torch.ones(2))
+        required_module(torch.ones(2))
     assert not caplog.records
-    chosen(torch.ones(2))
+    automatic_module(torch.ones(2))
     assert (
         "performance: Skipped is not compiled: torch's compiler skipped its code"
         in caplog.text
     )
-    assert not is_compiled(chosen)
+    assert not is_compiled(automatic_module)
 
 
 def test_a_compiler_that_fails_ends_no_training_that_did_not_ask_for_it(
@@ -256,6 +261,6 @@ def test_a_compiler_that_fails_ends_no_training_that_did_not_ask_for_it(
 def test_copies_and_pickles_of_a_block_that_was_not_called_yet_run_eagerly() -> None:
     block = nn.Linear(2, 2)
     compile_modules([block], "Net", EAGER, is_main=True)
-    for one in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
-        assert not is_compiled(one)
-        assert torch.equal(one(torch.ones(2)), block(torch.ones(2)))
+    for block_copy in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert not is_compiled(block_copy)
+        assert torch.equal(block_copy(torch.ones(2)), block(torch.ones(2)))

@@ -22,64 +22,66 @@ from tests.support.toys import Blobs, Classifier
 
 
 def start(
-    began: float,
+    process_start: float,
     first: float,
     steps: int,
     events: Sequence[dict[str, Any]] = (),
     rank: int = 0,
-    **parts: float,
+    **step_shares: float,
 ) -> LoggedRank:
     """A start of the program: steps of one second, all useful but for `parts`, from second `first` on."""
     table = np.zeros(steps, step_dtype())
     table["time"] = first + 1.0 + np.arange(steps)
-    table["forward"] = 1.0 - sum(parts.values())
-    for part, seconds in parts.items():
-        table[part] = seconds
+    table["forward"] = 1.0 - sum(step_shares.values())
+    for step_part, seconds in step_shares.items():
+        table[step_part] = seconds
     started = {
         "event": "started",
-        "time": began + 0.5,
-        "process_began": began,
-        "startup_s": first - began,
+        "time": process_start + 0.5,
+        "process_began": process_start,
+        "startup_s": first - process_start,
     }
     return LoggedRank(rank, table, [started, *events])
 
 
-def seconds(found: Goodput) -> dict[str, float]:
+def seconds(goodput: Goodput) -> dict[str, float]:
     """The causes that took time."""
     return {
-        cause: round(spent, 3) for cause, spent in found.seconds.items() if spent > 1e-6
+        cause: round(spent, 3)
+        for cause, spent in goodput.seconds.items()
+        if spent > 1e-6
     }
 
 
 def test_one_start() -> None:
-    found = account_time([start(0.0, 5.0, 10, data=0.2, evaluation=0.1)])
-    assert seconds(found) == {
+    goodput = account_time([start(0.0, 5.0, 10, data=0.2, evaluation=0.1)])
+    assert seconds(goodput) == {
         "useful": 7.0,
         "startup": 5.0,
         "data": 2.0,
         "evaluation": 1.0,
     }
-    assert found.wall_s == pytest.approx(15.0)
-    assert found.ratio == pytest.approx(7 / 15)
+    assert goodput.wall_s == pytest.approx(15.0)
+    assert goodput.ratio == pytest.approx(7 / 15)
 
 
 def test_a_restart_from_a_checkpoint() -> None:
     """Saved after 6 of 10 steps, lost at second 15, started again at 20, loaded, four steps repeated."""
     first = start(0.0, 5.0, 10, [{"event": "saved", "time": 11.0, "step": 6}])
     second = start(20.0, 23.0, 4, [{"event": "loaded", "time": 22.0, "step": 6}])
-    found = account_time([first, second])
-    assert seconds(found) == {
+    goodput = account_time([first, second])
+    assert seconds(goodput) == {
         "useful": 10.0,
         "startup": 8.0,
         "restart": 5.0,
         "replayed": 4.0,
     }
-    assert found.wall_s == pytest.approx(27.0)
+    assert goodput.wall_s == pytest.approx(27.0)
 
 
 def test_a_restart_from_nothing_makes_all_earlier_steps_void() -> None:
-    found = account_time([start(0.0, 5.0, 10), start(15.0, 16.0, 3)])
-    assert seconds(found) == {"useful": 3.0, "startup": 6.0, "replayed": 10.0}
+    goodput = account_time([start(0.0, 5.0, 10), start(15.0, 16.0, 3)])
+    assert seconds(goodput) == {"useful": 3.0, "startup": 6.0, "replayed": 10.0}
     crashed = account_time(
         [start(0.0, 5.0, 10), start(15.0, 16.0, 0), start(16.0, 17.0, 1)]
     )
@@ -104,9 +106,9 @@ def test_a_rollback_inside_one_start() -> None:
         {"event": "loaded", "time": 9.5, "step": 2},
         {"event": "saved", "time": 12.0, "step": 4},
     ]
-    found = account_time([start(0.0, 5.0, 10, events)])
-    assert found.seconds["replayed"] == 2.0
-    assert found.seconds["useful"] == 8.0
+    goodput = account_time([start(0.0, 5.0, 10, events)])
+    assert goodput.seconds["replayed"] == 2.0
+    assert goodput.seconds["useful"] == 8.0
 
 
 def test_the_same_step_saved_again_after_a_rollback() -> None:
@@ -138,25 +140,25 @@ def test_a_finished_run_that_is_continued_later_did_not_wait() -> None:
 
 
 def test_a_stall_that_ended_the_process() -> None:
-    found = account_time(
+    goodput = account_time(
         [
             start(0.0, 5.0, 10, [{"event": "stalled", "time": 75.0, "seconds": 60.0}]),
             start(80.0, 82.0, 1),
         ]
     )
-    assert found.seconds["stall"] == 60.0
-    assert found.seconds["restart"] == 5.0
+    assert goodput.seconds["stall"] == 60.0
+    assert goodput.seconds["restart"] == 5.0
 
 
 def test_causes_add_up_for_random_histories() -> None:
     chance = np.random.default_rng(0)
     for _ in range(200):
-        logs, now = [], 0.0
+        logs, clock_s = [], 0.0
         saved: list[int] = []
         for _ in range(int(chance.integers(1, 5))):
-            now += float(chance.uniform(0, 3))
+            clock_s += float(chance.uniform(0, 3))
             first, steps, events = (
-                now + float(chance.uniform(0, 3)),
+                clock_s + float(chance.uniform(0, 3)),
                 int(chance.integers(0, 6)),
                 [],
             )
@@ -177,21 +179,23 @@ def test_causes_add_up_for_random_histories() -> None:
                         "step": saved[-1],
                     }
                 )
-            logs.append(start(now, first, steps, events, data=0.25, checkpoint=0.05))
-            now = max(first + steps, *(event["time"] for event in logs[-1].events))
-        found = account_time(logs)
-        assert min(found.seconds.values()) >= 0
-        began = float(logs[0].started["process_began"])
-        assert found.wall_s == pytest.approx(now - began, abs=1e-3)
+            logs.append(
+                start(clock_s, first, steps, events, data=0.25, checkpoint=0.05)
+            )
+            clock_s = max(first + steps, *(event["time"] for event in logs[-1].events))
+        goodput = account_time(logs)
+        assert min(goodput.seconds.values()) >= 0
+        run_start = float(logs[0].started["process_began"])
+        assert goodput.wall_s == pytest.approx(clock_s - run_start, abs=1e-3)
 
 
 def test_the_run_is_its_lowest_rank() -> None:
     ranks = [start(0.0, 5.0, 10), start(0.0, 5.0, 10, rank=1, data=0.5)]
-    found = goodput_of_run(ranks)
-    assert found is not None
-    assert found.seconds["data"] == 5.0
+    goodput = goodput_of_run(ranks)
+    assert goodput is not None
+    assert goodput.seconds["data"] == 5.0
     assert goodput_of_run([start(0.0, 5.0, 0)]) is None
-    rows = cause_rows(found)
+    rows = cause_rows(goodput)
     assert rows[0][:3] == ["useful", "5 s", "33.3%"]
     assert {row[0] for row in rows} == {"useful", "startup", "data"}
 
@@ -226,12 +230,12 @@ def test_a_training_with_evaluation_saves_and_a_resume(tmp_path: Path) -> None:
         else:
             accelerator.end_training()
     logs = read_run_log(tmp_path / "run_log")
-    found = account_time(logs)
-    assert found.seconds["evaluation"] >= 2 * 4 * 0.05
-    assert found.seconds["useful"] >= 8 * 0.02 * 0.9
-    assert found.seconds["replayed"] >= 3 * 0.02
-    assert found.seconds["checkpoint"] > 0
-    assert found.seconds["startup"] >= 0.4
+    goodput = account_time(logs)
+    assert goodput.seconds["evaluation"] >= 2 * 4 * 0.05
+    assert goodput.seconds["useful"] >= 8 * 0.02 * 0.9
+    assert goodput.seconds["replayed"] >= 3 * 0.02
+    assert goodput.seconds["checkpoint"] > 0
+    assert goodput.seconds["startup"] >= 0.4
     assert [float(log.steps["samples"].sum()) for log in logs] == [32.0, 16.0], (
         "an evaluation's are not counted"
     )
@@ -269,9 +273,9 @@ def test_batches_read_side_by_side_are_no_evaluation() -> None:
         optimizer.step()
         optimizer.zero_grad()
     (run_log,) = [
-        part.run_log
-        for part in accelerator._clock.parts.members
-        if isinstance(part, RunLogPart)
+        run_part.run_log
+        for run_part in accelerator._clock.parts.members
+        if isinstance(run_part, RunLogPart)
     ]
     assert run_log.spent["evaluation"] == 0.0
     accelerator.end_training()

@@ -92,8 +92,8 @@ def test_a_torn_line_is_skipped_and_the_next_run_begins_on_its_own(
 def test_png_files_are_read_by_others(channels: int, tmp_path: Path) -> None:
     image = np.random.default_rng(0).integers(0, 256, (7, 5, channels), dtype=np.uint8)
     (tmp_path / "a.png").write_bytes(encode_png(image))
-    with Image.open(tmp_path / "a.png") as found:
-        assert np.array_equal(np.asarray(found).reshape(image.shape), image)
+    with Image.open(tmp_path / "a.png") as opened_image:
+        assert np.array_equal(np.asarray(opened_image).reshape(image.shape), image)
 
 
 def test_floats_become_bytes() -> None:

@@ -29,7 +29,7 @@ class ListTracker(Tracker):
     def __init__(self) -> None:
         self.run: Run | None = None
         self.entries: list[Entry] = []
-        self.others: list[ImageEntry | TableEntry] = []
+        self.media_entries: list[ImageEntry | TableEntry] = []
         self.rewound: list[int] = []
         self.ended: list[bool] = []
 
@@ -41,10 +41,10 @@ class ListTracker(Tracker):
         self.entries.append(entry)
 
     def log_images(self, entry: ImageEntry) -> None:
-        self.others.append(entry)
+        self.media_entries.append(entry)
 
     def log_table(self, entry: TableEntry) -> None:
-        self.others.append(entry)
+        self.media_entries.append(entry)
 
     def rewind(self, step: int) -> None:
         self.rewound.append(step)
@@ -285,9 +285,9 @@ def test_unknown_names_are_errors() -> None:
 
 
 def test_options_reach_their_tracker_only() -> None:
-    one, two = ListTracker(), ListTracker()
-    two.name = "two"
-    manager = TrackerManager([one, two])
+    first_tracker, second_tracker = ListTracker(), ListTracker()
+    second_tracker.name = "two"
+    manager = TrackerManager([first_tracker, second_tracker])
     manager.init(
         "project",
         argparse.Namespace(lr=0.1, path=Path("a")),
@@ -295,11 +295,17 @@ def test_options_reach_their_tracker_only() -> None:
     )
     manager.log({"loss": 1.0}, log_kwargs={"two": {"commit": False}})
     manager.finish()
-    assert one.run is not None
-    assert two.run is not None
-    assert (one.run.options, two.run.options) == ({}, {"mode": "offline"})
-    assert one.run.config == {"lr": 0.1, "path": "a"}
-    assert (one.entries[0].options, two.entries[0].options) == ({}, {"commit": False})
+    assert first_tracker.run is not None
+    assert second_tracker.run is not None
+    assert (first_tracker.run.options, second_tracker.run.options) == (
+        {},
+        {"mode": "offline"},
+    )
+    assert first_tracker.run.config == {"lr": 0.1, "path": "a"}
+    assert (first_tracker.entries[0].options, second_tracker.entries[0].options) == (
+        {},
+        {"commit": False},
+    )
 
 
 def test_images_and_tables_arrive_in_one_form() -> None:
@@ -309,7 +315,7 @@ def test_images_and_tables_arrive_in_one_form() -> None:
     manager.log_images({"a": torch.rand(2, 3, 4, 5), "b": np.zeros((4, 5), np.uint8)})
     manager.log_table("t", ["x", "y"], [[torch.tensor(1.5), None], ["a", 2]])
     manager.finish()
-    images, table = tracker.others
+    images, table = tracker.media_entries
     assert isinstance(images, ImageEntry)
     assert [image.shape for image in images.images["a"]] == [(4, 5, 3), (4, 5, 3)]
     assert images.images["b"][0].shape == (4, 5, 1)

@@ -30,9 +30,13 @@ def test_names_instances_and_lists_are_accepted() -> None:
     tracker = JsonlTracker()
     assert build_trackers(None) == []
     assert build_trackers(tracker) == [tracker]
-    assert [one.name for one in build_trackers("jsonl")] == ["jsonl"]
-    assert [one.name for one in build_trackers(["JSONL"])] == ["jsonl"]
-    assert "jsonl" in [one.name for one in build_trackers("all")]
+    assert [built_tracker.name for built_tracker in build_trackers("jsonl")] == [
+        "jsonl"
+    ]
+    assert [built_tracker.name for built_tracker in build_trackers(["JSONL"])] == [
+        "jsonl"
+    ]
+    assert "jsonl" in [built_tracker.name for built_tracker in build_trackers("all")]
 
 
 def test_a_misspelt_name_is_told_the_nearest() -> None:

@@ -73,7 +73,7 @@ def test_communication_is_a_part_of_its_own(
         log.asked()
     log.close()
     (read,) = read_run_log(tmp_path)
-    sums = {part: float(read.steps[part].sum()) for part in PARTS}
+    sums = {step_part: float(read.steps[step_part].sum()) for step_part in PARTS}
     expected = {
         "communication": 0.02 + 0.01,
         "forward": 0.005,
@@ -81,8 +81,13 @@ def test_communication_is_a_part_of_its_own(
         "optimizer": 0.004,
     }
     expected |= {"other": 0.001}
-    assert {part: one for part, one in sums.items() if one} == pytest.approx(
-        {part: 4 * one for part, one in expected.items()}, rel=1e-4
+    assert {
+        step_part: part_seconds
+        for step_part, part_seconds in sums.items()
+        if part_seconds
+    } == pytest.approx(
+        {step_part: 4 * part_seconds for step_part, part_seconds in expected.items()},
+        rel=1e-4,
     )
 
 
@@ -95,15 +100,15 @@ def test_a_log_with_other_phases_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_one_record_per_update_and_parts_add_up(tmp_path: Path, every: int) -> None:
-    began = time.time()
+    start_s = time.time()
     accelerator = trained(tmp_path, every)
     accelerator.save_state()
     accelerator.end_training()
-    seconds = time.time() - began
+    seconds = time.time() - start_s
     (log,) = read_run_log(tmp_path / "run_log")
     assert len(log.steps) == -(-8 // every)
     assert log.steps["samples"].sum() == 32
-    total = sum(float(log.steps[part].sum()) for part in PARTS)
+    total = sum(float(log.steps[step_part].sum()) for step_part in PARTS)
     assert total <= seconds
     assert log.steps["forward"].sum() >= 0.08
     assert log.steps["other"].sum() >= 0.015
@@ -161,7 +166,7 @@ def test_skipped_updates_are_events(tmp_path: Path) -> None:
 
 def test_marking_a_step_takes_microseconds(tmp_path: Path) -> None:
     log = RunLog(tmp_path, 0, dict, lambda: None)
-    began = time.process_time()
+    start_s = time.process_time()
     for _ in range(5000):
         log.asked()
         log.got(8)
@@ -170,6 +175,6 @@ def test_marking_a_step_takes_microseconds(tmp_path: Path) -> None:
         log.optimizer_begins()
         log.optimizer_done()
     log.close()
-    each = (time.process_time() - began) / 5000
+    each = (time.process_time() - start_s) / 5000
     assert each < 50e-6
     assert len(read_run_log(tmp_path)[0].steps) == 5000

@@ -26,18 +26,18 @@ def test_every_loss_arrives_once_with_its_update_and_origin() -> None:
                 if draw.random() < 0.2:  # also between two losses of one update
                     arrived += losses.copy()
         arrived += losses.rest()
-        got = [
-            (one.step, value, origin)
-            for one in arrived
-            for value, (*_, origin) in zip(one.values, one.losses, strict=True)
+        arrived_losses = [
+            (arrival.step, value, origin)
+            for arrival in arrived
+            for value, (*_, origin) in zip(arrival.values, arrival.losses, strict=True)
         ]
-        assert got == expected
+        assert arrived_losses == expected
 
 
 def test_it_is_time_to_copy_after_256_losses() -> None:
     losses: LateLosses[None] = LateLosses()
-    due = [losses.add(torch.tensor(1.0), None, None, step) for step in range(256)]
-    assert due[-1]
+    due_flags = [losses.add(torch.tensor(1.0), None, None, step) for step in range(256)]
+    assert due_flags[-1]
     assert len(losses.take().losses) == 256
     assert losses.rest() == []
 

@@ -29,12 +29,12 @@ def test_a_module_first_imported_inside_the_block_gets_the_original_back(
     patch = AttentionPatch()
     try:
         with patch.replaced(stand_in):
-            late = importlib.import_module("late_attention")
-            assert late.attend is stand_in
-        assert late.attend is original
+            late_module = importlib.import_module("late_attention")
+            assert late_module.attend is stand_in
+        assert late_module.attend is original
         assert F.scaled_dot_product_attention is original
         with patch.replaced(stand_in):
-            assert late.attend is stand_in
-        assert late.attend is original
+            assert late_module.attend is stand_in
+        assert late_module.attend is original
     finally:
         sys.modules.pop("late_attention", None)

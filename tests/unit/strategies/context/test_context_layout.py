@@ -19,10 +19,14 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_position_lies_on_one_rank(layout: SequenceLayout) -> None:
     length = 3 * layout.num_chunks
-    held = [layout.positions(rank, length) for rank in range(layout.ranks)]
-    assert sorted(position for part in held for position in part) == list(range(length))
+    positions_by_rank = [layout.positions(rank, length) for rank in range(layout.ranks)]
+    assert sorted(
+        position for rank_positions in positions_by_rank for position in rank_positions
+    ) == list(range(length))
     joined = [chunk for rank in range(layout.ranks) for chunk in layout.chunks(rank)]
-    assert [joined[place] for place in layout.order()] == list(range(layout.num_chunks))
+    assert [joined[chunk_index] for chunk_index in layout.order()] == list(
+        range(layout.num_chunks)
+    )
 
 
 @pytest.mark.parametrize("ranks", range(2, 17))
@@ -43,9 +47,10 @@ def test_the_positions_of_every_balanced_rank_jump() -> None:
     for ranks in range(2, 17):
         layout = SequenceLayout(ranks, balanced=True)
         for rank in range(ranks):
-            places = layout.positions(rank, 4 * ranks)
+            positions = layout.positions(rank, 4 * ranks)
             assert any(
-                after != before + 1 for before, after in itertools.pairwise(places)
+                following != position + 1
+                for position, following in itertools.pairwise(positions)
             )
 
 

@@ -19,32 +19,34 @@ from hasten.testing.toys import Block, TinyLM
 
 
 def names(model: nn.Module, blocks: list[nn.Module]) -> list[str]:
-    known = {id(module): name for name, module in model.named_modules()}
-    return [known[id(block)] for block in blocks]
+    names_by_id = {id(module): name for name, module in model.named_modules()}
+    return [names_by_id[id(block)] for block in blocks]
 
 
 def test_policies_choose_modules_innermost_first() -> None:
     model = TinyLM(width=8)
 
-    def chosen(**settings: Any) -> list[str]:
+    def block_names(**settings: Any) -> list[str]:
         return names(
             model, blocks_to_shard(model, FullyShardedDataParallelPlugin(**settings))
         )
 
-    assert chosen() == ["blocks.0", "blocks.1"]
-    assert chosen(auto_wrap_policy="no_wrap") == []
-    assert chosen(transformer_cls_names_to_wrap=("Block", "LayerNorm")) == [
+    assert block_names() == ["blocks.0", "blocks.1"]
+    assert block_names(auto_wrap_policy="no_wrap") == []
+    assert block_names(transformer_cls_names_to_wrap=("Block", "LayerNorm")) == [
         *(f"blocks.{i}.norm{j}" for i in (0, 1) for j in (1, 2)),
         "blocks.0",
         "blocks.1",
         "norm",
     ]
-    assert chosen(auto_wrap_policy="size_based_wrap", min_num_params=600) == [
+    assert block_names(auto_wrap_policy="size_based_wrap", min_num_params=600) == [
         "blocks.0",
         "blocks.1",
     ]
-    assert chosen(auto_wrap_policy="size_based_wrap", min_num_params=10**9) == []
-    assert chosen(auto_wrap_policy=lambda module: isinstance(module, nn.Embedding)) == [
+    assert block_names(auto_wrap_policy="size_based_wrap", min_num_params=10**9) == []
+    assert block_names(
+        auto_wrap_policy=lambda module: isinstance(module, nn.Embedding)
+    ) == [
         "embed",
         "position",
     ]
@@ -75,13 +77,17 @@ def test_blocks_that_share_a_parameter_join_the_group_around_them() -> None:
     weight = outer.get_parameter("a.0.q.weight")
     outer.get_submodule("b.0.q").weight = weight
     inner = [outer.get_submodule(name) for name in ("a.0", "a.1", "b.0")]
-    kept, tied = keep_ties_together(outer, [*inner, outer["a"], outer["b"]], set())
-    assert names(outer, kept) == ["a.1"]  # the tie reaches through both levels
+    separate_blocks, tied = keep_ties_together(
+        outer, [*inner, outer["a"], outer["b"]], set()
+    )
+    assert names(outer, separate_blocks) == [
+        "a.1"
+    ]  # the tie reaches through both levels
     assert len(tied) == 1
     assert keep_ties_together(outer, inner[1:2], set()) == (inner[1:2], [])
     assert keep_ties_together(outer, inner, {weight}) == (inner, [])
     shared = Block(4, 1)
-    both = nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared)})
+    sharing = nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared)})
     # one module in two places is one group
-    assert keep_ties_together(both, [shared], set()) == ([shared], [])
-    assert keep_ties_together(both, [both["a"], both["b"]], set())[0] == []
+    assert keep_ties_together(sharing, [shared], set()) == ([shared], [])
+    assert keep_ties_together(sharing, [sharing["a"], sharing["b"]], set())[0] == []

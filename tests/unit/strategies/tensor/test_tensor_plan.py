@@ -23,12 +23,12 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        one, two, three = (
+        query_heads, key_heads, value_heads = (
             layer(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
         mixed = nn.functional.scaled_dot_product_attention(
-            one, two, three, enable_gqa=True
+            query_heads, key_heads, value_heads, enable_gqa=True
         )
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output
@@ -47,13 +47,15 @@ class Gated(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, *parts: nn.Module) -> None:
+    def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(parts)
+        self.layers = nn.ModuleList(layers)
 
 
-def model(*parts: Any) -> nn.Module:
-    return nn.ModuleList(Block(*(part() for part in parts)) for _ in range(2))
+def model(*layer_kinds: Any) -> nn.Module:
+    return nn.ModuleList(
+        Block(*(layer_kind() for layer_kind in layer_kinds)) for _ in range(2)
+    )
 
 
 PLAN = {
@@ -96,8 +98,8 @@ def test_a_model_without_a_plan_is_refused() -> None:
 def test_a_layer_inside_an_adapter_is_refused() -> None:
     net = model(Joined)
     adapted = nn.Module()
-    adapted.base_layer = net.get_submodule("0.parts.0.qkv")
-    net.get_submodule("0.parts.0").qkv = adapted
+    adapted.base_layer = net.get_submodule("0.layers.0.qkv")
+    net.get_submodule("0.layers.0").qkv = adapted
     with pytest.raises(ConfigError, match=r"inside an adapter.*Merge"):
         decide_split(net, {"*.qkv": "colwise_gather_output"}, (), 2)
 
@@ -106,7 +108,7 @@ def test_a_carried_plan_that_cannot_be_honoured_is_refused() -> None:
     net: Any = model(Gated)
     net.tp_plan = {"*.w1": "some_other_style"}
     with pytest.raises(
-        ConfigError, match=r"uses 'some_other_style' for '0.parts.0.w1', .*tp_plan=\{"
+        ConfigError, match=r"uses 'some_other_style' for '0.layers.0.w1', .*tp_plan=\{"
     ):
         decide_split(net, "auto", (), 2)
 
@@ -116,9 +118,9 @@ def test_a_plan_is_found_below_a_wrapper() -> None:
     inner.tp_plan = {"*.w1": "colwise", "*.w2": "rowwise", "*.w3": "colwise"}
     outer = nn.Module()
     outer.backbone = inner
-    found = decide_split(outer, "auto", (), 2)
-    assert found.styles["backbone.1.parts.0.w2"] == "rowwise"
-    assert "the plan of" in found.source
+    split = decide_split(outer, "auto", (), 2)
+    assert split.styles["backbone.1.layers.0.w2"] == "rowwise"
+    assert "the plan of" in split.source
 
 
 def test_the_first_pattern_decides() -> None:
@@ -127,7 +129,7 @@ def test_the_first_pattern_decides() -> None:
         "*.w1": "colwise_gather_output",
         "*.w?": "rowwise_split_input",
     }
-    found = decide_split(model(Gated), plan, (), 2)
-    assert "0.parts.0.w1" not in found.styles
-    assert found.styles["1.parts.0.w1"] == "colwise_gather_output"
-    assert found.styles["1.parts.0.w2"] == "rowwise_split_input"
+    split = decide_split(model(Gated), plan, (), 2)
+    assert "0.layers.0.w1" not in split.styles
+    assert split.styles["1.layers.0.w1"] == "colwise_gather_output"
+    assert split.styles["1.layers.0.w2"] == "rowwise_split_input"
