@@ -94,11 +94,11 @@ def take_picture() -> Picture:
 
 def open_files() -> dict[int, str]:
     """Return descriptor -> target for the files, pipes and sockets this process holds; empty where /proc is missing."""
-    found: dict[int, str] = {}
+    targets: dict[int, str] = {}
     try:
         links = list(Path("/proc/self/fd").iterdir())
     except FileNotFoundError:
-        return found
+        return targets
     for link in links:
         try:
             target = str(link.readlink())
@@ -106,13 +106,13 @@ def open_files() -> dict[int, str]:
         except OSError:
             continue
         if not target.startswith(IGNORED_FILES):
-            found[int(link.name)] = target
-    return found
+            targets[int(link.name)] = target
+    return targets
 
 
 def child_processes() -> dict[int, str]:
     """Return pid -> command line of the children of this process, whichever thread started them."""
-    found: dict[int, str] = {}
+    commands: dict[int, str] = {}
     for task in Path("/proc/self/task").glob("*/children"):
         try:
             pids = task.read_text().split()
@@ -130,37 +130,39 @@ def child_processes() -> dict[int, str]:
             except OSError:  # reaped in the meantime
                 continue
             if not any(word in command for word in IGNORED_CHILDREN):
-                found[int(pid)] = command or "(ended, never waited for)"
-    return found
+                commands[int(pid)] = command or "(ended, never waited for)"
+    return commands
 
 
-def leaks(before: Picture, after: Picture) -> list[str]:
-    """Return one line for each thing that `after` holds and `before` did not."""
+def leaks(earlier: Picture, later: Picture) -> list[str]:
+    """Return one line for each thing that `later` holds and `earlier` did not."""
     lines = []
-    for name in sorted(before.variables.keys() | after.variables.keys()):
-        old, new = before.variables.get(name), after.variables.get(name)
+    for name in sorted(earlier.variables.keys() | later.variables.keys()):
+        old, new = earlier.variables.get(name), later.variables.get(name)
         if old != new:
             lines.append(f"environment variable {name}: {old!r} became {new!r}")
     lines += sorted(
         f"thread {thread.name!r} still runs"
-        for thread in after.threads - before.threads
+        for thread in later.threads - earlier.threads
     )
     lines += [
-        f"file descriptor {fd} is open: {what}"
-        for fd, what in after.files.items()
-        if before.files.get(fd) != what
+        f"file descriptor {fd} is open: {description}"
+        for fd, description in later.files.items()
+        if earlier.files.get(fd) != description
     ]
     lines += [
-        f"child process {pid} is alive: {what}"
-        for pid, what in after.children.items()
-        if pid not in before.children
+        f"child process {pid} is alive: {description}"
+        for pid, description in later.children.items()
+        if pid not in earlier.children
     ]
-    if after.groups and not before.groups:
+    if later.groups and not earlier.groups:
         lines.append("the default process group is still initialised")
-    if after.folder != before.folder:
-        lines.append(f"the working folder moved from {before.folder} to {after.folder}")
+    if later.folder != earlier.folder:
+        lines.append(
+            f"the working folder moved from {earlier.folder} to {later.folder}"
+        )
     for sig, old_handler, new_handler in zip(
-        WATCHED_SIGNALS, before.signals, after.signals, strict=True
+        WATCHED_SIGNALS, earlier.signals, later.signals, strict=True
     ):
         if old_handler != new_handler:
             lines.append(
@@ -172,10 +174,14 @@ def leaks(before: Picture, after: Picture) -> list[str]:
 def without_pool(picture: Picture, config: pytest.Config) -> Picture:
     """Return the picture without the pipes to the run's pool of workers, which come and go with the workers."""
     pool = config.stash.get(POOL, None)
-    ours = pool.descriptors if pool else frozenset()
+    pool_descriptors = pool.descriptors if pool else frozenset()
     return replace(
         picture,
-        files={fd: what for fd, what in picture.files.items() if fd not in ours},
+        files={
+            fd: target
+            for fd, target in picture.files.items()
+            if fd not in pool_descriptors
+        },
     )
 
 
@@ -186,17 +192,19 @@ def leak_police(request: pytest.FixtureRequest) -> Generator[None]:
     Being function-scoped and automatic, it starts after wider fixtures (a session's worker pool is no leak) and ends
     after the test's own fixtures are undone.
     """
-    before = take_picture()
+    initial_picture = take_picture()
     yield
     deadline = time.monotonic() + GRACE_S
-    while found := leaks(before, without_pool(take_picture(), request.config)):
+    while leak_lines := leaks(
+        initial_picture, without_pool(take_picture(), request.config)
+    ):
         if time.monotonic() > deadline:
             break
         gc.collect()
         time.sleep(0.02)
-    if found:
+    if leak_lines:
         pytest.fail(
-            f"{request.node.nodeid} left behind:\n  " + "\n  ".join(found),
+            f"{request.node.nodeid} left behind:\n  " + "\n  ".join(leak_lines),
             pytrace=False,
         )
 
@@ -213,10 +221,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     whole run. The summary lists every one of them with its first failure; a test that fails twice has failed.
     """
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    before = processor_time()
+    initial_times = processor_time()
     with alarm(item):
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
-    if note := reason_to_run_again(item, reports, stolen_since(before)):
+    if note := reason_to_run_again(item, reports, stolen_since(initial_times)):
         item.config.stash[RERUNS] = item.config.stash.get(RERUNS, 0) + 1
         wait_for_processors()
         with alarm(item):
@@ -284,10 +292,10 @@ def wait_for_processors() -> None:
     """Return when a second of work is not disturbed, or after a minute."""
     deadline = time.monotonic() + CALM_S
     while time.monotonic() < deadline:
-        before, end = processor_time(), time.monotonic() + 1
+        initial_times, end = processor_time(), time.monotonic() + 1
         while time.monotonic() < end:
             pass
-        if stolen_since(before) < STARVED:
+        if stolen_since(initial_times) < STARVED:
             return
         time.sleep(2)
 
@@ -306,7 +314,7 @@ def pytest_terminal_summary(
             f"the host of this machine gave {share:.0%} of the processors' time to others"
         )
     reports = [report for kind in terminalreporter.stats.values() for report in kind]
-    again = {
+    rerun_notes = {
         report.nodeid: note
         for report in reports
         for name, note in getattr(report, "sections", ())
@@ -317,12 +325,12 @@ def pytest_terminal_summary(
         for kind in ("failed", "error")
         for report in terminalreporter.stats.get(kind, ())
     }
-    if again:
+    if rerun_notes:
         terminalreporter.section(
-            f"{len(again)} of at most {MOST_RERUNS} tests run again on a starved host",
+            f"{len(rerun_notes)} of at most {MOST_RERUNS} tests run again on a starved host",
             yellow=True,
         )
-    for nodeid, note in again.items():
+    for nodeid, note in rerun_notes.items():
         terminalreporter.write_line(
             f"{'FAILED TWICE' if nodeid in failed else 'run again'}: {nodeid} {note}"
         )

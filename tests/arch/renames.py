@@ -40,17 +40,17 @@ class Comparison:
         self.strings: list[tuple[str, str]] = []
         self.renamed: set[tuple[str, str]] = set()
 
-    def compare(self, before: ast.AST, after: ast.AST, scope: Renames) -> None:
+    def compare(self, old_tree: ast.AST, new_tree: ast.AST, scope: Renames) -> None:
         """Compare two trees whose identifiers belong to a scope."""
-        if type(before) is not type(after):
+        if type(old_tree) is not type(new_tree):
             self._differ(
-                before, f"{type(before).__name__} became {type(after).__name__}"
+                old_tree, f"{type(old_tree).__name__} became {type(new_tree).__name__}"
             )
             return
-        if isinstance(before, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(old_tree, ast.FunctionDef | ast.AsyncFunctionDef):
             scope = Renames()
-        for name, old in ast.iter_fields(before):
-            self._compare_field(before, name, old, getattr(after, name), scope)
+        for name, old in ast.iter_fields(old_tree):
+            self._compare_field(old_tree, name, old, getattr(new_tree, name), scope)
 
     def _compare_field(
         self, node: ast.AST, name: str, old: object, new: object, scope: Renames
@@ -130,7 +130,7 @@ def sorted_imports(tree: ast.Module) -> ast.Module:
         for statement in tree.body
         if isinstance(statement, ast.Import | ast.ImportFrom)
     ]
-    others = [
+    statements = [
         statement
         for statement in tree.body
         if not isinstance(statement, ast.Import | ast.ImportFrom)
@@ -141,17 +141,17 @@ def sorted_imports(tree: ast.Module) -> ast.Module:
             len(statement.names),
         )
     )
-    return ast.Module(body=[*imports, *others], type_ignores=[])
+    return ast.Module(body=[*imports, *statements], type_ignores=[])
 
 
-def differences_of(before: dict[str, str], after: dict[str, str]) -> list[str]:
+def differences_of(old_files: dict[str, str], new_files: dict[str, str]) -> list[str]:
     """Return what else than names differs between two versions of the same files."""
     comparisons = []
-    for path, source in before.items():
+    for path, source in old_files.items():
         comparison = Comparison(path)
         comparison.compare(
             sorted_imports(ast.parse(source)),
-            sorted_imports(ast.parse(after[path])),
+            sorted_imports(ast.parse(new_files[path])),
             Renames(),
         )
         comparisons.append(comparison)
@@ -176,15 +176,15 @@ def file_at(commit: str, path: str) -> str:
     ).stdout
 
 
-def main(before: str = "HEAD~1", after: str = "HEAD") -> int:
+def main(old_commit: str = "HEAD~1", new_commit: str = "HEAD") -> int:
     """Print what else than names changed between two commits; return 1 if anything did."""
     command = [
         "git",
         "diff",
         "--no-renames",
         "--name-status",
-        before,
-        after,
+        old_commit,
+        new_commit,
         "--",
         "*.py",
     ]
@@ -196,9 +196,9 @@ def main(before: str = "HEAD~1", after: str = "HEAD") -> int:
         f"{path}: added or deleted" for status, path in changes if status != "M"
     ]
     paths = [path for status, path in changes if status == "M"]
-    before_files = {path: file_at(before, path) for path in paths}
-    after_files = {path: file_at(after, path) for path in paths}
-    differences += differences_of(before_files, after_files)
+    old_files = {path: file_at(old_commit, path) for path in paths}
+    new_files = {path: file_at(new_commit, path) for path in paths}
+    differences += differences_of(old_files, new_files)
     sys.stdout.write(
         "\n".join(
             [

@@ -74,9 +74,9 @@ def frozen(value: object) -> bool:
     """Say whether a value, with everything inside it, stays as it is."""
     match value:
         case tuple() | frozenset():
-            return all(frozen(part) for part in value)
+            return all(frozen(member) for member in value)
         case types.MappingProxyType():
-            return all(frozen(key) and frozen(part) for key, part in value.items())
+            return all(frozen(key) and frozen(member) for key, member in value.items())
         case msgspec.Struct():
             return value.__struct_config__.frozen and all(
                 frozen(getattr(value, f)) for f in value.__struct_fields__

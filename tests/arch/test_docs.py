@@ -35,10 +35,10 @@ PAGES: Final = (
 
 def snippets(text: str) -> Iterator[tuple[int, str]]:
     """Yield line number and text of every Python block."""
-    for found in re.finditer(
+    for block in re.finditer(
         r"^[ ]*```(?:python|py)\b[^\n]*\n(.*?)^[ ]*```", text, re.MULTILINE | re.DOTALL
     ):
-        yield text[: found.start(1)].count("\n") + 1, textwrap.dedent(found.group(1))
+        yield text[: block.start(1)].count("\n") + 1, textwrap.dedent(block.group(1))
 
 
 def missing_names(tree: ast.Module) -> Iterator[str]:

@@ -64,7 +64,8 @@ def opening(node: ast.AST) -> str:
 def is_value(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Return whether a function is read like an attribute or entered like a block, which a noun describes."""
     names = {
-        getattr(one, "attr", getattr(one, "id", "")) for one in node.decorator_list
+        getattr(decorator, "attr", getattr(decorator, "id", ""))
+        for decorator in node.decorator_list
     }
     return bool(names & {"property", "cached_property", "contextmanager", "setter"})
 
@@ -81,13 +82,15 @@ def complaints(text: str, name: str) -> Iterator[str]:
 
 
 def test_docstrings_open_with_what_a_thing_is_or_does() -> None:
-    found = [
+    all_complaints = [
         line
         for folder in FOLDERS
         for file in sorted(folder.rglob("*.py"))
         for line in complaints(file.read_text("utf-8"), file.as_posix())
     ]
-    assert not found, f"{len(found)} docstrings:\n" + "\n".join(found)
+    assert not all_complaints, f"{len(all_complaints)} docstrings:\n" + "\n".join(
+        all_complaints
+    )
 
 
 def test_a_wrong_opening_is_seen() -> None:

@@ -41,13 +41,13 @@ def test_every_file_of_tests_is_collected() -> None:
         for line in done.stdout.splitlines()
         if line.startswith("found ")
     }
-    there = {
+    test_files = {
         path
         for top in ("tests", "dropin/tests")
         for path in (ROOT / top).rglob("test_*.py")
     }
-    assert there - collected == set(), done.stdout[-2000:] + done.stderr
-    assert {path.name for path in there if not has_tests(path)} == set(), (
+    assert test_files - collected == set(), done.stdout[-2000:] + done.stderr
+    assert {path.name for path in test_files if not has_tests(path)} == set(), (
         "files without a test"
     )
 

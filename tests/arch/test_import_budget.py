@@ -188,12 +188,14 @@ def test_an_accelerator_loads_its_components_on_first_use() -> None:
     )
     loaded = done.stdout.split()
     assert "hasten.accelerator.facade" in loaded
-    late = [name for name in loaded if name.startswith(ON_FIRST_USE)]
-    assert not late, (
-        f"`from hasten import Accelerator` loads {late}; import them where a component is made"
+    early_loads = [name for name in loaded if name.startswith(ON_FIRST_USE)]
+    assert not early_loads, (
+        f"`from hasten import Accelerator` loads {early_loads}; import them where a component is made"
     )
-    ours = [name for name in loaded if name.partition(".")[0] == "hasten"]
-    of_extensions = [name for name in ours if name.startswith("hasten.extensions.")]
+    hasten_modules = [name for name in loaded if name.partition(".")[0] == "hasten"]
+    of_extensions = [
+        name for name in hasten_modules if name.startswith("hasten.extensions.")
+    ]
     not_declared = [
         name
         for name in of_extensions
@@ -202,7 +204,7 @@ def test_an_accelerator_loads_its_components_on_first_use() -> None:
     assert not not_declared, (
         f"`from hasten import Accelerator` loads {not_declared} of extensions that it does not use"
     )
-    num_of_core = len(ours) - len(of_extensions)
+    num_of_core = len(hasten_modules) - len(of_extensions)
     assert num_of_core <= MOST_MODULES, (
         f"`from hasten import Accelerator` loads {num_of_core} modules of the core"
     )

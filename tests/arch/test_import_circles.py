@@ -15,11 +15,11 @@ ROOT: Final = Path(hasten.__file__).parent
 
 def module_name(file: Path, root: Path) -> str:
     """Return the dotted name of the module in this file."""
-    parts = file.relative_to(root.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    name_parts = file.relative_to(root.parent).with_suffix("").parts
+    return ".".join(name_parts[:-1] if name_parts[-1] == "__init__" else name_parts)
 
 
-def imports_of(tree: ast.Module, known: frozenset[str]) -> Iterator[str]:
+def imports_of(tree: ast.Module, package_modules: frozenset[str]) -> Iterator[str]:
     """Yield the known modules that a module imports anywhere: at its top, under TYPE_CHECKING, or in a function."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -34,16 +34,23 @@ def imports_of(tree: ast.Module, known: frozenset[str]) -> Iterator[str]:
             continue
         for name in names:
             owner = name.rpartition(".")[0]
-            if found := next((one for one in (name, owner) if one in known), None):
-                yield found
+            if imported := next(
+                (
+                    candidate
+                    for candidate in (name, owner)
+                    if candidate in package_modules
+                ),
+                None,
+            ):
+                yield imported
 
 
 def graph_of(root: Path) -> dict[str, set[str]]:
     """Return the modules below `root`, each with the modules that it imports."""
     files = {module_name(file, root): tree for file, tree in trees(root).items()}
-    known = frozenset(files)
+    package_modules = frozenset(files)
     return {
-        name: set(imports_of(tree, known)) - {name, root.name}
+        name: set(imports_of(tree, package_modules)) - {name, root.name}
         for name, tree in files.items()
     }
 
@@ -52,24 +59,24 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     """Return the groups of modules that reach each other, each sorted."""
     reached: dict[str, set[str]] = {}
     for start in graph:
-        seen, waiting = set[str](), [start]
+        reachable, waiting = set[str](), [start]
         while waiting:
-            for other in graph[waiting.pop()] - seen:
-                seen.add(other)
-                waiting.append(other)
-        reached[start] = seen
+            for imported in graph[waiting.pop()] - reachable:
+                reachable.add(imported)
+                waiting.append(imported)
+        reached[start] = reachable
     groups = {
-        tuple(sorted(b for b in seen if a in reached[b]))
-        for a, seen in reached.items()
-        if a in seen
+        tuple(sorted(b for b in reachable if a in reached[b]))
+        for a, reachable in reached.items()
+        if a in reachable
     }
     return sorted(map(list, groups))
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    found = circles(graph_of(ROOT))
-    assert not found, (
-        f"these modules import each other; move what they share below them: {found}"
+    import_circles = circles(graph_of(ROOT))
+    assert not import_circles, (
+        f"these modules import each other; move what they share below them: {import_circles}"
     )
 
 

@@ -46,13 +46,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What pytest prints about one leaky test per entry of LEAKS, a clean one and one that hangs."""
     folder = tmp_path_factory.mktemp("inner")
     police = CONFTEST.read_text("utf-8")
-    for ours, theirs in (
+    for setting, replacement in (
         ("GRACE_S: Final = 8.0", "GRACE_S: Final = 0.3"),
         ("MOST_RERUNS: Final = 4", "MOST_RERUNS: Final = 0"),
     ):
-        assert ours in police
+        assert setting in police
         police = police.replace(
-            ours, theirs
+            setting, replacement
         )  # a leak is reported at once, also where the host takes the processors away
     (folder / "conftest.py").write_text(police)
     (folder / "pytest.ini").write_text(
@@ -81,10 +81,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("index", range(len(LEAKS)), ids=lambda i: LEAKS[i][1])
 def test_leak_is_named(report: str, index: int) -> None:
-    said = report.partition(f"test_leaky_{index} left behind:\n")[2].partition(
+    leak_report = report.partition(f"test_leaky_{index} left behind:\n")[2].partition(
         "\n_____"
     )[0]
-    assert LEAKS[index][1] in said, report
+    assert LEAKS[index][1] in leak_report, report
 
 
 def test_clean_test_passes(report: str) -> None:

@@ -111,18 +111,18 @@ def full_folders(package: Path) -> dict[str, int]:
 
 def names_used_twice(folder: Path) -> dict[str, list[str]]:
     """Return the names of classes that several files define, with the files."""
-    places = defaultdict[str, list[str]](list)
+    files_by_name = defaultdict[str, list[str]](list)
     for path, tree in trees(folder).items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                places[node.name].append(path.relative_to(folder).as_posix())
-    return {name: files for name, files in places.items() if len(files) > 1}
+                files_by_name[node.name].append(path.relative_to(folder).as_posix())
+    return {name: files for name, files in files_by_name.items() if len(files) > 1}
 
 
 def test_every_small_file_has_a_reason() -> None:
-    found = without_reason(small_files(PACKAGE))
-    assert not found, (
-        f"{found}: merge each into the file that imports it, or add it to SMALL with the reason"
+    unexplained = without_reason(small_files(PACKAGE))
+    assert not unexplained, (
+        f"{unexplained}: merge each into the file that imports it, or add it to SMALL with the reason"
     )
 
 

@@ -57,13 +57,13 @@ def strings(text: str) -> Iterator[tuple[int, str]]:
     skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            skipped.update(id(part) for part in node.values)
+            skipped.update(id(segment) for segment in node.values)
             if id(node) not in skipped:
-                parts = [
-                    str(part.value) if isinstance(part, ast.Constant) else "{}"
-                    for part in node.values
+                segments = [
+                    str(segment.value) if isinstance(segment, ast.Constant) else "{}"
+                    for segment in node.values
                 ]
-                yield node.lineno, "".join(parts)
+                yield node.lineno, "".join(segments)
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Constant)
@@ -77,13 +77,13 @@ def prose(page: str) -> str:
     """Return a page without its code blocks and inline code, with the lines in place."""
     blanked = re.sub(
         r"^```.*?^```",
-        lambda found: "\n" * found[0].count("\n"),
+        lambda block: "\n" * block[0].count("\n"),
         page,
         flags=re.MULTILINE | re.DOTALL,
     )
     blanked = re.sub(
         r"<!-- .*?-->",
-        lambda found: "\n" * found[0].count("\n"),
+        lambda block: "\n" * block[0].count("\n"),
         blanked,
         flags=re.DOTALL,
     )
@@ -93,30 +93,34 @@ def prose(page: str) -> str:
 def complaints(text: str, where: str, line: int = 1) -> Iterator[str]:
     """Yield a line for each forbidden phrase in a text."""
     for phrase, instead in INSTEAD.items():
-        for found in re.finditer(rf"\b(?:{phrase})\b", text, re.IGNORECASE):
-            yield f"{where}:{line + text[: found.start()].count(chr(10))}: {found[0]!r}; write: {instead}"
+        for occurrence in re.finditer(rf"\b(?:{phrase})\b", text, re.IGNORECASE):
+            yield f"{where}:{line + text[: occurrence.start()].count(chr(10))}: {occurrence[0]!r}; write: {instead}"
 
 
 def test_messages_use_plain_words() -> None:
-    found = [
+    all_complaints = [
         complaint
         for folder in FOLDERS
         for file in sorted((SOURCE / folder).rglob("*.py"))
         for line, text in strings(file.read_text("utf-8"))
         for complaint in complaints(text, file.relative_to(REPOSITORY).as_posix(), line)
     ]
-    assert not found, f"{len(found)} phrases:\n" + "\n".join(found)
+    assert not all_complaints, f"{len(all_complaints)} phrases:\n" + "\n".join(
+        all_complaints
+    )
 
 
 def test_pages_use_plain_words() -> None:
-    found = [
+    all_complaints = [
         complaint
         for page in PAGES
         for complaint in complaints(
             prose(page.read_text("utf-8")), page.relative_to(REPOSITORY).as_posix()
         )
     ]
-    assert not found, f"{len(found)} phrases:\n" + "\n".join(found)
+    assert not all_complaints, f"{len(all_complaints)} phrases:\n" + "\n".join(
+        all_complaints
+    )
 
 
 def test_a_forbidden_phrase_is_seen() -> None:

@@ -43,31 +43,31 @@ def assignments_to_hasten(tree: ast.Module) -> Iterator[str]:
         match node:
             case ast.Assign(targets=targets):
                 holders = [
-                    part.value
-                    for one in targets
-                    for part in ast.walk(one)
-                    if isinstance(part, ast.Attribute)
+                    child.value
+                    for expression in targets
+                    for child in ast.walk(expression)
+                    if isinstance(child, ast.Attribute)
                 ]
             case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[holder, *_]):
                 holders = [holder]
             case _:
                 continue
         if any(
-            isinstance(part, ast.Name) and part.id in names
-            for one in holders
-            for part in ast.walk(one)
+            isinstance(child, ast.Name) and child.id in names
+            for expression in holders
+            for child in ast.walk(expression)
         ):
             yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
 def test_no_file_of_the_planner_sets_attributes_of_hasten() -> None:
-    found = {
+    complaints_by_file = {
         file.name: complaints
         for folder in FOLDERS
         for file in sorted(folder.glob("*.py"))
         if (complaints := list(assignments_to_hasten(ast.parse(file.read_text()))))
     }
-    assert not found
+    assert not complaints_by_file
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,12 @@ def test_such_assignments_are_seen(text: str) -> None:
 
 def picture() -> Picture:
     """Return the identity of every attribute of hasten's loaded modules and of the classes in them."""
-    found: dict[tuple[str, str], int] = {}
+    identities: dict[tuple[str, str], int] = {}
     for name, module in list(sys.modules.items()):
         if name.startswith("hasten."):
-            found |= {(name, key): id(value) for key, value in vars(module).items()}
+            identities |= {
+                (name, key): id(value) for key, value in vars(module).items()
+            }
             for kind in vars(module).values():
                 if isinstance(kind, type) and kind.__module__ == name:
                     inside = {
@@ -95,11 +97,11 @@ def picture() -> Picture:
                         for key, value in vars(kind).items()
                         if not key.startswith("_abc_")
                     }
-                    found |= {
+                    identities |= {
                         (f"{name}.{kind.__qualname__}", key): id(value)
                         for key, value in inside.items()
                     }
-    return found
+    return identities
 
 
 def loop() -> None:
@@ -116,28 +118,28 @@ def loop() -> None:
         optimizer.zero_grad()
 
 
-def changed(before: Picture, after: Picture) -> list[tuple[str, str]]:
+def changed(earlier: Picture, later: Picture) -> list[tuple[str, str]]:
     """Return the attributes that another value has; new modules and lazily loaded names are none."""
-    return [key for key, value in before.items() if after.get(key) != value]
+    return [key for key, value in earlier.items() if later.get(key) != value]
 
 
 def test_a_traced_script_sees_hasten_as_it_is() -> None:
     trace_step(loop, "once", ("no",))  # everything is imported now
-    before = picture()
-    seen: list[tuple[str, str]] = []
+    initial_picture = picture()
+    changes: list[tuple[str, str]] = []
 
     def looking() -> None:
-        seen.extend(changed(before, picture()))
+        changes.extend(changed(initial_picture, picture()))
         loop()
 
     trace_step(looking, "again", ("no",))
-    assert not seen
+    assert not changes
     assert not parts_of_every_run(), "it ends with its block"
 
 
 def test_a_timed_script_sees_hasten_as_it_is(tmp_path: Path) -> None:
-    before = picture()
-    script, told, result = (
+    initial_picture = picture()
+    script, spec_file, outcome_file = (
         tmp_path / "script.py",
         tmp_path / "spec.json",
         tmp_path / "result.json",
@@ -146,21 +148,29 @@ def test_a_timed_script_sees_hasten_as_it_is(tmp_path: Path) -> None:
         f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import test_planner_patches_nothing as here\nhere.looked.append(here.picture())\nhere.loop()\n"
     )
-    spec = {"values": {"prefetch": 0}, "result": str(result), "warmup": 1, "updates": 3}
-    told.write_bytes(msgspec.json.encode(spec))
-    here, path = sys.modules.get("test_planner_patches_nothing"), list(sys.path)
+    spec = {
+        "values": {"prefetch": 0},
+        "result": str(outcome_file),
+        "warmup": 1,
+        "updates": 3,
+    }
+    spec_file.write_bytes(msgspec.json.encode(spec))
+    loaded_module, path = (
+        sys.modules.get("test_planner_patches_nothing"),
+        list(sys.path),
+    )
     sys.modules["test_planner_patches_nothing"] = sys.modules[__name__]
     try:
-        assert trial.main([str(told), str(script)]) == 0
+        assert trial.main([str(spec_file), str(script)]) == 0
     finally:
         sys.path[:] = path
-        if here is None:
+        if loaded_module is None:
             del sys.modules["test_planner_patches_nothing"]
         else:
-            sys.modules["test_planner_patches_nothing"] = here
-    found = msgspec.json.decode(result.read_bytes(), type=TrialOutcome)
-    assert (found.error, len(found.losses)) == ("", 5)
-    assert not changed(before, looked.pop())
+            sys.modules["test_planner_patches_nothing"] = loaded_module
+    outcome = msgspec.json.decode(outcome_file.read_bytes(), type=TrialOutcome)
+    assert (outcome.error, len(outcome.losses)) == ("", 5)
+    assert not changed(initial_picture, looked.pop())
     assert not parts_of_every_run()
 
 

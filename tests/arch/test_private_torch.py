@@ -76,7 +76,9 @@ NOT_TORCH: Final = frozenset(
     }
 )
 
-KNOWN: Final = frozenset((entry.name, file) for entry in NAMES for file in entry.files)
+LISTED_USES: Final = frozenset(
+    (entry.name, file) for entry in NAMES for file in entry.files
+)
 
 
 def private(name: str) -> bool:
@@ -90,7 +92,7 @@ class Use:
     name: str
     file: str
     line: int
-    own: bool  # on self, cls or super()
+    on_self: bool  # on self, cls or super()
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -110,26 +112,31 @@ def uses(file: str, tree: ast.Module) -> Iterator[Use]:
                     isinstance(value, ast.Call)
                     and getattr(value.func, "id", "") == "super"
                 )
-                own = called_super or (
+                on_self = called_super or (
                     isinstance(value, ast.Name) and value.id in ("self", "cls")
                 )
-                yield Use(name, file, node.lineno, own)
+                yield Use(name, file, node.lineno, on_self)
             case ast.Call(
                 func=ast.Name(id=reader), args=[_, ast.Constant(value=str(name)), *_]
             ) if reader in READERS and private(name):
-                yield Use(name, file, node.lineno, own=False)
+                yield Use(name, file, node.lineno, on_self=False)
             case ast.ImportFrom(module=str(module), names=names) if (
                 module.split(".")[0] == "torch"
             ):
-                for part in (*module.split("."), *(alias.name for alias in names)):
-                    if private(part):
-                        yield Use(part, file, node.lineno, own=False)
+                for module_name in (
+                    *module.split("."),
+                    *(alias.name for alias in names),
+                ):
+                    if private(module_name):
+                        yield Use(module_name, file, node.lineno, on_self=False)
             case ast.Import(names=names):
                 for alias in names:
-                    parts = alias.name.split(".")
-                    for part in parts if parts[0] == "torch" else ():
-                        if private(part):
-                            yield Use(part, file, node.lineno, own=False)
+                    module_names = alias.name.split(".")
+                    for module_name in (
+                        module_names if module_names[0] == "torch" else ()
+                    ):
+                        if private(module_name):
+                            yield Use(module_name, file, node.lineno, on_self=False)
 
 
 def defined(tree: ast.Module) -> Iterator[str]:
@@ -157,13 +164,13 @@ def overridden(file: str, tree: ast.Module) -> Iterator[Use]:
         and (node.module or "").split(".")[0] == "torch"
         for alias in node.names
     }
-    for made in (node for node in nodes(tree) if isinstance(node, ast.ClassDef)):
+    for subclass in (node for node in nodes(tree) if isinstance(node, ast.ClassDef)):
         bases = [
             base
-            for base in (_base(node, imported) for node in made.bases)
+            for base in (_base(node, imported) for node in subclass.bases)
             if base is not None
         ]
-        for node in ast.walk(made) if bases else ():
+        for node in ast.walk(subclass) if bases else ():
             match node:
                 case ast.FunctionDef(name=name) if private(name):
                     pass
@@ -174,7 +181,7 @@ def overridden(file: str, tree: ast.Module) -> Iterator[Use]:
                 case _:
                     continue
             if any(name in names for names in bases):
-                yield Use(name, file, node.lineno, own=False)
+                yield Use(name, file, node.lineno, on_self=False)
 
 
 def _base(
@@ -183,58 +190,63 @@ def _base(
     """The private names of a base class of torch's."""
     while isinstance(node, ast.Subscript):
         node = node.value
-    parts = ast.unparse(node).split(".")
-    if parts[0] == "torch":
-        found: Any = importlib.import_module("torch")
-    elif parts[0] in imported:
-        module, name = imported[parts[0]]
+    name_parts = ast.unparse(node).split(".")
+    if name_parts[0] == "torch":
+        base_class: Any = importlib.import_module("torch")
+    elif name_parts[0] in imported:
+        module, name = imported[name_parts[0]]
         assert module is not None
-        found = getattr(importlib.import_module(module), name)
+        base_class = getattr(importlib.import_module(module), name)
     else:
         return None
-    for part in parts[1:]:
-        found = getattr(found, part)
-    if not inspect.isclass(found) or found.__module__.split(".")[0] != "torch":
+    for attribute in name_parts[1:]:
+        base_class = getattr(base_class, attribute)
+    if (
+        not inspect.isclass(base_class)
+        or base_class.__module__.split(".")[0] != "torch"
+    ):
         return None
-    return private_names(found)  # type: ignore[arg-type]  # mypy takes a class's own __hash__ for its instances'
+    return private_names(base_class)  # type: ignore[arg-type]  # mypy takes a class's own __hash__ for its instances'
 
 
 @cache  # a class of torch's is the base of many of ours, and its source is long
-def private_names(found: type) -> frozenset[str]:
+def private_names(torch_class: type) -> frozenset[str]:
     """The private names that a class defines, and that its methods set on self."""
     return frozenset(
-        name for name in {*dir(found), *set_on_self(found)} if private(name)
+        name for name in {*dir(torch_class), *set_on_self(torch_class)} if private(name)
     )
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Use]:
+def torch_uses() -> list[Use]:
     """Private names that are not our own (some are both: then those count that the list names for the file)."""
     trees = list(sources())
-    ours = {name for _, tree in trees for name in defined(tree)} | NOT_TORCH
+    our_names = {name for _, tree in trees for name in defined(tree)} | NOT_TORCH
     listed = []
     for file, tree in trees:
         listed += [
             use
             for use in uses(file, tree)
-            if use.name not in ours or (use.name, file) in KNOWN
+            if use.name not in our_names or (use.name, file) in LISTED_USES
         ]
         listed += list(overridden(file, tree))
     return listed
 
 
-def test_no_private_name_of_torch_is_used_outside_the_list(found: list[Use]) -> None:
-    stray = sorted({(use.name, use.file) for use in found} - KNOWN)
+def test_no_private_name_of_torch_is_used_outside_the_list(
+    torch_uses: list[Use],
+) -> None:
+    stray = sorted({(use.name, use.file) for use in torch_uses} - LISTED_USES)
     assert not stray, (
         f"add them to {LIST} with the versions they were seen in, or find a public way: {stray}"
     )
 
 
-def test_the_list_names_nothing_that_is_not_used(found: list[Use]) -> None:
-    used = {(use.name, use.file) for use in found}
+def test_the_list_names_nothing_that_is_not_used(torch_uses: list[Use]) -> None:
+    used = {(use.name, use.file) for use in torch_uses}
     idle = sorted(
         (name, file)
-        for name, file in KNOWN
+        for name, file in LISTED_USES
         if private(name) and (name, file) not in used
     )
     assert not idle, f"take them off {LIST}: {idle}"
@@ -242,14 +254,16 @@ def test_the_list_names_nothing_that_is_not_used(found: list[Use]) -> None:
 
 def test_every_name_was_seen_in_the_supported_versions() -> None:
     for entry in NAMES:
-        other = [
-            one
-            for one in NAMES
-            if one.owner == entry.owner and one.name == entry.instead_of
+        replaced_entries = [
+            candidate
+            for candidate in NAMES
+            if candidate.owner == entry.owner and candidate.name == entry.instead_of
         ]
-        seen = set(entry.seen).union(*(one.seen for one in other))
-        assert seen >= set(TESTED_VERSIONS), (
-            f"{entry.owner}.{entry.name} was seen in {sorted(seen)} only"
+        seen_versions = set(entry.seen).union(
+            *(candidate.seen for candidate in replaced_entries)
+        )
+        assert seen_versions >= set(TESTED_VERSIONS), (
+            f"{entry.owner}.{entry.name} was seen in {sorted(seen_versions)} only"
         )
 
 

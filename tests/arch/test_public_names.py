@@ -141,9 +141,11 @@ def test_names_are_reexported_to_type_checkers(face: ModuleType) -> None:
 
 @each_face
 def test_a_public_module_holds_its_table_alone(face: ModuleType) -> None:
-    other = [node for node in parsed(face).body if type(node).__name__ not in FORM]
-    assert not other, (
-        f"{face.__name__} holds {ast.unparse(other[0])[:60]}; logic belongs in another module"
+    extra_nodes = [
+        node for node in parsed(face).body if type(node).__name__ not in FORM
+    ]
+    assert not extra_nodes, (
+        f"{face.__name__} holds {ast.unparse(extra_nodes[0])[:60]}; logic belongs in another module"
     )
     assert [
         ast.unparse(node)
@@ -174,8 +176,8 @@ def test_public_members_of_the_accelerator_are_described_and_components_are_priv
         if not (getattr(value, "__doc__", None) or "").strip()
     ]
     assert not missing, f"no docstring: {missing}"
-    made = hasten.Accelerator(cpu=True, trust="off")
-    assert {name for name in vars(made) if not name.startswith("_")} == {
+    accelerator = hasten.Accelerator(cpu=True, trust="off")
+    assert {name for name in vars(accelerator) if not name.startswith("_")} == {
         "config",
         "ctx",
         "process",

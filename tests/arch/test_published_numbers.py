@@ -21,9 +21,9 @@ def published(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_pages_show_what_was_measured(published: dict[str, Any]) -> None:
     for table in published["TABLES"]:
         page = (ROOT / table.page).read_text(encoding="utf-8")
-        place = published["found_in"](page, table.name)
-        assert place is not None, f"{table.page} has no mark of {table.name!r}"
-        assert place[0] == published["block"](table), (
+        marked_table = published["found_in"](page, table.name)
+        assert marked_table is not None, f"{table.page} has no mark of {table.name!r}"
+        assert marked_table[0] == published["block"](table), (
             f"{table.page}: {table.name!r} differs from the results; run python benchmarks/published.py --write"
         )
 
@@ -50,8 +50,8 @@ def test_every_run_names_its_commit_machine_and_date(published: dict[str, Any]) 
 def test_pages_of_results_are_those_of_their_numbers(published: dict[str, Any]) -> None:
     recording = sys.modules["recording"]
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        made = recording.page_of(file.stem, published["read"](file.stem))
-        assert file.with_suffix(".md").read_text(encoding="utf-8") == made, (
+        page_text = recording.page_of(file.stem, published["read"](file.stem))
+        assert file.with_suffix(".md").read_text(encoding="utf-8") == page_text, (
             f"{file.stem}.md was edited by hand"
         )
 

@@ -74,10 +74,10 @@ def imports() -> grimp.ImportGraph:
 
 def chains_to_torch(graph: grimp.ImportGraph, names: Iterable[str]) -> list[str]:
     """Return the shortest chain of imports from each module to torch, where there is one."""
-    found = (
+    chains = (
         graph.find_shortest_chain(importer=name, imported="torch") for name in names
     )
-    return [" -> ".join(chain) for chain in found if chain]
+    return [" -> ".join(chain) for chain in chains if chain]
 
 
 def test_pure_modules_import_no_torch() -> None:
@@ -107,8 +107,10 @@ def test_exceptions_import_torch(module: str) -> None:
 
 
 def test_listed_modules_exist_and_are_not_named_by_the_pattern() -> None:
-    there = modules()
-    assert [name for name in (*PURE_FILES, *NEEDS_TORCH) if name not in there] == []
+    module_names = modules()
+    assert [
+        name for name in (*PURE_FILES, *NEEDS_TORCH) if name not in module_names
+    ] == []
     assert [
         name
         for name in PURE_FILES

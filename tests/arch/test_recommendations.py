@@ -74,20 +74,20 @@ def messages() -> Iterator[tuple[Path, str]]:
                 and getattr(node.func, "attr", getattr(node.func, "id", "")) in SAYING
             )
             if isinstance(node, ast.Raise) or saying:
-                for part in ast.walk(node):
-                    if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                        yield path, part.value
+                for child in ast.walk(node):
+                    if isinstance(child, ast.Constant) and isinstance(child.value, str):
+                        yield path, child.value
 
 
 def exists(name: str) -> bool:
     """Whether a function or method of this name is there, on what a user holds or in the modules a message may name."""
-    first, _, rest = name.partition(".")
-    if first in ("torch", "hasten") and rest:
+    first, _, attribute_path = name.partition(".")
+    if first in ("torch", "hasten") and attribute_path:
         owner: object = torch if first == "torch" else hasten
-        for part in rest.split("."):
-            if not hasattr(owner, part):
+        for attribute in attribute_path.split("."):
+            if not hasattr(owner, attribute):
                 return False
-            owner = getattr(owner, part)
+            owner = getattr(owner, attribute)
         return True
     last = name.rpartition(".")[2]
     holders = (
@@ -118,11 +118,11 @@ def exists(name: str) -> bool:
 
 
 def test_functions_and_methods_in_messages_exist() -> None:
-    found = [
+    calls = [
         (path.name, name) for path, text in messages() for name in _CALL.findall(text)
     ]
-    assert len(found) > 40
-    assert not [(file, name) for file, name in found if not exists(name)]
+    assert len(calls) > 40
+    assert not [(file, name) for file, name in calls if not exists(name)]
     assert exists("save_state")
     assert not exists("init_empty_weight")
     assert not exists("accelerator.save_everything")
@@ -138,29 +138,29 @@ def test_commands_in_texts_exist() -> None:
         for command in re.findall(r"`hasten ([a-z][\w-]*)", node.value)
     }
     assert used
-    known = commands()
-    assert used <= set(known), used - set(known)
-    for place, _ in known.values():
-        assert callable(function_of(place))
+    paths_by_command = commands()
+    assert used <= set(paths_by_command), used - set(paths_by_command)
+    for function_path, _ in paths_by_command.values():
+        assert callable(function_of(function_path))
 
 
 def test_flags_in_messages_exist() -> None:
     parser = SettingsParser(prog="hasten launch")
     parser.add_settings()
-    known = {
+    parser_flags = {
         word.lstrip("-").replace("-", "_") for word in parser._option_string_actions
     }
     for path in [
         *(SOURCE / "cli").glob("*.py"),
         *(SOURCE / "extensions").rglob("*.py"),
     ]:
-        known |= {
+        parser_flags |= {
             word.replace("-", "_")
             for word in re.findall(r'"--([a-z_-]+)"', path.read_text())
         }
     for path, text in messages():
         for flag in _FLAG.findall(text):
-            assert flag in FOREIGN_FLAGS or flag.replace("-", "_") in known, (
+            assert flag in FOREIGN_FLAGS or flag.replace("-", "_") in parser_flags, (
                 f"{path.name}: --{flag} in {text!r}"
             )
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.arch.renames import differences_of
 
-BEFORE = """
+OLD_SOURCE = """
 from torch import nn
 
 def cut(model: nn.Module, own=None):
@@ -19,11 +19,11 @@ def cut(model: nn.Module, own=None):
 
 
 def differences(*changes: tuple[str, str]) -> list[str]:
-    after = BEFORE
+    new_source = OLD_SOURCE
     for old, new in changes:
-        assert old in after
-        after = re.sub(rf"(?<!\w){re.escape(old)}(?!\w)", new, after)
-    return differences_of({"units.py": BEFORE}, {"units.py": after})
+        assert old in new_source
+        new_source = re.sub(rf"(?<!\w){re.escape(old)}(?!\w)", new, new_source)
+    return differences_of({"units.py": OLD_SOURCE}, {"units.py": new_source})
 
 
 def test_renames_are_accepted() -> None:

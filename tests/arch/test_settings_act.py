@@ -47,8 +47,10 @@ def _dotted(node: ast.expr) -> tuple[str, ...]:
 def _classes_in(annotation: ast.expr | None) -> set[str]:
     if annotation is None:
         return set()
-    found = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
-    return found | {
+    class_names = {
+        node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)
+    }
+    return class_names | {
         node.attr for node in ast.walk(annotation) if isinstance(node, ast.Attribute)
     }
 
@@ -87,9 +89,9 @@ class Module:
                         pairs = list(zip(target.elts, node.value.elts, strict=False))
                     for left, right in pairs:
                         if (names := _dotted(left)) and (
-                            held := self._classes_of(right)
+                            section_classes := self._classes_of(right)
                         ):
-                            self._hold(names[-1], held)
+                            self._hold(names[-1], section_classes)
 
     def _classes_of(self, node: ast.expr) -> set[str]:
         """The section classes that an expression may hold."""
@@ -100,15 +102,15 @@ class Module:
         names = _dotted(node)
         if not names:
             return set()
-        held = set(self._holders.get(names[-1], set()))
+        section_classes = set(self._holders.get(names[-1], set()))
         if isinstance(node, ast.Attribute):
             for cls in self._classes_of(node.value) or {"Config"}:
-                held |= {
+                section_classes |= {
                     inner
                     for owner, name, inner in SECTIONS
                     if owner == cls and name == names[-1]
                 }
-        return held
+        return section_classes
 
     def reads(self) -> Iterator[tuple[str, str]]:
         """(class, field) for every attribute taken from a section; `given(section)` takes all of them."""
@@ -131,15 +133,15 @@ class Module:
 
 def _sections() -> tuple[tuple[str, str, str], ...]:
     """(owner, field, class) of every field that holds a section."""
-    found: list[tuple[str, str, str]] = []
+    section_fields: list[tuple[str, str, str]] = []
     todo: list[type[Section]] = [Config]
     while todo:
         cls = todo.pop()
         for name, spec in cls.__dataclass_fields__.items():
             if inner := subsection(spec.type):
-                found.append((cls.__name__, name, inner.__name__))
+                section_fields.append((cls.__name__, name, inner.__name__))
                 todo.append(inner)
-    return tuple(found)
+    return tuple(section_fields)
 
 
 SECTIONS: Final = _sections()
@@ -148,18 +150,18 @@ OWNERS: Final = frozenset({"Config", *(cls for _, _, cls in SECTIONS)})
 
 @cache
 def all_reads() -> frozenset[tuple[str, str]]:
-    found: set[tuple[str, str]] = set()
+    reads: set[tuple[str, str]] = set()
     for path, tree in trees(SOURCE).items():
         if path.relative_to(SOURCE).parts[0] not in CARRIERS:
-            found |= set(Module(tree, OWNERS).reads())
-    return frozenset(found)
+            reads |= set(Module(tree, OWNERS).reads())
+    return frozenset(reads)
 
 
 def has_reader(info: FieldInfo) -> bool:
     return (info.owner.__name__, info.path[-1]) in all_reads()
 
 
-def other_values(info: FieldInfo) -> list[Any]:  # Any: values of every type
+def alternative_values(info: FieldInfo) -> list[Any]:  # Any: values of every type
     """Values besides the default; none for a setting that can have one value only."""
     if get_origin(info.type) is Literal:
         return [value for value in get_args(info.type) if value != info.default]
@@ -171,9 +173,9 @@ def other_values(info: FieldInfo) -> list[Any]:  # Any: values of every type
     } - {NoneType}
     literal = [
         value
-        for part in get_args(info.type)
-        if get_origin(part) is Literal
-        for value in get_args(part)
+        for type_argument in get_args(info.type)
+        if get_origin(type_argument) is Literal
+        for value in get_args(type_argument)
     ]
     if bool in kinds:
         return [not info.default]
@@ -197,7 +199,7 @@ def refusals(info: FieldInfo, value: Any) -> list[ConfigError]:
 
 @pytest.mark.parametrize("info", FIELDS, ids=lambda info: info.name)
 def test_every_setting_acts_or_is_refused(info: FieldInfo) -> None:
-    values = other_values(info)
+    values = alternative_values(info)
     if has_reader(info) or not values:
         return
     for value in values:
@@ -224,7 +226,7 @@ def test_every_row_of_the_table_refuses_something() -> None:
                 SettingEntry(info.path, value, SettingSource("code", info.name)),
             )
             for info in below
-            for value in other_values(info)
+            for value in alternative_values(info)
         ), row
         for name in row.but:
             assert has_reader(BY_PATH[(*path, name)]), (
@@ -320,9 +322,10 @@ def public_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
                     inner for inner in node.body if isinstance(inner, ast.FunctionDef)
                 ]
                 public = [
-                    one
-                    for one in methods
-                    if not one.name.startswith("_") or one.name == "__init__"
+                    public_method
+                    for public_method in methods
+                    if not public_method.name.startswith("_")
+                    or public_method.name == "__init__"
                 ]
                 parents = {base.id for base in node.bases if isinstance(base, ast.Name)}
                 if "TrainerCallback" in parents:  # events: the Trainer calls them
@@ -332,7 +335,9 @@ def public_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
                 if "RunPart" in parents:  # events: the run calls them
                     public = [method for method in public if method.name not in EVENTS]
                 yield from (
-                    (f"{name}.{one.name}", one) for one in public if not _is_stub(one)
+                    (f"{name}.{public_method.name}", public_method)
+                    for public_method in public
+                    if not _is_stub(public_method)
                 )
 
 
@@ -355,19 +360,24 @@ def unread(function: ast.FunctionDef) -> list[str]:
     """The parameters that the body never reads; `locals()` reads all of them."""
     arguments = function.args
     named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    named += [one for one in (arguments.vararg, arguments.kwarg) if one is not None]
+    named += [
+        argument
+        for argument in (arguments.vararg, arguments.kwarg)
+        if argument is not None
+    ]
     read = {
         node.id
-        for part in function.body
-        for node in ast.walk(part)
+        for statement in function.body
+        for node in ast.walk(statement)
         if isinstance(node, ast.Name)
     }
     if "locals" in read:
         return []
     return [
-        one.arg
-        for one in named
-        if one.arg not in read | {"self", "cls"} and not one.arg.startswith("_")
+        argument.arg
+        for argument in named
+        if argument.arg not in read | {"self", "cls"}
+        and not argument.arg.startswith("_")
     ]
 
 

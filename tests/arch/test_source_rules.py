@@ -62,12 +62,12 @@ class Source:
 
     def comment_on(self, line: int) -> str:
         """Return the comment on a line, or on the lines around it, where the formatter or the writer put it, if any."""
-        near = self.text.splitlines()[max(0, line - 4) : line + 3]
-        return "".join(re.findall(r"#\s*(.+)$", "\n".join(near), re.MULTILINE))
+        nearby_lines = self.text.splitlines()[max(0, line - 4) : line + 3]
+        return "".join(re.findall(r"#\s*(.+)$", "\n".join(nearby_lines), re.MULTILINE))
 
-    def say(self, node: ast.AST, what: str) -> str:
+    def say(self, node: ast.AST, complaint: str) -> str:
         """Return one complaint with its place."""
-        return f"{self.path}:{getattr(node, 'lineno', 1)}: {what}"
+        return f"{self.path}:{getattr(node, 'lineno', 1)}: {complaint}"
 
 
 Rule = Callable[[Source], Iterator[str]]
@@ -109,7 +109,7 @@ def keep_no_ambient_state(source: Source) -> Iterator[str]:
                 )
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 yield from memoised(source, node)
-    yield from ambient_assignments(source, source.tree.body, at="module")
+    yield from ambient_assignments(source, source.tree.body, owner="module")
 
 
 def memoised(
@@ -127,7 +127,9 @@ def memoised(
             )
 
 
-def ambient_assignments(source: Source, body: list[ast.stmt], at: str) -> Iterator[str]:
+def ambient_assignments(
+    source: Source, body: list[ast.stmt], owner: str
+) -> Iterator[str]:
     """Complain about assignments in a module's or class's body that keep something mutable."""
     for node in body:
         match node:
@@ -141,15 +143,16 @@ def ambient_assignments(source: Source, body: list[ast.stmt], at: str) -> Iterat
                 continue  # msgspec copies the defaults of fields
             case ast.ClassDef():
                 yield from ambient_assignments(
-                    source, node.body, at=f"class {node.name}"
+                    source, node.body, owner=f"class {node.name}"
                 )
                 continue
             case ast.If() | ast.Try() | ast.With() | ast.For() | ast.While():
                 blocks = (
-                    getattr(node, part, []) for part in ("body", "orelse", "finalbody")
+                    getattr(node, block_name, [])
+                    for block_name in ("body", "orelse", "finalbody")
                 )
                 for block in blocks:
-                    yield from ambient_assignments(source, block, at)
+                    yield from ambient_assignments(source, block, owner)
                 continue
             case _:
                 continue
@@ -158,9 +161,9 @@ def ambient_assignments(source: Source, body: list[ast.stmt], at: str) -> Iterat
         if problem := mutability(
             value,
             is_final="Final" in annotation_of(node),
-            in_class=at.startswith("class "),
+            in_class=owner.startswith("class "),
         ):
-            yield source.say(node, f"{at} keeps {', '.join(names)} = {problem}")
+            yield source.say(node, f"{owner} keeps {', '.join(names)} = {problem}")
 
 
 def mutability(value: ast.expr, *, is_final: bool, in_class: bool) -> str:
@@ -177,12 +180,12 @@ def mutability(value: ast.expr, *, is_final: bool, in_class: bool) -> str:
         ):
             kind = type(value).__name__.removesuffix("Comp").lower()
             return f"a mutable {kind}; use a tuple, frozenset or MappingProxyType"
-        case ast.Tuple(elts=parts):
+        case ast.Tuple(elts=members):
             return next(
                 (
                     p
-                    for part in parts
-                    if (p := mutability(part, is_final=is_final, in_class=in_class))
+                    for member in members
+                    if (p := mutability(member, is_final=is_final, in_class=in_class))
                 ),
                 "",
             )
@@ -301,9 +304,9 @@ def imports_silently(source: Source, call: ast.Call) -> bool:
 
 def name_what_it_is(source: Source) -> Iterator[str]:
     """No file or folder is called after nothing."""
-    for part in Path(source.path).with_suffix("").parts:
-        if set(part.split("_")) & set(FORBIDDEN_NAMES):
-            yield f"{source.path}:1: {part!r} says nothing about what is inside"
+    for name in Path(source.path).with_suffix("").parts:
+        if set(name.split("_")) & set(FORBIDDEN_NAMES):
+            yield f"{source.path}:1: {name!r} says nothing about what is inside"
 
 
 def keep_inner_packages_empty(source: Source) -> Iterator[str]:

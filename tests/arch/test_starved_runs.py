@@ -38,7 +38,7 @@ def test_broken():
 def test_fine():
     assert "fine"
 '''
-MANY: Final = '''"""More tests that fail once than a run may repeat."""
+MANY_FAILURES: Final = '''"""More tests that fail once than a run may repeat."""
 import pytest
 tries = []
 
@@ -74,12 +74,12 @@ def run(folder: Path, stolen: float, tests: str = TESTS, *options: str) -> str:
 
 
 def test_a_failure_is_run_again_once_and_listed(tmp_path: Path) -> None:
-    said = run(tmp_path, 0.8)
-    assert "2 failed, 3 passed" in said, said
-    assert "4 of at most 4 tests run again on a starved host" in said
+    report = run(tmp_path, 0.8)
+    assert "2 failed, 3 passed" in report, report
+    assert "4 of at most 4 tests run again on a starved host" in report
     lines = [
         line
-        for line in said.splitlines()
+        for line in report.splitlines()
         if line.startswith(("run again:", "FAILED TWICE:"))
     ]
     why = "failed while the host of this machine gave 80% of the processors' time to others"
@@ -89,13 +89,13 @@ def test_a_failure_is_run_again_once_and_listed(tmp_path: Path) -> None:
         "FAILED TWICE: test_inner.py::test_third_time": "not twice",
         "FAILED TWICE: test_inner.py::test_broken": "broken",
     }
-    assert len(lines) == len(expected), said
+    assert len(lines) == len(expected), report
     for start, reason in expected.items():
         assert [
             line
             for line in lines
             if line.startswith(f"{start} {why}: ") and reason in line
-        ], said
+        ], report
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,9 @@ def test_a_failure_is_run_again_once_and_listed(tmp_path: Path) -> None:
 def test_no_more_than_a_few_tests_of_a_run_are_run_again(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    said = run(tmp_path, 0.8, MANY, *options)
-    assert "4 failed, 4 passed" in said, said
-    assert said.count("\nrun again: ") == 4
+    report = run(tmp_path, 0.8, MANY_FAILURES, *options)
+    assert "4 failed, 4 passed" in report, report
+    assert report.count("\nrun again: ") == 4
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_no_more_than_a_few_tests_of_a_run_are_run_again(
 def test_a_small_share_is_no_excuse(
     tmp_path: Path, stolen: float, outcome: str
 ) -> None:
-    assert outcome in (said := run(tmp_path, stolen)), said
+    assert outcome in (report := run(tmp_path, stolen)), report
 
 
 @pytest.mark.parametrize(("stolen", "longest"), [(0, 1), (50, 2), (75, 4), (100, 6)])

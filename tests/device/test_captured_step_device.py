@@ -45,10 +45,14 @@ class Run:
             nn.Dropout(0.1),
             nn.Linear(32, 4),
         )
-        made: torch.optim.Optimizer = kind(net.parameters(), lr=1e-2, fused=True)
-        schedule = torch.optim.lr_scheduler.LinearLR(made, 1.0, 0.1, total_iters=12)
+        bare_optimizer: torch.optim.Optimizer = kind(
+            net.parameters(), lr=1e-2, fused=True
+        )
+        schedule = torch.optim.lr_scheduler.LinearLR(
+            bare_optimizer, 1.0, 0.1, total_iters=12
+        )
         self.model, self.optimizer, self.schedule = self.accelerator.prepare(
-            net, made, schedule
+            net, bare_optimizer, schedule
         )
         self.step: Callable[[Tensor, Tensor], Tensor] = (
             self.accelerator.capture_step(self._step) if captured else self._step
@@ -68,9 +72,9 @@ class Run:
         losses = []
         torch.cuda.manual_seed(numbers.start)  # dropout, also where two runs take turns
         for number in numbers:
-            made = torch.Generator().manual_seed(number)
-            x = torch.randn(rows(number), 16, generator=made).cuda()
-            y = torch.randint(4, (rows(number),), generator=made).cuda()
+            generator = torch.Generator().manual_seed(number)
+            x = torch.randn(rows(number), 16, generator=generator).cuda()
+            y = torch.randint(4, (rows(number),), generator=generator).cuda()
             losses.append(self.step(x, y).detach())
             self.schedule.step()
         return [loss.item() for loss in losses]
@@ -87,18 +91,18 @@ def weights(run: Run) -> list[Tensor]:
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_captured_step_trains_as_the_plain_one(kind: Any, precision: str) -> None:
     plain = Run("off", False, kind, mixed_precision=precision)
-    expected = plain.train(range(14))
-    held = Run("auto", True, kind, mixed_precision=precision)
-    found = held.train(range(14))
-    step: Any = held.step
+    expected_losses = plain.train(range(14))
+    captured = Run("auto", True, kind, mixed_precision=precision)
+    losses = captured.train(range(14))
+    step: Any = captured.step
     assert not step.refusal
     assert step._graphs, "nothing was captured"
-    assert found == pytest.approx(expected, rel=1e-4)
-    for a, b in zip(weights(held), weights(plain), strict=True):
+    assert losses == pytest.approx(expected_losses, rel=1e-4)
+    for a, b in zip(weights(captured), weights(plain), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
-    assert held.optimizer.num_updates == plain.optimizer.num_updates == 14
-    assert held.accelerator._clock.num_updates == 14
-    assert held.schedule.get_last_lr() == plain.schedule.get_last_lr()
+    assert captured.optimizer.num_updates == plain.optimizer.num_updates == 14
+    assert captured.accelerator._clock.num_updates == 14
+    assert captured.schedule.get_last_lr() == plain.schedule.get_last_lr()
 
 
 def test_other_shapes_have_graphs_of_their_own() -> None:
@@ -106,34 +110,34 @@ def test_other_shapes_have_graphs_of_their_own() -> None:
         return 5 if number % 4 == 3 else 8
 
     expected = Run("off", False).train(range(24), rows)
-    held = Run("auto", True)
-    assert held.train(range(24), rows) == pytest.approx(expected, rel=1e-4)
-    step: Any = held.step
+    captured = Run("auto", True)
+    assert captured.train(range(24), rows) == pytest.approx(expected, rel=1e-4)
+    step: Any = captured.step
     assert len(step._graphs) == 2
 
 
 def test_loaded_state_and_changed_options_are_noticed() -> None:
-    plain, held = Run("off", False), Run("auto", True)
-    for run in (plain, held):
+    plain, captured = Run("off", False), Run("auto", True)
+    for run in (plain, captured):
         run.train(range(8))
         state = run.optimizer.state_dict()
         run.train(range(8, 10))
         run.optimizer.load_state_dict(state)  # torch makes new tensors
         run.optimizer.param_groups[0]["weight_decay"] = 0.5
-    assert held.train(range(10, 18)) == pytest.approx(
+    assert captured.train(range(10, 18)) == pytest.approx(
         plain.train(range(10, 18)), rel=1e-4
     )
 
 
 def test_losses_of_replays_are_watched() -> None:
-    held = Run("auto", True)
-    held.train(range(8))
+    captured = Run("auto", True)
+    captured.train(range(8))
     with torch.no_grad():
-        next(held.model.parameters()).fill_(float("nan"))
+        next(captured.model.parameters()).fill_(float("nan"))
 
     def to_the_end() -> None:
-        held.train(range(8, 12))
-        held.accelerator.end_training()
+        captured.train(range(8, 12))
+        captured.accelerator.end_training()
 
     with pytest.warns(HastenWarning, match="loss"):
         to_the_end()
@@ -174,12 +178,14 @@ def test_replays_give_their_loss_and_norm_to_the_metrics() -> None:
         metrics.sampled.request()
         # reads the copy of the first loss, and that of the second if it has arrived
         (newer,) = run.train(range(number + 1, number + 2))
-        known = metrics.sampled.known
-        assert known["loss"] in (
+        last_sample = metrics.sampled.known
+        assert last_sample["loss"] in (
             pytest.approx(loss, rel=1e-6),
             pytest.approx(newer, rel=1e-6),
         )
-        assert 0 < known["grad_norm"] < 100
+        assert 0 < last_sample["grad_norm"] < 100
     run.train(range(12, 14))
-    assert metrics.sampled.known is known, "a replay copies nothing that is not due"
+    assert metrics.sampled.known is last_sample, (
+        "a replay copies nothing that is not due"
+    )
     run.accelerator.end_training()

@@ -52,13 +52,13 @@ def test_a_weight_shared_with_an_offloaded_part_stays_on_the_device(
     on_device: str, away: str, tmp_path: Path
 ) -> None:
     reference, model = build().cuda(), build()
-    places: dict[str, int | str | torch.device] = {
+    device_map: dict[str, int | str | torch.device] = {
         "embed": away,
         "blocks": away,
         "head": away,
         on_device: 0,
     }
-    dispatch_model(model, places, offload_dir=tmp_path)
+    dispatch_model(model, device_map, offload_dir=tmp_path)
     assert model.head.weight is model.embed.weight
     assert model.embed.weight.device.type == "cuda"
     for _ in range(2):
@@ -79,15 +79,15 @@ def test_gradients_pass_through_a_streamed_model_and_those_of_weights_are_droppe
     None
 ):
     reference, model = build().cuda(), cpu_offload(build(), "cuda")
-    given = [torch.ones(2, 16, device="cuda", requires_grad=True) for _ in range(2)]
-    for one, x in zip((reference, model), given, strict=True):
+    inputs = [torch.ones(2, 16, device="cuda", requires_grad=True) for _ in range(2)]
+    for one, x in zip((reference, model), inputs, strict=True):
         out = one(IDS.cuda())
         assert out.requires_grad
         (out.square().mean() + one.blocks[2](x).sum()).backward()  # type: ignore[index,operator]
-    torch.testing.assert_close(given[0].grad, given[1].grad, rtol=0, atol=0)
-    before = torch.cuda.memory_allocated()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=0, atol=0)
+    initial_bytes = torch.cuda.memory_allocated()
     for _ in range(3):
         model(IDS.cuda()).square().mean().backward()
-    assert torch.cuda.memory_allocated() <= before
+    assert torch.cuda.memory_allocated() <= initial_bytes
     assert all(one.grad is None for one in model.parameters())
     end_dispatch(model)

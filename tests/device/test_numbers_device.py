@@ -33,8 +33,10 @@ def test_a_bad_loss_is_reported_with_its_update_at_the_latest_when_training_ends
             optimizer.step()
             optimizer.zero_grad()
         accelerator.end_training()
-    told = [
-        str(one.message) for one in caught if issubclass(one.category, HastenWarning)
+    messages = [
+        str(warning.message)
+        for warning in caught
+        if issubclass(warning.category, HastenWarning)
     ]
-    assert len(told) == 1
-    assert f"the loss is nan in update {bad + 1} on rank 0" in told[0]
+    assert len(messages) == 1
+    assert f"the loss is nan in update {bad + 1} on rank 0" in messages[0]

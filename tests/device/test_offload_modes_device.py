@@ -88,7 +88,7 @@ def train(
     return [float(loss) for loss in losses], weights, optimizer
 
 
-def same(
+def assert_same_training(
     first: tuple[list[float], list[Tensor], Any],
     second: tuple[list[float], list[Tensor], Any],
 ) -> None:
@@ -97,10 +97,10 @@ def same(
     states = first[2].state_dict()["state"], second[2].state_dict()["state"]
     for index, values in states[0].items():
         for key, value in values.items():
-            other = states[1][index][key]
+            second_value = states[1][index][key]
             with torch.no_grad():
                 assert torch.equal(
-                    local_tensor(value).cpu(), local_tensor(other).cpu()
+                    local_tensor(value).cpu(), local_tensor(second_value).cpu()
                 ), (index, key)
 
 
@@ -109,19 +109,23 @@ def same(
 def test_one_device_is_bitwise_equal(precision: str, fused: bool) -> None:
     plain = train(None, mixed_precision=precision, fused=fused)
     for mode in MODES:
-        same(plain, train(mode, mixed_precision=precision, fused=fused))
+        assert_same_training(plain, train(mode, mixed_precision=precision, fused=fused))
 
 
 def test_recomputed_blocks_are_bitwise_equal() -> None:
     plain = train(None, mixed_precision="bf16", recompute=("Block",))
     for mode in MODES:
-        same(plain, train(mode, mixed_precision="bf16", recompute=("Block",)))
+        assert_same_training(
+            plain, train(mode, mixed_precision="bf16", recompute=("Block",))
+        )
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_shards_are_bitwise_equal() -> None:
     plain = train(None, mixed_precision="bf16", strategy="fsdp")
-    same(plain, train("optimizer", mixed_precision="bf16", strategy="fsdp"))
+    assert_same_training(
+        plain, train("optimizer", mixed_precision="bf16", strategy="fsdp")
+    )
     # FSDP2 offloads the gradients too, and their norm is computed on the host
     for mode in ("parameters", "all"):
         losses, _, _ = train(mode, mixed_precision="bf16", strategy="fsdp")
@@ -134,7 +138,7 @@ def test_shards_are_bitwise_equal() -> None:
 def test_a_resumed_run_is_bitwise_equal(mode: str, tmp_path: Path) -> None:
     plain = train(None, folder=tmp_path / "plain", mixed_precision="bf16")
     offloaded = train(mode, folder=tmp_path / "offloaded", mixed_precision="bf16")
-    same(plain, offloaded)
+    assert_same_training(plain, offloaded)
     for folder in ("plain", "offloaded"):
         losses, weights, _ = train(
             mode, folder=tmp_path / folder, resume=True, mixed_precision="bf16"
@@ -146,16 +150,19 @@ def test_a_resumed_run_is_bitwise_equal(mode: str, tmp_path: Path) -> None:
 def test_the_device_keeps_a_part_of_the_state_between_steps() -> None:
     def allocated(mode: str | None) -> int:
         torch.accelerator.synchronize()
-        before = torch.accelerator.memory_allocated()
-        found = train(mode, steps=6)
+        initial_bytes = torch.accelerator.memory_allocated()
+        trained = train(mode, steps=6)
         # reading it also frees the copies that the last update left on the device
-        assert found[2].state
+        assert trained[2].state
         torch.accelerator.synchronize()
-        grown = torch.accelerator.memory_allocated() - before
-        del found
+        grown = torch.accelerator.memory_allocated() - initial_bytes
+        del trained
         return grown
 
-    plain, state = allocated(None), allocated("optimizer")
-    both = allocated("all")
-    assert state < 0.7 * plain
-    assert both < 0.5 * plain
+    with_nothing_offloaded, with_state_offloaded = (
+        allocated(None),
+        allocated("optimizer"),
+    )
+    with_all_offloaded = allocated("all")
+    assert with_state_offloaded < 0.7 * with_nothing_offloaded
+    assert with_all_offloaded < 0.5 * with_nothing_offloaded

@@ -43,8 +43,8 @@ def test_device_generators_are_synchronized(ctx: ProcessContext) -> None:
     synchronize_rng_states(["cuda"], ctx.world)
     drawn = ctx.world.all_gather(torch.rand(4, device=ctx.device))
     assert torch.equal(drawn[0], drawn[1])
-    others = ctx.world.all_gather(torch.rand(4))
-    assert not torch.equal(others[0], others[1])
+    host_draws = ctx.world.all_gather(torch.rand(4))
+    assert not torch.equal(host_draws[0], host_draws[1])
 
 
 @ranks(1, device="cuda")

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.device
 
 
 def device() -> torch.device:
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
-    return found
+    current_device = torch.accelerator.current_accelerator()
+    assert current_device is not None
+    return current_device
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,8 +71,10 @@ def test_half_precision_equals_torch_by_hand(spec: str) -> None:
         scaler.step(by_hand)
         scaler.update()
         by_hand.zero_grad()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for parameter, plain_parameter in zip(
+        model.parameters(), plain.parameters(), strict=True
+    ):
+        torch.testing.assert_close(parameter, plain_parameter, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_stay_on_the_device_and_equal_the_big_batch() -> None:
@@ -91,8 +93,12 @@ def test_weights_stay_on_the_device_and_equal_the_big_batch() -> None:
             optimizer.step()
     x, y = torch.cat([s[0] for s in shares]), torch.cat([s[1] for s in shares])
     torch.autograd.backward(nn.functional.cross_entropy(plain(x), y))
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    for parameter, plain_parameter in zip(
+        model.parameters(), plain.parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            parameter.grad, plain_parameter.grad, rtol=1e-4, atol=1e-6
+        )
 
 
 def test_the_replaced_forward_compiles_as_one_graph() -> None:

@@ -165,15 +165,15 @@ def test_small_and_large_batches_keep_their_order_and_values(
     expected = [
         [width * float(index), float(index)] for index, width in enumerate(widths)
     ]
-    for got, wanted in zip(torch.stack(sums).tolist(), expected, strict=True):
-        assert got == pytest.approx(wanted, rel=1e-5)
+    for row, expected_row in zip(torch.stack(sums).tolist(), expected, strict=True):
+        assert row == pytest.approx(expected_row, rel=1e-5)
 
 
 def test_batches_kept_by_the_user_stay_what_they_were() -> None:
     loader = on_device(DataLoader(Filled(128), batch_size=8), prefetch=2)
-    kept = list(loader)
+    batches = list(loader)
     gc.collect()
-    assert [value for batch in kept for value in first_column(batch)] == [
+    assert [value for batch in batches for value in first_column(batch)] == [
         float(row) for row in range(128)
     ]
 
@@ -224,11 +224,11 @@ def test_the_staging_thread_ends_with_the_loop() -> None:
     # 2 MiB, unpinned: staged in a thread
     user = DataLoader(Filled(64, 65_536), batch_size=8)
     loader = on_device(user, prefetch=2)
-    before = threading.active_count()
+    initial_threads = threading.active_count()
     for _ in loader:
-        assert threading.active_count() == before + 1
+        assert threading.active_count() == initial_threads + 1
         break
-    assert threading.active_count() == before
+    assert threading.active_count() == initial_threads
 
     class Failing(Filled):
         def __getitem__(self, index: int) -> Tensor:
@@ -241,13 +241,13 @@ def test_the_staging_thread_ends_with_the_loop() -> None:
 
     with pytest.raises(OSError, match="unreadable"):
         list(read())
-    assert threading.active_count() == before
+    assert threading.active_count() == initial_threads
 
 
 def test_copies_run_beside_compute() -> None:
     batch = {"x": torch.randn(256, 256, 384).pin_memory()}  # 100 MB
 
-    class Same(Dataset[dict[str, Tensor]]):
+    class RepeatedBatch(Dataset[dict[str, Tensor]]):
         def __len__(self) -> int:
             return 30
 
@@ -258,18 +258,20 @@ def test_copies_run_beside_compute() -> None:
 
     def timed(prefetch: int, rounds: int) -> float:
         loader = on_device(
-            DataLoader(Same(), batch_size=None), prefetch=prefetch, non_blocking=True
+            DataLoader(RepeatedBatch(), batch_size=None),
+            prefetch=prefetch,
+            non_blocking=True,
         )
         times = []
         for _ in range(3):
             torch.cuda.synchronize()
-            begun = time.perf_counter()
+            start_s = time.perf_counter()
             for moved in loader:
                 for _ in range(rounds):
                     weight @ weight
                 del moved
             torch.cuda.synchronize()
-            times.append((time.perf_counter() - begun) / 30 * 1e3)
+            times.append((time.perf_counter() - start_s) / 30 * 1e3)
         return min(times)
 
     copy_ms, both_ms, beside_ms = timed(0, 0), timed(0, 2), timed(2, 2)

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.device
 
 
 def device() -> torch.device:
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
-    return found
+    current_device = torch.accelerator.current_accelerator()
+    assert current_device is not None
+    return current_device
 
 
 def slow_loss(matrix: torch.Tensor, times: int = 200) -> torch.Tensor:
@@ -57,16 +57,16 @@ def test_reading_late_never_waits() -> None:
     matrix = torch.randn(4096, 4096, device=device())
     slow_loss(matrix)
     torch.accelerator.synchronize()
-    late = LateScalars()
-    late.store_values({"warm": torch.ones((), device=device())})
-    late.read(wait=True)
-    late.store_values({"loss": slow_loss(matrix)})
-    began = time.perf_counter()
-    late.read()
-    assert "loss" not in late.read()
-    read_s = time.perf_counter() - began
-    assert late.read(wait=True)["loss"] == 0.25
-    assert read_s < (time.perf_counter() - began) / 5, "reading waited for the device"
+    late_scalars = LateScalars()
+    late_scalars.store_values({"warm": torch.ones((), device=device())})
+    late_scalars.read(wait=True)
+    late_scalars.store_values({"loss": slow_loss(matrix)})
+    start_s = time.perf_counter()
+    late_scalars.read()
+    assert "loss" not in late_scalars.read()
+    read_s = time.perf_counter() - start_s
+    assert late_scalars.read(wait=True)["loss"] == 0.25
+    assert read_s < (time.perf_counter() - start_s) / 5, "reading waited for the device"
 
 
 def test_logging_does_not_wait_and_loses_nothing() -> None:
@@ -74,12 +74,12 @@ def test_logging_does_not_wait_and_loses_nothing() -> None:
     manager = TrackerManager([tracker], fetch=fetch_scalars, flush_every_s=1000.0)
     manager.init("project")
     manager.log({"loss": slow_loss(matrix)})  # the first one goes out at once
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     for _ in range(5):
         manager.log({"loss": slow_loss(matrix)})
-    logged_s = time.perf_counter() - began
+    logged_s = time.perf_counter() - start_s
     torch.accelerator.synchronize()
-    done_s = time.perf_counter() - began
+    done_s = time.perf_counter() - start_s
     manager.finish()
     assert logged_s < done_s / 2
     assert [entry.values["loss"] for entry in tracker.entries] == [0.25] * 6
@@ -88,12 +88,12 @@ def test_logging_does_not_wait_and_loses_nothing() -> None:
 def test_a_bar_shows_loss_memory_and_pace() -> None:
     matrix, file = torch.randn(512, 512, device=device()), io.StringIO()
     pulse = BackwardTimer(device(), every_s=0.0)
-    here = BarContext(
+    bar_context = BarContext(
         display=LineDisplay(Console(file=file), 0.0),
         memory=MemoryGauge(device()),
         pulse=pulse,
     )
-    bar = Progress(range(5), here=here, desc="train")
+    bar = Progress(range(5), here=bar_context, desc="train")
     for _ in bar:
         loss = slow_loss(matrix, 20)
         pulse.backward()

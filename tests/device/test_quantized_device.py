@@ -20,8 +20,8 @@ KINDS = ("nf4", "torchao-nf4")
 
 
 def device() -> torch.device:
-    found = torch.accelerator.current_accelerator()
-    return torch.device("cpu") if found is None else found
+    current_device = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if current_device is None else current_device
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,8 +74,8 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def batch(step: int) -> Tensor:
-    made = torch.Generator().manual_seed(step % 2)
-    return torch.randint(0, VOCABULARY, (2, 64), generator=made).to(device())
+    generator = torch.Generator().manual_seed(step % 2)
+    return torch.randint(0, VOCABULARY, (2, 64), generator=generator).to(device())
 
 
 def prepared(kind: str) -> tuple[Accelerator, Any, Any]:
@@ -88,14 +88,14 @@ def prepared(kind: str) -> tuple[Accelerator, Any, Any]:
 
 
 def losses(model: Any, optimizer: Any, backward: Any, steps: range) -> list[float]:
-    found = []
+    step_losses = []
     for step in steps:
         loss = model(input_ids=batch(step), labels=batch(step)).loss
         backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        step_losses.append(loss.item())
+    return step_losses
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,10 +109,10 @@ def test_losses_equal_bare_torch(kind: str) -> None:
     )
     assert expected[4] < expected[0] - 0.02
     accelerator, model, optimizer = prepared(kind)
-    found = losses(model, optimizer, accelerator.backward, range(6))
+    prepared_losses = losses(model, optimizer, accelerator.backward, range(6))
     # bf16 products
     torch.testing.assert_close(
-        torch.tensor(found), torch.tensor(expected), rtol=2e-3, atol=0.0
+        torch.tensor(prepared_losses), torch.tensor(expected), rtol=2e-3, atol=0.0
     )
 
 
@@ -122,19 +122,21 @@ def test_prepared_weights_take_four_bits_on_the_device(kind: str) -> None:
         gc.collect()
         return torch.accelerator.memory_allocated() if device().type != "cpu" else 0
 
-    before = allocated()
+    initial_bytes = allocated()
     _, model, optimizer = prepared(kind)
-    held = allocated() - before
+    model_bytes = allocated() - initial_bytes
     frozen = [p.to_local() for p in model.parameters() if p.dtype == torch.uint8]
     weights = DEPTH * (4 + 3 * 4) * WIDTH**2
     assert len(frozen) == 7 * DEPTH
     assert weights // 2 <= sum(p.nbytes for p in frozen) <= 1.1 * weights // 2
-    rest = sum(
+    unquantized_bytes = sum(
         p.to_local().nbytes for p in model.parameters() if p.dtype != torch.uint8
     )
     if device().type != "cpu":
         assert {p.device.type for p in frozen} == {device().type}
-        assert held <= 0.6 * weights + rest + 2**20, "the whole weights were not freed"
+        assert model_bytes <= 0.6 * weights + unquantized_bytes + 2**20, (
+            "the whole weights were not freed"
+        )
     assert optimizer is not None
 
 
@@ -143,10 +145,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(kind: str, tmp_path: Path) ->
     accelerator, model, optimizer = prepared(kind)
     losses(model, optimizer, accelerator.backward, range(2))
     accelerator.save_state(tmp_path / "state")
-    after = losses(model, optimizer, accelerator.backward, range(2, 5))
+    uninterrupted = losses(model, optimizer, accelerator.backward, range(2, 5))
     accelerator, model, optimizer = prepared(kind)
     accelerator.load_state(tmp_path / "state")
-    assert losses(model, optimizer, accelerator.backward, range(2, 5)) == after
+    assert losses(model, optimizer, accelerator.backward, range(2, 5)) == uninterrupted
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,7 +157,7 @@ def test_merged_adapters_give_the_trained_outputs(kind: str, tmp_path: Path) -> 
     accelerator, model, optimizer = prepared(kind)
     losses(model, optimizer, accelerator.backward, range(3))
     with torch.no_grad():
-        wanted = model(input_ids=batch(9)).logits.float()
+        trained_logits = model(input_ids=batch(9)).logits.float()
     inner: Any = accelerator.unwrap_model(model)
     inner.save_pretrained(
         tmp_path / "adapter", state_dict=accelerator.get_state_dict(model)
@@ -167,10 +169,12 @@ def test_merged_adapters_give_the_trained_outputs(kind: str, tmp_path: Path) -> 
     ).merge_and_unload()
     assert all(type(p.data) is Tensor for p in merged.parameters())
     with torch.no_grad():
-        found = merged(input_ids=batch(9)).logits
-    spread = float(wanted.std())
+        merged_logits = merged(input_ids=batch(9)).logits
+    spread = float(trained_logits.std())
     # bf16 activations
-    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.1 * spread)
     torch.testing.assert_close(
-        found.mean(), wanted.mean(), rtol=0.0, atol=0.01 * spread
+        merged_logits, trained_logits, rtol=0.0, atol=0.1 * spread
+    )
+    torch.testing.assert_close(
+        merged_logits.mean(), trained_logits.mean(), rtol=0.0, atol=0.01 * spread
     )

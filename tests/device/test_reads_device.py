@@ -26,9 +26,9 @@ def started() -> None:
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_tensors_on_the_device_equal_the_file(tmp_path: Path, threads: int) -> None:
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     values = {
-        f"{i}": torch.randint(0, 256, (size,), generator=made).to(torch.uint8)
+        f"{i}": torch.randint(0, 256, (size,), generator=generator).to(torch.uint8)
         for i, size in enumerate(SIZES)
     }
     write_files(tmp_path, {"f.safetensors": encode_safetensors(values)}, Disk())
@@ -61,8 +61,8 @@ def test_slow_copies_do_not_see_the_next_read(
     piece = read_safetensors(tmp_path / "f.safetensors").pieces["w"]
     device = torch.accelerator.current_accelerator()
     live = torch.zeros_like(value, device=device)
-    other = torch.empty(1 << 28, dtype=torch.uint8).pin_memory()
+    link_traffic = torch.empty(1 << 28, dtype=torch.uint8).pin_memory()
     for _ in range(8):  # the link is busy while the reads run
-        other.to(device, non_blocking=True)
+        link_traffic.to(device, non_blocking=True)
     run_copies(plan_copies("w", live, [piece]), threads=2)
     assert torch.equal(live.cpu(), value)

@@ -32,12 +32,12 @@ def test_values_arrive_and_the_compute_stream_does_not_wait_for_larger_copies() 
                 home.copy_(large, non_blocking=True)
             copied = torch.Event(device)
             copied.record(side)
-        found = HostCopy(torch.arange(5.0, device=device) + 1)
+        host_copy = HostCopy(torch.arange(5.0, device=device) + 1)
         computed = torch.Event(device)
         computed.record()
         computed.synchronize()
         behind.append(copied.query())
-        assert found.wait().tolist() == [1, 2, 3, 4, 5]
+        assert host_copy.wait().tolist() == [1, 2, 3, 4, 5]
     assert not behind[-1], "the compute stream waited for the larger copies"
 
 
@@ -51,9 +51,9 @@ def test_memory_of_the_source_is_not_reused_before_it_was_copied() -> None:
         for _ in range(4):
             # would overwrite memory that was freed too early
             torch.full((1024,), -1.0, device=device)
-        assert [float(one.wait().max()) for one in copies] == [
+        assert [float(host_copy.wait().max()) for host_copy in copies] == [
             number + k for k in range(4)
         ]
-        assert [float(one.wait().min()) for one in copies] == [
+        assert [float(host_copy.wait().min()) for host_copy in copies] == [
             number + k for k in range(4)
         ]

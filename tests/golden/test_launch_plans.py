@@ -199,12 +199,12 @@ CASES: Final[dict[str, Case]] = {
 def plan_text(case: Case) -> str:
     """The plan of a case, or the words of its error."""
     argv = split_words(case.words)
-    given = make_parser().parse_args(argv)
+    parsed = make_parser().parse_args(argv)
     host = replace(case.host, env=case.env, mpi=case.mpi, tpu=case.tpu)
     try:
-        resolved = resolve(flags=given.settings)
+        resolved = resolve(flags=parsed.settings)
         launch = resolved.config.launch
-        words = given.script
+        words = parsed.script
         target = Target(
             words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python
         )
