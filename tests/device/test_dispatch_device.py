@@ -80,14 +80,14 @@ def test_gradients_pass_through_a_streamed_model_and_those_of_weights_are_droppe
 ):
     reference, model = build().cuda(), cpu_offload(build(), "cuda")
     inputs = [torch.ones(2, 16, device="cuda", requires_grad=True) for _ in range(2)]
-    for one, x in zip((reference, model), inputs, strict=True):
-        out = one(IDS.cuda())
+    for network, x in zip((reference, model), inputs, strict=True):
+        out = network(IDS.cuda())
         assert out.requires_grad
-        (out.square().mean() + one.blocks[2](x).sum()).backward()  # type: ignore[index,operator]
+        (out.square().mean() + network.blocks[2](x).sum()).backward()  # type: ignore[index,operator]
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=0, atol=0)
     initial_bytes = torch.cuda.memory_allocated()
     for _ in range(3):
         model(IDS.cuda()).square().mean().backward()
     assert torch.cuda.memory_allocated() <= initial_bytes
-    assert all(one.grad is None for one in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
     end_dispatch(model)
