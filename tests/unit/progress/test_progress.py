@@ -293,8 +293,9 @@ def test_ranks_leave_notes_and_the_main_one_finds_the_slow() -> None:
     for rank, pace in ((2, 0.05), (1, 0.01), (0, 0.01)):
         fake_time = [0.0]
         pulse = BackwardTimer(
-            torch.device("cpu"), clock=lambda fake_time=fake_time: fake_time[0]
-        )  # type: ignore[misc]
+            torch.device("cpu"),
+            clock=lambda fake_time=fake_time: fake_time[0],  # type: ignore[misc]
+        )
         pulse.asked()
         fake_time[0] = pace
         pulse.backward()
