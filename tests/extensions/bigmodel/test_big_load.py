@@ -91,7 +91,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "places",
+    "device_map",
     [
         None,
         {"": "cpu"},
@@ -106,14 +106,14 @@ LAYOUTS: list[dict[str, Any]] = [
     ],
 )
 def test_every_layout_loads_to_every_place(
-    layout: dict[str, Any], places: dict[str, str | int] | None, tmp_path: Path
+    layout: dict[str, Any], device_map: dict[str, str | int] | None, tmp_path: Path
 ) -> None:
     reference = saved(tmp_path / "model", **layout)
     model = empty()
     load_checkpoint_and_dispatch(
         model,
         tmp_path / "model",
-        places,
+        device_map,
         offload_folder=tmp_path / "off",
         strict=True,
     )
@@ -121,7 +121,7 @@ def test_every_layout_loads_to_every_place(
         for _ in range(2):
             assert torch.equal(model(IDS), reference(IDS))
     assert model.head.weight is model.embed.weight
-    assert (places is not None and "disk" in places.values()) == bool(
+    assert (device_map is not None and "disk" in device_map.values()) == bool(
         streamers_of(model)
     )
     if layout.get("safe_serialization", True):  # nothing is written twice
@@ -140,16 +140,16 @@ def test_an_index_file_and_a_single_file_are_checkpoints(tmp_path: Path) -> None
     assert torch.equal(model(IDS), reference(IDS))
 
 
-@pytest.mark.parametrize("places", [{"": "cpu"}, {"": "disk"}])
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "disk"}])
 def test_weights_are_converted_on_the_way(
-    places: dict[str, str | int], tmp_path: Path
+    device_map: dict[str, str | int], tmp_path: Path
 ) -> None:
     reference = saved(tmp_path / "model").to(torch.bfloat16)
     model = empty()
     load_checkpoint_and_dispatch(
         model,
         tmp_path / "model",
-        places,
+        device_map,
         dtype="bfloat16",
         offload_folder=tmp_path / "off",
     )
@@ -171,9 +171,9 @@ def test_weights_are_converted_on_the_way(
 def test_a_model_on_a_device_is_filled_in_place(tmp_path: Path) -> None:
     reference = saved(tmp_path)
     model = Net().eval()
-    before = [id(parameter) for parameter in model.parameters()]
+    parameter_ids = [id(parameter) for parameter in model.parameters()]
     load_checkpoint_in_model(model, tmp_path)
-    assert [id(parameter) for parameter in model.parameters()] == before
+    assert [id(parameter) for parameter in model.parameters()] == parameter_ids
     assert torch.equal(model(IDS), reference(IDS))
 
 
@@ -181,7 +181,9 @@ def test_what_does_not_match_is_said_before_anything_changes(tmp_path: Path) -> 
     saved(tmp_path)
     model = Net()
     model.extra = nn.Linear(2, 2)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    initial_state = {
+        name: tensor.clone() for name, tensor in model.state_dict().items()
+    }
     with pytest.raises(CheckpointError, match=r"lack extra\.weight, extra\.bias"):
         load_checkpoint_in_model(model, tmp_path, strict=True)
     model.layers[0] = nn.Sequential(nn.Linear(8, 9))
@@ -190,7 +192,7 @@ def test_what_does_not_match_is_said_before_anything_changes(tmp_path: Path) -> 
     ):
         load_checkpoint_in_model(model, tmp_path)
     assert all(
-        torch.equal(before[name], t)
+        torch.equal(initial_state[name], t)
         for name, t in model.state_dict().items()
         if not name.startswith("layers.0")
     )
@@ -265,8 +267,8 @@ def test_a_model_runs_from_plain_files(tmp_path: Path) -> None:
     )
     model = empty()
     model.norm.load_state_dict(reference.norm.state_dict(), assign=True)
-    places: dict[str, str | int | torch.device] = {"": "disk", "norm": "cpu"}
-    dispatch_model(model, places, offload_dir=tmp_path)
+    device_map: dict[str, str | int | torch.device] = {"": "disk", "norm": "cpu"}
+    dispatch_model(model, device_map, offload_dir=tmp_path)
     with torch.no_grad():
         assert torch.equal(model(IDS), reference(IDS))
     end_dispatch(model)

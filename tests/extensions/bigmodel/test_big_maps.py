@@ -73,16 +73,16 @@ def test_a_forward_on_meta_weights_says_how_to_fill_them() -> None:
         model(torch.zeros(1, 2, dtype=torch.long))
     assert model.embed(torch.zeros(1, 2, dtype=torch.long, device="meta")).is_meta
     model.to_empty(device="cpu")
-    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    again(torch.zeros(1, 2, dtype=torch.long))
-    assert not any(module._forward_pre_hooks for module in again.modules())
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    copied(torch.zeros(1, 2, dtype=torch.long))
+    assert not any(module._forward_pre_hooks for module in copied.modules())
 
 
 def test_a_constructor_that_raises_leaves_torch_as_it_was() -> None:
-    before = nn.Module.register_parameter
+    register_parameter = nn.Module.register_parameter
     with pytest.raises(RuntimeError, match="stop"), init_on_device("meta"):
         raise RuntimeError("stop")
-    assert nn.Module.register_parameter is before
+    assert nn.Module.register_parameter is register_parameter
     with init_on_device("cpu", include_buffers=True):
         assert meta_names(Tied()) == []
 
@@ -91,15 +91,20 @@ def test_a_map_covers_the_model_and_keeps_ties_together() -> None:
     # of which the host keeps one block, and room for two that stream through it
     model = Tied(depth=4)
     sizes = compute_module_sizes(model)
-    found = infer_auto_device_map(
+    device_map = infer_auto_device_map(
         model, {"cpu": sizes["embed"] + 3 * sizes["blocks.0"] + 8}, ["Block"]
     )
-    check_device_map(model, found)
-    assert found["embed"] == found["head"] == "cpu"
-    assert found["blocks.0"] == "cpu"
-    assert found["blocks.1"] == found["blocks.2"] == found["blocks.3"] == "disk"
-    whole = infer_auto_device_map(model, {"cpu": "1GB"})
-    assert whole == {"": "cpu"}
+    check_device_map(model, device_map)
+    assert device_map["embed"] == device_map["head"] == "cpu"
+    assert device_map["blocks.0"] == "cpu"
+    assert (
+        device_map["blocks.1"]
+        == device_map["blocks.2"]
+        == device_map["blocks.3"]
+        == "disk"
+    )
+    roomy_map = infer_auto_device_map(model, {"cpu": "1GB"})
+    assert roomy_map == {"": "cpu"}
 
 
 def test_an_accelerator_keeps_room_for_what_streams_through_it() -> None:
@@ -153,8 +158,8 @@ def test_maps_are_written_short() -> None:
 
 
 def test_free_memory_is_found() -> None:
-    found = get_max_memory()
-    assert found["cpu"] > 10**8
+    limits = get_max_memory()
+    assert limits["cpu"] > 10**8
     assert list(get_max_memory({"disk": "1MB", "cpu": "2MiB"}).items()) == [
         ("cpu", 2 * 1024**2),
         ("disk", 10**6),

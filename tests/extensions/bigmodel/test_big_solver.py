@@ -28,12 +28,14 @@ def random_tree(
 ) -> Node:
     pool = [] if pool is None else pool
     if depth < 3 and rng.random() < 0.6:
-        parts = tuple(
+        children = tuple(
             random_tree(rng, depth + 1, f"{prefix}.{i}", pool)
             for i in range(rng.randint(1, 3))
         )
-        whole = frozenset(itertools.chain.from_iterable(part.tensors for part in parts))
-        return Node(prefix, whole, parts if rng.random() < 0.7 else ())
+        tensors = frozenset(
+            itertools.chain.from_iterable(child.tensors for child in children)
+        )
+        return Node(prefix, tensors, children if rng.random() < 0.7 else ())
     if pool and rng.random() < 0.2:
         shared = rng.choice(pool)
     else:
@@ -44,23 +46,23 @@ def random_tree(
 
 def leaves(node: Node) -> Iterator[Node]:
     if node.parts:
-        for part in node.parts:
-            yield from leaves(part)
+        for child in node.parts:
+            yield from leaves(child)
     else:
         yield node
 
 
 def ordered_ways(
-    parts: Sequence[ModuleGroup], limits: Sequence[int | None]
+    groups: Sequence[ModuleGroup], limits: Sequence[int | None]
 ) -> Iterator[tuple[int, ...]]:
     """Every assignment of parts to devices that keeps the model's order and the limits."""
     for cuts in itertools.combinations_with_replacement(
-        range(len(parts) + 1), len(limits) - 1
+        range(len(groups) + 1), len(limits) - 1
     ):
-        bounds = [0, *cuts, len(parts)]
+        bounds = [0, *cuts, len(groups)]
         counts = tuple(b - a for a, b in itertools.pairwise(bounds))
         sizes = [
-            sum(part.num_bytes for part in parts[a:b])
+            sum(group.num_bytes for group in groups[a:b])
             for a, b in itertools.pairwise(bounds)
         ]
         if all(
@@ -76,12 +78,12 @@ def test_atoms_cover_every_leaf_once_and_keep_shared_tensors_together(
 ) -> None:
     for seed in range(start, start + 100):
         node = random_tree(random.Random(seed))
-        found = group_modules([node])
-        names = [name for atom in found for name in atom.names]
-        wanted = [leaf.name for leaf in leaves(node)]
-        assert sorted(names) == sorted(wanted)
+        groups = group_modules([node])
+        names = [name for atom in groups for name in atom.names]
+        leaf_names = [leaf.name for leaf in leaves(node)]
+        assert sorted(names) == sorted(leaf_names)
         holders: dict[int, set[int]] = {}
-        for number, atom in enumerate(found):
+        for number, atom in enumerate(groups):
             inside = {
                 t
                 for leaf in leaves(node)
@@ -92,7 +94,7 @@ def test_atoms_cover_every_leaf_once_and_keep_shared_tensors_together(
             for identity, _ in inside:
                 holders.setdefault(identity, set()).add(number)
         assert all(len(numbers) == 1 for numbers in holders.values())
-        firsts = [min(wanted.index(name) for name in atom.names) for atom in found]
+        firsts = [min(leaf_names.index(name) for name in atom.names) for atom in groups]
         assert firsts == sorted(firsts)
 
 
@@ -101,8 +103,8 @@ def test_placement_is_the_best_of_all_that_keep_the_order(start: int) -> None:
     """Most parts on the first device, then on the second, and so on; impossible only when every way is."""
     for seed in range(start, start + 100):
         rng = random.Random(1000 + seed)
-        parts = group_modules([random_tree(rng)])
-        total = sum(part.num_bytes for part in parts)
+        groups = group_modules([random_tree(rng)])
+        total = sum(group.num_bytes for group in groups)
         devices = [
             Device(index, rng.randint(0, total)) for index in range(rng.randint(1, 3))
         ]
@@ -112,43 +114,46 @@ def test_placement_is_the_best_of_all_that_keep_the_order(start: int) -> None:
             )
         limits = [device.limit for device in devices]
         try:
-            result = place_modules(parts, devices)
+            result = place_modules(groups, devices)
         except ConfigError:
-            reserves = {STREAMED_AT_ONCE * part.num_bytes for part in parts} | {0}
+            reserves = {STREAMED_AT_ONCE * group.num_bytes for group in groups} | {0}
             assert any(
                 not list(
                     ordered_ways(
-                        parts, [max((limits[0] or 0) - reserve, 0), *limits[1:]]
+                        groups, [max((limits[0] or 0) - reserve, 0), *limits[1:]]
                     )
                 )
                 for reserve in reserves
             )
             continue
         index = {device.key: number for number, device in enumerate(devices)}
-        places = [index[result.places[part.names[0]]] for part in parts]
-        assert places == sorted(places)
+        device_indices = [index[result.places[group.names[0]]] for group in groups]
+        assert device_indices == sorted(device_indices)
         assert all(
-            result.places[name] == result.places[part.names[0]]
-            for part in parts
-            for name in part.names
+            result.places[name] == result.places[group.names[0]]
+            for group in groups
+            for name in group.names
         )
         spilled = [
-            part.num_bytes
-            for part, at in zip(parts, places, strict=True)
-            if devices[at].offload
+            group.num_bytes
+            for group, device_index in zip(groups, device_indices, strict=True)
+            if devices[device_index].offload
         ]
         assert result.reserved >= STREAMED_AT_ONCE * max(spilled, default=0)
         assert (result.reserved > 0) == bool(spilled)
         free = [max((limits[0] or 0) - result.reserved, 0), *limits[1:]]
-        best = max(ordered_ways(parts, free))
-        assert tuple(places.count(number) for number in range(len(devices))) == best
+        best = max(ordered_ways(groups, free))
+        assert (
+            tuple(device_indices.count(number) for number in range(len(devices)))
+            == best
+        )
 
 
-def heaviest(parts: Sequence[ModuleGroup], counts: tuple[int, ...]) -> int:
-    ends = list(itertools.accumulate(counts))
+def heaviest(groups: Sequence[ModuleGroup], counts: tuple[int, ...]) -> int:
+    bounds = list(itertools.accumulate(counts))
     return max(
-        sum(p.num_bytes for p in parts[a:b])
-        for a, b in zip([0, *ends], ends, strict=False)
+        sum(p.num_bytes for p in groups[a:b])
+        for a, b in zip([0, *bounds], bounds, strict=False)
     )
 
 
@@ -156,25 +161,27 @@ def heaviest(parts: Sequence[ModuleGroup], counts: tuple[int, ...]) -> int:
 def test_balanced_limits_are_the_smallest_that_hold_the_model(start: int) -> None:
     for seed in range(start, start + 100):
         rng = random.Random(seed)
-        parts = [
+        groups = [
             ModuleGroup((f"p{i}",), rng.randint(1, 9)) for i in range(rng.randint(1, 8))
         ]
         limits = [rng.randint(5, 60) for _ in range(rng.randint(2, 4))]
-        found = balance_limits(parts, limits)
-        ways = list(ordered_ways(parts, limits))
+        balanced = balance_limits(groups, limits)
+        ways = list(ordered_ways(groups, limits))
         if not ways:
-            assert found == limits
+            assert balanced == limits
             continue
-        best = min(heaviest(parts, counts) for counts in ways)
-        assert max(min(limit, best) for limit in limits) >= max(found[:-1], default=0)
-        assert list(ordered_ways(parts, [min(limit, best) for limit in limits]))
-        assert found[-1] == limits[-1]
+        best = min(heaviest(groups, counts) for counts in ways)
+        assert max(min(limit, best) for limit in limits) >= max(
+            balanced[:-1], default=0
+        )
+        assert list(ordered_ways(groups, [min(limit, best) for limit in limits]))
+        assert balanced[-1] == limits[-1]
 
 
 def test_low_first_leaves_the_first_device_what_the_others_cannot_hold() -> None:
-    parts = [ModuleGroup((f"p{i}",), 10) for i in range(6)]
-    assert balance_limits(parts, [100, 30, 30], low_first=True)[0] == 0
-    assert balance_limits(parts, [100, 20, 20], low_first=True)[0] == 20
+    groups = [ModuleGroup((f"p{i}",), 10) for i in range(6)]
+    assert balance_limits(groups, [100, 30, 30], low_first=True)[0] == 0
+    assert balance_limits(groups, [100, 20, 20], low_first=True)[0] == 20
 
 
 def test_what_is_missing_is_said() -> None:

@@ -94,10 +94,10 @@ def on_disk(model: Model, folder: Path) -> nn.Module:
 
 
 def by_map(model: Model, folder: Path) -> nn.Module:
-    places = {"embed": "cpu", "start": "disk", "head": "cpu", "blocks.0": "cpu"}
+    device_map = {"embed": "cpu", "start": "disk", "head": "cpu", "blocks.0": "cpu"}
     return dispatch_model(
         model,
-        {**places, **{f"blocks.{i}": "disk" for i in range(1, len(model.blocks))}},
+        {**device_map, **{f"blocks.{i}": "disk" for i in range(1, len(model.blocks))}},
         offload_dir=folder,
     )
 
@@ -113,11 +113,11 @@ WAYS = (on_cpu, half_resident, with_buffers, on_disk, by_map)
 IDS = torch.arange(12).view(3, 4)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("offload", WAYS)
 def test_a_dispatched_model_refuses_to_be_moved_as_a_whole(
-    way: Any, tmp_path: Path
+    offload: Any, tmp_path: Path
 ) -> None:
-    model = way(build(), tmp_path)
+    model = offload(build(), tmp_path)
     for move in (lambda: model.to("cpu"), lambda: model.to(torch.float16), model.cuda):
         with pytest.raises(
             DeviceError, match=r"can't move a model .* remove_hook_from_submodules"
@@ -127,12 +127,12 @@ def test_a_dispatched_model_refuses_to_be_moved_as_a_whole(
     assert not {"to", "cuda"} & vars(model).keys()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("offload", WAYS)
 def test_outputs_equal_those_of_the_resident_model_in_any_order(
-    way: Callable[[Model, Path], nn.Module], tmp_path: Path
+    offload: Callable[[Model, Path], nn.Module], tmp_path: Path
 ) -> None:
     reference, model = build(), build()
-    way(model, tmp_path)
+    offload(model, tmp_path)
     orders: list[list[int] | None] = [
         None,
         None,
@@ -153,9 +153,11 @@ def test_outputs_equal_those_of_the_resident_model_in_any_order(
     with torch.inference_mode():
         assert torch.equal(model(IDS), reference(IDS))
     assert torch.equal(model(IDS), reference(IDS))  # and with gradients enabled
-    state, wanted = model.state_dict(), reference.state_dict()
-    assert state.keys() == wanted.keys()
-    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    state, expected_state = model.state_dict(), reference.state_dict()
+    assert state.keys() == expected_state.keys()
+    assert all(
+        torch.equal(state[name], expected_state[name]) for name in expected_state
+    )
     assert model.head.weight is model.embed.weight
     end_dispatch(model)
     assert torch.equal(model(IDS), reference(IDS))
@@ -172,17 +174,17 @@ def test_a_map_to_one_device_moves_the_inputs_too() -> None:
     )
 
 
-@pytest.mark.parametrize("way", [on_cpu, on_disk])
+@pytest.mark.parametrize("offload", [on_cpu, on_disk])
 def test_an_error_in_the_middle_leaves_the_model_usable(
-    way: Callable[[Model, Path], nn.Module], tmp_path: Path
+    offload: Callable[[Model, Path], nn.Module], tmp_path: Path
 ) -> None:
     reference, model = build(), build()
-    way(model, tmp_path)
-    for place in (3, 0, 5):
+    offload(model, tmp_path)
+    for block_index in (3, 0, 5):
         with pytest.raises(ValueError, match="in the middle"):
-            model(IDS, fail_at=place)
+            model(IDS, fail_at=block_index)
         with pytest.raises(RuntimeError):
-            model.blocks[place](torch.zeros(2, 5))
+            model.blocks[block_index](torch.zeros(2, 5))
         assert torch.equal(model(IDS), reference(IDS))
     end_dispatch(model)
 
@@ -213,7 +215,7 @@ def test_threads_share_a_streamed_model() -> None:
 
 
 def num_tensors() -> int:
-    return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+    return sum(issubclass(type(tracked), Tensor) for tracked in gc.get_objects())
 
 
 def test_memory_does_not_grow_over_fifty_forwards(tmp_path: Path) -> None:
@@ -272,21 +274,24 @@ def adapted(model: Model) -> Model:
     return model
 
 
-@pytest.mark.parametrize("way", [on_cpu, on_disk])
+@pytest.mark.parametrize("offload", [on_cpu, on_disk])
 def test_small_trainable_parts_train_on_a_streamed_base(
-    way: Callable[[Model, Path], nn.Module], tmp_path: Path
+    offload: Callable[[Model, Path], nn.Module], tmp_path: Path
 ) -> None:
     """Gradients pass through weights that have left the device and come back for the backward."""
     reference, model = adapted(build()), build()
-    way(model, tmp_path)
+    offload(model, tmp_path)
     adapted(model)
-    for one in (reference, model):
-        one.train()
+    for trained_model in (reference, model):
+        trained_model.train()
         optimizer = torch.optim.SGD(
-            [p for p in one.parameters() if p.requires_grad], lr=0.1
+            [p for p in trained_model.parameters() if p.requires_grad], lr=0.1
         )
         for _ in range(3):
-            loss = one(IDS).square().mean() + one(IDS, order=[0, 2]).square().mean()
+            loss = (
+                trained_model(IDS).square().mean()
+                + trained_model(IDS, order=[0, 2]).square().mean()
+            )
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -323,11 +328,13 @@ class Weights(nn.Module):
 def test_outputs_that_are_views_of_weights_keep_their_values() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({str(i): Weights(4 + i) for i in range(8)})
-    wanted = [part(3).clone() for part in model.values()]
+    expected = [module(3).clone() for module in model.values()]
     cpu_offload(model, "cpu")
     with torch.no_grad():
-        found = [part(3) for part in model.values()]
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        streamed_outputs = [module(3) for module in model.values()]
+    assert all(
+        torch.equal(a, b) for a, b in zip(streamed_outputs, expected, strict=True)
+    )
     end_dispatch(model)
 
 
@@ -338,11 +345,13 @@ def test_modules_of_torch_that_reach_into_their_parts() -> None:
     recurrent, attention = nn.LSTM(8, 8, 2), nn.MultiheadAttention(8, 2)
     x, y = torch.randn(2, 5, 16), torch.randn(4, 2, 8)
     with torch.no_grad():
-        wanted = encoder(x), recurrent(y)[0], attention(y, y, y)[0]
+        expected = encoder(x), recurrent(y)[0], attention(y, y, y)[0]
         for module in (encoder, recurrent, attention):
             cpu_offload(module, "cpu")
-        found = encoder(x), recurrent(y)[0], attention(y, y, y)[0]
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        streamed_outputs = encoder(x), recurrent(y)[0], attention(y, y, y)[0]
+    assert all(
+        torch.equal(a, b) for a, b in zip(streamed_outputs, expected, strict=True)
+    )
     for module in (encoder, recurrent, attention):
         end_dispatch(module)
 
@@ -381,8 +390,8 @@ def test_blocks_compile_and_a_streamed_model_refuses_to_be_pickled() -> None:
     with torch.no_grad():
         for _ in range(3):
             assert torch.equal(model(IDS), reference(IDS))
-        whole = torch.compile(model, backend="eager")
-        assert torch.equal(whole(IDS), reference(IDS))
+        compiled = torch.compile(model, backend="eager")
+        assert torch.equal(compiled(IDS), reference(IDS))
     with pytest.raises(PrepareError, match="cannot be copied or pickled"):
         pickle.dumps(model)
     end_dispatch(model)
@@ -390,16 +399,16 @@ def test_blocks_compile_and_a_streamed_model_refuses_to_be_pickled() -> None:
 
 def test_what_comes_to_the_host_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies to a device may run beside the program; one to the host is waited for, or it is read too early."""
-    asked: list[tuple[str, bool]] = []
+    moves: list[tuple[str, bool]] = []
 
     def to(self: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
-        asked.append((device.type, non_blocking))
+        moves.append((device.type, non_blocking))
         return self
 
     monkeypatch.setattr(Tensor, "to", to)
     move_tensors({"a": [torch.ones(1, device="meta")]}, torch.device("cpu"))
     move_tensors((torch.ones(1),), torch.device("meta"))
-    assert asked == [("cpu", False), ("meta", True)]
+    assert moves == [("cpu", False), ("meta", True)]
 
 
 def test_nothing_to_stream_is_an_error_that_says_what_to_do() -> None:
@@ -415,10 +424,10 @@ def test_a_file_that_goes_away_is_an_error_and_not_a_wrong_result(
     model = build(depth=8, width=64)
     disk_offload(model, tmp_path, "cpu")
     with torch.no_grad():
-        wanted = model(IDS)
+        expected = model(IDS)
         for path in tmp_path.iterdir():
             path.unlink()
-        assert torch.equal(model(IDS), wanted)  # mapped files stay readable
+        assert torch.equal(model(IDS), expected)  # mapped files stay readable
     end_dispatch(model)
 
 
@@ -442,8 +451,8 @@ def test_a_weight_shared_by_a_resident_and_a_streamed_part_stays_on_the_device(
 
 def test_parts_on_several_devices_get_a_copy_of_a_shared_weight_each() -> None:
     model = build()
-    places = {"embed": "cpu", "start": "cpu", "blocks": "cpu", "head": "meta"}
-    dispatch_model(model, places, main_device="cpu")
+    device_map = {"embed": "cpu", "start": "cpu", "blocks": "cpu", "head": "meta"}
+    dispatch_model(model, device_map, main_device="cpu")
     assert (model.embed.weight.device.type, model.head.weight.device.type) == (
         "cpu",
         "meta",
@@ -452,27 +461,32 @@ def test_parts_on_several_devices_get_a_copy_of_a_shared_weight_each() -> None:
     end_dispatch(model)
 
 
-@pytest.mark.parametrize("way", [on_cpu, on_disk])
+@pytest.mark.parametrize("offload", [on_cpu, on_disk])
 def test_gradients_pass_through_a_streamed_model_that_is_not_frozen(
-    way: Callable[[Model, Path], nn.Module], tmp_path: Path
+    offload: Callable[[Model, Path], nn.Module], tmp_path: Path
 ) -> None:
     """Outputs require gradients as those of the resident model; the weights' own gradients are dropped."""
     reference, model = build(), build()
-    way(model, tmp_path)
-    given = [
+    offload(model, tmp_path)
+    inputs = [
         torch.randn(
             3, 4, 16, generator=torch.Generator().manual_seed(2)
         ).requires_grad_()
         for _ in range(2)
     ]
-    for one, x in zip((reference, model), given, strict=True):
-        out = one(IDS)
+    for network, x in zip((reference, model), inputs, strict=True):
+        out = network(IDS)
         assert out.requires_grad
-        (one.blocks[1](x)["x"].sum() + out.square().mean()).backward()
-    assert torch.equal(given[0].grad, given[1].grad)  # type: ignore[arg-type]
+        (network.blocks[1](x)["x"].sum() + out.square().mean()).backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
     (streamer,) = streamers_of(model)
     packs = {id(pack): pack for unit in streamer.units for pack in unit.packs}.values()
-    views = [view for pack in packs for found in pack.views.values() for view in found]
+    views = [
+        view
+        for pack in packs
+        for unit_views in pack.views.values()
+        for view in unit_views
+    ]
     assert views
     assert all(view.grad is None for view in (*views, *model.parameters()))
     model.requires_grad_(False)

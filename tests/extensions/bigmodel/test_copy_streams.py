@@ -51,19 +51,19 @@ class LateLanes(HostLanes):
     def mark(self) -> Mark:
         return Box(self.now)
 
-    def fetch(self, pairs: Pairs, *after: Mark) -> Mark:
-        self.waited = max(self.waited, *(mark.point for mark in after))
+    def fetch(self, pairs: Pairs, *marks: Mark) -> Mark:
+        self.waited = max(self.waited, *(mark.point for mark in marks))
         batch = list(pairs)
         for target, _ in batch:
             start, stop = target.data_ptr(), target.data_ptr() + target.numel()
-            late = [
+            late_uses = [
                 use
                 for use in self.uses
                 if use[0] < stop and start < use[1] and use[2] > self.waited
             ]
-            if late:
+            if late_uses:
                 self.races.append(
-                    f"copy over memory in use until {max(late)[2]}, waited for {self.waited} only"
+                    f"copy over memory in use until {max(late_uses)[2]}, waited for {self.waited} only"
                 )
         self.pending.append(batch)
         return Box(len(self.pending))
@@ -171,18 +171,18 @@ def test_no_copy_overtakes_a_use_and_no_use_a_copy(
         count = len(model.blocks)
         passes = []
         for _ in range(8):
-            some = rng.random()
+            chance = rng.random()
             order = (
                 list(range(count))
-                if some < 0.6
+                if chance < 0.6
                 else [rng.randrange(count) for _ in range(rng.randint(0, count))]
             )
             passes.append((torch.randint(0, 8, (1, rng.choice([1, 1, 5]))), order))
         with torch.no_grad():
-            wanted = [model(ids, order) for ids, order in passes]
+            expected = [model(ids, order) for ids, order in passes]
             streamed(model, streams, monkeypatch, resident=rng.choice([0, 0, 3000]))
             for turn, ((ids, order), right) in enumerate(
-                zip(passes, wanted, strict=True)
+                zip(passes, expected, strict=True)
             ):
                 assert torch.equal(model(ids, order), right), (seed, turn, order)
         assert streams.races == [], (seed, streams.races[:2])

@@ -44,15 +44,15 @@ def test_folders_and_factories_have_the_sizes_of_their_models(tmp_path: Path) ->
     count = sum(p.numel() for p in model.parameters())
     largest = sum(p.numel() for p in model.layers[0].parameters())
     save_model(model.state_dict(), tmp_path, max_shard_size=3000)
-    files, made = shape_of(str(tmp_path)), shape_of_model(model, "net")
+    files, model_shape = shape_of(str(tmp_path)), shape_of_model(model, "net")
     assert (
         (files.num_parameters, files.largest)
-        == (made.num_parameters, made.largest)
+        == (model_shape.num_parameters, model_shape.largest)
         == (count, largest)
     )
-    found = estimate_memory(files, "float32")
-    assert found.weights == count * 4
-    assert found.training == count * 16
+    estimate = estimate_memory(files, "float32")
+    assert estimate.weights == count * 4
+    assert estimate.training == count * 16
     assert estimate_memory(files, "int4").weights == count // 2
     assert estimate_memory(files, "bfloat16", "sgd").training == count * 8
 
@@ -70,8 +70,8 @@ def test_folders_of_transformers_need_no_weights(tmp_path: Path) -> None:
     )
     config.save_pretrained(tmp_path / "config-only")
     model = transformers.BertModel(config)
-    found = shape_of(str(tmp_path / "config-only"))
-    assert found.num_parameters == sum(p.numel() for p in model.parameters())
+    shape = shape_of(str(tmp_path / "config-only"))
+    assert shape.num_parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_the_command_prints_a_table_and_json(

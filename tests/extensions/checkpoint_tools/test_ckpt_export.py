@@ -165,10 +165,12 @@ def test_list_show_and_verify(
         ("checkpoint_0", 0, True),
         ("checkpoint_1", 1, True),
     ]
-    about = json.loads(ckpt(capsys, "show", run_folder, "--json", "--tensors")[1])
-    assert about["name"] == "checkpoint_1"
-    assert about["components"]["model"]["tensors"]["0.weight"] == "float32[16, 16]"
-    assert about["components"]["model"]["aliases"] == {"5.weight": "0.weight"}
+    description = json.loads(ckpt(capsys, "show", run_folder, "--json", "--tensors")[1])
+    assert description["name"] == "checkpoint_1"
+    assert (
+        description["components"]["model"]["tensors"]["0.weight"] == "float32[16, 16]"
+    )
+    assert description["components"]["model"]["aliases"] == {"5.weight": "0.weight"}
     assert ckpt(capsys, "show", run_folder)[0] == 0
     assert ckpt(capsys, "verify", run_folder, "--all") == (
         0,
@@ -250,9 +252,9 @@ def test_convert_a_folder_of_torch_files(
 
     accelerator = Accelerator(cpu=True)
     fresh = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    other = torch.optim.AdamW(fresh.parameters(), lr=1.0)
-    fresh, other, later = accelerator.prepare(
-        fresh, other, torch.optim.lr_scheduler.StepLR(other, 1)
+    loaded_optimizer = torch.optim.AdamW(fresh.parameters(), lr=1.0)
+    fresh, loaded_optimizer, later = accelerator.prepare(
+        fresh, loaded_optimizer, torch.optim.lr_scheduler.StepLR(loaded_optimizer, 1)
     )
     accelerator.load_state(tmp_path / "new")
     assert all(
@@ -260,8 +262,10 @@ def test_convert_a_folder_of_torch_files(
         for a, b in zip(net.parameters(), fresh.parameters(), strict=True)
     )
     for a, b in zip(net.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(optimizer.state[a]["exp_avg"], other.state[b]["exp_avg"])
-    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+        assert torch.equal(
+            optimizer.state[a]["exp_avg"], loaded_optimizer.state[b]["exp_avg"]
+        )
+    assert loaded_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     assert later.last_epoch == 1
     (old / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps({"x": print}))
     code, text = ckpt(capsys, "convert", old, tmp_path / "newer")

@@ -243,50 +243,51 @@ def _run() -> tuple[Accelerator, tuple[Any, ...]]:
         "random_states_0.safetensors",
     ],
 )
-@pytest.mark.parametrize("what", ["pipe", "device", "folder"])
+@pytest.mark.parametrize("obstacle", ["pipe", "device", "folder"])
 def test_no_file_of_a_checkpoint_is_anything_but_a_file(
-    name: str, what: str, checkpoint: Path, tmp_path: Path
+    name: str, obstacle: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "forged"
     shutil.copytree(checkpoint, folder)
-    _replace(folder / name, what)
+    _replace(folder / name, obstacle)
     accelerator, objects = _run()
     prepared = accelerator.prepare(*objects)
-    before = [p.clone() for p in prepared[0].parameters()]
+    initial_parameters = [p.clone() for p in prepared[0].parameters()]
     with pytest.raises(CheckpointError, match=name.partition(".")[0]):
         accelerator.load_state(folder)
     with pytest.raises(CheckpointError, match=name.partition(".")[0]):
         merge(str(folder), tmp_path / "out")
     assert all(
-        torch.equal(a, b) for a, b in zip(before, prepared[0].parameters(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(initial_parameters, prepared[0].parameters(), strict=True)
     )
     # the next save puts a file in its place
-    if name == "manifest.json" and what != "folder":
+    if name == "manifest.json" and obstacle != "folder":
         accelerator.save_state(folder)
         accelerator.load_state(folder)
 
 
-def _replace(path: Path, what: str) -> None:
+def _replace(path: Path, obstacle: str) -> None:
     path.unlink(missing_ok=True)
-    if what == "pipe":
+    if obstacle == "pipe":
         os.mkfifo(path)
-    elif what == "device":
+    elif obstacle == "device":
         path.symlink_to("/dev/zero")
     else:
         path.mkdir()
 
 
-@pytest.mark.parametrize("what", ["pipe", "device"])
+@pytest.mark.parametrize("obstacle", ["pipe", "device"])
 def test_a_lock_that_is_no_file_is_not_waited_for(
-    what: str, checkpoint: Path, tmp_path: Path
+    obstacle: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "forged"
     shutil.copytree(checkpoint, folder)
-    _replace(folder / ".hasten-lock", what)
+    _replace(folder / ".hasten-lock", obstacle)
     accelerator, objects = _run()
     accelerator.prepare(*objects)
     accelerator.load_state(folder)
-    if what == "pipe":
+    if obstacle == "pipe":
         accelerator.save_state(folder)
         accelerator.load_state(folder)
         return
@@ -294,17 +295,17 @@ def test_a_lock_that_is_no_file_is_not_waited_for(
         accelerator.save_state(folder)
 
 
-@pytest.mark.parametrize("what", ["pipe", "device", "folder"])
+@pytest.mark.parametrize("obstacle", ["pipe", "device", "folder"])
 @pytest.mark.parametrize(
     "name", ["optimizer.bin", "scaler.pt", "model.safetensors", "model_1.safetensors"]
 )
 def test_other_tools_folders_hold_files_only(
-    name: str, what: str, tmp_path: Path
+    name: str, obstacle: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "theirs"
     save_model({"w": torch.ones(2)}, folder)
     torch.save({"state": {}, "param_groups": []}, folder / "scheduler.bin")
-    _replace(folder / name, what)
+    _replace(folder / name, obstacle)
     if name == "model.safetensors":
         with pytest.raises(CheckpointError, match="theirs"):
             read_model(folder)
@@ -314,9 +315,9 @@ def test_other_tools_folders_hold_files_only(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("what", ["pipe", "device", "folder"])
-def test_single_objects_are_files_only(what: str, tmp_path: Path) -> None:
-    _replace(tmp_path / "object.pt", what)
+@pytest.mark.parametrize("obstacle", ["pipe", "device", "folder"])
+def test_single_objects_are_files_only(obstacle: str, tmp_path: Path) -> None:
+    _replace(tmp_path / "object.pt", obstacle)
     with pytest.raises(UnsafeCheckpointError, match=r"object\.pt is a "):
         load_object(tmp_path / "object.pt")
 

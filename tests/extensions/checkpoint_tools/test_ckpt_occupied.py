@@ -77,15 +77,15 @@ def ckpt(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
 def test_a_checkpoint_is_not_converted_into_less(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = tmp_path / "A"
-    run.accelerator.save_state(place)
-    before = content(place)
-    (tmp_path / "link").symlink_to(place)
-    for target in (place, tmp_path / "link", tmp_path / "B", place / "sub"):
-        code, text = ckpt(capsys, "convert", place, target)
+    folder = tmp_path / "A"
+    run.accelerator.save_state(folder)
+    initial_content = content(folder)
+    (tmp_path / "link").symlink_to(folder)
+    for target in (folder, tmp_path / "link", tmp_path / "B", folder / "sub"):
+        code, text = ckpt(capsys, "convert", folder, target)
         assert code == 1
         assert "is a checkpoint of hasten already" in text
-    assert content(place) == before
+    assert content(folder) == initial_content
     assert not (tmp_path / "B").exists()
 
 
@@ -121,21 +121,21 @@ def test_commands_replace_no_checkpoint_and_no_model(
     _fill(kind, target, run)
     (target / "notes.txt").write_text("mine")
     run.step()
-    before = content(target)
+    initial_content = content(target)
     code, text = ckpt(capsys, command, source, target)
     assert code == 1
     assert "already holds" in text
-    assert content(target) == before
-    for name in before.keys() - {"notes.txt"}:
+    assert content(target) == initial_content
+    for name in initial_content.keys() - {"notes.txt"}:
         (target / name).unlink()
     assert ckpt(capsys, command, source, target)[0] == 0
     assert ckpt(capsys, "diff", source, target) == (0, "equal\n")
-    after = content(target)
-    assert after["notes.txt"] == b"mine"
+    final_content = content(target)
+    assert final_content["notes.txt"] == b"mine"
     if command == "merge":
-        assert set(after) == {"model.safetensors", "notes.txt"}
+        assert set(final_content) == {"model.safetensors", "notes.txt"}
     else:
-        assert set(after) == {"model.safetensors", "manifest.json", "notes.txt"}
+        assert set(final_content) == {"model.safetensors", "manifest.json", "notes.txt"}
         assert verify(*find(str(target))) == []
 
 
@@ -144,12 +144,12 @@ def test_source_and_target_are_never_one_folder(
 ) -> None:
     run.accelerator.save_state(tmp_path / "A")
     run.accelerator.save_model(run.model, tmp_path / "M")
-    for command, place in (("merge", tmp_path / "A"), ("convert", tmp_path / "M")):
-        before = content(place)
-        code, text = ckpt(capsys, command, place, place / ".." / place.name)
+    for command, folder in (("merge", tmp_path / "A"), ("convert", tmp_path / "M")):
+        initial_content = content(folder)
+        code, text = ckpt(capsys, command, folder, folder / ".." / folder.name)
         assert code == 1
         assert "already holds" in text
-        assert content(place) == before
+        assert content(folder) == initial_content
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -157,39 +157,39 @@ def test_source_and_target_are_never_one_folder(
 def test_a_model_is_not_saved_into_a_checkpoint(
     safe: bool, size: str, run: Run, tmp_path: Path
 ) -> None:
-    place = tmp_path / "F"
-    run.accelerator.save_state(place, safe_serialization=safe)
+    folder = tmp_path / "F"
+    run.accelerator.save_state(folder, safe_serialization=safe)
     saved = {key: value.clone() for key, value in run.model.state_dict().items()}
     run.step()
-    before = content(place)
-    for other in (safe, not safe):
+    initial_content = content(folder)
+    for safe_export in (safe, not safe):
         with pytest.raises(
             CheckpointError, match=r"holds a checkpoint, and .*Write to another folder"
         ):
-            run.accelerator.save_model(run.model, place, size, other)
-    assert content(place) == before
-    run.accelerator.load_state(place)
+            run.accelerator.save_model(run.model, folder, size, safe_export)
+    assert content(folder) == initial_content
+    run.accelerator.load_state(folder)
     assert all(
         torch.equal(value, saved[key]) for key, value in run.model.state_dict().items()
     )
-    assert read_model(place).keys() == saved.keys()
-    run.accelerator.save_model(run.model, place / "export", size, safe)
-    run.accelerator.load_state(place)
+    assert read_model(folder).keys() == saved.keys()
+    run.accelerator.save_model(run.model, folder / "export", size, safe)
+    run.accelerator.load_state(folder)
 
 
 @pytest.mark.parametrize("size", ["10GB", "20B"])
 def test_a_checkpoint_does_not_replace_or_hide_an_exported_model(
     size: str, run: Run, tmp_path: Path
 ) -> None:
-    place = tmp_path / "pretrained"
-    run.accelerator.save_model(run.model, place, size)
-    before = content(place)
+    folder = tmp_path / "pretrained"
+    run.accelerator.save_model(run.model, folder, size)
+    initial_content = content(folder)
     with pytest.raises(
         CheckpointError,
         match=r"holds an exported model .*Save the checkpoint into another folder",
     ):
-        run.accelerator.save_state(place)
-    assert content(place) == before
+        run.accelerator.save_state(folder)
+    assert content(folder) == initial_content
 
 
 def test_a_single_object_does_not_replace_a_file_of_a_checkpoint(
@@ -230,13 +230,13 @@ def test_a_trainer_does_not_save_over_a_checkpoint(tmp_path: Path) -> None:
     )
     trainer = Trainer(model=Pretrained(), args=args, train_dataset=rows)
     trainer.train()
-    place = next((tmp_path / "out" / "checkpoints").glob("checkpoint_*"))
-    before = content(place)
+    checkpoint = next((tmp_path / "out" / "checkpoints").glob("checkpoint_*"))
+    initial_content = content(checkpoint)
     with pytest.raises(CheckpointError, match="holds a checkpoint"):
-        trainer.save_model(str(place))
-    assert content(place) == before
+        trainer.save_model(str(checkpoint))
+    assert content(checkpoint) == initial_content
     trainer.save_model(str(tmp_path / "out"))
-    trainer.accelerator.load_state(str(place))
+    trainer.accelerator.load_state(str(checkpoint))
 
 
 def test_a_linked_checkpoint_is_unlinked_by_retention_and_its_target_stays(
@@ -260,17 +260,19 @@ def test_a_linked_checkpoint_is_unlinked_by_retention_and_its_target_stays(
 def test_a_save_to_a_url_leaves_the_users_files_alone(run: Run) -> None:
     url = f"memory://bucket-{uuid.uuid4().hex[:8]}/run"
     store = RemoteStore(url)
-    mine = {
+    user_files = {
         "notes.txt": b"mine",
         "model.safetensors": b"weights",
         "checkpoints/checkpoint_0/x": b"old",
     }
-    for name, raw in mine.items():
+    for name, raw in user_files.items():
         store.fs.pipe_file(store.join_path(name), raw)
     for _ in range(2):
         run.accelerator.save_state(url)
         run.step()
-        assert {name: store.fs.cat_file(store.join_path(name)) for name in mine} == mine
+        assert {
+            name: store.fs.cat_file(store.join_path(name)) for name in user_files
+        } == user_files
     run.accelerator.load_state(url)
 
     def failing(*_: object) -> None:
@@ -279,7 +281,9 @@ def test_a_save_to_a_url_leaves_the_users_files_alone(run: Run) -> None:
     run.accelerator.register_save_state_pre_hook(failing)
     with pytest.raises(CheckpointError):
         run.accelerator.save_state(url)
-    assert {name: store.fs.cat_file(store.join_path(name)) for name in mine} == mine
+    assert {
+        name: store.fs.cat_file(store.join_path(name)) for name in user_files
+    } == user_files
     run.accelerator.load_state(url)
 
 

@@ -33,12 +33,12 @@ from hasten.extensions.bigmodel import get_max_memory
 @contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
     """A block in which the system refuses to write larger files, as a full disk or a quota does."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    previous_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, previous_limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, previous_limits)
 
 
 def _writers(folder: Path) -> dict[str, Callable[[], object]]:
@@ -58,21 +58,21 @@ def _writers(folder: Path) -> dict[str, Callable[[], object]]:
 
 
 @pytest.mark.parametrize(
-    "how", ["torch", "pickled", "safetensors", "model", "model in shards", "state"]
+    "writer", ["torch", "pickled", "safetensors", "model", "model in shards", "state"]
 )
 def test_a_disk_without_room_is_named_and_keeps_what_it_has(
-    how: str, tmp_path: Path
+    writer: str, tmp_path: Path
 ) -> None:
     (tmp_path / "x").write_bytes(b"old")
     (tmp_path / "model.safetensors").write_bytes(b"old")
     with (
-        largest_file(500 if how == "state" else 100_000),
+        largest_file(500 if writer == "state" else 100_000),
         pytest.raises(
             CheckpointError,
             match=r"may have \d+ bytes at most \(ulimit -f\).* Raise the limit",
         ),
     ):
-        _writers(tmp_path)[how]()
+        _writers(tmp_path)[writer]()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [
         tmp_path / "x",
         tmp_path / "model.safetensors",
@@ -234,7 +234,7 @@ def test_forged_states_of_loaders(kind: str) -> None:
     del state["witness"]
     checked = fresh()
     checked.load_state_dict(state)
-    rest = [batch.tolist() for batch in checked]
+    remaining = [batch.tolist() for batch in checked]
     for key in (*state, "witness"):
         for value in ("x", -1, 3.5, [1], {"a": 1}, [[1, 2]], 2**70, object()):
             forged = fresh()
@@ -249,9 +249,9 @@ def test_forged_states_of_loaders(kind: str) -> None:
     for junk in junks:
         with pytest.raises(DataError):
             fresh().load_state_dict(junk)
-    again = fresh()
-    again.load_state_dict(state)
-    assert [batch.tolist() for batch in again] == rest
+    restored = fresh()
+    restored.load_state_dict(state)
+    assert [batch.tolist() for batch in restored] == remaining
 
 
 def test_a_forged_loader_in_a_checkpoint_changes_nothing(tmp_path: Path) -> None:

@@ -107,16 +107,16 @@ def test_an_unusable_checkpoint_is_not_taken_for_none(
 ) -> None:
     accelerator, _ = run(tmp_path)
     assert accelerator.load_state(must_exist=False) == []
-    place = Path(accelerator.save_state())
+    checkpoint = Path(accelerator.save_state())
     damage, kind, text = FAULTS[fault]
-    damage(place)
-    names = sorted(place.iterdir())
+    damage(checkpoint)
+    names = sorted(checkpoint.iterdir())
     resumed, _ = run(tmp_path, total_limit=1)
     for must_exist in (False, True):
         with pytest.raises(kind, match=text):
             resumed.load_state(must_exist=must_exist)
     resumed.save_state()
-    assert sorted(place.iterdir()) == names, (
+    assert sorted(checkpoint.iterdir()) == names, (
         "retention leaves what the run neither wrote nor loaded"
     )
 
@@ -126,9 +126,9 @@ def test_a_file_with_the_name_of_a_checkpoint_is_not_taken_for_none(
     must_exist: bool, tmp_path: Path
 ) -> None:
     accelerator, _ = run(tmp_path)
-    place = Path(accelerator.save_state())
-    shutil.rmtree(place)
-    place.write_text("not a checkpoint")
+    checkpoint = Path(accelerator.save_state())
+    shutil.rmtree(checkpoint)
+    checkpoint.write_text("not a checkpoint")
     with pytest.raises(
         IncompleteCheckpointError,
         match=r"checkpoint_0 is a file, .* Move or delete the file",
@@ -224,14 +224,14 @@ def test_readers_of_a_folder_that_is_being_replaced_find_one_version(
                 )
             return numbers
 
-    seen = set()
+    seen_numbers = set()
     while time.monotonic() < until:
-        found = read_one_version(values)
-        assert len(found) == 1
-        seen |= found
+        version_numbers = read_one_version(values)
+        assert len(version_numbers) == 1
+        seen_numbers |= version_numbers
         assert verify(*find(str(tmp_path / "best"))) == []
     writer.join()
-    assert len(seen) > 3, "it was replaced meanwhile"
+    assert len(seen_numbers) > 3, "it was replaced meanwhile"
 
 
 def test_a_checkpoint_that_is_replaced_at_every_try_is_an_error(tmp_path: Path) -> None:
@@ -279,9 +279,9 @@ def test_a_model_and_shards_do_not_lie_in_one_folder(tmp_path: Path) -> None:
 
 def test_a_whole_checkpoint_gives_way_to_a_sharded_one(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    whole = StateTree({"model": Component({"w": torch.ones(4)}, None, "model")})
+    full_tree = StateTree({"model": Component({"w": torch.ones(4)}, None, "model")})
     for damaged in (False, True):
-        save_tree(store, "out", whole, Manifest(), LocalComm())
+        save_tree(store, "out", full_tree, Manifest(), LocalComm())
         if damaged:
             flip_a_bit(tmp_path / "out")
         save_tree(store, "out", sharded(3.0), Manifest(), LocalComm())
@@ -322,11 +322,11 @@ def test_a_killed_export_leaves_no_mixture_and_the_next_one_no_leftovers(
     )
     target = tmp_path / "target"
     monkeypatch.setattr("hasten.checkpoint.export.Disk", Killed)
-    for at in range(30):
+    for change_index in range(30):
         save_model(old, target, size)
         pid = os.fork()
         if pid == 0:
-            Killed.calls, Killed.at = 0, at
+            Killed.calls, Killed.at = 0, change_index
             save_model(new, target, size)
             os._exit(0)
         if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0:

@@ -64,9 +64,11 @@ def compare(
         torch.autograd.grad(loss, inputs, grad.view(loss.shape))
         for loss in (got, expected)
     ]
-    for mine, theirs in zip(*grads, strict=True):
-        assert mine.dtype == theirs.dtype
-        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    for actual_grad, expected_grad in zip(*grads, strict=True):
+        assert actual_grad.dtype == expected_grad.dtype
+        torch.testing.assert_close(
+            actual_grad, expected_grad, rtol=tolerance, atol=tolerance
+        )
 
 
 @pytest.mark.parametrize(
@@ -114,10 +116,12 @@ def test_token_weights_multiply_the_losses_of_tokens(
         torchs(hidden, weight, target, bias, {"reduction": "none"}).view(target.shape)
         * weights
     )
-    kept = weights * (target != -100)
-    expected = {"none": each, "sum": each.sum(), "mean": each.sum() / kept.sum()}[
-        reduction
-    ]
+    counted_weights = weights * (target != -100)
+    expected = {
+        "none": each,
+        "sum": each.sum(),
+        "mean": each.sum() / counted_weights.sum(),
+    }[reduction]
     options: dict[str, Any] = {"reduction": reduction}
     loss = ChunkedCrossEntropyLoss(chunk_tokens=4, **options)
     compare(
@@ -185,20 +189,28 @@ def test_autocast_and_low_precision_weights_keep_the_precision_of_the_whole_loss
     weight *= 0.2
     inputs = [hidden.requires_grad_(), weight.requires_grad_()]
     exact = torchs(hidden.double(), weight.double(), target, None, {})
-    wanted = torch.autograd.grad(exact, inputs)
+    exact_grads = torch.autograd.grad(exact, inputs)
     scale = 2.0**10  # as a loss scale multiplies it
     for amp in (True, False):
-        given = (
+        leaves = (
             inputs if amp else [x.detach().to(dtype).requires_grad_() for x in inputs]
         )
         with torch.autocast("cpu", dtype, enabled=amp):
-            theirs = torchs(given[0], given[1], target, None, {})
-            mine = ChunkedCrossEntropyLoss(chunk_tokens=7)(given[0], given[1], target)
-        assert mine.dtype == torch.float32
-        assert abs(mine - exact) <= 1.25 * abs(theirs.double() - exact) + 1e-3
-        ours = [g / scale for g in torch.autograd.grad(mine * scale, given)]
-        torchs_own = [g / scale for g in torch.autograd.grad(theirs * scale, given)]
-        for a, b, right in zip(ours, torchs_own, wanted, strict=True):
+            torch_loss = torchs(leaves[0], leaves[1], target, None, {})
+            chunked_loss = ChunkedCrossEntropyLoss(chunk_tokens=7)(
+                leaves[0], leaves[1], target
+            )
+        assert chunked_loss.dtype == torch.float32
+        assert (
+            abs(chunked_loss - exact) <= 1.25 * abs(torch_loss.double() - exact) + 1e-3
+        )
+        chunked_grads = [
+            g / scale for g in torch.autograd.grad(chunked_loss * scale, leaves)
+        ]
+        torchs_own = [
+            g / scale for g in torch.autograd.grad(torch_loss * scale, leaves)
+        ]
+        for a, b, right in zip(chunked_grads, torchs_own, exact_grads, strict=True):
             assert a.dtype == b.dtype
             assert (a - right).norm() <= 1.25 * (b - right).norm()
 
@@ -257,14 +269,16 @@ def test_the_peak_of_memory_is_an_eighth_of_that_of_whole_logits(amp: bool) -> N
         ):
             with LiveBytes() as live:
                 with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-                    made = loss()
-                made.backward()
-                del made
+                    computed = loss()
+                computed.backward()
+                del computed
             peaks.append(live.peak)
             hidden.grad = weight.grad = None
-    whole, chunked = peaks
-    assert whole > 2 * 16384 * 131072 * 4
-    assert chunked * 8 <= whole, f"{chunked / 2**30:.2f} of {whole / 2**30:.2f} GiB"
+    full_peak, chunked = peaks
+    assert full_peak > 2 * 16384 * 131072 * 4
+    assert chunked * 8 <= full_peak, (
+        f"{chunked / 2**30:.2f} of {full_peak / 2**30:.2f} GiB"
+    )
 
 
 def test_wrong_arguments_are_named() -> None:

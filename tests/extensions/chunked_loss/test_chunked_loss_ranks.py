@@ -81,31 +81,35 @@ def test_a_sharded_vocabulary_has_the_loss_and_gradients_of_the_whole(
         )
         target = torch.randint(0, classes, (3, 4), generator=g)
         target[0, 0] = 5
-        given: Any = options
+        loss_options: Any = options
         expected = F.cross_entropy(
-            F.linear(hidden, weight, bias).flatten(0, 1), target.flatten(), **given
+            F.linear(hidden, weight, bias).flatten(0, 1),
+            target.flatten(),
+            **loss_options,
         )
         factor = torch.rand(expected.shape, generator=g, dtype=torch.float64)
-        wanted = torch.autograd.grad(expected, [hidden, weight, bias], factor)
+        expected_grads = torch.autograd.grad(expected, [hidden, weight, bias], factor)
 
-        parts = [
+        shards = [
             distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_()
             for x in (weight, bias)
         ]
         replicated = (
             DTensor.from_local(hidden, mesh, [Replicate()]) if seed % 2 else hidden
         )
-        got = ChunkedCrossEntropyLoss(chunk_tokens=5, **given)(
-            replicated, parts[0], target, parts[1]
+        got = ChunkedCrossEntropyLoss(chunk_tokens=5, **loss_options)(
+            replicated, shards[0], target, shards[1]
         )
         torch.testing.assert_close(
             got.flatten(), expected.flatten(), rtol=0, atol=1e-12
         )
-        grads: Any = torch.autograd.grad(got, [hidden, *parts], factor.view(got.shape))
-        for mine, theirs in zip(
-            [grads[0], *(x.full_tensor() for x in grads[1:])], wanted, strict=True
+        grads: Any = torch.autograd.grad(got, [hidden, *shards], factor.view(got.shape))
+        for actual_grad, expected_grad in zip(
+            [grads[0], *(x.full_tensor() for x in grads[1:])],
+            expected_grads,
+            strict=True,
         ):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+            torch.testing.assert_close(actual_grad, expected_grad, rtol=0, atol=1e-12)
 
 
 @ranks(2)

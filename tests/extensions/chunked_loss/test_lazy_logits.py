@@ -89,9 +89,9 @@ def tiny() -> TinyLM:
 
 def chunked(model: nn.Module, head: str | None = None) -> Any:
     """Return a copy of the model with a chunked loss."""
-    made = copy.deepcopy(model)
-    use_chunked_loss(made, head, chunk_tokens=4)
-    return made
+    copied = copy.deepcopy(model)
+    use_chunked_loss(copied, head, chunk_tokens=4)
+    return copied
 
 
 def tokens() -> Tensor:
@@ -104,17 +104,17 @@ def test_transformers_models_train_as_without_it(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     cls, sizes = MODELS[name]
     torch.manual_seed(0)
-    made = getattr(transformers, cls)
-    model = made(made.config_class(**sizes))
+    model_class = getattr(transformers, cls)
+    model = model_class(model_class.config_class(**sizes))
     ids = torch.randint(3, 97, (3, 9))
     labels = ids.clone()
     labels[0, :4] = -100
     for amp, tolerance in ((False, 1e-5), (True, 1e-2)):
-        own, other = copy.deepcopy(model), chunked(model)
+        plain_model, chunked_model = copy.deepcopy(model), chunked(model)
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
             expected, got = (
-                own(input_ids=ids, labels=labels),
-                other(input_ids=ids, labels=labels),
+                plain_model(input_ids=ids, labels=labels),
+                chunked_model(input_ids=ids, labels=labels),
             )
         assert isinstance(got.logits, LazyLogits)
         assert got.logits.shape == expected.logits.shape
@@ -128,13 +128,15 @@ def test_transformers_models_train_as_without_it(name: str) -> None:
         torch.testing.assert_close(got.loss, expected.loss, rtol=tolerance, atol=0)
         got.loss.backward()
         expected.loss.backward()
-        for mine, theirs in zip(other.parameters(), own.parameters(), strict=True):
-            if theirs.grad is not None:
+        for chunked_parameter, plain_parameter in zip(
+            chunked_model.parameters(), plain_model.parameters(), strict=True
+        ):
+            if plain_parameter.grad is not None:
                 torch.testing.assert_close(
-                    mine.grad,
-                    theirs.grad,
+                    chunked_parameter.grad,
+                    plain_parameter.grad,
                     rtol=0,
-                    atol=tolerance * max(1.0, float(theirs.grad.norm())),
+                    atol=tolerance * max(1.0, float(plain_parameter.grad.norm())),
                 )
 
 
@@ -156,8 +158,8 @@ def test_a_tokens_share_of_a_larger_batch_is_divided_by_its_number() -> None:
 
 def test_a_loss_outside_the_model_is_chunked_too() -> None:
     model = tiny()
-    other = chunked(model, "head")
-    logits = other(tokens())
+    chunked_model = chunked(model, "head")
+    logits = chunked_model(tokens())
     assert isinstance(logits[:, :-1].float().contiguous().view(-1, 19), LazyLogits)
     loss, expected = (
         next_token_loss(logits, tokens()),
@@ -165,7 +167,7 @@ def test_a_loss_outside_the_model_is_chunked_too() -> None:
     )
     torch.testing.assert_close(loss, expected)
     for a, b in zip(
-        torch.autograd.grad(loss, list(other.parameters())),
+        torch.autograd.grad(loss, list(chunked_model.parameters())),
         torch.autograd.grad(expected, list(model.parameters())),
         strict=True,
     ):
@@ -254,19 +256,21 @@ def test_a_model_with_it_compiles_as_one_graph(monkeypatch: pytest.MonkeyPatch) 
     # else torch leaves its thread
     monkeypatch.setattr(pytest.importorskip("tqdm").tqdm, "monitor_interval", 0)
     model = tiny()
-    other = chunked(model, "head")
+    chunked_model = chunked(model, "head")
 
     def loss_of(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = net(x)
         return next_token_loss(logits, x), logits
 
     compiled: Any = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
-    loss, logits = compiled(other, tokens())
-    expected, whole = loss_of(model, tokens())
+    loss, logits = compiled(chunked_model, tokens())
+    expected, full_logits = loss_of(model, tokens())
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(logits.detach(), whole.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        logits.detach(), full_logits.detach(), rtol=1e-5, atol=1e-6
+    )
     for a, b in zip(
-        torch.autograd.grad(loss, list(other.parameters())),
+        torch.autograd.grad(loss, list(chunked_model.parameters())),
         torch.autograd.grad(expected, list(model.parameters())),
         strict=True,
     ):
@@ -275,10 +279,10 @@ def test_a_model_with_it_compiles_as_one_graph(monkeypatch: pytest.MonkeyPatch) 
 
 def test_copies_and_pickles_use_their_own_head() -> None:
     model = chunked(tiny(), "head")
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
-            other.head.weight.zero_()
-        assert not other(tokens()).any()
+            copied.head.weight.zero_()
+        assert not copied(tokens()).any()
     assert model(tokens()).any()
     assert list(model.state_dict()) == list(tiny().state_dict())
 

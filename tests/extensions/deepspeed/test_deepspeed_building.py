@@ -113,13 +113,13 @@ def test_a_model_built_partitioned_trains_as_one_built_whole(
     ctx: ProcessContext, precision: str
 ) -> None:
     linear = nn.functional.linear
-    ours = trained(Accelerator(mixed_precision=precision, **engine()), True)
+    partitioned = trained(Accelerator(mixed_precision=precision, **engine()), True)
     assert nn.functional.linear is linear
-    whole = trained(Accelerator(mixed_precision=precision, **engine()), False)
-    assert ours[0] == whole[0]
-    assert ours[1].keys() == whole[1].keys()
-    for name, value in whole[1].items():
-        assert torch.equal(ours[1][name], value), name
+    unpartitioned = trained(Accelerator(mixed_precision=precision, **engine()), False)
+    assert partitioned[0] == unpartitioned[0]
+    assert partitioned[1].keys() == unpartitioned[1].keys()
+    for name, value in unpartitioned[1].items():
+        assert torch.equal(partitioned[1][name], value), name
 
 
 class Watching(nn.Module):
@@ -204,14 +204,14 @@ def test_transformers_builds_partitioned(ctx: ProcessContext, tmp_path: Any) -> 
     def losses(accelerator: Accelerator, model: Any) -> list[float]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer = accelerator.prepare(model, optimizer)
-        found = []
+        step_losses = []
         for _ in range(3):
             loss = model(input_ids=tokens, labels=tokens).loss
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            found.append(float(loss.detach()))
-        return found
+            step_losses.append(float(loss.detach()))
+        return step_losses
 
     def partitioned(model: Any) -> Any:
         assert all(parameter.numel() == 0 for parameter in model.parameters())
@@ -219,15 +219,15 @@ def test_transformers_builds_partitioned(ctx: ProcessContext, tmp_path: Any) -> 
 
     read = transformers.GPT2LMHeadModel.from_pretrained
     accelerator = Accelerator(**engine())
-    whole = losses(accelerator, plain)
+    expected_losses = losses(accelerator, plain)
     with accelerator.init_module():
         model = read(folder)
-    assert losses(accelerator, partitioned(model)) == whole
+    assert losses(accelerator, partitioned(model)) == expected_losses
     assert all(parameter.numel() for parameter in read(folder).parameters()), (
         "outside the block models are whole"
     )
     accelerator = Accelerator(**engine(zero3_init_flag=True))
-    assert losses(accelerator, partitioned(read(folder))) == whole
+    assert losses(accelerator, partitioned(read(folder))) == expected_losses
     del accelerator
     gc.collect()
     assert not need("transformers.integrations.deepspeed").is_deepspeed_zero3_enabled()

@@ -110,12 +110,12 @@ CASES: Final = MappingProxyType(
 
 def text(name: str) -> str:
     plugin, facts = CASES[name]
-    made = translate(plugin, facts)
+    translated = translate(plugin, facts)
     shown = {
-        "stage": made.stage,
-        "clipping": made.clipping,
-        "config": made.config,
-        "notes": list(made.notes),
+        "stage": translated.stage,
+        "clipping": translated.clipping,
+        "config": translated.config,
+        "notes": list(translated.notes),
     }
     return json.dumps(shown, indent=1, sort_keys=True) + "\n"
 
@@ -132,13 +132,13 @@ def test_every_accepted_file_has_a_case_and_no_auto() -> None:
 
 
 def test_the_given_mapping_is_left_as_it_was() -> None:
-    before = json.dumps(HUB)
+    initial_text = json.dumps(HUB)
     text("hub_file")
-    assert json.dumps(HUB) == before
+    assert json.dumps(HUB) == initial_text
 
 
 @pytest.mark.parametrize(
-    ("given", "facts", "words"),
+    ("engine_config", "facts", "words"),
     [
         (
             {"gradient_accumulation_steps": 4},
@@ -201,45 +201,45 @@ def test_the_given_mapping_is_left_as_it_was() -> None:
     ],
 )
 def test_contradictions_name_both_sides(
-    given: dict[str, Any], facts: RunFacts, words: str
+    engine_config: dict[str, Any], facts: RunFacts, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        translate(DeepSpeedPlugin(hf_ds_config=given), facts)
+        translate(DeepSpeedPlugin(hf_ds_config=engine_config), facts)
 
 
 def test_sections_that_are_one_mapping_are_filled_in_apart() -> None:
-    place = {"device": "cpu"}
+    offload_device = {"device": "cpu"}
     shared = {
         "zero_optimization": {
             "stage": 3,
-            "offload_param": place,
-            "offload_optimizer": place,
+            "offload_param": offload_device,
+            "offload_optimizer": offload_device,
         }
     }
-    apart = json.loads(json.dumps(shared))
-    made, expected = (
-        translate(DeepSpeedPlugin(hf_ds_config=given), RunFacts())
-        for given in (shared, apart)
+    separate = json.loads(json.dumps(shared))
+    translated, expected = (
+        translate(DeepSpeedPlugin(hf_ds_config=config), RunFacts())
+        for config in (shared, separate)
     )
-    assert made == expected
-    sections = made.config["zero_optimization"]
+    assert translated == expected
+    sections = translated.config["zero_optimization"]
     assert sections["offload_param"] is not sections["offload_optimizer"]
-    assert place == {"device": "cpu"}
+    assert offload_device == {"device": "cpu"}
 
 
 def test_files_are_read_and_explained(tmp_path: Path) -> None:
-    good, bad, other = (
+    good, bad, list_file = (
         tmp_path / "good.json",
         tmp_path / "bad.json",
         tmp_path / "list.json",
     )
     good.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     bad.write_text("{")
-    other.write_text("[]")
+    list_file.write_text("[]")
     assert translate(DeepSpeedPlugin(hf_ds_config=str(good)), RunFacts()).stage == 1
     for path, words in (
         (bad, "cannot be read"),
-        (other, "not a JSON object"),
+        (list_file, "not a JSON object"),
         (tmp_path / "none.json", "cannot be read"),
     ):
         with pytest.raises(ConfigError, match=words):

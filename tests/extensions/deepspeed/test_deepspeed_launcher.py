@@ -63,9 +63,9 @@ def losses_of(words: list[str]) -> tuple[int, list[float]]:
 def test_deepspeeds_launcher_starts_what_ours_does(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    alone = losses_of([str(script)])
+    single = losses_of([str(script)])
     port = str(free_port())
-    theirs = losses_of(
+    by_deepspeed = losses_of(
         [
             "-m",
             "deepspeed.launcher.runner",
@@ -76,7 +76,7 @@ def test_deepspeeds_launcher_starts_what_ours_does(tmp_path: Path) -> None:
             str(script),
         ]
     )
-    ours = losses_of(
+    by_hasten = losses_of(
         [
             "-m",
             "hasten.cli.main",
@@ -87,6 +87,6 @@ def test_deepspeeds_launcher_starts_what_ours_does(tmp_path: Path) -> None:
             str(script),
         ]
     )
-    assert (alone[0], theirs[0], ours[0]) == (1, 2, 2)
-    assert theirs[1] == ours[1]
-    assert theirs[1] == pytest.approx(alone[1], abs=1e-5)
+    assert (single[0], by_deepspeed[0], by_hasten[0]) == (1, 2, 2)
+    assert by_deepspeed[1] == by_hasten[1]
+    assert by_deepspeed[1] == pytest.approx(single[1], abs=1e-5)

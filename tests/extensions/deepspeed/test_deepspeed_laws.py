@@ -141,18 +141,18 @@ def test_every_stage_trains_like_ddp(
             plain = trained(
                 {**common, "strategy": "ddp" if ctx.world.size > 1 else "none"}, steps
             )
-            ours = trained({**common, **engine(stage)}, steps)
+            by_engine = trained({**common, **engine(stage)}, steps)
             label = f"{precision}, accumulation {every}"
-            assert ours.updates == plain.updates, label
+            assert by_engine.updates == plain.updates, label
             torch.testing.assert_close(
-                torch.tensor(ours.losses),
+                torch.tensor(by_engine.losses),
                 torch.tensor(plain.losses),
                 rtol=0,
                 atol=tolerance,
                 msg=label,
             )
             torch.testing.assert_close(
-                ours.weights, plain.weights, rtol=0, atol=tolerance, msg=label
+                by_engine.weights, plain.weights, rtol=0, atol=tolerance, msg=label
             )
 
 
@@ -166,15 +166,15 @@ def test_the_loop_clips(ctx: ProcessContext, stage: int) -> None:
     )
     settings = engine(stage)
     settings["deepspeed_plugin"]["hf_ds_config"]["gradient_clipping"] = 1.0
-    ours = trained({**common, **settings}, 8, clip=0.05)
+    by_engine = trained({**common, **settings}, 8, clip=0.05)
     torch.testing.assert_close(
-        torch.tensor(ours.norms), torch.tensor(plain.norms), rtol=1e-5, atol=1e-7
+        torch.tensor(by_engine.norms), torch.tensor(plain.norms), rtol=1e-5, atol=1e-7
     )
-    torch.testing.assert_close(ours.weights, plain.weights, rtol=0, atol=2e-6)
-    alone = engine(stage)
-    alone["deepspeed_plugin"]["hf_ds_config"]["gradient_clipping"] = 0.05
+    torch.testing.assert_close(by_engine.weights, plain.weights, rtol=0, atol=2e-6)
+    engine_clips = engine(stage)
+    engine_clips["deepspeed_plugin"]["hf_ds_config"]["gradient_clipping"] = 0.05
     torch.testing.assert_close(
-        trained({**common, **alone}, 8).weights, plain.weights, rtol=0, atol=2e-6
+        trained({**common, **engine_clips}, 8).weights, plain.weights, rtol=0, atol=2e-6
     )
 
 
@@ -186,11 +186,11 @@ def test_offload_to_the_cpu_changes_no_number(ctx: ProcessContext, stage: int) -
     )
     common = {"gradient_accumulation_steps": 3}
     plain = trained({**common, "strategy": "ddp"}, 11, clip=0.5)
-    ours = trained({**common, **engine(stage, **zero)}, 11, clip=0.5)
+    by_engine = trained({**common, **engine(stage, **zero)}, 11, clip=0.5)
     torch.testing.assert_close(
-        torch.tensor(ours.norms), torch.tensor(plain.norms), rtol=1e-5, atol=1e-7
+        torch.tensor(by_engine.norms), torch.tensor(plain.norms), rtol=1e-5, atol=1e-7
     )
-    torch.testing.assert_close(ours.weights, plain.weights, rtol=0, atol=2e-6)
+    torch.testing.assert_close(by_engine.weights, plain.weights, rtol=0, atol=2e-6)
 
 
 # ---------------------------------------------------------------- overflow, several engines, placeholders
@@ -230,12 +230,12 @@ def overflow(stage: int) -> None:
     }
     settings["deepspeed_plugin"]["hf_ds_config"]["fp16"] = scale
     run = Run(Accelerator(mixed_precision="fp16", **settings))
-    before, rate = run.weights, run.schedule.get_last_lr()
+    initial_weights, rate = run.weights, run.schedule.get_last_lr()
     first = run.optimizer.optimizer.loss_scale
     run.steps(1)
     skipped = [run.accelerator.optimizer_step_was_skipped]
     assert run.optimizer.optimizer.loss_scale < first
-    assert torch.equal(run.weights, before)
+    assert torch.equal(run.weights, initial_weights)
     assert run.schedule.get_last_lr() == rate, "a schedule follows updates"
     run.steps(24)
     skipped.append(run.accelerator.optimizer_step_was_skipped)
@@ -253,7 +253,7 @@ def gan(accelerator: Accelerator | None, rank: int, half: bool) -> list[float]:
     if accelerator is not None:
         g, od, d, og = accelerator.prepare(g, od, d, og)
     rng = torch.Generator().manual_seed(2)
-    seen = []
+    step_losses = []
     for _ in range(6):
         noise, real = (
             torch.randn(8, 4, generator=rng),
@@ -267,23 +267,23 @@ def gan(accelerator: Accelerator | None, rank: int, half: bool) -> list[float]:
             loss = loss - d(real).tanh().mean() if critic else -loss
             accelerator.backward(loss) if accelerator else loss.backward()
             optimizer.step()
-            seen.append(
+            step_losses.append(
                 float(
                     accelerator.reduce(loss.detach(), "mean")
                     if accelerator
                     else loss.detach()
                 )
             )
-    return seen
+    return step_losses
 
 
 def two_engines(ctx: ProcessContext) -> None:
     for stage in (0, 1, 2, 3):
-        ours = torch.tensor(
+        engine_losses = torch.tensor(
             gan(Accelerator(**engine(stage)), ctx.rank, ctx.world.size > 1)
         )
         torch.testing.assert_close(
-            ours,
+            engine_losses,
             torch.tensor(gan(None, 0, False)),
             rtol=0,
             atol=2e-6,
@@ -306,9 +306,9 @@ class Branching(nn.Module):
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, both: bool) -> Tensor:
+    def forward(self, x: Tensor, uses_both: bool) -> Tensor:
         out: Tensor = self.first(x)
-        return out + self.second(x) if both else out
+        return out + self.second(x) if uses_both else out
 
 
 @ranks(2)
@@ -526,8 +526,8 @@ def whole_state(run: Run) -> State:
     if run.optimizer.optimizer.stage == 0:
         saved = run.optimizer.state_dict()["state"]
         state["moments"] = [
-            one[key].clone()
-            for one in saved.values()
+            parameter_state[key].clone()
+            for parameter_state in saved.values()
             for key in ("master", "exp_avg", "exp_avg_sq")
         ]
     return state
@@ -564,9 +564,9 @@ def load_some(
     run.accelerator.load_state(folder / "state")
     state = whole_state(run)
     run.steps(6)
-    other = fresh_run(stage, precision)
-    other.accelerator.load_model(other.model, folder / "weights")
-    return state, run.losses, whole_weights(other)
+    exported = fresh_run(stage, precision)
+    exported.accelerator.load_model(exported.model, folder / "weights")
+    return state, run.losses, whole_weights(exported)
 
 
 def whole_weights(run: Run) -> State:
@@ -576,11 +576,11 @@ def whole_weights(run: Run) -> State:
     }
 
 
-def assert_same(found: State, wanted: State, label: str) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensors in wanted.items():
-        assert len(found[name]) == len(tensors)
-        for number, (a, b) in enumerate(zip(found[name], tensors, strict=True)):
+def assert_same(actual: State, expected: State, label: str) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensors in expected.items():
+        assert len(actual[name]) == len(tensors)
+        for number, (a, b) in enumerate(zip(actual[name], tensors, strict=True)):
             assert torch.equal(a, b), f"{label}: {name}, number {number}"
 
 
@@ -590,22 +590,22 @@ def assert_same(found: State, wanted: State, label: str) -> None:
         (1, "no"),
         (3, "bf16"),
         *(
-            pytest.param(*both, marks=pytest.mark.exhaustive)
-            for both in ((0, "bf16"), (2, "bf16"), (3, "no"))
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in ((0, "bf16"), (2, "bf16"), (3, "no"))
         ),
     ],
 )
 def test_a_checkpoint_loads_on_any_number_of_processes(
     rank_pool: Pool, tmp_path: Path, stage: int, precision: str
 ) -> None:
-    state, after = rank_pool.run(save_some, 2, tmp_path, stage, precision)[0]
+    state, expected_losses = rank_pool.run(save_some, 2, tmp_path, stage, precision)[0]
     weights = {name: values[:1] for name, values in state.items() if name != "moments"}
     for world in (2, 1, 3):
-        for found, losses, exported in rank_pool.run(
+        for loaded_state, losses, exported in rank_pool.run(
             load_some, world, tmp_path, stage, precision
         ):
             label = f"stage {stage}, {precision}, loaded on {world}"
-            assert_same(found, state, label)
+            assert_same(loaded_state, state, label)
             assert_same(exported, weights, label)
             if world == 2:
-                assert losses == after, label
+                assert losses == expected_losses, label

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     reason=f"deepspeed{VERSIONS} is not installed (pip install 'hasten[deepspeed]')",
 )
 
-MADE = {
+ENGINE_OPTIMIZER = {
     "optimizer": {"type": "AdamW", "params": {"lr": 2e-2, "torch_adam": True}},
     "scheduler": {
         "type": "WarmupLR",
@@ -41,7 +41,10 @@ class Run:
     def __init__(
         self, ctx: ProcessContext, stage: int, precision: str, made: bool
     ) -> None:
-        config = {"zero_optimization": {"stage": stage}, **(MADE if made else {})}
+        config = {
+            "zero_optimization": {"stage": stage},
+            **(ENGINE_OPTIMIZER if made else {}),
+        }
         self.accelerator = Accelerator(
             strategy="deepspeed",
             mixed_precision=precision,
@@ -89,33 +92,35 @@ class Run:
 
 
 @ranks(2, exhaustive=(1, 3))
-@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("engine_builds", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_resume_is_the_run_that_never_stopped(
-    ctx: ProcessContext, tmp_path: Path, stage: int, made: bool
+    ctx: ProcessContext, tmp_path: Path, stage: int, engine_builds: bool
 ) -> None:
     for precision in ("no", "bf16") if stage == 2 else ("no",):
         folder = str(tmp_path / precision)
-        whole = Run(ctx, stage, precision, made)
-        whole.passes(0, 6)
-        whole.model.save_checkpoint(folder, tag="here")
-        whole.passes(6, 12)
+        uninterrupted = Run(ctx, stage, precision, engine_builds)
+        uninterrupted.passes(0, 6)
+        uninterrupted.model.save_checkpoint(folder, tag="here")
+        uninterrupted.passes(6, 12)
 
-        again = Run(ctx, stage, precision, made)
-        again.passes(20, 24)  # other weights, moments and rates
-        path, _ = again.model.load_checkpoint(folder, tag="here")
+        resumed = Run(ctx, stage, precision, engine_builds)
+        resumed.passes(20, 24)  # other weights, moments and rates
+        path, _ = resumed.model.load_checkpoint(folder, tag="here")
         assert path is not None
-        again.rates.clear()
-        again.losses.clear()
-        again.passes(6, 12)
+        resumed.rates.clear()
+        resumed.losses.clear()
+        resumed.passes(6, 12)
 
-        assert again.losses == whole.losses[6:], precision
-        assert again.rates == whole.rates[6:], precision
-        assert len(set(whole.rates)) > 4, (
+        assert resumed.losses == uninterrupted.losses[6:], precision
+        assert resumed.rates == uninterrupted.rates[6:], precision
+        assert len(set(uninterrupted.rates)) > 4, (
             "the schedule must move, or the test shows nothing"
         )
-        for ours, theirs in zip(again.weights, whole.weights, strict=True):
-            assert torch.equal(ours, theirs), precision
+        for resumed_weight, expected_weight in zip(
+            resumed.weights, uninterrupted.weights, strict=True
+        ):
+            assert torch.equal(resumed_weight, expected_weight), precision
 
 
 @ranks(1)
@@ -127,9 +132,11 @@ def test_an_open_window_is_dropped_at_a_load(
     run.passes(0, 2)
     run.model.save_checkpoint(str(tmp_path), tag="before")
     run.passes(2, 3)
-    before = run.optimizer.num_updates
+    num_updates = run.optimizer.num_updates
     run.model.load_checkpoint(str(tmp_path), tag="before")
-    held = [weight.clone() for weight in run.weights]
+    loaded_weights = [weight.clone() for weight in run.weights]
     run.optimizer.optimizer.step()  # there is nothing left to apply
-    assert run.optimizer.num_updates == before
-    assert all(torch.equal(a, b) for a, b in zip(run.weights, held, strict=True))
+    assert run.optimizer.num_updates == num_updates
+    assert all(
+        torch.equal(a, b) for a, b in zip(run.weights, loaded_weights, strict=True)
+    )

@@ -85,12 +85,12 @@ def plain(
     }
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
-    place = {
+    rank_variables = {
         "LOCAL_RANK": str(ctx.rank),
         "RANK": str(ctx.rank),
         "WORLD_SIZE": str(ctx.world.size),
     }
-    with mock.patch.dict(os.environ, place), deepspeed_engine.torchs_linear():
+    with mock.patch.dict(os.environ, rank_variables), deepspeed_engine.torchs_linear():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
@@ -147,10 +147,10 @@ def test_clipped_steps_are_those_of_plain_deepspeed(
     with mock.patch.object(
         deepspeed_optimizer, "_local_norm", wraps=deepspeed_optimizer._local_norm
     ) as another:
-        ours = on_hasten(ctx, stage, half, offload)
-    assert ours[0] == losses
-    assert ours[1] == norms
-    assert 0 < ours[2] == counted
+        by_hasten = on_hasten(ctx, stage, half, offload)
+    assert by_hasten[0] == losses
+    assert by_hasten[1] == norms
+    assert 0 < by_hasten[2] == counted
     assert not another.called
 
 
@@ -168,19 +168,19 @@ def test_a_norm_that_was_computed_is_not_used_for_other_gradients(
     model, optimizer = accelerator.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=2e-2)
     )
-    found = []
+    norms = []
     for step in range(2):
         accelerator.backward(model(batch(step, ctx.rank)).square().mean())
-        before = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+        clipped_norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.optimizer.multiply_gradients(0.5)
-        after = accelerator.clip_grad_norm_(model.parameters(), CLIP)
-        assert before is not None
-        assert after is not None
-        assert 0 < float(after) < float(before)
-        found.append(float(before))
+        halved_norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+        assert clipped_norm is not None
+        assert halved_norm is not None
+        assert 0 < float(halved_norm) < float(clipped_norm)
+        norms.append(float(clipped_norm))
         optimizer.step()
         optimizer.zero_grad()
         assert math.isclose(
-            float(model.get_global_grad_norm()), float(after), rel_tol=1e-6
+            float(model.get_global_grad_norm()), float(halved_norm), rel_tol=1e-6
         )
-    assert found[0] != found[1]
+    assert norms[0] != norms[1]

@@ -41,30 +41,32 @@ def test_the_minority_of_each_group_is_named(mesh: MeshSpec) -> None:
         assert find_divergence(records(mesh, axes, ()), mesh, 7, 3) is None
         for size in (1, 2):
             for odd in combinations(range(mesh.world_size), size):
-                found = find_divergence(records(mesh, axes, odd), mesh, 7, 3)
+                divergence = find_divergence(records(mesh, axes, odd), mesh, 7, 3)
                 expected = set()
                 for group in mesh.groups(*axes):
                     camp = set(group) & set(odd)
-                    rest = set(group) - camp
-                    if camp and rest:
+                    remaining = set(group) - camp
+                    if camp and remaining:
                         lead = min(group)
-                        smaller = len(camp) < len(rest) or (
-                            len(camp) == len(rest) and lead in rest
+                        smaller = len(camp) < len(remaining) or (
+                            len(camp) == len(remaining) and lead in remaining
                         )
-                        expected |= camp if smaller else rest
-                assert (() if found is None else found.odd) == tuple(sorted(expected))
+                        expected |= camp if smaller else remaining
+                assert (() if divergence is None else divergence.odd) == tuple(
+                    sorted(expected)
+                )
 
 
 def test_a_tensor_that_some_ranks_lack_differs() -> None:
     mesh = MeshSpec(dp_replicate=3)
     axes = (str(Axis.DP_REPLICATE),)
-    held = {rank: [Record("state", "weight (exp_avg)", axes, 1)] for rank in (0, 1)} | {
-        2: []
-    }
-    found = find_divergence(held, mesh, 7, None)
-    assert found is not None
-    assert (found.cause, found.odd) == ("state", (2,))
-    assert "  rank 2 differs from ranks 0-1\n" in found.message("x")
+    rank_records = {
+        rank: [Record("state", "weight (exp_avg)", axes, 1)] for rank in (0, 1)
+    } | {2: []}
+    divergence = find_divergence(rank_records, mesh, 7, None)
+    assert divergence is not None
+    assert (divergence.cause, divergence.odd) == ("state", (2,))
+    assert "  rank 2 differs from ranks 0-1\n" in divergence.message("x")
 
 
 def test_the_cause_comes_before_its_consequences() -> None:
@@ -79,27 +81,27 @@ def test_the_cause_comes_before_its_consequences() -> None:
     )
     for first in range(len(order)):
         kinds = [kind for kind, _ in order[first:]]
-        held = {
+        rank_records = {
             rank: [Record(kind, kind, axes, rank) for kind in kinds]
             for rank in range(2)
         }
-        found = find_divergence(held, mesh, 7, 3)
-        assert found is not None
-        assert found.cause == order[first][1]
-        for part in (
+        divergence = find_divergence(rank_records, mesh, 7, 3)
+        assert divergence is not None
+        assert divergence.cause == order[first][1]
+        for phrase in (
             "seen at update 7 (all agreed at update 3)",
             "cause:",
             "cure:",
             "now:   x",
         ):
-            assert part in found.message("x")
+            assert phrase in divergence.message("x")
 
 
 def test_gradients_alone_are_no_alarm() -> None:
     mesh = MeshSpec(tp=2)
     axes = (str(Axis.TP),)
-    held = {
+    rank_records = {
         rank: [Record(kind, kind, axes, rank) for kind in ("gradient", "updates")]
         for rank in range(2)
     }
-    assert find_divergence(held, mesh, 1, None) is None
+    assert find_divergence(rank_records, mesh, 1, None) is None

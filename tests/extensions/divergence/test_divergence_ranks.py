@@ -108,18 +108,18 @@ def start(sgd: bool = False, buffers: bool = True, **settings: Any) -> Run:
 Spoil = Callable[[Run, int], None]
 
 
-def on_last_rank(act: Callable[[Run], None], at: int = BAD_AT) -> Spoil:
+def on_last_rank(act: Callable[[Run], None], bad_step: int = BAD_AT) -> Spoil:
     def spoil(run: Run, step: int) -> None:
-        if step == at and run.accelerator.process.is_last_process:
+        if step == bad_step and run.accelerator.process.is_last_process:
             with torch.no_grad():
                 act(run)
 
     return spoil
 
 
-def everywhere(act: Callable[[Run], None], at: int = BAD_AT) -> Spoil:
+def everywhere(act: Callable[[Run], None], bad_step: int = BAD_AT) -> Spoil:
     def spoil(run: Run, step: int) -> None:
-        if step == at:
+        if step == bad_step:
             with torch.no_grad():
                 act(run)
 
@@ -193,7 +193,10 @@ CASES: dict[str, Case] = {
         everywhere(unseeded_layer), "outside", "first.weight"
     ),
     "never equal": Case(
-        everywhere(unseeded_layer, at=0), "initialisation", "first.weight", agreed=False
+        everywhere(unseeded_layer, bad_step=0),
+        "initialisation",
+        "first.weight",
+        agreed=False,
     ),
     "edited optimizer state": Case(
         on_last_rank(edit_state), "state", "first.weight (exp_avg)"
@@ -238,8 +241,8 @@ def test_the_report_names_cause_tensor_ranks_and_update(
     last = ctx.world.size - 1
     assert last in error.ranks
     assert 0 not in error.ranks
-    told = ctx.world.all_gather_object(str(error))
-    assert len(set(told)) == 1, "every rank stops with the same words"
+    messages = ctx.world.all_gather_object(str(error))
+    assert len(set(messages)) == 1, "every rank stops with the same words"
 
 
 @ranks(2)
@@ -254,7 +257,9 @@ def test_report_goes_on_and_tells_once(ctx: ProcessContext) -> None:
         warnings.simplefilter("always")
         run.train(on_last_rank(edit_weight), steps=24)
     words = [
-        str(one.message) for one in caught if issubclass(one.category, HastenWarning)
+        str(caught_warning.message)
+        for caught_warning in caught
+        if issubclass(caught_warning.category, HastenWarning)
     ]
     assert len(words) == (1 if ctx.is_main else 0)
     assert all("'last.weight', seen at update 8" in text for text in words)
@@ -339,9 +344,9 @@ def test_ranks_of_a_tensor_parallel_group_compare_what_is_whole(
 
 @ranks(2)
 def test_shards_have_no_copy_to_differ_from(ctx: ProcessContext) -> None:
-    kept = language_run({}, "fsdp", keep)
+    unedited = language_run({}, "fsdp", keep)
     edited = language_run({}, "fsdp", edit_own_part)
-    assert bool((edited[0] - kept[0] > 0.5).all()) == (ctx.rank > 0), (
+    assert bool((edited[0] - unedited[0] > 0.5).all()) == (ctx.rank > 0), (
         "the edit must outlast the checks"
     )
 
@@ -359,13 +364,13 @@ def test_columns_of_hybrid_sharding_and_replicas_beside_tensor_parallel(
         language_run(sizes, strategy, keep)
         with pytest.raises(DivergenceError) as caught:
             language_run(sizes, strategy, edit_a_part)
-        found = caught.value
-        assert (found.cause, found.name, found.ranks) == (
+        divergence = caught.value
+        assert (divergence.cause, divergence.name, divergence.ranks) == (
             "outside",
             "blocks.0.up.weight",
             (3,),
-        ), str(found)
-        assert "rank 1 and rank 3 differ from each other" in str(found)
+        ), str(divergence)
+        assert "rank 1 and rank 3 differ from each other" in str(divergence)
 
 
 # -- no false alarm -------------------------------------------------------------------------------------------------
@@ -392,22 +397,22 @@ def test_accumulation_resuming_and_scaled_losses_are_left_in_peace(
     ctx: ProcessContext, tmp_path: Path
 ) -> None:
     for precision in ("no", "fp16"):
-        for part in range(2):
+        for attempt in range(2):
             accelerator = Accelerator(
                 gradient_accumulation_steps=3,
                 trust={"divergence_every": 1},
                 mixed_precision=precision,
             )
-            net = seeded(Net, 9 * part)
-            made = accelerator.prepare(
+            net = seeded(Net, 9 * attempt)
+            prepared = accelerator.prepare(
                 net,
                 torch.optim.AdamW(net.parameters()),
                 DataLoader(data(), batch_size=4, shuffle=True),
             )
             folder = str(tmp_path / precision)
-            if part:
+            if attempt:
                 accelerator.load_state(folder)
-            loop(accelerator, *made)
+            loop(accelerator, *prepared)
             accelerator.save_state(folder)
             accelerator.end_training()
 
@@ -416,19 +421,21 @@ def two_models(spoils: bool) -> None:
     """A generator and its judge, each with an optimizer; the judge may be edited on rank 1."""
     accelerator = Accelerator(trust={"divergence_every": 1})
     makes, judges = nn.Linear(2, 6), nn.Linear(6, 1)
-    one, two = (
+    maker_optimizer, judge_optimizer = (
         torch.optim.Adam(makes.parameters()),
         torch.optim.Adam(judges.parameters()),
     )
-    maker, judge, one, two = accelerator.prepare(makes, judges, one, two)
+    maker, judge, maker_optimizer, judge_optimizer = accelerator.prepare(
+        makes, judges, maker_optimizer, judge_optimizer
+    )
     for step in range(12):
         fake = maker(torch.randn(4, 2))
-        two.zero_grad()
+        judge_optimizer.zero_grad()
         accelerator.backward((judge(fake.detach()) ** 2).mean())
-        two.step()
-        one.zero_grad()
+        judge_optimizer.step()
+        maker_optimizer.zero_grad()
         accelerator.backward(judge(fake).mean())
-        one.step()
+        maker_optimizer.step()
         if spoils and step == 5 and accelerator.process.is_last_process:
             judges.weight.data[0, 0] += 1
     accelerator.end_training()

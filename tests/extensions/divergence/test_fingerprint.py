@@ -39,25 +39,25 @@ def test_one_flipped_bit_is_seen_wherever_it_is(dtype: torch.dtype) -> None:
     prints = Fingerprints()
     g = torch.Generator().manual_seed(0)
     for size in (1, 7, 2 * CHUNK + 5):
-        whole = made(dtype, size)
-        before = int(prints.of([whole], CPU))
-        assert int(prints.of([whole.clone()], CPU)) == before
+        tensor = made(dtype, size)
+        initial_print = int(prints.of([tensor], CPU))
+        assert int(prints.of([tensor.clone()], CPU)) == initial_print
         for _ in range(8):
             byte = int(
-                torch.randint(whole.numel() * whole.element_size(), (), generator=g)
+                torch.randint(tensor.numel() * tensor.element_size(), (), generator=g)
             )
             assert (
                 int(
                     prints.of(
                         [
                             bits_flipped(
-                                whole, byte, 0 if dtype == torch.bool else byte % 8
+                                tensor, byte, 0 if dtype == torch.bool else byte % 8
                             )
                         ],
                         CPU,
                     )
                 )
-                != before
+                != initial_print
             )
 
 
@@ -66,7 +66,7 @@ def test_places_rows_signs_and_nans_count() -> None:
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     nan = x.clone()
     nan[2, 2] = float("nan")
-    others = [
+    altered = [
         x.flip(0),
         x.flip(1),
         x.t().reshape(5, 4),
@@ -78,8 +78,8 @@ def test_places_rows_signs_and_nans_count() -> None:
     two_signs = x.clone()
     two_signs[0, 0] *= -1
     two_signs[3, 1] *= -1
-    found = prints.of([x, two_signs, *others], CPU).tolist()
-    assert len(set(found)) == len(found)
+    fingerprints = prints.of([x, two_signs, *altered], CPU).tolist()
+    assert len(set(fingerprints)) == len(fingerprints)
     assert prints.of([nan], CPU).tolist() == prints.of([nan.clone()], CPU).tolist()
 
 
@@ -99,17 +99,21 @@ def test_a_tensor_has_the_same_fingerprint_at_the_same_place_in_any_memory_forma
 @pytest.mark.parametrize("size", [1, 10, 256, 1000, CHUNK + 3])
 def test_what_stands_beside_a_tensor_does_not_change_its_fingerprint(size: int) -> None:
     prints = Fingerprints()
-    x, other = torch.randn(size), torch.randn(300)
-    alone = int(prints.of([x], CPU))
-    assert prints.of([other, x, x.double(), other, x], CPU)[[1, 4]].tolist() == [
-        alone,
-        alone,
+    x, neighbour = torch.randn(size), torch.randn(300)
+    expected_print = int(prints.of([x], CPU))
+    assert prints.of([neighbour, x, x.double(), neighbour, x], CPU)[
+        [1, 4]
+    ].tolist() == [
+        expected_print,
+        expected_print,
     ]
 
 
 def test_many_small_tensors_have_fingerprints_of_their_own() -> None:
     prints = Fingerprints()
-    parts = [torch.full((CHUNK // 3,), float(i)) for i in range(1, 9)]
-    before = prints.of(parts, CPU)
-    parts[5] = parts[5] + 1
-    assert (prints.of(parts, CPU) != before).tolist() == [i == 5 for i in range(8)]
+    tensors = [torch.full((CHUNK // 3,), float(i)) for i in range(1, 9)]
+    initial_prints = prints.of(tensors, CPU)
+    tensors[5] = tensors[5] + 1
+    assert (prints.of(tensors, CPU) != initial_prints).tolist() == [
+        i == 5 for i in range(8)
+    ]

@@ -62,7 +62,7 @@ def test_training_goes_on_while_the_main_process_uploads(
     with connected(ctx, tmp_path) as hub:
         accelerator, model, optimizer = prepared(ctx, "fsdp")
         train(accelerator, model, optimizer)
-        before = {
+        saved_weights = {
             name: value.clone()
             for name, value in accelerator.get_state_dict(model).items()
         }
@@ -90,10 +90,15 @@ def test_training_goes_on_while_the_main_process_uploads(
                 for k, v in load(raw).items()
             }
             assert len([name for name in files if name.endswith(".safetensors")]) > 1
-            assert all(torch.equal(sent[name], before[name]) for name in before)
+            assert all(
+                torch.equal(sent[name], saved_weights[name]) for name in saved_weights
+            )
         accelerator.load_model(model, f"hf://{NAME}")  # every rank, its own slices
-        after = accelerator.get_state_dict(model)
-        assert all(torch.equal(after[name], before[name]) for name in before)
+        loaded_weights = accelerator.get_state_dict(model)
+        assert all(
+            torch.equal(loaded_weights[name], saved_weights[name])
+            for name in saved_weights
+        )
 
 
 @ranks(1, 2)

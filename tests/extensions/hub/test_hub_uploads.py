@@ -34,20 +34,23 @@ def net(seed: int = 0, depth: int = 4) -> nn.Module:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    with serving() as made, client_at(made.address, str(tmp_path / "cache")):
-        yield made
-    assert not made.unknown, made.unknown
+    with (
+        serving() as served_hub,
+        client_at(served_hub.address, str(tmp_path / "cache")),
+    ):
+        yield served_hub
+    assert not served_hub.unknown, served_hub.unknown
 
 
 def push(model: nn.Module, **options: object) -> str | None:
-    given = {"token": TOKEN, "max_shard_size": SHARD, **options}
-    return Accelerator(cpu=True).push_to_hub(model, NAME, **given)  # type: ignore[arg-type]
+    settings = {"token": TOKEN, "max_shard_size": SHARD, **options}
+    return Accelerator(cpu=True).push_to_hub(model, NAME, **settings)  # type: ignore[arg-type]
 
 
-def equal(one: nn.Module, other: nn.Module) -> bool:
+def equal(first: nn.Module, second: nn.Module) -> bool:
     return all(
         torch.equal(a, b)
-        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+        for a, b in zip(first.parameters(), second.parameters(), strict=True)
     )
 
 
@@ -155,9 +158,9 @@ def test_a_broken_download_continues_where_it_broke(
     fresh = net(1)
     Accelerator(cpu=True).load_model(fresh, f"hf://{NAME}")
     assert equal(fresh, net())
-    assert [one for one in hub.ranges if one.startswith("bytes=512-")], (
-        "the whole file was sent again"
-    )
+    assert [
+        byte_range for byte_range in hub.ranges if byte_range.startswith("bytes=512-")
+    ], "the whole file was sent again"
 
 
 def test_cards_edited_by_hand_are_not_replaced(hub: Hub) -> None:

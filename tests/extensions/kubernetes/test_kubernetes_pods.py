@@ -75,18 +75,18 @@ def manifest(kind: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(plan_submit(request, Host()).files[0].text))
 
 
-def container_of(found: object) -> dict[str, Any]:
+def container_of(manifest: object) -> dict[str, Any]:
     """The container with the command: that of the pod template, or a TrainJob's trainer."""
-    if isinstance(found, dict) and "command" in found:
-        return found
+    if isinstance(manifest, dict) and "command" in manifest:
+        return manifest
     inner = (
-        found.values()
-        if isinstance(found, dict)
-        else found
-        if isinstance(found, list)
+        manifest.values()
+        if isinstance(manifest, dict)
+        else manifest
+        if isinstance(manifest, list)
         else ()
     )
-    return next((made for item in inner if (made := container_of(item))), {})
+    return next((container for item in inner if (container := container_of(item))), {})
 
 
 def pod(kind: str, index: int) -> tuple[list[str], dict[str, str], str]:
@@ -125,7 +125,11 @@ def pod(kind: str, index: int) -> tuple[list[str], dict[str, str], str]:
 
 
 def start(
-    folder: Path, kind: str, order: list[NamespaceMachine], attempt: int, **more: str
+    folder: Path,
+    kind: str,
+    order: list[NamespaceMachine],
+    attempt: int,
+    **variables: str,
 ) -> None:
     """Start one pod on each machine; the position in `order` is the index."""
     for index, machine in enumerate(order):
@@ -135,7 +139,7 @@ def start(
             f"127.0.0.1 localhost\n{order[0].host.address} {first}\n"
         )  # what the headless Service resolves to
         machine.hosts_file = str(hosts)
-        machine.start(folder, words, **env, **more)
+        machine.start(folder, words, **env, **variables)
 
 
 def wait_for_lines(file: Path, more_than: int) -> None:
@@ -156,17 +160,19 @@ def wait_for_lines(file: Path, more_than: int) -> None:
 def test_an_evicted_pod_saves_and_the_job_ends_elsewhere_as_if_undisturbed(
     zygote: Zygote, tmp_path: Path, rank_pool: Pool, kind: str, preempted: int
 ) -> None:
-    run, whole = tmp_path / "run", tmp_path / "whole"
+    run, undisturbed_folder = tmp_path / "run", tmp_path / "whole"
     run.mkdir()
-    whole.mkdir()
-    rank_pool.run(undisturbed, 2, str(whole))
+    undisturbed_folder.mkdir()
+    rank_pool.run(undisturbed, 2, str(undisturbed_folder))
     with machines(zygote, 2) as (a, b):
         start(tmp_path, kind, [a, b], 0)
         wait_for_lines(run / "seen-1", 5)
         # kubelet evicts one pod; its process 1 is the launcher
         os.kill(b.launcher, signal.SIGTERM)
-        ends = [a.end(), b.end()]
-        assert [code for code, _ in ends] == [preempted, preempted], ends
+        evicted_exits = [a.end(), b.end()]
+        assert [code for code, _ in evicted_exits] == [preempted, preempted], (
+            evicted_exits
+        )
         assert "end" not in (run / "seen-0").read_text()
         start(
             tmp_path,
@@ -175,16 +181,16 @@ def test_an_evicted_pod_saves_and_the_job_ends_elsewhere_as_if_undisturbed(
             1,
             # the replacements run on each other's node, so the first pod has another address
         )
-        again = [a.end(), b.end()]
-    assert [code for code, _ in again] == [0, 0], again
+        final_exits = [a.end(), b.end()]
+    assert [code for code, _ in final_exits] == [0, 0], final_exits
     for rank in range(2):
         assert (run / f"seen-{rank}").read_text() == (
-            whole / f"seen-{rank}"
+            undisturbed_folder / f"seen-{rank}"
         ).read_text()
     assert len(list((run / "checkpoints").iterdir())) == 1
 
 
-ALONE: Final = """
+DIRECT_SCRIPT: Final = """
 import torch
 from hasten import Accelerator
 accelerator = Accelerator()
@@ -211,12 +217,12 @@ def test_a_script_that_runs_directly_in_its_pod_needs_no_settings(
         free = str(probe.getsockname()[1])
     for index in range(2):
         _, env, first = pod("jobset" if kind == "by hand" else kind, index)
-        here = {
+        pod_variables = {
             name: "127.0.0.1" if value == first else value
             for name, value in env.items()
         }
         if kind == "by hand":
-            here = {
+            pod_variables = {
                 "JOB_COMPLETION_INDEX": str(index),
                 "NNODES": "2",
                 "MASTER_ADDR": "127.0.0.1",
@@ -227,16 +233,16 @@ def test_a_script_that_runs_directly_in_its_pod_needs_no_settings(
             "HASTEN_HOME": str(tmp_path),
             "CUDA_VISIBLE_DEVICES": "",
         }
-        whole = {**os.environ, **variables, **here, **port}
-        words = [sys.executable, "-c", ALONE]
+        environment = {**os.environ, **variables, **pod_variables, **port}
+        words = [sys.executable, "-c", DIRECT_SCRIPT]
         running.append(
             subprocess.Popen(
                 words,
-                env=whole,
+                env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
         )
-    ends = [process.communicate(timeout=240) for process in running]
-    assert [out for out, _ in ends] == ["0 2 cpu 3.0\n", "1 2 cpu 3.0\n"], ends
+    outputs = [process.communicate(timeout=240) for process in running]
+    assert [out for out, _ in outputs] == ["0 2 cpu 3.0\n", "1 2 cpu 3.0\n"], outputs

@@ -29,13 +29,13 @@ def documents(plan: str) -> list[dict[str, Any]]:
         if line.startswith("    ") or not line.startswith("process ")
     ]
     text = "\n".join(row for row in rows if not row.startswith("kubectl "))
-    return [found for found in yaml.safe_load_all(text) if found]
+    return [document for document in yaml.safe_load_all(text) if document]
 
 
-def templates(found: object) -> Iterator[dict[str, Any]]:
+def templates(manifest: object) -> Iterator[dict[str, Any]]:
     """Every pod template below an object."""
-    if isinstance(found, dict):
-        for key, value in found.items():
+    if isinstance(manifest, dict):
+        for key, value in manifest.items():
             if (
                 key == "template"
                 and isinstance(value, dict)
@@ -43,15 +43,15 @@ def templates(found: object) -> Iterator[dict[str, Any]]:
             ):
                 yield value
             yield from templates(value)
-    elif isinstance(found, list):
-        for item in found:
+    elif isinstance(manifest, list):
+        for item in manifest:
             yield from templates(item)
 
 
-def jobs(found: object) -> Iterator[dict[str, Any]]:
+def jobs(manifest: object) -> Iterator[dict[str, Any]]:
     """The specification of every Job below an object."""
-    if isinstance(found, dict):
-        for key, value in found.items():
+    if isinstance(manifest, dict):
+        for key, value in manifest.items():
             if (
                 key == "spec"
                 and isinstance(value, dict)
@@ -59,8 +59,8 @@ def jobs(found: object) -> Iterator[dict[str, Any]]:
             ):
                 yield value
             yield from jobs(value)
-    elif isinstance(found, list):
-        for item in found:
+    elif isinstance(manifest, list):
+        for item in manifest:
             yield from jobs(item)
 
 

@@ -48,14 +48,14 @@ def plan(*flags: str) -> LaunchPlan:
     return plan_of(resolve(flags=make_parser().parse_args([*BASE, *flags]).settings))
 
 
-def objects(made: LaunchPlan) -> list[dict[str, Any]]:
+def objects(launch_plan: LaunchPlan) -> list[dict[str, Any]]:
     """The objects in the manifest."""
-    return list(yaml.safe_load_all(made.files[0].text))
+    return list(yaml.safe_load_all(launch_plan.files[0].text))
 
 
-def pod_of(made: LaunchPlan) -> dict[str, Any]:
+def pod_of(launch_plan: LaunchPlan) -> dict[str, Any]:
     """The pod of a JobSet."""
-    (jobset,) = objects(made)
+    (jobset,) = objects(launch_plan)
     pod: dict[str, Any] = jobset["spec"]["replicatedJobs"][0]["template"]["spec"][
         "template"
     ]["spec"]
@@ -82,13 +82,13 @@ def test_files_variables_and_flags_agree(tmp_path: Path) -> None:
         "HASTEN_KUBERNETES_VOLUME": "runs",
         "HASTEN_KUBERNETES_LABELS": "team=vision",
     }
-    made = [
+    plans = [
         plan(*flags),
         plan_of(resolve(env=variables)),
         plan_of(resolve(file=read(file).entries)),
     ]
-    assert made[0].files == made[1].files == made[2].files
-    assert objects(made[0])[0]["metadata"]["labels"]["team"] == "vision"
+    assert plans[0].files == plans[1].files == plans[2].files
+    assert objects(plans[0])[0]["metadata"]["labels"]["team"] == "vision"
 
 
 def test_settings_travel_to_the_pods_as_flags_whatever_their_source_was() -> None:
@@ -105,35 +105,41 @@ def test_settings_travel_to_the_pods_as_flags_whatever_their_source_was() -> Non
     (container,) = pod_of(plan_of(resolved, "--lr", "3"))["containers"]
     command = container["command"]
     script = command.index("train_lm.py")
-    again = resolve(flags=make_parser().parse_args(command[4:script]).settings).config
+    pod_config = resolve(
+        flags=make_parser().parse_args(command[4:script]).settings
+    ).config
     assert command[:4] == ["python", "-m", "hasten", "launch"]
     assert command[script:] == ["train_lm.py", "--lr", "3"]
-    assert (again.cpu, again.mixed_precision, again.launch.stop_grace_s) == (
+    assert (
+        pod_config.cpu,
+        pod_config.mixed_precision,
+        pod_config.launch.stop_grace_s,
+    ) == (
         True,
         "bf16",
         20.0,
     )
-    assert again.gradient_accumulation.num_steps == 4
-    assert again.tracking.log_with == ("json", "tensorboard")
-    assert again.launch.submit is None
+    assert pod_config.gradient_accumulation.num_steps == 4
+    assert pod_config.tracking.log_with == ("json", "tensorboard")
+    assert pod_config.launch.submit is None
 
 
 def test_a_pod_has_time_to_save_shared_memory_and_its_volume() -> None:
-    made = pod_of(
+    pod = pod_of(
         plan(
             "--cpu",
             "--stop_grace_s=300",
             "--kubernetes_volume=runs",
         )
     )
-    assert made["terminationGracePeriodSeconds"] == 330
-    assert made["volumes"] == [
+    assert pod["terminationGracePeriodSeconds"] == 330
+    assert pod["volumes"] == [
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
         {"name": "checkpoints", "persistentVolumeClaim": {"claimName": "runs"}},
     ]
     mounts = {
         mount["name"]: mount["mountPath"]
-        for mount in made["containers"][0]["volumeMounts"]
+        for mount in pod["containers"][0]["volumeMounts"]
     }
     assert mounts == {"shared-memory": "/dev/shm", "checkpoints": "/checkpoints"}
 
@@ -221,7 +227,7 @@ def test_wrong_settings_are_refused(flags: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("image", "said"),
+    ("image", "message"),
     [
         (None, "image was not given"),
         (
@@ -231,13 +237,13 @@ def test_wrong_settings_are_refused(flags: list[str], message: str) -> None:
         ("https://robot:hunter2@registry.example/train", r"holds a credential"),
     ],
 )
-def test_a_job_needs_an_image(image: str | None, said: str) -> None:
+def test_a_job_needs_an_image(image: str | None, message: str) -> None:
     code = {
         "cpu": True,
         "launch.submit": "kubernetes",
         "launch.kubernetes.image": image,
     }
-    with pytest.raises(ConfigError, match=said) as refused:
+    with pytest.raises(ConfigError, match=message) as refused:
         plan_of(resolve(code=code))
     assert "hunter2" not in str(refused.value)
 
@@ -245,8 +251,8 @@ def test_a_job_needs_an_image(image: str | None, said: str) -> None:
 def expanded(text: str, variables: Mapping[str, str]) -> str:
     """The text after the expansion of Kubernetes: `$$` is a dollar, `$(NAME)` the variable's value if there is one."""
 
-    def value(found: re.Match[str]) -> str:
-        return "$" if found[0] == "$$" else variables.get(found[1], found[0])
+    def value(match: re.Match[str]) -> str:
+        return "$" if match[0] == "$$" else variables.get(match[1], match[0])
 
     return re.sub(r"\$\$|\$\((\w+)\)", value, text)
 
@@ -267,9 +273,9 @@ def test_arguments_and_variables_arrive_as_they_were_given(kind: str) -> None:
         .text
     )
     (command,) = {
-        json.dumps(found["command"])
-        for found in mappings(yaml.safe_load_all(text))
-        if "command" in found
+        json.dumps(mapping["command"])
+        for mapping in mappings(yaml.safe_load_all(text))
+        if "command" in mapping
     }
     arrived = [
         expanded(word, {"HASTEN_TOKEN": "hunter2", "A": "hunter2"})
@@ -277,20 +283,20 @@ def test_arguments_and_variables_arrive_as_they_were_given(kind: str) -> None:
     ]
     assert tuple(arrived[-len(words) :]) == words
     (price,) = {
-        found["value"]
-        for found in mappings(yaml.safe_load_all(text))
-        if found.get("name") == "PRICE"
+        mapping["value"]
+        for mapping in mappings(yaml.safe_load_all(text))
+        if mapping.get("name") == "PRICE"
     }
     assert expanded(price, {"HASTEN_TOKEN": "hunter2"}) == "$(HASTEN_TOKEN)$$5"
 
 
-def mappings(found: object) -> Iterator[dict[str, Any]]:
+def mappings(node: object) -> Iterator[dict[str, Any]]:
     """Every mapping below an object."""
-    if isinstance(found, dict):
-        yield found
-        found = found.values()
+    if isinstance(node, dict):
+        yield node
+        node = node.values()
     for item in (
-        found if isinstance(found, Iterable) and not isinstance(found, str) else ()
+        node if isinstance(node, Iterable) and not isinstance(node, str) else ()
     ):
         yield from mappings(item)
 
@@ -318,8 +324,8 @@ def test_fields_of_the_pod_annotations_and_resources_are_written() -> None:
         "memory": "64Gi",
     }
     assert objects(planned)[0]["metadata"]["annotations"] == {"team/budget": "3"}
-    same = '--kubernetes_pod_spec={"priorityClassName": "batch"}'
-    assert pod_of(plan("--cpu", same))["priorityClassName"] == "batch"
+    pod_flag = '--kubernetes_pod_spec={"priorityClassName": "batch"}'
+    assert pod_of(plan("--cpu", pod_flag))["priorityClassName"] == "batch"
 
 
 def test_the_manifest_alone_is_printed_for_kubectl(
@@ -403,9 +409,9 @@ class Answer(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing."""
 
-    def answer(self, code: int, found: dict[str, Any]) -> None:
+    def answer(self, code: int, content: dict[str, Any]) -> None:
         """Send an object."""
-        body = json.dumps(found).encode()
+        body = json.dumps(content).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -434,11 +440,13 @@ class Answer(BaseHTTPRequestHandler):
                 "kind": kind,
                 "verbs": ["create", "get"],
             }
-            found = {
+            resource_list = {
                 "kind": "APIResourceList",
                 "groupVersion": gv if gv in path else "v1",
             }
-            self.answer(200, {**found, "resources": [listed] if gv in path else []})
+            self.answer(
+                200, {**resource_list, "resources": [listed] if gv in path else []}
+            )
         else:
             self.answer(
                 404,
@@ -453,9 +461,9 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Create an object."""
-        found = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.created.append(found)
-        self.answer(201, found)
+        created = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.created.append(created)
+        self.answer(201, created)
 
 
 @contextmanager

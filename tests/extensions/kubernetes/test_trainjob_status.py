@@ -88,26 +88,26 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         pytest.skip("openssl is not installed")
     folder = tmp_path_factory.mktemp("tls")
     words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    made = folder / "ca.crt", folder / "key.pem"
+    paths = folder / "ca.crt", folder / "key.pem"
     subprocess.run(
-        ["openssl", *words.split(), "-out", made[0], "-keyout", made[1]],
+        ["openssl", *words.split(), "-out", paths[0], "-keyout", paths[1]],
         check=True,
         capture_output=True,
     )
-    return made
+    return paths
 
 
 @pytest.fixture
 def server(certificate: tuple[Path, Path]) -> Iterator[ControllerServer]:
     """A running controller."""
-    with ControllerServer(*certificate) as made:
-        thread = threading.Thread(target=made.serve_forever)
+    with ControllerServer(*certificate) as controller:
+        thread = threading.Thread(target=controller.serve_forever)
         thread.start()
         try:
-            yield made
+            yield controller
         finally:
-            made.pause.set()
-            made.shutdown()
+            controller.pause.set()
+            controller.shutdown()
             thread.join()
 
 
@@ -150,23 +150,25 @@ def test_statuses_have_the_fields_of_the_controller_and_are_rate_limited(
         time.sleep(0.01)
     status.close()
     assert not status._thread.is_alive()
-    found = server.wait(3)
+    bodies = server.wait(3)
     times, tokens = (
-        [at for at, _, _, _ in server.got],
+        [posted_s for posted_s, _, _, _ in server.got],
         [token for _, token, _, _ in server.got],
     )
     # the last one is posted at the end
-    assert min(late - early for early, late in pairwise(times[:-1])) > 0.15
+    assert (
+        min(later_s - earlier_s for earlier_s, later_s in pairwise(times[:-1])) > 0.15
+    )
     # read again: tokens are rotated
     assert (tokens[0], tokens[-1]) == ("Bearer first", "Bearer second")
-    assert found[0]["progressPercentage"] == 0
-    assert found[-1]["progressPercentage"] == 99
-    assert found[-1]["estimatedRemainingSeconds"] == 0
-    assert {m["name"]: m["value"] for m in found[-1]["metrics"]} == {
+    assert bodies[0]["progressPercentage"] == 0
+    assert bodies[-1]["progressPercentage"] == 99
+    assert bodies[-1]["estimatedRemainingSeconds"] == 0
+    assert {m["name"]: m["value"] for m in bodies[-1]["metrics"]} == {
         "step": "40",
         "loss": f"{1 / 99:.8g}",
     }
-    assert found[-1]["lastUpdatedTime"].endswith("Z")
+    assert bodies[-1]["lastUpdatedTime"].endswith("Z")
 
 
 def test_a_status_fits_the_model_of_kubeflow(

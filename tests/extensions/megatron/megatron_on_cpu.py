@@ -69,16 +69,16 @@ def _counted(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 def _all_gather(
     even: Any,
     outputs: list[torch.Tensor],
-    own: torch.Tensor,
+    local_tensor: torch.Tensor,
     group: Any = None,
     **kwargs: Any,
 ) -> Any:
     """all_gather() of tensors of different lengths, which NCCL has and gloo has not."""
-    if len({tuple(one.shape) for one in outputs}) == 1:
-        return even(outputs, own, group=group, **kwargs)
+    if len({tuple(tensor.shape) for tensor in outputs}) == 1:
+        return even(outputs, local_tensor, group=group, **kwargs)
     for rank, output in enumerate(outputs):
         if rank == dist.get_rank(group):
-            output.copy_(own)
+            output.copy_(local_tensor)
         dist.broadcast(output, dist.get_global_rank(group, rank), group=group)
     return None
 
@@ -86,15 +86,15 @@ def _all_gather(
 def _reduce_scatter(
     even: Any,
     output: torch.Tensor,
-    parts: list[torch.Tensor],
+    shards: list[torch.Tensor],
     group: Any = None,
     **kwargs: Any,
 ) -> Any:
     """reduce_scatter() likewise."""
-    if len({tuple(one.shape) for one in parts}) == 1:
-        return even(output, parts, group=group, **kwargs)
-    for rank, part in enumerate(parts):
-        total = part.clone()
+    if len({tuple(tensor.shape) for tensor in shards}) == 1:
+        return even(output, shards, group=group, **kwargs)
+    for rank, shard in enumerate(shards):
+        total = shard.clone()
         dist.all_reduce(total, group=group)
         if rank == dist.get_rank(group):
             output.copy_(total)

@@ -135,11 +135,14 @@ def loss_of(model: Any, batch: Any) -> Tensor:
 
 def samples_of(model: Any, padded: bool = True) -> list[dict[str, Tensor]]:
     """The samples for a model; without masks if nothing is to be `padded`."""
-    found = samples(model.config.model_type)
+    all_samples = samples(model.config.model_type)
     return (
-        found
+        all_samples
         if padded
-        else [{k: v for k, v in one.items() if k != "attention_mask"} for one in found]
+        else [
+            {k: v for k, v in sample.items() if k != "attention_mask"}
+            for sample in all_samples
+        ]
     )
 
 
@@ -237,8 +240,8 @@ def logits_of(model: Any) -> Tensor:
     batch.pop("labels")
     model.eval()
     with torch.no_grad():
-        found: Tensor = model(**batch).logits
-    return found
+        logits: Tensor = model(**batch).logits
+    return logits
 
 
 def assert_trains_alike(
@@ -280,11 +283,11 @@ def assert_trains_alike(
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-4, msg=name)
     torch.testing.assert_close(logits, logits_of(plain.model), rtol=0, atol=2e-4)
-    again = importlib.import_module(
+    reloaded = importlib.import_module(
         "transformers"
     ).AutoModelForCausalLM.from_pretrained(folder)
-    torch.testing.assert_close(logits_of(again), logits, rtol=0, atol=2e-6)
-    for name, value in again.state_dict().items():
+    torch.testing.assert_close(logits_of(reloaded), logits, rtol=0, atol=2e-6)
+    for name, value in reloaded.state_dict().items():
         assert torch.equal(value, weights[name]), name
 
 
@@ -307,8 +310,8 @@ def assert_goes_on(
         first.losses.clear()
         first.steps(4)
         torch.manual_seed(77)
-        other = language_model(family, seed=3, dropout=0.2)
-        second = Run(engine(layout, mixed_precision=precision), other, split)
+        reseeded = language_model(family, seed=3, dropout=0.2)
+        second = Run(engine(layout, mixed_precision=precision), reseeded, split)
         second.steps(2)  # state that loading must replace
         second.losses.clear()
         second.accelerator.load_state(folder / "state")

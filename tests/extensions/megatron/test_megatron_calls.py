@@ -44,7 +44,7 @@ def of(family: Family, **changes: Any) -> ModelFacts:
 
 
 @pytest.mark.parametrize(
-    ("family", "given", "words"),
+    ("family", "changed_inputs", "words"),
     [
         (
             "llama",
@@ -56,10 +56,12 @@ def of(family: Family, **changes: Any) -> ModelFacts:
     ],
 )
 def test_what_would_be_ignored_is_refused(
-    family: Family, given: dict[str, Any], words: str
+    family: Family, changed_inputs: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(StepError, match=words):
-        tensors_of_call(of(family), {"input_ids": TOKENS, "use_cache": False, **given})
+        tensors_of_call(
+            of(family), {"input_ids": TOKENS, "use_cache": False, **changed_inputs}
+        )
 
 
 @pytest.mark.parametrize(
@@ -76,10 +78,10 @@ def test_what_would_be_ignored_is_refused(
 def test_other_lengths_are_refused(
     family: Family, settings: dict[str, Any], words: str
 ) -> None:
-    given = CallTensors(input_ids=TOKENS)
-    check_lengths(given, of(family), MegatronLMPlugin())
+    call = CallTensors(input_ids=TOKENS)
+    check_lengths(call, of(family), MegatronLMPlugin())
     with pytest.raises(StepError, match=words):
-        check_lengths(given, of(family), replace(MegatronLMPlugin(), **settings))
+        check_lengths(call, of(family), replace(MegatronLMPlugin(), **settings))
 
 
 def test_a_sequence_longer_than_the_table_of_positions_is_refused() -> None:

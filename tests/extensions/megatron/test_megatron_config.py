@@ -101,13 +101,13 @@ ACTS: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
 }
 
 
-def plugin(**given: Any) -> MegatronLMPlugin:
-    return replace(MegatronLMPlugin(), **given)
+def plugin(**options: Any) -> MegatronLMPlugin:
+    return replace(MegatronLMPlugin(), **options)
 
 
-def made(model: str = "gpt2", **given: Any) -> dict[str, Any]:
+def made(model: str = "gpt2", **options: Any) -> dict[str, Any]:
     return dict(
-        translate(plugin(**given), model_facts(MODELS[model]), "no").transformer
+        translate(plugin(**options), model_facts(MODELS[model]), "no").transformer
     )
 
 
@@ -119,13 +119,13 @@ def made(model: str = "gpt2", **given: Any) -> dict[str, Any]:
 def test_every_option_acts_or_is_refused_with_a_reason(info: Any) -> None:
     name = info.path[-1]
     if name in ACTS:
-        given, keyword = ACTS[name]
+        options, keyword = ACTS[name]
         if keyword is not None:
-            without = {key: value for key, value in given.items() if key != name}
-            assert made(**given)[keyword] != made(**without)[keyword]
+            without = {key: value for key, value in options.items() if key != name}
+            assert made(**options)[keyword] != made(**without)[keyword]
         return
-    other: Any = {bool: not info.default}.get(type(info.default), 7)
-    entry = SettingEntry(info.path, other, SettingSource("code", name))
+    altered: Any = {bool: not info.default}.get(type(info.default), 7)
+    entry = SettingEntry(info.path, altered, SettingSource("code", name))
     with pytest.raises(
         ConfigError, match=rf"^megatron\.{name}=.*is not in this version; "
     ):
@@ -145,7 +145,7 @@ def test_degrees_are_axes_of_the_mesh() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"tp_degree": 3}, "does not divide the model's 4 heads"),
         (
@@ -159,33 +159,37 @@ def test_degrees_are_axes_of_the_mesh() -> None:
     ],
 )
 def test_options_that_cannot_hold_are_refused(
-    given: dict[str, Any], words: str
+    options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        made(**given)
+        made(**options)
 
 
 @pytest.mark.parametrize(
     ("tp", "pp", "fits"), [(2, 2, True), (4, 1, True), (8, 1, False), (2, 4, False)]
 )
 def test_degrees_divide_the_processes(tp: int, pp: int, fits: bool) -> None:
-    found = plugin(tp_degree=tp, pp_degree=pp)
+    megatron_plugin = plugin(tp_degree=tp, pp_degree=pp)
     config = Config(
-        strategy="megatron", launch=LaunchConfig(num_processes=4), megatron=found
+        strategy="megatron",
+        launch=LaunchConfig(num_processes=4),
+        megatron=megatron_plugin,
     )  # type: ignore[call-arg]  # its section
-    complaints = [str(one) for one in rules.check_sizes(config, {})]
-    assert [one for one in complaints if "use a multiple of 8 processes" in one] == (
-        [] if fits else complaints
-    )
+    complaints = [str(complaint) for complaint in rules.check_sizes(config, {})]
+    assert [
+        complaint
+        for complaint in complaints
+        if "use a multiple of 8 processes" in complaint
+    ] == ([] if fits else complaints)
     assert bool(complaints) is not fits
 
 
 def test_precisions() -> None:
     facts = model_facts(LLAMA)
     assert translate(plugin(), facts, "bf16").transformer["params_dtype"] == "bfloat16"
-    for other in ("fp16", "fp8"):
+    for precision in ("fp16", "fp8"):
         with pytest.raises(ConfigError, match="use 'bf16' or 'no'"):
-            translate(plugin(), facts, other)
+            translate(plugin(), facts, precision)
 
 
 @pytest.mark.parametrize(
@@ -256,15 +260,15 @@ def hub_weights(facts: ModelFacts) -> dict[str, torch.Tensor]:
         for entry in tensor_entries(facts)
         for name in entry.hub
     }
-    found, start = {}, 0
+    tensors, start = {}, 0
     for name, shape in shapes.items():
         size = int(torch.Size(shape).numel())
-        found[name] = torch.arange(start, start + size).reshape(shape)
+        tensors[name] = torch.arange(start, start + size).reshape(shape)
         start += size
     for entry in tensor_entries(facts):
         if entry.fusion == "same":  # several names of one tensor
-            found |= dict.fromkeys(entry.hub, found[entry.hub[0]])
-    return found
+            tensors |= dict.fromkeys(entry.hub, tensors[entry.hub[0]])
+    return tensors
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -273,28 +277,30 @@ def test_weights_come_back_as_they_went_in(config: Any, ranks: int) -> None:
     """Each number of the Hub's tensors lies on exactly one tensor parallel rank, or whole on all, and finds its way back."""
     facts = model_facts(config)
     hub = hub_weights(facts)
-    wholes: dict[str, torch.Tensor] = {}
+    rebuilt_tensors: dict[str, torch.Tensor] = {}
     for entry in tensor_entries(facts):
-        whole = fuse(entry, hub, facts)
-        again = torch.full_like(whole, -1)
+        fused = fuse(entry, hub, facts)
+        rebuilt = torch.full_like(fused, -1)
         for rank in range(ranks):
-            local = list(whole.shape)
+            local = list(fused.shape)
             if entry.split == "gated":
                 local = [2 * (local[1] // ranks), *local[2:]]
             elif entry.split != "whole":
                 dim = 1 if entry.split == "columns" else 0
                 local[dim] = -(-local[dim] // ranks)
-            at = locate_shard(entry.split, tuple(local), rank, ranks, facts.vocab)
-            held = torch.zeros(local, dtype=whole.dtype)
-            unpadded_shard(held, at).copy_(shard_of_whole(whole, at))
+            location = locate_shard(entry.split, tuple(local), rank, ranks, facts.vocab)
+            local_shard = torch.zeros(local, dtype=fused.dtype)
+            unpadded_shard(local_shard, location).copy_(shard_of_whole(fused, location))
             if entry.split != "whole":
-                assert (shard_of_whole(again, at) == -1).all(), (
+                assert (shard_of_whole(rebuilt, location) == -1).all(), (
                     "two ranks hold the same part"
                 )
-            shard_of_whole(again, at).copy_(unpadded_shard(held, at))
-        assert torch.equal(again, whole), entry.name
-        wholes[entry.name] = again
-    back = to_hub(tensor_entries(facts), wholes, facts)
+            shard_of_whole(rebuilt, location).copy_(
+                unpadded_shard(local_shard, location)
+            )
+        assert torch.equal(rebuilt, fused), entry.name
+        rebuilt_tensors[entry.name] = rebuilt
+    back = to_hub(tensor_entries(facts), rebuilt_tensors, facts)
     assert back.keys() == hub.keys()
     for name, value in hub.items():
         assert torch.equal(back[name], value), name

@@ -106,14 +106,14 @@ def test_a_loss_of_the_loops_own_on_whole_logits(
         accelerator = kit().engine({**kit().LAYOUTS[layout], "return_logits": True})
         run = kit().Run(accelerator, kit().language_model("gpt2"), 1)
         batch = next(iter(run.loader))
-        told = run.model(**batch)
+        outputs = run.model(**batch)
         torch.testing.assert_close(
-            told.loss, loss_of(run.model, batch), rtol=0, atol=1e-6
+            outputs.loss, loss_of(run.model, batch), rtol=0, atol=1e-6
         )
         accelerator.backward(loss_of(run.model, batch))
         norm = accelerator.clip_grad_norm_(run.model.parameters(), 0.4)
     plain = kit().Plain("gpt2", 1)
-    torch.testing.assert_close(told.loss.item(), plain.losses[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(outputs.loss.item(), plain.losses[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(float(norm), plain.norms[0], rtol=0, atol=5e-5)
 
 
@@ -221,19 +221,19 @@ def test_shares_of_tensor_parallel_ranks_go_on_bit_for_bit(
 def save_some(
     ctx: ProcessContext, folder: Path, family: str, layout: str
 ) -> list[float]:
-    found: list[float] = kit().save_some(
+    losses: list[float] = kit().save_some(
         folder, kit().LAYOUTS[layout], kit().split_of(layout), family
     )
-    return found
+    return losses
 
 
 def load_some(
     ctx: ProcessContext, folder: Path, family: str, layout: str
 ) -> list[float]:
-    found: list[float] = kit().load_some(
+    losses: list[float] = kit().load_some(
         folder, kit().LAYOUTS[layout], kit().split_of(layout), family
     )
-    return found
+    return losses
 
 
 @pytest.mark.exhaustive
@@ -248,13 +248,13 @@ def load_some(
 def test_a_checkpoint_loads_in_another_layout(
     rank_pool: Pool, tmp_path: Path, family: str, saved: str, loaded: str
 ) -> None:
-    after = torch.tensor(
+    expected_losses = torch.tensor(
         rank_pool.run(save_some, 2, tmp_path, family, saved, timeout_s=LONG)[0]
     )
-    found = torch.tensor(
+    loaded_losses = torch.tensor(
         rank_pool.run(load_some, 2, tmp_path, family, loaded, timeout_s=LONG)[0]
     )
-    torch.testing.assert_close(found, after, rtol=0, atol=2e-5)
+    torch.testing.assert_close(loaded_losses, expected_losses, rtol=0, atol=2e-5)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -296,9 +296,9 @@ def test_what_an_engine_cannot_do_is_refused(
             accelerator.backward(torch.ones((), requires_grad=True))
         with torch.no_grad(), pytest.raises(StepError, match="layers do not support"):
             run.model(**batch, inputs_embeds=torch.ones(1))
-        other = kit().language_model("gpt2")
+        second_model = kit().language_model("gpt2")
         with pytest.raises(PrepareError, match="one model with one optimizer"):
-            accelerator.prepare(other, kit().optimizer_of(other))
+            accelerator.prepare(second_model, kit().optimizer_of(second_model))
         run.steps(1)
         with pytest.raises(StepError, match=r"Pass model.parameters\(\)"):
             accelerator._strategy.clip_norm(list(run.model.parameters())[:1], 1.0, 2.0)
@@ -325,26 +325,26 @@ def test_shares_of_the_optimizer_state_are_refused_where_they_do_not_fit(
             kit().engine(kit().LAYOUTS["shared"]), kit().language_model("gpt2"), 2
         )
         run.steps(1)
-        held = [
+        state_slots = [
             slot
             for slot in run.optimizer.state_dict()["state"].values()
             if slot["exp_avg"].data.numel()
         ]
         everyone = ctx.world.all_gather_object(
-            sum(slot["exp_avg"].data.numel() for slot in held)
+            sum(slot["exp_avg"].data.numel() for slot in state_slots)
         )
         assert sum(everyone) == sum(p.numel() for p in run.model.parameters())
         # each rank keeps its share of the moments
         assert max(everyone) < 0.6 * sum(everyone)
         run.accelerator.save_state(tmp_path / "state")
-        whole = kit().Run(
+        unsharded_run = kit().Run(
             kit().engine(kit().LAYOUTS["dp2"]), kit().language_model("gpt2"), 2
         )
         with pytest.raises(
             CheckpointError,
             match="use_distributed_optimizer=True, and this run has False",
         ):
-            whole.accelerator.load_state(tmp_path / "state")
+            unsharded_run.accelerator.load_state(tmp_path / "state")
 
 
 @ranks(2, timeout_s=LONG)
@@ -369,10 +369,10 @@ def test_models_that_do_not_fit_are_refused(ctx: ProcessContext) -> None:
     transformers = pytest.importorskip("transformers")
     with kit().on_cpu():
         accelerator = kit().engine(kit().LAYOUTS["tp2"])
-        other = transformers.LlamaForSequenceClassification(
+        classifier = transformers.LlamaForSequenceClassification(
             kit().language_model("llama").config
         )
         with pytest.raises(
             PrepareError, match=r"LlamaForSequenceClassification.*LlamaForCausalLM"
         ):
-            accelerator.prepare(other, torch.optim.SGD(other.parameters()))
+            accelerator.prepare(classifier, torch.optim.SGD(classifier.parameters()))

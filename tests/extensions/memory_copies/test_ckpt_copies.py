@@ -34,12 +34,14 @@ def after_copy(
 ) -> list[set[MemoryCopy]]:
     """What every machine holds when the states of these steps are copied everywhere."""
     world = sum(map(len, layout))
-    held: list[set[MemoryCopy]] = [set() for _ in layout]
+    copies_by_machine: list[set[MemoryCopy]] = [set() for _ in layout]
     for machine, ranks in enumerate(layout):
         for step in steps:
-            held[machine].add(MemoryCopy(ranks, world, step))
-            held[neighbour_of(machine, len(layout))].add(MemoryCopy(ranks, world, step))
-    return held
+            copies_by_machine[machine].add(MemoryCopy(ranks, world, step))
+            copies_by_machine[neighbour_of(machine, len(layout))].add(
+                MemoryCopy(ranks, world, step)
+            )
+    return copies_by_machine
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 16])
@@ -47,9 +49,9 @@ def after_copy(
 def test_any_one_machine_may_be_lost(count: int, each: int) -> None:
     layout = machines(count, each)
     for lost in range(count):
-        held = after_copy(layout, [4, 5])
-        held[lost] = set()
-        choice = newest_common(held, layout)
+        copies_by_machine = after_copy(layout, [4, 5])
+        copies_by_machine[lost] = set()
+        choice = newest_common(copies_by_machine, layout)
         assert choice is not None
         assert choice.step == 5
         assert choice.sources == tuple(
@@ -61,16 +63,17 @@ def test_any_one_machine_may_be_lost(count: int, each: int) -> None:
 def test_two_machines_may_be_lost_unless_one_kept_the_other(count: int) -> None:
     layout = machines(count, 2)
     for pair in itertools.combinations(range(count), 2):
-        held = [
+        copies_by_machine = [
             set() if i in pair else copies
             for i, copies in enumerate(after_copy(layout, [9]))
         ]
         a, b = pair
         beside = neighbour_of(a, count) == b or neighbour_of(b, count) == a
-        assert (newest_common(held, layout) is None) == beside
+        assert (newest_common(copies_by_machine, layout) is None) == beside
         if beside:
             assert (
-                "no machine holds the state that machine" in explain_loss(held, layout)
+                "no machine holds the state that machine"
+                in explain_loss(copies_by_machine, layout)
                 or count == 2
             )
 
@@ -78,31 +81,36 @@ def test_two_machines_may_be_lost_unless_one_kept_the_other(count: int) -> None:
 def test_a_copy_that_is_not_everywhere_does_not_count() -> None:
     """Killed in the middle of copying step 6: some machines have it, some neighbours too."""
     layout = machines(3, 1)
-    whole = after_copy(layout, [5])
+    complete = after_copy(layout, [5])
     newer = [(m, MemoryCopy(ranks, 3, 6)) for m, ranks in enumerate(layout)] + [
         (neighbour_of(m, 3), MemoryCopy(ranks, 3, 6)) for m, ranks in enumerate(layout)
     ]
     for size in range(len(newer) + 1):
-        for there in itertools.combinations(newer, size):
-            held = [
-                copies | {copy for machine, copy in there if machine == i}
-                for i, copies in enumerate(whole)
+        for arrived in itertools.combinations(newer, size):
+            copies_by_machine = [
+                copies | {copy for machine, copy in arrived if machine == i}
+                for i, copies in enumerate(complete)
             ]
-            choice = newest_common(held, layout)
+            choice = newest_common(copies_by_machine, layout)
             assert choice is not None
             assert choice.step == (
-                6 if {copy.ranks for _, copy in there} == set(layout) else 5
+                6 if {copy.ranks for _, copy in arrived} == set(layout) else 5
             )
             for machine, source in enumerate(choice.sources):
-                assert MemoryCopy(layout[machine], 3, choice.step) in held[source]
+                assert (
+                    MemoryCopy(layout[machine], 3, choice.step)
+                    in copies_by_machine[source]
+                )
 
 
 def test_another_layout_is_not_taken_for_this_one() -> None:
-    held = after_copy(machines(2, 2), [3])
-    for other in (machines(2, 1), machines(4, 1), [(0, 1, 2), (3,)]):
-        grown = [held[i] if i < 2 else set() for i in range(len(other))]
-        assert newest_common(grown, other) is None
-        assert "in another layout" in explain_loss(grown, other)
+    copies_by_machine = after_copy(machines(2, 2), [3])
+    for other_layout in (machines(2, 1), machines(4, 1), [(0, 1, 2), (3,)]):
+        grown = [
+            copies_by_machine[i] if i < 2 else set() for i in range(len(other_layout))
+        ]
+        assert newest_common(grown, other_layout) is None
+        assert "in another layout" in explain_loss(grown, other_layout)
     assert (
         explain_loss([set(), set()], machines(2, 1)) == "no machine holds a copy of it"
     )

@@ -23,9 +23,9 @@ from tests.support.machines import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
-HERE: Final = Path(__file__).parent
+COPY_TESTS: Final = Path(__file__).parent
 SUPPORT: Final = Path(__file__).parents[2] / "support"
-SCRIPT: Final = HERE / "memory_copies_train.py"
+SCRIPT: Final = COPY_TESTS / "memory_copies_train.py"
 RETURN_S: Final = 10.0
 
 
@@ -88,7 +88,7 @@ class Job:
             self.start(number)
 
     def start(self, number: int) -> float:
-        at = time.time()
+        started_at = time.time()
         words = [
             *meet(2),
             f"--machine_rank={number}",
@@ -96,11 +96,11 @@ class Job:
             *self._words,
         ]
         self.hosts[number].start(self._folder, words)
-        return at
+        return started_at
 
-    def lines(self, what: str, since: float = 0.0) -> list[list[tuple[int, float]]]:
+    def lines(self, kind: str, since: float = 0.0) -> list[list[tuple[int, float]]]:
         """What each rank has written of this kind."""
-        found = []
+        rank_rows = []
         for rank in range(2):
             path = self._folder / f"updates-{rank}"
             rows = (
@@ -108,14 +108,14 @@ class Job:
                 if path.exists()
                 else []
             )
-            found.append(
+            rank_rows.append(
                 [
                     (int(r[1]), float(r[2]))
                     for r in rows
-                    if len(r) == 3 and r[0] == what and float(r[2]) > since
+                    if len(r) == 3 and r[0] == kind and float(r[2]) > since
                 ]
             )
-        return found
+        return rank_rows
 
     def step(self) -> int:
         return max((step for rows in self.lines("step") for step, _ in rows), default=0)
@@ -130,8 +130,8 @@ class Job:
 
     def end(self) -> tuple[str, ...]:
         """What the ranks held at the end; under FSDP the whole weights are on rank 0 alone."""
-        ends = [host.end() for host in self.hosts]
-        assert [code for code, _ in ends] == [0, 0], ends
+        exits = [host.end() for host in self.hosts]
+        assert [code for code, _ in exits] == [0, 0], exits
         return tuple(
             (self._folder / f"end-{rank}-{self._every}").read_text()
             for rank in range(2)
@@ -140,14 +140,14 @@ class Job:
     def lose(self, number: int) -> tuple[int, float]:
         """Kill a machine and bring it back: updates that were lost, and seconds from its return to the next update."""
         self.hosts[number].kill()
-        before = self.step()
-        at = self.start(number)
-        self.wait(lambda: all(self.lines("step", at)))
-        resumed = {rows[0][0] for rows in self.lines("resumed", at)}
+        killed_step = self.step()
+        returned_at = self.start(number)
+        self.wait(lambda: all(self.lines("step", returned_at)))
+        resumed = {rows[0][0] for rows in self.lines("resumed", returned_at)}
         assert len(resumed) == 1
-        return before - resumed.pop(), max(
-            rows[0][1] for rows in self.lines("step", at)
-        ) - at
+        return killed_step - resumed.pop(), max(
+            rows[0][1] for rows in self.lines("step", returned_at)
+        ) - returned_at
 
 
 def lose_machines(
@@ -161,7 +161,7 @@ def lose_machines(
     chance = random.Random(seed)
     updates = 8 * (len(victims) + 1)
     with machines(zygote, 2) as hosts:
-        wanted = Job(hosts, warm, folder, strategy, updates, every=0).end()
+        expected_end = Job(hosts, warm, folder, strategy, updates, every=0).end()
         job = Job(hosts, warm, folder, strategy, updates, every=1)
         for kill, victim in enumerate(victims):
             target = 8 * kill + chance.randint(1, 7)
@@ -171,7 +171,7 @@ def lose_machines(
             lost, took = job.lose(victim)
             assert lost <= 1, f"{lost} updates were lost"
             assert took < RETURN_S, f"{took:.1f} s"
-        assert job.end() == wanted
+        assert job.end() == expected_end
 
 
 def test_a_lost_machine_costs_one_update_whichever_it_is(

@@ -139,39 +139,41 @@ def updates(run: Run) -> int:
     return int(run.optimizer.num_updates)
 
 
-def goes_on_like(whole: Run, run: Run) -> None:
-    run.losses[:] = whole.losses[: 2 * updates(run)]
+def goes_on_like(uninterrupted: Run, run: Run) -> None:
+    run.losses[:] = uninterrupted.losses[: 2 * updates(run)]
     run.train(STEPS)
-    assert run.losses == whole.losses
-    for mine, wanted in zip(run.fingerprint(), whole.fingerprint(), strict=True):
-        assert torch.equal(mine, wanted)
+    assert run.losses == uninterrupted.losses
+    for actual, expected in zip(
+        run.fingerprint(), uninterrupted.fingerprint(), strict=True
+    ):
+        assert torch.equal(actual, expected)
 
 
-def one_machine_is_lost(ctx: ProcessContext, folder: Path, how: str) -> None:
-    if how.endswith("sdp"):
-        ctx = Accelerator(**settings_of(how)).ctx  # with the mesh that shards need
-    whole = Run(ctx, how, folder, every=None)
-    whole.train(STEPS)
+def one_machine_is_lost(ctx: ProcessContext, folder: Path, layout: str) -> None:
+    if layout.endswith("sdp"):
+        ctx = Accelerator(**settings_of(layout)).ctx  # with the mesh that shards need
+    uninterrupted = Run(ctx, layout, folder, every=None)
+    uninterrupted.train(STEPS)
     for stop, lost in ((2, [1]), (7, [0]), (12, [])):
         with on_machines(ctx, folder / f"at{stop}") as roots:
-            first = Run(ctx, how, folder / f"at{stop}")
+            first = Run(ctx, layout, folder / f"at{stop}")
             first.train(stop)
             assert updates(first) == stop // 2
             die(ctx, roots, lost)
             torch.manual_seed(999 + ctx.rank)
-            second = Run(ctx, how, folder / f"at{stop}")
+            second = Run(ctx, layout, folder / f"at{stop}")
             assert second.accelerator.load_state(must_exist=False)
             # not one update is lost when it was over
             assert updates(second) == stop // 2
-            goes_on_like(whole, second)
+            goes_on_like(uninterrupted, second)
 
 
 @ranks(2, exhaustive=(4,))
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_a_lost_machine_costs_nothing_that_was_copied(
-    ctx: ProcessContext, tmp_path: Path, how: str
+    ctx: ProcessContext, tmp_path: Path, layout: str
 ) -> None:
-    one_machine_is_lost(ctx, tmp_path, how)
+    one_machine_is_lost(ctx, tmp_path, layout)
 
 
 @ranks(4)
@@ -190,8 +192,8 @@ def test_a_damaged_copy_leaves_the_one_before(
     ctx: ProcessContext, tmp_path: Path
 ) -> None:
     """Cut off while it was copied, or changed in memory: what is not as it was written is no copy."""
-    whole = Run(ctx, "ddp", tmp_path, every=None)
-    whole.train(STEPS)
+    uninterrupted = Run(ctx, "ddp", tmp_path, every=None)
+    uninterrupted.train(STEPS)
     for kind in ("cut", "changed", "no manifest"):
         with on_machines(ctx, tmp_path / kind) as roots:
             Run(ctx, "ddp", tmp_path / kind).train(8)
@@ -213,18 +215,18 @@ def test_a_damaged_copy_leaves_the_one_before(
             second = Run(ctx, "ddp", tmp_path / kind)
             assert second.accelerator.load_state(must_exist=False)
             assert updates(second) == 3
-            goes_on_like(whole, second)
+            goes_on_like(uninterrupted, second)
 
 
 @ranks(2)
 def test_without_copies_the_disk_is_taken_and_the_reason_logged(
     ctx: ProcessContext, tmp_path: Path
 ) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    whole = Run(ctx, "ddp", tmp_path, every=None)
-    whole.train(STEPS)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    uninterrupted = Run(ctx, "ddp", tmp_path, every=None)
+    uninterrupted.train(STEPS)
     with on_machines(ctx, tmp_path) as roots:
         first = Run(ctx, "ddp", tmp_path)
         # nothing yet, neither here nor there
@@ -244,9 +246,9 @@ def test_without_copies_the_disk_is_taken_and_the_reason_logged(
         if ctx.rank == 0:
             assert any(
                 "no machine holds the state that machine 1 had after update 5" in line
-                for line in said
-            ), said
-        goes_on_like(whole, second)
+                for line in messages
+            ), messages
+        goes_on_like(uninterrupted, second)
 
 
 @ranks(2)
@@ -256,7 +258,7 @@ def test_the_newer_one_is_taken_and_the_others_are_forgotten(
     with on_machines(ctx, tmp_path) as roots:
         first = Run(ctx, "ddp", tmp_path, every=3)
         first.train(6)
-        place = first.accelerator.save_state()
+        saved_path = first.accelerator.save_state()
         first.train(8)
         first.accelerator.save_state()  # update 4; the copy is of update 3
         die(ctx, roots, [])
@@ -267,7 +269,7 @@ def test_the_newer_one_is_taken_and_the_others_are_forgotten(
         assert not list(tmp_path.glob("memory-*/0/ranks_*/checkpoint_*"))
         second.train(10)
         # back to update 3 by hand: what lies ahead is no longer this run's
-        second.accelerator.load_state(place)
+        second.accelerator.load_state(saved_path)
         ctx.world.barrier("loaded again")
         die(ctx, roots, [])
         third = Run(ctx, "ddp", tmp_path, every=3)
@@ -280,16 +282,19 @@ def test_two_accelerators_of_a_process_keep_their_own(
     ctx: ProcessContext, tmp_path: Path
 ) -> None:
     with on_machines(ctx, tmp_path) as roots:
-        one, two = Run(ctx, "ddp", tmp_path / "one"), Run(ctx, "ddp", tmp_path / "two")
-        one.train(4)
-        two.train(10)
-        one.train(6)
+        first, second = (
+            Run(ctx, "ddp", tmp_path / "one"),
+            Run(ctx, "ddp", tmp_path / "two"),
+        )
+        first.train(4)
+        second.train(10)
+        first.train(6)
         die(ctx, roots, [1])
-        again = [Run(ctx, "ddp", tmp_path / name) for name in ("one", "two")]
+        reloaded_runs = [Run(ctx, "ddp", tmp_path / name) for name in ("one", "two")]
         assert [
-            bool(run.accelerator.load_state(must_exist=False)) for run in again
+            bool(run.accelerator.load_state(must_exist=False)) for run in reloaded_runs
         ] == [True, True]
-        assert [updates(run) for run in again] == [3, 5]
+        assert [updates(run) for run in reloaded_runs] == [3, 5]
 
 
 @ranks(1, 2)

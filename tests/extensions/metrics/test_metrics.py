@@ -41,12 +41,18 @@ def scraped(accelerator: Accelerator) -> dict[str, float]:
     with urllib.request.urlopen(url, timeout=5) as answer:
         metrics = list(text_string_to_metric_families(answer.read().decode()))
     common = {"job", "rank", "machine"}
-    found = {}
+    metrics_by_name = {}
     for metric in metrics:
-        for one in metric.samples:
-            own = [value for key, value in one.labels.items() if key not in common]
-            found[f"{one.name}/{own[0]}" if len(own) == 1 else one.name] = one.value
-    return found
+        for sample in metric.samples:
+            own_labels = [
+                value for key, value in sample.labels.items() if key not in common
+            ]
+            metrics_by_name[
+                f"{sample.name}/{own_labels[0]}"
+                if len(own_labels) == 1
+                else sample.name
+            ] = sample.value
+    return metrics_by_name
 
 
 def test_metrics_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +67,10 @@ def prepared(accelerator: Accelerator) -> tuple[Any, Any, Any]:
     model: Any = seeded(Classifier)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     loader: Any = DataLoader(Blobs(32), batch_size=4)
-    made: tuple[Any, Any, Any] = accelerator.prepare(model, optimizer, loader)
-    return made
+    prepared_objects: tuple[Any, Any, Any] = accelerator.prepare(
+        model, optimizer, loader
+    )
+    return prepared_objects
 
 
 def test_a_training_is_scraped_while_it_runs(tmp_path: Path) -> None:
@@ -75,8 +83,8 @@ def test_a_training_is_scraped_while_it_runs(tmp_path: Path) -> None:
         accelerator.backward(loss if number else loss * float("nan"))
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         if number == 2:  # inside a step
-            found = scraped(accelerator)
-            assert found["hasten_step"] == 2
+            scraped_values = scraped(accelerator)
+            assert scraped_values["hasten_step"] == 2
         optimizer.step()
         optimizer.zero_grad()
         if number == 0:
@@ -88,26 +96,26 @@ def test_a_training_is_scraped_while_it_runs(tmp_path: Path) -> None:
             time.sleep(1.1)
     accelerator.save_state()
     time.sleep(0.1)
-    found = scraped(accelerator)
-    assert found["hasten_step"] == found["hasten_updates_total"] == 8
-    assert found["hasten_samples_total"] == 32
-    assert 0 < found["hasten_loss"] < 10
+    scraped_values = scraped(accelerator)
+    assert scraped_values["hasten_step"] == scraped_values["hasten_updates_total"] == 8
+    assert scraped_values["hasten_samples_total"] == 32
+    assert 0 < scraped_values["hasten_loss"] < 10
     assert norm is not None
-    assert found["hasten_grad_norm"] > 0
-    assert found["hasten_memory_bytes/host"] > 50e6
-    assert 0.1 <= found["hasten_last_step_age_seconds"] < 60
-    assert found["hasten_checkpoints_total"] == 1
-    assert 0.1 <= found["hasten_checkpoint_age_seconds"] < 60
-    assert 0 < found["hasten_checkpoint_duration_seconds"] < 60
-    assert found["hasten_time_seconds/checkpoint"] > 0
+    assert scraped_values["hasten_grad_norm"] > 0
+    assert scraped_values["hasten_memory_bytes/host"] > 50e6
+    assert 0.1 <= scraped_values["hasten_last_step_age_seconds"] < 60
+    assert scraped_values["hasten_checkpoints_total"] == 1
+    assert 0.1 <= scraped_values["hasten_checkpoint_age_seconds"] < 60
+    assert 0 < scraped_values["hasten_checkpoint_duration_seconds"] < 60
+    assert scraped_values["hasten_time_seconds/checkpoint"] > 0
     causes = sum(
         value
-        for name, value in found.items()
+        for name, value in scraped_values.items()
         if name.startswith("hasten_time_seconds/")
     )
-    assert causes == pytest.approx(found["hasten_uptime_seconds"], abs=0.5)
-    assert found["hasten_goodput_ratio"] == pytest.approx(
-        found["hasten_time_seconds/useful"] / causes, abs=0.01
+    assert causes == pytest.approx(scraped_values["hasten_uptime_seconds"], abs=0.5)
+    assert scraped_values["hasten_goodput_ratio"] == pytest.approx(
+        scraped_values["hasten_time_seconds/useful"] / causes, abs=0.01
     )
     accelerator.end_training()
 
@@ -137,7 +145,7 @@ def test_two_accelerators_in_one_process(
                 accelerator.backward(torch.nn.functional.cross_entropy(model(x), y))
                 optimizer.step()
                 optimizer.zero_grad()
-    assert [scraped(one)["hasten_step"] for one in (first, second)] == [1, 2]
+    assert [scraped(served)["hasten_step"] for served in (first, second)] == [1, 2]
     metrics = metrics_of(third)
     assert metrics is not None
     assert metrics.read() is not None
@@ -187,7 +195,7 @@ def test_values_are_taken_once_a_second(tmp_path: Path, folder: bool) -> None:
     assert metrics is not None
     log = metrics._run_log()
     assert log is not None
-    known, due = [], []
+    known_scalars, due_flags = [], []
     for number in range(1, 7):
         if number == 4:  # the second of the first update has passed
             log._due_s = 0.0
@@ -198,29 +206,34 @@ def test_values_are_taken_once_a_second(tmp_path: Path, folder: bool) -> None:
         )
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        known.append(metrics.sampled.known)
-        due.append((metrics.sampled.loss_due, metrics.sampled.norm_due))
+        known_scalars.append(metrics.sampled.known)
+        due_flags.append((metrics.sampled.loss_due, metrics.sampled.norm_due))
         log._due_s = float("inf")
-    assert [one["loss"] for one in known] == [1, 2, 2, 2, 5, 6], (
+    assert [scalars["loss"] for scalars in known_scalars] == [1, 2, 2, 2, 5, 6], (
         "the first update of a run has the second stored"
     )
-    assert all(one["grad_norm"] == 0 for one in known)
-    assert due[2:] == [(False, False), (True, True), (False, False), (False, False)]
+    assert all(scalars["grad_norm"] == 0 for scalars in known_scalars)
+    assert due_flags[2:] == [
+        (False, False),
+        (True, True),
+        (False, False),
+        (False, False),
+    ]
     accelerator.end_training()
 
 
 def test_only_single_numbers_are_taken() -> None:
-    seen = SampledScalars(torch.device("cpu"))
-    seen.see("loss", torch.tensor(1.0))
-    assert seen.known == {"loss": 1.0}
-    assert (seen.loss_due, seen.norm_due) == (False, True)
-    seen.see("grad_norm", torch.tensor([3.0]))
-    assert seen.known == {"loss": 1.0, "grad_norm": 3.0}
-    seen.see("loss", torch.tensor([1.0, 2.0]))
-    assert seen.known["loss"] == 1.0
+    sampled = SampledScalars(torch.device("cpu"))
+    sampled.see("loss", torch.tensor(1.0))
+    assert sampled.known == {"loss": 1.0}
+    assert (sampled.loss_due, sampled.norm_due) == (False, True)
+    sampled.see("grad_norm", torch.tensor([3.0]))
+    assert sampled.known == {"loss": 1.0, "grad_norm": 3.0}
+    sampled.see("loss", torch.tensor([1.0, 2.0]))
+    assert sampled.known["loss"] == 1.0
     value = torch.tensor(4.0, requires_grad=True)
-    seen.see("loss", value * 1)
-    assert seen.known["loss"] == 4.0
+    sampled.see("loss", value * 1)
+    assert sampled.known["loss"] == 4.0
 
 
 @pytest.mark.exhaustive
@@ -243,9 +256,13 @@ def test_a_process_that_ends_or_fails_is_not_held(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONWARNINGS": "default"}
     runs = [
         subprocess.Popen(
-            [sys.executable, str(script), how], stdout=-1, stderr=-1, text=True, env=env
+            [sys.executable, str(script), ending],
+            stdout=-1,
+            stderr=-1,
+            text=True,
+            env=env,
         )
-        for how in ("end", "fail")
+        for ending in ("end", "fail")
     ]
     for run, expected in zip(runs, (0, 1), strict=True):
         _, error = run.communicate(timeout=120)

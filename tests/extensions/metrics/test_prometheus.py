@@ -30,10 +30,12 @@ from hasten.testing.pool import ranks
 from tests.support.exposition import metrics_text
 
 DOCS = Path(__file__).parents[3] / "docs"
-PLACES = os.pathsep.join([os.environ.get("PROMETHEUS_BIN", ""), os.environ["PATH"]])
+PROMETHEUS_PATH = os.pathsep.join(
+    [os.environ.get("PROMETHEUS_BIN", ""), os.environ["PATH"]]
+)
 SHORT_RULES = (("> 900", "> 2"), ("for: 2m", "for: 1s"), ("> 7200", "> 3600000"))
 """The limits of the repository's rules that the test replaces."""
-needs_prometheus = pytest.mark.skipif(shutil.which("prometheus", path=PLACES) is None, reason="prometheus is not installed")  # fmt: skip
+needs_prometheus = pytest.mark.skipif(shutil.which("prometheus", path=PROMETHEUS_PATH) is None, reason="prometheus is not installed")  # fmt: skip
 
 
 def asked(port: int, path: str, **query: str) -> Any:
@@ -62,7 +64,7 @@ scrape_configs:
     file_sd_configs: [{{files: [{folder}/targets.json]}}]
 """
     )
-    program = shutil.which("prometheus", path=PLACES)
+    program = shutil.which("prometheus", path=PROMETHEUS_PATH)
     assert program is not None
     port = 20000 + os.getpid() % 20000
     with (folder / "log").open("w") as log:
@@ -84,7 +86,7 @@ scrape_configs:
             process.wait()
 
 
-def until(port: int, path: str, wanted: str, **query: str) -> str:
+def until(port: int, path: str, pattern: str, **query: str) -> str:
     """Return the answer to a query once it matches a pattern."""
     end, text = time.monotonic() + 60, ""
     while time.monotonic() < end:
@@ -92,10 +94,12 @@ def until(port: int, path: str, wanted: str, **query: str) -> str:
             text = json.dumps(asked(port, path, **query))
         except OSError as error:  # it starts
             text = str(error)
-        if re.search(wanted, text):
+        if re.search(pattern, text):
             return text
         time.sleep(0.2)
-    raise AssertionError(f"{query or path} did not become {wanted} within 60 s: {text}")
+    raise AssertionError(
+        f"{query or path} did not become {pattern} within 60 s: {text}"
+    )
 
 
 @needs_prometheus
@@ -126,17 +130,19 @@ def test_a_stalled_job_is_alerted(ctx: ProcessContext, tmp_path: Path) -> None:
                 step()
                 time.sleep(0.05)
                 try:
-                    found = asked(port, "query", query="hasten_step > 0")["result"]
+                    series = asked(port, "query", query="hasten_step > 0")["result"]
                 except OSError:  # it starts
-                    found = []
-                accelerator.broadcast_object_list([len(found) == 2])
-                if len(found) == 2:
+                    series = []
+                accelerator.broadcast_object_list([len(series) == 2])
+                if len(series) == 2:
                     break
-            assert {(one["metric"]["job"], one["metric"]["rank"]) for one in found} == {
+            assert {
+                (sample["metric"]["job"], sample["metric"]["rank"]) for sample in series
+            } == {
                 ("nightly", "0"),
                 ("nightly", "1"),
             }
-            assert all(one["metric"]["machine"] for one in found)
+            assert all(sample["metric"]["machine"] for sample in series)
             assert '"firing"' not in json.dumps(asked(port, "alerts"))
             # and now no rank makes a step
             alerts = until(port, "alerts", '"firing"')
@@ -158,7 +164,7 @@ def test_a_stalled_job_is_alerted(ctx: ProcessContext, tmp_path: Path) -> None:
 
 @needs_prometheus
 def test_prometheus_accepts_the_rules() -> None:
-    tool = shutil.which("promtool", path=PLACES)
+    tool = shutil.which("promtool", path=PROMETHEUS_PATH)
     if tool is None:
         pytest.skip("promtool is not installed")
     done = subprocess.run(
@@ -168,9 +174,9 @@ def test_prometheus_accepts_the_rules() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def full_reading(began: float) -> RankReading:
+def full_reading(start_time: float) -> RankReading:
     """Return a reading in which every number is known; counters grow with time."""
-    passed = time.monotonic() - began
+    passed = time.monotonic() - start_time
     count = 1 + int(passed * 10)
     return RankReading(
         facts={"version": "1"},
@@ -193,7 +199,7 @@ def labels_of_rank(rank: int) -> dict[str, str]:
 @needs_prometheus
 def test_every_query_of_the_dashboard_returns_data(tmp_path: Path) -> None:
     """With the variables as Grafana replaces them, each panel's query and each variable's has an answer for both ranks."""
-    board, began = (
+    board, start_time = (
         json.loads((DOCS / "grafana" / "hasten.json").read_text()),
         time.monotonic(),
     )
@@ -207,7 +213,7 @@ def test_every_query_of_the_dashboard_returns_data(tmp_path: Path) -> None:
         serve_metrics(
             "127.0.0.1",
             0,
-            RankCollector(partial(full_reading, began), labels_of_rank(rank)),
+            RankCollector(partial(full_reading, start_time), labels_of_rank(rank)),
         )
         for rank in range(2)
     ]
@@ -226,23 +232,26 @@ def test_every_query_of_the_dashboard_returns_data(tmp_path: Path) -> None:
             for name, value in variables.items():
                 plain = plain.replace(name, value)
             assert "$" not in plain, "a variable that the test does not know"
-            found = json.loads(until(port, "query", r'"result": \[\{', query=plain))[
+            samples = json.loads(until(port, "query", r'"result": \[\{', query=plain))[
                 "result"
             ]
-            assert all(one["value"][1] != "NaN" for one in found), plain
-            labels = {one["metric"].get("machine") for one in found} - {None}
+            assert all(sample["value"][1] != "NaN" for sample in samples), plain
+            labels = {sample["metric"].get("machine") for sample in samples} - {None}
             assert labels in (set(), {"node0", "node1"}), plain
         # the first one chooses the Prometheus
         for variable in board["templating"]["list"][1:]:
             series, label = re.fullmatch(
                 r"label_values\((.*), (\w+)\)", variable["query"]["query"]
             ).groups()  # type: ignore[union-attr]
-            known = asked(
+            label_values = asked(
                 port,
                 f"label/{label}/values",
                 **{"match[]": series.replace("$job", "nightly")},
             )
-            assert known == {"job": ["nightly"], "machine": ["node0", "node1"]}[label]
+            assert (
+                label_values
+                == {"job": ["nightly"], "machine": ["node0", "node1"]}[label]
+            )
 
 
 def test_grafana_knows_every_field_of_the_dashboard() -> None:
@@ -254,9 +263,9 @@ def test_grafana_knows_every_field_of_the_dashboard() -> None:
     encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
     board = json.loads((DOCS / "grafana" / "hasten.json").read_text())
 
-    def read_back(given: dict[str, Any]) -> Any:
+    def read_back(dashboard: dict[str, Any]) -> Any:
         return json.loads(
-            encoder.JSONEncoder().encode(models.Dashboard.from_json(given))
+            encoder.JSONEncoder().encode(models.Dashboard.from_json(dashboard))
         )
 
     assert not [*missing(board, read_back(board))]
@@ -265,26 +274,30 @@ def test_grafana_knows_every_field_of_the_dashboard() -> None:
     ] == ["/pannels"]
 
 
-def missing(given: Any, found: Any, at: str = "") -> Iterator[str]:
+def missing(expected: Any, actual: Any, path: str = "") -> Iterator[str]:
     """The paths of values that are not the same in `found`; it may have more."""
-    if isinstance(given, dict) and isinstance(found, dict):
-        for key, value in given.items():
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        for key, value in expected.items():
             yield from (
-                missing(value, found[key], f"{at}/{key}")
-                if key in found
-                else [f"{at}/{key}"]
+                missing(value, actual[key], f"{path}/{key}")
+                if key in actual
+                else [f"{path}/{key}"]
             )
     elif (
-        isinstance(given, list) and isinstance(found, list) and len(given) == len(found)
+        isinstance(expected, list)
+        and isinstance(actual, list)
+        and len(expected) == len(actual)
     ):
-        for index, (value, other) in enumerate(zip(given, found, strict=True)):
-            yield from missing(value, other, f"{at}[{index}]")
-    elif given != found:
-        yield at
+        for index, (value, actual_value) in enumerate(
+            zip(expected, actual, strict=True)
+        ):
+            yield from missing(value, actual_value, f"{path}[{index}]")
+    elif expected != actual:
+        yield path
 
 
 def test_the_dashboard_and_the_rules_use_metrics_that_exist() -> None:
-    known = set(
+    known_metrics = set(
         re.findall(
             r"^# TYPE (\S+)",
             metrics_text(full_reading(time.monotonic()), labels_of_rank(0)),
@@ -298,7 +311,7 @@ def test_the_dashboard_and_the_rules_use_metrics_that_exist() -> None:
     for text in (rules, board):
         used = set(re.findall(r"\bhasten_[a-z_]+", text))
         assert used
-        assert used <= known, used - known
+        assert used <= known_metrics, used - known_metrics
     panels = json.loads(board)["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     shown = set(
@@ -306,7 +319,7 @@ def test_the_dashboard_and_the_rules_use_metrics_that_exist() -> None:
             r"\bhasten_[a-z_]+", json.dumps([panel["targets"] for panel in panels])
         )
     )
-    assert known - shown <= {
+    assert known_metrics - shown <= {
         "hasten_info",
         "hasten_uptime_seconds",
         "hasten_checkpoints_total",

@@ -64,10 +64,10 @@ def batch(step: int) -> Tensor:
 
 
 def plain(net: nn.Module, steps: int = STEPS) -> nn.Module:
-    made = optimizers(net, lr=0.02, adamw_lr=1e-2, show=False)
+    muon_optimizers = optimizers(net, lr=0.02, adamw_lr=1e-2, show=False)
     for step in range(steps):
         torch.autograd.backward((net(batch(step)) - 1).pow(2).mean())
-        for optimizer in made:
+        for optimizer in muon_optimizers:
             optimizer.step()
             optimizer.zero_grad()
     return net
@@ -76,29 +76,31 @@ def plain(net: nn.Module, steps: int = STEPS) -> nn.Module:
 def train(
     accelerator: Accelerator,
     net: nn.Module,
-    made: list[Any],
+    prepared_optimizers: list[Any],
     steps: range,
-    parts: int,
-    part: int,
+    num_shares: int,
+    share_index: int,
 ) -> None:
     for step in steps:
-        accelerator.backward((net(batch(step).chunk(parts)[part]) - 1).pow(2).mean())
-        for optimizer in made:
+        accelerator.backward(
+            (net(batch(step).chunk(num_shares)[share_index]) - 1).pow(2).mean()
+        )
+        for optimizer in prepared_optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
 
-def check(expected: nn.Module, model: nn.Module, what: str) -> None:
+def check(expected: nn.Module, model: nn.Module, description: str) -> None:
     for (name, a), b in zip(
         model.named_parameters(), expected.parameters(), strict=True
     ):
-        whole = a.full_tensor() if hasattr(a, "full_tensor") else a
+        full_parameter = a.full_tensor() if hasattr(a, "full_tensor") else a
         torch.testing.assert_close(
-            whole.detach(),
+            full_parameter.detach(),
             b.detach(),
             rtol=0,
             atol=1e-5,
-            msg=f"{what} {name}: {whole} {b}",
+            msg=f"{description} {name}: {full_parameter} {b}",
         )
 
 
@@ -107,17 +109,25 @@ def sharded(
 ) -> None:
     accelerator = Accelerator(cpu=True, **settings)
     net = Net(hidden, experts)
-    made = optimizers(net, lr=0.02, adamw_lr=1e-2, show=False)
-    assert [type(one).__name__ for one in made] == ["Muon", "AdamW"]
-    net, *made = accelerator.prepare(net, *made)
+    muon_optimizers = optimizers(net, lr=0.02, adamw_lr=1e-2, show=False)
+    assert [type(optimizer).__name__ for optimizer in muon_optimizers] == [
+        "Muon",
+        "AdamW",
+    ]
+    net, *muon_optimizers = accelerator.prepare(net, *muon_optimizers)
     tensor = (
         settings["parallelism_config"].tp_size
         if "parallelism_config" in settings
         else 1
     )
-    parts = accelerator.num_processes // tensor
+    num_shares = accelerator.num_processes // tensor
     train(
-        accelerator, net, made, range(STEPS), parts, accelerator.process_index // tensor
+        accelerator,
+        net,
+        muon_optimizers,
+        range(STEPS),
+        num_shares,
+        accelerator.process_index // tensor,
     )
     if sharding:
         assert any(hasattr(p, "full_tensor") for p in net.parameters())
@@ -163,24 +173,26 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(
     def fresh() -> tuple[Accelerator, nn.Module, list[Any]]:
         accelerator = Accelerator(cpu=True, strategy=strategy)
         net = Net()
-        net, *made = accelerator.prepare(
+        net, *prepared_optimizers = accelerator.prepare(
             net, *optimizers(net, lr=0.02, adamw_lr=1e-2, show=False)
         )
-        return accelerator, net, made
+        return accelerator, net, prepared_optimizers
 
-    accelerator, net, made = fresh()
+    accelerator, net, prepared_optimizers = fresh()
     share = (accelerator.num_processes, accelerator.process_index)
-    train(accelerator, net, made, range(6), *share)
+    train(accelerator, net, prepared_optimizers, range(6), *share)
     accelerator.save_state(f"{where}/middle")
-    train(accelerator, net, made, range(6, 12), *share)
-    whole = {
+    train(accelerator, net, prepared_optimizers, range(6, 12), *share)
+    uninterrupted = {
         name: value.clone() for name, value in accelerator.get_state_dict(net).items()
     }
-    accelerator, net, made = fresh()
+    accelerator, net, prepared_optimizers = fresh()
     accelerator.load_state(f"{where}/middle")
-    train(accelerator, net, made, range(6, 12), *share)
+    train(accelerator, net, prepared_optimizers, range(6, 12), *share)
     resumed = accelerator.get_state_dict(net)
-    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    assert all(
+        torch.equal(resumed[name], value) for name, value in uninterrupted.items()
+    )
 
 
 @ranks(2)
@@ -189,18 +201,18 @@ def test_a_checkpoint_is_resharded(ctx: ProcessContext, tmp_path: Path) -> None:
     where: str = ctx.world.broadcast_object(str(tmp_path))
     accelerator = Accelerator(cpu=True, strategy="fsdp")
     net = Net()
-    net, *made = accelerator.prepare(
+    net, *fsdp_optimizers = accelerator.prepare(
         net, *optimizers(net, lr=0.02, adamw_lr=1e-2, show=False)
     )
-    train(accelerator, net, made, range(4), 2, accelerator.process_index)
+    train(accelerator, net, fsdp_optimizers, range(4), 2, accelerator.process_index)
     accelerator.save_state(f"{where}/saved", safe_serialization=True)
     ddp = Accelerator(cpu=True, strategy="ddp")
     model = Net()
-    model, *again = ddp.prepare(
+    model, *ddp_optimizers = ddp.prepare(
         model, *optimizers(model, lr=0.02, adamw_lr=1e-2, show=False)
     )
     ddp.load_state(f"{where}/saved")
-    train(ddp, model, again, range(4, STEPS), 2, ddp.process_index)
+    train(ddp, model, ddp_optimizers, range(4, STEPS), 2, ddp.process_index)
     check(plain(Net()), ddp.unwrap_model(model), "resharded")
 
 

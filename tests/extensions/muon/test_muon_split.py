@@ -49,14 +49,16 @@ def test_whole_matrices_train_bitwise_as_with_torch(options: dict[str, Any]) -> 
 def test_a_stack_is_updated_matrix_by_matrix() -> None:
     torch.manual_seed(0)
     stack = nn.Parameter(torch.randn(3, 4, 6))
-    alone = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    matrices = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
     gradient = torch.randn(3, 4, 6)
     stack.grad = gradient
-    for parameter, part in zip(alone, gradient, strict=True):
-        parameter.grad = part.clone()
+    for parameter, matrix_gradient in zip(matrices, gradient, strict=True):
+        parameter.grad = matrix_gradient.clone()
     Muon([stack], lr=0.1).step()
-    Muon(alone, lr=0.1).step()
-    torch.testing.assert_close(stack.detach(), torch.stack([p.detach() for p in alone]))
+    Muon(matrices, lr=0.1).step()
+    torch.testing.assert_close(
+        stack.detach(), torch.stack([p.detach() for p in matrices])
+    )
 
 
 class Model(nn.Module):

@@ -37,7 +37,7 @@ class LateLanes(HostLanes):
     def empty(self, num_bytes: int, outlives_copies: bool = False) -> Tensor:
         return torch.full((num_bytes,), 0x7F, dtype=torch.uint8)
 
-    def fetch(self, pairs: Pairs, *after: object) -> Mark:
+    def fetch(self, pairs: Pairs, *marks: object) -> Mark:
         return self._queue(pairs)
 
     def store(self, pairs: Pairs) -> Mark:
@@ -65,8 +65,8 @@ class LateLanes(HostLanes):
 class Memory:
     """Memory of a device, as a test says."""
 
-    def __init__(self, now: int, most: int, room: int = 10**9) -> None:
-        self.now, self.most, self.room = now, most, room
+    def __init__(self, allocated: int, peak: int, room: int = 10**9) -> None:
+        self.now, self.most, self.room = allocated, peak, room
 
     def now_and_most(self) -> tuple[int, int]:
         return self.now, self.most
@@ -120,8 +120,8 @@ def check_equal(
     for index, values in states[0].items():
         assert list(values) == list(states[1][index])
         for key, value in values.items():
-            other = states[1][index][key]
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other)), (
+            second_value = states[1][index][key]
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(second_value)), (
                 index,
                 key,
             )
@@ -151,27 +151,31 @@ def test_an_update_in_pieces_waits_for_every_copy(name: str) -> None:
 def test_pieces_fetched_into_free_memory_give_the_same_numbers() -> None:
     # a large peak was seen first, so that all pieces fit ahead of the update
     use = Memory(0, 10**6)
-    most: list[int] = []
+    held_bytes: list[int] = []
 
     def attach(optimizer: torch.optim.Optimizer) -> None:
         update = StreamedUpdate(optimizer, LateLanes(), use=use)
         update.drains_in_forward = True
         update.before_block()
         use.most = 0
-        optimizer.register_step_pre_hook(lambda *_: most.append(update.held_bytes))
+        optimizer.register_step_pre_hook(
+            lambda *_: held_bytes.append(update.held_bytes)
+        )
 
     make = MAKERS["adamw"]
     check_equal(train(make, lambda optimizer: None), train(make, attach))
-    assert most[-1] > 2 * 10 * 32 * 32 * 4  # all of the state
+    assert held_bytes[-1] > 2 * 10 * 32 * 32 * 4  # all of the state
 
 
 def test_state_is_in_host_memory_between_updates_and_the_device_holds_a_part_at_a_time() -> (
     None
 ):
-    found: list[StreamedUpdate] = []
+    updates: list[StreamedUpdate] = []
     _, optimizer = train(
         MAKERS["adamw"],
-        lambda made: found.append(StreamedUpdate(made, HostLanes(torch.device("cpu")))),
+        lambda prepared_optimizer: updates.append(
+            StreamedUpdate(prepared_optimizer, HostLanes(torch.device("cpu")))
+        ),
     )
     total = sum(
         value.numel() * 4
@@ -179,9 +183,9 @@ def test_state_is_in_host_memory_between_updates_and_the_device_holds_a_part_at_
         for value in values.values()
         if value.ndim
     )
-    assert 0 < found[0].held_bytes < total / 2
-    found[0].release()
-    assert found[0].held_bytes == 0
+    assert 0 < updates[0].held_bytes < total / 2
+    updates[0].release()
+    assert updates[0].held_bytes == 0
 
 
 def test_a_loaded_state_is_used_by_the_next_update() -> None:
@@ -216,22 +220,24 @@ def test_a_parameter_added_later_is_updated_too() -> None:
         return nn.Sequential(net, extra), optimizer
 
     check_equal(
-        trained(lambda made: None),
-        trained(lambda made: StreamedUpdate(made, LateLanes())),
+        trained(lambda new_optimizer: None),
+        trained(lambda new_optimizer: StreamedUpdate(new_optimizer, LateLanes())),
     )
 
 
 def test_hooks_of_the_user_run_once_for_an_update_and_see_all_parameters() -> None:
-    seen: list[int] = []
+    group_sizes: list[int] = []
 
     def attach(optimizer: torch.optim.Optimizer) -> None:
         optimizer.register_step_post_hook(
-            lambda made, *_: seen.append(len(made.param_groups[0]["params"]))
+            lambda stepped_optimizer, *_: group_sizes.append(
+                len(stepped_optimizer.param_groups[0]["params"])
+            )
         )
         StreamedUpdate(optimizer, LateLanes())
 
     train(MAKERS["adamw"], attach, steps=3)
-    assert seen == [24, 24, 24]
+    assert group_sizes == [24, 24, 24]
 
 
 def test_the_budget_uses_memory_that_activations_have_left_and_no_more() -> None:

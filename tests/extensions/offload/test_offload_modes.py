@@ -52,13 +52,15 @@ def accelerators(**settings: Any) -> Iterator[tuple[str | None, Accelerator]]:
 def test_every_mode_on_one_device_is_bitwise_equal_to_none(
     ctx: ProcessContext, precision: str, recompute: tuple[str, ...]
 ) -> None:
-    found = {
+    losses_by_mode = {
         mode: hasten_losses(accelerator, TASK, STEPS)
         for mode, accelerator in accelerators(
             mixed_precision=precision, recompute=recompute
         )
     }
-    assert all(losses == found[None] for losses in found.values()), found
+    assert all(losses == losses_by_mode[None] for losses in losses_by_mode.values()), (
+        losses_by_mode
+    )
 
 
 @ranks(2)
@@ -66,13 +68,15 @@ def test_every_mode_on_one_device_is_bitwise_equal_to_none(
 def test_every_mode_over_shards_is_bitwise_equal_to_none(
     ctx: ProcessContext, precision: str
 ) -> None:
-    found = {
+    losses_by_mode = {
         mode: hasten_losses(accelerator, TASK, STEPS)
         for mode, accelerator in accelerators(
             strategy="fsdp", mixed_precision=precision
         )
     }
-    assert all(losses == found[None] for losses in found.values()), found
+    assert all(losses == losses_by_mode[None] for losses in losses_by_mode.values()), (
+        losses_by_mode
+    )
 
 
 @ranks(2)
@@ -81,11 +85,11 @@ def test_optimizer_state_of_replicas_and_of_split_layers(ctx: ProcessContext) ->
         {"strategy": "ddp"},
         {"parallelism_config": ParallelismConfig(tp_size=2)},
     ):
-        found = [
+        mode_losses = [
             hasten_losses(Accelerator(offload=mode, **settings), TASK, STEPS)
             for mode in (None, "optimizer")
         ]
-        assert found[0] == found[1]
+        assert mode_losses[0] == mode_losses[1]
 
 
 def trained(
@@ -97,9 +101,16 @@ def trained(
 ) -> tuple[list[float], nn.Module]:
     """Train with two optimizers and a scheduler, save after three steps or load that state, and return losses and model."""
     net = build(tied=True)
-    parts = list(net.blocks.parameters())
-    others = [p for p in net.parameters() if all(p is not part for part in parts)]
-    first, second = make(parts, lr=0.05), torch.optim.SGD(others, lr=0.1, momentum=0.9)
+    block_parameters = list(net.blocks.parameters())
+    remaining_parameters = [
+        p
+        for p in net.parameters()
+        if all(p is not block_parameter for block_parameter in block_parameters)
+    ]
+    first, second = (
+        make(block_parameters, lr=0.05),
+        torch.optim.SGD(remaining_parameters, lr=0.1, momentum=0.9),
+    )
     schedule = torch.optim.lr_scheduler.StepLR(first, 2, 0.5)
     model, first, second, schedule = accelerator.prepare(net, first, second, schedule)
     losses = []
@@ -111,9 +122,9 @@ def trained(
         loss = next_token_loss(model(batch), batch)
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 0.5)
-        for one in (first, second):
-            one.step()
-            one.zero_grad()
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
         schedule.step()
         losses.append(float(loss.detach()))
         if step == 2 and not load:
@@ -150,11 +161,11 @@ def test_checkpoints_are_the_same_files_and_load_into_any_mode(
     assert saved
     assert saved == files(tmp_path / "offloaded")
     for source, target in (("plain", mode), ("offloaded", None), ("offloaded", mode)):
-        resumed, again = trained(
+        resumed, resumed_model = trained(
             Accelerator(offload=target, **settings), tmp_path / source, load=True
         )
         assert resumed == plain[3:], (source, target)
-        assert all(map(torch.equal, weights(again), weights(expected)))
+        assert all(map(torch.equal, weights(resumed_model), weights(expected)))
 
 
 @ranks(1)
@@ -171,14 +182,14 @@ def test_state_and_streamed_weights_are_in_host_memory_between_steps(
     block.register_forward_pre_hook(
         lambda module, inputs: inside.append(next(module.parameters()).data_ptr())
     )
-    at_rest = next(block.parameters()).data_ptr()
+    host_address = next(block.parameters()).data_ptr()
     (batch,) = tokens(1)[0]
     accelerator.backward(next_token_loss(model(batch), batch))
-    assert next(block.parameters()).data_ptr() == at_rest
-    assert inside != [at_rest]
-    before = [p.detach().clone() for p in model.parameters()]
+    assert next(block.parameters()).data_ptr() == host_address
+    assert inside != [host_address]
+    initial_weights = [p.detach().clone() for p in model.parameters()]
     optimizer.step()
-    assert not any(map(torch.equal, before, weights(model)))
+    assert not any(map(torch.equal, initial_weights, weights(model)))
     storages = {
         v.untyped_storage().data_ptr()
         for values in optimizer.state.values()
@@ -203,19 +214,19 @@ def test_a_training_that_is_dropped_leaves_no_memory_behind(
         accelerator.backward(next_token_loss(model(batch), batch))
         optimizer.step()
         optimizer.zero_grad()
-    kept: list[weakref.ref[Tensor]] = [
+    references: list[weakref.ref[Tensor]] = [
         weakref.ref(parameter) for parameter in net.parameters()
     ]
-    kept += [
+    references += [
         weakref.ref(v)
         for values in optimizer.state.values()
         for v in values.values()
         if isinstance(v, Tensor)
     ]
-    assert kept
+    assert references
     del accelerator, net, model, optimizer, batch
     gc.collect()
-    assert not [found for found in kept if found() is not None]
+    assert not [reference for reference in references if reference() is not None]
 
 
 @ranks(1)

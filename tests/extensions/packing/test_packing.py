@@ -82,7 +82,7 @@ class Attention(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         x = self.embed(tokens) + self.place(positions)
-        q, k, v = (part[:, None] for part in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (projection[:, None] for projection in self.qkv(x).chunk(3, dim=-1))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None
         )
@@ -134,12 +134,12 @@ def test_the_loss_of_a_pack_is_that_of_its_samples() -> None:
         total = total + shifted_loss(logits, tokens, "sum")
         count += tokens.shape[1] - 1
     torch.autograd.backward(total / count)
-    wanted = [p.grad for p in net.parameters()]
+    expected_grads = [p.grad for p in net.parameters()]
     net.zero_grad()
     for pad_to in (None, 48):
         collate = PackedCollator(pad_to=pad_to)
         sampler = PackedBatchSampler([len(sample["input_ids"]) for sample in data], 48)
-        packed, seen = torch.zeros(()), 0
+        packed, num_tokens = torch.zeros(()), 0
         for pack in sampler:
             batch = collate([data[index] for index in pack])
             mask = packed_attention_mask(batch["position_ids"])
@@ -148,11 +148,11 @@ def test_the_loss_of_a_pack_is_that_of_its_samples() -> None:
                 packed
                 + shifted_loss(logits, batch["labels"], "mean") * batch["num_tokens"]
             )
-            seen += int(batch["num_tokens"])
-        assert seen == count
+            num_tokens += int(batch["num_tokens"])
+        assert num_tokens == count
         torch.testing.assert_close(packed, total)
-        torch.autograd.backward(packed / seen)
-        for parameter, gradient in zip(net.parameters(), wanted, strict=True):
+        torch.autograd.backward(packed / num_tokens)
+        for parameter, gradient in zip(net.parameters(), expected_grads, strict=True):
             torch.testing.assert_close(parameter.grad, gradient)
         net.zero_grad()
 
@@ -181,14 +181,14 @@ def test_flex_attention_with_block_masks_equals_masked_attention(causal: bool) -
         torch.randn(1, 2, 128, 16, generator=torch.Generator().manual_seed(i))
         for i in range(3)
     )
-    wanted = F.scaled_dot_product_attention(
+    masked_output = F.scaled_dot_product_attention(
         q, k, v, attn_mask=packed_attention_mask(positions, causal)
     )
     with torch.no_grad():
-        found = flex.flex_attention(
+        flex_output = flex.flex_attention(
             q, k, v, block_mask=packed_block_mask(positions, causal)
         )
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(flex_output, masked_output, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
@@ -237,15 +237,17 @@ def test_each_sample_is_read_once(ctx: ProcessContext, workers: int) -> None:
         )
     )
     for _ in range(2):
-        mine = [row for batch in loader for row in rows_of(batch)]
-        everyone = [row for rows in ctx.world.all_gather_object(mine) for row in rows]
-        wanted = [tuple(sample["input_ids"]) for sample in data]
-        repeated = len(everyone) - len(wanted)
-        assert set(everyone) == set(wanted)
+        rank_rows = [row for batch in loader for row in rows_of(batch)]
+        everyone = [
+            row for rows in ctx.world.all_gather_object(rank_rows) for row in rows
+        ]
+        expected_rows = [tuple(sample["input_ids"]) for sample in data]
+        repeated = len(everyone) - len(expected_rows)
+        assert set(everyone) == set(expected_rows)
         assert repeated >= 0
         # otherwise the last step repeats packs, as every prepared loader does
         if len(user) % ctx.world.size == 0:
-            assert sorted(everyone) == sorted(wanted)
+            assert sorted(everyone) == sorted(expected_rows)
 
 
 @ranks(2)
@@ -260,16 +262,18 @@ def test_a_weighted_loop_equals_one_process_on_unpacked_samples(
     packs = list(sampler)
     assert len(packs) == 4
     for update in range(2):
-        chosen = [
+        update_samples = [
             data[index] for pack in packs[2 * update : 2 * update + 2] for index in pack
         ]
         losses = torch.zeros(())
-        for sample in chosen:
+        for sample in update_samples:
             tokens = torch.tensor([sample["input_ids"]])
             losses = losses + shifted_loss(
                 plain(tokens, torch.arange(tokens.shape[1])[None], None), tokens, "sum"
             )
-        torch.autograd.backward(losses / sum(len(s["input_ids"]) - 1 for s in chosen))
+        torch.autograd.backward(
+            losses / sum(len(s["input_ids"]) - 1 for s in update_samples)
+        )
         reference.step()
         reference.zero_grad()
     accelerator = Accelerator(cpu=True)
@@ -290,10 +294,12 @@ def test_a_weighted_loop_equals_one_process_on_unpacked_samples(
         accelerator.backward(loss, weight=batch["num_tokens"])
         optimizer.step()
         optimizer.zero_grad()
-    for ours, theirs in zip(
+    for parameter, reference_parameter in zip(
         accelerator.unwrap_model(net).parameters(), plain.parameters(), strict=True
     ):
-        torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            parameter.detach(), reference_parameter.detach(), rtol=1e-5, atol=1e-6
+        )
 
 
 @ranks(2)
@@ -304,18 +310,18 @@ def test_a_resumed_loader_continues_with_the_next_pack(
     data = samples(80)
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(loader_of(data))
-    seen: list[Any] = []
+    read_packs: list[Any] = []
     for epoch in range(2):
         loader.set_epoch(epoch)
         for number, batch in enumerate(loader):
-            seen.append(rows_of(batch))
+            read_packs.append(rows_of(batch))
             if (epoch, number) == (1, 3):
                 accelerator.save_state(f"{where}/middle")
-                at = len(seen)
-    again = Accelerator(cpu=True)
-    resumed = again.prepare(loader_of(data))
-    again.load_state(f"{where}/middle")
-    assert [rows_of(batch) for batch in resumed] == seen[at:]
+                saved_index = len(read_packs)
+    second_accelerator = Accelerator(cpu=True)
+    resumed = second_accelerator.prepare(loader_of(data))
+    second_accelerator.load_state(f"{where}/middle")
+    assert [rows_of(batch) for batch in resumed] == read_packs[saved_index:]
 
 
 def test_balanced_packs_cost_ranks_the_same() -> None:
@@ -360,12 +366,12 @@ class Packed(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         mask = packed_attention_mask(positions) if self.masked else None
-        found: Tensor = self.net(tokens, positions, mask)
-        return found
+        logits: Tensor = self.net(tokens, positions, mask)
+        return logits
 
 
-def over_ranks(way: str, cp_size: int) -> Accelerator:
-    handler = TorchContextParallelConfig(cp_comm_strategy=way)  # type: ignore[arg-type]
+def over_ranks(comm_strategy: str, cp_size: int) -> Accelerator:
+    handler = TorchContextParallelConfig(cp_comm_strategy=comm_strategy)  # type: ignore[arg-type]
     return Accelerator(
         cpu=True,
         parallelism_config=ParallelismConfig(cp_size=cp_size, cp_handler=handler),
@@ -396,18 +402,18 @@ def test_context_parallel_ranks_resume_with_the_next_pack(
     data = samples(80)
     accelerator = over_ranks("allgather", 2)
     loader = accelerator.prepare(loader_of(data, balance=2))
-    seen: list[Any] = []
+    read_packs: list[Any] = []
     for number, batch in enumerate(loader):
-        seen.append(rows_of(batch))
+        read_packs.append(rows_of(batch))
         if number == 3:
             accelerator.save_state(f"{where}/middle")
-    assert ctx.world.all_gather_object(seen) == [seen, seen], (
+    assert ctx.world.all_gather_object(read_packs) == [read_packs, read_packs], (
         "both hold parts of the same rows"
     )
-    again = over_ranks("allgather", 2)
-    resumed = again.prepare(loader_of(data, balance=2))
-    again.load_state(f"{where}/middle")
-    assert [rows_of(batch) for batch in resumed] == seen[4:]
+    second_accelerator = over_ranks("allgather", 2)
+    resumed = second_accelerator.prepare(loader_of(data, balance=2))
+    second_accelerator.load_state(f"{where}/middle")
+    assert [rows_of(batch) for batch in resumed] == read_packs[4:]
 
 
 @ranks(1, 2, 4)
@@ -416,31 +422,36 @@ def test_fewer_packs_than_ranks_and_a_loop_that_is_left(ctx: ProcessContext) -> 
         data = [{"input_ids": [1 + i] * 10} for i in range(count)]
         loader = Accelerator(cpu=True).prepare(loader_of(data, max_tokens=20))
         for left in (True, False, False):
-            mine = []
+            rank_packs = []
             for batch in loader:
-                mine.append(rows_of(batch))
+                rank_packs.append(rows_of(batch))
                 if left:
                     break
-            everyone: list[Any] = ctx.world.all_gather_object(mine)
-            assert len({len(one) for one in everyone}) == 1, (
+            everyone: list[Any] = ctx.world.all_gather_object(rank_packs)
+            assert len({len(rank_batches) for rank_batches in everyone}) == 1, (
                 "every rank makes as many steps"
             )
             if not left:
-                found = {row for one in everyone for rows in one for row in rows}
-                assert found == {tuple(sample["input_ids"]) for sample in data}
+                read_samples = {
+                    row
+                    for rank_batches in everyone
+                    for rows in rank_batches
+                    for row in rows
+                }
+                assert read_samples == {tuple(sample["input_ids"]) for sample in data}
 
 
 def save_after(ctx: ProcessContext, folder: Path, steps: int) -> list[Any]:
     """Read some steps of an epoch, save, and return this rank's packs so far."""
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(loader_of(samples(80), balance=2))
-    seen = []
+    read_packs = []
     for number, batch in enumerate(loader, 1):
-        seen.append(rows_of(batch))
+        read_packs.append(rows_of(batch))
         if number == steps:
             accelerator.save_state(folder / "middle")
             break
-    return seen
+    return read_packs
 
 
 def rest_of_epoch(ctx: ProcessContext, folder: Path) -> list[Any]:
@@ -450,22 +461,24 @@ def rest_of_epoch(ctx: ProcessContext, folder: Path) -> list[Any]:
     return [rows_of(batch) for batch in loader]
 
 
-@pytest.mark.parametrize("others", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "new_world", [1, pytest.param(4, marks=pytest.mark.exhaustive)]
+)
 def test_packs_are_resumed_on_another_number_of_ranks(
-    rank_pool: Pool, tmp_path: Path, others: int
+    rank_pool: Pool, tmp_path: Path, new_world: int
 ) -> None:
-    before = rank_pool.run(save_after, 2, tmp_path, 3)
-    after = rank_pool.run(rest_of_epoch, others, tmp_path)
-    packs = [tuple(pack) for rank in (*before, *after) for pack in rank]
+    earlier_packs = rank_pool.run(save_after, 2, tmp_path, 3)
+    later_packs = rank_pool.run(rest_of_epoch, new_world, tmp_path)
+    packs = [tuple(pack) for rank in (*earlier_packs, *later_packs) for pack in rank]
     data = samples(80)
     sampler = PackedBatchSampler(
         [len(sample["input_ids"]) for sample in data], 32, balance=2
     )
-    wanted = [
+    expected_packs = [
         tuple(tuple(data[index]["input_ids"]) for index in pack) for pack in sampler
     ]
-    assert set(packs) == set(wanted)
-    assert len(wanted) <= len(packs) < len(wanted) + others, (
+    assert set(packs) == set(expected_packs)
+    assert len(expected_packs) <= len(packs) < len(expected_packs) + new_world, (
         "only the last step repeats packs"
     )
 

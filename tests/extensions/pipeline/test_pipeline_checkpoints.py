@@ -113,7 +113,7 @@ def test_stages_save_in_the_background_and_merge_offline(
     accelerator, net, optimizer = run("pp", seed=1)
     step(accelerator, net, optimizer)
     # a view of live weights
-    whole = {
+    full_state = {
         name: value.clone() for name, value in accelerator.get_state_dict(net).items()
     }
     accelerator.save_state(tmp_path / "saved", blocking=False)
@@ -122,6 +122,6 @@ def test_stages_save_in_the_background_and_merge_offline(
     if ctx.is_main:
         merge(str(tmp_path / "saved"), tmp_path / "merged")
         merged = read_model(tmp_path / "merged")
-        assert merged.keys() == whole.keys()
-        assert all(torch.equal(merged[name], whole[name]) for name in whole)
+        assert merged.keys() == full_state.keys()
+        assert all(torch.equal(merged[name], full_state[name]) for name in full_state)
     accelerator.end_training()

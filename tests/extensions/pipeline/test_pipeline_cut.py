@@ -27,13 +27,13 @@ def lm(depth: int = 4, tied: bool = False) -> TinyLM:
 
 
 def test_the_list_of_blocks_is_found_and_the_rest_sorted_by_registration() -> None:
-    found = cut(lm())
-    assert (found.container, found.first, found.last) == (
+    stage_cut = cut(lm())
+    assert (stage_cut.container, stage_cut.first, stage_cut.last) == (
         "blocks",
         ("embed", "position"),
         ("norm", "head"),
     )
-    assert found.ranges == ((0, 2), (2, 4))
+    assert stage_cut.ranges == ((0, 2), (2, 4))
     assert cut(lm(), split_points=("blocks.1",)).ranges == ((0, 1), (1, 4))
     assert cut(lm(), split_points=("blocks.0", "blocks.3")).ranges == ((0, 3), (3, 4))
 
@@ -52,21 +52,21 @@ def test_every_key_is_written_once_and_every_parameter_has_one_owner(
     model = lm(tied=tied)
     # on the way to the blocks: every rank keeps it
     model.extra = nn.Parameter(torch.zeros(3))
-    found = cut(model, stages)
-    parts = [part_of(model, found, rank) for rank in range(stages)]
-    written = [key for part in parts for key in part.own_keys]
+    stage_cut = cut(model, stages)
+    stage_parts = [part_of(model, stage_cut, rank) for rank in range(stages)]
+    written = [key for stage_part in stage_parts for key in stage_part.own_keys]
     assert sorted(written) == sorted(model.state_dict())
-    several = find_shared_parameters(model, found)
+    several = find_shared_parameters(model, stage_cut)
     expected = {"extra": tuple(range(stages))} if stages > 1 else {}
     if tied and stages > 1:
         expected["embed.weight"] = (0, stages - 1)
     assert several == expected
     for name, holders in several.items():
-        assert [name in part.copies for part in parts] == [
+        assert [name in stage_part.copies for stage_part in stage_parts] == [
             r in holders[1:] for r in range(stages)
         ]
     if tied and stages > 1:
-        assert parts[-1].whole_names == {"head.weight": "embed.weight"}
+        assert stage_parts[-1].whole_names == {"head.weight": "embed.weight"}
 
 
 def test_models_and_names_that_do_not_fit_are_refused() -> None:

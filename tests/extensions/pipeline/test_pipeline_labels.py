@@ -27,7 +27,7 @@ Batch = dict[str, Tensor]
 def batches(steps: int, rows: int = 8) -> list[Batch]:
     """Rows with one label to all of them; the first quarter has none at all in every other batch."""
     g = torch.Generator().manual_seed(1)
-    made = []
+    padded_batches = []
     for step in range(steps):
         tokens = torch.randint(0, VOCAB, (rows, LENGTH), generator=g)
         labels = tokens.clone()
@@ -35,8 +35,8 @@ def batches(steps: int, rows: int = 8) -> list[Batch]:
             labels[row, 2 + (row * 5 + step) % LENGTH :] = -100
         if step % 2:
             labels[: rows // 4] = -100
-        made.append({"input_ids": tokens, "labels": labels})
-    return made
+        padded_batches.append({"input_ids": tokens, "labels": labels})
+    return padded_batches
 
 
 def lm() -> TinyLM:
@@ -69,12 +69,12 @@ def trained(
             nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         else:
             mesh = accelerator.ctx.mesh
-            place = mesh.index(accelerator.process_index, *BATCH)
-            mine = {
-                key: value.chunk(mesh.size(*BATCH))[place]
+            reader = mesh.index(accelerator.process_index, *BATCH)
+            reader_batch = {
+                key: value.chunk(mesh.size(*BATCH))[reader]
                 for key, value in batch.items()
             }
-            loss = accelerator.forward_backward(net, mine, loss_of, **weight)
+            loss = accelerator.forward_backward(net, reader_batch, loss_of, **weight)
             accelerator.clip_grad_norm_(net.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -93,10 +93,12 @@ def compare(
     got, net = trained(accelerator, loss_of, steps, **weight)
     if losses:
         assert got == pytest.approx(expected, abs=1e-5)
-    whole = accelerator.get_state_dict(net)
+    full_state = accelerator.get_state_dict(net)
     if accelerator.is_main_process:
         for name, value in plain.state_dict().items():
-            torch.testing.assert_close(whole[name], value, rtol=0, atol=1e-5, msg=name)
+            torch.testing.assert_close(
+                full_state[name], value, rtol=0, atol=1e-5, msg=name
+            )
 
 
 def pipeline(**sizes: Any) -> Accelerator:
@@ -175,10 +177,10 @@ def test_a_model_of_transformers_with_padded_labels_trains_as_in_plain_torch(
     build: Any = LlamaForCausalLM
 
     def make() -> nn.Module:
-        made: nn.Module = build(
+        llama: nn.Module = build(
             LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
         )
-        return made
+        return llama
 
     def loss_of(net: nn.Module, batch: Batch) -> Tensor:
         loss: Tensor = net(**batch).loss
@@ -187,25 +189,29 @@ def test_a_model_of_transformers_with_padded_labels_trains_as_in_plain_torch(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain, net = seeded(make), seeded(make)
-    theirs: Any = torch.optim.SGD(plain.parameters(), lr=0.5)
+    plain_optimizer: Any = torch.optim.SGD(plain.parameters(), lr=0.5)
     accelerator = pipeline(num_microbatches=4)
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5))
     for batch in batches(4):
         expected = loss_of(plain, batch)
         expected.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        theirs.step()
-        theirs.zero_grad()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
         loss = accelerator.forward_backward(net, batch, loss_of, weight=count)
         optimizer.step()
         optimizer.zero_grad()
         torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-5)
     plain.eval(), net.eval()
     tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    asked: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    generated = net.generate(tokens, **asked)
-    assert torch.equal(generated, plain.generate(tokens, **asked))  # type: ignore[operator]
+    generation: dict[str, Any] = {
+        "max_new_tokens": 3,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    generated = net.generate(tokens, **generation)
+    assert torch.equal(generated, plain.generate(tokens, **generation))  # type: ignore[operator]
     with pytest.raises(StepError, match=r"generate\(\.\.\., use_cache=False\)"):
-        net.generate(tokens, use_cache=True, **asked)
+        net.generate(tokens, use_cache=True, **generation)
 
 
 @ranks(2)
@@ -237,7 +243,7 @@ def test_batch_norm_is_refused_in_training_only(ctx: ProcessContext) -> None:
         match="normalises by the mean and variance of its batch",
     ):
         accelerator.forward_backward(net, x, loss_of)
-    whole = pipeline(schedule="gpipe", num_microbatches=1)
-    net, plain = whole.prepare(make()), make()
-    loss = whole.forward_backward(net, x, loss_of)
+    single_batch_pipeline = pipeline(schedule="gpipe", num_microbatches=1)
+    net, plain = single_batch_pipeline.prepare(make()), make()
+    loss = single_batch_pipeline.forward_backward(net, x, loss_of)
     torch.testing.assert_close(loss, loss_of(plain, x).detach(), rtol=0, atol=1e-6)

@@ -38,15 +38,15 @@ def llama() -> nn.Module:
         max_position_embeddings=16,
         tie_word_embeddings=True,
     )
-    made: nn.Module = build(config)
-    return made
+    net: nn.Module = build(config)
+    return net
 
 
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     build: Any = GPT2LMHeadModel
-    made: nn.Module = build(
+    net: nn.Module = build(
         GPT2Config(
             n_embd=8,
             n_layer=3,
@@ -58,14 +58,14 @@ def gpt2() -> nn.Module:
             attn_pdrop=0.0,
         )
     )
-    return made
+    return net
 
 
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     build: Any = BertForMaskedLM
-    made: nn.Module = build(
+    net: nn.Module = build(
         BertConfig(
             hidden_size=8,
             intermediate_size=16,
@@ -77,7 +77,7 @@ def bert() -> nn.Module:
             attention_probs_dropout_prob=0.0,
         )
     )
-    return made
+    return net
 
 
 def model_loss(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -118,10 +118,10 @@ def test_models_of_transformers_train_unchanged(
         optimizer.zero_grad()
         torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-5)
     with torch.no_grad():
-        outputs, wanted = net(**batches(1)[0]), plain(**batches(1)[0])
-    assert type(outputs) is type(wanted)
-    torch.testing.assert_close(outputs.logits, wanted.logits, rtol=0, atol=1e-4)
-    torch.testing.assert_close(outputs.loss, wanted.loss, rtol=0, atol=1e-4)
+        outputs, plain_outputs = net(**batches(1)[0]), plain(**batches(1)[0])
+    assert type(outputs) is type(plain_outputs)
+    torch.testing.assert_close(outputs.logits, plain_outputs.logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(outputs.loss, plain_outputs.loss, rtol=0, atol=1e-4)
 
 
 def lm(**sizes: Any) -> TinyLM:
@@ -163,14 +163,16 @@ def test_loaders_metrics_and_export(ctx: ProcessContext, tmp_path: Path) -> None
     net, optimizer, loader = accelerator.prepare(
         net, torch.optim.SGD(net.parameters(), lr=0.1), loader
     )
-    seen = 0
+    num_samples = 0
     for batch in loader:
         accelerator.forward_backward(net, batch, lm_loss)
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            seen += len(accelerator.gather_for_metrics(net(batch["tokens"]).argmax(-1)))
-    assert seen == 12, "each sample once, although both ranks read it"
+            num_samples += len(
+                accelerator.gather_for_metrics(net(batch["tokens"]).argmax(-1))
+            )
+    assert num_samples == 12, "each sample once, although both ranks read it"
     accelerator.save_model(net, tmp_path / "whole")
     state = accelerator.get_state_dict(net)
     if ctx.is_main:
@@ -178,12 +180,14 @@ def test_loaders_metrics_and_export(ctx: ProcessContext, tmp_path: Path) -> None
         fresh.load_state_dict(dict(state))
         assert state["head.weight"] is state["embed.weight"]
     ctx.world.barrier("exported")
-    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    saved_weights = {name: p.detach().clone() for name, p in net.named_parameters()}
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.zero_()
     accelerator.load_model(net, tmp_path / "whole")
-    assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
+    assert all(
+        torch.equal(p, saved_weights[name]) for name, p in net.named_parameters()
+    )
 
 
 @ranks(2)
@@ -193,13 +197,13 @@ def test_stages_hold_only_their_own(ctx: ProcessContext) -> None:
     everything = dict(net.named_parameters())
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     net, optimizer = accelerator.prepare(net, optimizer)
-    mine = [name for name, _ in net.named_parameters()]
-    everyone = ctx.world.all_gather_object(mine)
+    stage_names = [name for name, _ in net.named_parameters()]
+    everyone = ctx.world.all_gather_object(stage_names)
     assert sorted(name for names in everyone for name in names) == sorted(everything)
     assert {id(p) for p in net.parameters()} == {
         id(p) for group in optimizer.param_groups for p in group["params"]
     }
-    assert ("embed.weight" in mine) is ctx.is_main
+    assert ("embed.weight" in stage_names) is ctx.is_main
 
 
 class Noisy(TinyLM):
@@ -233,8 +237,8 @@ def test_stages_draw_different_dropout_and_keep_the_stream_common(
     )
     drawn = ctx.world.all_gather(masks[-1])
     assert not torch.equal(drawn[0], drawn[1])
-    after = ctx.world.all_gather(torch.rand(4))
-    assert torch.equal(after[0], after[1])
+    common_draws = ctx.world.all_gather(torch.rand(4))
+    assert torch.equal(common_draws[0], common_draws[1])
 
 
 @ranks(2)
@@ -263,8 +267,8 @@ def test_models_that_cannot_be_cut_are_refused(ctx: ProcessContext) -> None:
         accelerator.prepare(Classifier())
     with pytest.raises(PrepareError, match="several lists of blocks"):
         accelerator.prepare(nn.ModuleDict({"a": lm(), "b": lm()}))
-    one = PipelineParallelConfig(split_points=("blocks.0",))
-    config = ParallelismConfig(pp_size=2, pp_handler=one)
+    split_config = PipelineParallelConfig(split_points=("blocks.0",))
+    config = ParallelismConfig(pp_size=2, pp_handler=split_config)
     with pytest.raises(ConfigError, match="has 1 blocks, fewer than the 2 stages"):
         Accelerator(parallelism_config=config).prepare(TinyLM(depth=1))
 

@@ -29,45 +29,51 @@ SCHEDULES: tuple[PipelineSchedule, ...] = (
 
 
 def most(
-    costs: list[float], ranges: tuple[tuple[int, int], ...], before: float, after: float
+    costs: list[float],
+    ranges: tuple[tuple[int, int], ...],
+    cost_before: float,
+    cost_after: float,
 ) -> float:
     sums = [sum(costs[start:stop]) for start, stop in ranges]
-    sums[0] += before
-    sums[-1] += after
+    sums[0] += cost_before
+    sums[-1] += cost_after
     return max(sums)
 
 
-def every_division(length: int, parts: int) -> list[tuple[tuple[int, int], ...]]:
-    made = []
-    for inner in itertools.combinations(range(1, length), parts - 1):
+def every_division(length: int, num_stages: int) -> list[tuple[tuple[int, int], ...]]:
+    divisions = []
+    for inner in itertools.combinations(range(1, length), num_stages - 1):
         bounds = [0, *inner, length]
-        made.append(tuple(itertools.pairwise(bounds)))
-    return made
+        divisions.append(tuple(itertools.pairwise(bounds)))
+    return divisions
 
 
 def test_ranges_cover_all_blocks_and_none_is_better() -> None:
     rng = random.Random(0)
     for length in range(1, 9):
-        for parts in range(1, length + 1):
+        for num_stages in range(1, length + 1):
             for _ in range(4):
                 costs = [float(rng.randint(0, 9)) for _ in range(length)]
-                before, after = float(rng.randint(0, 9)), float(rng.randint(0, 9))
-                found = balance_ranges(costs, parts, before, after)
-                assert [i for start, stop in found for i in range(start, stop)] == list(
-                    range(length)
+                cost_before, cost_after = (
+                    float(rng.randint(0, 9)),
+                    float(rng.randint(0, 9)),
                 )
-                assert len(found) == parts
-                assert all(start < stop for start, stop in found)
+                ranges = balance_ranges(costs, num_stages, cost_before, cost_after)
+                assert [
+                    i for start, stop in ranges for i in range(start, stop)
+                ] == list(range(length))
+                assert len(ranges) == num_stages
+                assert all(start < stop for start, stop in ranges)
                 best = min(
-                    most(costs, other, before, after)
-                    for other in every_division(length, parts)
+                    most(costs, division, cost_before, cost_after)
+                    for division in every_division(length, num_stages)
                 )
-                assert most(costs, found, before, after) == best
+                assert most(costs, ranges, cost_before, cost_after) == best
 
 
-@pytest.mark.parametrize("parts", [2, 4, 8, 16])
-def test_equal_blocks_are_divided_evenly(parts: int) -> None:
-    sizes = [stop - start for start, stop in balance_ranges([1.0] * 96, parts)]
+@pytest.mark.parametrize("num_stages", [2, 4, 8, 16])
+def test_equal_blocks_are_divided_evenly(num_stages: int) -> None:
+    sizes = [stop - start for start, stop in balance_ranges([1.0] * 96, num_stages)]
     assert max(sizes) - min(sizes) <= 1
     assert balance_ranges([1.0] * 4, 2, cost_before=0, cost_after=2) == (
         (0, 3),
@@ -78,11 +84,12 @@ def test_equal_blocks_are_divided_evenly(parts: int) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_stage_lies_on_one_rank(schedule: PipelineSchedule) -> None:
     for ranks in range(1, 17):
-        place = place_stages(schedule, ranks, None)
-        held = [stage for rank in range(ranks) for stage in place.stages_of(rank)]
-        assert sorted(held) == list(range(place.stages))
+        placement = place_stages(schedule, ranks, None)
+        stages = [stage for rank in range(ranks) for stage in placement.stages_of(rank)]
+        assert sorted(stages) == list(range(placement.stages))
         assert all(
-            len(place.stages_of(rank)) == place.per_rank for rank in range(ranks)
+            len(placement.stages_of(rank)) == placement.per_rank
+            for rank in range(ranks)
         )
         check_microbatches(schedule, ranks, default_microbatches(schedule, ranks))
     assert place_stages("zbv_zero_bubble", 3, None).stages_of(0) == (0, 5), (

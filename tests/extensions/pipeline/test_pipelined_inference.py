@@ -26,7 +26,7 @@ def test_outputs_are_those_of_the_whole_model(
     ctx: ProcessContext, gather_output: bool
 ) -> None:
     """Batches of any size, with gradients enabled or not, and no rank holds what another one has."""
-    whole = lm().eval()
+    full_model = lm().eval()
     net = prepare_pipeline(
         lm(), num_microbatches=3, gather_output=gather_output, cpu=True
     )
@@ -37,24 +37,26 @@ def test_outputs_are_those_of_the_whole_model(
         if gather_output or last:
             assert not output.requires_grad
             torch.testing.assert_close(
-                output, whole(tokens).detach(), rtol=0, atol=1e-5
+                output, full_model(tokens).detach(), rtol=0, atol=1e-5
             )
         else:
             assert output is None
-    mine = {name for name, _ in net.named_parameters()}
-    everyone = [name for names in ctx.world.all_gather_object(mine) for name in names]
-    assert sorted(everyone) == sorted(name for name, _ in whole.named_parameters())
+    stage_names = {name for name, _ in net.named_parameters()}
+    everyone = [
+        name for names in ctx.world.all_gather_object(stage_names) for name in names
+    ]
+    assert sorted(everyone) == sorted(name for name, _ in full_model.named_parameters())
 
 
 @ranks(2)
 def test_stages_begin_where_they_are_told_to(ctx: ProcessContext) -> None:
     net = prepare_pipeline(lm(), split_points=["blocks.1"], cpu=True)
-    mine = {
+    block_numbers = {
         name.split(".")[1]
         for name, _ in net.named_parameters()
         if name.startswith("blocks.")
     }
-    assert mine == ({"0"} if ctx.world.rank == 0 else {"1", "2", "3"})
+    assert block_numbers == ({"0"} if ctx.world.rank == 0 else {"1", "2", "3"})
     tokens = torch.zeros(2, 6, dtype=torch.int64)
     torch.testing.assert_close(
         net(tokens), lm().eval()(tokens).detach(), rtol=0, atol=1e-5
@@ -78,12 +80,12 @@ def test_it_is_told_where_stages_begin_and_what_stays_whole(
 
 @ranks(2)
 def test_weights_come_from_rank_0(ctx: ProcessContext) -> None:
-    mine = lm()
+    rank_model = lm()
     if ctx.world.rank:
         with torch.no_grad():
-            for parameter in mine.parameters():
+            for parameter in rank_model.parameters():
                 parameter.zero_()
-    net: nn.Module = prepare_pipeline(mine, cpu=True)
+    net: nn.Module = prepare_pipeline(rank_model, cpu=True)
     tokens = torch.zeros(2, 6, dtype=torch.int64)
     torch.testing.assert_close(
         net(tokens), lm().eval()(tokens).detach(), rtol=0, atol=1e-5

@@ -73,15 +73,15 @@ def test_every_row_has_its_line_in_order(ctx: ProcessContext, tmp_path: Path) ->
         name, data = prepared(ctx, tmp_path, 23)
         for batch_size in (1, 4, 23, 100):
             output = tmp_path / f"out{batch_size}.jsonl"
-            said = predict_file(
+            summary = predict_file(
                 Accelerator(), f"{name}:double", data, output, batch_size
             )
             processes = (
                 "1 process" if ctx.world.size == 1 else f"{ctx.world.size} processes"
             )
-            assert said == f"{output}: 23 rows on {processes}"
-            found = [json.loads(line) for line in output.read_text().splitlines()]
-            assert found == [
+            assert summary == f"{output}: 23 rows on {processes}"
+            rows = [json.loads(line) for line in output.read_text().splitlines()]
+            assert rows == [
                 {"row": number, "twice": [2 * number]} for number in range(23)
             ]
             assert not output.with_name(f"{output.name}.parts").exists()
@@ -105,11 +105,11 @@ def test_a_failure_leaves_no_output_and_the_next_start_does_the_rest(
         ctx.world.barrier("failed")
         if ctx.world.rank == 0:
             (tmp_path / "broken").unlink()
-            for seen in (tmp_path / "seen").iterdir():
-                seen.unlink()
+            for seen_file in (tmp_path / "seen").iterdir():
+                seen_file.unlink()
         ctx.world.barrier("repaired")
-        said = predict_file(Accelerator(), f"{name}:Counted", data, output, 2)
-        assert "parts already existed" in said
+        summary = predict_file(Accelerator(), f"{name}:Counted", data, output, 2)
+        assert "parts already existed" in summary
         done = {int(path.name.split("-")[0]) for path in (tmp_path / "seen").iterdir()}
         assert done >= {4, 5}
         assert len(done) < 12, "what was finished is not done again"
@@ -122,14 +122,14 @@ def test_a_failure_leaves_no_output_and_the_next_start_does_the_rest(
 def test_parts_of_another_job_are_not_mixed_in(
     ctx: ProcessContext, tmp_path: Path
 ) -> None:
-    parts = RowParts(tmp_path / "out.jsonl", 5, 2)
-    assert parts.begin({"data": "a"}) == ""
-    parts.finish(0, [1, 2])
-    assert parts.missing() == [1, 2]
-    assert parts.begin({"data": "a"}) == ""
-    assert parts.missing() == [1, 2]
-    assert parts.begin({"data": "b"}) == "data"
-    assert parts.missing() == [0, 1, 2]
+    row_parts = RowParts(tmp_path / "out.jsonl", 5, 2)
+    assert row_parts.begin({"data": "a"}) == ""
+    row_parts.finish(0, [1, 2])
+    assert row_parts.missing() == [1, 2]
+    assert row_parts.begin({"data": "a"}) == ""
+    assert row_parts.missing() == [1, 2]
+    assert row_parts.begin({"data": "b"}) == "data"
+    assert row_parts.missing() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 512, 513, 5000])
@@ -137,10 +137,14 @@ def test_parts_of_another_job_are_not_mixed_in(
 def test_parts_hold_every_row_once_and_are_not_too_many(
     tmp_path: Path, num_rows: int, batch_size: int
 ) -> None:
-    parts = RowParts(tmp_path / "out.jsonl", num_rows, batch_size)
-    batches = [batch for part in range(parts.count) for batch in parts.batches(part)]
+    row_parts = RowParts(tmp_path / "out.jsonl", num_rows, batch_size)
+    batches = [
+        batch
+        for part_index in range(row_parts.count)
+        for batch in row_parts.batches(part_index)
+    ]
     assert [row for batch in batches for row in batch] == list(range(num_rows))
-    assert parts.count <= 512
+    assert row_parts.count <= 512
     assert all(len(batch) == batch_size for batch in batches[:-1]), (
         "batches do not depend on how parts are cut"
     )
@@ -218,7 +222,7 @@ def test_killed_and_started_again_it_ends_with_the_same_file(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["nothing", "data.jsonl", "-o", "o.jsonl"], "is not module:function"),
         (["a:b", "absent.jsonl", "-o", "o.jsonl"], "DATA=absent.jsonl does not exist"),
@@ -234,12 +238,12 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: list[str],
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path, 1)
     assert main(["predict", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_files_of_every_kind_have_rows(tmp_path: Path) -> None:

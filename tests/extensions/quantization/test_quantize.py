@@ -32,14 +32,14 @@ def test_quantized_outputs_are_near_and_equal_when_streamed(
 ) -> None:
     model, x = build(), torch.randn(4, 128, dtype=torch.bfloat16)
     with torch.no_grad():
-        wanted = model(x)
+        expected_output = model(x)
         quantize_weights(model, kind)  # type: ignore[arg-type]
-        found = model(x)
+        quantized_output = model(x)
         assert type(model[0][0].weight.data) is not torch.Tensor  # type: ignore[index]
-        assert (found - wanted).abs().mean() < tolerance
+        assert (quantized_output - expected_output).abs().mean() < tolerance
         cpu_offload(model, "cpu")
         for _ in range(2):
-            assert torch.equal(model(x), found)
+            assert torch.equal(model(x), quantized_output)
     remove_hook_from_submodules(model)
 
 
@@ -72,9 +72,9 @@ def test_weights_of_bitsandbytes_are_small_and_near(
     pytest.importorskip("bitsandbytes")
     model, x = build(), torch.randn(4, 128, dtype=torch.bfloat16)
     with torch.no_grad():
-        wanted = model(x)
+        expected_output = model(x)
         quantize_weights(model, kind, skip_modules=("2.0",))  # type: ignore[arg-type]
-        assert (model(x) - wanted).abs().mean() < tolerance
+        assert (model(x) - expected_output).abs().mean() < tolerance
     sizes = [p.numel() * p.element_size() for p in model.parameters() if p.ndim == 2]
     assert sizes == [128 * 64 if kind != "llm_int8" else 128 * 128] * 2 + [
         128 * 128 * 2

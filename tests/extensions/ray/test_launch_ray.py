@@ -129,7 +129,10 @@ def test_a_dead_actor_is_a_lost_rank_and_comes_before_its_echoes() -> None:
         "hostname='b7',\n pid=41\nThe actor is dead because its node has died. Some common causes are …"
     )
     failures = failures_of(GroupError(r0=echo, r3=dead))
-    assert [(one.rank, one.lost) for one in failures] == [(0, False), (3, True)]
+    assert [(failure.rank, failure.lost) for failure in failures] == [
+        (0, False),
+        (3, True),
+    ]
     words = verdict_words(failures)
     assert words.startswith(
         "rank 3 (Ray actor with pid 41 on b7) was lost: its node has died. The other ranks cannot"

@@ -17,10 +17,10 @@ from hasten.errors import CheckpointError
 from hasten.optional import need
 
 
-def resumes(place: str) -> None:
+def resumes(url: str) -> None:
     """A whole run saved at a URL, by number, in the background, and loaded again."""
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True, project_dir=place)
+    accelerator = Accelerator(cpu=True, project_dir=url)
     model, optimizer = accelerator.prepare(*_pair())
 
     def hook(
@@ -57,7 +57,7 @@ PER_SAVE = 5
 """Objects that one save below puts into the bucket: the mark of its number first, the manifest last."""
 
 
-def save_until_killed(place: str, endpoint: str, uploads: int) -> None:
+def save_until_killed(url: str, endpoint: str, uploads: int) -> None:
     """Save again and again; the power goes when one more than so many objects are to be put into the bucket."""
     connect(endpoint)
     client = need("aiobotocore.client").AioBaseClient
@@ -69,7 +69,7 @@ def save_until_killed(place: str, endpoint: str, uploads: int) -> None:
         return await call(self, operation, arguments)
 
     client._make_api_call = counted
-    accelerator = Accelerator(cpu=True, project_dir=place)
+    accelerator = Accelerator(cpu=True, project_dir=url)
     model = accelerator.prepare(nn.Linear(20, 20))
     number = restored(accelerator, model)
     while True:
@@ -94,14 +94,14 @@ def restored(accelerator: Accelerator, model: nn.Module) -> int:
 class Saver:
     """A forked process that saves until it is killed, made before this process has threads."""
 
-    def __init__(self, place: str, uploads: int) -> None:
+    def __init__(self, url: str, uploads: int) -> None:
         orders, self._order = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
             os.close(self._order)  # so that it ends when this process does
             try:
                 if endpoint := os.read(orders, 100).decode():
-                    save_until_killed(place, endpoint, uploads)
+                    save_until_killed(url, endpoint, uploads)
             finally:
                 os._exit(1)
 
@@ -111,9 +111,9 @@ class Saver:
         assert os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]) == -signal.SIGKILL
 
 
-def survives_kills(place: str, endpoint: str, savers: list[Saver]) -> None:
+def survives_kills(url: str, endpoint: str, savers: list[Saver]) -> None:
     """Wherever in a save the process is killed, the newest complete checkpoint is the one before, and it is whole."""
-    accelerator = Accelerator(cpu=True, project_dir=place)
+    accelerator = Accelerator(cpu=True, project_dir=url)
     model = accelerator.prepare(nn.Linear(20, 20))
     for number, saver in enumerate(savers, start=1):
         saver.run(endpoint)
@@ -122,9 +122,9 @@ def survives_kills(place: str, endpoint: str, savers: list[Saver]) -> None:
         Path(item).name
         for item in need("fsspec")
         .filesystem("s3")
-        .ls(f"{place}/checkpoints", refresh=True)
+        .ls(f"{url}/checkpoints", refresh=True)
     }
-    store = open_store(f"{place}/checkpoints")
+    store = open_store(f"{url}/checkpoints")
     assert len(store.names()) == len(savers)
     assert len(names) == 2 * len(savers), (
         "each has left an unfinished checkpoint, under a number that nobody else takes"
@@ -134,21 +134,21 @@ def survives_kills(place: str, endpoint: str, savers: list[Saver]) -> None:
     assert store.names() == sorted({*store.names(), last})
 
 
-def has_a_number_for_each(place: str) -> None:
+def has_a_number_for_each(url: str) -> None:
     """Saves at the same time get different numbers, and those under one name do not mix."""
-    store = open_store(place)
-    drafts = [open_store(place).begin_numbered(0) for _ in range(3)]
+    store = open_store(url)
+    drafts = [open_store(url).begin_numbered(0) for _ in range(3)]
     assert [draft.name for draft in drafts] == [
         "checkpoint_0",
         "checkpoint_1",
         "checkpoint_2",
     ]
-    others = [open_store(place).begin("best") for _ in range(2)]
-    assert others[0].token != others[1].token
-    for draft in (*drafts, *others):
+    named_drafts = [open_store(url).begin("best") for _ in range(2)]
+    assert named_drafts[0].token != named_drafts[1].token
+    for draft in (*drafts, *named_drafts):
         draft.abort()
     assert not store.names()
-    assert not need("fsspec").filesystem("s3").find(place), "nothing is left"
+    assert not need("fsspec").filesystem("s3").find(url), "nothing is left"
 
 
 def connect(endpoint: str) -> None:
@@ -163,9 +163,9 @@ def connect(endpoint: str) -> None:
 
 def main() -> None:
     need("s3fs")
-    place = "s3://bucket/killed"
+    url = "s3://bucket/killed"
     # Each saves once more than the one before it and dies in the next save: among the files, and before the manifest.
-    savers = [Saver(place, PER_SAVE + uploads) for uploads in (1, PER_SAVE - 1)]
+    savers = [Saver(url, PER_SAVE + uploads) for uploads in (1, PER_SAVE - 1)]
     server = need("moto.server").ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -173,7 +173,7 @@ def main() -> None:
     need("fsspec").filesystem("s3").mkdir("bucket")
     resumes("s3://bucket/run")
     has_a_number_for_each("s3://bucket/writers")
-    survives_kills(place, f"http://{host}:{port}", savers)
+    survives_kills(url, f"http://{host}:{port}", savers)
     try:
         Accelerator(cpu=True).save_state("s3://absent-bucket/run/out")
     except CheckpointError:

@@ -167,8 +167,8 @@ def test_abandoned_versions_at_a_url_are_removed_after_a_day(
     versions = {name.partition("/")[0] for name in store.sizes("best")}
     # the manifest, the abandoned version and the committed one
     assert len(versions) == 3
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 25 * 3600)
+    current_time = time.time()
+    monkeypatch.setattr(time, "time", lambda: current_time + 25 * 3600)
     save(store, "best", 1.0)
     assert len({name.partition("/")[0] for name in store.sizes("best")}) == 2
     store.begin_numbered(0)

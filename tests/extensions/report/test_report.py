@@ -19,7 +19,7 @@ from hasten.extensions.report.report_data import MOST_POINTS, thin_curve
 from hasten.extensions.report.run_folder import Curve, read_run
 from hasten.tracking.run_log import PARTS, step_dtype
 
-BEGAN = 1_700_000_000.0
+START_TIME = 1_700_000_000.0
 
 
 def write_run(
@@ -31,7 +31,7 @@ def write_run(
     rows = [
         {
             "step": step,
-            "time": BEGAN + step,
+            "time": START_TIME + step,
             "values": {"loss": 1 / (1 + step), "text": "a", "lr": rate},
         }
         for step in range(steps)
@@ -47,18 +47,18 @@ def write_run(
     )
     for start in range(starts):
         for rank in range(ranks):
-            began = BEGAN + 200 * start
+            start_time = START_TIME + 200 * start
             table = np.zeros(steps, step_dtype())
-            table["time"] = began + np.arange(steps)
-            for part in PARTS:
-                table[part] = 0.001 * (rank + 1)
+            table["time"] = start_time + np.arange(steps)
+            for step_part in PARTS:
+                table[step_part] = 0.001 * (rank + 1)
             table["samples"], table["memory_mb"] = 8, 100
-            stem = folder / "run_log" / f"rank{rank}-{int(began * 1000)}"
+            stem = folder / "run_log" / f"rank{rank}-{int(start_time * 1000)}"
             stem.with_suffix(".steps").write_bytes(table.tobytes())
             events = [
-                {"event": "started", "time": began, "rank": rank, "parts": PARTS, "settings": {"mixed_precision": ["bf16", "flag"]},
+                {"event": "started", "time": start_time, "rank": rank, "parts": PARTS, "settings": {"mixed_precision": ["bf16", "flag"]},
                  "world_size": ranks, "versions": {"torch": "2.13"}},
-                {"event": "saved", "time": began + 10, "seconds": 0.5},
+                {"event": "saved", "time": start_time + 10, "seconds": 0.5},
             ]  # fmt: skip
             stem.with_suffix(".jsonl").write_text(
                 "\n".join(json.dumps(event) for event in events)
@@ -80,7 +80,7 @@ def test_thinning_keeps_the_extremes_and_the_order(length: int) -> None:
 def test_a_million_points_stay_small(tmp_path: Path) -> None:
     table = np.zeros(1_000_000, step_dtype())
     table["time"], table["data"], table["samples"] = (
-        BEGAN + np.arange(1_000_000),
+        START_TIME + np.arange(1_000_000),
         0.001,
         1,
     )
@@ -123,12 +123,12 @@ def test_what_a_folder_tells(tmp_path: Path) -> None:
     assert [trace["y"][0] for trace in throughput["traces"]] == [
         pytest.approx(8 / 0.006, rel=1e-4)
     ] * 2
-    parts = next(
+    stacked_chart = next(
         chart for chart in report_data.all_charts([run]) if chart.get("stacked")
     )
-    assert [trace["name"] for trace in parts["traces"]] == list(PARTS)
+    assert [trace["name"] for trace in stacked_chart["traces"]] == list(PARTS)
     # every start begins and ends at 0: a missing value would draw a ramp between starts
-    for trace in parts["traces"]:
+    for trace in stacked_chart["traces"]:
         assert None not in trace["y"]
         assert trace["y"][0] == trace["y"][-1] == 0.0
         assert trace["y"].count(0.0) >= 4
@@ -164,11 +164,11 @@ def test_the_page_is_one_file_without_a_network(
     assert "https://" not in text
     assert "http://" not in text
     assert "</script><b>" not in text
-    found = re.search(
+    match = re.search(
         r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL
     )
-    assert found is not None
-    data: dict[str, Any] = json.loads(found[1])
+    assert match is not None
+    data: dict[str, Any] = json.loads(match[1])
     loss = data["charts"][0]
     assert loss["title"] == "loss"
     assert [trace["name"] for trace in loss["traces"]] == [
@@ -195,9 +195,9 @@ def drawn_by_chromium(page: Path, folder: Path) -> str:
 
 def ready_ms(shown: str) -> int:
     """How long after its opening the page had drawn every chart, as it says itself."""
-    found = re.search(r'data-ready-ms="(\d+)"', shown)
-    assert found is not None
-    return int(found[1])
+    match = re.search(r'data-ready-ms="(\d+)"', shown)
+    assert match is not None
+    return int(match[1])
 
 
 @pytest.mark.exhaustive

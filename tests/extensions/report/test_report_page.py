@@ -16,7 +16,7 @@ from hasten.extensions.report import report_data
 from hasten.extensions.report.report_page import script_json
 from hasten.extensions.report.run_folder import read_run
 
-BEGAN = 1_700_000_000.0
+START_TIME = 1_700_000_000.0
 HOSTILE = (
     "<!--<script>",
     "</script><b>",
@@ -41,7 +41,7 @@ document.body.dataset.measured = JSON.stringify({ wide: document.documentElement
 def write_run(folder: Path, rows: list[dict[str, Any]]) -> Path:
     """A folder as the jsonl tracker leaves it; Any: JSON values."""
     folder.mkdir(parents=True)
-    lines = [json.dumps({"time": BEGAN + row["step"], **row}) for row in rows]
+    lines = [json.dumps({"time": START_TIME + row["step"], **row}) for row in rows]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
@@ -62,14 +62,14 @@ def odd_run(folder: Path) -> Path:
 
 def data_of(page: str) -> dict[str, Any]:
     """What the page's scripts read, as a browser finds it: the text up to the first end of its element."""
-    found = re.search(
+    match = re.search(
         r'<script id="data" type="application/json">(.*?)</script',
         page,
         re.DOTALL | re.IGNORECASE,
     )
-    assert found is not None
-    assert not re.search("[<>&\u2028\u2029]", found[1])
-    data: dict[str, Any] = json.loads(found[1])
+    assert match is not None
+    assert not re.search("[<>&\u2028\u2029]", match[1])
+    data: dict[str, Any] = json.loads(match[1])
     return data
 
 

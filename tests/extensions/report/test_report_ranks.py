@@ -47,8 +47,8 @@ def test_the_wait_for_gradients_is_counted_as_communication(
             accelerator._run_log.flush()
     accelerator.end_training()
     ctx.world.barrier("trained")
-    (mine,) = (log for log in read_run(tmp_path).ranks if log.rank == ctx.rank)
-    waited = float(mine.steps["communication"][-2:].mean())
+    (rank_log,) = (log for log in read_run(tmp_path).ranks if log.rank == ctx.rank)
+    waited = float(rank_log.steps["communication"][-2:].mean())
     assert (waited > 0.02) == (ctx.rank == 0), waited
 
 
@@ -89,11 +89,11 @@ def test_both_ranks_and_the_restart_are_in_the_report(
     titles = [chart["title"] for chart in report_data.all_charts([run])]
     assert titles[:4] == ["loss", "eval_loss", "learning_rate", "grad_norm"]
     assert titles[-2:] == ["throughput (samples/s)", "time of a step by part (ms)"]
-    (parts,) = (
+    (stacked_chart,) = (
         chart
         for chart in report_data.all_charts([run])
         if chart["title"] == "time of a step by part (ms)"
     )
-    assert [trace["name"] for trace in parts["traces"]] == list(PARTS)
+    assert [trace["name"] for trace in stacked_chart["traces"]] == list(PARTS)
     assert main([str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
     assert (tmp_path / "report.html").stat().st_size > 10_000

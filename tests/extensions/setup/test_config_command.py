@@ -64,12 +64,12 @@ def test_path_says_which_file_holds(
     shown = capsys.readouterr()
     assert shown.out == f"{home / 'ours' / 'config.yaml'}\n"
     assert "no file yet" in shown.err
-    theirs = home / "hf" / "accelerate" / "default_config.yaml"
-    theirs.parent.mkdir(parents=True)
-    theirs.write_text("distributed_type: 'NO'\nuse_cpu: true\n")
+    accelerate_file = home / "hf" / "accelerate" / "default_config.yaml"
+    accelerate_file.parent.mkdir(parents=True)
+    accelerate_file.write_text("distributed_type: 'NO'\nuse_cpu: true\n")
     assert main(["config", "path"]) == 0
     shown = capsys.readouterr()
-    assert shown.out == f"{theirs}\n"
+    assert shown.out == f"{accelerate_file}\n"
     assert "Hugging Face Accelerate's file" in shown.err
 
 
@@ -111,8 +111,8 @@ def test_show_is_a_file_again(home: Path, capsys: pytest.CaptureFixture[str]) ->
         "note: fsdp_config.fsdp_sharding_strategy SHARD_GRAD_OP is FSDP2's reshard_after_forward: false"
         in shown.err
     )
-    again = resolve(file=files.read(home / "again.yaml").entries).config
-    assert again == resolve(file=files.read(path).entries).config
+    shown_config = resolve(file=files.read(home / "again.yaml").entries).config
+    assert shown_config == resolve(file=files.read(path).entries).config
 
 
 def test_show_inside_a_worker(

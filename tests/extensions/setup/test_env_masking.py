@@ -102,12 +102,12 @@ def test_no_secret_in_the_report(
         "schema: 1\nproject:\n  logging_dir: s3://id:hunter2@bucket/x\nlaunch:\n  submit_options: {comment: 'password=hunter2'}\n"
     )
     assert main(["env", *flags]) == 0
-    said = capsys.readouterr().out
-    assert "hunter2" not in said
-    assert "10.0.0.1" in said
-    assert said.count("***") >= 6
+    printed = capsys.readouterr().out
+    assert "hunter2" not in printed
+    assert "10.0.0.1" in printed
+    assert printed.count("***") >= 6
     if flags:
-        assert json.loads(said)["variables"]["HASTEN_TOKEN"] == "(set, not shown)"
+        assert json.loads(printed)["variables"]["HASTEN_TOKEN"] == "(set, not shown)"
     # an error that quotes the value
     (tmp_path / "config.yaml").write_text("mixed_precision: 'http://u:hunter2@x'\n")
     assert main(["env", *flags]) == 0

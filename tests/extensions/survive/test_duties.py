@@ -15,108 +15,108 @@ def several(names: str) -> dict[str, Duties]:
     return {name: Duties(name, Path("absent")) for name in names}
 
 
-def leaders(made: dict[str, Duties]) -> list[str]:
-    return [name for name, one in made.items() if one.leads]
+def leaders(duties_by_name: dict[str, Duties]) -> list[str]:
+    return [name for name, duties in duties_by_name.items() if duties.leads]
 
 
 def test_the_first_leads_before_and_after_updates() -> None:
-    made = several("012")
-    assert leaders(made) == ["0"]
-    for one in made.values():
-        one.updated("210")
-    assert leaders(made) == ["0"]
+    duties_by_name = several("012")
+    assert leaders(duties_by_name) == ["0"]
+    for duties in duties_by_name.values():
+        duties.updated("210")
+    assert leaders(duties_by_name) == ["0"]
 
 
 def test_a_healed_replica_leads_after_its_next_update_only() -> None:
     """It has run the epochs that were completed without it: what it would save for them is older than what is there."""
-    made = several("012")
+    duties_by_name = several("012")
     for name in "12":
-        made[name].updated("12")
-    made["0"].healed()
-    assert leaders(made) == ["1"]
-    assert made["0"].behind
-    for one in made.values():
-        one.updated("012")
-    assert leaders(made) == ["0"]
-    assert not made["0"].behind
+        duties_by_name[name].updated("12")
+    duties_by_name["0"].healed()
+    assert leaders(duties_by_name) == ["1"]
+    assert duties_by_name["0"].behind
+    for duties in duties_by_name.values():
+        duties.updated("012")
+    assert leaders(duties_by_name) == ["0"]
+    assert not duties_by_name["0"].behind
 
 
 def test_a_replica_that_is_healed_at_the_end_of_an_epoch_does_not_lead_there() -> None:
-    made = several("012")
+    duties_by_name = several("012")
     for name in "12":
-        made[name].updated("12")
+        duties_by_name[name].updated("12")
         # 0 is healed here, and is a member when they meet again
-        made[name].met("12", [])
-    made["0"].healed()
-    for one in made.values():
-        one.met("012", "0")
-    assert leaders(made) == ["1"]
-    assert not made["0"].behind  # its loop is at the end of the same epoch
+        duties_by_name[name].met("12", [])
+    duties_by_name["0"].healed()
+    for duties in duties_by_name.values():
+        duties.met("012", "0")
+    assert leaders(duties_by_name) == ["1"]
+    assert not duties_by_name["0"].behind  # its loop is at the end of the same epoch
 
 
 def test_the_last_replica_leads_even_if_it_was_just_healed() -> None:
-    one = Duties("2", Path("absent"))
-    one.healed()
-    one.met("2", [])
-    assert one.leads
+    duties = Duties("2", Path("absent"))
+    duties.healed()
+    duties.met("2", [])
+    assert duties.leads
 
 
 def test_a_lost_leader_is_replaced_at_the_end_of_an_epoch() -> None:
-    made = several("12")
-    for one in made.values():
-        one.updated("012")
-        one.met("12", [])
-    assert leaders(made) == ["1"]
+    duties_by_name = several("12")
+    for duties in duties_by_name.values():
+        duties.updated("012")
+        duties.met("12", [])
+    assert leaders(duties_by_name) == ["1"]
 
 
-def asks_and_leaves(one: Duties) -> tuple[bool, bool]:
-    return one.asks_to_stop, one.leaves
+def asks_and_leaves(duties: Duties) -> tuple[bool, bool]:
+    return duties.asks_to_stop, duties.leaves
 
 
 @pytest.mark.parametrize("healed", [False, True])
 def test_a_signal_to_the_whole_run_is_agreed_on_in_an_update(
     tmp_path: Path, healed: bool
 ) -> None:
-    one = Duties("1", tmp_path)
-    one.updated("01")
-    assert asks_and_leaves(one) == (False, False)
+    duties = Duties("1", tmp_path)
+    duties.updated("01")
+    assert asks_and_leaves(duties) == (False, False)
     (tmp_path / STOPPING_FILE).touch()
-    assert asks_and_leaves(one) == (False, False)  # this process has not received it
-    one.received = lambda: 15
-    assert asks_and_leaves(one) == (True, False)
+    assert asks_and_leaves(duties) == (False, False)  # this process has not received it
+    duties.received = lambda: 15
+    assert asks_and_leaves(duties) == (True, False)
     if healed:
         # it has nothing that the others do not have, so it need not wait for an update
-        one.healed()
+        duties.healed()
     else:
-        one.updated("01", ends_run=True)
-    assert one.leaves
+        duties.updated("01", ends_run=True)
+    assert duties.leaves
 
 
 def test_a_replica_learns_the_signal_of_the_others_in_the_update(
     tmp_path: Path,
 ) -> None:
-    one = Duties("1", tmp_path)
-    one.updated("01", ends_run=True)
-    assert one.leaves
+    duties = Duties("1", tmp_path)
+    duties.updated("01", ends_run=True)
+    assert duties.leaves
 
 
 def test_a_signal_to_one_replica_lets_it_leave(tmp_path: Path) -> None:
-    one = Duties("1", tmp_path)
-    one.updated("01")
-    one.received = lambda: 15
-    assert asks_and_leaves(one) == (False, True)
+    duties = Duties("1", tmp_path)
+    duties.updated("01")
+    duties.received = lambda: 15
+    assert asks_and_leaves(duties) == (False, True)
 
 
 def test_a_replica_that_receives_the_signal_before_its_launcher_waits_for_the_others(
     tmp_path: Path,
 ) -> None:
     """Schedulers signal all processes at once; the launcher tells a moment later that the whole run was told to stop."""
-    one = Duties("1", tmp_path)
-    one.updated("01")
-    one.received = lambda: 15
+    duties = Duties("1", tmp_path)
+    duties.updated("01")
+    duties.received = lambda: 15
     launcher = threading.Timer(0.2, (tmp_path / STOPPING_FILE).touch)
     launcher.start()
-    assert asks_and_leaves(one) == (False, False)
+    assert asks_and_leaves(duties) == (False, False)
     launcher.join()
     # it leaves with the others, after the update in which all agree
-    assert asks_and_leaves(one) == (True, False)
+    assert asks_and_leaves(duties) == (True, False)

@@ -38,9 +38,11 @@ class Meeting:
         self._ctx = ctx
 
     # Any: those of `receive`
-    def average(self, parameters: Sequence[Tensor], *given: Any, **named: Any) -> int:
+    def average(
+        self, parameters: Sequence[Tensor], *arguments: Any, **named: Any
+    ) -> int:
         """Set the gradients to their mean; return what the replicas ask for."""
-        received = self.group.receive(parameters, *given, **named)
+        received = self.group.receive(parameters, *arguments, **named)
         received.write()
         return received.request
 
@@ -53,10 +55,10 @@ class Meeting:
 def parameters_of(rank: int, *shapes: tuple[int, ...]) -> list[Tensor]:
     """Return parameters with gradients that depend on the rank."""
     generator = torch.Generator().manual_seed(rank)
-    made = [torch.zeros(shape, requires_grad=True) for shape in shapes]
-    for parameter in made:
+    parameters = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+    for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
-    return made
+    return parameters
 
 
 def gradient(parameter: Tensor) -> Tensor:
@@ -80,8 +82,11 @@ def test_the_mean_is_weighted_and_equal_bit_by_bit(ctx: ProcessContext) -> None:
         met.average(parameters, *weights[ctx.rank], (1.0,))
         everyone = [parameters_of(rank, *shapes) for rank in range(ctx.world.size)]
         for index, parameter in enumerate(parameters):
-            wanted = weighted_sum([gradient(one[index]) for one in everyone], factors)
-            assert torch.equal(gradient(parameter), wanted)
+            expected_mean = weighted_sum(
+                [gradient(rank_parameters[index]) for rank_parameters in everyone],
+                factors,
+            )
+            assert torch.equal(gradient(parameter), expected_mean)
     met.close()
 
 
@@ -118,18 +123,24 @@ def test_large_gradients_may_be_missing_or_lie_in_another_order(
         parameters[2].grad = gradient(parameters[2]).t()
         return parameters
 
-    parameters, both = made(ctx.rank), [made(rank) for rank in range(2)]
+    parameters, all_parameters = made(ctx.rank), [made(rank) for rank in range(2)]
     met = Meeting(ctx)
     for _ in range(2):
         met.average(parameters, 1.0, 1.0, (1.0,))
         assert parameters[0].grad is None
-        assert torch.equal(gradient(parameters[1]), gradient(both[1][1]) * 0.5)
-        wanted = weighted_sum(
-            [gradient(one[2]).contiguous() for one in both], [0.5, 0.5]
+        assert torch.equal(
+            gradient(parameters[1]), gradient(all_parameters[1][1]) * 0.5
         )
-        assert torch.equal(gradient(parameters[2]), wanted)
-        for parameter, again in zip(parameters, made(ctx.rank), strict=True):
-            parameter.grad = again.grad
+        expected_mean = weighted_sum(
+            [
+                gradient(rank_parameters[2]).contiguous()
+                for rank_parameters in all_parameters
+            ],
+            [0.5, 0.5],
+        )
+        assert torch.equal(gradient(parameters[2]), expected_mean)
+        for parameter, fresh in zip(parameters, made(ctx.rank), strict=True):
+            parameter.grad = fresh.grad
     met.close()
 
 
@@ -146,7 +157,10 @@ def test_a_change_of_the_gradients_after_backward_counts(ctx: ProcessContext) ->
     met = Meeting(ctx)
     met.average(parameters, 1.0, 1.0, (1.0,))
     for index, parameter in enumerate(parameters):
-        several = [gradient(one[index]).clamp(-0.5, 0.5) for one in everyone]
+        several = [
+            gradient(rank_parameters[index]).clamp(-0.5, 0.5)
+            for rank_parameters in everyone
+        ]
         assert torch.equal(
             gradient(parameter),
             weighted_sum(several, [1.0 / ctx.world.size] * ctx.world.size),

@@ -21,10 +21,10 @@ def test_a_state_arrives_as_it_was_sent() -> None:
         target=healing.send_state, args=(content, port.address, b"token", "7", 5.0)
     )
     thread.start()
-    found = port.receive(source.address, "7", 5.0, 5.0)
+    received = port.receive(source.address, "7", 5.0, 5.0)
     thread.join()
-    assert torch.equal(found["weights"], weights)
-    assert (found["step"], found["names"]) == (5, ["a"])
+    assert torch.equal(received["weights"], weights)
+    assert (received["step"], received["names"]) == (5, ["a"])
     source.close()
     port.close()
 

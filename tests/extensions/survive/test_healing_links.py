@@ -61,8 +61,8 @@ def test_a_cut_link_to_the_source_of_a_state_is_noticed_within_seconds() -> None
             )
             cut = time.time()
             sender.unplug()
-            when, _, said = line_of(waiting).partition(" ")
-            assert "is cut off" in said
+            when, _, message = line_of(waiting).partition(" ")
+            assert "is cut off" in message
             assert float(when) - cut < 10, "the probes end after about three seconds"
         finally:
             for process in (source, waiting):

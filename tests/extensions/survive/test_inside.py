@@ -97,7 +97,10 @@ def test_a_rank_receives_the_shards_of_the_same_rank_of_another_replica(
     state = source.collected()
     target.load(copy.deepcopy(state))
     assert values(target) == values(source)
-    assert all(hasattr(one["exp_avg"], "to_local") for one in optimizer.state.values())
+    assert all(
+        hasattr(parameter_state["exp_avg"], "to_local")
+        for parameter_state in optimizer.state.values()
+    )
 
 
 @ranks(2)

@@ -29,11 +29,11 @@ def test_each_position_is_used_once_with_members_that_change_at_random() -> None
             contributors = [name for name in members if rng.random() < 0.7] or [
                 rng.choice(members)
             ]
-            for one in ledger.rounds:
+            for round_ranges in ledger.rounds:
                 used += [
-                    place
+                    position
                     for name in contributors
-                    for place in list_positions(one[name])
+                    for position in list_positions(round_ranges[name])
                 ]
             newcomers = [
                 name
@@ -101,13 +101,13 @@ def test_drop_last_leaves_a_short_end_out(
 
 def test_a_preview_is_what_members_get_while_they_stay_the_same() -> None:
     ledger = Ledger(50, 4, members=("a", "b", "c"), returned=[(3, 9)], following=20)
-    seen = []
+    last_flags = []
     for ranges, last in ledger.preview("b"):
         assert ledger.deal()["b"] == ranges
         ledger.commit(ledger.members, ledger.members)
-        seen.append(last)
+        last_flags.append(last)
     assert ledger.exhausted
-    assert seen == [False, False, True]
+    assert last_flags == [False, False, True]
 
 
 def test_ranges_are_joined() -> None:
@@ -118,16 +118,22 @@ def test_the_ranks_of_a_replica_share_its_positions() -> None:
     rng = random.Random(5)
     for num_ranks in range(1, 17):
         for _ in range(40):
-            places = sorted(rng.sample(range(200), rng.randint(0, 4 * num_ranks)))
-            ranges = merge_ranges((place, place + 1) for place in places)
-            parts = [
+            positions = sorted(rng.sample(range(200), rng.randint(0, 4 * num_ranks)))
+            ranges = merge_ranges((position, position + 1) for position in positions)
+            positions_by_rank = [
                 list_positions(rank_positions(ranges, rank, num_ranks))
                 for rank in range(num_ranks)
             ]
-            assert [place for one in parts for place in one] == places
-            assert {len(one) for one in parts} <= {
-                len(places) // num_ranks,
-                -(-len(places) // num_ranks),
+            assert [
+                position
+                for positions_of_rank in positions_by_rank
+                for position in positions_of_rank
+            ] == positions
+            assert {
+                len(positions_of_rank) for positions_of_rank in positions_by_rank
+            } <= {
+                len(positions) // num_ranks,
+                -(-len(positions) // num_ranks),
             }
 
 

@@ -45,7 +45,7 @@ def test_the_launcher_names_a_missing_torchft(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("settings", "words"),
     [
         (
             {"strategy": "deepspeed"},
@@ -77,9 +77,9 @@ def test_the_launcher_names_a_missing_torchft(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_settings_that_cannot_be_combined(given: dict[str, Any], words: str) -> None:
+def test_settings_that_cannot_be_combined(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        part.check_config(resolve(code={"survive": SURVIVE, **given}, env={}).config)
+        part.check_config(resolve(code={"survive": SURVIVE, **settings}, env={}).config)
 
 
 @pytest.mark.usefixtures("installed")
@@ -130,5 +130,5 @@ def test_launches_that_cannot_be(
 def _prepared(script: Path, *flags: str) -> job.Job:
     from hasten.cli.launch_cmd import make_parser
 
-    given = make_parser().parse_args([*flags, str(script)])
-    return job.prepare([str(script)], settings=given.settings)
+    args = make_parser().parse_args([*flags, str(script)])
+    return job.prepare([str(script)], settings=args.settings)

@@ -96,10 +96,10 @@ def test_skipped_and_copied_loaders_are_refused() -> None:
 
 
 def test_a_plain_loader_is_read_by_the_ledger() -> None:
-    found = [
+    batches = [
         batch[0] for batch in source_of(DataLoader(DATA, batch_size=5)).open(Position())
     ]
-    assert torch.cat([batch[0] for batch in found]).tolist() == list(range(12))
+    assert torch.cat([batch[0] for batch in batches]).tolist() == list(range(12))
 
 
 class Exchange(RunPart):

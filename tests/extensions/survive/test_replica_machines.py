@@ -28,21 +28,26 @@ TOKEN = b"0123456789abcdef"
 def test_each_replica_is_on_one_machine() -> None:
     for replicas in range(1, 17):
         for machines in range(1, replicas + 1):
-            parts = [
+            replicas_by_machine = [
                 replicas_of_machine(replicas, machines, rank)
                 for rank in range(machines)
             ]
-            assert [number for part in parts for number in part] == list(
-                range(replicas)
+            assert [
+                number
+                for machine_replicas in replicas_by_machine
+                for number in machine_replicas
+            ] == list(range(replicas))
+            assert (
+                max(map(len, replicas_by_machine)) - min(map(len, replicas_by_machine))
+                <= 1
             )
-            assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_the_facts_of_all_machines_are_joined() -> None:
-    one = MachineNotes(running=2, joined=["1", "0"], agreed="9 x")
-    other = MachineNotes(running=1, joined=["3"], agreed="10 y", finished=True)
-    found = merge_notes({0: one, 1: other})
-    assert (found.joined, found.agreed, found.finished, found.running) == (
+    first = MachineNotes(running=2, joined=["1", "0"], agreed="9 x")
+    second = MachineNotes(running=1, joined=["3"], agreed="10 y", finished=True)
+    merged = merge_notes({0: first, 1: second})
+    assert (merged.joined, merged.agreed, merged.finished, merged.running) == (
         ["0", "1", "3"],
         "10 y",
         True,
@@ -56,12 +61,12 @@ def serving(
     check_in: str = "error",
 ) -> Iterator[tuple[MachineServer, Meeting, list[str]]]:
     """Context manager with machine 0 of three machines; yields it, the rendezvous and its messages."""
-    said: list[str] = []
+    messages: list[str] = []
     meeting = Meeting(max_machines=3, port=free_port(), join_timeout_s=5.0)
-    server = MachineServer(meeting, REPORT, check_in, TOKEN, said.append)
+    server = MachineServer(meeting, REPORT, check_in, TOKEN, messages.append)
     server.lighthouse = "here:1"
     try:
-        yield server, meeting, said
+        yield server, meeting, messages
     finally:
         server.close(0)
 
@@ -71,55 +76,55 @@ def client(
     rank: int | None,
     host: str = "host-b",
     token: bytes = TOKEN,
-    **other: str,
+    **changes: str,
 ) -> MachineClient:
-    report = replace(REPORT, host=host, **other)  # type: ignore[arg-type]  # settings and code are texts
+    report = replace(REPORT, host=host, **changes)  # type: ignore[arg-type]  # settings and code are texts
     return MachineClient(
         replace(meeting, machine_rank=rank), report, token, lambda words: None
     )
 
 
-def wait_until(found: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + 20.0
-    while not found():
+    while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)
 
 
 def test_machines_learn_what_the_others_know_and_the_end() -> None:
     with serving() as (server, meeting, _):
-        one = client(meeting, 1)
-        assert (one.rank, one.lighthouse) == (1, "here:1")
-        mine = MachineNotes(running=2, joined=["2"], agreed="4 x")
-        wait_until(lambda: one.exchange(mine, None).joined == ["2"])
+        connected = client(meeting, 1)
+        assert (connected.rank, connected.lighthouse) == (1, "here:1")
+        notes = MachineNotes(running=2, joined=["2"], agreed="4 x")
+        wait_until(lambda: connected.exchange(notes, None).joined == ["2"])
         wait_until(lambda: server.exchange(MachineNotes(joined=["0"]), 15).running == 2)
-        wait_until(lambda: one.exchange(mine, None).stop == 15)
-        assert one.exchange(mine, None).agreed == "4 x"
-        assert one.broken_s == 0.0
+        wait_until(lambda: connected.exchange(notes, None).stop == 15)
+        assert connected.exchange(notes, None).agreed == "4 x"
+        assert connected.broken_s == 0.0
         server.close(85)
-        wait_until(lambda: one.exchange(mine, None).code == 85)
-        one.close(85)
+        wait_until(lambda: connected.exchange(notes, None).code == 85)
+        connected.close(85)
 
 
 def test_a_machine_that_closes_its_connection_is_forgotten_and_may_return() -> None:
-    with serving() as (server, meeting, said):
-        one = client(meeting, None)
-        one.exchange(MachineNotes(running=2, joined=["1"]), None)
+    with serving() as (server, meeting, messages):
+        first_client = client(meeting, None)
+        first_client.exchange(MachineNotes(running=2, joined=["1"]), None)
         wait_until(lambda: server.exchange(MachineNotes(), None).joined == ["1"])
-        one.close(1)
+        first_client.close(1)
         wait_until(lambda: server.exchange(MachineNotes(), None).running == 0)
         assert server.exchange(MachineNotes(), None).joined == []
-        other = client(meeting, None, "host-c")
-        again = client(meeting, None)
-        assert {other.rank, again.rank} == {1, 2}
-        wait_until(lambda: any("is back" in words for words in said))
-        other.close(0)
-        again.close(0)
+        second_client = client(meeting, None, "host-c")
+        third_client = client(meeting, None)
+        assert {second_client.rank, third_client.rank} == {1, 2}
+        wait_until(lambda: any("is back" in words for words in messages))
+        second_client.close(0)
+        third_client.close(0)
 
 
 def test_strangers_duplicates_and_other_settings_are_refused() -> None:
     with serving() as (_, meeting, _):
-        one = client(meeting, 1)
+        connected = client(meeting, 1)
         with pytest.raises(
             LaunchError, match=r"machine 1 of 3, and the ranks \[0, 1\] are taken"
         ):
@@ -130,7 +135,7 @@ def test_strangers_duplicates_and_other_settings_are_refused() -> None:
             client(meeting, 2, config="others")
         with pytest.raises(LaunchError, match="--num_machines"):
             client(meeting, 3)
-        one.close(0)
+        connected.close(0)
     with serving("warn") as (_, meeting, _):
         client(meeting, 2, config="others").close(0)
 

@@ -29,13 +29,13 @@ WAITS = "import time; time.sleep(60)"
 
 def started(folder: Path, *programs: str) -> ReplicaProcesses:
     """Return processes that run these programs."""
-    made = [
+    processes = [
         subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
         for program in programs
     ]
     return ReplicaProcesses(
-        made,
-        [str(folder / f"{rank}.json") for rank in range(len(made))],
+        processes,
+        [str(folder / f"{rank}.json") for rank in range(len(processes))],
         time.monotonic(),
         0,
     )
@@ -44,9 +44,9 @@ def started(folder: Path, *programs: str) -> ReplicaProcesses:
 def ended(replica: ReplicaProcesses) -> tuple[int, int] | None:
     """Return what ended the replica, within some seconds."""
     until = time.monotonic() + 20.0
-    while (found := replica.look()) is None and time.monotonic() < until:
+    while (outcome := replica.look()) is None and time.monotonic() < until:
         time.sleep(0.02)
-    return found
+    return outcome
 
 
 def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_replica_has_ended_when_all_of_its_ranks_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "given", "count"),
+    ("replicas", "launch_options", "count"),
     [
         (2, {}, 1),
         (2, {"num_processes": 4}, 2),
@@ -91,9 +91,9 @@ def test_a_replica_has_ended_when_all_of_its_ranks_have(tmp_path: Path) -> None:
     ],
 )
 def test_the_processes_of_all_replicas_are_counted(
-    replicas: int, given: dict[str, Any], count: int
+    replicas: int, launch_options: dict[str, Any], count: int
 ) -> None:
-    config = Config(launch=LaunchConfig(**given)).replace(
+    config = Config(launch=LaunchConfig(**launch_options)).replace(
         survive=SurviveSettings(replicas=replicas)
     )
     assert processes_per_replica(config) == count

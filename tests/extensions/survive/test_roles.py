@@ -22,8 +22,8 @@ def division(*members: Member) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _names(roles: Roles) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    return tuple(one.name for one in roles.active), tuple(
-        (one.name, source.name) for one, source in roles.healing
+    return tuple(member.name for member in roles.active), tuple(
+        (member.name, source.name) for member, source in roles.healing
     )
 
 
@@ -64,5 +64,5 @@ def test_names_of_all_members_after_healing() -> None:
     roles = divide_members([member("b"), member("a", 3)])
     assert roles.names == ("a", "b")
     assert roles.source_of("a").name == "b"
-    assert [one.name for one in roles.healed_by("b")] == ["a"]
+    assert [healed.name for healed in roles.healed_by("b")] == ["a"]
     assert not roles.is_active("a")

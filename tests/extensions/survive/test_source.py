@@ -46,12 +46,12 @@ class Pair:
     def round(self, epoch: int) -> list[PositionRange] | None:
         ledger = self.ledger
         if ledger.rounds:
-            there = (
+            contributors = (
                 ("0",)
                 if self._lost_after is not None and ledger.step >= self._lost_after
                 else ("0", "1")
             )
-            ledger.commit(there, there)
+            ledger.commit(contributors, contributors)
         return None if ledger.exhausted else ledger.deal()[self.name]
 
 

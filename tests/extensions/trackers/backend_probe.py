@@ -57,9 +57,9 @@ def train(
     manager.log_table(
         "answers", ["question", "score"], [["a", 1.0], ["b", 2.0]], step=steps[-1]
     )
-    found = manager.state_dict()
+    tracker_state = manager.state_dict()
     manager.finish(failed)
-    return found
+    return tracker_state
 
 
 def read_jsonl(folder: Path, run_id: str) -> Curve:
@@ -98,17 +98,20 @@ def read_mlflow(folder: Path, run_id: str) -> Curve:
 
 def leveldb_records(path: Path) -> list[bytes]:
     """The records of a LevelDB log with a seven-byte header, which is what a `.wandb` file is."""
-    data, records, part, at = path.read_bytes(), [], b"", 7
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:  # the rest of a block is padding
-            at += 32768 - at % 32768
+    data, records, pending_bytes, offset = path.read_bytes(), [], b"", 7
+    while offset + 7 <= len(data):
+        if 32768 - offset % 32768 < 7:  # the rest of a block is padding
+            offset += 32768 - offset % 32768
             continue
-        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        part += data[at + 7 : at + 7 + size]
+        size, kind = (
+            int.from_bytes(data[offset + 4 : offset + 6], "little"),
+            data[offset + 6],
+        )
+        pending_bytes += data[offset + 7 : offset + 7 + size]
         if kind in (1, 4):  # a full record, or the last piece of one
-            records.append(part)
-            part = b""
-        at += 7 + size
+            records.append(pending_bytes)
+            pending_bytes = b""
+        offset += 7 + size
     return records
 
 

@@ -58,16 +58,16 @@ def test_a_resumed_run_is_read_back_as_one_curve(name: str, tmp_path: Path) -> N
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(
+    report = json.loads(
         [line for line in done.stdout.splitlines() if line.startswith("{")][-1]
     )
-    curve = [(step, round(value, 4)) for step, value in found["curve"]]
+    curve = [(step, round(value, 4)) for step, value in report["curve"]]
     loss = {step: round(1.0 / (step + 1), 4) for step in range(8)}
     if name in NOT_RESUMED:
         assert curve == [(step, loss[step]) for step in range(5)]
         return
-    assert found["ids"][0] == found["ids"][1]
-    assert found["step"] == 7
+    assert report["ids"][0] == report["ids"][1]
+    assert report["step"] == 7
     assert dict(curve) == loss
     if name in HIDES_REPEATED:
         assert [step for step, _ in curve] == list(range(8))

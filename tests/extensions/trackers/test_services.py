@@ -32,12 +32,12 @@ def broken_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("broken")
 def test_a_package_that_cannot_be_imported_is_an_error() -> None:
-    for asked in ("wandb", ["jsonl", "wandb"], WandbTracker()):
+    for log_with in ("wandb", ["jsonl", "wandb"], WandbTracker()):
         with pytest.raises(
             MissingPackageError,
             match=r"importing wandb failed \(AttributeError.*no_longer_there",
         ) as caught:
-            build_trackers(asked)
+            build_trackers(log_with)
         assert "Reinstall it: pip uninstall wandb" in str(caught.value)
         assert "missing_tracker: warn" in str(caught.value)
     assert build_trackers("wandb", is_main=False), "other ranks do not import it"
@@ -48,21 +48,23 @@ def test_a_broken_package_may_be_left_out() -> None:
     with pytest.warns(HastenWarning, match="importing wandb failed.*not logged there"):
         assert build_trackers("wandb", missing="warn") == []
     with pytest.warns(HastenWarning, match="importing wandb failed"):
-        assert "wandb" not in [one.name for one in build_trackers("all")]
+        assert "wandb" not in [tracker.name for tracker in build_trackers("all")]
 
 
-def stub(name: str, made: list[dict[str, Any]]) -> ModuleType:
+def stub(name: str, started_options: list[dict[str, Any]]) -> ModuleType:
     """A package that keeps what it is started with."""
     package = ModuleType(name)
 
     def start(**options: Any) -> Any:
-        made.append(options)
+        started_options.append(options)
         return SimpleNamespace(
             id="1", get_key=lambda: "1", log_parameters=lambda _: None
         )
 
     package.init = package.start = start  # type: ignore[attr-defined]
-    package.ExperimentConfig = lambda **given: SimpleNamespace(**given)  # type: ignore[attr-defined]
+    package.ExperimentConfig = lambda **config_options: SimpleNamespace(
+        **config_options
+    )  # type: ignore[attr-defined]
     package.__spec__ = ModuleSpec(name, None)
     return package
 
@@ -82,22 +84,24 @@ def test_the_folder_of_the_package_s_own_variable_wins(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[dict[str, Any]] = []
-    monkeypatch.setitem(sys.modules, package, stub(package, made))
+    started_options: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, package, stub(package, started_options))
     monkeypatch.setattr("hasten.optional.available", lambda module, spec="": True)
     run = Run(project="p", run_id="r", directory=tmp_path / "runs")
-    for chosen in ("", str(tmp_path / "chosen")):
-        monkeypatch.setenv(variable, chosen)
+    for chosen_folder in ("", str(tmp_path / "chosen")):
+        monkeypatch.setenv(variable, chosen_folder)
         tracker().start(run)
-        given = made[-1]
-        config = given.get("experiment_config")
+        start_options = started_options[-1]
+        config = start_options.get("experiment_config")
         folder = Path(
-            config.offline_directory if config else given.get("dir") or given["log_dir"]
+            config.offline_directory
+            if config
+            else start_options.get("dir") or start_options["log_dir"]
         )
         assert folder.is_dir()
         assert (
-            folder == Path(chosen)
-            if chosen
+            folder == Path(chosen_folder)
+            if chosen_folder
             else folder.is_relative_to(tmp_path / "runs")
         )
 
@@ -105,10 +109,10 @@ def test_the_folder_of_the_package_s_own_variable_wins(
 def test_wandb_s_own_run_id_wins_unless_a_run_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[dict[str, Any]] = []
-    monkeypatch.setitem(sys.modules, "wandb", stub("wandb", made))
+    started_options: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "wandb", stub("wandb", started_options))
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     run = Run(project="p", run_id="r", directory=tmp_path)
     WandbTracker().start(run)
     WandbTracker().start(replace(run, resume=Resume(run_id="old", step=1)))
-    assert [options["id"] for options in made] == ["mine", "old"]
+    assert [options["id"] for options in started_options] == ["mine", "old"]

@@ -29,7 +29,7 @@ ROOM = Path(hasten.__file__).parent / "extensions/trainer"
 
 def read_names() -> set[str]:
     """The attributes that the room takes from something called args, or from self inside the class."""
-    found = set()
+    attribute_names = set()
     for file in ROOM.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.Attribute):
@@ -40,8 +40,8 @@ def read_names() -> set[str]:
                     else getattr(owner, "id", "")
                 )
                 if name == "args" or (file.name == "arguments.py" and name == "self"):
-                    found.add(node.attr)
-    return found
+                    attribute_names.add(node.attr)
+    return attribute_names
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(TrainingArguments)])
@@ -152,8 +152,8 @@ def test_numbers_out_of_range_are_refused(changes: dict[str, Any]) -> None:
 
 
 def test_defaults_leave_flags_and_files_alone() -> None:
-    given = accelerator_settings(TrainingArguments("out"), Scored())
-    assert set(given) == {"project_config", "dataloader_config", "log_with"}
+    settings = accelerator_settings(TrainingArguments("out"), Scored())
+    assert set(settings) == {"project_config", "dataloader_config", "log_with"}
 
 
 @pytest.mark.parametrize(
@@ -173,17 +173,17 @@ def test_defaults_leave_flags_and_files_alone() -> None:
 def test_arguments_become_settings_of_the_facade(
     changes: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    given = accelerator_settings(TrainingArguments("out", **changes), Scored())
-    assert {name: given[name] for name in expected} == expected
+    settings = accelerator_settings(TrainingArguments("out", **changes), Scored())
+    assert {name: settings[name] for name in expected} == expected
 
 
 def test_sharding_words_become_the_plugin() -> None:
-    given = accelerator_settings(
+    settings = accelerator_settings(
         TrainingArguments("out", fsdp="shard_grad_op offload auto_wrap"), Scored()
     )
-    assert given["strategy"] == "fsdp"
-    assert given["fsdp_plugin"].reshard_after_forward is False
-    assert given["fsdp_plugin"].cpu_offload is True
+    assert settings["strategy"] == "fsdp"
+    assert settings["fsdp_plugin"].reshard_after_forward is False
+    assert settings["fsdp_plugin"].cpu_offload is True
     with pytest.raises(SettingValueError, match="full_sharding"):
         accelerator_settings(TrainingArguments("out", fsdp="full_sharding"), Scored())
     with pytest.raises(ConfigError, match="without fsdp"):
@@ -203,18 +203,18 @@ def test_compiling_ddp_and_recomputing() -> None:
         data_seed=5,
         save_total_limit=3,
     )
-    given = accelerator_settings(args, TinyLM())
-    assert (given["dynamo_plugin"].backend, given["dynamo_plugin"].mode) == (
+    settings = accelerator_settings(args, TinyLM())
+    assert (settings["dynamo_plugin"].backend, settings["dynamo_plugin"].mode) == (
         "inductor",
         "reduce-overhead",
     )
-    assert given["kwargs_handlers"][0].find_unused_parameters is True
-    assert given["recompute"] == ("Block",)
+    assert settings["kwargs_handlers"][0].find_unused_parameters is True
+    assert settings["recompute"] == ("Block",)
     assert (
-        given["dataloader_config"].pin_memory,
-        given["dataloader_config"].data_seed,
+        settings["dataloader_config"].pin_memory,
+        settings["dataloader_config"].data_seed,
     ) == (False, 5)
-    assert given["project_config"].total_limit == 3
+    assert settings["project_config"].total_limit == 3
     with pytest.raises(ConfigError, match="no repeated block"):
         accelerator_settings(
             TrainingArguments("out", gradient_checkpointing=True), nn.Linear(2, 2)

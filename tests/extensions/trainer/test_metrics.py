@@ -18,13 +18,13 @@ def test_classification_is_what_scikit_learn_says(classes: int, length: int) -> 
         random.normal(size=(length, classes)),
         random.integers(classes, size=length),
     )
-    found = classification_metrics(EvalPrediction(logits, labels))
+    metrics = classification_metrics(EvalPrediction(logits, labels))
     answers = logits.argmax(-1)
-    assert found["accuracy"] == pytest.approx(accuracy_score(labels, answers))
+    assert metrics["accuracy"] == pytest.approx(accuracy_score(labels, answers))
     kind = (
         {"pos_label": 1, "average": "binary"} if classes == 2 else {"average": "macro"}
     )
-    assert found["f1"] == pytest.approx(
+    assert metrics["f1"] == pytest.approx(
         f1_score(labels, answers, zero_division=0.0, **kind)
     )
 

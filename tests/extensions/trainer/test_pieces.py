@@ -36,12 +36,12 @@ REQUIRED: Final[dict[str, dict[str, Any]]] = {
 
 
 def rates(scheduler: Any, optimizer: Any, steps: int) -> list[float]:
-    found = []
+    learning_rates = []
     for _ in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
+        learning_rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    return found
+    return learning_rates
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ def rates(scheduler: Any, optimizer: Any, steps: int) -> list[float]:
 @pytest.mark.parametrize(("warmup", "total"), [(0, 10), (3, 10), (10, 10), (4, 25)])
 def test_schedules_are_the_established_ones(name: str, warmup: int, total: int) -> None:
     options = REQUIRED.get(name)
-    found = []
+    rate_curves = []
     for get in (get_scheduler, transformers_schedules.get_scheduler):
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
-        found.append(
+        rate_curves.append(
             rates(get(name, optimizer, warmup, total, options), optimizer, total)
         )
-    assert found[0] == pytest.approx(found[1], abs=1e-9)
+    assert rate_curves[0] == pytest.approx(rate_curves[1], abs=1e-9)
 
 
 def test_schedule_options_are_checked() -> None:

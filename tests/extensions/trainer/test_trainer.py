@@ -53,27 +53,27 @@ def make(
     )
 
 
-def recorder(seen: list[str]) -> TrainerCallback:
+def recorder(events: list[str]) -> TrainerCallback:
     """A callback that writes down every event."""
 
     def noting(event: str) -> Any:
-        return lambda self, args, state, control, **kwargs: seen.append(event)
+        return lambda self, args, state, control, **kwargs: events.append(event)
 
-    made: TrainerCallback = type(
+    callback: TrainerCallback = type(
         "Recorder", (TrainerCallback,), {event: noting(event) for event in EVENTS}
     )()
-    return made
+    return callback
 
 
 def test_events_come_in_order(tmp_path: Path) -> None:
-    seen: list[str] = []
+    events: list[str] = []
     changes: dict[str, Any] = {
         "gradient_accumulation_steps": 2,
         "max_steps": 2,
         "logging_steps": 2,
     }
     trainer = make(
-        tmp_path, [recorder(seen)], save_strategy="steps", save_steps=2, **changes
+        tmp_path, [recorder(events)], save_strategy="steps", save_steps=2, **changes
     )
     trainer.train()
     step = [
@@ -84,7 +84,7 @@ def test_events_come_in_order(tmp_path: Path) -> None:
         "on_step_end",
     ]
     begin = ["on_init_end", "on_train_begin", "on_epoch_begin"]
-    assert seen == [
+    assert events == [
         *begin,
         *step,
         *step,
@@ -94,9 +94,9 @@ def test_events_come_in_order(tmp_path: Path) -> None:
         "on_log",
         "on_train_end",
     ]
-    seen.clear()
+    events.clear()
     trainer.predict(Rows(3))
-    assert seen == ["on_prediction_step", "on_predict"]
+    assert events == ["on_prediction_step", "on_predict"]
     with pytest.raises(ArgumentError, match="derive it from"):
         trainer.add_callback(print)  # type: ignore[arg-type]
 
@@ -134,12 +134,12 @@ def test_the_best_model_is_kept_and_loaded(tmp_path: Path) -> None:
     assert trainer.state.best_metric == 0.9
     assert trainer.state.best_global_step == 2
     assert torch.equal(trainer.model.get_parameter("body.head.weight"), weights[1])
-    kept = sorted(
+    checkpoint_names = sorted(
         path.name
         for path in (tmp_path / "checkpoints").iterdir()
         if path.name.startswith("checkpoint")
     )
-    assert kept == ["checkpoint_1", "checkpoint_4"]
+    assert checkpoint_names == ["checkpoint_1", "checkpoint_4"]
 
 
 def test_only_better_models_are_saved_and_stopping_is_early(tmp_path: Path) -> None:
@@ -229,14 +229,14 @@ def test_a_batch_without_labels_says_so(tmp_path: Path) -> None:
         make(tmp_path, data=[{"x": Rows()[i]["x"]} for i in range(8)]).train()
 
 
-@pytest.mark.parametrize(("kept", "expected"), [(4, True), (0, False)])
+@pytest.mark.parametrize(("num_labelled", "expected"), [(4, True), (0, False)])
 def test_micro_batches_without_labels_do_not_spoil_the_logged_loss(
-    tmp_path: Path, kept: int, expected: bool
+    tmp_path: Path, num_labelled: int, expected: bool
 ) -> None:
     rows = [
         {
             "x": Rows()[i]["x"],
-            "labels": Rows()[i]["label"] if i < kept else torch.tensor(-100),
+            "labels": Rows()[i]["label"] if i < num_labelled else torch.tensor(-100),
         }
         for i in range(8)
     ]
@@ -349,17 +349,17 @@ class Signal(TrainerCallback):
 
 
 def test_a_preempted_run_saves_exits_and_goes_on(tmp_path: Path) -> None:
-    whole = make(tmp_path / "whole")
-    whole.train()
+    uninterrupted = make(tmp_path / "whole")
+    uninterrupted.train()
     with pytest.raises(SystemExit) as ended:
         make(tmp_path, [Signal()]).train()
     assert ended.value.code == PREEMPTED_EXIT_CODE
     second = make(tmp_path)
     assert second.train(resume_from_checkpoint="auto").global_step == 5
-    for ours, theirs in zip(
-        second.model.parameters(), whole.model.parameters(), strict=True
+    for resumed, expected in zip(
+        second.model.parameters(), uninterrupted.model.parameters(), strict=True
     ):
-        assert torch.equal(ours, theirs)
+        assert torch.equal(resumed, expected)
 
 
 def test_auto_starts_fresh_without_a_checkpoint(tmp_path: Path) -> None:
@@ -368,8 +368,8 @@ def test_auto_starts_fresh_without_a_checkpoint(tmp_path: Path) -> None:
 
 def test_the_file_of_an_engine_reaches_it(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), deepspeed="zero3.json")
-    found = accelerator_settings(args, nn.Linear(1, 1))
-    assert (found["strategy"], found["deepspeed_plugin"]["hf_ds_config"]) == (
+    settings = accelerator_settings(args, nn.Linear(1, 1))
+    assert (settings["strategy"], settings["deepspeed_plugin"]["hf_ds_config"]) == (
         "deepspeed",
         "zero3.json",
     )

@@ -72,7 +72,7 @@ def train(
 def killed_equals_whole(pool: Pool, folder: Path, num_ranks: int, kills: int) -> None:
     """Kill `kills` times; each training that reaches its end, and the last, must equal the one that was left alone."""
     rng = random.Random(num_ranks)
-    whole = pool.run(train, num_ranks, folder / "whole", None)
+    uninterrupted = pool.run(train, num_ranks, folder / "whole", None)
     done, run, finished = 0, 0, False
     # the training of the last kill comes to its end too
     while done < kills or not finished:
@@ -89,8 +89,10 @@ def killed_equals_whole(pool: Pool, folder: Path, num_ranks: int, kills: int) ->
         )
         run, finished = run + 1, True
         for rank, outcome in enumerate(outcomes):
-            for ours, theirs in zip(outcome.value, whole[rank], strict=True):
-                assert torch.equal(ours, theirs), f"rank {rank} after {done} kills"
+            for actual, expected in zip(
+                outcome.value, uninterrupted[rank], strict=True
+            ):
+                assert torch.equal(actual, expected), f"rank {rank} after {done} kills"
     assert done == kills
 
 

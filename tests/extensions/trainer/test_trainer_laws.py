@@ -139,34 +139,38 @@ def test_trainer_is_the_hand_written_loop_bit_for_bit(
     trainer = make(tmp_path)
     trainer.train()
     expected = hand_written(tmp_path)
-    for ours, theirs in zip(fingerprint(trainer), expected, strict=False):
-        assert torch.equal(ours, theirs)
+    for actual, reference in zip(fingerprint(trainer), expected, strict=False):
+        assert torch.equal(actual, reference)
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     assert losses[-1] < losses[0]
 
 
 def interrupted_equals_whole(folder: Path, stops: list[int], **changes: Any) -> None:
-    whole = make(folder / "whole", **changes)
-    output = whole.train()
+    uninterrupted = make(folder / "whole", **changes)
+    output = uninterrupted.train()
     for stop in stops:
         first = make(folder / f"at{stop}", stop, **changes)
         first.train()
         # whatever happened before the resume must not matter
         torch.manual_seed(1000 + stop)
         second = make(folder / f"at{stop}", **changes)
-        again = second.train(resume_from_checkpoint=True)
-        for ours, theirs in zip(fingerprint(second), fingerprint(whole), strict=True):
-            assert torch.equal(ours, theirs), f"stopped after batch {stop}"
-        assert again.global_step == output.global_step
-        assert again.training_loss == pytest.approx(output.training_loss, rel=1e-6)
-        assert second.state.epochs_done == whole.state.epochs_done
+        resumed_output = second.train(resume_from_checkpoint=True)
+        for actual, expected in zip(
+            fingerprint(second), fingerprint(uninterrupted), strict=True
+        ):
+            assert torch.equal(actual, expected), f"stopped after batch {stop}"
+        assert resumed_output.global_step == output.global_step
+        assert resumed_output.training_loss == pytest.approx(
+            output.training_loss, rel=1e-6
+        )
+        assert second.state.epochs_done == uninterrupted.state.epochs_done
         shown = [
             [
                 (log["step"], log["epoch"])
                 for log in t.state.log_history
                 if "loss" in log
             ]
-            for t in (second, whole)
+            for t in (second, uninterrupted)
         ]
         assert shown[0] == shown[1], f"stopped after batch {stop}"
 
@@ -176,9 +180,9 @@ def test_a_run_stopped_at_any_batch_ends_as_the_whole_one(
     ctx: ProcessContext, tmp_path: Path
 ) -> None:
     last = 20 if ctx.world.size == 1 else 10
-    chosen = sorted(random.Random(ctx.world.size).sample(range(1, last), 4))
+    stops = sorted(random.Random(ctx.world.size).sample(range(1, last), 4))
     # the end of the first epoch too
-    interrupted_equals_whole(tmp_path, [*chosen, last // 2])
+    interrupted_equals_whole(tmp_path, [*stops, last // 2])
 
 
 @pytest.mark.exhaustive
@@ -218,15 +222,15 @@ def test_metrics_see_every_sample_once_and_in_order(
 ) -> None:
     for length in (1, 5, 8, 13):
         data = Rows(length)
-        seen: list[EvalPrediction] = []
+        predictions: list[EvalPrediction] = []
 
         def keep(
-            found: EvalPrediction, seen: list[EvalPrediction] = seen
+            prediction: EvalPrediction, predictions: list[EvalPrediction] = predictions
         ) -> dict[str, float]:
-            seen.append(found)
+            predictions.append(prediction)
             return {
                 "accuracy": float(
-                    (found.predictions.argmax(-1) == found.label_ids).mean()
+                    (prediction.predictions.argmax(-1) == prediction.label_ids).mean()
                 )
             }
 
@@ -242,9 +246,9 @@ def test_metrics_see_every_sample_once_and_in_order(
         )
         with torch.no_grad():
             expected = model(**batch)
-        assert np.array_equal(seen[0].label_ids, batch["labels"].numpy()), length
+        assert np.array_equal(predictions[0].label_ids, batch["labels"].numpy()), length
         np.testing.assert_allclose(
-            seen[0].predictions, expected["logits"].numpy(), rtol=1e-5, atol=1e-6
+            predictions[0].predictions, expected["logits"].numpy(), rtol=1e-5, atol=1e-6
         )
         assert metrics["eval_loss"] == pytest.approx(float(expected["loss"]), rel=1e-5)
 
@@ -260,23 +264,23 @@ def test_token_labels_of_different_lengths_are_predicted_exactly(
         DataCollatorWithPadding(pad_token_id=0),
         eval_dataset=data,
     )
-    found = trainer.predict(data)
+    prediction = trainer.predict(data)
     model, total, count = seeded(Tagger), 0.0, 0
     for index in range(len(data)):
         row = DataCollatorWithPadding(pad_token_id=0)([data[index]])
         size = row["labels"].shape[1]
-        assert found.label_ids[index, :size].tolist() == row["labels"][0].tolist()
-        assert (found.label_ids[index, size:] == -100).all()
+        assert prediction.label_ids[index, :size].tolist() == row["labels"][0].tolist()
+        assert (prediction.label_ids[index, size:] == -100).all()
         with torch.no_grad():
             out = model(**row)
         np.testing.assert_allclose(
-            found.predictions[index, :size],
+            prediction.predictions[index, :size],
             out["logits"][0].numpy(),
             rtol=1e-4,
             atol=1e-6,
         )
         total, count = total + float(out["loss"]) * size, count + size
-    assert found.metrics["test_loss"] == pytest.approx(
+    assert prediction.metrics["test_loss"] == pytest.approx(
         total / count, rel=1e-5
     )  # the mean over tokens, not over batches
 
@@ -300,8 +304,10 @@ def test_gradients_weigh_tokens_and_not_batches(
     model = seeded(Tagger)
     batch = DataCollatorWithPadding(pad_token_id=0)([data[index] for index in range(8)])
     model(**batch)["loss"].backward()
-    for before, after in zip(
+    for parameter, trained_parameter in zip(
         model.parameters(), trainer.wrapped_model.parameters(), strict=True
     ):
-        assert before.grad is not None
-        torch.testing.assert_close(before - before.grad, after, rtol=1e-4, atol=1e-6)
+        assert parameter.grad is not None
+        torch.testing.assert_close(
+            parameter - parameter.grad, trained_parameter, rtol=1e-4, atol=1e-6
+        )

@@ -94,12 +94,12 @@ def big_pickle() -> None:
 
 def no_thread_switches() -> None:
     if rank == HOLDER:
-        before = sys.getswitchinterval()
+        previous_interval = sys.getswitchinterval()
         sys.setswitchinterval(2 * HOLD_S)
         until = time.monotonic() + HOLD_S
         while time.monotonic() < until:
             sum(range(1000))
-        sys.setswitchinterval(before)
+        sys.setswitchinterval(previous_interval)
 
 
 # -------------------------------------------------------------------------------------------------- stopped and starved
@@ -127,15 +127,15 @@ def starved() -> None:
         step()
         return
     burn = f"import time\nend = time.monotonic() + {HOLD_S}\nwhile time.monotonic() < end: pass"
-    others = [
+    burners = [
         subprocess.Popen([sys.executable, "-S", "-c", burn])
         for _ in range(2 * (os.cpu_count() or 1))
     ]
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     step(torch.ones(1 << 18, 4))
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    for other in others:
-        other.wait()
+    for burner in burners:
+        burner.wait()
 
 
 def swapping() -> None:
@@ -181,12 +181,12 @@ def no_descriptors() -> None:
 
 def other_time() -> None:
     """A program that sets the clock, as tests of calendars do."""
-    now, day = time.time, 86400.0
-    time.time = lambda: now() + (day if main else -day)
+    real_time, day = time.time, 86400.0
+    time.time = lambda: real_time() + (day if main else -day)
     if rank == HOLDER:
         time.sleep(HOLD_S)
     accelerator.wait_for_everyone()
-    time.time = now
+    time.time = real_time
 
 
 # ------------------------------------------------------------------------------------------------ slow parts of training

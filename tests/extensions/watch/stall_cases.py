@@ -37,7 +37,7 @@ rank = accelerator.process_index
 main = rank == 0
 if name != "never":
     torch.manual_seed(0)
-alone = dist.new_group([0])
+first_rank_group = dist.new_group([0])
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 model, optimizer = accelerator.prepare(
     model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -138,7 +138,7 @@ def among_themselves(seconds: float) -> None:
     """Collectives in a group of its own, on rank 0."""
     end = time.monotonic() + seconds
     while main and time.monotonic() < end:
-        dist.all_reduce(torch.ones(2), group=alone)
+        dist.all_reduce(torch.ones(2), group=first_rank_group)
         time.sleep(0.05)  # at: alone
 
 

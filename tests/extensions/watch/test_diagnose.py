@@ -49,8 +49,13 @@ def state(
 
 def here(*states: State) -> list[ObservedRank]:
     return [
-        ObservedRank(one.rank, "here", one, Note(one.rank, "h", 100 + one.rank, 1))
-        for one in states
+        ObservedRank(
+            rank_state.rank,
+            "here",
+            rank_state,
+            Note(rank_state.rank, "h", 100 + rank_state.rank, 1),
+        )
+        for rank_state in states
     ]
 
 
@@ -69,10 +74,14 @@ def test_a_lost_rank_is_the_cause_whatever_the_others_do(
                 culprit, "h", 5, 1, "at 10:00" if status in ("left", "failed") else ""
             ),
         )
-        found = diagnose_stall(world)
-        assert found is not None
-        assert (found.cause, found.missing, found.ends) == (status, (culprit,), "never")
-        assert f"rank {culprit}" in found.sentence
+        diagnosis = diagnose_stall(world)
+        assert diagnosis is not None
+        assert (diagnosis.cause, diagnosis.missing, diagnosis.ends) == (
+            status,
+            (culprit,),
+            "never",
+        )
+        assert f"rank {culprit}" in diagnosis.sentence
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -97,15 +106,15 @@ def test_a_rank_that_works_is_named_but_the_wait_may_end(
             else state(rank, "train.py:57", "", **changes)
             for rank in range(size)
         ]
-        found = diagnose_stall(here(*states))
-        assert found is not None
-        assert (found.cause, found.missing, found.ends) == (
+        diagnosis = diagnose_stall(here(*states))
+        assert diagnosis is not None
+        assert (diagnosis.cause, diagnosis.missing, diagnosis.ends) == (
             cause,
             (culprit,),
             "perhaps",
         )
-        assert found.sentence.startswith(f"rank {culprit} ")
-        assert "train.py:57" in found.sentence
+        assert diagnosis.sentence.startswith(f"rank {culprit} ")
+        assert "train.py:57" in diagnosis.sentence
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -149,11 +158,11 @@ def test_different_calls_never_end(size: int) -> None:
         state(rank) if rank else state(rank, "train.py:50", "broadcast")
         for rank in range(size)
     ]
-    found = diagnose_stall(here(*states))
-    assert found is not None
-    assert (found.cause, found.ends) == ("other call", "never")
-    assert "train.py:50" in found.sentence
-    assert "train.py:40" in found.sentence
+    diagnosis = diagnose_stall(here(*states))
+    assert diagnosis is not None
+    assert (diagnosis.cause, diagnosis.ends) == ("other call", "never")
+    assert "train.py:50" in diagnosis.sentence
+    assert "train.py:40" in diagnosis.sentence
 
 
 def test_a_rank_still_receiving_what_another_has_sent_is_given_time() -> None:
@@ -165,14 +174,14 @@ def test_a_rank_still_receiving_what_another_has_sent_is_given_time() -> None:
         counts={"0/cpu": 10, "barrier/w": 1},
     )
     receiver = state(1, "train.py:40", "broadcast", counts={"0/cpu": 10})
-    found = diagnose_stall(here(sender, receiver))
-    assert found is not None
-    assert (found.cause, found.ends) == ("other call", "hardly")
+    diagnosis = diagnose_stall(here(sender, receiver))
+    assert diagnosis is not None
+    assert (diagnosis.cause, diagnosis.ends) == ("other call", "hardly")
     # began one that the other has not
     ahead = msgspec.structs.replace(receiver, counts={"0/cpu": 11})
-    found = diagnose_stall(here(sender, ahead))
-    assert found is not None
-    assert found.ends == "never"
+    diagnosis = diagnose_stall(here(sender, ahead))
+    assert diagnosis is not None
+    assert diagnosis.ends == "never"
 
 
 def test_a_backward_counts_as_waiting_only_when_it_computes_nothing() -> None:
@@ -184,19 +193,19 @@ def test_a_backward_counts_as_waiting_only_when_it_computes_nothing() -> None:
         counts={"0/cpu": 10, "barrier/w": 1},
     )
     waiting = state(0, "train.py:42", "backward", kind="backward", counts={"0/cpu": 11})
-    found = diagnose_stall(here(waiting, barrier))
-    assert found is not None
-    assert (found.cause, found.ends) == ("other call", "never")
+    diagnosis = diagnose_stall(here(waiting, barrier))
+    assert diagnosis is not None
+    assert (diagnosis.cause, diagnosis.ends) == ("other call", "never")
     busy = msgspec.structs.replace(waiting, cpu_share=0.9)
-    found = diagnose_stall(here(busy, barrier))
-    assert found is not None
-    assert (found.missing, found.ends) == ((0,), "perhaps")
+    diagnosis = diagnose_stall(here(busy, barrier))
+    assert diagnosis is not None
+    assert (diagnosis.missing, diagnosis.ends) == ((0,), "perhaps")
 
 
 def test_all_in_the_same_call() -> None:
-    found = diagnose_stall(here(*(state(rank) for rank in range(4))))
-    assert found is not None
-    assert (found.cause, found.ends) == ("same call", "perhaps")
+    diagnosis = diagnose_stall(here(*(state(rank) for rank in range(4))))
+    assert diagnosis is not None
+    assert (diagnosis.cause, diagnosis.ends) == ("same call", "perhaps")
 
 
 def test_a_silent_rank_is_named_with_its_pid() -> None:
@@ -204,11 +213,11 @@ def test_a_silent_rank_is_named_with_its_pid() -> None:
         *here(state(0)),
         ObservedRank(1, "silent", None, Note(1, "node7", 4711, 1)),
     ]
-    found = diagnose_stall(world)
-    assert found is not None
-    assert (found.cause, found.missing) == ("silent", (1,))
-    assert "pid 4711 on node7" in found.sentence
-    text = words.render_report(found, world, 31.0, "it waits")
+    diagnosis = diagnose_stall(world)
+    assert diagnosis is not None
+    assert (diagnosis.cause, diagnosis.missing) == ("silent", (1,))
+    assert "pid 4711 on node7" in diagnosis.sentence
+    text = words.render_report(diagnosis, world, 31.0, "it waits")
     assert "rank 1: does not respond" in text
     assert "rank 0: waits at train.py:40 gather(x) for 31 s, after 7 updates" in text
 
@@ -222,16 +231,16 @@ def test_a_rank_that_moves_is_neither_silent_nor_waiting(size: int) -> None:
                 for rank in range(size)
             )
         )
-        found = diagnose_stall(world)
-        assert found is not None
-        assert (found.cause, found.missing, found.ends) == (
+        diagnosis = diagnose_stall(world)
+        assert diagnosis is not None
+        assert (diagnosis.cause, diagnosis.missing, diagnosis.ends) == (
             "elsewhere",
             (mover,),
             "perhaps",
         )
-        assert mover not in found.waiting
+        assert mover not in diagnosis.waiting
         assert f"rank {mover}: is busy with other collectives" in words.render_report(
-            found, world, 31.0, "it waits"
+            diagnosis, world, 31.0, "it waits"
         )
         in_block = here(
             *(
@@ -256,12 +265,20 @@ def test_a_rank_that_has_left_is_the_cause_only_where_it_is_missing() -> None:
         state(0, counts={"0/cpu": 10, "pair/cpu": 4}),
         state(1, counts={"0/cpu": 10, "pair/cpu": 3}, kind="user"),
     )
-    found = diagnose_stall([*world, left(2, {"0/cpu": 10})])
-    assert found is not None
-    assert (found.cause, found.missing, found.ends) == ("user code", (1,), "perhaps")
-    found = diagnose_stall([*world, left(2, {"0/cpu": 9})])
-    assert found is not None
-    assert (found.cause, found.missing, found.ends) == ("left", (2,), "never")
+    diagnosis = diagnose_stall([*world, left(2, {"0/cpu": 10})])
+    assert diagnosis is not None
+    assert (diagnosis.cause, diagnosis.missing, diagnosis.ends) == (
+        "user code",
+        (1,),
+        "perhaps",
+    )
+    diagnosis = diagnose_stall([*world, left(2, {"0/cpu": 9})])
+    assert diagnosis is not None
+    assert (diagnosis.cause, diagnosis.missing, diagnosis.ends) == (
+        "left",
+        (2,),
+        "never",
+    )
     unknown = diagnose_stall([*world, left(2, None)])
     assert unknown is not None
     assert unknown.missing == (1,), "the rank that works explains the wait"
@@ -272,14 +289,14 @@ def test_the_same_call_from_different_lines_may_be_one_collective() -> None:
         state(0, "train.py:40", "broadcast"),
         state(1, "train.py:42", "broadcast"),
     ]
-    found = diagnose_stall(here(*states))
-    assert found is not None
-    assert (found.cause, found.ends) == ("same call", "perhaps")
-    found = diagnose_stall(
+    diagnosis = diagnose_stall(here(*states))
+    assert diagnosis is not None
+    assert (diagnosis.cause, diagnosis.ends) == ("same call", "perhaps")
+    diagnosis = diagnose_stall(
         here(states[0], msgspec.structs.replace(states[1], counts={"0/cpu": 11}))
     )
-    assert found is not None
-    assert found.cause == "other call"
+    assert diagnosis is not None
+    assert diagnosis.cause == "other call"
 
 
 @pytest.mark.parametrize("thread", ["runs", "disk"])
@@ -287,46 +304,50 @@ def test_a_thread_that_wants_the_processor_or_the_disk_does_not_wait_for_ranks(
     thread: Any,
 ) -> None:
     waiting = state(0, counts={"0/cpu": 11})
-    found = diagnose_stall(
+    diagnosis = diagnose_stall(
         here(waiting, state(1, "train.py:42", "forward", kind="forward", thread=thread))
     )
-    assert found is not None
-    assert (found.missing, found.ends) == ((1,), "perhaps")
+    assert diagnosis is not None
+    assert (diagnosis.missing, diagnosis.ends) == ((1,), "perhaps")
 
 
 def test_a_step_that_is_behind_may_come_yet() -> None:
     behind = state(1, "train.py:42", "backward", kind="backward")
-    found = diagnose_stall(here(state(0, counts={"0/cpu": 11}), behind))
-    assert found is not None
-    assert (found.cause, found.ends) == ("other call", "perhaps")
-    found = diagnose_stall(here(state(0), behind))
-    assert found is not None
-    assert found.ends == "hardly", (
+    diagnosis = diagnose_stall(here(state(0, counts={"0/cpu": 11}), behind))
+    assert diagnosis is not None
+    assert (diagnosis.cause, diagnosis.ends) == ("other call", "perhaps")
+    diagnosis = diagnose_stall(here(state(0), behind))
+    assert diagnosis is not None
+    assert diagnosis.ends == "hardly", (
         "it has begun as many, so it waits in another collective"
     )
 
 
 def test_a_device_may_compute_without_the_processor() -> None:
-    found = diagnose_stall(
+    diagnosis = diagnose_stall(
         here(state(0), state(1, "train.py:42", "synchronize", kind="device"))
     )
-    assert found is not None
-    assert (found.cause, found.ends) == ("other call", "perhaps")
+    assert diagnosis is not None
+    assert (diagnosis.cause, diagnosis.ends) == ("other call", "perhaps")
 
 
 def test_unequal_batches_are_named_where_one_rank_trains_and_another_has_ended() -> (
     None
 ):
     ending = state(0, "train.py:50", "end_training", kind="ending")
-    found = diagnose_stall(
+    diagnosis = diagnose_stall(
         here(
             ending,
             state(1, "train.py:42", "backward", kind="backward", counts={"0/cpu": 11}),
         )
     )
-    assert found is not None
-    assert (found.cause, found.missing, found.ends) == ("uneven", (0,), "never")
-    assert "unequal numbers of batches" in found.sentence
+    assert diagnosis is not None
+    assert (diagnosis.cause, diagnosis.missing, diagnosis.ends) == (
+        "uneven",
+        (0,),
+        "never",
+    )
+    assert "unequal numbers of batches" in diagnosis.sentence
     slow = diagnose_stall(
         here(
             msgspec.structs.replace(ending, io_quiet_s=61.0),
@@ -339,18 +360,21 @@ def test_unequal_batches_are_named_where_one_rank_trains_and_another_has_ended()
 
 def test_evidence_is_what_ranks_post_now_and_twice() -> None:
     evidence = Evidence(0, 1.0)
-    own, other = state(0, turn=1), state(1, "train.py:50", "broadcast", turn=8)
-    found = diagnose_stall(here(own, other))
-    assert found is not None
+    first_state, second_state = (
+        state(0, turn=1),
+        state(1, "train.py:50", "broadcast", turn=8),
+    )
+    diagnosis = diagnose_stall(here(first_state, second_state))
+    assert diagnosis is not None
     results = []
     for turn in (8, 8, 9, 10, 10, 11, 12):
-        world = here(own, msgspec.structs.replace(other, turn=turn))
-        results.append(evidence.confirms_diagnosis(found, world))
+        world = here(first_state, msgspec.structs.replace(second_state, turn=turn))
+        results.append(evidence.confirms_diagnosis(diagnosis, world))
     assert results == [False, False, False, True, False, False, True], (
         "two more posts each time"
     )
-    moved = msgspec.structs.replace(other, turn=14, counts={"0/cpu": 11})
-    assert not evidence.confirms_diagnosis(found, here(own, moved)), (
+    moved = msgspec.structs.replace(second_state, turn=14, counts={"0/cpu": 11})
+    assert not evidence.confirms_diagnosis(diagnosis, here(first_state, moved)), (
         "another wait than before"
     )
 
@@ -395,15 +419,15 @@ def test_ranks_that_do_the_same_share_a_line() -> None:
             for rank in range(64)
         )
     )
-    found = diagnose_stall(world)
-    assert found is not None
-    text = words.render_report(found, world, 31.0, "it waits")
+    diagnosis = diagnose_stall(world)
+    assert diagnosis is not None
+    text = words.render_report(diagnosis, world, 31.0, "it waits")
     assert "  ranks 0-4, 6-63: waits at train.py:40" in text
     assert "  rank 5: is in user code at train.py:57" in text
 
 
 TORCH, HASTEN = "/x/site-packages/torch", LIBRARIES[0]
-PLACES: tuple[tuple[list[tuple[str, str]], str, str], ...] = (
+STACKS: tuple[tuple[list[tuple[str, str]], str, str], ...] = (
     ([(f"{TORCH}/distributed/distributed_c10d.py", "all_reduce")], "collective", "all_reduce"),
     ([(f"{HASTEN}comm/ops.py", "gather"), (f"{HASTEN}accelerator/facade.py", "gather")], "collective", "gather"),
     ([(f"{HASTEN}comm/process_group.py", "wait"), (f"{HASTEN}accelerator/facade.py", "wait_for_everyone")], "collective", "wait_for_everyone"),
@@ -421,19 +445,19 @@ PLACES: tuple[tuple[list[tuple[str, str]], str, str], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("inner", "kind", "call"), PLACES)
+@pytest.mark.parametrize(("inner", "kind", "call"), STACKS)
 def test_the_place_of_a_stack(
     inner: list[tuple[str, str]], kind: str, call: str
 ) -> None:
     frames = [StackCall(file, 1, function) for file, function in inner]
-    place = place_of(
+    call_site = place_of(
         [
             *frames,
             StackCall("/home/me/train.py", 42, "main"),
             StackCall(f"{HASTEN}launch/worker.py", 1, "main"),
         ]
     )
-    assert (place.kind, place.call, place.line, place.function) == (
+    assert (call_site.kind, call_site.call, call_site.line, call_site.function) == (
         kind,
         call,
         42,
@@ -468,10 +492,10 @@ def test_a_thread_is_seen_where_it_is() -> None:
             call.function for call in stacks.calls_of(thread.ident or 0)
         }:
             assert time.monotonic() < deadline
-        place = place_of(stacks.calls_of(thread.ident or 0))
-        assert (place.kind, place.function) == ("user", "waits_here")
-        assert place.line == waits_here.__code__.co_firstlineno + 1
-        assert stacks.source_line(place.file, place.line) == "over.wait()"
+        call_site = place_of(stacks.calls_of(thread.ident or 0))
+        assert (call_site.kind, call_site.function) == ("user", "waits_here")
+        assert call_site.line == waits_here.__code__.co_firstlineno + 1
+        assert stacks.source_line(call_site.file, call_site.line) == "over.wait()"
     finally:
         over.set()
         thread.join()
@@ -506,13 +530,15 @@ def test_the_kernel_knows_this_process() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("behind", "ends"), [(10, "hardly"), (11, "never")])
-def test_who_may_still_receive_is_given_time(size: int, behind: int, ends: str) -> None:
+@pytest.mark.parametrize(("behind", "expected_end"), [(10, "hardly"), (11, "never")])
+def test_who_may_still_receive_is_given_time(
+    size: int, behind: int, expected_end: str
+) -> None:
     states = [state(0, "train.py:41", counts={"0/cpu": 11})]
     states += [
         state(rank, "train.py:40", "broadcast", counts={"0/cpu": behind})
         for rank in range(1, size)
     ]
-    found = diagnose_stall(here(*states))
-    assert found is not None
-    assert (found.cause, found.ends) == ("other call", ends)
+    diagnosis = diagnose_stall(here(*states))
+    assert diagnosis is not None
+    assert (diagnosis.cause, diagnosis.ends) == ("other call", expected_end)

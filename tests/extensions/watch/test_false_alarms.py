@@ -19,9 +19,9 @@ from hasten.cli.main import main
 
 pytestmark = pytest.mark.timed
 
-HERE = Path(__file__).parent
+WATCH_TESTS = Path(__file__).parent
 SUPPORT = Path(__file__).parents[2] / "support"
-SCRIPT = HERE / "odd_cases.py"
+SCRIPT = WATCH_TESTS / "odd_cases.py"
 AFTER_S = 1.5
 HOLD_S, NOTE_S = "4", "1.2"
 SHORT = (

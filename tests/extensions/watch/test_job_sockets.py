@@ -90,19 +90,19 @@ def _as_nobody(path: Path) -> str:
     child = os.fork()
     if child == 0:
         os.setuid(NOBODY)
-        said = "an answer"
+        received = "an answer"
         try:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(10)
                 connection.connect(str(path))
                 connection.sendall(b"{}\n")
-                said = "an answer" if connection.recv(100) else "no answer"
+                received = "an answer" if connection.recv(100) else "no answer"
         except ConnectionError:
-            said = "no answer"
+            received = "no answer"
         except OSError as error:
-            said = type(error).__name__
+            received = type(error).__name__
         finally:
-            os.write(writing, said.encode())
+            os.write(writing, received.encode())
             os._exit(0)
     os.waitpid(child, 0)
     os.close(writing)
@@ -124,15 +124,15 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
 def test_sockets_of_ended_processes_are_removed(tmp_path: Path) -> None:
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
-    gone, here = (
+    gone, live_socket = (
         tmp_path / Address(1, 0, done.pid).name,
         tmp_path / Address(1, 1, os.getpid()).name,
     )
-    for path in (gone, here, tmp_path / "other.sock", tmp_path / "notes.txt"):
+    for path in (gone, live_socket, tmp_path / "other.sock", tmp_path / "notes.txt"):
         path.touch()
-    assert list(live_sockets(tmp_path)) == [(Address(1, 1, os.getpid()), here)]
+    assert list(live_sockets(tmp_path)) == [(Address(1, 1, os.getpid()), live_socket)]
     assert not gone.exists()
-    assert request_status(here, {}) is None
+    assert request_status(live_socket, {}) is None
 
 
 def test_without_a_job_the_command_says_so(

@@ -23,9 +23,9 @@ from hasten.launch import failure
 
 pytestmark = pytest.mark.timed
 
-HERE: Final = Path(__file__).parent
+WATCH_TESTS: Final = Path(__file__).parent
 SUPPORT: Final = Path(__file__).parents[2] / "support"
-SCRIPT: Final = HERE / "stall_cases.py"
+SCRIPT: Final = WATCH_TESTS / "stall_cases.py"
 AFTER_S: Final = 1.5
 WITHIN_S: Final = 10.0
 
@@ -48,23 +48,23 @@ class Case:
     """Flags of its own."""
 
 
-OTHER: Final = (
+DIFFERENT_CALLS: Final = (
     r"waits at .* while rank \d waits at .*: the ranks called different collectives"
 )
 CASES: Final = (
-    Case("gather_on_main", OTHER, ("gather", "backward"), quick=True),
-    Case("barrier_on_main", OTHER, ("barrier", "reduce")),
-    Case("save_on_main", OTHER, ("save", "backward"), quick=True),
-    Case("load_on_main", OTHER, ("load", "barrier after load")),
-    Case("object_on_main", OTHER, ("object", "barrier after object")),
-    Case("uneven_loops", OTHER, ("backward", "barrier after loop"), quick=True),
-    Case("other_order", OTHER, ("first gather", "first barrier")),
-    Case("skipped_backward", OTHER, ("only backward", "barrier instead")),
-    Case("collective_in_main_first", OTHER, ("main first", "gather in block"), quick=True),
-    Case("late_gather", OTHER, ("late gather", "early barrier"), quick=True),
+    Case("gather_on_main", DIFFERENT_CALLS, ("gather", "backward"), quick=True),
+    Case("barrier_on_main", DIFFERENT_CALLS, ("barrier", "reduce")),
+    Case("save_on_main", DIFFERENT_CALLS, ("save", "backward"), quick=True),
+    Case("load_on_main", DIFFERENT_CALLS, ("load", "barrier after load")),
+    Case("object_on_main", DIFFERENT_CALLS, ("object", "barrier after object")),
+    Case("uneven_loops", DIFFERENT_CALLS, ("backward", "barrier after loop"), quick=True),
+    Case("other_order", DIFFERENT_CALLS, ("first gather", "first barrier")),
+    Case("skipped_backward", DIFFERENT_CALLS, ("only backward", "barrier instead")),
+    Case("collective_in_main_first", DIFFERENT_CALLS, ("main first", "gather in block"), quick=True),
+    Case("late_gather", DIFFERENT_CALLS, ("late gather", "early barrier"), quick=True),
     Case("busy_elsewhere", r"rank 0 is busy with other collectives, now at", ("alone", "barrier of one"), report_only=True),
-    Case("torch_reduce_on_main", OTHER, ("torch reduce", "barrier after torch")),
-    Case("fsdp_forward_on_main", OTHER, ("forward", "barrier after forward"), quick=True),
+    Case("torch_reduce_on_main", DIFFERENT_CALLS, ("torch reduce", "barrier after torch")),
+    Case("fsdp_forward_on_main", DIFFERENT_CALLS, ("forward", "barrier after forward"), quick=True),
     Case("other_shape", r"MismatchError", ("shapes",), code=1),
     Case("other_dtype", r"MismatchError", ("dtypes",), code=1),
     Case("other_structure", r"MismatchError", ("structures",), code=1),

@@ -67,17 +67,17 @@ def test_a_second_process_sees_the_ranks(
             assert time.monotonic() < until, (tmp_path / "out").read_text()
             assert job.poll() is None, (tmp_path / "out").read_text()
             time.sleep(0.2)
-        asked = [sys.executable, "-m", "hasten.cli.main", "top", "--json", "--stacks"]
+        command = [sys.executable, "-m", "hasten.cli.main", "top", "--json", "--stacks"]
         first = second = json.loads(
-            subprocess.run(asked, capture_output=True, check=True).stdout
+            subprocess.run(command, capture_output=True, check=True).stdout
         )
         while not all(
-            after["step"] > before["step"]
-            for before, after in zip(first, second, strict=True)
+            later["step"] > earlier["step"]
+            for earlier, later in zip(first, second, strict=True)
         ):
             assert time.monotonic() < until, "the steps grow"
             second = json.loads(
-                subprocess.run(asked, capture_output=True, check=True).stdout
+                subprocess.run(command, capture_output=True, check=True).stdout
             )
         assert [status["rank"] for status in first] == [0, 1]
         assert {status["world_size"] for status in first} == {2}
@@ -101,7 +101,7 @@ def test_a_second_process_sees_the_ranks(
             job.wait()
 
 
-ALONE = """
+TRAINING_SCRIPT = """
 import pathlib, sys, time, torch
 from hasten import Accelerator
 
@@ -124,7 +124,7 @@ def test_a_job_of_one_process_is_shown(
         tmp_path / "stop",
         tmp_path / "hasten",
     )
-    script.write_text(ALONE)
+    script.write_text(TRAINING_SCRIPT)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     command = [
         sys.executable,

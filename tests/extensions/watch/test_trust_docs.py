@@ -39,21 +39,26 @@ def test_snippets_run(
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(compile(code, "docs/trust.md", "exec"), names)
-    made = names["accelerator"]
-    assert isinstance(made, Accelerator)
-    asked = set(re.findall(r"Accelerator\((.*)\)", code))
-    assert asked in (
+    accelerator = names["accelerator"]
+    assert isinstance(accelerator, Accelerator)
+    arguments = set(re.findall(r"Accelerator\((.*)\)", code))
+    assert arguments in (
         {'trust=TrustSettings(stall="report", stall_after_s=120)'},
-        *({one} for one in SNIPPETS),
+        *({argument_text} for argument_text in SNIPPETS),
     )
     if 'stall="report"' in code:
-        assert (made.config.trust.stall, made.config.trust.stall_after_s) == (
+        assert (
+            accelerator.config.trust.stall,
+            accelerator.config.trust.stall_after_s,
+        ) == (
             "report",
             120.0,
         )
-    for given, values in SNIPPETS.items():
-        if given in code:
-            assert {name: getattr(made.config.trust, name) for name in values} == values
+    for snippet, values in SNIPPETS.items():
+        if snippet in code:
+            assert {
+                name: getattr(accelerator.config.trust, name) for name in values
+            } == values
 
 
 def test_numbers_of_the_page() -> None:

@@ -49,18 +49,18 @@ def endpoints(count: int) -> str:
 def job(words: str, script: str, host: Host | None = None) -> Job:
     """The job of a command line, on a machine with gcloud and no TPU unless said otherwise."""
     typed = shlex.split(words)
-    given = make_parser().parse_args([*typed, script])
+    args = make_parser().parse_args([*typed, script])
     host = host or Host(programs=frozenset({"gcloud"}))
-    return prepare(given.script, settings=given.settings, typed=typed, host=host)
+    return prepare(args.script, settings=args.settings, typed=typed, host=host)
 
 
 def test_gcloud_is_asked_before_anything_runs_there(
     script: str, tmp_path: Path
 ) -> None:
-    asked = gcloud(tmp_path, endpoints(4))
+    log_file = gcloud(tmp_path, endpoints(4))
     command = job(CLUSTER, script).plan.procs[0].argv[-1]
     assert command.endswith(f"--num_machines 4 --main_process_ip 10.0.0.0 {script}")
-    assert asked.read_text().splitlines() == [
+    assert log_file.read_text().splitlines() == [
         "compute tpus tpu-vm describe big --format json(networkEndpoints) --quiet --zone z-1"
     ]
 
@@ -97,10 +97,10 @@ def test_this_machine_of_a_slice_is_refused_before_training(script: str) -> None
     env = {"TPU_WORKER_HOSTNAMES": "a,b"}
     with pytest.raises(ConfigError, match="this TPU slice has 2 hosts"):
         job("", script, Host(device="tpu", num_devices=4, env=env))
-    alone = Host(
+    single_host = Host(
         device="tpu", num_devices=4, env={**env, "TPU_PROCESS_BOUNDS": "1,1,1"}
     )
-    assert job("", script, alone).plan.launcher == "single"
+    assert job("", script, single_host).plan.launcher == "single"
     on_cpu = Host(device="tpu", num_devices=4, env={**env, "PJRT_DEVICE": "CPU"})
     assert job("", script, on_cpu).plan.launcher == "single"
 
@@ -117,11 +117,11 @@ def test_the_hosts_of_a_slice_take_their_own_numbers(script: str) -> None:
     ) == (2, 3, 1)
     assert plan.procs[0].env["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "2,4,1"
     assert tpu_hosts.count_hosts(plan.procs[0].env) == 1  # so that XLA waits for nobody
-    given = job(
+    ranked_plan = job(
         f"{words} --machine_rank 1", script, Host(device="tpu", num_devices=8, env=env)
     ).plan
-    assert given.meeting is not None
-    assert given.meeting.machine_rank == 1
+    assert ranked_plan.meeting is not None
+    assert ranked_plan.meeting.machine_rank == 1
 
 
 def test_a_job_without_tpus_is_not_counted(
@@ -135,28 +135,30 @@ def test_a_job_without_tpus_is_not_counted(
     assert job("", script, Host()).plan.launcher == "single"
 
 
-@pytest.mark.parametrize("way", ["flag", "file", "file with a list"])
+@pytest.mark.parametrize("source", ["flag", "file", "file with a list"])
 def test_commands_for_the_vms_may_hold_commas(
-    script: str, tmp_path: Path, way: str
+    script: str, tmp_path: Path, source: str
 ) -> None:
     gcloud(tmp_path, endpoints(1))
     lines = ["(cd /tmp && pip install 'a[x,y]' b)", "echo 1,2"]
-    if way == "flag":
-        made = job(
+    if source == "flag":
+        prepared_job = job(
             f"{CLUSTER} --tpu_commands {shlex.quote(chr(10).join(lines))}", script
         )
     else:
         file = tmp_path / "settings.json"
-        commands = lines if way == "file with a list" else "\n".join(lines)
+        commands = lines if source == "file with a list" else "\n".join(lines)
         file.write_text(json.dumps({"xla": {"commands": commands}}))
-        given = make_parser().parse_args([*shlex.split(CLUSTER), script])
+        args = make_parser().parse_args([*shlex.split(CLUSTER), script])
         host = Host(programs=frozenset({"gcloud"}))
-        made = prepare(
-            given.script, settings=given.settings, config_file=str(file), host=host
+        prepared_job = prepare(
+            args.script, settings=args.settings, config_file=str(file), host=host
         )
-    assert made.request.config.section(XLAConfig).commands == tuple(lines)
+    assert prepared_job.request.config.section(XLAConfig).commands == tuple(lines)
     assert (
-        made.plan.procs[0].argv[-1].startswith(f"{lines[0]}; {lines[1]}; hasten launch")
+        prepared_job.plan.procs[0]
+        .argv[-1]
+        .startswith(f"{lines[0]}; {lines[1]}; hasten launch")
     )
 
 

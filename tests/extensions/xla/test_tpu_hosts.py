@@ -27,8 +27,10 @@ def metadata(
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked = self.path == path and self.headers["Metadata-Flavor"] == "Google"
-            self.send_response(status if asked else 403)
+            is_authorized = (
+                self.path == path and self.headers["Metadata-Flavor"] == "Google"
+            )
+            self.send_response(status if is_authorized else 403)
             self.end_headers()
             self.wfile.write(text.encode())
 
@@ -102,8 +104,8 @@ def test_variables_come_before_metadata() -> None:
 @pytest.mark.parametrize("name", ["TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS"])
 def test_a_machine_of_a_slice_may_be_alone(name: str) -> None:
     assert Topology.from_env(POD).world_size == 4
-    alone = Topology.from_env({**POD, name: "1,1,1"})
-    assert (alone.rank, alone.world_size, alone.node_rank) == (0, 1, 0)
+    topology = Topology.from_env({**POD, name: "1,1,1"})
+    assert (topology.rank, topology.world_size, topology.node_rank) == (0, 1, 0)
     assert Topology.from_env({**POD, name: "2,2,1"}).world_size == 4
     xla.refuse_hosts("TPU", {**POD, name: "1,1,1"})
 

@@ -110,9 +110,9 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_only_even_parts_are_shared() -> None:
-    four, one = (
+    four, single = (
         Devices(4, "TPU", torch.device("cpu"), None),
         Devices(1, "TPU", torch.device("cpu"), None),
     )
     assert [size for size in range(13) if four.divides(size)] == [4, 8, 12]
-    assert not any(one.divides(size) for size in range(13))
+    assert not any(single.divides(size) for size in range(13))

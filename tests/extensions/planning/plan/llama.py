@@ -57,7 +57,7 @@ def _variant(
 ) -> Variant:
     item = 4 if precision == "no" else 2
     tokens = sequence * width * item
-    kept = tokens * (layers + 20 if recompute else 17 * layers)
+    kept_bytes = tokens * (layers + 20 if recompute else 17 * layers)
     flops = 6 * 12 * width * width * layers * sequence * (4 / 3 if recompute else 1)
     return Variant(
         precision=precision,
@@ -66,7 +66,7 @@ def _variant(
         moved=LinearCost(0, tokens * 100 * layers),
         operations=60 * layers,
         moments=(
-            Moment(activations=LinearCost(0, kept)),
-            Moment(activations=LinearCost(0, kept / 2), gradients=0.5),
+            Moment(activations=LinearCost(0, kept_bytes)),
+            Moment(activations=LinearCost(0, kept_bytes / 2), gradients=0.5),
         ),
     )

@@ -32,7 +32,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def test_the_table_measured_exactly_changes_nothing() -> None:
     table = hardware.find_accelerator("h200")
-    same = Links(
+    equal_links = Links(
         device="NVIDIA H200",
         machines=2,
         per_machine=8,
@@ -40,7 +40,7 @@ def test_the_table_measured_exactly_changes_nothing() -> None:
         network_gb_s=table.network_gb_s * table.link_share,
     )
     # nothing measured: the table's speeds
-    for links in (same, Links(device="cpu", machines=1, per_machine=1)):
+    for links in (equal_links, Links(device="cpu", machines=1, per_machine=1)):
         for mesh in (
             MeshSpec(dp_shard=8),
             MeshSpec(dp_shard=64),

@@ -31,10 +31,10 @@ def size(value: Any) -> int:  # Any: state of an optimizer
 
 
 def planned(net: nn.Module, facts: OptimizerFacts) -> ModelTrace:
-    found = ModelStructure()
-    found.inspect_models([net])
+    structure = ModelStructure()
+    structure.inspect_models([net])
     return ModelTrace(
-        name="toy", parameters=found.parameters, optimizer=facts, variants=()
+        name="toy", parameters=structure.parameters, optimizer=facts, variants=()
     )
 
 

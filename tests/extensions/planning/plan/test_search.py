@@ -42,12 +42,13 @@ def request(gpus: int, gpu: str = "h200", batch: int | None = None) -> PlanReque
 
 def test_every_layout_has_the_asked_number_of_ranks_and_samples() -> None:
     for gpus in (*range(1, 17), 48, 4096):
-        asked = request(gpus)
+        plan_request = request(gpus)
         assert all(
-            layout.mesh.world_size == gpus for layout in list_layouts(SMALL, asked)
+            layout.mesh.world_size == gpus
+            for layout in list_layouts(SMALL, plan_request)
         )
-        for option in search_layouts(SMALL, asked).options:
-            assert option.candidate.global_batch == asked.global_batch
+        for option in search_layouts(SMALL, plan_request).options:
+            assert option.candidate.global_batch == plan_request.global_batch
 
 
 def test_shards_of_all_ranks_make_the_whole_parameter() -> None:
@@ -80,8 +81,8 @@ def test_even_shards_agree_with_the_formulas_of_the_runtime() -> None:
         )
         assert optimizer - counters == pytest.approx(expected.optimizer, rel=0.01)
         wire = count_sent_bytes(trace, layout)
-        own = data_traffic(mesh, count_weights(trace, layout), item_bytes=2)
-        assert {axis: wire[axis] for axis in own} == pytest.approx(own)
+        traffic = data_traffic(mesh, count_weights(trace, layout), item_bytes=2)
+        assert {axis: wire[axis] for axis in traffic} == pytest.approx(traffic)
 
 
 def test_memory_grows_with_the_micro_batch_and_falls_with_shards() -> None:
@@ -135,9 +136,11 @@ def test_copies_are_taken_where_shards_gain_next_to_nothing(
     plans: list[LayoutPlan],
 ) -> None:
     for plan in plans:
-        copies = [one for one in plan.options if one.fits and _is_plain(one)]
-        fastest_s = min(one.time.total for one in plan.options if one.fits)
-        if copies and min(one.time.total for one in copies) <= fastest_s * (
+        copies = [
+            option for option in plan.options if option.fits and _is_plain(option)
+        ]
+        fastest_s = min(option.time.total for option in plan.options if option.fits)
+        if copies and min(option.time.total for option in copies) <= fastest_s * (
             1 + FEATURE_COST
         ):
             assert _is_plain(plan.best)
@@ -145,9 +148,12 @@ def test_copies_are_taken_where_shards_gain_next_to_nothing(
 
 
 def _is_plain(option: Option) -> bool:
-    chosen = option.candidate
+    candidate = option.candidate
     return not (
-        chosen.sharded or chosen.recompute or chosen.offload or chosen.mesh.tp > 1
+        candidate.sharded
+        or candidate.recompute
+        or candidate.offload
+        or candidate.mesh.tp > 1
     )
 
 
@@ -169,9 +175,9 @@ def test_the_best_becomes_settings_that_are_read_back(
         path = files.write(config, tmp_path / "config.yaml")
         names = {entry.name for entry in files.read(path).entries}
         assert config.launch.num_processes == plan.request.gpus
-        chosen = plan.best.candidate
-        assert ("parallelism.dp_shard_size" in names) == chosen.sharded
-        assert config.gradient_accumulation.num_steps == chosen.micro_steps
+        candidate = plan.best.candidate
+        assert ("parallelism.dp_shard_size" in names) == candidate.sharded
+        assert config.gradient_accumulation.num_steps == candidate.micro_steps
         assert all([report.explain_best(plan), report.list_notes(plan, plan.best)])
 
 
@@ -227,10 +233,10 @@ def test_accelerators_are_found_by_the_names_people_and_drivers_use(
         hardware.find_accelerator("hh20")
     file = tmp_path / "own.yaml"
     file.write_text("mine: {like: h100, memory_gib: 96}\n")
-    own = hardware.read_entries(file)
-    assert hardware.find_accelerator("mine", own).memory_gib == 96
+    user_accelerators = hardware.read_entries(file)
+    assert hardware.find_accelerator("mine", user_accelerators).memory_gib == 96
     assert (
-        hardware.find_accelerator("mine", own).tflops_bf16
+        hardware.find_accelerator("mine", user_accelerators).tflops_bf16
         == hardware.find_accelerator("h100").tflops_bf16
     )
     for text, expected in (
@@ -248,8 +254,8 @@ def test_accelerators_are_found_by_the_names_people_and_drivers_use(
 
 
 def test_divisors_are_the_micro_batches_offered() -> None:
-    found = {
+    micro_batches = {
         option.candidate.micro_batch
         for option in search_layouts(SMALL, request(1, batch=12)).options
     }
-    assert found <= set(divisors(12))
+    assert micro_batches <= set(divisors(12))

@@ -82,16 +82,16 @@ def test_the_trace_knows_the_model_and_its_optimizer(traced: ModelTrace) -> None
     assert traced.sequence == LENGTH
     assert traced.optimizer.states == (4, 4)
     assert 0 < traced.split_share < 1
-    plain, again = (
+    plain, recomputed = (
         traced.variant("no", recompute=False),
         traced.variant("no", recompute=True),
     )
     assert plain is not None
-    assert again is not None
-    assert max(m.activations.slope for m in again.moments) < max(
+    assert recomputed is not None
+    assert max(m.activations.slope for m in recomputed.moments) < max(
         m.activations.slope for m in plain.moments
     )
-    assert sum(line.slope for line in again.flops.values()) > sum(
+    assert sum(line.slope for line in recomputed.flops.values()) > sum(
         line.slope for line in plain.flops.values()
     )
 
@@ -108,28 +108,28 @@ def test_products_are_counted_as_they_are() -> None:
             accelerator.backward(model(batch).sum())
             optimizer.step()
 
-    found = trace_step(one_layer, "layer", ("no",))
-    (variant,) = found.variants
+    traced_step = trace_step(one_layer, "layer", ("no",))
+    (variant,) = traced_step.variants
     assert variant.flops["fp32"].slope == 2 * 2 * 8 * 4, (
         "forward, and the gradient of the weights"
     )
-    assert found.optimizer.states == ()
+    assert traced_step.optimizer.states == ()
 
 
-@pytest.mark.parametrize("way", ["loader first", "one by one", "prepare_data_loader"])
-def test_objects_may_be_prepared_in_any_order(way: str) -> None:
+@pytest.mark.parametrize("order", ["loader first", "one by one", "prepare_data_loader"])
+def test_objects_may_be_prepared_in_any_order(order: str) -> None:
     def one_by_one() -> None:
         accelerator = Accelerator(gradient_accumulation_steps=2)
         net: nn.Module = nn.Linear(8, 4, bias=False)
         updates: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         loader: DataLoader[Tensor] = DataLoader([torch.zeros(8)] * 4, batch_size=2)  # type: ignore[arg-type]
-        if way == "loader first":
+        if order == "loader first":
             loader = accelerator.prepare(loader)
         net = accelerator.prepare(net)
         updates = accelerator.prepare(updates)
-        if way == "one by one":
+        if order == "one by one":
             loader = accelerator.prepare(loader)
-        elif way == "prepare_data_loader":
+        elif order == "prepare_data_loader":
             loader = accelerator.prepare_data_loader(loader)
         for batch in loader:
             with accelerator.accumulate(net):
@@ -172,20 +172,22 @@ def test_loops_that_never_train_are_refused() -> None:
 
 def test_a_model_of_a_script_takes_no_memory_while_it_is_built() -> None:
     """Not even for the tensors that its constructor makes: they are gone as soon as they are replaced."""
-    made: list[weakref.ref[nn.Parameter]] = []
+    parameter_references: list[weakref.ref[nn.Parameter]] = []
 
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            assert not any(reference() is not None for reference in made)
-            own = nn.Parameter(torch.empty(3))
-            made.append(weakref.ref(own))
-            self.own = self.tied = own
+            assert not any(
+                reference() is not None for reference in parameter_references
+            )
+            weight = nn.Parameter(torch.empty(3))
+            parameter_references.append(weakref.ref(weight))
+            self.own = self.tied = weight
 
     def builds() -> None:
         several = [Wide() for _ in range(5)]
-        assert all(one.own is one.tied and one.own.is_meta for one in several)
-        assert len({id(one.own) for one in several}) == 5
+        assert all(wide.own is wide.tied and wide.own.is_meta for wide in several)
+        assert len({id(wide.own) for wide in several}) == 5
         raise FileNotFoundError("reached")
 
     with pytest.raises(ConfigError, match="reached"):
@@ -206,7 +208,7 @@ def test_settings_that_the_script_fixes_are_named(traced: ModelTrace) -> None:
     notes = "\n".join(report.list_notes(plan, plan.best))
     assert "remove mixed_precision='bf16' from the script's Accelerator()" in notes
     assert "remove gradient_accumulation_steps=4 from" in notes
-    same = replace(
+    agreeing = replace(
         traced,
         script_settings=(
             ("mixed_precision", "no"),
@@ -214,7 +216,7 @@ def test_settings_that_the_script_fixes_are_named(traced: ModelTrace) -> None:
         ),
     )
     assert "take " not in "\n".join(
-        report.list_notes(replace(plan, trace=same), plan.best)
+        report.list_notes(replace(plan, trace=agreeing), plan.best)
     )
 
 
@@ -245,7 +247,7 @@ def test_the_command_plans_a_script_and_writes_settings(
         f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport test_trace\ntest_trace.loop()\n"
     )
     out = tmp_path / "config.yaml"
-    asked = [
+    command = [
         "plan",
         str(script),
         "--gpus",
@@ -257,7 +259,7 @@ def test_the_command_plans_a_script_and_writes_settings(
         "-o",
         str(out),
     ]
-    assert main(asked) == 0
+    assert main(command) == 0
     num_parameters = sum(p.numel() for p in net().parameters())
     assert f"{num_parameters:,} parameters" in capsys.readouterr().out
     names = {entry.name: entry.value for entry in files.read(out).entries}
@@ -265,7 +267,7 @@ def test_the_command_plans_a_script_and_writes_settings(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["train.py", "--gpus", "8", "--gpu", "h1000", "--global-batch", "64"],
@@ -308,7 +310,7 @@ def test_the_command_plans_a_script_and_writes_settings(
     ],
 )
 def test_wrong_requests_end_in_one_sentence(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *words]) == 2
     error = [
@@ -317,5 +319,5 @@ def test_wrong_requests_end_in_one_sentence(
         if not line.startswith("[hasten]")
     ]
     assert len(error) == 1
-    assert said in error[0]
+    assert message in error[0]
     assert ".." not in error[0]

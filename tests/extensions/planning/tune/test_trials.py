@@ -21,7 +21,9 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(310)]
 
 SCRIPT = Path(__file__).with_name("trained.py")
 UPDATES, WARM_UP = 6, 3
-ALONE: tuple[tuple[dict[str, Any], float], ...] = (  # Any: numbers, names and flags
+SINGLE_CHANGES: tuple[
+    tuple[dict[str, Any], float], ...
+] = (  # Any: numbers, names and flags
     ({"num_workers": 2}, SAME_PRECISION_TOLERANCE),
     ({"prefetch": 0}, SAME_PRECISION_TOLERANCE),
     ({"prefetch": 4}, SAME_PRECISION_TOLERANCE),
@@ -41,17 +43,17 @@ ALONE: tuple[tuple[dict[str, Any], float], ...] = (  # Any: numbers, names and f
 
 def tried(values: dict[str, Any], folder: Path) -> TrialOutcome:
     """What a trial with these values measures."""
-    told, result = folder / "spec.json", folder / "result.json"
+    spec_file, result = folder / "spec.json", folder / "result.json"
     spec = {
         "values": values,
         "result": str(result),
         "warmup": WARM_UP,
         "updates": UPDATES,
     }
-    told.write_bytes(msgspec.json.encode(spec))
+    spec_file.write_bytes(msgspec.json.encode(spec))
     command = [sys.executable, "-m", "hasten.extensions.planning.tune.trial"]
     done = subprocess.run(
-        [*command, str(told), str(SCRIPT)],
+        [*command, str(spec_file), str(SCRIPT)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -74,12 +76,14 @@ def test_the_script_as_it_is(base: TrialOutcome) -> None:
     assert base.step_s > 0
 
 
-@pytest.mark.parametrize(("values", "tolerance"), ALONE, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("values", "tolerance"), SINGLE_CHANGES, ids=lambda value: str(value)
+)
 def test_a_value_trains_to_the_same_losses(
     values: dict[str, Any], tolerance: float, base: TrialOutcome, tmp_path: Path
 ) -> None:
-    found = tried(values, tmp_path)
-    assert not found.error
-    assert len(found.losses) == len(base.losses)
-    assert largest_loss_difference(base.losses, found.losses) <= tolerance
+    outcome = tried(values, tmp_path)
+    assert not outcome.error
+    assert len(outcome.losses) == len(base.losses)
+    assert largest_loss_difference(base.losses, outcome.losses) <= tolerance
     assert not (tmp_path / "must_not_be_there").exists()

@@ -28,19 +28,19 @@ BASE = TrialOutcome(step_s=1.0, losses=(2.0, 1.0), convolutions=True)
 
 def course(results: dict[str, TrialOutcome], *knobs: Knob, trials: int = 99) -> Tuning:
     """A tuning of a script that behaves as told, by the knob that was turned last."""
-    made = Tuning(knobs)
+    tuning = Tuning(knobs)
     left = [trials]
 
     def measure(values: SettingValues) -> TrialOutcome:
         left[0] -= 1
         return results[list(values)[-1]] if values else BASE
 
-    made.try_knobs(BASE, measure, lambda: left[0] > 1)
-    return made
+    tuning.try_knobs(BASE, measure, lambda: left[0] > 1)
+    return tuning
 
 
 def test_faster_values_are_taken_on_top_of_each_other() -> None:
-    found = course(
+    tuning = course(
         {
             "a": TrialOutcome(step_s=0.8, losses=(2.0, 1.0)),
             "b": TrialOutcome(step_s=0.5, losses=(2.0, 1.0005)),
@@ -48,9 +48,9 @@ def test_faster_values_are_taken_on_top_of_each_other() -> None:
         Knob("a", (1,)),
         Knob("b", (True,)),
     )
-    assert found.best is not None
-    assert found.best.values == {"a": 1, "b": True}
-    assert found.gain == 2.0
+    assert tuning.best is not None
+    assert tuning.best.values == {"a": 1, "b": True}
+    assert tuning.gain == 2.0
 
 
 def test_a_gain_that_a_second_look_does_not_show_is_dropped() -> None:
@@ -69,7 +69,7 @@ def test_a_gain_that_a_second_look_does_not_show_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "said"),
+    ("outcome", "verdict"),
     [
         (TrialOutcome(step_s=0.5, losses=(2.0, 1.1)), "losses differ by 10.0%"),
         (TrialOutcome(step_s=0.5, losses=(2.0, float("nan"))), "losses differ"),
@@ -78,11 +78,11 @@ def test_a_gain_that_a_second_look_does_not_show_is_dropped() -> None:
     ],
 )
 def test_everything_else_is_marked_and_left_out(
-    outcome: TrialOutcome, said: str
+    outcome: TrialOutcome, verdict: str
 ) -> None:
-    found = course({"a": outcome}, Knob("a", (1,)))
-    assert found.best is found.trials[0]
-    assert said in found.trials[1].verdict
+    tuning = course({"a": outcome}, Knob("a", (1,)))
+    assert tuning.best is tuning.trials[0]
+    assert verdict in tuning.trials[1].verdict
 
 
 def test_a_script_without_losses_is_not_tuned() -> None:
@@ -96,10 +96,12 @@ def test_a_script_without_losses_is_not_tuned() -> None:
 
 
 def test_tuning_ends_with_its_budget_and_gives_up_on_a_script_that_fails() -> None:
-    found = course({"a": BASE}, Knob("a", (1, 2, 3)), trials=2)
-    assert len(found.trials) == 2
-    assert found.not_tried == [{"a": 2}, {"a": 3}]
-    assert describe_result(found, ["fused=True"], "c.yaml", changes_settings=False) == [
+    tuning = course({"a": BASE}, Knob("a", (1, 2, 3)), trials=2)
+    assert len(tuning.trials) == 2
+    assert tuning.not_tried == [{"a": 2}, {"a": 3}]
+    assert describe_result(
+        tuning, ["fused=True"], "c.yaml", changes_settings=False
+    ) == [
         "best: the unchanged script; no candidate is faster at equal losses",
         "not tried, because the budget was used up: a=2; a=3; increase --budget, or select candidates with --only",
         "  in the script: fused=True",
@@ -133,18 +135,18 @@ def test_a_speedup_is_confirmed_by_a_second_run_even_if_the_budget_is_used_up() 
 
 def test_what_was_not_tried_is_named_by_its_values_where_others_were() -> None:
     knobs = (Knob("a", (1,)), Knob("num_workers", (1, 2, 4)), Knob("b", (True,)))
-    found = course(
+    tuning = course(
         {"a": replace(BASE, step_s=BASE.step_s / 2), "num_workers": BASE},
         *knobs,
         trials=3,
     )
-    assert [dict(trial.values) for trial in found.trials] == [
+    assert [dict(trial.values) for trial in tuning.trials] == [
         {},
         {"a": 1},
         {"a": 1, "num_workers": 1},
         {},
     ]
-    assert [list(values)[-1] for values in found.not_tried] == [
+    assert [list(values)[-1] for values in tuning.not_tried] == [
         "num_workers",
         "num_workers",
         "b",
@@ -157,23 +159,23 @@ def test_what_was_not_tried_is_named_by_its_values_where_others_were() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "said"),
+    ("flag", "message"),
     [
         ("--updates=0", "from 2"),
         ("--warmup=-1", "from 0"),
     ],
 )
 def test_numbers_out_of_range_are_refused_before_anything_runs(
-    flag: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flag: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('ran')")
     assert main(["tune", str(script), flag]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("print(1)", "it made no update with an Accelerator"),
         (
@@ -183,12 +185,12 @@ def test_numbers_out_of_range_are_refused_before_anything_runs(
     ],
 )
 def test_a_script_that_trains_nothing_is_named(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
     assert main(["tune", str(script), "--budget", "200s"]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_knobs_are_those_that_make_sense() -> None:
