@@ -275,7 +275,7 @@ def test_grafana_knows_every_field_of_the_dashboard() -> None:
 
 
 def missing(expected: Any, actual: Any, path: str = "") -> Iterator[str]:
-    """The paths of values that are not the same in `found`; it may have more."""
+    """The paths of values that are not the same in `actual`, which may have more."""
     if isinstance(expected, dict) and isinstance(actual, dict):
         for key, value in expected.items():
             yield from (
