@@ -302,6 +302,7 @@ def _start(job: Job[T]) -> _Child[T]:
 
 def _prepare_child(folder: Path) -> None:
     os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     silence = os.open(os.devnull, os.O_RDWR)
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)

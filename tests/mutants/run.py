@@ -15,6 +15,7 @@ import functools
 import importlib
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -344,6 +345,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not num_mutants:
         raise SystemExit("there is no mutant at these lines: give FILE:LINE as listed")
     say(f"{num_mutants} mutants, {args.workers} at a time")
+    # the children are ended on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     for package in PRELOADED:
         importlib.import_module(package)
     started = time.monotonic()

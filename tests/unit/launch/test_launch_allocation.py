@@ -189,3 +189,108 @@ def test_ranges_that_are_none(text: str) -> None:
 def test_ranges() -> None:
     assert split_range("4") == (4, 4)
     assert split_range("2:4") == (2, 4)
+
+
+POD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0"}
+
+
+@pytest.mark.parametrize(
+    ("env", "allocation"),
+    [
+        (
+            POD,
+            Allocation(
+                source="RANK and WORLD_SIZE",
+                num_machines=2,
+                min_machines=2,
+                machine_rank=0,
+                address="job-0",
+                port=29500,
+            ),
+        ),
+        (
+            {**POD, "NODE_RANK": "2", "NNODES": "3", "MASTER_PORT": "4"},
+            Allocation(
+                source="NODE_RANK and NNODES",
+                num_machines=3,
+                min_machines=3,
+                machine_rank=2,
+                address="job-0",
+                port=4,
+            ),
+        ),
+        # one pod, no address, half of a pair, or a word in place of a number
+        ({**POD, "WORLD_SIZE": "1"}, Allocation()),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, Allocation()),
+        ({"NODE_RANK": "0", "MASTER_ADDR": "job-0"}, Allocation()),
+        ({"NNODES": "2", "MASTER_ADDR": "job-0"}, Allocation()),
+        (
+            {"NODE_RANK": "first", "NNODES": "2", "MASTER_ADDR": "job-0"},
+            Allocation(),
+        ),
+        ({**POD, "LOCAL_RANK": "0"}, Allocation()),
+        # one machine that does not say how many processes it wants
+        ({"PET_NNODES": "1"}, Allocation()),
+        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}, Allocation()),
+        (
+            {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"},
+            Allocation(source="Kubernetes (PET_*)", port=29500, per_machine=2),
+        ),
+        (
+            {
+                "PET_NNODES": "2:4",
+                "PET_NPROC_PER_NODE": "auto",
+                "JOB_COMPLETION_INDEX": "3",
+                "MASTER_ADDR": "job-1",
+                "MASTER_PORT": "7",
+                "PET_RDZV_ENDPOINT": "job-0:29400",
+            },
+            Allocation(
+                source="Kubernetes (PET_*)",
+                num_machines=4,
+                min_machines=2,
+                machine_rank=3,
+                address="job-1",
+                port=7,
+            ),
+        ),
+        (
+            {
+                "PET_NNODES": "2",
+                "PET_NODE_RANK": "1",
+                "JOB_COMPLETION_INDEX": "9",
+                "PET_MASTER_ADDR": "job-2",
+                "MASTER_ADDR": "job-1",
+                "PET_MASTER_PORT": "8",
+                "MASTER_PORT": "7",
+            },
+            Allocation(
+                source="Kubernetes (PET_*)",
+                num_machines=2,
+                min_machines=2,
+                machine_rank=1,
+                address="job-2",
+                port=8,
+            ),
+        ),
+    ],
+)
+def test_variables_of_pods(env: dict[str, str], allocation: Allocation) -> None:
+    assert read_allocation(env) == allocation
+
+
+def test_a_slurm_step_of_one_task_is_one_machine() -> None:
+    assert read_allocation(slurm(0, 1)) == Allocation()
+    with pytest.raises(TopologyError, match="NODE_RANK=2 with NNODES=2 is impossible"):
+        read_allocation({**POD, "NODE_RANK": "2", "NNODES": "2"})
+
+
+def test_an_address_may_have_colons() -> None:
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    task = {
+        f"OMPI_COMM_WORLD_{name}": number
+        for name, number in zip(names, "1201", strict=True)
+    }
+    allocation = read_allocation({**task, "MASTER_ADDR": "::1", "MASTER_PORT": "5"})
+    assert (allocation.address, allocation.port) == ("::1", 5)
+    assert (allocation.source, allocation.min_machines) == ("mpi", 2)

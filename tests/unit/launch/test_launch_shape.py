@@ -10,9 +10,15 @@ import pytest
 from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.launch.base import Host, JobShape, LaunchRequest, Target
+from hasten.launch.base import Allocation, Host, JobShape, LaunchRequest, Target
 from hasten.launch.cluster import mpi
-from hasten.launch.shape import decide_shape, worker_argv
+from hasten.launch.shape import (
+    check_memory,
+    decide_shape,
+    read_allocation,
+    remote_shape,
+    worker_argv,
+)
 
 
 def shape(
@@ -226,3 +232,261 @@ def test_devices_that_do_not_exist_are_refused() -> None:
     for wrong in ((0, 99), (-1,)):
         with pytest.raises(ConfigError, match="has 2 devices"):
             shape({"gpu_ids": wrong}, devices=2)
+
+
+PODS = {"NODE_RANK": "1", "NNODES": "2", "MASTER_ADDR": "pod-0"}
+ELASTIC_PODS = {"PET_NNODES": "1:3", "PET_NPROC_PER_NODE": "3"}
+SETTINGS = ("HASTEN_CONFIG", "SETTINGS")
+
+
+@pytest.mark.parametrize(
+    ("launch", "settings", "expected"),
+    [
+        (
+            {},
+            {"cpu": True, "devices": 4},
+            JobShape(
+                num_processes=1,
+                machine_rank=0,
+                env=(SETTINGS,),
+                notes=("1 on this machine: the CPU (give num_processes for more)",),
+            ),
+        ),
+        (
+            {"num_processes": 4},
+            {},
+            JobShape(
+                num_processes=4,
+                machine_rank=0,
+                expected_world_size=4,
+                env=(SETTINGS, ("OMP_NUM_THREADS", "2")),
+                notes=(
+                    "4 on this machine: num_processes",
+                    "OMP_NUM_THREADS=2: 8 cores / 4 processes",
+                ),
+            ),
+        ),
+        (
+            {"processes_per_machine": 1, "num_processes": 1},
+            {},
+            JobShape(
+                num_processes=1,
+                machine_rank=0,
+                expected_world_size=1,
+                env=(SETTINGS,),
+                notes=("1 on this machine: processes_per_machine",),
+            ),
+        ),
+        (
+            {"processes_per_machine": 1, "num_processes": 5, "num_machines": 2},
+            {},
+            JobShape(
+                num_processes=1,
+                min_machines=2,
+                max_machines=2,
+                expected_world_size=5,
+                env=(SETTINGS,),
+                notes=("1 on this machine: processes_per_machine",),
+            ),
+        ),
+        (
+            {"gpu_ids": (0, 2, 3)},
+            {"devices": 4},
+            JobShape(
+                num_processes=3,
+                machine_rank=0,
+                use_cpu=False,
+                env=(
+                    ("CUDA_VISIBLE_DEVICES", "0,2,3"),
+                    SETTINGS,
+                    ("OMP_NUM_THREADS", "2"),
+                ),
+                notes=(
+                    "3 on this machine: one for each device (4 x cuda)",
+                    "OMP_NUM_THREADS=2: 8 cores / 3 processes",
+                ),
+            ),
+        ),
+        (
+            {"num_processes": 2, "num_machines": 2, "machine_rank": 0},
+            {"devices": 1},
+            JobShape(
+                num_processes=1,
+                min_machines=2,
+                max_machines=2,
+                machine_rank=0,
+                expected_world_size=2,
+                use_cpu=False,
+                env=(SETTINGS,),
+                notes=("1 on this machine: 2 / 2 machines",),
+            ),
+        ),
+        (
+            {"nnodes": "2:4", "machine_rank": 3},
+            {"devices": 1},
+            JobShape(
+                num_processes=1,
+                min_machines=2,
+                max_machines=4,
+                machine_rank=3,
+                use_cpu=False,
+                env=(SETTINGS,),
+                notes=("1 on this machine: one for each device (1 x cuda)",),
+            ),
+        ),
+        (
+            {"nnodes": "2", "num_machines": 1, "num_processes": 2},
+            {"devices": 1},
+            JobShape(
+                num_processes=1,
+                min_machines=2,
+                max_machines=2,
+                expected_world_size=2,
+                use_cpu=False,
+                env=(SETTINGS,),
+                notes=("1 on this machine: 2 / 2 machines",),
+            ),
+        ),
+        (
+            {"num_machines": 1},
+            {"env": PODS},
+            JobShape(
+                num_processes=1,
+                min_machines=2,
+                max_machines=2,
+                machine_rank=1,
+                env=(SETTINGS,),
+                notes=(
+                    "NODE_RANK and NNODES says: 2 machines, this is 1",
+                    "1 on this machine: the CPU (give num_processes for more)",
+                ),
+                allocation=Allocation(
+                    source="NODE_RANK and NNODES",
+                    num_machines=2,
+                    min_machines=2,
+                    machine_rank=1,
+                    address="pod-0",
+                    port=29500,
+                ),
+            ),
+        ),
+        (
+            {},
+            {"env": ELASTIC_PODS},
+            JobShape(
+                num_processes=3,
+                min_machines=1,
+                max_machines=3,
+                env=(SETTINGS, ("OMP_NUM_THREADS", "2")),
+                notes=(
+                    "Kubernetes (PET_*) says: 1 to 3 machines, this is one of them",
+                    "3 on this machine: Kubernetes (PET_*)",
+                    "OMP_NUM_THREADS=2: 8 cores / 3 processes",
+                ),
+                allocation=Allocation(
+                    source="Kubernetes (PET_*)",
+                    num_machines=3,
+                    min_machines=1,
+                    port=29500,
+                    per_machine=3,
+                ),
+            ),
+        ),
+    ],
+)
+def test_shapes(
+    launch: dict[str, Any], settings: dict[str, Any], expected: JobShape
+) -> None:
+    assert shape(launch, **settings) == expected
+
+
+def test_a_rank_of_a_cluster_is_told_so() -> None:
+    ranks = {
+        "PMI_RANK": "1",
+        "PMI_SIZE": "2",
+        "MPI_LOCALRANKID": "1",
+        "MPI_LOCALNRANKS": "2",
+    }
+    rank_shape = shape(env=ranks)
+    assert rank_shape.notes[0] == "mpi says: this is rank 1 of 2"
+    assert rank_shape.allocation == read_allocation(ranks)
+
+
+def test_settings_that_fit_are_taken() -> None:
+    # the number of machines twice, or of one machine alone
+    assert shape({"nnodes": "1:3", "num_machines": 3}).max_machines == 3
+    assert shape({"machine_rank": 0}).machine_rank == 0
+    assert shape({"num_machines": 2, "machine_rank": 1}).machine_rank == 1
+    # the setting wins over the cluster, whose rank counts otherwise
+    assert shape({"num_machines": 2, "machine_rank": 0}, env=PODS).machine_rank == 0
+    assert shape({"multi_gpu": True}, devices=1).num_processes == 1
+    assert shape({"num_processes": 2}, devices=2).num_processes == 2
+    assert shape({"gpu_ids": (0,), "num_processes": 1}, devices=2).num_processes == 1
+    # with some devices hidden the ids are those of the machine
+    hidden = {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert shape({"gpu_ids": (5,)}, devices=2, env=hidden).num_processes == 1
+    with pytest.raises(ConfigError, match="which has 1 usable devices"):
+        shape({"gpu_ids": (1,), "num_processes": 2}, devices=2)
+    with pytest.raises(ConfigError, match="which has 1 usable devices"):
+        shape({"processes_per_machine": 2}, devices=1)
+
+
+def test_a_cpu_is_asked_for_or_all_there_is() -> None:
+    assert shape(devices=1).use_cpu is False
+    assert shape(devices=1, cpu=True).use_cpu is True
+    assert shape().use_cpu is True
+    # ids of devices are not passed on to processes on the CPU
+    with pytest.raises(ConfigError, match=r"gpu_ids=0,1 contradict"):
+        shape({"gpu_ids": (0, 1)}, cpu=True, devices=2)
+
+
+def test_memory_limits_processes_where_it_is_known() -> None:
+    small = Host(cores=2, memory_bytes=640 * 1024**2)
+    check_memory(small, 10)
+    with pytest.raises(ConfigError, match=r"0\.625 GiB .* 64 MiB\. Request at most 10"):
+        check_memory(small, 11)
+    # a core always has a process
+    check_memory(Host(cores=64, memory_bytes=1), 64)
+    with pytest.raises(ConfigError, match="Request at most 64"):
+        check_memory(Host(cores=64, memory_bytes=1), 65)
+    check_memory(Host(cores=1), 10**6)
+
+
+@pytest.mark.parametrize(
+    ("per_machine", "settings", "env", "variables", "notes"),
+    [
+        (None, {}, {}, {"HASTEN_CONFIG": "SETTINGS"}, ()),
+        (1, {}, {}, {"HASTEN_CONFIG": "SETTINGS"}, ()),
+        (
+            3,
+            {},
+            {},
+            {"HASTEN_CONFIG": "SETTINGS", "OMP_NUM_THREADS": "2"},
+            ("OMP_NUM_THREADS=2: 8 cores / 3 processes",),
+        ),
+        (3, {}, {"OMP_NUM_THREADS": "1"}, {"HASTEN_CONFIG": "SETTINGS"}, ()),
+        (
+            3,
+            {"num_cpu_threads_per_process": 7},
+            {"OMP_NUM_THREADS": "1"},
+            {"HASTEN_CONFIG": "SETTINGS", "OMP_NUM_THREADS": "7"},
+            (),
+        ),
+    ],
+)
+def test_shapes_of_other_launchers(
+    per_machine: int | None,
+    settings: dict[str, Any],
+    env: dict[str, str],
+    variables: dict[str, str],
+    notes: tuple[str, ...],
+) -> None:
+    request = LaunchRequest(
+        Config(launch=LaunchConfig(**settings)), Target("train.py"), "SETTINGS"
+    )
+    assert remote_shape(request, Host(cores=8, env=env), per_machine) == JobShape(
+        num_processes=per_machine or 1, env=tuple(variables.items()), notes=notes
+    )
+    bare_request = LaunchRequest(Config(), Target("train.py"))
+    assert remote_shape(bare_request, Host(), None).env == ()
+    assert decide_shape(bare_request, Host()).env == ()

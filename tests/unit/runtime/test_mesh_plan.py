@@ -9,7 +9,10 @@ import pytest
 
 from hasten.cli.main import main
 from hasten.config.root import Config
-from hasten.config.sections.parallel import ParallelismConfig
+from hasten.config.sections.parallel import (
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
 from hasten.errors import ConfigError
 from hasten.runtime.mesh_plan import (
     AXES,
@@ -19,6 +22,7 @@ from hasten.runtime.mesh_plan import (
     divisors,
     mesh_of,
     mesh_table,
+    mesh_title,
 )
 
 
@@ -191,3 +195,129 @@ def test_one_axis_may_take_all_processes(setting: str, axis: Axis) -> None:
     config = Config(parallelism=ParallelismConfig(**sizes))
     for world_size in range(1, 17):
         assert mesh_of(config, world_size, world_size).size(axis) == world_size
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hybrid", "sizes", "expected"),
+    [
+        ("ddp", False, {}, MeshSpec(dp_replicate=8)),
+        ("ddp", False, {"dp_shard_size": 2}, MeshSpec(dp_replicate=4, dp_shard=2)),
+        ("fsdp", False, {}, MeshSpec(dp_shard=8)),
+        ("fsdp", False, {"tp_size": 2}, MeshSpec(dp_shard=4, tp=2)),
+        ("fsdp", False, {"dp_shard_size": 4}, MeshSpec(dp_replicate=2, dp_shard=4)),
+        (
+            "fsdp",
+            False,
+            {"dp_replicate_size": 2},
+            MeshSpec(dp_replicate=2, dp_shard=4),
+        ),
+        ("fsdp", False, {"dp_replicate_size": -1}, MeshSpec(dp_replicate=8)),
+        ("fsdp", True, {}, MeshSpec(dp_replicate=2, dp_shard=4)),
+        ("fsdp", True, {"dp_shard_size": 2}, MeshSpec(dp_replicate=4, dp_shard=2)),
+        (
+            "fsdp",
+            True,
+            {"dp_replicate_size": 4},
+            MeshSpec(dp_replicate=4, dp_shard=2),
+        ),
+        # only sharding has groups of a machine
+        ("ddp", True, {}, MeshSpec(dp_replicate=8)),
+        ("ddp", False, {"sp_size": 4}, MeshSpec(dp_replicate=2, cp=4)),
+        ("ddp", False, {"cp_size": 2}, MeshSpec(dp_replicate=4, cp=2)),
+        ("ddp", False, {"pp_size": 2, "ep_size": 1}, MeshSpec(2, 4)),
+        ("ddp", False, {"ep_size": 4}, MeshSpec(dp_replicate=8, ep=4)),
+        ("ddp", False, {"ep_size": -1}, MeshSpec(dp_replicate=8, ep=8)),
+    ],
+)
+def test_settings_give_a_mesh(
+    strategy: str, hybrid: bool, sizes: dict[str, int], expected: MeshSpec
+) -> None:
+    config = Config(
+        strategy=strategy,
+        fsdp=FullyShardedDataParallelPlugin(hybrid_shard=hybrid),
+        parallelism=ParallelismConfig(**sizes),  # type: ignore[arg-type] # one type for all fields
+    )
+    assert mesh_of(config, local_world_size=4, world_size=8) == expected
+
+
+def test_one_process_is_a_mesh_of_ones() -> None:
+    sizes = range(-1, 3)
+    assert MeshSpec.build(1) == MeshSpec()
+    for axis in (*AXES, "ep"):
+        for size in sizes:
+            if size in (-1, 1):
+                assert MeshSpec.build(1, **{str(axis): size}) == MeshSpec()
+            else:
+                with pytest.raises(ConfigError):
+                    MeshSpec.build(1, **{str(axis): size})
+    for world_size in (-1, 0):
+        with pytest.raises(ConfigError, match="must be at least 1"):
+            MeshSpec.build(world_size)
+    for axis in AXES:
+        with pytest.raises(ConfigError, match="is not a mesh size"):
+            MeshSpec(**{str(axis): 0})
+
+
+def test_sizes_of_one_do_not_make_a_world() -> None:
+    with pytest.raises(
+        ConfigError, match="all sizes 1 multiply to 1, which is not world_size=8"
+    ):
+        MeshSpec.build(8, dp_replicate=1)
+    with pytest.raises(ConfigError, match=r"^cp=2, tp=2 multiply to 4, which is not"):
+        MeshSpec.build(8, dp_replicate=1, cp=2, tp=2)
+
+
+@pytest.mark.parametrize("axis", [Axis.PP, Axis.CP, Axis.TP])
+def test_experts_need_ranks_that_differ_in_data_alone(axis: Axis) -> None:
+    with pytest.raises(ConfigError, match=f"ep=2 was asked for with {axis}=2"):
+        MeshSpec(**{"dp_replicate": 2, str(axis): 2, "ep": 2})
+    assert MeshSpec(**{"dp_replicate": 2, str(axis): 2}).ep == 1
+    with pytest.raises(ConfigError, match=r"ep=0 .* one of \[1, 2\]"):
+        MeshSpec(dp_replicate=2, ep=0)
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_outside_holds_no_experts(rank: int) -> None:
+    with pytest.raises(AssertionError, match="outside the mesh of 4"):
+        MeshSpec(dp_replicate=4, ep=2).expert_index(rank)
+
+
+def test_titles_name_the_axes_that_divide() -> None:
+    assert mesh_title(MeshSpec()) == ""
+    assert mesh_title(MeshSpec(pp=2, tp=3)) == "pp 2 x tp 3"
+    assert mesh_title(MeshSpec(dp_shard=2, ep=2)) == "dp_shard 2 (experts over ep 2)"
+
+
+def test_tables_are_aligned_and_cut_above_64_ranks() -> None:
+    table = mesh_table(MeshSpec(dp_shard=10, ep=2), 4)
+    assert table[0] == "rank  machine  dp_shard  ep"
+    assert table[-1] == "   9        2         9   1"
+    for world_size in (63, 64, 65, 66, 128):
+        table = mesh_table(MeshSpec.flat(world_size), 8)
+        ranks = [int(line.split()[0]) for line in table[1:] if "..." not in line]
+        num_hidden = world_size - 64
+        if num_hidden <= 0:
+            assert ranks == list(range(world_size))
+        else:
+            assert ranks == [*range(32), *range(world_size - 32, world_size)]
+            assert table[33] == f"... {num_hidden} more ranks"
+
+
+def test_sizes_of_a_context_are_compared_where_they_are_set() -> None:
+    mesh = MeshSpec(dp_replicate=2, cp=2)
+    # a size of one asks for nothing
+    for sizes in ({}, {"tp_size": 1, "dp_replicate_size": 1}, {"cp_size": 2}):
+        check_mesh(
+            Config(parallelism=ParallelismConfig(**sizes)),  # type: ignore[arg-type] # one type for all fields
+            4,
+            mesh,
+        )
+    sequences = Config(parallelism=ParallelismConfig(sp_size=4))
+    with pytest.raises(ConfigError, match=r"sp_size=4 .* mesh has cp 2 .*with cp 4"):
+        check_mesh(sequences, 4, mesh)
+    experts = Config(parallelism=ParallelismConfig(ep_size=4))
+    check_mesh(experts, 4, MeshSpec(dp_replicate=4, ep=4))
+    with pytest.raises(ConfigError, match=r"ep_size=4 .* mesh has ep 2 "):
+        check_mesh(experts, 4, MeshSpec(dp_replicate=4, ep=2))
+    one_process = Config(parallelism=ParallelismConfig(dp_shard_size=-1))
+    check_mesh(one_process, 1, MeshSpec())
