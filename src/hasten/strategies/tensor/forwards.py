@@ -187,6 +187,20 @@ class SplitExperts(CalledExperts):
         )
 
 
+class CommonDropout(forwarding.Forward):
+    """Forward of a dropout inside a split region whose input is whole: it drops the same elements on every rank."""
+
+    tag = "common dropout"
+
+    def __init__(self, rank_stream: RankRandomStream) -> None:
+        self.rank_stream = rank_stream
+
+    # Any: the arguments and the result of a dropout
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.rank_stream.paused():
+            return self.inner(*args, **kwargs)
+
+
 class SummedGradients(forwarding.Forward):
     """Forward of a whole layer that sees this rank's heads: its gradients are summed over ranks."""
 

@@ -24,8 +24,18 @@ class Matrix:
     """0 for `nn.Linear`; 1 for a transposed weight, as in transformers' `Conv1D`."""
 
 
+def adapted_layer(module: nn.Module) -> nn.Module:
+    """Return the layer that a PEFT adapter wraps, or the module itself."""
+    for attribute in ("base_layer", "original_module"):
+        layer = getattr(module, attribute, None)
+        if isinstance(layer, nn.Module):
+            return layer
+    return module
+
+
 def matrix_of(module: nn.Module) -> Matrix | None:
-    """Return the sizes of a linear layer; None for other modules."""
+    """Return the sizes of a linear layer, also of one in an adapter; None for other modules."""
+    module = adapted_layer(module)
     weight = getattr(module, "weight", None)
     shape = tuple(getattr(weight, "shape", ()))
     if isinstance(module, nn.Linear) and shape == (
@@ -84,6 +94,8 @@ class LayerSplit:
     """Per-rank values of attributes that count split things, such as heads, by module name."""
     numbers: dict[str, int] = field(default_factory=dict)
     """Number of experts in modules of experts, by name."""
+    common_dropouts: list[str] = field(default_factory=list)
+    """Dropouts of adapters whose input is whole: they drop the same elements on every rank."""
 
     def drop(self, name: str, why: str) -> None:
         """Leave a layer whole and record the reason."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -156,6 +158,22 @@ class RankRandomStream:
         torch.set_rng_state(host)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, self._device)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context manager that draws from the common random state inside a region."""
+        if self._outside is None:
+            yield
+            return
+        host_state, device_state = torch.get_rng_state(), self._on_device()
+        self.end()
+        try:
+            yield
+        finally:
+            self._outside = torch.get_rng_state(), self._on_device()
+            torch.set_rng_state(host_state)
+            if device_state is not None:
+                torch.cuda.set_rng_state(device_state, self._device)
 
     def _on_device(self) -> Tensor | None:
         if self._device.type == "cuda":

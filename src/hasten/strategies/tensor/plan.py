@@ -15,7 +15,13 @@ from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.mesh_plan import divisors
 from hasten.strategies.experts.plan import reason_against_sharding
 from hasten.strategies.tensor import heads as tensor_heads
-from hasten.strategies.tensor.layers import LayerSplit, linear_layers, matrix_of
+from hasten.strategies.tensor.adapters import split_adapters
+from hasten.strategies.tensor.layers import (
+    LayerSplit,
+    adapted_layer,
+    linear_layers,
+    matrix_of,
+)
 
 STYLES: Final = get_args(TensorStyle)
 _PLAN_OF_TORCH: Final = (("linear1", "colwise"), ("linear2", "rowwise"))
@@ -58,6 +64,7 @@ def decide_split(
         dict.fromkeys([*split.summed, *tensor_heads.norms_of_heads(model, split)])
     )
     tensor_heads.divide_named(model, split, divide, num_ranks)
+    split_adapters(model, split)
     return split
 
 
@@ -126,7 +133,7 @@ def _split_by_plan(
     split = LayerSplit(source)
     name_prefix = f"{carrier}." if carrier else ""
     decided_names: set[str] = set()
-    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    names = _layer_names(model)
     for pattern, style_name in plan.items():
         style = dict(_ALIASES).get(style_name, style_name)
         matches = re.compile(translate(pattern)).match
@@ -157,6 +164,19 @@ def _split_by_plan(
             elif style != "replicate":
                 split.styles[name] = cast(TensorStyle, style)
     return split
+
+
+def _layer_names(model: nn.Module) -> list[str]:
+    """Return the names that patterns are compared with: an adapter stands for all modules inside it."""
+    names: list[str] = []
+    adapter_prefixes: tuple[str, ...] = ()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not name or name.startswith(adapter_prefixes):
+            continue
+        names.append(name)
+        if adapted_layer(module) is not module:
+            adapter_prefixes += (f"{name}.",)
+    return names
 
 
 def _check_pattern(
@@ -193,12 +213,7 @@ def _check_layer(
     num_ranks: int,
     layer_split: LayerSplit,
 ) -> None:
-    layer = model.get_submodule(name)
-    if hasattr(layer, "base_layer") or hasattr(layer, "modules_to_save"):
-        raise ConfigError(
-            f"{name!r} is a {type(layer).__name__}, which holds the layer inside an adapter; adapters are not supported by tensor "
-            "parallelism. Merge them into the model, or shard it with strategy='fsdp'."
-        )
+    layer = adapted_layer(model.get_submodule(name))
     if tensor_style == "experts":
         layer_split.numbers[name] = _check_experts(name, layer, num_ranks)
         return

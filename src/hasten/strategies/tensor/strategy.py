@@ -24,6 +24,7 @@ from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.base import PrepareRequest, Stage
 from hasten.strategies.gradient_hooks import refuse_gradient_hooks
 from hasten.strategies.tensor.forwards import (
+    CommonDropout,
     SplitForward,
     SummedGradients,
     forward_of,
@@ -150,6 +151,8 @@ def _split_layers(
             forwarding.replace(
                 layer, forward_of(layer, style, group, rank_stream, num_experts)
             )
+    for name in layer_split.common_dropouts:
+        forwarding.replace(model.get_submodule(name), CommonDropout(rank_stream))
     for name in layer_split.summed:
         forwarding.replace(model.get_submodule(name), SummedGradients(group))
 
