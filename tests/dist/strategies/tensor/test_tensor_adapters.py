@@ -111,9 +111,8 @@ def test_an_adapter_is_saved_alone_for_one_process(
     model, _ = train(with_lora(lambda: llama(2), **options), accelerator)
     whole_weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        accelerator.unwrap_model(model).save_pretrained(
-            tmp_path / "adapter", state_dict=whole_weights
-        )
+        peft_model: Any = accelerator.unwrap_model(model)
+        peft_model.save_pretrained(tmp_path / "adapter", state_dict=whole_weights)
         torch.manual_seed(0)
         base_model: Any = llama(2)
         loaded_model = PeftModel.from_pretrained(base_model, tmp_path / "adapter")

@@ -95,12 +95,12 @@ def test_a_model_without_a_plan_is_refused() -> None:
     assert len(decide_split(net, {"*.qkv": "colwise_gather_output"}, (), 2).styles) == 2
 
 
-def test_a_layer_inside_an_adapter_is_refused() -> None:
+def test_an_adapter_other_than_lora_is_refused() -> None:
     net = model(Joined)
     adapted = nn.Module()
     adapted.base_layer = net.get_submodule("0.layers.0.qkv")
     net.get_submodule("0.layers.0").qkv = adapted
-    with pytest.raises(ConfigError, match=r"inside an adapter.*Merge"):
+    with pytest.raises(ConfigError, match=r"plain LoRA.*Leave this layer out"):
         decide_split(net, {"*.qkv": "colwise_gather_output"}, (), 2)
 
 
