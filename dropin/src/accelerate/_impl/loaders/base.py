@@ -342,7 +342,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         """Return the loop's position, which checkpoints hold."""
         yielded = self.loader_iteration.start.batches + self.loader_iteration.steps
         iterator_state = {"_num_yielded": yielded, "_iterator_finished": yielded == 0}
-        return {**super().state_dict(), "batches": yielded, **iterator_state}
+        return {**super().saved_state(), "batches": yielded, **iterator_state}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loop's position; torchdata's own state, as of the batch in use, for loaders of torchdata's."""
