@@ -213,6 +213,10 @@ def test_preempted_pods_are_replaced_and_failures_restart_the_job(
             r"pod_spec: volumes is written.*--kubernetes_volume",
         ),
         (
+            ["--cpu", '--kubernetes_pod_spec=tolerations=[{"operator":"Exists"}]'],
+            r"""tolerations is the text .*one JSON object: --kubernetes_pod_spec '\{"tolerations": """,
+        ),
+        (
             ["--cpu", '--kubernetes_pod_spec={"x": {"password": "hunter2"}}'],
             r"pod_spec holds what looks like",
         ),

@@ -200,18 +200,23 @@ def _check_image(settings: KubernetesSettings) -> None:
 
 def _check_pod_spec(settings: KubernetesSettings) -> None:
     """Raise for fields of a pod that the manifest writes itself, and for credentials in fields and annotations."""
-    for field_name in settings.pod_spec:
+    for field_name, field_value in settings.pod_spec.items():
+        if isinstance(field_value, str) and field_value.lstrip()[:1] in ("[", "{"):
+            raise ConfigError(
+                f"kubernetes.pod_spec: {field_name} is the text {field_value!r:.60}, and Kubernetes takes no JSON in text. Give all fields as one "
+                f"JSON object: --kubernetes_pod_spec '{{\"{field_name}\": ...}}'."
+            )
         if field_name in _WRITTEN_FIELDS:
             raise ConfigError(
                 f"kubernetes.pod_spec: {field_name} is written by the manifest, and two values would contradict each other. Remove it; "
                 f"{_WRITTEN_FIELDS[field_name]} decides it."
             )
-    fields = {
+    checked_fields = {
         "pod_spec": _without_label_keys(settings.pod_spec),
         "annotations": dict(settings.annotations),
     }
-    for setting_name, field_value in fields.items():
-        if masked_tree(field_value) != field_value:
+    for setting_name, json_value in checked_fields.items():
+        if masked_tree(json_value) != json_value:
             raise ConfigError(
                 f"kubernetes.{setting_name} holds what looks like a credential, and a manifest is readable by others. Put it into a Secret."
             )
