@@ -48,6 +48,9 @@ class ThreadComm:
         self.meeting.barrier.wait(DEADLOCK_S)
         return values
 
+    def broadcast_object(self, python_object: Any, src: int = 0) -> Any:
+        return self.all_gather_object(python_object)[src]
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.stack(self.all_gather_object(tensor.clone()))
 
