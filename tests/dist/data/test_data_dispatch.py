@@ -287,9 +287,10 @@ def test_a_step_scatters_one_ranks_part_only(ctx: ProcessContext) -> None:
     counting_context = ProcessContext(
         ctx.topology, ctx.mesh, ctx.device, counting, ctx.groups
     )
+    dataset: Any = rows
     loader = prepared(
-        DataLoader(rows, batch_size=4), ctx=counting_context, dispatch_batches=True
-    )  # type: ignore[arg-type]
+        DataLoader(dataset, batch_size=4), ctx=counting_context, dispatch_batches=True
+    )
     steps = len([None for _ in loader])
     # the sizes of its messages go before those of a step
     assert len(counting.scattered) == 2 * steps
