@@ -263,6 +263,10 @@ class _SiteVisitor(ast.NodeVisitor):
     def visit_Assert(self, node: ast.Assert) -> None:
         """An assertion never acts in a correct program."""
 
+    def visit_keyword(self, node: ast.keyword) -> None:
+        if node.arg != "strict":  # an assertion of `zip`
+            self.visit_inside(node)
+
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         """Text is left to the tests of messages."""
 
