@@ -70,16 +70,19 @@ PLAIN: Final = (
 )
 
 
-def frozen(value: object) -> bool:
+def is_immutable(value: object) -> bool:
     """Say whether a value, with everything inside it, stays as it is."""
     match value:
         case tuple() | frozenset():
-            return all(frozen(member) for member in value)
+            return all(is_immutable(member) for member in value)
         case types.MappingProxyType():
-            return all(frozen(key) and frozen(member) for key, member in value.items())
+            return all(
+                is_immutable(key) and is_immutable(member)
+                for key, member in value.items()
+            )
         case msgspec.Struct():
             return value.__struct_config__.frozen and all(
-                frozen(getattr(value, f)) for f in value.__struct_fields__
+                is_immutable(getattr(value, f)) for f in value.__struct_fields__
             )
     if (
         isinstance(value, PLAIN)
@@ -90,7 +93,8 @@ def frozen(value: object) -> bool:
     if dataclasses.is_dataclass(value):
         fixed: bool = value.__dataclass_params__.frozen  # type: ignore[union-attr]
         return fixed and all(
-            frozen(getattr(value, field.name)) for field in dataclasses.fields(value)
+            is_immutable(getattr(value, field.name))
+            for field in dataclasses.fields(value)
         )
     holds_nothing = getattr(type(value), "__slots__", None) == ()
     return holds_nothing or (
@@ -128,13 +132,13 @@ def test_every_module_constant_is_frozen() -> None:
         complaints += [
             f"{dotted}.{name} is a {type(vars(module)[name]).__name__} that can change"
             for name in names
-            if name in vars(module) and not frozen(vars(module)[name])
+            if name in vars(module) and not is_immutable(vars(module)[name])
         ]
     assert not complaints, "\n".join(complaints)
 
 
 @dataclasses.dataclass(frozen=True)
-class Still:
+class FrozenShell:
     """A value that cannot be rebound but may hold something that changes."""
 
     inside: object
@@ -142,10 +146,18 @@ class Still:
 
 @pytest.mark.parametrize(
     "value",
-    [[], {}, set(), ([],), Still([]), types.MappingProxyType({"a": []}), iter("a")],
+    [
+        [],
+        {},
+        set(),
+        ([],),
+        FrozenShell([]),
+        types.MappingProxyType({"a": []}),
+        iter("a"),
+    ],
 )
 def test_changing_values_are_seen(value: object) -> None:
-    assert not frozen(value)
+    assert not is_immutable(value)
 
 
 @pytest.mark.parametrize(
@@ -154,11 +166,11 @@ def test_changing_values_are_seen(value: object) -> None:
         1,
         "a",
         (1, ("b",)),
-        Still((1,)),
+        FrozenShell((1,)),
         types.MappingProxyType({"a": 1}),
         torch.float32,
         object(),
     ],
 )
 def test_fixed_values_are_accepted(value: object) -> None:
-    assert frozen(value)
+    assert is_immutable(value)

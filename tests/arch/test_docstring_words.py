@@ -54,7 +54,7 @@ VERBS: Final = frozenset(
 )
 
 
-def opening(node: ast.AST) -> str:
+def first_word(node: ast.AST) -> str:
     """Return the first word of a docstring; empty where there is none."""
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     words = (ast.get_docstring(node) or "").split()
@@ -73,12 +73,12 @@ def is_value(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 def complaints(text: str, name: str) -> Iterator[str]:
     """Yield a line for each docstring that opens with another kind of word."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ClassDef) and opening(node) in QUESTIONS | VERBS:
-            yield f"{name}:{node.lineno}: class {node.name} opens with {opening(node)!r}; name what it is"
+        if isinstance(node, ast.ClassDef) and first_word(node) in QUESTIONS | VERBS:
+            yield f"{name}:{node.lineno}: class {node.name} opens with {first_word(node)!r}; name what it is"
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             wrong = QUESTIONS if is_value(node) else QUESTIONS | NOUNS
-            if opening(node) in wrong:
-                yield f"{name}:{node.lineno}: {node.name}() opens with {opening(node)!r}; say what it does"
+            if first_word(node) in wrong:
+                yield f"{name}:{node.lineno}: {node.name}() opens with {first_word(node)!r}; say what it does"
 
 
 def test_docstrings_open_with_what_a_thing_is_or_does() -> None:

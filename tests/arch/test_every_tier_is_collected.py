@@ -28,7 +28,7 @@ pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[Found()
 
 
 def test_every_file_of_tests_is_collected() -> None:
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", COLLECT],
         cwd=ROOT,
         capture_output=True,
@@ -38,7 +38,7 @@ def test_every_file_of_tests_is_collected() -> None:
     )
     collected = {
         Path(line.removeprefix("found "))
-        for line in done.stdout.splitlines()
+        for line in completed.stdout.splitlines()
         if line.startswith("found ")
     }
     test_files = {
@@ -46,7 +46,7 @@ def test_every_file_of_tests_is_collected() -> None:
         for top in ("tests", "dropin/tests")
         for path in (ROOT / top).rglob("test_*.py")
     }
-    assert test_files - collected == set(), done.stdout[-2000:] + done.stderr
+    assert test_files - collected == set(), completed.stdout[-2000:] + completed.stderr
     assert {path.name for path in test_files if not has_tests(path)} == set(), (
         "files without a test"
     )

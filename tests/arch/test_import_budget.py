@@ -53,14 +53,14 @@ LATER: Final = (*SHARDING, "torch._dynamo", "rich", "yaml", "packaging", "questi
 
 def import_seconds() -> float:
     """Return what `import hasten` takes, as Python itself accounts for it."""
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", "import hasten"],
         capture_output=True,
         text=True,
         check=True,
     )
     lines = [
-        line for line in done.stderr.splitlines() if re.search(r"\| hasten$", line)
+        line for line in completed.stderr.splitlines() if re.search(r"\| hasten$", line)
     ]
     return int(lines[0].split("|")[1]) / 1e6
 
@@ -82,10 +82,10 @@ def accelerator_share() -> float:
         "import time\nbegun = time.process_time()\nimport torch\nof_torch = time.process_time() - begun\nbegun = time.process_time()\n"
         "from hasten import Accelerator\nAccelerator(cpu=True)\nprint('took', (time.process_time() - begun) / of_torch)"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    return float(done.stdout.split()[-1])
+    return float(completed.stdout.split()[-1])
 
 
 def best_under(measure: object, budget_s: float) -> float:
@@ -109,10 +109,10 @@ def test_import_is_quick() -> None:
 
 def test_import_loads_nothing_heavy() -> None:
     code = f"import hasten, sys; print([m for m in {HEAVY!r} if m in sys.modules])"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "[]"
+    assert completed.stdout.strip() == "[]"
 
 
 @pytest.mark.timed
@@ -132,11 +132,11 @@ def test_an_import_does_not_collect_garbage_and_leaves_the_collector_as_it_was(
         "import hasten\ngc.collect()\nbefore = len(ran)\nhasten.Accelerator\nprint(len(ran) - before <= 2, gc.isenabled())\n"
         "try:\n    hasten.no_such_name\nexcept AttributeError:\n    print(gc.isenabled())"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     # one collection may follow the import
-    assert done.stdout.split() == ["True", str(enabled), str(enabled)]
+    assert completed.stdout.split() == ["True", str(enabled), str(enabled)]
 
 
 @pytest.mark.timed
@@ -158,12 +158,12 @@ def loaded_by(*steps: tuple[str, tuple[str, ...]]) -> list[list[str]]:
         f"{code}\nprint('now', [m for m in {modules!r} if m in sys.modules and m not in before])\n"
         for code, modules in steps
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     return [
         ast.literal_eval(line[4:])
-        for line in done.stdout.splitlines()
+        for line in completed.stdout.splitlines()
         if line.startswith("now ")
     ]
 
@@ -183,10 +183,10 @@ def test_an_accelerator_loads_its_components_on_first_use() -> None:
         "import sys, torch\nbefore = set(sys.modules)\nfrom hasten import Accelerator\n"
         "print(*sorted(set(sys.modules) - before))"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    loaded = done.stdout.split()
+    loaded = completed.stdout.split()
     assert "hasten.accelerator.facade" in loaded
     early_loads = [name for name in loaded if name.startswith(ON_FIRST_USE)]
     assert not early_loads, (

@@ -55,7 +55,7 @@ def graph_of(root: Path) -> dict[str, set[str]]:
     }
 
 
-def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+def circles_in(graph: Mapping[str, set[str]]) -> list[list[str]]:
     """Return the groups of modules that reach each other, each sorted."""
     reached: dict[str, set[str]] = {}
     for start in graph:
@@ -74,7 +74,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    import_circles = circles(graph_of(ROOT))
+    import_circles = circles_in(graph_of(ROOT))
     assert not import_circles, (
         f"these modules import each other; move what they share below them: {import_circles}"
     )
@@ -93,4 +93,4 @@ def test_a_circle_is_found_wherever_its_imports_are(tmp_path: Path) -> None:
         "class C:\n    def f(self) -> None:\n        import toy.a\n"
     )
     (root / "d.py").write_text("from toy.a import b\n")
-    assert circles(graph_of(root)) == [["toy.a", "toy.c", "toy.inner.b"]]
+    assert circles_in(graph_of(root)) == [["toy.a", "toy.c", "toy.inner.b"]]

@@ -92,14 +92,14 @@ def picture() -> Picture:
             }
             for kind in vars(module).values():
                 if isinstance(kind, type) and kind.__module__ == name:
-                    inside = {
+                    attributes_of_kind = {
                         key: value
                         for key, value in vars(kind).items()
                         if not key.startswith("_abc_")
                     }
                     identities |= {
                         (f"{name}.{kind.__qualname__}", key): id(value)
-                        for key, value in inside.items()
+                        for key, value in attributes_of_kind.items()
                     }
     return identities
 
@@ -118,7 +118,7 @@ def loop() -> None:
         optimizer.zero_grad()
 
 
-def changed(earlier: Picture, later: Picture) -> list[tuple[str, str]]:
+def changed_attributes(earlier: Picture, later: Picture) -> list[tuple[str, str]]:
     """Return the attributes that another value has; new modules and lazily loaded names are none."""
     return [key for key, value in earlier.items() if later.get(key) != value]
 
@@ -128,11 +128,11 @@ def test_a_traced_script_sees_hasten_as_it_is() -> None:
     initial_picture = picture()
     changes: list[tuple[str, str]] = []
 
-    def looking() -> None:
-        changes.extend(changed(initial_picture, picture()))
+    def compare_and_loop() -> None:
+        changes.extend(changed_attributes(initial_picture, picture()))
         loop()
 
-    trace_step(looking, "again", ("no",))
+    trace_step(compare_and_loop, "again", ("no",))
     assert not changes
     assert not parts_of_every_run(), "it ends with its block"
 
@@ -170,7 +170,7 @@ def test_a_timed_script_sees_hasten_as_it_is(tmp_path: Path) -> None:
             sys.modules["test_planner_patches_nothing"] = loaded_module
     outcome = msgspec.json.decode(outcome_file.read_bytes(), type=TrialOutcome)
     assert (outcome.error, len(outcome.losses)) == ("", 5)
-    assert not changed(initial_picture, looked.pop())
+    assert not changed_attributes(initial_picture, looked.pop())
     assert not parts_of_every_run()
 
 

@@ -81,12 +81,12 @@ LISTED_USES: Final = frozenset(
 )
 
 
-def private(name: str) -> bool:
+def is_private(name: str) -> bool:
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
 
 @dataclass(frozen=True)
-class Use:
+class TorchUse:
     """A private name that is used somewhere."""
 
     name: str
@@ -103,11 +103,11 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
                 yield file, tree
 
 
-def uses(file: str, tree: ast.Module) -> Iterator[Use]:
+def private_uses(file: str, tree: ast.Module) -> Iterator[TorchUse]:
     """Private attributes and modules, also those named by a string."""
     for node in nodes(tree):
         match node:
-            case ast.Attribute(attr=name, value=value) if private(name):
+            case ast.Attribute(attr=name, value=value) if is_private(name):
                 called_super = (
                     isinstance(value, ast.Call)
                     and getattr(value.func, "id", "") == "super"
@@ -115,11 +115,11 @@ def uses(file: str, tree: ast.Module) -> Iterator[Use]:
                 on_self = called_super or (
                     isinstance(value, ast.Name) and value.id in ("self", "cls")
                 )
-                yield Use(name, file, node.lineno, on_self)
+                yield TorchUse(name, file, node.lineno, on_self)
             case ast.Call(
                 func=ast.Name(id=reader), args=[_, ast.Constant(value=str(name)), *_]
-            ) if reader in READERS and private(name):
-                yield Use(name, file, node.lineno, on_self=False)
+            ) if reader in READERS and is_private(name):
+                yield TorchUse(name, file, node.lineno, on_self=False)
             case ast.ImportFrom(module=str(module), names=names) if (
                 module.split(".")[0] == "torch"
             ):
@@ -127,35 +127,39 @@ def uses(file: str, tree: ast.Module) -> Iterator[Use]:
                     *module.split("."),
                     *(alias.name for alias in names),
                 ):
-                    if private(module_name):
-                        yield Use(module_name, file, node.lineno, on_self=False)
+                    if is_private(module_name):
+                        yield TorchUse(module_name, file, node.lineno, on_self=False)
             case ast.Import(names=names):
                 for alias in names:
                     module_names = alias.name.split(".")
                     for module_name in (
                         module_names if module_names[0] == "torch" else ()
                     ):
-                        if private(module_name):
-                            yield Use(module_name, file, node.lineno, on_self=False)
+                        if is_private(module_name):
+                            yield TorchUse(
+                                module_name, file, node.lineno, on_self=False
+                            )
 
 
-def defined(tree: ast.Module) -> Iterator[str]:
+def defined_names(tree: ast.Module) -> Iterator[str]:
     """Private names that the code itself makes: functions, classes, fields, assignments to attributes."""
     for node in nodes(tree):
         match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) if private(name):
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) if is_private(
+                name
+            ):
                 yield name
             case ast.Attribute(
                 attr=name, ctx=ast.Store(), value=ast.Name(id="self" | "cls")
-            ) if private(name):
+            ) if is_private(name):
                 yield name
-            case ast.Name(id=name, ctx=ast.Store()) if private(name):
+            case ast.Name(id=name, ctx=ast.Store()) if is_private(name):
                 yield name
-            case ast.AnnAssign(target=ast.Name(id=name)) if private(name):
+            case ast.AnnAssign(target=ast.Name(id=name)) if is_private(name):
                 yield name
 
 
-def overridden(file: str, tree: ast.Module) -> Iterator[Use]:
+def overridden(file: str, tree: ast.Module) -> Iterator[TorchUse]:
     """Private names of torch's classes that a subclass of ours defines again or sets."""
     imported = {
         alias.asname or alias.name: (node.module, alias.name)
@@ -167,24 +171,26 @@ def overridden(file: str, tree: ast.Module) -> Iterator[Use]:
     for subclass in (node for node in nodes(tree) if isinstance(node, ast.ClassDef)):
         bases = [
             base
-            for base in (_base(node, imported) for node in subclass.bases)
+            for base in (
+                private_names_of_base(node, imported) for node in subclass.bases
+            )
             if base is not None
         ]
         for node in ast.walk(subclass) if bases else ():
             match node:
-                case ast.FunctionDef(name=name) if private(name):
+                case ast.FunctionDef(name=name) if is_private(name):
                     pass
-                case ast.Attribute(attr=name, value=ast.Name(id="self")) if private(
+                case ast.Attribute(attr=name, value=ast.Name(id="self")) if is_private(
                     name
                 ):
                     pass
                 case _:
                     continue
             if any(name in names for names in bases):
-                yield Use(name, file, node.lineno, on_self=False)
+                yield TorchUse(name, file, node.lineno, on_self=False)
 
 
-def _base(
+def private_names_of_base(
     node: ast.expr, imported: dict[str, tuple[str | None, str]]
 ) -> frozenset[str] | None:
     """The private names of a base class of torch's."""
@@ -213,20 +219,22 @@ def _base(
 def private_names(torch_class: type) -> frozenset[str]:
     """The private names that a class defines, and that its methods set on self."""
     return frozenset(
-        name for name in {*dir(torch_class), *set_on_self(torch_class)} if private(name)
+        name
+        for name in {*dir(torch_class), *set_on_self(torch_class)}
+        if is_private(name)
     )
 
 
 @pytest.fixture(scope="module")
-def torch_uses() -> list[Use]:
+def torch_uses() -> list[TorchUse]:
     """Private names that are not our own (some are both: then those count that the list names for the file)."""
     trees = list(sources())
-    our_names = {name for _, tree in trees for name in defined(tree)} | NOT_TORCH
+    our_names = {name for _, tree in trees for name in defined_names(tree)} | NOT_TORCH
     listed = []
     for file, tree in trees:
         listed += [
             use
-            for use in uses(file, tree)
+            for use in private_uses(file, tree)
             if use.name not in our_names or (use.name, file) in LISTED_USES
         ]
         listed += list(overridden(file, tree))
@@ -234,7 +242,7 @@ def torch_uses() -> list[Use]:
 
 
 def test_no_private_name_of_torch_is_used_outside_the_list(
-    torch_uses: list[Use],
+    torch_uses: list[TorchUse],
 ) -> None:
     stray = sorted({(use.name, use.file) for use in torch_uses} - LISTED_USES)
     assert not stray, (
@@ -242,12 +250,12 @@ def test_no_private_name_of_torch_is_used_outside_the_list(
     )
 
 
-def test_the_list_names_nothing_that_is_not_used(torch_uses: list[Use]) -> None:
+def test_the_list_names_nothing_that_is_not_used(torch_uses: list[TorchUse]) -> None:
     used = {(use.name, use.file) for use in torch_uses}
     idle = sorted(
         (name, file)
         for name, file in LISTED_USES
-        if private(name) and (name, file) not in used
+        if is_private(name) and (name, file) not in used
     )
     assert not idle, f"take them off {LIST}: {idle}"
 

@@ -236,7 +236,7 @@ def test_every_public_name_is_in_the_reference_once() -> None:
         for name in re.findall(r"^::: ([\w.]+)$", page.read_text("utf-8"), re.MULTILINE)
     ]
     assert len(named) == len(set(named)), "a name twice"
-    objects = {id(resolved(name)) for name in named}
+    objects = {id(object_named(name)) for name in named}
     missing = [
         f"{face.__name__}.{name}"
         for face in FACES
@@ -253,7 +253,7 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     assert "hasten.errors" in named
 
 
-def resolved(name: str) -> object:
+def object_named(name: str) -> object:
     """Return the object of a dotted name in the reference."""
     module, _, last = name.rpartition(".")
     return (

@@ -69,11 +69,11 @@ def messages() -> Iterator[tuple[Path, str]]:
     """Every text that is raised, logged or said."""
     for path, tree in trees(SOURCE).items():
         for node in ast.walk(tree):
-            saying = (
+            is_message_call = (
                 isinstance(node, ast.Call)
                 and getattr(node.func, "attr", getattr(node.func, "id", "")) in SAYING
             )
-            if isinstance(node, ast.Raise) or saying:
+            if isinstance(node, ast.Raise) or is_message_call:
                 for child in ast.walk(node):
                     if isinstance(child, ast.Constant) and isinstance(child.value, str):
                         yield path, child.value

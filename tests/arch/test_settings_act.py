@@ -68,15 +68,19 @@ class Module:
         for _ in range(3):  # names bound to names bound to …
             self._bindings()
 
-    def _hold(self, name: str, classes: set[str]) -> None:
+    def _add_holder(self, name: str, classes: set[str]) -> None:
         self._holders.setdefault(name, set()).update(classes)
 
     def _annotations(self) -> None:
         for node in self._nodes:
             if isinstance(node, ast.arg):
-                self._hold(node.arg, _classes_in(node.annotation) & self._sections)
+                self._add_holder(
+                    node.arg, _classes_in(node.annotation) & self._sections
+                )
             elif isinstance(node, ast.AnnAssign) and (names := _dotted(node.target)):
-                self._hold(names[-1], _classes_in(node.annotation) & self._sections)
+                self._add_holder(
+                    names[-1], _classes_in(node.annotation) & self._sections
+                )
 
     def _bindings(self) -> None:
         for node in self._nodes:
@@ -91,7 +95,7 @@ class Module:
                         if (names := _dotted(left)) and (
                             section_classes := self._classes_of(right)
                         ):
-                            self._hold(names[-1], section_classes)
+                            self._add_holder(names[-1], section_classes)
 
     def _classes_of(self, node: ast.expr) -> set[str]:
         """The section classes that an expression may hold."""
@@ -356,7 +360,7 @@ def _is_stub(function: ast.FunctionDef) -> bool:
     return not body or (len(body) == 1 and isinstance(body[0], ast.Raise))
 
 
-def unread(function: ast.FunctionDef) -> list[str]:
+def unread_parameters(function: ast.FunctionDef) -> list[str]:
     """The parameters that the body never reads; `locals()` reads all of them."""
     arguments = function.args
     named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
@@ -387,12 +391,12 @@ def test_every_parameter_of_the_public_surface_is_read() -> None:
     ignored = [
         f"{name}({parameter}=)"
         for name, function in functions
-        for parameter in unread(function)
+        for parameter in unread_parameters(function)
     ]
     assert not ignored, f"accepted and ignored: {ignored}; let them act, or refuse them"
     example = ast.parse("def f(a, b, *, c): return a + c").body[0]
     assert isinstance(example, ast.FunctionDef)
-    assert unread(example) == ["b"]
+    assert unread_parameters(example) == ["b"]
     assert {name for name, _ in functions} > {
         "Accelerator.__init__",
         "dispatch_model",

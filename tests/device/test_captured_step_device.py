@@ -18,7 +18,7 @@ pytestmark = pytest.mark.device
 
 
 @pytest.fixture(scope="module", autouse=True)
-def started() -> None:
+def warm_up_device() -> None:
     """The driver's handles stay for the life of the process; they are no test's leak."""
     if not torch.cuda.is_available():
         pytest.skip("CUDA graphs need a CUDA device")

@@ -40,7 +40,7 @@ def build() -> Model:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def started() -> None:
+def warm_up_device() -> None:
     """The driver's handles stay for the life of the process; they are no test's leak."""
     if torch.cuda.is_available():
         build().cuda()(IDS.cuda()).sum().backward()

@@ -148,7 +148,7 @@ def test_a_resumed_run_is_bitwise_equal(mode: str, tmp_path: Path) -> None:
 
 
 def test_the_device_keeps_a_part_of_the_state_between_steps() -> None:
-    def allocated(mode: str | None) -> int:
+    def allocated_bytes(mode: str | None) -> int:
         torch.accelerator.synchronize()
         initial_bytes = torch.accelerator.memory_allocated()
         trained = train(mode, steps=6)
@@ -160,9 +160,9 @@ def test_the_device_keeps_a_part_of_the_state_between_steps() -> None:
         return grown
 
     with_nothing_offloaded, with_state_offloaded = (
-        allocated(None),
-        allocated("optimizer"),
+        allocated_bytes(None),
+        allocated_bytes("optimizer"),
     )
-    with_all_offloaded = allocated("all")
+    with_all_offloaded = allocated_bytes("all")
     assert with_state_offloaded < 0.7 * with_nothing_offloaded
     assert with_all_offloaded < 0.5 * with_nothing_offloaded

@@ -21,7 +21,7 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def started() -> None:
+def warm_up_device() -> None:
     """The driver's handles and the compiler's workers stay for the life of the process; they are no test's leak."""
     if torch.accelerator.is_available():
         torch.compile(lambda x: x.sin() + 1)(torch.zeros(2, device=device()))

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.device
 ROWS, WIDTH = 64, 4096
 
 
-class Filled(Dataset[Tensor]):
+class NumberedRows(Dataset[Tensor]):
     """Row i holds the number i everywhere."""
 
     def __init__(self, size: int = ROWS, width: int = WIDTH) -> None:
@@ -45,22 +45,22 @@ class Pair(NamedTuple):
 
 
 @dataclass
-class Held:
+class BatchWithNote:
     x: Tensor
     note: str
 
 
-class Custom:
+class CustomBatch:
     """A batch object of the user's own: it can be moved and pinned, and says nothing about streams."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
 
-    def to(self, device: Any, non_blocking: bool = False) -> Custom:
-        return Custom(self.x.to(device, non_blocking=non_blocking))
+    def to(self, device: Any, non_blocking: bool = False) -> CustomBatch:
+        return CustomBatch(self.x.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> Custom:
-        return Custom(self.x.pin_memory())
+    def pin_memory(self) -> CustomBatch:
+        return CustomBatch(self.x.pin_memory())
 
 
 def on_device(loader: DataLoader[Any], **settings: Any) -> Loader:
@@ -90,7 +90,7 @@ def test_every_batch_arrives_as_it_was(
     prefetch: int | None, num_workers: int, pin_memory: bool
 ) -> None:
     user = DataLoader(
-        Filled(), batch_size=8, num_workers=num_workers, pin_memory=pin_memory
+        NumberedRows(), batch_size=8, num_workers=num_workers, pin_memory=pin_memory
     )
     loader = on_device(user, prefetch=prefetch)
     got: list[float] = []
@@ -120,10 +120,10 @@ def test_freed_batches_are_not_overwritten_while_they_are_read(
 
     def collate(samples: list[Tensor]) -> Any:
         x = torch.stack(samples)
-        return Custom(x) if custom else x
+        return CustomBatch(x) if custom else x
 
     # 2 MiB a batch
-    user = DataLoader(Filled(512, 65_536), batch_size=8, collate_fn=collate)
+    user = DataLoader(NumberedRows(512, 65_536), batch_size=8, collate_fn=collate)
     loader = on_device(user, prefetch=prefetch)
     sums = []
     for batch in loader:
@@ -145,7 +145,7 @@ def test_small_and_large_batches_keep_their_order_and_values(
     """Batches of every size in turn: in line, staged in line, staged in a thread; buffers are used again and again."""
     widths = [16, 300_000, 16, 40_000, 5, 40_000, 300_000, 300_000, 1, 20_000] * 8
 
-    class Mixed(Dataset[Any]):
+    class MixedWidths(Dataset[Any]):
         def __len__(self) -> int:
             return len(widths)
 
@@ -156,7 +156,8 @@ def test_small_and_large_batches_keep_their_order_and_values(
             }
 
     loader = on_device(
-        DataLoader(Mixed(), batch_size=None, pin_memory=pin_memory), prefetch=prefetch
+        DataLoader(MixedWidths(), batch_size=None, pin_memory=pin_memory),
+        prefetch=prefetch,
     )
     sums = []
     for batch in loader:
@@ -170,7 +171,7 @@ def test_small_and_large_batches_keep_their_order_and_values(
 
 
 def test_batches_kept_by_the_user_stay_what_they_were() -> None:
-    loader = on_device(DataLoader(Filled(128), batch_size=8), prefetch=2)
+    loader = on_device(DataLoader(NumberedRows(128), batch_size=8), prefetch=2)
     batches = list(loader)
     gc.collect()
     assert [value for batch in batches for value in first_column(batch)] == [
@@ -179,7 +180,7 @@ def test_batches_kept_by_the_user_stay_what_they_were() -> None:
 
 
 def test_batches_are_right_on_a_stream_of_the_users() -> None:
-    loader = on_device(DataLoader(Filled(128), batch_size=8), prefetch=2)
+    loader = on_device(DataLoader(NumberedRows(128), batch_size=8), prefetch=2)
     side = torch.Stream(device="cuda")
     sums = []
     with side:
@@ -199,15 +200,15 @@ def test_nested_batches_custom_objects_and_keys_that_stay() -> None:
         return {
             "x": x,
             "pair": Pair(x + 1, ["a"]),
-            "held": Held(x + 2, "note"),
+            "held": BatchWithNote(x + 2, "note"),
             "user": UserDict({"x": x + 3}),
-            "custom": Custom(x + 4),
+            "custom": CustomBatch(x + 4),
             "list": [x + 5, 7, None],
             "stays": x + 6,
             "empty": torch.empty(0),
         }
 
-    user = DataLoader(Filled(16), batch_size=8, collate_fn=collate)
+    user = DataLoader(NumberedRows(16), batch_size=8, collate_fn=collate)
     for batch in on_device(user, prefetch=1, prefetch_skip_keys=("stays",)):
         assert batch["x"].is_cuda
         assert torch.equal(batch["pair"].x, batch["x"] + 1)
@@ -222,7 +223,7 @@ def test_nested_batches_custom_objects_and_keys_that_stay() -> None:
 
 def test_the_staging_thread_ends_with_the_loop() -> None:
     # 2 MiB, unpinned: staged in a thread
-    user = DataLoader(Filled(64, 65_536), batch_size=8)
+    user = DataLoader(NumberedRows(64, 65_536), batch_size=8)
     loader = on_device(user, prefetch=2)
     initial_threads = threading.active_count()
     for _ in loader:
@@ -230,17 +231,17 @@ def test_the_staging_thread_ends_with_the_loop() -> None:
         break
     assert threading.active_count() == initial_threads
 
-    class Failing(Filled):
+    class Failing(NumberedRows):
         def __getitem__(self, index: int) -> Tensor:
             if index == 30:
                 raise OSError("unreadable")
             return super().__getitem__(index)
 
-    def read() -> Iterator[Any]:
+    def read_failing_batches() -> Iterator[Any]:
         yield from on_device(DataLoader(Failing(64, 65_536), batch_size=8), prefetch=2)
 
     with pytest.raises(OSError, match="unreadable"):
-        list(read())
+        list(read_failing_batches())
     assert threading.active_count() == initial_threads
 
 
@@ -256,7 +257,7 @@ def test_copies_run_beside_compute() -> None:
 
     weight = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
 
-    def timed(prefetch: int, rounds: int) -> float:
+    def ms_per_batch(prefetch: int, rounds: int) -> float:
         loader = on_device(
             DataLoader(RepeatedBatch(), batch_size=None),
             prefetch=prefetch,
@@ -274,7 +275,11 @@ def test_copies_run_beside_compute() -> None:
             times.append((time.perf_counter() - start_s) / 30 * 1e3)
         return min(times)
 
-    copy_ms, both_ms, beside_ms = timed(0, 0), timed(0, 2), timed(2, 2)
+    copy_ms, both_ms, beside_ms = (
+        ms_per_batch(0, 0),
+        ms_per_batch(0, 2),
+        ms_per_batch(2, 2),
+    )
     compute_ms = both_ms - copy_ms
     assert beside_ms < 1.25 * max(copy_ms, compute_ms)
     assert beside_ms < 0.85 * both_ms

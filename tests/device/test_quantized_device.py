@@ -25,7 +25,7 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def started() -> None:
+def warm_up_device() -> None:
     """The packages' libraries and the driver's handles stay for the life of the process; they are no test's leak."""
     if torch.accelerator.is_available():
         for kind in KINDS:
@@ -33,7 +33,7 @@ def started() -> None:
             losses(model, optimizer, accelerator.backward, range(1))
 
 
-def base(kind: str) -> Any:
+def quantized_llama(kind: str) -> Any:
     """A Llama in bf16 whose blocks have weights of four bits."""
     transformers = pytest.importorskip("transformers")
     sizes = {
@@ -60,16 +60,16 @@ def base(kind: str) -> Any:
     return model
 
 
-def adapted(kind: str) -> Any:
+def llama_with_adapters(kind: str) -> Any:
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
     config = peft.LoraConfig(
         r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False
     )
-    return peft.get_peft_model(base(kind), config)
+    return peft.get_peft_model(quantized_llama(kind), config)
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
@@ -80,9 +80,9 @@ def batch(step: int) -> Tensor:
 
 def prepared(kind: str) -> tuple[Accelerator, Any, Any]:
     accelerator = Accelerator(strategy="fsdp", cpu=device().type == "cpu")
-    model = adapted(kind)
+    model = llama_with_adapters(kind)
     model, optimizer = accelerator.prepare(
-        model, torch.optim.AdamW(trained(model), lr=0.01)
+        model, torch.optim.AdamW(trained_parameters(model), lr=0.01)
     )
     return accelerator, model, optimizer
 
@@ -100,10 +100,10 @@ def losses(model: Any, optimizer: Any, backward: Any, steps: range) -> list[floa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_equal_bare_torch(kind: str) -> None:
-    model = adapted(kind)
+    model = llama_with_adapters(kind)
     expected = losses(
         model,
-        torch.optim.AdamW(trained(model), lr=0.01),
+        torch.optim.AdamW(trained_parameters(model), lr=0.01),
         torch.autograd.backward,
         range(6),
     )
@@ -118,13 +118,13 @@ def test_losses_equal_bare_torch(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prepared_weights_take_four_bits_on_the_device(kind: str) -> None:
-    def allocated() -> int:
+    def allocated_bytes() -> int:
         gc.collect()
         return torch.accelerator.memory_allocated() if device().type != "cpu" else 0
 
-    initial_bytes = allocated()
+    initial_bytes = allocated_bytes()
     _, model, optimizer = prepared(kind)
-    model_bytes = allocated() - initial_bytes
+    model_bytes = allocated_bytes() - initial_bytes
     frozen = [p.to_local() for p in model.parameters() if p.dtype == torch.uint8]
     weights = DEPTH * (4 + 3 * 4) * WIDTH**2
     assert len(frozen) == 7 * DEPTH
@@ -163,7 +163,7 @@ def test_merged_adapters_give_the_trained_outputs(kind: str, tmp_path: Path) -> 
         tmp_path / "adapter", state_dict=accelerator.get_state_dict(model)
     )
     # in fp32: merging in bf16 would round once more
-    plain = dequantize_weights(base(kind)).float()
+    plain = dequantize_weights(quantized_llama(kind)).float()
     merged = peft.PeftModel.from_pretrained(
         plain, tmp_path / "adapter"
     ).merge_and_unload()

@@ -18,7 +18,7 @@ SIZES = (1, 3, 70_000, 9_000_000, 5, 250_000, 40_000_000, 17, 2_000_000)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def started() -> None:
+def warm_up_device() -> None:
     """The driver's handles stay for the life of the process; they are no test's leak."""
     if torch.cuda.is_available():
         torch.zeros(2, device="cuda").sum().item()

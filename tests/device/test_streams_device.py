@@ -11,7 +11,7 @@ pytestmark = pytest.mark.device
 
 
 @pytest.fixture(scope="module", autouse=True)
-def started() -> None:
+def warm_up_device() -> None:
     """The driver's handles stay for the life of the process; they are no test's leak."""
     if torch.cuda.is_available():
         torch.zeros(2, device="cuda").sum().item()
@@ -21,24 +21,24 @@ def test_values_arrive_and_the_compute_stream_does_not_wait_for_larger_copies() 
     device = torch.device("cuda")
     # a gibibyte, tens of milliseconds over the link
     large = torch.ones(2**28, device=device)
-    home = torch.empty(large.shape, pin_memory=True)
+    host_buffer = torch.empty(large.shape, pin_memory=True)
     side = torch.Stream(device)
-    behind: list[bool] = []
+    large_copies_ended: list[bool] = []
     # CUDA itself waits where memory is allocated and kernels are loaded, at first
     for _ in range(3):
         torch.cuda.synchronize()
         with on_stream(side):
             for _ in range(8):
-                home.copy_(large, non_blocking=True)
+                host_buffer.copy_(large, non_blocking=True)
             copied = torch.Event(device)
             copied.record(side)
         host_copy = HostCopy(torch.arange(5.0, device=device) + 1)
         computed = torch.Event(device)
         computed.record()
         computed.synchronize()
-        behind.append(copied.query())
+        large_copies_ended.append(copied.query())
         assert host_copy.wait().tolist() == [1, 2, 3, 4, 5]
-    assert not behind[-1], "the compute stream waited for the larger copies"
+    assert not large_copies_ended[-1], "the compute stream waited for the larger copies"
 
 
 def test_memory_of_the_source_is_not_reused_before_it_was_copied() -> None:

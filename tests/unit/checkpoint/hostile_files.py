@@ -54,7 +54,7 @@ HARMLESS = ("fuzz", "manifest: rank file gone")
 Mutation = tuple[str, Callable[[Path], None]]
 
 
-class Objects:
+class TinyRun:
     """A run small enough to load hundreds of times."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ def run_objects_of(objects: Any) -> RunObjects:
 
 
 def write_victim(root: Path) -> None:
-    run_objects = run_objects_of(Objects())
+    run_objects = run_objects_of(TinyRun())
     tree = collect_state(
         run_objects, "safetensors", [None], run_objects.saved_position()
     )
@@ -141,7 +141,7 @@ class Evaluator(Payload):
         return eval, (f"open({str(self._canary)!r}, 'w').close()",)
 
 
-def blind(files: list[str]) -> Iterator[Mutation]:
+def blind_mutations(files: list[str]) -> Iterator[Mutation]:
     rng = random.Random(0)
 
     def mutation_of_file(
@@ -458,7 +458,7 @@ def fuzzed_data(rounds: int) -> Iterator[Mutation]:
         yield f"fuzz {seed} of {name}", mutate
 
 
-def attempt(root: Path, objects: Objects) -> str:
+def try_loading(root: Path, objects: TinyRun) -> str:
     """What loading comes to: the name of the typed error, or "loaded"."""
     initial_fingerprint = objects.fingerprint()
     try:
@@ -472,7 +472,7 @@ def attempt(root: Path, objects: Objects) -> str:
                 for a, b in zip(initial_fingerprint, current_fingerprint, strict=True)
             ), "planning changed the model"
             del plan
-            restored_objects = Objects()
+            restored_objects = TinyRun()
             with agreeing(LocalComm(), "loading") as together:
                 plan_restore(
                     run_objects_of(restored_objects),
@@ -504,13 +504,13 @@ def main(rounds: int) -> None:
         canary = Path(scratch) / "code-was-executed"
         good = Path(scratch) / "good"
         write_victim(good)
-        objects = Objects()
-        assert attempt(good, objects) == "loaded"
+        objects = TinyRun()
+        assert try_loading(good, objects) == "loaded"
         files = sorted(
             p.name for p in (good / NAME).iterdir() if p.name != MANIFEST_NAME
         )
         mutations = [
-            *blind(files),
+            *blind_mutations(files),
             *pickles(canary),
             *headers(),
             *manifests(),
@@ -521,7 +521,7 @@ def main(rounds: int) -> None:
             shutil.copytree(good, root)
             mutate(root / NAME)
             try:
-                outcome = attempt(root, objects)
+                outcome = try_loading(root, objects)
             except BaseException as error:
                 problems.append(f"{label}: {type(error).__name__}: {error}")
                 outcome = "PROBLEM"

@@ -66,7 +66,7 @@ class DeadlyDisk(Disk):
                     os.truncate(path, 0)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _turn(
+    def _run_call(
         self, action: Callable[[], None], half: Callable[[], None] | None = None
     ) -> None:
         self.calls += 1
@@ -84,31 +84,31 @@ class DeadlyDisk(Disk):
 
     def create(self, path: Path) -> int:
         descriptors: list[int] = []
-        self._turn(lambda: descriptors.append(Disk.create(self, path)))
+        self._run_call(lambda: descriptors.append(Disk.create(self, path)))
         self._unsynced[descriptors[0]] = path
         self._lost.add(path)
         return descriptors[0]
 
     def write_at(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
-        done: list[int] = []
+        written_counts: list[int] = []
         joined_data = memoryview(b"".join(data))
-        self._turn(
-            lambda: done.append(Disk.write_at(self, fd, data, offset)),
-            lambda: done.append(
+        self._run_call(
+            lambda: written_counts.append(Disk.write_at(self, fd, data, offset)),
+            lambda: written_counts.append(
                 Disk.write_at(self, fd, [joined_data[: len(joined_data) // 2]], offset)
             ),
         )
-        return done[0]
+        return written_counts[0]
 
     def sync(self, fd: int) -> None:
-        self._turn(lambda: Disk.sync(self, fd))
+        self._run_call(lambda: Disk.sync(self, fd))
         self._lost.discard(self._unsynced.get(fd, Path()))
 
     def make_folder(self, path: Path) -> None:
-        self._turn(lambda: Disk.make_folder(self, path))
+        self._run_call(lambda: Disk.make_folder(self, path))
 
     def rename(self, old: Path, new: Path) -> None:
-        self._turn(lambda: Disk.rename(self, old, new))
+        self._run_call(lambda: Disk.rename(self, old, new))
         self._lost = {
             new / p.relative_to(old) if p.is_relative_to(old) else p for p in self._lost
         }
@@ -120,21 +120,21 @@ class DeadlyDisk(Disk):
             ]:
                 entry.unlink()
 
-        self._turn(lambda: Disk.remove_tree(self, path), half)
+        self._run_call(lambda: Disk.remove_tree(self, path), half)
 
     def remove_file(self, path: Path) -> None:
-        self._turn(lambda: Disk.remove_file(self, path))
+        self._run_call(lambda: Disk.remove_file(self, path))
 
     def link(self, old: Path, new: Path) -> None:
-        self._turn(lambda: Disk.link(self, old, new))
+        self._run_call(lambda: Disk.link(self, old, new))
 
     def open_lock(self, path: Path) -> int:
         descriptors: list[int] = []
-        self._turn(lambda: descriptors.append(Disk.open_lock(self, path)))
+        self._run_call(lambda: descriptors.append(Disk.open_lock(self, path)))
         return descriptors[0]
 
 
-def state(number: int) -> StateTree:
+def numbered_state(number: int) -> StateTree:
     """A small state that says in every tensor which save it belongs to."""
     tensors = {
         f"w{i}": torch.full((size,), float(number)) for i, size in enumerate(SIZES)
@@ -170,14 +170,14 @@ def save(
         if extra is not None and save.draft.folder is not None:
             (save.draft.folder / extra).mkdir()
             (save.draft.folder / extra / "hooked.txt").write_text(str(number))
-        save.plan(state(number), together)
+        save.plan(numbered_state(number), together)
         save.write(Manifest(number=number), together)
     retire_expired(
         store, ProjectConfiguration(total_limit=limit), lambda manifest: True
     )
 
 
-def check(root: Path, name: str) -> int:
+def saved_number(root: Path, name: str) -> int:
     """The number a checkpoint was saved with, after reading all of it."""
     with ExitStack() as stack:
         checkpoint = stack.enter_context(
@@ -271,9 +271,9 @@ def save_numbered(root: Path, disk: Disk) -> None:
 def judge_numbered(root: Path) -> str | None:
     store = LocalStore(root)
     top = find_newest(store) or ""
-    if check(root, top) not in (2, 3):
+    if saved_number(root, top) not in (2, 3):
         return f"the newest is {top}"
-    if check(root, numbered_checkpoint(2)) != 2:
+    if saved_number(root, numbered_checkpoint(2)) != 2:
         return "checkpoint_2 was lost"
     if top != numbered_checkpoint(3) and {
         numbered_checkpoint(0),
@@ -282,7 +282,7 @@ def judge_numbered(root: Path) -> str | None:
         return "old ones were deleted before the new one was there"
     save(root, numbered_checkpoint(4), 4, Disk(), 2)
     left = {entry.name for entry in root.iterdir()}
-    if check(root, find_newest(store) or "") != 4 or any(
+    if saved_number(root, find_newest(store) or "") != 4 or any(
         name.startswith(".hasten") for name in left
     ):
         return f"the next save left {left}"
@@ -303,11 +303,11 @@ def save_overwriting(root: Path, disk: Disk) -> None:
 
 
 def judge_overwriting(root: Path, allowed: tuple[int, int] = (1, 2)) -> str | None:
-    if check(root, "best") not in allowed:
+    if saved_number(root, "best") not in allowed:
         return "neither the old nor the new one is there"
     save(root, "best", 4, Disk(), None)
     left = [entry.name for entry in root.iterdir()]
-    if check(root, "best") != 4 or left != ["best"]:
+    if saved_number(root, "best") != 4 or left != ["best"]:
         return f"the next save left {left}"
     listed = {file.name for file in LocalStore(root).manifest("best").files} | {
         "manifest.json",
@@ -367,11 +367,11 @@ def save_appearing(root: Path, disk: Disk) -> None:
         save.start(together, "best")
         (root / "best").mkdir()
         (root / "best" / "notes.txt").write_text("mine")
-        save.plan(state(2), together)
+        save.plan(numbered_state(2), together)
         save.write(Manifest(number=2), together)
 
 
-def kill(save_kind: str, stride: int) -> tuple[int, list[str]]:
+def kill_during(save_kind: str, stride: int) -> tuple[int, list[str]]:
     """The kills of one kind of save, and what was wrong after them."""
     match save_kind:
         case "numbered":
@@ -394,7 +394,9 @@ def kill(save_kind: str, stride: int) -> tuple[int, list[str]]:
 
 def main(stride: int, save_kinds: Sequence[str]) -> None:
     torch.set_num_threads(1)
-    reports_by_kind = {save_kind: kill(save_kind, stride) for save_kind in save_kinds}
+    reports_by_kind = {
+        save_kind: kill_during(save_kind, stride) for save_kind in save_kinds
+    }
     problems = [
         problem
         for _, problems_of_kind in reports_by_kind.values()

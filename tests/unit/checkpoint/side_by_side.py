@@ -61,7 +61,7 @@ def number_in(root: Path, name: str) -> int | None:
     return numbers.pop()
 
 
-def undisturbed(root: Path, name: str) -> int | None:
+def undisturbed_number(root: Path, name: str) -> int | None:
     """The same, while nobody may write there."""
     with folder_lock(root / name, Disk()):
         return number_in(root, name)
@@ -124,7 +124,9 @@ class Worker:
                 continue
             say("saved", name, number)
             number_on_disk = (
-                number_in(root, name) if has_own_folder else undisturbed(root, name)
+                number_in(root, name)
+                if has_own_folder
+                else undisturbed_number(root, name)
             )
             if number_on_disk != number if has_own_folder else number_on_disk is None:
                 say("broken", f"{name} holds {number_on_disk} after {number} was saved")
@@ -154,7 +156,7 @@ def run(scenario: str, seconds: float, least: int) -> dict[str, object]:
                 for name in ("best", f"trial_{index}"):
                     try:
                         if (root / name).is_dir():
-                            undisturbed(root, name)
+                            undisturbed_number(root, name)
                     except Exception as error:
                         problems.append(
                             f"after a kill: {type(error).__name__}: {error}"

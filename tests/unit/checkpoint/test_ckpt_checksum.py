@@ -34,13 +34,13 @@ SIZES = (
 )
 
 
-def chunk(size: int) -> bytes:
+def random_bytes(size: int) -> bytes:
     return random.Random(size).randbytes(size)
 
 
 def test_every_flipped_bit_is_seen() -> None:
     for size in SIZES[:-1]:
-        data = bytearray(chunk(size))
+        data = bytearray(random_bytes(size))
         sound = checksum(data)
         for byte_index in range(0, size, 1 if size < 100 else 1 + size // 100):
             for bit in range(8):
@@ -53,7 +53,7 @@ def test_every_flipped_bit_is_seen() -> None:
 
 
 def test_traded_words_are_seen() -> None:
-    words = np.frombuffer(chunk(4 * BLOCK_BYTES), np.uint64).copy()
+    words = np.frombuffer(random_bytes(4 * BLOCK_BYTES), np.uint64).copy()
     sound = checksum(words.tobytes())
     pick = random.Random(0)
     for _ in range(300):
@@ -64,7 +64,7 @@ def test_traded_words_are_seen() -> None:
 
 
 def test_traded_sectors_and_pages_are_seen() -> None:
-    data = np.frombuffer(chunk(2 * 1024**2), np.uint8)
+    data = np.frombuffer(random_bytes(2 * 1024**2), np.uint8)
     sound = checksum(data.tobytes())
     pick = random.Random(2)
     for unit in (16, 64, 512, 4096, 65536):
@@ -86,7 +86,7 @@ def test_traded_sectors_and_pages_are_seen() -> None:
 
 
 def test_lost_and_shifted_bytes_are_seen() -> None:
-    data = chunk(5 * BLOCK_BYTES)
+    data = random_bytes(5 * BLOCK_BYTES)
     sound = checksum(data)
     for offset in (0, 1, 8, 4096, BLOCK_BYTES, 3 * BLOCK_BYTES):
         assert checksum(data[:offset] + data[offset + 1 :] + b"\0") != sound
@@ -117,7 +117,7 @@ def test_stuck_bits_and_turned_signs_are_seen() -> None:
 
 
 def test_words_that_trade_places_within_a_column_are_seen() -> None:
-    words = np.frombuffer(chunk(2 * BLOCK_BYTES), np.uint64).copy()
+    words = np.frombuffer(random_bytes(2 * BLOCK_BYTES), np.uint64).copy()
     sound = checksum(words.tobytes())
     for row in range(1, 17):
         traded = words.copy()
@@ -127,7 +127,7 @@ def test_words_that_trade_places_within_a_column_are_seen() -> None:
 
 @pytest.mark.parametrize("size", [1, 4096, 2 * CHUNK_BYTES + 5])
 def test_files_are_verified_by_it(size: int, tmp_path: Path) -> None:
-    data = bytearray(chunk(size))
+    data = bytearray(random_bytes(size))
     path = tmp_path / "file.bin"
     path.write_bytes(data)
     chunk_sums = [

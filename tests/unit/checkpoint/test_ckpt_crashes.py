@@ -40,11 +40,11 @@ def run(script: str, *arguments: str, timeout_s: float = 220) -> Any:
         str(TEST_FOLDER / script),
         *arguments,
     ]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, capture_output=True, text=True, timeout=timeout_s, check=False
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return json.loads(completed.stdout)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from hasten.errors import CheckpointError, CorruptCheckpointError
 SHAPES = ((3,), (1,), (70_000,), (2, 5), (), (1000, 7), (300, 301), (1,), (9, 9, 9))
 
 
-def tensors(seed: int) -> dict[str, Tensor]:
+def random_tensors(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.uint8)
     return {
@@ -41,7 +41,9 @@ def tensors(seed: int) -> dict[str, Tensor]:
     }
 
 
-def stored(folder: Path, values: dict[str, Tensor], kind: str) -> dict[str, Piece]:
+def stored_pieces(
+    folder: Path, values: dict[str, Tensor], kind: str
+) -> dict[str, Piece]:
     if kind == "safetensors":
         write_files(folder, {"f.safetensors": encode_safetensors(values)}, Disk())
         return dict(read_safetensors(folder / "f.safetensors").pieces)
@@ -62,8 +64,8 @@ def test_tensors_of_all_sizes_come_back(
     for seed in range(3):
         folder = tmp_path / f"{seed}"
         folder.mkdir()
-        values = tensors(seed)
-        pieces = stored(folder, values, kind)
+        values = random_tensors(seed)
+        pieces = stored_pieces(folder, values, kind)
         names = sorted(values)
         random.Random(seed).shuffle(names)
         live = {name: torch.zeros_like(values[name]) for name in names}
@@ -83,7 +85,7 @@ def test_tensors_of_all_sizes_come_back(
 
 def test_other_layouts_and_dtypes_are_converted(tmp_path: Path) -> None:
     value = torch.randn(40, 30)
-    pieces = stored(tmp_path, {"w": value}, "safetensors")
+    pieces = stored_pieces(tmp_path, {"w": value}, "safetensors")
     turned = torch.zeros(30, 40).t()
     half = torch.zeros(40, 30, dtype=torch.bfloat16)
     row_view = torch.zeros(100, 30)[10:50]
@@ -116,8 +118,8 @@ def test_many_small_copies_and_large_ones_arrive(
 def test_a_file_that_goes_away_is_still_the_one_that_was_opened(
     tmp_path: Path, fate: str
 ) -> None:
-    values = tensors(0)
-    pieces = stored(tmp_path, values, "safetensors")
+    values = random_tensors(0)
+    pieces = stored_pieces(tmp_path, values, "safetensors")
     path = tmp_path / "f.safetensors"
     path.rename(tmp_path / "gone")
     if fate == "replaced":
@@ -135,7 +137,7 @@ def test_a_file_that_goes_away_is_still_the_one_that_was_opened(
 
 
 def test_a_file_cut_off_under_way_is_an_error_that_names_it(tmp_path: Path) -> None:
-    pieces = stored(tmp_path, {"w": torch.randn(50_000)}, "safetensors")
+    pieces = stored_pieces(tmp_path, {"w": torch.randn(50_000)}, "safetensors")
     copies = plan_copies("w", torch.zeros(50_000), [pieces["w"]])
     os.truncate(tmp_path / "f.safetensors", 4096)
     with pytest.raises(
@@ -147,7 +149,7 @@ def test_a_file_cut_off_under_way_is_an_error_that_names_it(tmp_path: Path) -> N
 def test_a_disk_that_fails_is_an_error_that_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pieces = stored(tmp_path, {"w": torch.randn(5000)}, "safetensors")
+    pieces = stored_pieces(tmp_path, {"w": torch.randn(5000)}, "safetensors")
 
     def failing(fd: int, views: Sequence[memoryview], offset: int) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -168,7 +170,9 @@ def test_conjugate_and_negative_views_get_the_numbers_that_were_saved(
     tmp_path: Path,
 ) -> None:
     value = torch.polar(torch.ones(40), torch.arange(40.0))
-    pieces = stored(tmp_path, {"c": value, "n": value.imag.clone()}, "safetensors")
+    pieces = stored_pieces(
+        tmp_path, {"c": value, "n": value.imag.clone()}, "safetensors"
+    )
     turned, negative = (
         torch.zeros(40, dtype=torch.complex64).conj(),
         torch.zeros(40, dtype=torch.complex64).conj().imag,
@@ -186,7 +190,7 @@ def test_conjugate_and_negative_views_get_the_numbers_that_were_saved(
 
 def test_tensors_made_of_others_are_filled(tmp_path: Path) -> None:
     value = torch.randn(30)
-    pieces = stored(tmp_path, {"w": value}, "safetensors")
+    pieces = stored_pieces(tmp_path, {"w": value}, "safetensors")
     double: Any = TwoTensor(torch.zeros(30), torch.zeros(30))  # type: ignore[no-untyped-call]  # torch's own example
     run_copies(plan_copies("w", double, [pieces["w"]]))
     assert torch.equal(double.a, value)
@@ -194,13 +198,13 @@ def test_tensors_made_of_others_are_filled(tmp_path: Path) -> None:
 
 
 def test_nothing_is_loaded_into_no_memory(tmp_path: Path) -> None:
-    pieces = stored(tmp_path, {"w": torch.randn(30)}, "safetensors")
+    pieces = stored_pieces(tmp_path, {"w": torch.randn(30)}, "safetensors")
     with pytest.raises(CheckpointError, match="on the meta device"):
         plan_copies("w", torch.zeros(30, device="meta"), [pieces["w"]])
 
 
 def test_autograd_notices_that_a_weight_was_replaced(tmp_path: Path) -> None:
-    pieces = stored(tmp_path, {"w": torch.randn(50)}, "safetensors")
+    pieces = stored_pieces(tmp_path, {"w": torch.randn(50)}, "safetensors")
     weight = torch.nn.Parameter(torch.randn(50))
     loss = (weight * weight).sum()
     run_copies(plan_copies("w", weight, [pieces["w"]]))

@@ -10,20 +10,28 @@ from hasten.checkpoint.base import Component, Slice
 from hasten.checkpoint.writer import FileLayout, hub_index, plan_component
 
 
-def tensors(n: int, size: int = 10) -> dict[str, torch.Tensor | Slice]:
+def byte_tensors(n: int, size: int = 10) -> dict[str, torch.Tensor | Slice]:
     return {f"p{i}": torch.zeros(size, dtype=torch.uint8) for i in range(n)}
 
 
 def test_familiar_names() -> None:
     cases = [
-        (Component(tensors(1), None, "model"), "model", "model.safetensors"),
-        (Component(tensors(1), None, "model", "torch"), "model", "pytorch_model.bin"),
+        (Component(byte_tensors(1), None, "model"), "model", "model.safetensors"),
         (
-            Component(tensors(1), None, "model", "torch"),
+            Component(byte_tensors(1), None, "model", "torch"),
+            "model",
+            "pytorch_model.bin",
+        ),
+        (
+            Component(byte_tensors(1), None, "model", "torch"),
             "model_1",
             "pytorch_model_1.bin",
         ),
-        (Component(tensors(1), {}, "optimizer", "torch"), "optimizer", "optimizer.bin"),
+        (
+            Component(byte_tensors(1), {}, "optimizer", "torch"),
+            "optimizer",
+            "optimizer.bin",
+        ),
         (Component({}, {}, "scheduler", "torch"), "scheduler_1", "scheduler_1.bin"),
         (Component({}, {}, "scaler", "torch"), "scaler", "scaler.pt"),
         (
@@ -42,7 +50,7 @@ def test_large_components_are_cut_alike_on_every_rank() -> None:
     for world in range(1, 17):
         for n in (1, 2, 5, 33):
             component = Component(
-                tensors(n), None, "model", main_only=frozenset({"p0"})
+                byte_tensors(n), None, "model", main_only=frozenset({"p0"})
             )
             plans = [
                 plan_component(
@@ -81,7 +89,7 @@ def test_slices_are_written_once_by_their_owner() -> None:
 
 
 def test_nested_torch_state_becomes_safetensors_when_cut() -> None:
-    component = Component(tensors(9), {"nested": 1}, "optimizer", "torch")
+    component = Component(byte_tensors(9), {"nested": 1}, "optimizer", "torch")
     plans = plan_component("optimizer", component, 0, (0, 1), FileLayout(1, 40))
     assert [plan.name for plan in plans] == [
         f"optimizer-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)

@@ -281,26 +281,26 @@ def test_a_forked_copy_does_not_release_the_lock(tmp_path: Path) -> None:
 
 # -- the lock of a folder ------------------------------------------------------------------------------------------
 def test_the_lock_admits_one_at_a_time_and_leaves_no_file(tmp_path: Path) -> None:
-    inside, worst = 0, 0
+    num_inside, most_inside = 0, 0
     guard = threading.Lock()
 
-    def come() -> None:
-        nonlocal inside, worst
+    def lock_often() -> None:
+        nonlocal num_inside, most_inside
         for _ in range(10):
             with folder_lock(tmp_path, Disk()):
                 with guard:
-                    inside += 1
-                    worst = max(worst, inside)
+                    num_inside += 1
+                    most_inside = max(most_inside, num_inside)
                 time.sleep(0.001)
                 with guard:
-                    inside -= 1
+                    num_inside -= 1
 
-    threads = [threading.Thread(target=come) for _ in range(6)]
+    threads = [threading.Thread(target=lock_often) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert worst == 1
+    assert most_inside == 1
     assert names_in(tmp_path) == []
 
 

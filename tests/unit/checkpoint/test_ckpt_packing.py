@@ -50,7 +50,7 @@ VALUES: tuple[Any, ...] = (
 )
 
 
-def write(blob: Blob, path: Path) -> Path:
+def write_blob(blob: Blob, path: Path) -> Path:
     encoded_segments = [
         s if isinstance(s, bytes) else bytes(s.reshape(-1).view(torch.uint8).numpy())
         for s in blob.segments
@@ -65,12 +65,12 @@ def test_every_supported_value_comes_back(tmp_path: Path, end: str) -> None:
     value = {f"v{i}": v for i, v in enumerate(VALUES)}
     data, tensors = pack(value)
     encode = encode_safetensors if end == ".safetensors" else encode_torch
-    content = read_tensors(write(encode(tensors, data), tmp_path / f"x{end}"))
-    back = unpack(
+    content = read_tensors(write_blob(encode(tensors, data), tmp_path / f"x{end}"))
+    unpacked = unpack(
         content.data, {key: piece.data for key, piece in content.pieces.items()}
     )
-    assert back == value
-    assert [type(v) for v in back.values()] == [
+    assert unpacked == value
+    assert [type(v) for v in unpacked.values()] == [
         type(v) for v in value.values()
     ] or end == ".bin"
 
@@ -109,17 +109,17 @@ def test_tensors_of_every_shape_and_layout_are_bitwise_equal(
     }
     data, tensors = pack({"in": [tree, np.arange(5), np.float64(2.0)]})
     encode = encode_safetensors if end == ".safetensors" else encode_torch
-    content = read_tensors(write(encode(tensors, data), tmp_path / f"x{end}"))
-    back = unpack(
+    content = read_tensors(write_blob(encode(tensors, data), tmp_path / f"x{end}"))
+    unpacked = unpack(
         content.data, {key: piece.data for key, piece in content.pieces.items()}
     )["in"]
     for key, tensor in tree.items():
-        assert back[0][key].dtype == tensor.dtype
+        assert unpacked[0][key].dtype == tensor.dtype
         assert torch.equal(
-            back[0][key].to(torch.complex64), tensor.to(torch.complex64)
+            unpacked[0][key].to(torch.complex64), tensor.to(torch.complex64)
         ), key
-    assert np.array_equal(back[1], np.arange(5))
-    assert back[2] == 2.0
+    assert np.array_equal(unpacked[1], np.arange(5))
+    assert unpacked[2] == 2.0
 
 
 def test_tied_tensors_are_stored_once_under_all_names(tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_tied_tensors_are_stored_once_under_all_names(tmp_path: Path) -> None:
     tensors = {"a": shared, "b": torch.randn(3), "c": shared}
     blob = encode_safetensors(tensors)
     assert blob.size < 5000
-    content = read_tensors(write(blob, tmp_path / "x.safetensors"))
+    content = read_tensors(write_blob(blob, tmp_path / "x.safetensors"))
     assert content.aliases == {"c": "a"}
-    content = read_tensors(write(encode_torch(tensors), tmp_path / "x.bin"))
+    content = read_tensors(write_blob(encode_torch(tensors), tmp_path / "x.bin"))
     assert (tmp_path / "x.bin").stat().st_size < 6500
     assert torch.equal(content.pieces["c"].data, shared)
 
@@ -140,7 +140,7 @@ def test_torch_file_is_what_torch_load_reads(tmp_path: Path) -> None:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     data, tensors = pack(optimizer.state_dict())
-    path = write(encode_torch(tensors, data), tmp_path / "optimizer.bin")
+    path = write_blob(encode_torch(tensors, data), tmp_path / "optimizer.bin")
     loaded = torch.load(path, weights_only=True)
     torch.optim.AdamW(model.parameters()).load_state_dict(loaded)
     assert torch.equal(
@@ -155,12 +155,12 @@ class Pair(NamedTuple):
     b: int
 
 
-class Strange:
+class Unpackable:
     """Something only pickle could store."""
 
 
 @pytest.mark.parametrize(
-    "value", [Strange(), object(), lambda: 1, torch.nn.Linear(1, 1), Pair(1, 2)]
+    "value", [Unpackable(), object(), lambda: 1, torch.nn.Linear(1, 1), Pair(1, 2)]
 )
 def test_what_needs_pickle_is_refused_by_name(value: object) -> None:
     with pytest.raises(CheckpointError, match=r"deep/here holds a .*Return tensors"):

@@ -20,22 +20,22 @@ def test_laws_over_all_small_policies() -> None:
             total_limit=limit, keep_best=k, best_metric="loss", keep_every=every
         )
         saved_metrics = numbered_metrics(n)
-        gone = find_expired(dict(reversed(saved_metrics.items())), policy)
+        expired = find_expired(dict(reversed(saved_metrics.items())), policy)
         left = {
             number: saved_metrics[number]
             for number in saved_metrics
-            if number not in gone
+            if number not in expired
         }
         if limit is None:
-            assert not gone
+            assert not expired
             continue
         assert (
             list(saved_metrics)[-limit:] == list(left)[-min(limit, n) :]
             if n
-            else not gone
+            else not expired
         )
         assert set(best(saved_metrics, policy)) <= left.keys()
-        assert all(number % every for number in gone) if every else True
+        assert all(number % every for number in expired) if every else True
         assert len(left) <= limit + (k or 0) + (n // every + 1 if every else 0)
         assert not find_expired(left, policy), "a second look deletes nothing more"
 

@@ -61,7 +61,9 @@ class Counter:
         self.value = state
 
 
-def make(folder: Path, width: int = 4, **settings: Any) -> tuple[Accelerator, Any, Any]:
+def make_run(
+    folder: Path, width: int = 4, **settings: Any
+) -> tuple[Accelerator, Any, Any]:
     accelerator = Accelerator(cpu=True, project_dir=str(folder), **settings)
     torch.manual_seed(0)
     model = Tied(width)
@@ -77,7 +79,7 @@ def step(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_everything_comes_back_under_familiar_names(tmp_path: Path, safe: bool) -> None:
-    accelerator, model, optimizer = make(tmp_path, mixed_precision="fp16")
+    accelerator, model, optimizer = make_run(tmp_path, mixed_precision="fp16")
     scheduler = accelerator.prepare(
         torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda epoch: 0.5**epoch)
     )
@@ -105,7 +107,7 @@ def test_everything_comes_back_under_familiar_names(tmp_path: Path, safe: bool) 
     moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
     rate = optimizer.param_groups[0]["lr"]
 
-    resumed, model, optimizer = make(tmp_path, mixed_precision="fp16")
+    resumed, model, optimizer = make_run(tmp_path, mixed_precision="fp16")
     scheduler = resumed.prepare(
         torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda epoch: 0.5**epoch)
     )
@@ -134,11 +136,11 @@ def test_everything_comes_back_under_familiar_names(tmp_path: Path, safe: bool) 
 
 
 def test_strictness_says_what_differs_and_changes_nothing(tmp_path: Path) -> None:
-    accelerator, model, optimizer = make(tmp_path)
+    accelerator, model, optimizer = make_run(tmp_path)
     step(accelerator, model, optimizer)
     checkpoint_folder = accelerator.save_state(tmp_path / "out")
 
-    wide, wide_model, _ = make(tmp_path, width=5)
+    wide, wide_model, _ = make_run(tmp_path, width=5)
     initial_weight = wide_model.inner.weight.detach().clone()
     with pytest.raises(
         CheckpointError,
@@ -168,7 +170,7 @@ def test_strictness_says_what_differs_and_changes_nothing(tmp_path: Path) -> Non
 
 
 def test_only_complete_checkpoints_are_chosen(tmp_path: Path) -> None:
-    accelerator, model, optimizer = make(tmp_path)
+    accelerator, model, optimizer = make_run(tmp_path)
     with pytest.raises(IncompleteCheckpointError, match="there is no checkpoint in"):
         accelerator.load_state()
     accelerator.save_state()
@@ -204,7 +206,7 @@ def test_settings_that_cannot_be_honoured(tmp_path: Path) -> None:
         ConfigError, match=r"a object cannot be registered.*Add both methods"
     ):
         Accelerator(cpu=True).register_for_checkpointing(object())
-    accelerator, _, _ = make(tmp_path)
+    accelerator, _, _ = make_run(tmp_path)
 
     class Unstorable(Counter):
         def state_dict(self) -> Any:
@@ -219,7 +221,7 @@ def test_settings_that_cannot_be_honoured(tmp_path: Path) -> None:
 
 
 def test_saving_into_a_folder_that_exists_keeps_the_users_files(tmp_path: Path) -> None:
-    accelerator, _, _ = make(tmp_path)
+    accelerator, _, _ = make_run(tmp_path)
     out = tmp_path / "out"
     out.mkdir()
     (out / "config.json").write_text("{}")
@@ -303,15 +305,15 @@ def test_a_save_in_flight_is_finished_at_exit_and_on_a_signal_at_any_moment(
 def test_an_error_in_the_background_comes_up_at_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accelerator, _, _ = make(tmp_path)
+    accelerator, _, _ = make_run(tmp_path)
 
-    def full(fd: int, buffers: Any, offset: int) -> int:
+    def write_to_full_disk(fd: int, buffers: Any, offset: int) -> int:
         time.sleep(0.05)
         raise OSError(28, "No space left on device")
 
     accelerator.save_state()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", full)
+        patch.setattr(os, "pwritev", write_to_full_disk)
         accelerator.save_state(blocking=False)
         with pytest.raises(CheckpointError, match="No space left"):
             accelerator.wait_for_saves()
@@ -377,10 +379,10 @@ def test_a_preempted_run_continues_at_the_same_sample(tmp_path: Path) -> None:
             str(tmp_path),
             *program_words,
         ]
-        done = subprocess.run(
+        completed = subprocess.run(
             command, capture_output=True, text=True, timeout=100, check=False
         )
-        return done.returncode, done.stdout
+        return completed.returncode, completed.stdout
 
     code, first = run("stop")
     assert code == 85
@@ -397,7 +399,7 @@ def test_a_preempted_run_continues_at_the_same_sample(tmp_path: Path) -> None:
 def test_a_file_exchanged_after_it_was_verified_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: str
 ) -> None:
-    accelerator, model, _ = make(tmp_path)
+    accelerator, model, _ = make_run(tmp_path)
     accelerator.save_state(tmp_path / "out")
     initial_weights = {
         key: value.clone()

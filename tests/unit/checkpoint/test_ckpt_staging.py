@@ -12,7 +12,7 @@ from hasten.checkpoint.base import Blob
 from hasten.checkpoint.store.disk import as_bytes
 
 
-def content(blob: Blob) -> bytes:
+def bytes_of_blob(blob: Blob) -> bytes:
     return b"".join(
         segment if isinstance(segment, bytes) else as_bytes(segment).numpy().tobytes()
         for segment in blob.segments
@@ -46,14 +46,14 @@ def test_copies_do_not_follow_the_originals(monkeypatch: pytest.MonkeyPatch) -> 
                 "a": blob_of(b"head", tensors[0], tensors[3], b"", tensors[1]),
                 "b": blob_of(tensors[2]),
             }
-            original_bytes = {name: content(blob) for name, blob in blobs.items()}
+            original_bytes = {name: bytes_of_blob(blob) for name, blob in blobs.items()}
             if announced:
                 staging.begin([*tensors[:announced], torch.randn(6, 6).t()])
             staged = staging.end(blobs)
             for tensor in tensors:
                 tensor.zero_()
             assert {
-                name: content(blob) for name, blob in staged.items()
+                name: bytes_of_blob(blob) for name, blob in staged.items()
             } == original_bytes
             assert {name: blob.size for name, blob in staged.items()} == {
                 n: b.size for n, b in blobs.items()
@@ -78,4 +78,4 @@ def test_a_save_given_up_leaves_nothing_behind() -> None:
     staging.discard()
     value = torch.randn(10)
     staged = staging.end({"a": blob_of(value)})
-    assert content(staged["a"]) == value.numpy().tobytes()
+    assert bytes_of_blob(staged["a"]) == value.numpy().tobytes()

@@ -68,7 +68,7 @@ def listed_files(target: Path | str) -> set[str]:
 
 
 @contextmanager
-def mounted(folder: Path, size: str) -> Iterator[Path]:
+def mounted_disk(folder: Path, size: str) -> Iterator[Path]:
     """A small disk of its own, mounted on a folder."""
     folder.mkdir()
     if (
@@ -106,7 +106,7 @@ def test_the_working_folder_is_saved_into_and_stays(
 
 
 def test_a_mount_point_is_saved_into(tmp_path: Path) -> None:
-    with mounted(tmp_path / "disk", "4m") as disk:
+    with mounted_disk(tmp_path / "disk", "4m") as disk:
         for value in (1.0, 2.0):
             accelerator, _ = run(value)
             accelerator.save_state(disk)
@@ -119,7 +119,7 @@ def test_a_mount_point_is_saved_into(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_and_keeps_what_it_has(tmp_path: Path) -> None:
-    with mounted(tmp_path / "small", "1m") as disk:
+    with mounted_disk(tmp_path / "small", "1m") as disk:
         accelerator, _ = run(1.0)
         accelerator.save_state(disk / "out")
         accelerator, _ = run(2.0, size=600)
@@ -230,12 +230,12 @@ def test_a_writable_folder_in_one_that_is_not(open_folder: Path) -> None:
 def test_a_folder_that_appears_while_a_save_is_under_way_keeps_what_is_in_it(
     tmp_path: Path,
 ) -> None:
-    def meanwhile(folder: Path) -> None:
+    def write_meanwhile(folder: Path) -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "tokenizer.json").write_text("mine")
 
     for blocking in (True, False):
-        accelerator, _ = run(1.0, hook=meanwhile)
+        accelerator, _ = run(1.0, hook=write_meanwhile)
         accelerator.save_state(tmp_path / "out", blocking=blocking)
         accelerator.wait_for_saves()
         assert (tmp_path / "out" / "tokenizer.json").read_text() == "mine"
@@ -256,7 +256,7 @@ def test_no_save_needs_room_for_temporary_files(
 
 
 # -- replaced in place -----------------------------------------------------------------------------------------------
-class Watched(Disk):
+class WatchedDisk(Disk):
     """Looks at the checkpoint before and after every change, as a reader at that moment would."""
 
     def __init__(self, look: Callable[[], None]) -> None:
@@ -282,7 +282,7 @@ class Watched(Disk):
         super().remove_tree(path)
 
 
-def hooked(name: str, value: float) -> Hook:
+def hook_writing(name: str, value: float) -> Hook:
     def write(folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(str(value))
@@ -293,10 +293,10 @@ def hooked(name: str, value: float) -> Hook:
 def test_a_reader_finds_the_old_or_the_new_checkpoint_at_every_moment(
     tmp_path: Path,
 ) -> None:
-    save(tmp_path, "out", 1.0, hook=hooked("old/a.txt", 1.0))
+    save(tmp_path, "out", 1.0, hook=hook_writing("old/a.txt", 1.0))
     observed_values: list[float] = []
-    disk = Watched(lambda: observed_values.append(value_of(tmp_path, "out")))
-    save(tmp_path, "out", 2.0, disk, hook=hooked("new/b.txt", 2.0))
+    disk = WatchedDisk(lambda: observed_values.append(value_of(tmp_path, "out")))
+    save(tmp_path, "out", 2.0, disk, hook=hook_writing("new/b.txt", 2.0))
     assert observed_values == sorted(observed_values), (
         "first the old one, then the new one, and never back"
     )
@@ -310,7 +310,7 @@ def test_a_reader_finds_the_old_or_the_new_checkpoint_at_every_moment(
     ]
 
 
-class Unlinked(Disk):
+class DiskWithoutLinks(Disk):
     """A file system without hard links, as some network ones are."""
 
     def link(self, old: Path, new: Path) -> None:
@@ -320,10 +320,16 @@ class Unlinked(Disk):
 def test_without_hard_links_the_files_stay_where_they_were_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save(tmp_path, "out", 1.0, hook=hooked("old/a.txt", 1.0))
+    save(tmp_path, "out", 1.0, hook=hook_writing("old/a.txt", 1.0))
     (tmp_path / "out" / "config.json").write_text("{}")
     for value in (2.0, 3.0):
-        save(tmp_path, "out", value, Unlinked(), hook=hooked("new/b.txt", value))
+        save(
+            tmp_path,
+            "out",
+            value,
+            DiskWithoutLinks(),
+            hook=hook_writing("new/b.txt", value),
+        )
         assert value_of(tmp_path, "out") == value
         visible = {
             name
@@ -357,14 +363,14 @@ def test_a_users_file_in_the_way_is_an_error_that_changes_nothing(
     with pytest.raises(
         CheckpointError, match=r"conflicts with .*Move it, or save into another folder"
     ):
-        save(tmp_path, "out", 2.0, hook=hooked(hooks, 2.0))
+        save(tmp_path, "out", 2.0, hook=hook_writing(hooks, 2.0))
     assert names_in(tmp_path) == initial_names
     assert value_of(tmp_path, "out") == 1.0
 
 
 def test_a_file_where_a_folder_was_and_the_other_way_round(tmp_path: Path) -> None:
     for value, name in ((1.0, "a.txt"), (2.0, "a.txt/b.txt"), (3.0, "a.txt")):
-        save(tmp_path, "out", value, hook=hooked(name, value))
+        save(tmp_path, "out", value, hook=hook_writing(name, value))
         assert value_of(tmp_path, "out") == value
         assert name in listed_files(tmp_path / "out")
 
@@ -423,7 +429,9 @@ def test_hooks_see_the_final_name_and_what_they_leave_is_saved(target: str) -> N
 
 def test_load_hooks_find_what_save_hooks_wrote(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint-10"
-    accelerator, _ = run(1.0, hook=lambda folder: hooked("mine/a.txt", 1.0)(folder))
+    accelerator, _ = run(
+        1.0, hook=lambda folder: hook_writing("mine/a.txt", 1.0)(folder)
+    )
     texts: list[str] = []
     accelerator.register_load_state_pre_hook(
         lambda models, folder: texts.append(

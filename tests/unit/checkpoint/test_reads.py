@@ -20,7 +20,7 @@ from hasten.extensions.bigmodel.load import load_checkpoint_in_model
 SIZE = 3 * 2**20 + 777
 
 
-def content() -> Tensor:
+def random_content() -> Tensor:
     return torch.randint(
         0, 256, (SIZE,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
@@ -29,11 +29,11 @@ def content() -> Tensor:
 @pytest.fixture
 def file(tmp_path: Path) -> MappedFile:
     path = tmp_path / "data.bin"
-    path.write_bytes(content().numpy().tobytes())
+    path.write_bytes(random_content().numpy().tobytes())
     return MappedFile(path, SIZE)
 
 
-def drop(path: Path) -> None:
+def drop_from_cache(path: Path) -> None:
     """Remove a file from the page cache."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
@@ -47,15 +47,15 @@ def test_tensors_at_unaligned_offsets_equal_the_file(
 ) -> None:
     read = os.preadv
 
-    def unknowing(fd: int, views: Any, offset: int, flags: int = 0) -> int:
+    def read_without_flags(fd: int, views: Any, offset: int, flags: int = 0) -> int:
         if flags:
             raise OSError(errno.EOPNOTSUPP, "this file system does not tell")
         return read(fd, views, offset)
 
     if cached == "unknown":
-        monkeypatch.setattr(os, "preadv", unknowing)
+        monkeypatch.setattr(os, "preadv", read_without_flags)
     if cached != "whole":
-        drop(file.path)
+        drop_from_cache(file.path)
     targets = [
         torch.zeros(1000, dtype=torch.uint8),
         torch.zeros(2**20, dtype=torch.uint8),
@@ -66,8 +66,8 @@ def test_tensors_at_unaligned_offsets_equal_the_file(
             Copy(targets[1], file.data[3000 : 3000 + 2**20], file),
         ]
     )
-    assert torch.equal(targets[0], content()[8:1008])
-    assert torch.equal(targets[1], content()[3000 : 3000 + 2**20])
+    assert torch.equal(targets[0], random_content()[8:1008])
+    assert torch.equal(targets[1], random_content()[3000 : 3000 + 2**20])
 
 
 def test_a_file_that_was_cut_off_is_reported(file: MappedFile) -> None:

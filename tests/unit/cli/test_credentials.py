@@ -80,10 +80,10 @@ def test_no_file_of_a_run_and_no_report_shows_a_credential(tmp_path: Path) -> No
         "--max_tokens",
         "512",
     ]
-    done = subprocess.run(
+    completed = subprocess.run(
         words, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"config.json", "metrics.jsonl"} <= {path.name for path in files}
     for path in files:

@@ -33,7 +33,7 @@ def launch_like() -> SettingsParser:
 PARSER = launch_like()
 
 
-def parse(line: str) -> tuple[str, list[str], dict[str, str]]:
+def parse_line(line: str) -> tuple[str, list[str], dict[str, str]]:
     """Return script, its arguments, and the settings of a command line."""
     parsed_args = PARSER.parse_args(line.split())
     return (
@@ -58,11 +58,11 @@ def parse(line: str) -> tuple[str, list[str], dict[str, str]]:
     ],
 )
 def test_booleans(line: str, cpu: str) -> None:
-    assert parse(line) == ("train.py", [], {"cpu": cpu})
+    assert parse_line(line) == ("train.py", [], {"cpu": cpu})
 
 
 def test_everything_after_the_script_is_the_scripts() -> None:
-    script, args, settings = parse(
+    script, args, settings = parse_line(
         "--num-processes 2 train.py --cpu --lr 3 --num_proceses 5 -- x"
     )
     assert (script, args) == (
@@ -74,7 +74,7 @@ def test_everything_after_the_script_is_the_scripts() -> None:
 
 def test_negative_numbers_short_flags_and_flags_that_begin_with_no() -> None:
     line = "-m -q -t 3 --tp_size -1 --no_python --megatron_lm_no_load_optim=false mod"
-    assert parse(line)[2] == {
+    assert parse_line(line)[2] == {
         "launch.module": "true",
         "launch.quiet": "true",
         "launch.tee": "3",
@@ -91,7 +91,7 @@ def test_established_names() -> None:
         "--dynamo_use_fullgraph true --gradient_accumulation_steps 4 --fp8_format E4M3 --no_tpu_cluster "
         "--parallelism_config_cp_comm_strategy alltoall train.py"
     )
-    assert parse(line)[2] == {
+    assert parse_line(line)[2] == {
         "strategy": "fsdp",
         "fsdp.cpu_offload": "true",
         "fsdp.sharding_strategy": "FULL_SHARD",
@@ -105,18 +105,18 @@ def test_established_names() -> None:
         "xla.tpu_use_cluster": "false",
         "parallelism.cp_handler.cp_comm_strategy": "alltoall",
     }
-    assert parse("--use_fsdp false train.py")[2] == {}
+    assert parse_line("--use_fsdp false train.py")[2] == {}
 
 
 def test_unknown_flags_and_missing_values() -> None:
     with pytest.raises(UnknownSettingError, match="did you mean --num_processes"):
-        parse("--num_procs 2 train.py")
+        parse_line("--num_procs 2 train.py")
     with pytest.raises(UnknownSettingError, match="did you mean --num-machines"):
-        parse("--num-machine 2 train.py")
+        parse_line("--num-machine 2 train.py")
     with pytest.raises(UsageError, match="expected one argument"):
-        parse("--num_processes")
+        parse_line("--num_processes")
     with pytest.raises(UsageError, match="required: script"):
-        parse("--cpu")
+        parse_line("--cpu")
 
 
 def test_help_lists_every_setting_once_in_groups() -> None:

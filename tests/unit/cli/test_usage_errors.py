@@ -88,7 +88,7 @@ def test_every_command_is_completed(
     if shell != "bash":
         return
     question = f"{script}\nCOMP_WORDS=(hasten launch --num_p) COMP_CWORD=2; _hasten; echo ${{COMPREPLY[@]}}"
-    done = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-c", question], capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["--num_processes"]
+    assert completed.stdout.split() == ["--num_processes"]

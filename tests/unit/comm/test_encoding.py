@@ -167,11 +167,11 @@ def test_what_cannot_be_expressed_is_named() -> None:
 def test_bytes_of_a_stranger_end_in_our_error_and_build_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def never(*args: object, **kw: object) -> None:
+    def refuse_to_unpickle(*args: object, **kw: object) -> None:
         raise AssertionError("unpickled")
 
-    monkeypatch.setattr(pickle, "loads", never)
-    monkeypatch.setattr(pickle, "load", never)
+    monkeypatch.setattr(pickle, "loads", refuse_to_unpickle)
+    monkeypatch.setattr(pickle, "load", refuse_to_unpickle)
     packed = msgspec.msgpack.encode
     ext = msgspec.msgpack.Ext
     hostile_messages: list[Any] = [

@@ -40,7 +40,7 @@ def sections(cls: type[Section] = Config) -> list[type[Section]]:
     return section_classes
 
 
-def samples(tp: Any) -> list[Any]:
+def sample_values(tp: Any) -> list[Any]:
     """Return values of a type, enough to tell four sources apart where the type has as many."""
     origin = get_origin(tp)
     if origin is Literal:
@@ -50,12 +50,12 @@ def samples(tp: Any) -> list[Any]:
             value
             for member in get_args(tp)
             if member is not NoneType
-            for value in samples(member)
+            for value in sample_values(member)
         ]
     if origin is tuple:
         members = get_args(tp)
         if members[-1] is Ellipsis:
-            inner = samples(members[0])
+            inner = sample_values(members[0])
             return [tuple(inner[: n + 1]) for n in range(min(4, len(inner)))]
         return [(True, False, True), (False, False, True)]
     if origin is not None and issubclass(origin, Mapping):
@@ -111,7 +111,7 @@ def entry_from(kind: SourceKind, info: FieldInfo, value: Any) -> SettingEntry:
 
 PARSER = SettingsParser(prog="test")
 PARSER.add_settings()
-WITH_SAMPLES = [info for info in SETTABLE if samples(info.type)]
+WITH_SAMPLES = [info for info in SETTABLE if sample_values(info.type)]
 
 
 def test_every_settable_field_is_covered() -> None:
@@ -159,12 +159,12 @@ def test_class_round_trip(cls: type[Section]) -> None:
     names = [
         n
         for n, s in cls.__dataclass_fields__.items()
-        if not subsection(s.type) and samples(s.type)
+        if not subsection(s.type) and sample_values(s.type)
     ]
     path = next((info.path[:-1] for info in FIELDS if info.owner is cls), ())
     for pick in (0, -1):
         values = {
-            (*path, n): samples(cls.__dataclass_fields__[n].type)[pick]
+            (*path, n): sample_values(cls.__dataclass_fields__[n].type)[pick]
             for n in names
             if not meta_of(cls, n).code_only
         }
@@ -212,7 +212,7 @@ def field_law(info: FieldInfo) -> None:
     default = default_of(info.owner, info.path[-1])
     assert decode(default, info.type) == default, "the default is a value of its type"
     assert encode(decode(encode(default), info.type)) == encode(default)
-    for value in samples(info.type):
+    for value in sample_values(info.type):
         assert decode(value, info.type) == value
         assert decode(encode(value), info.type) == value, "a file holds it"
         if not info.meta.code_only:
@@ -224,7 +224,7 @@ def field_law(info: FieldInfo) -> None:
 
 def precedence(info: FieldInfo) -> None:
     """For every field and every pair of sources the stronger one wins, whichever comes first."""
-    values = samples(info.type)
+    values = sample_values(info.type)
     kinds = PRECEDENCE[1:]
     for strong in range(1, len(kinds)):
         for weak in range(strong):
@@ -247,7 +247,7 @@ def precedence(info: FieldInfo) -> None:
 
 def flag_in_both_spellings(info: FieldInfo) -> None:
     """Every name of a flag works with underscores and with dashes, with a space and with =."""
-    value = text_of(samples(info.type)[0], info)
+    value = text_of(sample_values(info.type)[0], info)
     for flag in info.flags:
         for spelled in (flag, flag.replace("_", "-")):
             for argv in ([f"--{spelled}={value}"], [f"--{spelled}", value]):
@@ -274,7 +274,9 @@ def test_handoff_keeps_every_value_and_source() -> None:
     for info in WITH_SAMPLES:
         for kind in PRECEDENCE[1:]:
             sent = SettingEntry(
-                info.path, samples(info.type)[-1], SettingSource(kind, "somewhere:1")
+                info.path,
+                sample_values(info.type)[-1],
+                SettingSource(kind, "somewhere:1"),
             )
             packed = handoff.pack_settings({info.path: sent})
             problems = Problems()

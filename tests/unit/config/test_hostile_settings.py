@@ -26,7 +26,7 @@ HASTEN_FILE: Final = (
 BITS: Final = ("-1", "1e999", ".nan", "[", "]", "{", "}", ":", "\n", "\t", "'", '"', "&a ", "*a", "<<: ", "!!python/x ", "null", "é", "\0", "%", "? ", "| ", "9" * 5000)  # fmt: skip
 
 
-def mutated(text: str, rng: random.Random) -> str:
+def mutate_text(text: str, rng: random.Random) -> str:
     """Return a text with a few cuts, swaps and insertions."""
     for _ in range(rng.randint(1, 4)):
         position = rng.randrange(len(text) + 1)
@@ -52,7 +52,7 @@ def test_mutated_files_end_in_settings_or_an_error() -> None:
     rng = random.Random(0)
     fine = 0
     for round_ in range(1500):
-        text = mutated(rng.choice([*SAMPLES, HASTEN_FILE]), rng)
+        text = mutate_text(rng.choice([*SAMPLES, HASTEN_FILE]), rng)
         try:
             file = files.read_text(text, Path("c.yaml"))
             resolve(file=file.entries, notes=file.notes)
@@ -88,7 +88,7 @@ def test_mutated_handoffs() -> None:
     packed = handoff.pack_settings(resolve(file=file.entries).entries)
     for _ in range(500):
         try:
-            resolve(handed=handoff.unpack_settings(mutated(packed, rng)))
+            resolve(handed=handoff.unpack_settings(mutate_text(packed, rng)))
         except ConfigError as error:
             assert str(error)  # noqa: PT017 - both ends are right, a crash is not
 

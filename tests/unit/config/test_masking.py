@@ -49,7 +49,7 @@ def credential(draw: random.Random) -> str:
 
 
 # Any: a nested config
-def nested(draw: random.Random, name: str, value: Any) -> dict[str, Any]:
+def tree_with(draw: random.Random, name: str, value: Any) -> dict[str, Any]:
     """The named value somewhere in a random tree of mappings, lists, tuples, dataclasses and namespaces."""
 
     @dataclass
@@ -75,7 +75,7 @@ def test_the_value_of_a_secret_name_is_never_written(seed: int) -> None:
             {"any": secret},
             secret.encode(),
         ):
-            shown = repr(masked_tree(nested(draw, name, value)))
+            shown = repr(masked_tree(tree_with(draw, name, value)))
             assert secret not in shown, name
             assert NOT_SHOWN in shown
         assert secret not in masked(f"x {name}={secret} y")
@@ -95,7 +95,7 @@ def test_what_looks_like_a_credential_is_masked_under_any_name(seed: int) -> Non
         for name in ("note", "lr", "url", draw.choice(HARMLESS_NAMES)):
             shown = json.dumps(
                 masked_tree(
-                    plain_config(nested(draw, name, f"a {look.format(secret)} b"))
+                    plain_config(tree_with(draw, name, f"a {look.format(secret)} b"))
                 )
             )
             assert secret not in shown, look
@@ -145,9 +145,9 @@ def test_texts_that_resemble_a_credential_stay() -> None:
 def test_no_setting_is_named_like_a_secret() -> None:
     assert not [info.name for info in SETTABLE if secrecy_of(info.path[-1]) != "open"]
     assert not [
-        each.name
-        for each in fields(TrainingArguments)
-        if secrecy_of(each.name) != "open"
+        spec.name
+        for spec in fields(TrainingArguments)
+        if secrecy_of(spec.name) != "open"
     ]
 
 

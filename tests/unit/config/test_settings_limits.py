@@ -19,7 +19,7 @@ SIZE: Final = files.MAX_FILE_BYTES
 PATIENCE_S: Final = 20.0  # the old code took minutes, or forever
 
 
-def refused(path: Path, words: str) -> None:
+def assert_refused(path: Path, words: str) -> None:
     started = time.monotonic()
     with pytest.raises(ConfigFileError, match=words) as caught:
         files.read(path)
@@ -31,16 +31,16 @@ def refused(path: Path, words: str) -> None:
 def test_what_is_not_a_regular_file_is_refused_unread(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe.yaml"
     os.mkfifo(pipe)
-    refused(pipe, "is no regular file")
-    refused(Path("/dev/zero"), "is no regular file")
-    refused(Path("/dev/null"), "is no regular file")
-    refused(tmp_path, "is no regular file")
+    assert_refused(pipe, "is no regular file")
+    assert_refused(Path("/dev/zero"), "is no regular file")
+    assert_refused(Path("/dev/null"), "is no regular file")
+    assert_refused(tmp_path, "is no regular file")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "socket.yaml"))
-        refused(tmp_path / "socket.yaml", "is no regular file")
+        assert_refused(tmp_path / "socket.yaml", "is no regular file")
     link = tmp_path / "link.yaml"
     link.symlink_to("/dev/zero")
-    refused(link, "is no regular file")
+    assert_refused(link, "is no regular file")
     with pytest.raises(ConfigFileError, match="cannot be read"):
         files.read("nul\0.yaml")
 
@@ -52,10 +52,10 @@ def test_a_file_larger_than_settings_is_refused(tmp_path: Path) -> None:
         "".join(f"key_{i}: {i}\n" for i in range(SIZE // 8)),
     ):
         path.write_text(text)
-        refused(path, f"bytes, more than the {SIZE} that settings may have")
+        assert_refused(path, f"bytes, more than the {SIZE} that settings may have")
     with path.open("wb") as file:
         file.truncate(1 << 40)  # a hole of a tebibyte
-    refused(path, f"has {1 << 40} bytes")
+    assert_refused(path, f"has {1 << 40} bytes")
     path.write_text("mixed_precision: bf16\n" + "#" * (SIZE - 22))
     assert len(files.read(path).entries) == 1
 

@@ -21,7 +21,7 @@ SIZE: Final = 13
 HIDDEN: Final = iter(range(10**9))
 
 
-class Own(Sampler[int]):
+class GeneratorSampler(Sampler[int]):
     """Draws each epoch from what it owns."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -35,7 +35,7 @@ class Own(Sampler[int]):
         return iter(np.asarray(self.rng.permutation(SIZE)).tolist())
 
 
-class Nested(Sampler[int]):
+class NestedGeneratorSampler(Sampler[int]):
     """Owns a generator through a list and slots."""
 
     class Box:
@@ -51,7 +51,7 @@ class Nested(Sampler[int]):
         return iter(self.boxes[0].rng.permutation(SIZE).tolist())
 
 
-class Counting(Sampler[int]):
+class EpochCountingSampler(Sampler[int]):
     """Counts its epochs."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Counting(Sampler[int]):
         return iter(random.Random(self.passes).sample(range(SIZE), SIZE))
 
 
-class InPlace(Sampler[int]):
+class InPlaceSampler(Sampler[int]):
     """Shuffles its own list again and again."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class InPlace(Sampler[int]):
         return iter(self.order.tolist())
 
 
-class WithState(Counting):
+class StatefulSampler(EpochCountingSampler):
     """Says itself what it remembers, in an attribute that inspection passes over."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class WithState(Counting):
         self.hidden = iter(range(state["at"], 10**9))
 
 
-class Hidden(Sampler[int]):
+class GlobalCounterSampler(Sampler[int]):
     """Remembers where nobody finds it."""
 
     def __iter__(self) -> Iterator[int]:
@@ -100,17 +100,23 @@ class Hidden(Sampler[int]):
 
 
 KINDS: Final[dict[str, Callable[[], Any]]] = {
-    "numpy PCG64": lambda: Own(lambda: np.random.default_rng(3)),
-    "numpy MT19937": lambda: Own(lambda: np.random.Generator(np.random.MT19937(3))),
-    "numpy Philox": lambda: Own(lambda: np.random.Generator(np.random.Philox(3))),
-    "numpy SFC64": lambda: Own(lambda: np.random.Generator(np.random.SFC64(3))),
-    "numpy RandomState": lambda: Own(lambda: np.random.RandomState(3)),
-    "python": lambda: Own(lambda: random.Random(3)),
-    "torch": lambda: Own(lambda: torch.Generator().manual_seed(3)),
-    "nested": Nested,
-    "counting": Counting,
-    "in place": InPlace,
-    "state_dict": WithState,
+    "numpy PCG64": lambda: GeneratorSampler(lambda: np.random.default_rng(3)),
+    "numpy MT19937": lambda: GeneratorSampler(
+        lambda: np.random.Generator(np.random.MT19937(3))
+    ),
+    "numpy Philox": lambda: GeneratorSampler(
+        lambda: np.random.Generator(np.random.Philox(3))
+    ),
+    "numpy SFC64": lambda: GeneratorSampler(
+        lambda: np.random.Generator(np.random.SFC64(3))
+    ),
+    "numpy RandomState": lambda: GeneratorSampler(lambda: np.random.RandomState(3)),
+    "python": lambda: GeneratorSampler(lambda: random.Random(3)),
+    "torch": lambda: GeneratorSampler(lambda: torch.Generator().manual_seed(3)),
+    "nested": NestedGeneratorSampler,
+    "counting": EpochCountingSampler,
+    "in place": InPlaceSampler,
+    "state_dict": StatefulSampler,
 }
 
 
@@ -138,7 +144,9 @@ def test_a_resume_in_any_epoch_draws_what_the_run_would_have_drawn(kind: str) ->
 
 def test_a_memory_that_cannot_be_found_is_refused() -> None:
     def build() -> Any:
-        return prepared(DataLoader(range(SIZE), batch_size=2, sampler=Hidden()))  # type: ignore[arg-type]
+        return prepared(
+            DataLoader(range(SIZE), batch_size=2, sampler=GlobalCounterSampler())
+        )  # type: ignore[arg-type]
 
     first = build()
     seen(first)
@@ -152,7 +160,7 @@ def test_a_memory_that_cannot_be_found_is_refused() -> None:
 def test_a_state_of_another_sampler_is_refused() -> None:
     state = CarriedState(KINDS["python"]()).capture()
     with pytest.raises(DataError, match="no such attribute"):
-        CarriedState(InPlace()).restore(state)
+        CarriedState(InPlaceSampler()).restore(state)
     with pytest.raises(DataError, match="does not fit"):
         CarriedState(KINDS["torch"]()).restore(state)
 

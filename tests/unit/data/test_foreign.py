@@ -28,48 +28,52 @@ from hasten.data.foreign import (
 )
 
 
-def base(size: int = 24, shards: int = 3) -> datasets.IterableDataset:
+def base_stream(size: int = 24, shards: int = 3) -> datasets.IterableDataset:
     return datasets.Dataset.from_dict({"x": list(range(size))}).to_iterable_dataset(
         num_shards=shards
     )
 
 
 def shifted_base() -> datasets.IterableDataset:
-    return base(12, 2).map(lambda row: {"x": row["x"] + 100})
+    return base_stream(12, 2).map(lambda row: {"x": row["x"] + 100})
 
 
 PIPELINES: dict[str, Callable[[], Any]] = {  # Any: streams of `datasets`
-    "plain": base,
-    "shuffle": lambda: base().shuffle(seed=1, buffer_size=8),
-    "shuffle of one": lambda: base().shuffle(seed=1, buffer_size=1),
+    "plain": base_stream,
+    "shuffle": lambda: base_stream().shuffle(seed=1, buffer_size=8),
+    "shuffle of one": lambda: base_stream().shuffle(seed=1, buffer_size=1),
     "shuffle, then map": lambda: (
-        base().shuffle(seed=1, buffer_size=8).map(lambda row: row)
+        base_stream().shuffle(seed=1, buffer_size=8).map(lambda row: row)
     ),
     "shuffle, then much": lambda: (
-        base()
+        base_stream()
         .shuffle(seed=1, buffer_size=8)
         .map(lambda r: r)
         .filter(lambda r: True)
         .batch(2)
     ),
-    "map": lambda: base().map(lambda row: row),
-    "map in batches": lambda: base().map(lambda rows: rows, batched=True, batch_size=5),
-    "filter": lambda: base().filter(lambda row: row["x"] % 3),
-    "skip and take": lambda: base().skip(2).take(18),
-    "batch": lambda: base().batch(3),
-    "repeat": lambda: base().repeat(2),
-    "interleave": lambda: datasets.interleave_datasets([base(), shifted_base()]),
+    "map": lambda: base_stream().map(lambda row: row),
+    "map in batches": lambda: base_stream().map(
+        lambda rows: rows, batched=True, batch_size=5
+    ),
+    "filter": lambda: base_stream().filter(lambda row: row["x"] % 3),
+    "skip and take": lambda: base_stream().skip(2).take(18),
+    "batch": lambda: base_stream().batch(3),
+    "repeat": lambda: base_stream().repeat(2),
+    "interleave": lambda: datasets.interleave_datasets([base_stream(), shifted_base()]),
     "interleave at random": lambda: datasets.interleave_datasets(
-        [base(), shifted_base()], probabilities=[0.5, 0.5], seed=3
+        [base_stream(), shifted_base()], probabilities=[0.5, 0.5], seed=3
     ),
     "interleave shuffled": lambda: datasets.interleave_datasets(
-        [base().shuffle(seed=3, buffer_size=6), shifted_base()]
+        [base_stream().shuffle(seed=3, buffer_size=6), shifted_base()]
     ),
-    "concatenate": lambda: datasets.concatenate_datasets([base(), shifted_base()]),
+    "concatenate": lambda: datasets.concatenate_datasets(
+        [base_stream(), shifted_base()]
+    ),
     "concatenate shuffled": lambda: datasets.concatenate_datasets(
-        [shifted_base(), base().shuffle(seed=2, buffer_size=4)]
+        [shifted_base(), base_stream().shuffle(seed=2, buffer_size=4)]
     ),
-    "torch format": lambda: base().with_format("torch"),
+    "torch format": lambda: base_stream().with_format("torch"),
 }
 
 
@@ -101,13 +105,13 @@ class Wrapper(IterableDataset[Any]):
 
 
 def test_a_buffer_inside_a_dataset_of_the_users_is_found() -> None:
-    assert state_loses_samples(Wrapper(base().shuffle(seed=1, buffer_size=8)))
-    assert not state_loses_samples(Wrapper(base()))
-    assert not is_hub_stream(Wrapper(base()))
+    assert state_loses_samples(Wrapper(base_stream().shuffle(seed=1, buffer_size=8)))
+    assert not state_loses_samples(Wrapper(base_stream()))
+    assert not is_hub_stream(Wrapper(base_stream()))
 
 
 def test_a_stream_begins_anew_after_a_state_was_loaded() -> None:
-    stream = base()
+    stream = base_stream()
     elements = iter(stream)
     for _ in range(5):
         next(elements)
@@ -126,7 +130,7 @@ class Wrapped:
 def test_the_copies_of_a_stream_in_workers_count_epochs_apart(
     wrap: Callable[[datasets.IterableDataset], Any],
 ) -> None:
-    stream = base().shuffle(seed=1, buffer_size=5)
+    stream = base_stream().shuffle(seed=1, buffer_size=5)
     twin = datasets.IterableDataset.__new__(datasets.IterableDataset)
     # as in a worker: another object, the same shared memory
     twin.__dict__.update(stream.__dict__)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tests.support.loaders import CountingStream, global_order, prepared, seen
 
 
-class Faulty(Dataset[int]):
+class FaultyDataset(Dataset[int]):
     """Fails at one index."""
 
     def __init__(self, bad: int = -1) -> None:
@@ -75,7 +75,9 @@ def test_an_error_of_the_dataset_keeps_its_type_and_names_rank_batch_and_index()
 ):
     for num_workers in (0, 1):
         loader = prepared(
-            DataLoader(Faulty(bad=7), batch_size=2, num_workers=num_workers), 1, 2
+            DataLoader(FaultyDataset(bad=7), batch_size=2, num_workers=num_workers),
+            1,
+            2,
         )
         with pytest.raises(LookupError) as caught:
             seen(loader)
@@ -89,12 +91,12 @@ def test_an_error_of_the_dataset_keeps_its_type_and_names_rank_batch_and_index()
 
 
 def test_an_error_of_a_stream_names_the_rank_and_the_batch() -> None:
-    class Breaking(IterableDataset[int]):
+    class BreakingStream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             yield from range(6)
             raise OSError("the file ended")
 
-    loader = prepared(DataLoader(Breaking(), batch_size=2), 0, 1)
+    loader = prepared(DataLoader(BreakingStream(), batch_size=2), 0, 1)
     with pytest.raises(OSError, match="the file ended") as caught:
         seen(loader)
     assert "rank 0, epoch 0, batch 3" in caught.value.__notes__[0]
@@ -102,12 +104,14 @@ def test_an_error_of_a_stream_names_the_rank_and_the_batch() -> None:
 
 def test_a_loader_goes_on_after_a_break_and_after_an_error() -> None:
     loader = prepared(
-        DataLoader(Faulty(), batch_size=2, num_workers=2, persistent_workers=True)
+        DataLoader(
+            FaultyDataset(), batch_size=2, num_workers=2, persistent_workers=True
+        )
     )
     for limit in (1, 3, None):
         rows = seen(loader, limit)
         assert global_order([rows]) == list(range(12))[: 2 * (limit or 6)]
-    data = Faulty(bad=4)
+    data = FaultyDataset(bad=4)
     loader = prepared(DataLoader(data, batch_size=2))
     with pytest.raises(LookupError):
         seen(loader)

@@ -157,7 +157,7 @@ def test_the_seed_comes_from_data_seed_then_the_generator_then_the_run() -> None
     assert order(seed=1, generator=user_generator, data_seed=4) == order(seed=4)
 
 
-def active(clock: StepClock) -> object:
+def active_cursor(clock: StepClock) -> object:
     # read anew each time: type checkers take the property for a constant
     return clock.active
 
@@ -165,13 +165,13 @@ def active(clock: StepClock) -> object:
 def test_the_cursor_knows_the_end_and_the_clock_watches_the_loader() -> None:
     clock = StepClock()
     loader = prepared(DataLoader(range(5), batch_size=2), clock=clock)  # type: ignore[arg-type]
-    assert active(clock) is None
+    assert active_cursor(clock) is None
     states = []
     for _ in loader:
-        assert active(clock) is loader.cursor
+        assert active_cursor(clock) is loader.cursor
         states.append((loader.cursor.epoch, loader.cursor.batch, loader.cursor.at_end))
     assert states == [(0, 1, False), (0, 2, False), (0, 3, True)]
-    assert active(clock) is None
+    assert active_cursor(clock) is None
 
 
 def test_nested_and_abandoned_loaders_leave_the_clock_right() -> None:
@@ -180,10 +180,10 @@ def test_nested_and_abandoned_loaders_leave_the_clock_right() -> None:
     inner = prepared(DataLoader(range(4), batch_size=2, num_workers=2), clock=clock)  # type: ignore[arg-type]
     for _ in outer:
         for _ in inner:
-            assert active(clock) is inner.cursor
+            assert active_cursor(clock) is inner.cursor
             break
-        assert active(clock) is outer.cursor
-    assert active(clock) is None
+        assert active_cursor(clock) is outer.cursor
+    assert active_cursor(clock) is None
 
     def failing() -> None:
         for _ in outer:
@@ -192,14 +192,14 @@ def test_nested_and_abandoned_loaders_leave_the_clock_right() -> None:
 
     with pytest.raises(KeyError, match="stop"):
         failing()
-    assert active(clock) is None
+    assert active_cursor(clock) is None
     outer_batches = iter(outer)
     next(outer_batches)
-    assert active(clock) is outer.cursor
+    assert active_cursor(clock) is outer.cursor
     seen(inner)
-    assert active(clock) is outer.cursor
+    assert active_cursor(clock) is outer.cursor
     del outer_batches
-    assert active(clock) is None
+    assert active_cursor(clock) is None
 
 
 def test_peers_of_other_mesh_axes_read_the_same_samples() -> None:

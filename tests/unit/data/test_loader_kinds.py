@@ -65,7 +65,7 @@ def check_even(shares: list[list[SeenBatches]]) -> None:
     )
 
 
-class Buckets(Sampler[list[int]]):
+class BucketSampler(Sampler[list[int]]):
     """Batches of varying size, in an order drawn from Python's global random state."""
 
     def __init__(self, size: int, drop_last: bool = False) -> None:
@@ -82,7 +82,7 @@ class Buckets(Sampler[list[int]]):
             order = order[count:]
 
 
-class Endless(Sampler[int]):
+class EndlessSampler(Sampler[int]):
     """A sampler without end or length, drawing from numpy's global random state."""
 
     def __init__(self, size: int) -> None:
@@ -139,13 +139,14 @@ def test_torchs_random_samplers_draw_alike_on_every_rank(world: int) -> None:
         assert order != second_order
     assert (
         sum(
-            value >= 20 for value in global_order(shares_of(lambda: _weighted(), world))
+            value >= 20
+            for value in global_order(shares_of(lambda: weighted_loader(), world))
         )
         > 12
     )
 
 
-def _weighted() -> DataLoader[Any]:
+def weighted_loader() -> DataLoader[Any]:
     return DataLoader(
         DATA,  # type: ignore[arg-type]
         batch_size=3,
@@ -203,7 +204,7 @@ def test_a_distributed_sampler_of_the_user_is_not_sharded_twice() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_batch_samplers_of_varying_size_are_dealt_out_whole(world: int) -> None:
     def build() -> DataLoader[Any]:
-        return DataLoader(DATA, batch_sampler=Buckets(23))  # type: ignore[arg-type]
+        return DataLoader(DATA, batch_sampler=BucketSampler(23))  # type: ignore[arg-type]
 
     shares = shares_of(build, world)
     assert len({len(share) for share in shares}) == 1
@@ -220,7 +221,7 @@ def test_batch_samplers_of_varying_size_are_dealt_out_whole(world: int) -> None:
     assert sorted(global_order(uneven)) == DATA
     assert sum(map(len, uneven)) == 9
     dropping = shares_of(
-        lambda: DataLoader(DATA, batch_sampler=Buckets(23, True)),  # type: ignore[arg-type]
+        lambda: DataLoader(DATA, batch_sampler=BucketSampler(23, True)),  # type: ignore[arg-type]
         world,
     )
     assert [len(share) for share in dropping] == [9 // world] * world
@@ -228,7 +229,7 @@ def test_batch_samplers_of_varying_size_are_dealt_out_whole(world: int) -> None:
 
 def test_batches_of_varying_size_can_be_split() -> None:
     def build() -> DataLoader[Any]:
-        return DataLoader(DATA, batch_sampler=Buckets(23))  # type: ignore[arg-type]
+        return DataLoader(DATA, batch_sampler=BucketSampler(23))  # type: ignore[arg-type]
 
     shares = shares_of(build, 2, split_batches=True)
     check_even(shares)
@@ -291,7 +292,7 @@ def test_items_without_automatic_batching(num_workers: int) -> None:
 
 def test_an_endless_sampler_without_length() -> None:
     def build() -> DataLoader[Any]:
-        return DataLoader(DATA, batch_size=2, sampler=Endless(23))  # type: ignore[arg-type]
+        return DataLoader(DATA, batch_size=2, sampler=EndlessSampler(23))  # type: ignore[arg-type]
 
     loaders = [prepared(build(), rank, 2) for rank in range(2)]
     with pytest.raises(TypeError, match="no length"):
@@ -472,16 +473,16 @@ def test_streams_follow_their_laws_at_every_size(num_workers: int) -> None:
 def test_streams_of_batches_and_split_streams() -> None:
     batches = [torch.arange(first, first + 4) for first in range(0, 20, 4)]
 
-    class Batches(IterableDataset[torch.Tensor]):
+    class BatchStream(IterableDataset[torch.Tensor]):
         def __iter__(self) -> Iterator[torch.Tensor]:
             return iter(batches)
 
-    shares = shares_of(lambda: DataLoader(Batches(), batch_size=None), 2)
+    shares = shares_of(lambda: DataLoader(BatchStream(), batch_size=None), 2)
     check_even(shares)
     assert global_order(shares) == list(range(20))
     assert shares[1][-1].real == 0
     with pytest.raises(ConfigError, match="split_batches=True with batch_size=None"):
-        prepared(DataLoader(Batches(), batch_size=None), split_batches=True)
+        prepared(DataLoader(BatchStream(), batch_size=None), split_batches=True)
     rows = shares_of(
         lambda: DataLoader(CountingStream(22), batch_size=4), 2, split_batches=True
     )
@@ -493,19 +494,19 @@ def test_streams_of_batches_and_split_streams() -> None:
 
 
 def test_a_stream_with_a_length_gives_the_loader_one() -> None:
-    class Sized(CountingStream):
+    class SizedStream(CountingStream):
         def __len__(self) -> int:
             return self.size
 
     for size, world in itertools.product((0, 5, 12, 13), (1, 2, 3)):
         for drop_last, even in itertools.product((False, True), repeat=2):
             for rank in range(world):
-                user = DataLoader(Sized(size), batch_size=2, drop_last=drop_last)
+                user = DataLoader(SizedStream(size), batch_size=2, drop_last=drop_last)
                 loader = prepared(user, rank, world, even_batches=even)
                 assert len(loader) == len(seen(loader))
 
 
-class Ranged(IterableDataset[int]):
+class RangedStream(IterableDataset[int]):
     """The stream of torch's documentation whose range is set in each worker by the worker_init_fn."""
 
     def __init__(self, start: int, end: int) -> None:
@@ -527,7 +528,10 @@ def take_own_range(worker: int) -> None:
 def test_a_worker_init_fn_can_arrange_the_stream_of_its_worker() -> None:
     def build() -> DataLoader[Any]:
         return DataLoader(
-            Ranged(0, 16), batch_size=2, num_workers=2, worker_init_fn=take_own_range
+            RangedStream(0, 16),
+            batch_size=2,
+            num_workers=2,
+            worker_init_fn=take_own_range,
         )
 
     plain = [batch.tolist() for batch in build()]

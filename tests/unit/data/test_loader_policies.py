@@ -18,7 +18,7 @@ from hasten.data.skipping import skip_first_batches
 from tests.support.loaders import CountingStream, global_order, prepared, seen
 
 
-class Buckets:
+class BucketBatches:
     """A batch sampler of one's own, with a batch size and a short last batch."""
 
     def __init__(self, size: int, batch_size: int) -> None:
@@ -31,15 +31,15 @@ class Buckets:
         return iter(BatchSampler(range(self.size), self.batch_size, False))
 
 
-def plain(size: int, batch: int) -> DataLoader[Any]:
+def plain_loader(size: int, batch: int) -> DataLoader[Any]:
     return DataLoader(range(size), batch_size=batch)  # type: ignore[arg-type]
 
 
-def shuffled(size: int, batch: int) -> DataLoader[Any]:
+def shuffled_loader(size: int, batch: int) -> DataLoader[Any]:
     return DataLoader(range(size), batch_size=batch, shuffle=True)  # type: ignore[arg-type]
 
 
-def drawn(size: int, batch: int) -> DataLoader[Any]:
+def sampled_loader(size: int, batch: int) -> DataLoader[Any]:
     return DataLoader(
         range(size),  # type: ignore[arg-type]
         batch_size=batch,
@@ -47,11 +47,11 @@ def drawn(size: int, batch: int) -> DataLoader[Any]:
     )
 
 
-def bucketed(size: int, batch: int) -> DataLoader[Any]:
-    return DataLoader(range(size), batch_sampler=Buckets(size, batch))  # type: ignore[arg-type]
+def bucketed_loader(size: int, batch: int) -> DataLoader[Any]:
+    return DataLoader(range(size), batch_sampler=BucketBatches(size, batch))  # type: ignore[arg-type]
 
 
-def stream(size: int, batch: int) -> DataLoader[Any]:
+def stream_loader(size: int, batch: int) -> DataLoader[Any]:
     return DataLoader(CountingStream(size), batch_size=batch)
 
 
@@ -85,7 +85,10 @@ def test_a_full_plan_gives_whole_shares_and_every_unit_once() -> None:
         assert order == list(range(size - size % (batch * world), size))
 
 
-@pytest.mark.parametrize("build", [plain, shuffled, drawn, bucketed, stream])
+@pytest.mark.parametrize(
+    "build",
+    [plain_loader, shuffled_loader, sampled_loader, bucketed_loader, stream_loader],
+)
 @pytest.mark.parametrize("split", [False, True])
 def test_full_padding_gives_every_rank_whole_batches(
     build: Callable[[int, int], DataLoader[Any]], split: bool
@@ -107,14 +110,14 @@ def test_full_padding_gives_every_rank_whole_batches(
         padding = [
             row for share in shares for row in share[-1].values[share[-1].real :]
         ]
-        if build is not stream:  # ranks of a stream keep its first elements only
+        if build is not stream_loader:  # ranks of a stream keep its first elements only
             epoch = global_order(shares)
             assert padding == [
                 epoch[position % size] for position in range(len(padding))
             ]
 
 
-@pytest.mark.parametrize("build", [plain, bucketed, stream])
+@pytest.mark.parametrize("build", [plain_loader, bucketed_loader, stream_loader])
 def test_full_padding_when_one_rank_reads_for_all(
     build: Callable[[int, int], DataLoader[Any]],
 ) -> None:

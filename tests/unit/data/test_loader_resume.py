@@ -31,11 +31,11 @@ WORLDS = ((1, 1), (2, 2), (2, 4), (4, 2))  # before and after a crash
 Build = Callable[[], DataLoader[Any]]
 
 
-def shuffled(num_workers: int = 0, batch: int = 2) -> DataLoader[Any]:
+def shuffled_loader(num_workers: int = 0, batch: int = 2) -> DataLoader[Any]:
     return DataLoader(DATA, batch_size=batch, shuffle=True, num_workers=num_workers)  # type: ignore[arg-type]
 
 
-def crash(
+def states_after_crash(
     build: Build, world: int, num_batches: int, epoch: int = 1, **settings: Any
 ) -> list[dict[str, Any]]:
     """Each rank's state when the run stops with `num_batches` batches of `epoch` done; what a file would hold."""
@@ -49,7 +49,7 @@ def crash(
     return states
 
 
-def resumed(
+def resume_loaders(
     build: Build, world: int, states: list[dict[str, Any]], **settings: Any
 ) -> list[Loader]:
     loaders = [
@@ -77,10 +77,10 @@ def test_a_crash_after_every_batch_loses_and_repeats_nothing(
     saving_world: int, resuming_world: int, num_workers: int
 ) -> None:
     def build() -> DataLoader[Any]:
-        return shuffled(num_workers)
+        return shuffled_loader(num_workers)
 
     reference_loaders = [
-        prepared(shuffled(), rank, saving_world) for rank in range(saving_world)
+        prepared(shuffled_loader(), rank, saving_world) for rank in range(saving_world)
     ]
     for loader in reference_loaders:
         loader.set_epoch(1)
@@ -88,8 +88,8 @@ def test_a_crash_after_every_batch_loses_and_repeats_nothing(
     order = global_order(uninterrupted)
     assert sorted(order) == DATA
     for stop in range(1, len(uninterrupted[0]) + 1):
-        states = crash(lambda: shuffled(), saving_world, stop)
-        loaders = resumed(build, resuming_world, states)
+        states = states_after_crash(lambda: shuffled_loader(), saving_world, stop)
+        loaders = resume_loaders(build, resuming_world, states)
         remaining_shares = [seen(loader) for loader in loaders]
         assert global_order(remaining_shares) == order[stop * saving_world * 2 :]
         if saving_world == resuming_world:
@@ -103,12 +103,12 @@ def test_a_crash_after_every_batch_loses_and_repeats_nothing(
 
 
 def test_the_same_global_batch_on_another_world_gives_the_same_steps() -> None:
-    one_rank_batches = seen(prepared(shuffled(batch=4)))
+    one_rank_batches = seen(prepared(shuffled_loader(batch=4)))
     for stop in range(6):
-        states = crash(lambda: shuffled(batch=4), 1, stop, epoch=0)
+        states = states_after_crash(lambda: shuffled_loader(batch=4), 1, stop, epoch=0)
         for world, batch, split in ((2, 2, False), (4, 1, False), (2, 4, True)):
-            loaders = resumed(
-                lambda batch=batch: shuffled(batch=batch),  # type: ignore[misc]
+            loaders = resume_loaders(
+                lambda batch=batch: shuffled_loader(batch=batch),  # type: ignore[misc]
                 world,
                 states,
                 split_batches=split,
@@ -121,7 +121,7 @@ def test_the_same_global_batch_on_another_world_gives_the_same_steps() -> None:
             assert steps == [row.values for row in one_rank_batches[stop:]]
 
 
-class Halves(Sampler[list[int]]):
+class HalvesSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         order = np.random.permutation(21).tolist()
         yield from (order[first : first + 1 + first % 3] for first in range(0, 21, 3))
@@ -129,20 +129,22 @@ class Halves(Sampler[list[int]]):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_samplers_of_the_user_resume_in_the_order_they_drew(world: int) -> None:
-    def weighted() -> DataLoader[Any]:
+    def weighted_loader() -> DataLoader[Any]:
         return DataLoader(
             DATA,  # type: ignore[arg-type]
             batch_size=2,
             sampler=WeightedRandomSampler([1.0] * 21, 21),
         )
 
-    def batches() -> DataLoader[Any]:
-        return DataLoader(DATA, batch_sampler=Halves())  # type: ignore[arg-type]
+    def batched_loader() -> DataLoader[Any]:
+        return DataLoader(DATA, batch_sampler=HalvesSampler())  # type: ignore[arg-type]
 
-    for build in (weighted, batches):
+    for build in (weighted_loader, batched_loader):
         full_shares = [seen(prepared(build(), rank, world)) for rank in range(world)]
         for stop in range(len(full_shares[0]) + 1):
-            loaders = resumed(build, world, crash(build, world, stop, epoch=0))
+            loaders = resume_loaders(
+                build, world, states_after_crash(build, world, stop, epoch=0)
+            )
             assert [seen(loader) for loader in loaders] == [
                 share[stop:] for share in full_shares
             ]
@@ -174,7 +176,7 @@ def test_a_generator_of_the_user_is_wound_back_with_the_position() -> None:
     assert seen(resumed_loader) == third
 
 
-class Augmented(Dataset[float]):
+class AugmentedDataset(Dataset[float]):
     """Draws from all three global random states for each sample."""
 
     def __len__(self) -> int:
@@ -189,13 +191,13 @@ class Augmented(Dataset[float]):
 
 def test_augmentation_in_workers_is_the_same_after_a_resume() -> None:
     def build() -> DataLoader[Any]:
-        return DataLoader(Augmented(), batch_size=2, shuffle=True, num_workers=2)
+        return DataLoader(AugmentedDataset(), batch_size=2, shuffle=True, num_workers=2)
 
     for world in (1, 2):
         full_share = seen(prepared(build(), world - 1, world))
         assert len({value for row in full_share for value in row.values}) == 12 // world
-        states = crash(build, world, 2, epoch=0)
-        assert seen(resumed(build, world, states)[-1]) == full_share[2:]
+        states = states_after_crash(build, world, 2, epoch=0)
+        assert seen(resume_loaders(build, world, states)[-1]) == full_share[2:]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,9 @@ def test_streams_resume_after_every_batch(num_workers: int) -> None:
     for world in (1, 2) if not num_workers else (2,):
         full_shares = [seen(prepared(build(), rank, world)) for rank in range(world)]
         for stop in range(len(full_shares[0]) + 1):
-            loaders = resumed(build, world, crash(build, world, stop, epoch=0))
+            loaders = resume_loaders(
+                build, world, states_after_crash(build, world, stop, epoch=0)
+            )
             assert [seen(loader) for loader in loaders] == [
                 share[stop:] for share in full_shares
             ]
@@ -231,8 +235,10 @@ def test_streams_resume_on_another_world(
         [seen(prepared(build(), rank, saving_world)) for rank in range(saving_world)]
     )
     for stop in range(1, 23 // (2 * saving_world) + 1):
-        loaders = resumed(
-            build, resuming_world, crash(build, saving_world, stop, epoch=0)
+        loaders = resume_loaders(
+            build,
+            resuming_world,
+            states_after_crash(build, saving_world, stop, epoch=0),
         )
         assert (
             global_order([seen(loader) for loader in loaders])
@@ -241,7 +247,7 @@ def test_streams_resume_on_another_world(
 
 
 def test_the_position_of_a_stream_belongs_to_its_workers_and_shards() -> None:
-    states = crash(
+    states = states_after_crash(
         lambda: DataLoader(CountingStream(23), batch_size=2, num_workers=2),
         1,
         2,
@@ -249,7 +255,9 @@ def test_the_position_of_a_stream_belongs_to_its_workers_and_shards() -> None:
     )
     with pytest.raises(DataError, match="Set num_workers=2"):
         seen(
-            resumed(lambda: DataLoader(CountingStream(23), batch_size=2), 1, states)[0]
+            resume_loaders(
+                lambda: DataLoader(CountingStream(23), batch_size=2), 1, states
+            )[0]
         )
 
     class SelfShardingStream(IterableDataset[int]):
@@ -259,14 +267,14 @@ def test_the_position_of_a_stream_belongs_to_its_workers_and_shards() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(23))
 
-    states = crash(
+    states = states_after_crash(
         lambda: DataLoader(SelfShardingStream(), batch_size=2), 2, 2, epoch=0
     )
     with pytest.raises(DataError, match="Resume on 2 data-parallel processes"):
         seen(
-            resumed(lambda: DataLoader(SelfShardingStream(), batch_size=2), 4, states)[
-                0
-            ]
+            resume_loaders(
+                lambda: DataLoader(SelfShardingStream(), batch_size=2), 4, states
+            )[0]
         )
 
 
@@ -301,9 +309,9 @@ def test_hub_streams_resume_by_their_own_state(num_workers: int) -> None:
             if num_workers
             else range(1, len(full_shares[0]) + 1)
         ):
-            states = crash(build, world, stop, epoch=0)
+            states = states_after_crash(build, world, stop, epoch=0)
             assert "states" in states[0]["stream"]
-            loaders = resumed(build, world, states)
+            loaders = resume_loaders(build, world, states)
             assert [seen(loader) for loader in loaders] == [
                 share[stop:] for share in full_shares
             ], (world, stop)
@@ -320,14 +328,14 @@ def test_workers_that_live_on_see_a_loaded_position() -> None:
 
     loader = prepared(build(True))
     full_share = seen(loader)
-    state = crash(lambda: build(False), 1, 3, epoch=0)[0]
+    state = states_after_crash(lambda: build(False), 1, 3, epoch=0)[0]
     loader.load_state_dict(state)
     assert seen(loader) == full_share[3:]
     assert seen(loader) == full_share
 
 
 def test_state_is_where_the_loop_stands() -> None:
-    loader = prepared(shuffled())
+    loader = prepared(shuffled_loader())
     assert loader.state_dict()["consumed"] == 0
     for number, _ in enumerate(loader, 1):
         assert (loader.state_dict()["epoch"], loader.state_dict()["consumed"]) == (
@@ -341,8 +349,8 @@ def test_state_is_where_the_loop_stands() -> None:
 
 def test_reading_ahead_does_not_move_the_position() -> None:
     for prefetch, num_workers in itertools.product((1, 3, 50), (0, 2)):
-        loader = prepared(shuffled(num_workers), prefetch=prefetch)
-        plain = seen(prepared(shuffled()))
+        loader = prepared(shuffled_loader(num_workers), prefetch=prefetch)
+        plain = seen(prepared(shuffled_loader()))
         rows = []
         for number, batch in enumerate(loader, 1):
             rows.append(batch.tolist())
@@ -352,26 +360,26 @@ def test_reading_ahead_does_not_move_the_position() -> None:
 
 
 def test_a_state_saved_on_the_last_batch_ends_that_epoch_and_goes_on() -> None:
-    loader = prepared(shuffled())
+    loader = prepared(shuffled_loader())
     first, second = seen(loader), seen(loader)
-    (state,) = crash(lambda: shuffled(), 1, len(first), epoch=0)
-    (resumed_loader,) = resumed(lambda: shuffled(), 1, [state])
+    (state,) = states_after_crash(lambda: shuffled_loader(), 1, len(first), epoch=0)
+    (resumed_loader,) = resume_loaders(lambda: shuffled_loader(), 1, [state])
     assert seen(resumed_loader) == []
     assert seen(resumed_loader) == second
 
 
 def test_set_epoch_keeps_a_position_of_that_epoch_only() -> None:
-    (state,) = crash(lambda: shuffled(), 1, 4, epoch=3)
-    (loader,) = resumed(lambda: shuffled(), 1, [state])
+    (state,) = states_after_crash(lambda: shuffled_loader(), 1, 4, epoch=3)
+    (loader,) = resume_loaders(lambda: shuffled_loader(), 1, [state])
     loader.set_epoch(3)
     assert len(seen(loader)) == 7
-    (loader,) = resumed(lambda: shuffled(), 1, [state])
+    (loader,) = resume_loaders(lambda: shuffled_loader(), 1, [state])
     loader.set_epoch(4)
     assert len(seen(loader)) == 11
 
 
 def test_states_of_other_data_are_refused() -> None:
-    (state,) = crash(lambda: shuffled(), 1, 4)
+    (state,) = states_after_crash(lambda: shuffled_loader(), 1, 4)
     longer = prepared(DataLoader(range(30), batch_size=2))  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"epoch of 21.*has 30"):
         longer.load_state_dict(state)
@@ -383,15 +391,15 @@ def test_states_of_other_data_are_refused() -> None:
         longer.load_state_dict({"step": 3})
     with pytest.raises(DataError, match="version 2"):
         longer.load_state_dict({**state, "version": 2})
-    (fresh,) = crash(lambda: shuffled(), 1, 0, epoch=5)
+    (fresh,) = states_after_crash(lambda: shuffled_loader(), 1, 0, epoch=5)
     longer.load_state_dict(fresh)  # nothing consumed: any data can begin there
     assert longer.epoch == 5
 
 
 def test_skipping_counts_from_the_beginning_of_the_epoch() -> None:
     for world in (1, 2):
-        loader = prepared(shuffled(), 0, world)
-        full_share = seen(prepared(shuffled(), 0, world))
+        loader = prepared(shuffled_loader(), 0, world)
+        full_share = seen(prepared(shuffled_loader(), 0, world))
         for count in (0, 1, 4, 50):
             loader.set_epoch(0)
             skipping = skip_first_batches(loader, count)
@@ -400,7 +408,7 @@ def test_skipping_counts_from_the_beginning_of_the_epoch() -> None:
             assert seen(skipping) == full_share[count:]
             # the loader it came from goes on with the next epoch
             assert loader.epoch == 1
-        (state,) = crash(lambda: shuffled(), 1, 3, epoch=0)
+        (state,) = states_after_crash(lambda: shuffled_loader(), 1, 3, epoch=0)
         loader.load_state_dict(state)
         assert seen(skip_first_batches(loader, 4)) == full_share[4:]  # type: ignore[arg-type]
 

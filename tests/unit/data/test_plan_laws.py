@@ -13,7 +13,7 @@ from hasten.data.batch_plan import LoaderPlan, plan_batches, plan_rows, split_un
 from hasten.errors import ConfigError
 
 
-def plans(
+def plans_of_ranks(
     batch: int, world: int, *, split: bool, drop_last: bool, even: bool
 ) -> list[LoaderPlan]:
     return [
@@ -29,7 +29,7 @@ def plans(
     ]
 
 
-def read(plan: LoaderPlan, size: int, start: int = 0) -> list[list[int]]:
+def read_rows(plan: LoaderPlan, size: int, start: int = 0) -> list[list[int]]:
     return [
         row
         for chunk in plan.assign(size, start, chunk_size=16)
@@ -37,24 +37,24 @@ def read(plan: LoaderPlan, size: int, start: int = 0) -> list[list[int]]:
     ]
 
 
-def check_law(size: int, everyone: list[LoaderPlan]) -> None:
+def check_law(size: int, rank_plans: list[LoaderPlan]) -> None:
     """Each unit exactly once and in order, padding last and as documented, equal steps where promised."""
-    plan, world = everyone[0], len(everyone)
-    steps = [plan.steps(size) for plan in everyone]
+    plan, world = rank_plans[0], len(rank_plans)
+    steps = [plan.steps(size) for plan in rank_plans]
     full, left = divmod(size, plan.global_batch)
     order: list[int] = []
     real = 0
     # full steps do not know the size: what holds at 25 holds in between
     if full and size % 25 == 0:
         full_steps = np.concatenate(
-            [next(plan.assign(size, chunk_size=10_000))[:full] for plan in everyone],
+            [next(plan.assign(size, chunk_size=10_000))[:full] for plan in rank_plans],
             axis=1,
         )
         assert np.array_equal(full_steps.ravel(), np.arange(full * plan.global_batch))
     if left and not plan.drop_last:
-        shares = [plan.tail(size) for plan in everyone]
+        shares = [plan.tail(size) for plan in rank_plans]
         assert steps == [full + (share is not None) for share in shares]
-        for plan, share in zip(everyone, shares, strict=True):
+        for plan, share in zip(rank_plans, shares, strict=True):
             if share is not None:
                 *_, rows = plan.assign(size, start=full * plan.global_batch)
                 assert share == plan.share(size, full)
@@ -89,29 +89,31 @@ def test_every_index_once_for_all_sizes_batches_worlds_and_settings(
         for drop_last, even, split in itertools.product((False, True), repeat=3):
             if split and (batch % world if even else batch < world):
                 continue
-            everyone = plans(batch, world, split=split, drop_last=drop_last, even=even)
+            rank_plans = plans_of_ranks(
+                batch, world, split=split, drop_last=drop_last, even=even
+            )
             # a split plan is a sharded one of another batch size
-            alike = everyone[0]
+            alike = rank_plans[0]
             if alike not in checked:
                 checked.add(alike)
                 for size in sizes:
-                    check_law(size, everyone)
+                    check_law(size, rank_plans)
 
 
 def test_a_batch_that_cannot_be_split_is_refused_with_the_sizes_that_can() -> None:
     for batch, world in itertools.product(range(1, 10), range(1, 9)):
         if batch % world:
             with pytest.raises(ConfigError, match="Set batch_size to"):
-                plans(batch, world, split=True, drop_last=False, even=True)
+                plans_of_ranks(batch, world, split=True, drop_last=False, even=True)
         if batch < world:
             with pytest.raises(ConfigError, match=f"Set batch_size to {world}"):
-                plans(batch, world, split=True, drop_last=False, even=False)
+                plans_of_ranks(batch, world, split=True, drop_last=False, even=False)
 
 
 def test_whole_batches_are_dealt_round_and_padded_with_the_first_ones() -> None:
     for size, world in itertools.product(range(20), range(1, 7)):
         for even in (True, False):
-            everyone = [
+            rank_plans = [
                 plan_batches(
                     num_shards=world,
                     shard=shard,
@@ -121,7 +123,7 @@ def test_whole_batches_are_dealt_round_and_padded_with_the_first_ones() -> None:
                 )
                 for shard in range(world)
             ]
-            shares = [[row[0] for row in read(plan, size)] for plan in everyone]
+            shares = [[row[0] for row in read_rows(plan, size)] for plan in rank_plans]
             dealt = [
                 unit
                 for step in itertools.zip_longest(*shares)
@@ -140,16 +142,18 @@ def test_a_resumed_plan_reads_exactly_the_rest_on_any_world() -> None:
     for size, batch, saving_world, resuming_world in itertools.product(
         (0, 1, 7, 24, 53), (1, 3), (1, 2, 4), (1, 2, 3, 4)
     ):
-        first = plans(batch, saving_world, split=False, drop_last=False, even=True)[0]
+        first = plans_of_ranks(
+            batch, saving_world, split=False, drop_last=False, even=True
+        )[0]
         for step in range(first.steps(size) + 1):
             start = min(step * first.global_batch, size)
-            everyone = plans(
+            rank_plans = plans_of_ranks(
                 batch, resuming_world, split=False, drop_last=False, even=True
             )
             remaining_units = sorted(
                 unit
-                for plan in everyone
-                for number, row in enumerate(read(plan, size, start))
+                for plan in rank_plans
+                for number, row in enumerate(read_rows(plan, size, start))
                 for unit in row[: plan.share(size, number, start).real]
             )
             assert remaining_units == list(range(start, size))
@@ -157,7 +161,9 @@ def test_a_resumed_plan_reads_exactly_the_rest_on_any_world() -> None:
 
 def test_one_step_costs_the_same_at_any_world_size() -> None:
     def cost(world: int) -> float:
-        plan = plans(32, world, split=False, drop_last=False, even=True)[world // 2]
+        plan = plans_of_ranks(32, world, split=False, drop_last=False, even=True)[
+            world // 2
+        ]
         size = 32 * world * 1000
         start_s = time.process_time()
         count = sum(len(chunk) for chunk in plan.assign(size))
@@ -170,7 +176,7 @@ def test_one_step_costs_the_same_at_any_world_size() -> None:
 
 
 def test_a_rank_of_1024_computes_only_its_own_indices() -> None:
-    plan = plans(4, 1024, split=False, drop_last=False, even=True)[1000]
+    plan = plans_of_ranks(4, 1024, split=False, drop_last=False, even=True)[1000]
     chunk = next(plan.assign(10**12, chunk_size=64))
     assert chunk.shape == (16, 4)
     assert np.array_equal(
@@ -188,5 +194,5 @@ def test_cut_covers_without_gap_for_every_share() -> None:
 
 
 def test_shards_differ_in_nothing_else() -> None:
-    first, second = plans(3, 2, split=False, drop_last=True, even=True)
+    first, second = plans_of_ranks(3, 2, split=False, drop_last=True, even=True)
     assert replace(second, shard=0) == first

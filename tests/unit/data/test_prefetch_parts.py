@@ -20,12 +20,12 @@ from hasten.data.source import Item, move_on_request
 from tests.support.loaders import prepared
 
 
-class Movable:
+class MovableBatch:
     def __init__(self, x: Tensor) -> None:
         self.x = x
 
-    def to(self, device: Any, non_blocking: bool = False) -> Movable:
-        return Movable(self.x.to(device))
+    def to(self, device: Any, non_blocking: bool = False) -> MovableBatch:
+        return MovableBatch(self.x.to(device))
 
 
 class Pair(NamedTuple):
@@ -33,7 +33,7 @@ class Pair(NamedTuple):
     y: Tensor
 
 
-class Recorded(Movable):
+class StreamRecordingBatch(MovableBatch):
     def record_stream(self, stream: Any) -> None:
         return
 
@@ -57,10 +57,10 @@ def test_objects_that_hide_their_tensors_are_prefetched_if_they_can_be_recorded(
     None
 ):
     x = torch.ones(3)
-    assert prefetch.count_host_bytes([x, {"object": Movable(x)}]) == -math.inf
-    assert prefetch.count_host_bytes(Recorded(x)) == math.inf
-    assert InLine(torch.device("cpu")).takes(Movable(x))
-    assert not InLine(torch.device("cpu")).takes(Recorded(x))
+    assert prefetch.count_host_bytes([x, {"object": MovableBatch(x)}]) == -math.inf
+    assert prefetch.count_host_bytes(StreamRecordingBatch(x)) == math.inf
+    assert InLine(torch.device("cpu")).takes(MovableBatch(x))
+    assert not InLine(torch.device("cpu")).takes(StreamRecordingBatch(x))
 
 
 def test_small_batches_are_copied_in_line_until_that_holds_the_host_up(
@@ -80,11 +80,11 @@ def test_small_batches_are_copied_in_line_until_that_holds_the_host_up(
         "hasten.data.prefetch.time.perf_counter", lambda: float(next(clock_readings))
     )  # a second passes at each look
     slow = InLine(torch.device("cpu"))
-    taken = 0
-    while slow.takes(batch) and taken < 100:
+    num_taken = 0
+    while slow.takes(batch) and num_taken < 100:
         slow.copy(batch)
-        taken += 1
-    assert 0 < taken < 20
+        num_taken += 1
+    assert 0 < num_taken < 20
 
 
 def test_staging_buffers_are_reused_and_hold_what_they_were_given() -> None:

@@ -28,7 +28,7 @@ DRAWS = {
 }
 
 
-def everything() -> tuple[float, ...]:
+def draw_from_all() -> tuple[float, ...]:
     return (
         float(torch.rand(())),
         random.random(),
@@ -42,17 +42,17 @@ def test_reading_does_not_change_the_draws_of_the_training(draw: object) -> None
     assert callable(draw)
     process = RandomStates()
     seed_everything(3)
-    expected = [(draw(), everything()) for _ in range(700)]
+    expected = [(draw(), draw_from_all()) for _ in range(700)]
     seed_everything(3)
     observed_draws = []
     for number in range(700):
         with process.kept():
             seed_everything(number)
-            everything()
+            draw_from_all()
         first = draw()
         with process.kept(), process.kept():  # nested, and without a draw
             seed_everything(number)
-        observed_draws.append((first, everything()))
+        observed_draws.append((first, draw_from_all()))
     assert observed_draws == expected
 
 
@@ -90,7 +90,7 @@ def test_a_saved_state_continues_the_draws(num_blocks: int) -> None:
     drawn = []
     for reader_rng in (rng, resumed, resumed, rng):
         with process.kept(), reader_rng.entered():
-            drawn.append(everything())
+            drawn.append(draw_from_all())
     assert drawn[0] == drawn[1]
     assert drawn[2] == drawn[3]
 

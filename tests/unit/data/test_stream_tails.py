@@ -20,12 +20,12 @@ from tests.support.loaders import (
 )
 
 
-class Sized(CountingStream):
+class SizedStream(CountingStream):
     def __len__(self) -> int:
         return self.size
 
 
-def shares(
+def shares_of_ranks(
     data: Any,
     batch: int,
     world: int,
@@ -47,14 +47,14 @@ def shares(
     ]
     shares_by_rank = [seen(loader) for loader in loaders]
     for loader, share in zip(loaders, shares_by_rank, strict=True):
-        if isinstance(data, Sized) and not workers:
+        if isinstance(data, SizedStream) and not workers:
             assert len(loader) == len(share)
     return shares_by_rank
 
 
 def test_fifty_samples_in_batches_of_three_on_two_ranks() -> None:
-    for data in (range(50), CountingStream(50), Sized(50)):
-        last = [share[-1] for share in shares(data, 3, 2, False)]
+    for data in (range(50), CountingStream(50), SizedStream(50)):
+        last = [share[-1] for share in shares_of_ranks(data, 3, 2, False)]
         assert last == [SeenBatches([48], 1, True), SeenBatches([49], 1, True)]
 
 
@@ -74,9 +74,13 @@ def test_streams_end_as_map_style_data_does(world: int) -> None:
                 "split_batches": split,
                 "pad": pad,
             }
-            expected_shares = shares(range(size), rows, world, drop_last, **settings)
-            for stream in (CountingStream(size), Sized(size)):
-                stream_shares = shares(stream, rows, world, drop_last, **settings)
+            expected_shares = shares_of_ranks(
+                range(size), rows, world, drop_last, **settings
+            )
+            for stream in (CountingStream(size), SizedStream(size)):
+                stream_shares = shares_of_ranks(
+                    stream, rows, world, drop_last, **settings
+                )
                 assert stream_shares == expected_shares, (
                     type(stream),
                     size,
@@ -99,11 +103,11 @@ def test_streams_end_as_map_style_data_does(world: int) -> None:
 def test_unequal_shares_of_a_global_batch_are_read_once() -> None:
     """A round is the global batch on every rank, also where ranks have different rows of it."""
     for size in (0, 3, 7, 20, 23):
-        expected_shares = shares(
+        expected_shares = shares_of_ranks(
             range(size), 7, 3, False, split_batches=True, even_batches=False
         )
         assert (
-            shares(
+            shares_of_ranks(
                 CountingStream(size),
                 7,
                 3,
@@ -118,7 +122,7 @@ def test_unequal_shares_of_a_global_batch_are_read_once() -> None:
 @pytest.mark.parametrize("size", [9, 14])
 def test_each_worker_of_a_stream_has_an_end_of_its_own(size: int) -> None:
     """As in plain torch, where every worker gives a short batch."""
-    rank_shares = shares(CountingStream(size), 3, 2, False, workers=2)
+    rank_shares = shares_of_ranks(CountingStream(size), 3, 2, False, workers=2)
     assert sorted(global_order(rank_shares)) == list(range(size))
     for step in zip(*rank_shares, strict=True):
         assert len({len(row.values) for row in step}) == 1
@@ -141,19 +145,19 @@ def test_a_position_before_the_padding_samples_pads_as_before() -> None:
 
 
 def test_chained_streams_without_a_length_are_prepared() -> None:
-    def chained() -> DataLoader[Any]:
+    def chained_loader() -> DataLoader[Any]:
         return DataLoader(
             ChainDataset([CountingStream(5), CountingStream(8)]), batch_size=2
         )
 
-    rank_shares = [seen(prepared(chained(), rank, 3)) for rank in range(3)]
+    rank_shares = [seen(prepared(chained_loader(), rank, 3)) for rank in range(3)]
     assert global_order(rank_shares) == [*range(5), *range(8)]
-    loader = prepared(chained(), 0, 1)
+    loader = prepared(chained_loader(), 0, 1)
     with pytest.raises(TypeError, match="no length"):
         len(loader)
     seen(loader, 2)
     state = loader.state_dict()
-    resumed_loader = prepared(chained(), 0, 1)
+    resumed_loader = prepared(chained_loader(), 0, 1)
     resumed_loader.load_state_dict(state)
     assert [row.values for row in seen(resumed_loader)] == [
         [4, 0],
@@ -162,7 +166,9 @@ def test_chained_streams_without_a_length_are_prepared() -> None:
         [5, 6],
         [7],
     ]
-    sized = prepared(DataLoader(ChainDataset([Sized(5), Sized(8)]), batch_size=2), 0, 1)
+    sized = prepared(
+        DataLoader(ChainDataset([SizedStream(5), SizedStream(8)]), batch_size=2), 0, 1
+    )
     assert len(sized) == 7
 
 

@@ -11,30 +11,30 @@ import hasten
 from hasten import Accelerator
 
 
-def loader() -> Any:  # Any: a prepared loader of numbers
+def new_loader() -> Any:  # Any: a prepared loader of numbers
     hasten.set_seed(0)
     return Accelerator(cpu=True).prepare(
         DataLoader(list(range(16)), batch_size=2, shuffle=True)  # type: ignore[arg-type]
     )
 
 
-def read(batches: Any) -> list[list[int]]:
+def read_batches(batches: Any) -> list[list[int]]:
     return [batch.tolist() for batch in batches]
 
 
 def test_an_unused_iterator_takes_no_epoch() -> None:
-    plain, touched = loader(), loader()
+    plain, touched = new_loader(), new_loader()
     iter(touched)
     iter(touched)
-    assert read(touched) == read(plain)
+    assert read_batches(touched) == read_batches(plain)
     assert touched.state_dict() == plain.state_dict()
 
 
 def test_a_bar_shows_the_resumed_batches() -> None:
-    first = loader()
-    all_batches, stopped = read(first), loader()
+    first = new_loader()
+    all_batches, stopped = read_batches(first), new_loader()
     for _ in zip(range(5), stopped, strict=False):
         pass
-    state, resumed = stopped.state_dict(), loader()
+    state, resumed = stopped.state_dict(), new_loader()
     resumed.load_state_dict(state)
-    assert read(hasten.tqdm(resumed, file=io.StringIO())) == all_batches[5:]
+    assert read_batches(hasten.tqdm(resumed, file=io.StringIO())) == all_batches[5:]

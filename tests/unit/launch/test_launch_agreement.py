@@ -29,27 +29,27 @@ def test_a_failure_counts_more_than_a_stop_and_a_stop_more_than_success() -> Non
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_no_machine_leaves_before_all_have_saved(count: int) -> None:
     for slowest in range(count):
-        assert leave(count, slowest) == [(PREEMPTED, count)] * count
+        assert leave_together(count, slowest) == [(PREEMPTED, count)] * count
 
 
-def leave(count: int, slowest: int) -> list[tuple[int, int]]:
+def leave_together(count: int, slowest: int) -> list[tuple[int, int]]:
     """For every machine: its exit code, and how many had saved when it left; machine `slowest` saves longest."""
     store = HashStore()
-    saved, left = list[int](), list[tuple[int, int]]()
+    saved, departures = list[int](), list[tuple[int, int]]()
 
     def machine(index: int) -> None:
         time.sleep(0.1 * (index == slowest))
         saved.append(index)
         # they may end in different rounds
         peers = Peers(store, index, ("host",) * count, round=index % 2)
-        left.append((agreed_exit_code(peers, PREEMPTED, saving_s=30), len(saved)))
+        departures.append((agreed_exit_code(peers, PREEMPTED, saving_s=30), len(saved)))
 
     threads = [threading.Thread(target=machine, args=(i,)) for i in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return left
+    return departures
 
 
 def test_a_machine_that_never_answers_is_not_waited_for_long() -> None:

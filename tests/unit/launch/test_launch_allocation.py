@@ -9,7 +9,7 @@ from hasten.launch.base import Allocation
 from hasten.launch.shape import read_allocation, split_range
 
 
-def slurm(
+def slurm_variables(
     node: int, nodes: int, tasks_per_node: int = 1, local: int = 0
 ) -> dict[str, str]:
     """The variables of one task of an srun over nodes n0, n1, …"""
@@ -35,7 +35,9 @@ def test_nothing_means_one_machine() -> None:
 
 def test_one_slurm_task_per_machine_is_a_machine() -> None:
     for nodes in range(2, 17):
-        allocations = [read_allocation(slurm(node, nodes)) for node in range(nodes)]
+        allocations = [
+            read_allocation(slurm_variables(node, nodes)) for node in range(nodes)
+        ]
         assert [a.machine_rank for a in allocations] == list(range(nodes))
         assert {a.num_machines for a in allocations} == {nodes}
         assert {a.address for a in allocations} == {"n0"}
@@ -47,7 +49,7 @@ def test_several_slurm_tasks_per_machine_are_ranks() -> None:
     for nodes in (1, 2, 3):
         for tasks in (2, 4):
             rank_allocations = [
-                read_allocation(slurm(n, nodes, tasks, i)).rank
+                read_allocation(slurm_variables(n, nodes, tasks, i)).rank
                 for n in range(nodes)
                 for i in range(tasks)
             ]
@@ -177,7 +179,7 @@ def test_a_started_worker_is_no_machine() -> None:
         "MASTER_ADDR": "127.0.0.1",
     }
     assert read_allocation(worker) == Allocation()
-    assert read_allocation({**slurm(0, 2), **worker}) == Allocation()
+    assert read_allocation({**slurm_variables(0, 2), **worker}) == Allocation()
 
 
 @pytest.mark.parametrize("text", ["", "a", "0", "2:1", "1:x", "-1"])

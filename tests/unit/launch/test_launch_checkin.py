@@ -56,7 +56,7 @@ class SharedStore:
             self.get(key)
 
 
-def report(index: int, **changes: object) -> Report:
+def machine_report(index: int, **changes: object) -> Report:
     """The report of machine `index`, like all others but for `changes`."""
     base = Report(
         host=f"h{index}",
@@ -70,7 +70,7 @@ def report(index: int, **changes: object) -> Report:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def meet(
+def meet_in_threads(
     indices: list[int],
     count: int,
     timeout_s: float = 5.0,
@@ -78,18 +78,18 @@ def meet(
 ) -> list[list[Report] | str]:
     """What each participant gets: the reports, or the message of its error."""
     store = SharedStore()
-    say: Callable[[str], None] = (words if words is not None else []).append
+    report_waiting: Callable[[str], None] = (words if words is not None else []).append
 
     def participate(position: int, index: int) -> list[Report] | str:
         try:
-            sent_report = report(position)
+            sent_report = machine_report(position)
             return gather_reports(
                 store,
                 index,
                 count,
                 sent_report,
                 timeout_s=timeout_s,
-                report_waiting=say,
+                report_waiting=report_waiting,
             )
         except LaunchError as error:
             return str(error)
@@ -100,33 +100,35 @@ def meet(
 
 def test_all_see_all_at_every_size() -> None:
     for count in range(1, 17):
-        for got in meet(list(range(count)), count):
-            assert isinstance(got, list)
-            assert [r.host for r in got] == [f"h{i}" for i in range(count)]
+        for received in meet_in_threads(list(range(count)), count):
+            assert isinstance(received, list)
+            assert [r.host for r in received] == [f"h{i}" for i in range(count)]
 
 
 def test_two_machines_with_one_rank_are_told_to_all() -> None:
-    for got in meet([0, 1, 1], 3):
-        assert isinstance(got, str)
-        assert "both claim to be machine 1 of 3" in got
-        assert "h1 (10.0.0.1)" in got
-        assert "h2 (10.0.0.2)" in got
-        assert "Correct --machine_rank" in got
+    for received in meet_in_threads([0, 1, 1], 3):
+        assert isinstance(received, str)
+        assert "both claim to be machine 1 of 3" in received
+        assert "h1 (10.0.0.1)" in received
+        assert "h2 (10.0.0.2)" in received
+        assert "Correct --machine_rank" in received
 
 
 def test_missing_machines_are_named() -> None:
-    for got in meet([0, 3], 5, timeout_s=0.3):
-        assert isinstance(got, str)
-        assert got.startswith(
+    for received in meet_in_threads([0, 3], 5, timeout_s=0.3):
+        assert isinstance(received, str)
+        assert received.startswith(
             "machine 1, machine 2, machine 4 of 5 did not check in within 0.3 s"
         )
 
 
 def test_differences_name_machines_and_values() -> None:
     reports = [
-        report(0),
-        report(1),
-        report(2, versions={"torch": "2.11.0", "hasten": "0.1.0"}, code="other"),
+        machine_report(0),
+        machine_report(1),
+        machine_report(
+            2, versions={"torch": "2.11.0", "hasten": "0.1.0"}, code="other"
+        ),
     ]
     assert list_differences(reports) == [
         "the code of train.py: k on h0, h1; other on h2",
@@ -135,10 +137,10 @@ def test_differences_name_machines_and_values() -> None:
 
 
 def test_a_changed_setting_is_named_by_itself() -> None:
-    left = report(
+    left = machine_report(
         0, config="a", settings={"mixed_precision": "'bf16'", "strategy": "'ddp'"}
     )
-    right = report(1, config="b", settings={"strategy": "'ddp'"})
+    right = machine_report(1, config="b", settings={"strategy": "'ddp'"})
     assert list_differences([left, right]) == [
         "the setting mixed_precision: 'bf16' on h0; its default on h1"
     ]
@@ -147,23 +149,27 @@ def test_a_changed_setting_is_named_by_itself() -> None:
 
 
 def test_an_absent_package_is_a_difference() -> None:
-    assert list_differences([report(0), report(1, versions={"hasten": "0.1.0"})]) == [
-        "torch: 2.13.0 on h0; absent on h1"
-    ]
+    assert list_differences(
+        [machine_report(0), machine_report(1, versions={"hasten": "0.1.0"})]
+    ) == ["torch: 2.13.0 on h0; absent on h1"]
 
 
 def test_the_number_asked_for_is_checked() -> None:
-    check_agreement([report(0), report(1)], expected_world_size=2)
+    check_agreement([machine_report(0), machine_report(1)], expected_world_size=2)
     with pytest.raises(
         LaunchError,
         match=r"num_processes=3 is the total .* start 2 \(1 on h0, 1 on h1\)",
     ):
-        check_agreement([report(0), report(1)], expected_world_size=3)
+        check_agreement([machine_report(0), machine_report(1)], expected_world_size=3)
 
 
 def test_the_table_counts_ranks_over_machines() -> None:
     table = rank_table(
-        [report(0, num_processes=2), report(1), report(2, num_processes=4)]
+        [
+            machine_report(0, num_processes=2),
+            machine_report(1),
+            machine_report(2, num_processes=4),
+        ]
     )
     assert [line.split()[:3] for line in table.splitlines()[1:]] == [
         ["0", "0-1", "h0"],
@@ -173,4 +179,4 @@ def test_the_table_counts_ranks_over_machines() -> None:
 
 
 def test_reports_travel() -> None:
-    assert Report.decode(report(3).encode()) == report(3)
+    assert Report.decode(machine_report(3).encode()) == machine_report(3)

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from hasten.launch.elastic.handler import CheckedBackend, check_state
 
 
-class Evil:
+class RaisesWhenUnpickled:
     """Raises when it is unpickled, which stands for running anything."""
 
     def __reduce__(self) -> tuple[Any, ...]:  # Any: pickle's protocol
@@ -42,9 +42,9 @@ def test_states_of_torch_pass_and_anything_else_is_refused_unloaded() -> None:
     for protocol in range(3, pickle.HIGHEST_PROTOCOL + 1):
         check_state(pickle.dumps(full_state(), protocol=protocol))
     hidden = full_state()
-    hidden.participants["x"] = Evil()  # type: ignore[index, assignment]  # what a stranger would do
+    hidden.participants["x"] = RaisesWhenUnpickled()  # type: ignore[index, assignment]  # what a stranger would do
     for data in (
-        pickle.dumps(Evil()),
+        pickle.dumps(RaisesWhenUnpickled()),
         pickle.dumps(hidden),
         pickle.dumps(print),
         b"",
@@ -63,7 +63,10 @@ def test_a_state_that_a_stranger_wrote_into_the_store_never_reaches_torch() -> N
     assert set_ is not None
     assert set_[0] == fine
     assert backend.name == "c10d"
-    store.set("torch.rendezvous.job", base64.b64encode(pickle.dumps(Evil())).decode())
+    store.set(
+        "torch.rendezvous.job",
+        base64.b64encode(pickle.dumps(RaisesWhenUnpickled())).decode(),
+    )
     with pytest.raises(RendezvousStateError):
         backend.get_state()
     with pytest.raises(RendezvousStateError):

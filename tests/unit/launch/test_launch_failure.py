@@ -24,7 +24,7 @@ from hasten.launch.worker import write_error
 GLOO_LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:12962."
 
 
-def failed(
+def failure_of(
     rank: int,
     summary: str = "ValueError: boom",
     *,
@@ -46,11 +46,11 @@ def failed(
 
 
 def test_the_cause_is_found_whatever_the_order() -> None:
-    cause = failed(2, time=5.0)
+    cause = failure_of(2, time=5.0)
     consequences = [
-        failed(0, GLOO_LOST, time=1.0),
-        failed(1, "", code=-15, stopped=True, time=0.5),
-        failed(3, time=6.0),
+        failure_of(0, GLOO_LOST, time=1.0),
+        failure_of(1, "", code=-15, stopped=True, time=0.5),
+        failure_of(3, time=6.0),
     ]
     for order in permutations([cause, *consequences]):
         assert first_failure(order) == cause
@@ -84,7 +84,11 @@ def test_what_all_ranks_raise_together_is_the_failure_of_the_rank_that_had_an_er
 
 def test_a_traceback_is_printed_once_and_last() -> None:
     text = render_failure(
-        [failed(1, code=3), failed(0, "", code=-15, stopped=True), failed(2, GLOO_LOST)]
+        [
+            failure_of(1, code=3),
+            failure_of(0, "", code=-15, stopped=True),
+            failure_of(2, GLOO_LOST),
+        ]
     )
     assert text.splitlines()[0] == "rank 1 on host-a (pid 7) failed first: exit code 3"
     assert "rank 0: stopped by the launcher" in text
@@ -93,18 +97,23 @@ def test_a_traceback_is_printed_once_and_last() -> None:
 
 
 def test_debug_prints_the_others_before_it() -> None:
-    text = render_failure([failed(1), failed(2, GLOO_LOST)], is_full=True)
+    text = render_failure([failure_of(1), failure_of(2, GLOO_LOST)], is_full=True)
     assert text.count("Traceback") == 2
     assert text.splitlines()[-1] == "ValueError: boom"
 
 
 def test_equal_ends_share_a_line() -> None:
-    ranks = [failed(9), *(failed(r, "", code=-15, stopped=True) for r in (0, 1, 2, 4))]
+    ranks = [
+        failure_of(9),
+        *(failure_of(r, "", code=-15, stopped=True) for r in (0, 1, 2, 4)),
+    ]
     assert "  ranks 0-2, 4: stopped by the launcher" in render_failure(ranks)
 
 
 def test_a_lost_machine_is_named_first() -> None:
-    text = render_failure([failed(0, GLOO_LOST)], lost_machines=["machine 1 (host-b)"])
+    text = render_failure(
+        [failure_of(0, GLOO_LOST)], lost_machines=["machine 1 (host-b)"]
+    )
     assert text.startswith("machine 1 (host-b) no longer responds")
 
 
@@ -126,7 +135,7 @@ def test_a_lost_machine_is_named_first() -> None:
     ],
 )  # fmt: skip
 def test_known_causes_get_a_hint(words: str, hint: str) -> None:
-    assert hint in (hint_for(failed(0, words)) or "")
+    assert hint in (hint_for(failure_of(0, words)) or "")
 
 
 def test_signals_are_named() -> None:
@@ -137,7 +146,7 @@ def test_signals_are_named() -> None:
     killed = Failure(0, "host-a", -signal.SIGKILL, 0.0)
     assert "out-of-memory killer" in (hint_for(killed) or "")
     assert killed.exit_code == 137
-    assert hint_for(failed(0)) is None
+    assert hint_for(failure_of(0)) is None
 
 
 def test_a_preempted_run_is_told_apart_from_a_failure() -> None:
@@ -150,7 +159,7 @@ def test_a_preempted_run_is_told_apart_from_a_failure() -> None:
 def test_a_name_that_is_not_in_a_module_is_no_missing_module() -> None:
     assert (
         hint_for(
-            failed(
+            failure_of(
                 0, "ImportError: cannot import name 'Modle' from 'mine' (/code/mine.py)"
             )
         )
@@ -160,7 +169,7 @@ def test_a_name_that_is_not_in_a_module_is_no_missing_module() -> None:
 
 def test_hints_name_only_commands_that_exist() -> None:
     assert "hasten plan" not in (
-        hint_for(failed(0, "torch.OutOfMemoryError: CUDA out of memory")) or ""
+        hint_for(failure_of(0, "torch.OutOfMemoryError: CUDA out of memory")) or ""
     )
 
 

@@ -45,10 +45,10 @@ def test_help_loads_nothing_heavy() -> None:
         "import sys; from hasten.cli.launch_cmd import make_parser; make_parser().format_help(); "
         "print([m for m in ('torch', 'numpy', 'rich', 'questionary', 'msgspec') if m in sys.modules])"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     )
-    assert done.stdout == "[]\n"
+    assert completed.stdout == "[]\n"
 
 
 def test_every_setting_is_a_flag_in_both_spellings() -> None:
@@ -89,8 +89,8 @@ def test_help_shows_what_most_people_need_and_help_all_the_rest(
 
 def test_the_mesh_is_spelled_short_and_the_long_spelling_is_accepted() -> None:
     parser = make_parser()
-    every = [name for info in SETTABLE for name in flag_spellings(info)]
-    assert len(set(every)) == len(every)
+    spellings = [name for info in SETTABLE for name in flag_spellings(info)]
+    assert len(set(spellings)) == len(spellings)
     for info in SETTABLE:
         if info.name.startswith("parallelism."):
             assert flag_spellings(info)[0] == info.flag.removeprefix(

@@ -21,7 +21,7 @@ from hasten.launch.shape import (
 )
 
 
-def shape(
+def shape_for(
     launch: Mapping[str, Any] | None = None,
     *,
     devices: int = 0,
@@ -50,36 +50,37 @@ def shape(
 
 def test_every_device_gets_a_process_without_asking() -> None:
     for devices in range(1, 17):
-        assert shape(devices=devices).num_processes == devices
+        assert shape_for(devices=devices).num_processes == devices
 
 
 def test_a_cpu_gets_one_process_and_as_many_as_asked() -> None:
-    assert shape().num_processes == 1
+    assert shape_for().num_processes == 1
     for count in range(1, 17):
-        assert shape({"num_processes": count}, cpu=True).num_processes == count
+        assert shape_for({"num_processes": count}, cpu=True).num_processes == count
         assert (
-            shape({"num_processes": count}, cpu=True, devices=2).num_processes == count
+            shape_for({"num_processes": count}, cpu=True, devices=2).num_processes
+            == count
         )
 
 
 def test_a_total_is_shared_out_over_machines() -> None:
     for machines in range(1, 9):
-        for each in range(1, 9):
-            machine_shape = shape(
+        for per_machine in range(1, 9):
+            machine_shape = shape_for(
                 {
-                    "num_processes": machines * each,
+                    "num_processes": machines * per_machine,
                     "num_machines": machines,
                     "machine_rank": machines - 1,
                 }
             )
             assert (machine_shape.num_processes, machine_shape.expected_world_size) == (
-                each,
-                machines * each,
+                per_machine,
+                machines * per_machine,
             )
 
 
 def test_machines_may_bring_different_numbers() -> None:
-    machine_shape = shape({"processes_per_machine": 3, "num_machines": 2})
+    machine_shape = shape_for({"processes_per_machine": 3, "num_machines": 2})
     assert (
         machine_shape.num_processes,
         machine_shape.expected_world_size,
@@ -94,25 +95,25 @@ def test_machines_may_bring_different_numbers() -> None:
 def test_threads_are_shared_out_and_never_zero() -> None:
     for cores in range(1, 17):
         for count in range(2, 17):
-            env = dict(shape({"num_processes": count}, cores=cores).env)
+            env = dict(shape_for({"num_processes": count}, cores=cores).env)
             assert int(env["OMP_NUM_THREADS"]) == max(1, cores // count)
 
 
 def test_threads_of_the_user_stay() -> None:
     assert "OMP_NUM_THREADS" not in dict(
-        shape({"num_processes": 2}, env={"OMP_NUM_THREADS": "3"}).env
+        shape_for({"num_processes": 2}, env={"OMP_NUM_THREADS": "3"}).env
     )
     assert (
-        dict(shape({"num_processes": 2, "num_cpu_threads_per_process": 5}).env)[
+        dict(shape_for({"num_processes": 2, "num_cpu_threads_per_process": 5}).env)[
             "OMP_NUM_THREADS"
         ]
         == "5"
     )
-    assert "OMP_NUM_THREADS" not in dict(shape().env)
+    assert "OMP_NUM_THREADS" not in dict(shape_for().env)
 
 
 def test_chosen_devices_are_the_only_visible_ones() -> None:
-    machine_shape = shape({"gpu_ids": (1, 3)}, devices=4)
+    machine_shape = shape_for({"gpu_ids": (1, 3)}, devices=4)
     assert machine_shape.num_processes == 2
     assert dict(machine_shape.env) == {
         "CUDA_VISIBLE_DEVICES": "1,3",
@@ -162,15 +163,15 @@ def test_contradictions_are_told(
     launch: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        shape(launch, **settings)
+        shape_for(launch, **settings)
 
 
 def test_cluster_and_settings_must_agree_on_machines() -> None:
     pods = {"NODE_RANK": "1", "NNODES": "2", "MASTER_ADDR": "pod-0"}
-    assert shape(env=pods).max_machines == 2
-    assert shape({"num_machines": 2}, env=pods).machine_rank == 1
+    assert shape_for(env=pods).max_machines == 2
+    assert shape_for({"num_machines": 2}, env=pods).machine_rank == 1
     with pytest.raises(ConfigError, match="started this command on 2 machines"):
-        shape({"num_machines": 3}, env=pods)
+        shape_for({"num_machines": 3}, env=pods)
 
 
 def test_worker_commands() -> None:
@@ -228,10 +229,10 @@ def test_devices_that_do_not_exist_are_refused() -> None:
         ConfigError,
         match=r"gpu_ids=0,99 names devices, but no usable accelerator.*remove gpu_ids",
     ):
-        shape({"gpu_ids": (0, 99)})
+        shape_for({"gpu_ids": (0, 99)})
     for wrong in ((0, 99), (-1,)):
         with pytest.raises(ConfigError, match="has 2 devices"):
-            shape({"gpu_ids": wrong}, devices=2)
+            shape_for({"gpu_ids": wrong}, devices=2)
 
 
 PODS = {"NODE_RANK": "1", "NNODES": "2", "MASTER_ADDR": "pod-0"}
@@ -397,7 +398,7 @@ SETTINGS = ("HASTEN_CONFIG", "SETTINGS")
 def test_shapes(
     launch: dict[str, Any], settings: dict[str, Any], expected: JobShape
 ) -> None:
-    assert shape(launch, **settings) == expected
+    assert shape_for(launch, **settings) == expected
 
 
 def test_a_rank_of_a_cluster_is_told_so() -> None:
@@ -407,37 +408,37 @@ def test_a_rank_of_a_cluster_is_told_so() -> None:
         "MPI_LOCALRANKID": "1",
         "MPI_LOCALNRANKS": "2",
     }
-    rank_shape = shape(env=ranks)
+    rank_shape = shape_for(env=ranks)
     assert rank_shape.notes[0] == "mpi says: this is rank 1 of 2"
     assert rank_shape.allocation == read_allocation(ranks)
 
 
 def test_settings_that_fit_are_taken() -> None:
     # the number of machines twice, or of one machine alone
-    assert shape({"nnodes": "1:3", "num_machines": 3}).max_machines == 3
-    assert shape({"machine_rank": 0}).machine_rank == 0
-    assert shape({"num_machines": 2, "machine_rank": 1}).machine_rank == 1
+    assert shape_for({"nnodes": "1:3", "num_machines": 3}).max_machines == 3
+    assert shape_for({"machine_rank": 0}).machine_rank == 0
+    assert shape_for({"num_machines": 2, "machine_rank": 1}).machine_rank == 1
     # the setting wins over the cluster, whose rank counts otherwise
-    assert shape({"num_machines": 2, "machine_rank": 0}, env=PODS).machine_rank == 0
-    assert shape({"multi_gpu": True}, devices=1).num_processes == 1
-    assert shape({"num_processes": 2}, devices=2).num_processes == 2
-    assert shape({"gpu_ids": (0,), "num_processes": 1}, devices=2).num_processes == 1
+    assert shape_for({"num_machines": 2, "machine_rank": 0}, env=PODS).machine_rank == 0
+    assert shape_for({"multi_gpu": True}, devices=1).num_processes == 1
+    assert shape_for({"num_processes": 2}, devices=2).num_processes == 2
+    assert shape_for({"gpu_ids": (0,), "num_processes": 1}, devices=2).num_processes == 1
     # with some devices hidden the ids are those of the machine
     hidden = {"CUDA_VISIBLE_DEVICES": "4,5"}
-    assert shape({"gpu_ids": (5,)}, devices=2, env=hidden).num_processes == 1
+    assert shape_for({"gpu_ids": (5,)}, devices=2, env=hidden).num_processes == 1
     with pytest.raises(ConfigError, match="which has 1 usable devices"):
-        shape({"gpu_ids": (1,), "num_processes": 2}, devices=2)
+        shape_for({"gpu_ids": (1,), "num_processes": 2}, devices=2)
     with pytest.raises(ConfigError, match="which has 1 usable devices"):
-        shape({"processes_per_machine": 2}, devices=1)
+        shape_for({"processes_per_machine": 2}, devices=1)
 
 
 def test_a_cpu_is_asked_for_or_all_there_is() -> None:
-    assert shape(devices=1).use_cpu is False
-    assert shape(devices=1, cpu=True).use_cpu is True
-    assert shape().use_cpu is True
+    assert shape_for(devices=1).use_cpu is False
+    assert shape_for(devices=1, cpu=True).use_cpu is True
+    assert shape_for().use_cpu is True
     # ids of devices are not passed on to processes on the CPU
     with pytest.raises(ConfigError, match=r"gpu_ids=0,1 contradict"):
-        shape({"gpu_ids": (0, 1)}, cpu=True, devices=2)
+        shape_for({"gpu_ids": (0, 1)}, cpu=True, devices=2)
 
 
 def test_memory_limits_processes_where_it_is_known() -> None:

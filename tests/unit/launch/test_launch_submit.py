@@ -20,7 +20,7 @@ from hasten.launch.cluster.slurm import plan_submit
 EXAMPLE: Final = Path(__file__).parents[3] / "examples" / "slurm" / "train.sbatch"
 
 
-def planned(folder: Path) -> str:
+def planned_script(folder: Path) -> str:
     """The script that `hasten launch --submit slurm` writes."""
     resolved = resolve()
     request = LaunchRequest(
@@ -46,7 +46,7 @@ def run_script(
     """The exit code of a batch script, and the jobs it has put back into the queue."""
     return run_text(
         folder,
-        planned(folder) if script_kind == "planned" else EXAMPLE.read_text(),
+        planned_script(folder) if script_kind == "planned" else EXAMPLE.read_text(),
         srun,
         state,
         **variables,
@@ -68,13 +68,13 @@ def run_text(
         "SLURM_JOB_ID": "77",
         **variables,
     }
-    done = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True
     )
-    assert not done.stderr
+    assert not completed.stderr
     requeue_log = folder / "told"
     return (
-        done.returncode,
+        completed.returncode,
         requeue_log.read_text().splitlines() if requeue_log.exists() else [],
     )
 

@@ -52,7 +52,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def job(script: Path, **values: str) -> Job:
+def job_of(script: Path, **values: str) -> Job:
     """Return the job of a script under these settings of a launch."""
     source = SettingSource("flag", "--submit")
     entries = [
@@ -62,11 +62,11 @@ def job(script: Path, **values: str) -> Job:
 
 
 def test_a_target_of_an_extension_plans_the_job(script: Path) -> None:
-    plan = job(script, submit="pbs").plan
+    plan = job_of(script, submit="pbs").plan
     assert plan.launcher == "pbs"
     assert plan.files[0].text == f"run {script}\n"
-    assert job(script, submit="slurm").plan.launcher == "slurm"
-    assert job(script).plan.launcher != "pbs"
+    assert job_of(script, submit="slurm").plan.launcher == "slurm"
+    assert job_of(script).plan.launcher != "pbs"
 
 
 @pytest.mark.parametrize("setting", ["submit", "launcher"])
@@ -74,8 +74,8 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(
     script: Path, setting: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"{setting}='pbss'.* did you mean 'pbs'\?"):
-        job(script, **{setting: "pbss"})
+        job_of(script, **{setting: "pbss"})
     with pytest.raises(
         ConfigError, match=rf"{setting}='fax'.* installed are .*pbs.* slurm"
     ):
-        job(script, **{setting: "fax"})
+        job_of(script, **{setting: "fax"})

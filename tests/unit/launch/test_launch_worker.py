@@ -13,7 +13,7 @@ import pytest
 from hasten.runtime.launcher_files import ERROR_FILE
 
 
-def start(
+def run_bootstrap(
     tmp_path: Path, words: list[str], **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the bootstrap as the launcher would."""
@@ -45,7 +45,7 @@ def test_a_script_sees_what_plain_python_shows(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "probe.py").write_text(PROBE)
     (folder / "neighbour.py").write_text("")
-    launched = start(tmp_path, ["code/probe.py", "--lr", "3"])
+    launched = run_bootstrap(tmp_path, ["code/probe.py", "--lr", "3"])
     plain = subprocess.run(
         [sys.executable, "code/probe.py", "--lr", "3"],
         cwd=tmp_path,
@@ -65,7 +65,9 @@ def test_a_module_runs_as_main(tmp_path: Path) -> None:
     (tmp_path / "pkg/mod.py").write_text(
         "import sys; print(__name__, __package__, sys.argv[1:])"
     )
-    assert start(tmp_path, ["-m", "pkg.mod", "a"]).stdout == "__main__ pkg ['a']\n"
+    assert (
+        run_bootstrap(tmp_path, ["-m", "pkg.mod", "a"]).stdout == "__main__ pkg ['a']\n"
+    )
 
 
 def test_spawned_children_find_the_script(tmp_path: Path) -> None:
@@ -76,18 +78,18 @@ def test_spawned_children_find_the_script(tmp_path: Path) -> None:
         "    with mp.get_context('spawn').Pool(1) as pool: print(pool.map(work, [1, 2]))\n"
     )
     (tmp_path / "pool.py").write_text(script)
-    done = start(tmp_path, ["pool.py"])
-    assert done.stdout == "[2, 3]\n", done.stderr
+    completed = run_bootstrap(tmp_path, ["pool.py"])
+    assert completed.stdout == "[2, 3]\n", completed.stderr
 
 
 def test_an_exception_is_written_and_not_printed(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(
         "def inner():\n    raise ValueError('boom')\ninner()\n"
     )
-    done = start(
+    completed = run_bootstrap(
         tmp_path, ["bad.py"], **{ERROR_FILE: str(tmp_path / "deep/error.json")}
     )
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+    assert (completed.returncode, completed.stdout, completed.stderr) == (1, "", "")
     written = json.loads((tmp_path / "deep/error.json").read_text())
     trace = written["hasten"]["traceback"].splitlines()
     assert trace[0] == "Traceback (most recent call last):"
@@ -111,7 +113,7 @@ def test_without_an_error_file_it_is_printed(tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    assert start(tmp_path, ["bad.py"]).stderr == plain.stderr
+    assert run_bootstrap(tmp_path, ["bad.py"]).stderr == plain.stderr
 
 
 @pytest.mark.parametrize(
@@ -122,13 +124,15 @@ def test_exit_codes_pass_through(
     tmp_path: Path, code: str, status: int, words: str
 ) -> None:
     (tmp_path / "leave.py").write_text(f"import sys; sys.exit({code})")
-    done = start(tmp_path, ["leave.py"], **{ERROR_FILE: str(tmp_path / "error.json")})
-    assert (done.returncode, done.stderr) == (status, words)
+    completed = run_bootstrap(
+        tmp_path, ["leave.py"], **{ERROR_FILE: str(tmp_path / "error.json")}
+    )
+    assert (completed.returncode, completed.stderr) == (status, words)
 
 
 def test_huge_tracebacks_are_cut_in_the_middle(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("raise ValueError('x' * 200_000 + 'end')")
-    start(tmp_path, ["bad.py"], **{ERROR_FILE: str(tmp_path / "error.json")})
+    run_bootstrap(tmp_path, ["bad.py"], **{ERROR_FILE: str(tmp_path / "error.json")})
     trace = json.loads((tmp_path / "error.json").read_text())["hasten"]["traceback"]
     assert len(trace) < 61_000
     assert trace.endswith("end\n")
@@ -143,7 +147,7 @@ def test_a_script_that_is_no_python_shows_none_of_our_frames(
 ) -> None:
     (tmp_path / "bad.py").write_text(text)
     for words in (["bad.py"], ["-m", "bad"])[: 2 if "x" in text else 1]:
-        start(tmp_path, words, **{ERROR_FILE: str(tmp_path / "error.json")})
+        run_bootstrap(tmp_path, words, **{ERROR_FILE: str(tmp_path / "error.json")})
         trace = json.loads((tmp_path / "error.json").read_text())["hasten"][
             "traceback"
         ].rstrip()
@@ -158,7 +162,7 @@ def test_a_script_that_is_no_python_shows_none_of_our_frames(
         timeout=60,
     )
     if "x" in text:
-        assert start(tmp_path, ["bad.py"]).stderr == plain.stderr
+        assert run_bootstrap(tmp_path, ["bad.py"]).stderr == plain.stderr
 
 
 def test_what_a_program_of_ours_refuses_is_told_without_frames(tmp_path: Path) -> None:
@@ -173,7 +177,7 @@ def test_what_a_program_of_ours_refuses_is_told_without_frames(tmp_path: Path) -
             "out.jsonl",
             "2",
         ]
-        start(tmp_path, words, **{ERROR_FILE: str(tmp_path / f"{name}.error")})
+        run_bootstrap(tmp_path, words, **{ERROR_FILE: str(tmp_path / f"{name}.error")})
     refused, raised = (
         json.loads((tmp_path / f"{name}.error").read_text())["hasten"]["traceback"]
         for name in ("bad.jsonl", "ok.jsonl")

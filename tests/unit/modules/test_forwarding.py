@@ -22,7 +22,7 @@ from hasten.modules.hooks import (
 )
 
 
-class Plus(forwarding.Forward):
+class AddingForward(forwarding.Forward):
     def __init__(self, tag: str, amount: float) -> None:
         self.tag = tag
         self.amount = amount
@@ -31,7 +31,7 @@ class Plus(forwarding.Forward):
         return self.inner(*args, **kwargs) + self.amount
 
 
-class Scale(nn.Module):
+class ScalingModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(2.0))
@@ -41,9 +41,9 @@ class Scale(nn.Module):
 
 
 def test_replacements_stack_and_come_off_in_any_order() -> None:
-    model, x = Scale(), torch.tensor(1.0)
-    forwarding.replace(model, Plus("a", 1))
-    forwarding.replace(model, Plus("b", 10))
+    model, x = ScalingModel(), torch.tensor(1.0)
+    forwarding.replace(model, AddingForward("a", 1))
+    forwarding.replace(model, AddingForward("b", 10))
     assert model(x).item() == 13
     assert list(inspect.signature(model.forward).parameters) == ["x", "times"]
     assert forwarding.restore(model, "a")
@@ -55,10 +55,10 @@ def test_replacements_stack_and_come_off_in_any_order() -> None:
 
 
 def test_a_forward_the_user_had_put_on_the_instance_is_put_back() -> None:
-    model = Scale()
+    model = ScalingModel()
     user_forward = lambda x: x - 1  # noqa: E731  # exactly what users write
     model.forward = user_forward  # type: ignore[method-assign, assignment]
-    forwarding.replace(model, Plus("a", 5))
+    forwarding.replace(model, AddingForward("a", 5))
     assert model(torch.tensor(1.0)).item() == 5
     assert forwarding.restore(model, "a")
     assert model.forward is user_forward
@@ -66,9 +66,9 @@ def test_a_forward_the_user_had_put_on_the_instance_is_put_back() -> None:
 
 @pytest.mark.parametrize("copy_method", ["deepcopy", "pickle"])
 def test_a_copy_calls_its_own_weights(copy_method: str) -> None:
-    model = Scale()
-    forwarding.replace(model, Plus("a", 1))
-    forwarding.replace(model, Plus("b", 1))
+    model = ScalingModel()
+    forwarding.replace(model, AddingForward("a", 1))
+    forwarding.replace(model, AddingForward("b", 1))
     twin = (
         copy.deepcopy(model)
         if copy_method == "deepcopy"
@@ -83,7 +83,7 @@ def test_a_copy_calls_its_own_weights(copy_method: str) -> None:
     assert twin(torch.tensor(1.0)).item() == 0
 
 
-class Note(ModelHook):
+class NotingHook(ModelHook):
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
@@ -107,14 +107,14 @@ class Note(ModelHook):
 
 
 def test_hooks_come_and_go() -> None:
-    model, log = Scale(), list[str]()
-    add_hook_to_module(model, Note("a", log))
-    add_hook_to_module(model, Note("b", log), append=True)
+    model, log = ScalingModel(), list[str]()
+    add_hook_to_module(model, NotingHook("a", log))
+    add_hook_to_module(model, NotingHook("b", log), append=True)
     assert isinstance(hook_of(model), SequentialHook)
     assert model(torch.tensor(1.0)).item() == 6
     assert log == ["init a", "init b", "pre a", "pre b", "post a", "post b"]
     log.clear()
-    add_hook_to_module(model, Note("c", log))
+    add_hook_to_module(model, NotingHook("c", log))
     assert log == ["detach a", "detach b", "init c"]
     outer = nn.Sequential(model)
     remove_hook_from_module(outer, recurse=True)
@@ -140,7 +140,7 @@ def test_a_graph_that_is_recompiled_runs_anew_inside_its_forward() -> None:
         next(
             node
             for node in graph.graph.nodes
-            if node.op == "call_module" and _skip(node)
+            if node.op == "call_module" and bypass_node(node)
         )
     )
     graph.recompile()
@@ -149,7 +149,7 @@ def test_a_graph_that_is_recompiled_runs_anew_inside_its_forward() -> None:
     assert "forward" not in graph.__dict__
 
 
-def _skip(node: Any) -> bool:
+def bypass_node(node: Any) -> bool:
     """Lead the output past a node; the node has no users afterwards."""
     node.replace_all_uses_with(node.args[0])
     return True

@@ -30,7 +30,7 @@ class HasModule(nn.Module):
         self.inner = nn.Sequential(nn.Linear(2, 2))
 
 
-def compiled(model: nn.Module) -> nn.Module:
+def compiled_model(model: nn.Module) -> nn.Module:
     wrapped: nn.Module = torch.compile(model)  # type: ignore[assignment]  # an OptimizedModule, which is a Module
     return wrapped
 
@@ -45,11 +45,11 @@ def block_checkpointed(model: nn.Module) -> nn.Module:
     "wrap",
     [
         nn.DataParallel,
-        compiled,
+        compiled_model,
         checkpoint_wrapper,
         block_checkpointed,
-        lambda model: nn.DataParallel(compiled(model)),
-        lambda model: compiled(nn.DataParallel(checkpoint_wrapper(model))),
+        lambda model: nn.DataParallel(compiled_model(model)),
+        lambda model: compiled_model(nn.DataParallel(checkpoint_wrapper(model))),
     ],
 )
 @pytest.mark.parametrize("build", [HasModule, TinyLM, Classifier])
@@ -90,7 +90,7 @@ def test_buffers() -> None:
 def test_tied_groups() -> None:
     assert tied_groups(TinyLM()) == ()
     assert tied_groups(TinyLM(tied=True)) == (("embed.weight", "head.weight"),)
-    assert tied_groups(compiled(nn.DataParallel(TinyLM(tied=True)))) == (
+    assert tied_groups(compiled_model(nn.DataParallel(TinyLM(tied=True)))) == (
         ("embed.weight", "head.weight"),
     )
     shared = nn.Linear(2, 2)

@@ -12,7 +12,7 @@ from hasten.errors import StepError
 from hasten.modules.quantized import UnpackedInForward, frozen_integers, to_bytes
 
 
-class Inner:
+class InnerTensors:
     """What torchao's tensors have: named inner tensors."""
 
     def __init__(self, **tensors: Tensor) -> None:
@@ -20,7 +20,7 @@ class Inner:
         self.names = list(tensors)
         self.shape = torch.Size([4])
 
-    def detach(self) -> Inner:
+    def detach(self) -> InnerTensors:
         return self
 
     def stride(self) -> tuple[int, ...]:
@@ -33,7 +33,7 @@ class Inner:
 def test_single_scales_of_any_stride_become_bytes() -> None:
     scale = torch.arange(64.0).as_strided((1,), (64,))
     codes = torch.arange(6, dtype=torch.uint8).view(2, 3).t()
-    quantized: Any = Inner(codes=codes, scale=scale)
+    quantized: Any = InnerTensors(codes=codes, scale=scale)
     data, layout = to_bytes(quantized)
     assert data.shape == (32, 1)
     assert [(name, start) for name, _, _, start in layout.inner] == [
@@ -58,7 +58,7 @@ def test_parameters_of_integers_are_frozen_inside_the_block_only() -> None:
 
 def test_converted_bytes_are_refused() -> None:
     layer = nn.Linear(2, 2)
-    quantized: Any = Inner(codes=torch.ones(4, dtype=torch.uint8))
+    quantized: Any = InnerTensors(codes=torch.ones(4, dtype=torch.uint8))
     UnpackedInForward(layer, "weight", to_bytes(quantized)[1])
     with pytest.raises(
         StepError,

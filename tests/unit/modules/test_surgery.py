@@ -9,13 +9,13 @@ from hasten.modules import surgery
 from hasten.modules import surgery as sizes
 
 
-def model() -> nn.Sequential:
+def model_with_shared_layer() -> nn.Sequential:
     shared = nn.Linear(4, 4)
     return nn.Sequential(shared, nn.Sequential(nn.Linear(4, 4), nn.ReLU()), shared)
 
 
 def test_swaps_reach_every_name_of_a_module() -> None:
-    net = model()
+    net = model_with_shared_layer()
     swapped_names: list[str] = []
 
     def make(name: str, module: nn.Module) -> nn.Module:
@@ -39,7 +39,7 @@ def test_repeated_blocks_are_found() -> None:
 
 
 def test_sizes_count_shared_tensors_once_where_they_meet() -> None:
-    net = model()
+    net = model_with_shared_layer()
     layer_bytes = 20 * 4
     bytes_by_module = sizes.module_bytes(net)
     assert bytes_by_module[""] == 2 * layer_bytes

@@ -14,7 +14,7 @@ from hasten.errors import ConfigError, StepError
 from hasten.optim.batch_size import find_executable_batch_size, should_reduce_batch_size
 
 
-class Stand:
+class FakeAccelerator:
     """What the search needs of an Accelerator."""
 
     def __init__(self, steps: int = 1) -> None:
@@ -71,7 +71,7 @@ def test_a_reduction_that_counts_by_itself_is_called_without_arguments() -> None
 
 
 def test_the_global_batch_is_kept_by_more_accumulation() -> None:
-    stand, tried_sizes = Stand(steps=2), list[int]()
+    stand, tried_sizes = FakeAccelerator(steps=2), list[int]()
 
     @find_executable_batch_size(
         starting_batch_size=24, accelerator=stand, keep_global_batch=True
@@ -93,7 +93,7 @@ def test_what_cannot_be_searched_is_said() -> None:
             lambda batch_size: fits_below(0, [], batch_size),
             10,
             lambda size: size - 3,
-            accelerator=Stand(),
+            accelerator=FakeAccelerator(),
             keep_global_batch=True,
         )()
     with pytest.raises(ConfigError, match="not smaller"):
@@ -126,13 +126,13 @@ def test_memory_of_the_failed_attempt_is_free_before_the_next(
 ) -> None:
     alive: list[int] = []
 
-    class Big:
+    class LargeObject:
         def __del__(self) -> None:
             alive.append(-1)
 
     @find_executable_batch_size(starting_batch_size=2)
     def train(batch_size: int) -> int:
-        big = Big()
+        big = LargeObject()
         if batch_size == 2:
             raise torch.OutOfMemoryError("out of memory")
         del big

@@ -13,14 +13,14 @@ from hasten.optim.clock import LoaderCursor, StepClock
 from hasten.optim.window import divide_loss
 
 
-def weighed(
+def weighted_loss(
     clock: StepClock, loss: Tensor, weight: float | Tensor | None = None
 ) -> Tensor:
     """What is backpropagated of a loss."""
     return divide_loss(*clock.weigh(loss, weight))
 
 
-def active(clock: StepClock) -> LoaderCursor | None:
+def active_cursor(clock: StepClock) -> LoaderCursor | None:
     return clock.active
 
 
@@ -28,7 +28,7 @@ def may_clear(clock: StepClock) -> bool:
     return clock.may_clear
 
 
-def epoch(clock: StepClock, length: int) -> list[bool]:
+def epoch_boundaries(clock: StepClock, length: int) -> list[bool]:
     """The boundaries of one epoch of `length` batches."""
     cursor = LoaderCursor()
     boundaries = []
@@ -53,7 +53,7 @@ def test_each_epoch_ends_at_a_boundary_and_each_window_is_a_mean(
                 cursor.at_end = batch == length - 1
                 boundary = clock.tick()
                 loss = torch.tensor(float(batch + 1))
-                total += weighed(clock, loss).item()
+                total += weighted_loss(clock, loss).item()
                 losses.append(batch + 1)
                 if boundary:
                     factor = clock.correction()
@@ -80,7 +80,7 @@ def test_other_models_inside_a_window_are_refused() -> None:
 
 def test_without_the_loader_windows_run_over_the_end_of_an_epoch() -> None:
     clock = StepClock(4, sync_with_dataloader=False)
-    assert epoch(clock, 3) + epoch(clock, 3) == [
+    assert epoch_boundaries(clock, 3) + epoch_boundaries(clock, 3) == [
         False,
         False,
         False,
@@ -96,14 +96,14 @@ def test_the_innermost_loader_is_active_and_leaves_on_errors_and_out_of_order() 
     first, second = clock.watching(outer), clock.watching(inner)
     first.__enter__()
     second.__enter__()
-    assert active(clock) is inner
+    assert active_cursor(clock) is inner
     first.__exit__(None, None, None)  # zip(outer, inner) ends the outer one first
-    assert active(clock) is inner
+    assert active_cursor(clock) is inner
     second.__exit__(None, None, None)
-    assert active(clock) is None
+    assert active_cursor(clock) is None
     with pytest.raises(KeyError), clock.watching(outer):
         raise KeyError
-    assert active(clock) is None
+    assert active_cursor(clock) is None
 
 
 def test_a_break_keeps_the_open_window_and_evaluation_inside_training_does_not_flush_it() -> (
@@ -114,7 +114,7 @@ def test_a_break_keeps_the_open_window_and_evaluation_inside_training_does_not_f
     with clock.watching(train):
         assert not clock.tick()
         with clock.watching(evaluation):
-            assert active(clock) is evaluation
+            assert active_cursor(clock) is evaluation
         assert not clock.tick()
     with clock.watching(train):
         assert [clock.tick(), clock.tick()] == [False, True]
@@ -137,7 +137,9 @@ def test_weighted_losses_give_the_weighted_mean(every: int) -> None:
             total = 0.0
             for weight in window:
                 clock.tick()
-                total += weighed(clock, torch.tensor(10.0 * weight), weight).item()
+                total += weighted_loss(
+                    clock, torch.tensor(10.0 * weight), weight
+                ).item()
             assert clock.pending
             factor = clock.correction()
             assert factor is not None
@@ -152,7 +154,7 @@ def test_a_short_window_may_be_divided_by_the_full_length() -> None:
     with clock.watching(cursor):
         for cursor.at_end in (False, True):
             boundary = clock.tick()
-            assert weighed(clock, torch.tensor(8.0)).item() == 2.0
+            assert weighted_loss(clock, torch.tensor(8.0)).item() == 2.0
     assert boundary
     assert not clock.pending
     assert clock.correction() is None
@@ -160,7 +162,7 @@ def test_a_short_window_may_be_divided_by_the_full_length() -> None:
     assert not clock.pending
     clock.used()
     clock.tick()
-    weighed(clock, torch.tensor(1.0), 3)
+    weighted_loss(clock, torch.tensor(1.0), 3)
     assert clock.correction_due()
 
 
@@ -169,7 +171,7 @@ def test_weights_may_be_tensors_and_stay_on_the_device() -> None:
     total = torch.tensor(0.0)
     for weight in (torch.tensor(3), torch.tensor([5])):
         clock.tick()
-        total = total + weighed(clock, torch.tensor(1.0), weight)
+        total = total + weighted_loss(clock, torch.tensor(1.0), weight)
     factor = clock.correction()
     assert isinstance(factor, torch.Tensor)
     assert float(total * factor) == pytest.approx(1.0)
@@ -179,29 +181,29 @@ def test_a_window_that_weighs_nothing_is_left_alone() -> None:
     for zero in (0, torch.tensor(0)):
         clock = StepClock()
         clock.tick()
-        assert weighed(clock, torch.tensor(2.0), zero).item() == 0
+        assert weighted_loss(clock, torch.tensor(2.0), zero).item() == 0
         assert float(clock.correction() or 0) == 1.0
 
 
 def test_mixing_weighted_and_plain_losses_is_an_error_within_a_window_only() -> None:
     clock = StepClock(2)
     clock.tick()
-    weighed(clock, torch.tensor(1.0), 3)
+    weighted_loss(clock, torch.tensor(1.0), 3)
     clock.tick()
     with pytest.raises(StepError, match="with and without weight="):
-        weighed(clock, torch.tensor(1.0))
+        weighted_loss(clock, torch.tensor(1.0))
     clock = StepClock()  # no accumulate(): a step ends the window
-    weighed(clock, torch.tensor(1.0), 3)
+    weighted_loss(clock, torch.tensor(1.0), 3)
     assert clock.pending
     clock.used()
-    assert weighed(clock, torch.tensor(1.0)).item() == 1.0
+    assert weighted_loss(clock, torch.tensor(1.0)).item() == 1.0
     assert not clock.pending
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), torch.ones(2)])
 def test_a_weight_that_is_no_count_is_refused(weight: float) -> None:
     with pytest.raises(ConfigError, match=r"backward\(weight="):
-        weighed(StepClock(), torch.tensor(1.0), weight)
+        weighted_loss(StepClock(), torch.tensor(1.0), weight)
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, "4"])
@@ -213,14 +215,14 @@ def test_a_length_that_never_ends_is_refused(every: int) -> None:
 def test_without_accumulate_every_backward_is_a_boundary_and_still_divided() -> None:
     clock = StepClock(4)
     assert clock.boundary
-    assert weighed(clock, torch.tensor(8.0)).item() == 2.0
+    assert weighted_loss(clock, torch.tensor(8.0)).item() == 2.0
     assert clock.correction() is None
 
 
 def test_a_forced_boundary_closes_the_window_at_its_true_length() -> None:
     clock = StepClock(4)
     clock.tick()
-    weighed(clock, torch.tensor(1.0))
+    weighted_loss(clock, torch.tensor(1.0))
     clock.force_boundary(True)
     assert clock.pending
     assert clock.correction() == 4.0
@@ -232,7 +234,7 @@ def test_a_loaded_clock_is_at_the_beginning_of_a_window() -> None:
     clock = StepClock(4)
     for _ in range(3):
         clock.tick()
-    weighed(clock, torch.tensor(1.0), 3)
+    weighted_loss(clock, torch.tensor(1.0), 3)
     resumed_clock = StepClock(4)
     resumed_clock.tick()
     resumed_clock.load_state_dict(clock.state_dict())
@@ -252,7 +254,7 @@ def test_a_position_is_kept_from_before_the_first_batch_of_each_window() -> None
                     clock.keep_position(cursor)
                     clock.loaders.record_batch(cursor)
                 clock.tick()
-                weighed(clock, torch.tensor(1.0))
+                weighted_loss(clock, torch.tensor(1.0))
                 assert clock.position == 2 * window
             clock.used()
             assert clock.position is None
@@ -266,10 +268,10 @@ def test_clearing_waits_while_a_window_needs_its_gradients() -> None:
     clock = StepClock(2)
     clock.tick()
     assert not may_clear(clock)
-    weighed(clock, torch.tensor(1.0))
+    weighted_loss(clock, torch.tensor(1.0))
     clock.tick()
     assert not may_clear(clock), "a loop that clears first must not lose micro-step one"
-    weighed(clock, torch.tensor(1.0))
+    weighted_loss(clock, torch.tensor(1.0))
     assert may_clear(clock)
     assert clock.in_flight == 2
     clock.used()
@@ -281,12 +283,12 @@ def test_clearing_waits_while_a_window_needs_its_gradients() -> None:
 def test_an_interrupted_micro_step_is_taken_back(weight: int | None) -> None:
     clock = StepClock(2)
     clock.tick()
-    weighed(clock, torch.tensor(1.0), weight)
+    weighted_loss(clock, torch.tensor(1.0), weight)
     clock.tick()  # the last of the window, but it fails before its backward
     clock.roll_back_micro_step()
     assert may_clear(clock), "an except block may clear"
     assert clock.tick(), "and may as well go on: the next micro-step takes its place"
-    weighed(clock, torch.tensor(1.0), weight)
+    weighted_loss(clock, torch.tensor(1.0), weight)
     assert clock.micro == 2
     assert clock.pending == (weight is not None)
     clock.used()
@@ -299,12 +301,12 @@ def test_gradients_cleared_after_an_interruption_are_missing(
 ) -> None:
     clock = StepClock(2)
     clock.tick()
-    weighed(clock, torch.tensor(1.0), weight)
+    weighted_loss(clock, torch.tensor(1.0), weight)
     clock.tick()
     clock.roll_back_micro_step()
     clock.forget()
     assert clock.tick()
-    share = weighed(clock, torch.tensor(1.0), weight)
+    share = weighted_loss(clock, torch.tensor(1.0), weight)
     factor = clock.correction()
     assert factor is not None
     assert float(share * factor) == pytest.approx(1.0)

@@ -18,7 +18,7 @@ def model_and_loss(
     return model, model(torch.randn(4, 5, dtype=dtype)).square().mean().reshape(shape)
 
 
-def grads(model: nn.Module) -> list[Tensor]:
+def gradients_of(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
@@ -34,8 +34,10 @@ def test_gradients_are_those_of_the_divided_loss(
         torch.autograd.backward(loss / divisor)
         model, loss = model_and_loss(dtype, shape)
         backpropagate(loss, divisor)
-        assert len(grads(model)) == 4
-        for gradient, plain_gradient in zip(grads(model), grads(plain), strict=True):
+        assert len(gradients_of(model)) == 4
+        for gradient, plain_gradient in zip(
+            gradients_of(model), gradients_of(plain), strict=True
+        ):
             assert torch.equal(gradient, plain_gradient), divisor
 
 
@@ -46,7 +48,9 @@ def test_keywords_of_backward_act_as_on_the_divided_loss() -> None:
     model, loss = model_and_loss(torch.float32, (1,))
     backpropagate(loss, 3, gradient=torch.tensor([2.0]), retain_graph=True)
     backpropagate(loss, 3, inputs=[next(model.parameters())])
-    for gradient, plain_gradient in zip(grads(model), grads(plain), strict=True):
+    for gradient, plain_gradient in zip(
+        gradients_of(model), gradients_of(plain), strict=True
+    ):
         assert torch.equal(gradient, plain_gradient)
 
 

@@ -31,7 +31,7 @@ def toy() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def batches(count: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+def random_batches(count: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [
         (
@@ -83,7 +83,7 @@ class Loop:
         return clip_norm(parameters, max_norm)
 
 
-def plain(
+def train_on_big_batches(
     data: list[tuple[Tensor, Tensor]], every: int, epochs: int, max_norm: float | None
 ) -> nn.Module:
     """Big batches by hand: each window as one batch."""
@@ -112,7 +112,7 @@ def plain(
 def test_windows_equal_big_batches(
     every: int, max_norm: float | None, weighted: bool, clear_first: bool
 ) -> None:
-    data = batches(7)
+    data = random_batches(7)
     loop = Loop(every)
     schedule = PreparedScheduler(
         lr_scheduler.StepLR(loop.optimizer.optimizer, 2, 0.5), loop.optimizer
@@ -132,14 +132,16 @@ def test_windows_equal_big_batches(
                 loop.optimizer.zero_grad()
     for parameter, plain_parameter in zip(
         loop.model.parameters(),
-        plain(data, every, 3, max_norm).parameters(),
+        train_on_big_batches(data, every, 3, max_norm).parameters(),
         strict=True,
     ):
         torch.testing.assert_close(parameter, plain_parameter, rtol=0, atol=1e-6)
 
 
 def test_ragged_weights_equal_one_big_batch() -> None:
-    data = [(x[: 1 + i % 4], y[: 1 + i % 4]) for i, (x, y) in enumerate(batches(6))]
+    data = [
+        (x[: 1 + i % 4], y[: 1 + i % 4]) for i, (x, y) in enumerate(random_batches(6))
+    ]
     loop = Loop(6)
     for x, y in loop.batches(data):
         loop.clock.tick()
@@ -170,7 +172,7 @@ def test_it_is_the_inner_optimizer_in_everything_but_timing() -> None:
     assert inner.param_groups[0]["lr"] == 0.5
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert len(inner.param_groups) == 2
-    x, y = batches(1)[0]
+    x, y = random_batches(1)[0]
     loop.backward(nn.functional.cross_entropy(loop.model(x), y))
     assert optimizer.step() is None
     assert calls == ["post"]
@@ -192,7 +194,7 @@ def test_it_is_the_inner_optimizer_in_everything_but_timing() -> None:
 
 def test_closures_work_where_they_mean_something() -> None:
     loop = Loop(make=functools.partial(torch.optim.LBFGS, lr=0.5, max_iter=5))
-    data = batches(1)[0]
+    data = random_batches(1)[0]
 
     def closure() -> float:
         loop.optimizer.zero_grad()
@@ -220,7 +222,7 @@ def test_closures_work_where_they_mean_something() -> None:
 
 
 def test_schedule_free_switches_are_forwarded() -> None:
-    class TwoFaced(torch.optim.SGD):
+    class ScheduleFreeSGD(torch.optim.SGD):
         mode = "train"
 
         def train(self) -> None:
@@ -229,7 +231,7 @@ def test_schedule_free_switches_are_forwarded() -> None:
         def eval(self) -> None:
             self.mode = "eval"
 
-    loop = Loop(make=functools.partial(TwoFaced, lr=0.1))
+    loop = Loop(make=functools.partial(ScheduleFreeSGD, lr=0.1))
     loop.optimizer.eval()
     assert loop.optimizer.mode == "eval"
     loop.optimizer.train()
@@ -263,7 +265,7 @@ def test_schedules_follow_updates(index: int) -> None:
     assert isinstance(schedule, lr_scheduler.LRScheduler)
     rates, expected_rates = [], []
     for _ in range(2):
-        for number, (x, y) in enumerate(loop.batches(batches(7))):
+        for number, (x, y) in enumerate(loop.batches(random_batches(7))):
             loop.clock.tick()
             loop.backward(nn.functional.cross_entropy(loop.model(x), y))
             loop.optimizer.step()
@@ -286,7 +288,7 @@ def test_plateau_and_epoch_schedules_and_plain_ones() -> None:
         ),
         loop.optimizer,
     )
-    x, y = batches(1)[0]
+    x, y = random_batches(1)[0]
     for _ in range(3):
         for _ in range(4):
             loop.backward(nn.functional.cross_entropy(loop.model(x), y))
@@ -317,7 +319,7 @@ def test_before_the_first_attempt_a_schedule_can_be_wound_forward() -> None:
     assert schedule.last_epoch == 1
 
 
-def outcome(optimizer: PreparedOptimizer) -> tuple[bool, float | None]:
+def step_outcome(optimizer: PreparedOptimizer) -> tuple[bool, float | None]:
     """Whether the latest step was skipped, and the scale it was tried at."""
     return (
         optimizer.step_was_skipped,
@@ -331,12 +333,12 @@ def test_fp16_overflow_is_a_result_and_holds_the_schedule() -> None:
         lr_scheduler.StepLR(loop.optimizer.optimizer, 1, 0.5), loop.optimizer
     )
     initial_parameters = [p.clone() for p in loop.model.parameters()]
-    x, y = batches(1)[0]
+    x, y = random_batches(1)[0]
     loop.backward(nn.functional.cross_entropy(loop.model(x), y) * float("inf"))
     loop.optimizer.step()
     schedule.step()
     loop.optimizer.zero_grad()
-    assert outcome(loop.optimizer) == (True, 65536.0)
+    assert step_outcome(loop.optimizer) == (True, 65536.0)
     assert schedule.last_epoch == 0
     assert all(
         torch.equal(a, b)
@@ -346,7 +348,7 @@ def test_fp16_overflow_is_a_result_and_holds_the_schedule() -> None:
     loop.clip(1e9)
     loop.optimizer.step()
     schedule.step()
-    assert outcome(loop.optimizer) == (False, 32768.0)
+    assert step_outcome(loop.optimizer) == (False, 32768.0)
     assert schedule.last_epoch == 1
     assert all(
         p.grad is not None and p.grad.abs().max() < 10 for p in loop.model.parameters()
@@ -354,7 +356,7 @@ def test_fp16_overflow_is_a_result_and_holds_the_schedule() -> None:
 
 
 def test_fp16_trains_like_torch_with_a_scaler() -> None:
-    data = batches(5)
+    data = random_batches(5)
     loop = Loop(precision="fp16")
     model = toy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -392,7 +394,7 @@ def test_two_losses_scaled_together_are_unscaled_together() -> None:
     second_optimizer = PreparedOptimizer(
         torch.optim.SGD(second_model.parameters(), lr=0.1), loop.clock, loop.precision
     )
-    x, y = batches(1)[0]
+    x, y = random_batches(1)[0]
     expected = torch.autograd.grad(
         nn.functional.cross_entropy(second_model(x), y), second_model.weight
     )[0]
@@ -420,7 +422,7 @@ def test_value_clipping_and_multiplication_see_every_gradient() -> None:
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
 def test_norms_equal_torch(norm_type: float) -> None:
     clipped_model, plain_model = toy(), toy()
-    x, y = batches(1)[0]
+    x, y = random_batches(1)[0]
     for model in (clipped_model, plain_model):
         torch.autograd.backward(nn.functional.cross_entropy(model(x), y))
     mixed = [
@@ -436,11 +438,11 @@ def test_norms_equal_torch(norm_type: float) -> None:
 
 
 def test_an_optimizer_whose_zero_grad_takes_nothing_is_cleared() -> None:
-    class Older(torch.optim.SGD):
+    class OlderSGD(torch.optim.SGD):
         def zero_grad(self) -> None:  # type: ignore[override]  # as classes of users are written
             super().zero_grad()
 
-    loop = Loop(make=functools.partial(Older, lr=0.1))
+    loop = Loop(make=functools.partial(OlderSGD, lr=0.1))
     loop.model(torch.ones(1, 6)).sum().backward()
     loop.optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in loop.model.parameters())

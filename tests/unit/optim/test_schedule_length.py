@@ -20,7 +20,7 @@ def sgd() -> torch.optim.SGD:
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
 
 
-def warmed(optimizer: torch.optim.Optimizer) -> torch_schedules.SequentialLR:
+def warmup_schedule(optimizer: torch.optim.Optimizer) -> torch_schedules.SequentialLR:
     phases = [
         torch_schedules.LinearLR(optimizer, 0.1, 1.0, 4),
         torch_schedules.CosineAnnealingLR(optimizer, 36),
@@ -40,7 +40,7 @@ SCHEDULES: Final[dict[str, tuple[Callable[[Any], Any], int | None]]] = {
         lambda o: torch_schedules.LinearLR(o, 0.1, 1.0, total_iters=40),
         None,
     ),
-    "SequentialLR": (warmed, 40),
+    "SequentialLR": (warmup_schedule, 40),
     "linear of transformers": (
         lambda o: transformers.get_linear_schedule_with_warmup(o, 5, 40),
         40,

@@ -13,7 +13,7 @@ from hasten import Accelerator
 COUNTS = (7, 3, 11)
 
 
-def gradient(dtype: torch.dtype, kind: Any) -> Tensor:
+def window_gradient(dtype: torch.dtype, kind: Any) -> Tensor:
     """The gradient of a window of three micro-steps, each loss weighted."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(COUNTS))
@@ -34,7 +34,7 @@ def gradient(dtype: torch.dtype, kind: Any) -> Tensor:
     raise AssertionError("the window ends")
 
 
-def expected(dtype: torch.dtype) -> Tensor:
+def plain_gradient(dtype: torch.dtype) -> Tensor:
     """The same by plain torch: the mean over everything that was counted."""
     torch.manual_seed(0)
     net = nn.Linear(5, 1).to(dtype)
@@ -59,19 +59,19 @@ def expected(dtype: torch.dtype) -> Tensor:
     ids=["int64", "int32", "float32", "bfloat16", "number"],
 )
 def test_a_float64_model_keeps_its_digits(kind: Any) -> None:
-    weighted_gradient = gradient(torch.float64, kind)
-    assert torch.equal(weighted_gradient, gradient(torch.float64, int))
+    weighted_gradient = window_gradient(torch.float64, kind)
+    assert torch.equal(weighted_gradient, window_gradient(torch.float64, int))
     torch.testing.assert_close(
-        weighted_gradient, expected(torch.float64), rtol=1e-14, atol=0
+        weighted_gradient, plain_gradient(torch.float64), rtol=1e-14, atol=0
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_losses_of_other_types_stay_what_they_are(dtype: torch.dtype) -> None:
-    weighted_gradient = gradient(dtype, torch.tensor)
+    weighted_gradient = window_gradient(dtype, torch.tensor)
     assert weighted_gradient.dtype == dtype
     # a product with a number is rounded to bfloat16 once more
     tolerance = 0.0 if dtype is torch.float32 else 1e-2
     torch.testing.assert_close(
-        weighted_gradient, gradient(dtype, int), rtol=tolerance, atol=0
+        weighted_gradient, window_gradient(dtype, int), rtol=tolerance, atol=0
     )

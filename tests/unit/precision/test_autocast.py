@@ -59,7 +59,7 @@ class Model(nn.Module):
                 return Output(y, label)
 
 
-def make(spec: PrecisionType, **options: Any) -> Precision:
+def autocast_precision(spec: PrecisionType, **options: Any) -> Precision:
     return build_precision(spec, CPU, autocast=AutocastKwargs(**options))
 
 
@@ -69,7 +69,7 @@ def test_compute_is_half_and_outputs_are_float(
     spec: PrecisionType, dtype: torch.dtype, shape: str
 ) -> None:
     model, x = Model(shape), torch.randn(2, 4)
-    precision = make(spec)
+    precision = autocast_precision(spec)
     assert precision.convert(model) is model
     precision.convert(model)
     out = model(x)
@@ -102,7 +102,7 @@ def test_it_computes_what_torch_computes(
     model, x = Model(), torch.randn(2, 4)
     with torch.autocast("cpu", dtype):
         expected = model(x).float()
-    make(spec).convert(model)
+    autocast_precision(spec).convert(model)
     assert torch.equal(model(x), expected)
     with torch.autocast("cpu", dtype):
         assert torch.equal(model(x), expected), "nests in another autocast"
@@ -114,12 +114,12 @@ def test_it_computes_what_torch_computes(
 
 def test_outputs_can_be_kept_and_autocast_turned_off() -> None:
     model = Model()
-    make("bf16", output_dtype="keep").convert(model)
+    autocast_precision("bf16", output_dtype="keep").convert(model)
     assert model(torch.randn(2, 4)).dtype == torch.bfloat16
     plain = Model()
-    make("bf16", enabled=False).convert(plain)
+    autocast_precision("bf16", enabled=False).convert(plain)
     assert forwarding.find(plain, "autocast") is None
-    precision = make("bf16")
+    precision = autocast_precision("bf16")
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
     with precision.forward_context():
         assert layer(x).dtype == torch.bfloat16
@@ -140,7 +140,7 @@ def logits(out: Any) -> Tensor:
 def test_the_replaced_forward_is_one_graph(shape: str) -> None:
     torch._dynamo.reset()
     model, x = Model(shape), torch.randn(2, 4)
-    make("bf16").convert(model)
+    autocast_precision("bf16").convert(model)
     expected = model(x)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     out = compiled(x)
@@ -150,7 +150,7 @@ def test_the_replaced_forward_is_one_graph(shape: str) -> None:
 
 def test_a_copied_model_is_autocast_with_its_own_weights() -> None:
     model = Model()
-    make("bf16").convert(model)
+    autocast_precision("bf16").convert(model)
     twin = copy.deepcopy(model)
     nn.init.zeros_(twin.layer.weight)
     nn.init.zeros_(twin.layer.bias)
@@ -162,9 +162,9 @@ def test_fp16_refuses_weights_it_cannot_protect() -> None:
     with pytest.raises(
         PrecisionError, match=r"'layer.weight' and 1 more is float16.*model.float\(\)"
     ):
-        make("fp16").convert(Model().half())
+        autocast_precision("fp16").convert(Model().half())
     frozen = Model().half().requires_grad_(False)
-    make("fp16").convert(frozen)
+    autocast_precision("fp16").convert(frozen)
 
 
 def test_what_a_device_cannot_do_is_said() -> None:

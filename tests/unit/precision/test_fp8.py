@@ -34,7 +34,7 @@ def model() -> nn.Sequential:
     )
 
 
-def kinds(net: nn.Sequential) -> list[str]:
+def layer_kinds(net: nn.Sequential) -> list[str]:
     return [type(net[i]).__name__ for i in (0, 2, 4)]
 
 
@@ -46,7 +46,7 @@ def test_all_but_the_first_and_last_layers_are_converted_and_train() -> None:
     precision = build_precision("fp8", CPU)
     precision.convert(net)
     precision.convert(net)
-    assert kinds(net) == ["Linear", "Float8Linear", "Linear"]
+    assert layer_kinds(net) == ["Linear", "Float8Linear", "Linear"]
     assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True)), (
         "optimizers stay valid"
     )
@@ -76,13 +76,13 @@ def test_filters_and_recipes() -> None:
     build_precision(
         "fp8", CPU, fp8=FP8Config(ao=AORecipeKwargs(skip_first_and_last=False))
     ).convert(net)
-    assert kinds(net) == ["Float8Linear"] * 3
+    assert layer_kinds(net) == ["Float8Linear"] * 3
     net = model()
-    only = AORecipeKwargs(
+    last_layer_only = AORecipeKwargs(
         module_filter_func=lambda module, name: name == "4", recipe_name="rowwise"
     )
-    build_precision("fp8", CPU, fp8=FP8Config(ao=only)).convert(net)
-    assert kinds(net) == ["Linear", "Linear", "Float8Linear"]
+    build_precision("fp8", CPU, fp8=FP8Config(ao=last_layer_only)).convert(net)
+    assert layer_kinds(net) == ["Linear", "Linear", "Float8Linear"]
     ao_config = import_module("torchao.float8").Float8LinearConfig(
         enable_fsdp_float8_all_gather=True
     )
@@ -97,9 +97,9 @@ def test_filters_and_recipes() -> None:
         assert vars(net[2])["config"].enable_fsdp_float8_all_gather is sharded, (
             "gathered in fp8 only where there are shards"
         )
-    none = AORecipeKwargs(module_filter_func=lambda module, name: False)
+    no_layer = AORecipeKwargs(module_filter_func=lambda module, name: False)
     with pytest.raises(PrecisionError, match="found no linear layer to convert"):
-        build_precision("fp8", CPU, fp8=FP8Config(ao=none)).convert(model())
+        build_precision("fp8", CPU, fp8=FP8Config(ao=no_layer)).convert(model())
 
 
 def test_backends_are_chosen_and_missing_ones_named(

@@ -29,7 +29,7 @@ print(json.dumps(notebook.cells[0].outputs))
 def test_a_cell_shows_one_output_that_is_updated(tmp_path: Path) -> None:
     for package in ("nbformat", "nbclient", "ipykernel"):
         pytest.importorskip(package)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", CLIENT, CELL],
         cwd=tmp_path,
         capture_output=True,
@@ -37,8 +37,8 @@ def test_a_cell_shows_one_output_that_is_updated(tmp_path: Path) -> None:
         timeout=100,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    outputs = json.loads(done.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr
+    outputs = json.loads(completed.stdout.splitlines()[-1])
     shown = [
         output["data"] for output in outputs if output["output_type"] == "display_data"
     ]
@@ -62,7 +62,7 @@ notebook_launcher(train, num_processes=2, cpu=True)
 def test_the_processes_of_a_cell_write_lines(tmp_path: Path) -> None:
     for package in ("nbformat", "nbclient", "ipykernel"):
         pytest.importorskip(package)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", CLIENT, LAUNCHING],
         cwd=tmp_path,
         capture_output=True,
@@ -70,8 +70,8 @@ def test_the_processes_of_a_cell_write_lines(tmp_path: Path) -> None:
         timeout=110,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    outputs = json.loads(done.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr
+    outputs = json.loads(completed.stdout.splitlines()[-1])
     text = "".join(
         output["text"] for output in outputs if output["output_type"] == "stream"
     )

@@ -34,7 +34,7 @@ from hasten.progress.straggler import BackwardTimer, StragglerWatch, find_stragg
 from hasten.runtime.topology import Topology
 
 
-class Sheet:
+class RecordingDisplay:
     """A display that keeps every reading."""
 
     every_s = next_draw_s = 0.0
@@ -64,7 +64,7 @@ def batches(num: int, rows: int = 4) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def test_every_item_passes_through_and_is_counted() -> None:
-    sheet = Sheet()
+    sheet = RecordingDisplay()
     bar = Progress(
         list(batches(5)), here=BarContext(display=sheet, replicas=2), desc="train"
     )
@@ -83,7 +83,7 @@ def test_every_item_passes_through_and_is_counted() -> None:
 
 
 def test_a_stream_has_no_total_and_no_eta() -> None:
-    sheet = Sheet()
+    sheet = RecordingDisplay()
     bar = Progress(batches(3), here=BarContext(display=sheet))
     assert sum(1 for _ in bar) == 3
     assert sheet.readings[-1].total is None
@@ -101,7 +101,7 @@ def test_break_and_exceptions_close_the_bar_and_the_source() -> None:
         finally:
             closed.append(True)
 
-    sheet = Sheet()
+    sheet = RecordingDisplay()
     for item in Progress(source(), here=BarContext(display=sheet)):
         if item == 2:
             break
@@ -113,7 +113,7 @@ def test_break_and_exceptions_close_the_bar_and_the_source() -> None:
 
 
 def test_counting_by_hand() -> None:
-    sheet = Sheet()
+    sheet = RecordingDisplay()
     with Progress[int](here=BarContext(display=sheet), total=10) as bar:
         bar.update(4, samples=8)
     assert (sheet.readings[-1].step, sheet.closed) == (4, 1)
@@ -122,7 +122,7 @@ def test_counting_by_hand() -> None:
 
 
 def test_other_processes_show_nothing() -> None:
-    sheet = Sheet()
+    sheet = RecordingDisplay()
     bar = Progress(range(3), here=BarContext(display=sheet, is_main=False))
     for _ in bar:
         bar.show(loss=1.0)
@@ -342,12 +342,12 @@ def test_the_bars_of_an_accelerator_share_one_console(
     """Inside each other they are drawn as one picture; each on a console of its own, they would overwrite each other."""
     consoles: list[Console] = []
 
-    class Maker(DisplayMaker):
+    class RecordingMaker(DisplayMaker):
         def __call__(self) -> NoDisplay:
             consoles.append(self._console)
             return NoDisplay()
 
-    monkeypatch.setattr("hasten.progress.build.DisplayMaker", Maker)
+    monkeypatch.setattr("hasten.progress.build.DisplayMaker", RecordingMaker)
     accelerator = hasten.Accelerator(cpu=True)
     for _ in accelerator.progress(range(1)):
         accelerator.progress(range(1))
@@ -371,7 +371,7 @@ def test_the_short_loops_of_a_file_share_one_line_every_ten_seconds(
 
 def test_a_short_batch_counts_its_samples_and_tokens() -> None:
     """30 samples in batches of 8: the last batch has 6."""
-    sheet, accelerator = Sheet(), hasten.Accelerator(cpu=True)
+    sheet, accelerator = RecordingDisplay(), hasten.Accelerator(cpu=True)
     rows: Any = [{"input_ids": torch.zeros(5, dtype=torch.long)}] * 30
     for settings in ({}, {"pad": "full"}):
         loader = hasten.Accelerator(cpu=True, dataloader_config=settings).prepare(
@@ -390,7 +390,7 @@ def test_the_hint_is_shown_by_the_bar_whose_steps_are_slow() -> None:
         StragglerWatch(store, 0, 2, every_s=0.0),
         BackwardTimer(torch.device("cpu")),
     )
-    outer, inner = Sheet(), Sheet()
+    outer, inner = RecordingDisplay(), RecordingDisplay()
     PrefixStore("hasten/pace", store).set("1", "5.0")
     for _ in Progress(range(1), here=BarContext(display=outer, watch=watch)):
         for _ in Progress(
@@ -409,16 +409,16 @@ def test_a_loop_that_is_left_ends_with_the_process_in_peace() -> None:
             "next(steps), next(steps)",
         ]
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
     )
-    assert "left" in done.stderr + done.stdout
-    assert "Traceback" not in done.stderr
-    assert "ignored" not in done.stderr
+    assert "left" in completed.stderr + completed.stdout
+    assert "Traceback" not in completed.stderr
+    assert "ignored" not in completed.stderr
 
 
 def test_a_resumed_loader_is_counted_from_where_it_stands() -> None:
@@ -434,7 +434,7 @@ def test_a_resumed_loader_is_counted_from_where_it_stands() -> None:
             state = loader.state_dict()
     _, resumed = prepared()
     resumed.load_state_dict(state)
-    sheets = [Sheet(), Sheet()]
+    sheets = [RecordingDisplay(), RecordingDisplay()]
     for sheet in sheets:
         assert sum(
             1 for _ in Progress(resumed, here=BarContext(display=sheet))
@@ -451,7 +451,7 @@ def test_a_resumed_loader_is_counted_from_where_it_stands() -> None:
 
 
 def test_steps_done_before_are_given_by_hand() -> None:
-    sheet = Sheet()
+    sheet = RecordingDisplay()
     with Progress[Any](here=BarContext(display=sheet), total=10, initial=4) as bar:
         bar.update()
     assert [reading.step for reading in sheet.readings] == [5, 5]
@@ -465,7 +465,7 @@ def test_forced_colour_makes_no_terminal_of_a_pipe() -> None:
         "from hasten import Accelerator\nbar = Accelerator(cpu=True).progress(range(3), desc='train', every_s=0.0)\n"
         "for _ in bar: bar.note('beside it')"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program],
         # as a notebook's kernel has them
         env={**os.environ, "FORCE_COLOR": "1", "TERM": "xterm-color"},
@@ -474,9 +474,9 @@ def test_forced_colour_makes_no_terminal_of_a_pipe() -> None:
         timeout=60,
         check=True,
     )
-    assert "\x1b" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("train 3/3 100%")
-    assert done.stderr.count("beside it") == 3
+    assert "\x1b" not in completed.stderr
+    assert completed.stderr.splitlines()[-1].startswith("train 3/3 100%")
+    assert completed.stderr.count("beside it") == 3
 
 
 def test_notes_of_a_file_are_not_for_displays_in_place() -> None:

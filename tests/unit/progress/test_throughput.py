@@ -50,7 +50,7 @@ class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
         }
 
 
-def trained(
+def train_and_track(
     accelerator: Accelerator,
     net: nn.Module,
     batches: int = 8,
@@ -80,7 +80,7 @@ def test_rates_follow_the_clock_and_the_peak(monkeypatch: pytest.MonkeyPatch) ->
         "hasten.progress.throughput.time.perf_counter", lambda: next(clock_readings)
     )
     # 1000 operations a second
-    throughput = trained(
+    throughput = train_and_track(
         Accelerator(cpu=True), Net(), peak_tflops=1e-9, flops_per_token=50.0
     )
     assert throughput.updates_per_second == 0.5
@@ -94,30 +94,31 @@ def test_rates_follow_the_clock_and_the_peak(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_tokens_are_counted_from_the_field_or_by_the_function_named() -> None:
     assert (
-        trained(Accelerator(cpu=True), Net(), tokens="x")._tokens
+        train_and_track(Accelerator(cpu=True), Net(), tokens="x")._tokens
         == 8 * 2 * TOKENS * WIDTH
     )
     assert (
-        trained(Accelerator(cpu=True), Net(), tokens=lambda batch: 7)._tokens == 8 * 7
+        train_and_track(Accelerator(cpu=True), Net(), tokens=lambda batch: 7)._tokens
+        == 8 * 7
     )
     with pytest.raises(
         ConfigError,
         match=r"tokens='words'.*does not have \(x, labels\).*give a function",
     ):
-        trained(Accelerator(cpu=True), Net(), tokens="words")
+        train_and_track(Accelerator(cpu=True), Net(), tokens="words")
 
 
 @pytest.mark.parametrize("every", [1, 2, 4])
 def test_a_window_of_several_batches_is_one_update(every: int) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=every)
-    throughput = trained(accelerator, Net(), batches=4 * every)
+    throughput = train_and_track(accelerator, Net(), batches=4 * every)
     assert (throughput._updates, throughput._tokens) == (4, 4 * every * 2 * TOKENS)
 
 
 def test_an_unknown_peak_leaves_mfu_out() -> None:
     cases: list[Any] = [{"flops_per_token": 50.0}, {"peak_tflops": 1.0}]
     for options in cases:
-        throughput = trained(Accelerator(cpu=True), Net(), **options)
+        throughput = train_and_track(Accelerator(cpu=True), Net(), **options)
         assert throughput.mfu is None
         assert list(throughput.status()) == ["tokens_per_second"]
 
@@ -144,7 +145,7 @@ def test_an_evaluation_between_updates_is_not_counted() -> None:
 
 def test_a_measurement_can_be_ended() -> None:
     accelerator = Accelerator(cpu=True)
-    throughput = trained(accelerator, Net(), batches=4)
+    throughput = train_and_track(accelerator, Net(), batches=4)
     throughput.detach()
     assert throughput not in accelerator._clock.parts.members
 

@@ -17,7 +17,7 @@ def test_cpu_lists() -> None:
         parse_cpus("a-b")
 
 
-def system(folder: Path, cpus: str) -> Path:
+def fake_sys(folder: Path, cpus: str) -> Path:
     """A /sys with one device."""
     device = folder / "bus/pci/devices/0000:3b:00.0"
     device.mkdir(parents=True)
@@ -31,7 +31,7 @@ def test_a_process_is_pinned_to_the_cores_near_its_device(tmp_path: Path) -> Non
         pytest.skip("one core only")
     nearest = min(initial_cores)
     try:
-        reason = set_affinity("0000:3B:00.0", system(tmp_path, str(nearest)))
+        reason = set_affinity("0000:3B:00.0", fake_sys(tmp_path, str(nearest)))
         assert os.sched_getaffinity(0) == {nearest}
         assert (
             reason
@@ -46,7 +46,7 @@ def test_cores_are_left_alone_where_all_or_none_are_near(
     tmp_path: Path, cpus: str
 ) -> None:
     initial_cores = os.sched_getaffinity(0)
-    assert "left as they are" in set_affinity("0000:3b:00.0", system(tmp_path, cpus))
+    assert "left as they are" in set_affinity("0000:3b:00.0", fake_sys(tmp_path, cpus))
     assert "left as they are" in set_affinity("0000:99:00.0", tmp_path)
     assert "left as they are" in set_affinity(None)
     assert os.sched_getaffinity(0) == initial_cores

@@ -135,10 +135,10 @@ def test_logs_need_no_torch() -> None:
         "import sys; from hasten.runtime.logs import get_logger; get_logger('x').warning('w %d', 1);"
         "sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], check=False, capture_output=True, text=True
     )
-    assert (done.returncode, done.stderr) == (0, "w 1\n")
+    assert (completed.returncode, completed.stderr) == (0, "w 1\n")
 
 
 def test_show_logs_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:

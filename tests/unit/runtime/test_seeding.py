@@ -20,7 +20,7 @@ from hasten.runtime.seeding import RngState, set_seed, synchronize_rng_states
 from hasten.state.run_state import Randomness
 
 
-def draw() -> tuple[float, ...]:
+def draw_from_all() -> tuple[float, ...]:
     """Numbers from every generator, Gaussians included: those are cached in pairs."""
     return (
         random.random(),
@@ -34,11 +34,11 @@ def draw() -> tuple[float, ...]:
 
 def test_the_same_seed_gives_the_same_numbers() -> None:
     assert set_seed(7) == 7
-    first = draw()
+    first = draw_from_all()
     set_seed(8)
-    assert draw() != first
+    assert draw_from_all() != first
     set_seed(7)
-    assert draw() == first
+    assert draw_from_all() == first
 
 
 def test_device_specific_seeds_differ_by_rank() -> None:
@@ -85,20 +85,20 @@ def test_state_round_trip_is_exact(drawn_before: int) -> None:
     for _ in range(drawn_before):
         random.gauss(0, 1)
         np.random.randn()
-        draw()
+        draw_from_all()
     state = RngState.capture()
-    expected = [draw() for _ in range(3)]
+    expected = [draw_from_all() for _ in range(3)]
     set_seed(99)
     RngState.from_tree(state.to_tree()).restore()
-    assert [draw() for _ in range(3)] == expected
+    assert [draw_from_all() for _ in range(3)] == expected
 
 
-def flattened(tree: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def split_tree(tree: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors: dict[str, torch.Tensor] = {}
     json_values: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            inner_tensors, inner_json = flattened(value)
+            inner_tensors, inner_json = split_tree(value)
             tensors |= {
                 f"{key}/{name}": tensor for name, tensor in inner_tensors.items()
             }
@@ -115,8 +115,8 @@ def test_state_is_tensors_and_json(tmp_path: Path) -> None:
     set_seed(11)
     random.gauss(0, 1)
     np.random.randn()
-    tensors, json_values = flattened(RngState.capture().to_tree())
-    expected = draw()
+    tensors, json_values = split_tree(RngState.capture().to_tree())
+    expected = draw_from_all()
     safetensors.torch.save_file(tensors, tmp_path / "t.safetensors")
     data = json.loads(json.dumps(json_values))
     loaded = safetensors.torch.load_file(tmp_path / "t.safetensors")
@@ -128,7 +128,7 @@ def test_state_is_tensors_and_json(tmp_path: Path) -> None:
     }
     set_seed(0)
     RngState.from_tree(tree).restore()
-    assert draw() == expected
+    assert draw_from_all() == expected
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_state_of_another_kind_of_device_is_an_error_unless_accepted(
         **RngState.capture().to_tree(),
         "device": {"type": "cuda", "state": torch.zeros(16, dtype=torch.uint8)},
     }
-    expected = draw()
+    expected = draw_from_all()
     state = RngState.from_tree(tree)
     with pytest.raises(
         DeviceError,
@@ -175,21 +175,24 @@ def test_state_of_another_kind_of_device_is_an_error_unless_accepted(
     with caplog.at_level(logging.WARNING):
         state.restore("cpu", missing="warn")
     assert "captured on 'cuda'" in caplog.text
-    assert draw() == expected
+    assert draw_from_all() == expected
 
 
 def test_synchronizing_alone_changes_nothing() -> None:
     set_seed(4)
     generator = torch.Generator().manual_seed(4)
     state = RngState.capture()
-    expected = draw(), torch.rand(1, generator=torch.Generator().manual_seed(4)).item()
+    expected = (
+        draw_from_all(),
+        torch.rand(1, generator=torch.Generator().manual_seed(4)).item(),
+    )
     state.restore()
     synchronize_rng_states(
         ["python", "numpy", "torch", "device", "generator", "cpu"],
         LocalComm(),
         generator,
     )
-    assert (draw(), torch.rand(1, generator=generator).item()) == expected
+    assert (draw_from_all(), torch.rand(1, generator=generator).item()) == expected
 
 
 def test_unknown_types_are_refused() -> None:

@@ -14,7 +14,7 @@ from hasten.runtime import store
 WITHIN = timedelta(seconds=20)
 
 
-def listening() -> set[str]:
+def listening_addresses() -> set[str]:
     """The addresses on which this process listens, as /proc writes them."""
     own_sockets = {
         str(link.readlink())
@@ -34,7 +34,7 @@ def listening() -> set[str]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _warm() -> None:
+def open_first_store() -> None:
     """The first store of a process makes a pipe that its native library keeps forever."""
     store.serve_store("127.0.0.1", 0, WITHIN)
 
@@ -44,10 +44,10 @@ def _warm() -> None:
     [("127.0.0.1", "0100007F"), ("localhost", "0100007F"), ("127.0.0.2", "0200007F")],
 )
 def test_a_loopback_address_is_bound_alone(address: str, shown: str) -> None:
-    initial_addresses = listening()
+    initial_addresses = listening_addresses()
     served = store.serve_store(address, 0, WITHIN)
-    assert listening() - initial_addresses <= {shown}
-    assert shown in listening()
+    assert listening_addresses() - initial_addresses <= {shown}
+    assert shown in listening_addresses()
     client = store.join_store(address, served.port, WITHIN)
     client.set("key", "value")
     assert served.get("key") == b"value"

@@ -91,7 +91,7 @@ EVERY = {
 }  # fmt: skip
 
 
-def without(env: Mapping[str, str], *names: str) -> dict[str, str]:
+def without_variables(env: Mapping[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in names}
 
 
@@ -141,7 +141,7 @@ def test_torch_variables_set_by_hand() -> None:
         Topology.from_env({**env, "MASTER_ADDR": "::1"}).rendezvous
         == "tcp://[::1]:1234"
     )
-    by_hand = Topology.from_env(without(env, "LOCAL_RANK"))
+    by_hand = Topology.from_env(without_variables(env, "LOCAL_RANK"))
     assert (by_hand.local_rank, by_hand.local_world_size, by_hand.source) == (
         1,
         2,
@@ -266,7 +266,7 @@ def test_slurm() -> None:
 def test_slurm_uses_the_steps_size_not_the_jobs() -> None:
     env = {**SLURM, "SLURM_NTASKS": "64", "SLURM_STEP_NUM_TASKS": "9"}
     assert Topology.from_env(env).world_size == 9
-    bare = without(
+    bare = without_variables(
         {**SLURM, "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}, "SLURM_STEP_TASKS_PER_NODE"
     )
     assert Topology.from_env(bare).local_world_size == 4
@@ -274,7 +274,7 @@ def test_slurm_uses_the_steps_size_not_the_jobs() -> None:
 
 def test_batch_script_of_slurm_is_one_process() -> None:
     topology = Topology.from_env(
-        {**without(SLURM, "SLURM_STEP_ID"), "SLURM_PROCID": "0"}
+        {**without_variables(SLURM, "SLURM_STEP_ID"), "SLURM_PROCID": "0"}
     )
     assert (topology.rank, topology.world_size) == (0, 1)
     assert "SLURM_NTASKS=9, but srun did not start this process" in topology.note
@@ -295,12 +295,12 @@ def test_mpi(env: dict[str, str]) -> None:
     assert Topology.from_env({**SLURM, **env}) == expected, (
         "srun started the daemon, mpirun the worker"
     )
-    assert Topology.from_env(without(env, "MASTER_ADDR")).rendezvous is None
+    assert Topology.from_env(without_variables(env, "MASTER_ADDR")).rendezvous is None
 
 
 def test_mpi_on_one_machine_needs_no_address() -> None:
     env = {
-        **without(HYDRA, "MASTER_ADDR"),
+        **without_variables(HYDRA, "MASTER_ADDR"),
         "MPI_LOCALRANKID": "3",
         "MPI_LOCALNRANKS": "4",
     }
@@ -309,7 +309,7 @@ def test_mpi_on_one_machine_needs_no_address() -> None:
 
 def test_meeting_point_is_required_of_several_processes() -> None:
     with pytest.raises(TopologyError, match="Export MASTER_ADDR"):
-        Topology.from_env(without(HYDRA, "MASTER_ADDR")).meeting_point()
+        Topology.from_env(without_variables(HYDRA, "MASTER_ADDR")).meeting_point()
 
 
 def test_pmi_without_local_rank() -> None:
@@ -389,10 +389,10 @@ def test_words_where_numbers_belong_are_named(kind: str, name: str) -> None:
             "GROUP_RANK=2 contradicts GROUP_WORLD_SIZE=2",
         ),
         (
-            without(TORCHRUN, "WORLD_SIZE"),
+            without_variables(TORCHRUN, "WORLD_SIZE"),
             "RANK=5 is set but WORLD_SIZE is not.*unset RANK to run alone",
         ),
-        (without(TORCHRUN, "RANK"), "LOCAL_RANK=1 is set but RANK is not"),
+        (without_variables(TORCHRUN, "RANK"), "LOCAL_RANK=1 is set but RANK is not"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
         (
             {**SLURM, "SLURM_PROCID": "9"},
@@ -416,20 +416,23 @@ def test_words_where_numbers_belong_are_named(kind: str, name: str) -> None:
             r"SLURM_STEP_NODELIST='node\[1-' cannot be read.*MASTER_ADDR",
         ),
         (
-            without(SLURM, "SLURM_NTASKS"),
+            without_variables(SLURM, "SLURM_NTASKS"),
             "SLURM_PROCID=6 is set but SLURM_NTASKS is not",
         ),
         (
-            without(SLURM, "SLURM_LOCALID"),
+            without_variables(SLURM, "SLURM_LOCALID"),
             "SLURM_PROCID=6 is set but SLURM_LOCALID is not",
         ),
         (
             {**OPENMPI, "OMPI_COMM_WORLD_RANK": "4"},
             "rank=4 with world_size=4.*mpi variables",
         ),
-        (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_SIZE is not"),
         (
-            without(OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+            without_variables(OPENMPI, "OMPI_COMM_WORLD_SIZE"),
+            "OMPI_COMM_WORLD_SIZE is not",
+        ),
+        (
+            without_variables(OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE"),
             "OMPI_COMM_WORLD_LOCAL_RANK=1 is set but OMPI_COMM_WORLD_LOCAL_SIZE is not",
         ),
         (
@@ -451,7 +454,7 @@ def test_every_launcher_gives_a_job_the_same_ranks(nodes: int, per_node: int) ->
     world = nodes * per_node
     for kind in ("torch", "slurm", "mpi", "xla"):
         topologies = [
-            Topology.from_env(launched(kind, rank, per_node, nodes))
+            Topology.from_env(launched_variables(kind, rank, per_node, nodes))
             for rank in range(world)
         ]
         assert [t.rank for t in topologies] == list(range(world))
@@ -466,7 +469,9 @@ def test_every_launcher_gives_a_job_the_same_ranks(nodes: int, per_node: int) ->
         assert [t.is_local_main for t in topologies].count(True) == nodes
 
 
-def launched(kind: str, rank: int, per_node: int, nodes: int) -> dict[str, str]:
+def launched_variables(
+    kind: str, rank: int, per_node: int, nodes: int
+) -> dict[str, str]:
     node, local = divmod(rank, per_node)
     numbers = {
         "torch": {

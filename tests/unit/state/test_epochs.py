@@ -349,7 +349,7 @@ def test_more_epochs_than_the_saved_run_had(tmp_path: Path) -> None:
     assert list(finished.accelerator.epochs(3)) == []
 
 
-class Counted(IterableDataset[int]):
+class CountedStream(IterableDataset[int]):
     """Numbers from a stream without a length."""
 
     def __iter__(self) -> Any:
@@ -363,7 +363,9 @@ def test_streams(tmp_path: Path, dispatch: bool) -> None:
         accelerator = Accelerator(
             cpu=True, project_dir=str(tmp_path), dataloader_config=data
         )
-        return accelerator, accelerator.prepare(DataLoader(Counted(), batch_size=4))
+        return accelerator, accelerator.prepare(
+            DataLoader(CountedStream(), batch_size=4)
+        )
 
     accelerator, loader = prepared()
     for epoch in accelerator.epochs(3):

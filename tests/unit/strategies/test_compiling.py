@@ -33,7 +33,7 @@ EAGER = {"backend": "eager"}  # traced, and run as it was: no code is generated
 TOKENS = torch.arange(12).view(2, 6)
 
 
-def llama() -> Any:  # Any: a model of transformers
+def small_llama() -> Any:  # Any: a model of transformers
     config = LlamaConfig(
         vocab_size=16,
         hidden_size=8,
@@ -46,14 +46,14 @@ def llama() -> Any:  # Any: a model of transformers
     return seeded(lambda: LlamaForCausalLM(config).train())  # type: ignore[no-untyped-call]  # transformers leaves it untyped
 
 
-def gradients(model: Any) -> tuple[Tensor, list[Tensor]]:
+def loss_and_gradients(model: Any) -> tuple[Tensor, list[Tensor]]:
     loss: Tensor = model(input_ids=TOKENS, labels=TOKENS).loss
     return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
 
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[Tensor, list[Tensor]]:
-    return gradients(llama())
+    return loss_and_gradients(small_llama())
 
 
 # torch 2.13, while it traces
@@ -61,12 +61,12 @@ def expected() -> tuple[Tensor, list[Tensor]]:
 def test_the_loss_and_the_norm_are_compiled_and_train_alike(
     expected: tuple[Tensor, list[Tensor]],
 ) -> None:
-    model = llama()
-    done = compile_rest(model, EAGER)
-    assert done == ["model.norm", "the loss of LlamaForCausalLM"]
+    model = small_llama()
+    compiled_names = compile_rest(model, EAGER)
+    assert compiled_names == ["model.norm", "the loss of LlamaForCausalLM"]
     assert isinstance(model.loss_function, CompiledLoss)
     assert compile_rest(model, EAGER) == [], "twice is once"
-    torch.testing.assert_close(gradients(model), expected, rtol=0, atol=1e-7)
+    torch.testing.assert_close(loss_and_gradients(model), expected, rtol=0, atol=1e-7)
     with torch.no_grad():  # the function itself
         torch.testing.assert_close(
             model(input_ids=TOKENS, labels=TOKENS).loss, expected[0], rtol=0, atol=1e-7
@@ -82,7 +82,7 @@ def test_the_loss_and_the_norm_are_compiled_and_train_alike(
 def test_copies_and_pickles_hold_the_loss_function_itself(
     copied: Callable[[Any], Any],
 ) -> None:
-    model = llama()
+    model = small_llama()
     plain = model.loss_function
     compile_rest(model, EAGER)
     assert copied(model).loss_function is plain
@@ -210,7 +210,7 @@ def test_each_model_of_a_class_of_torch_has_code_to_itself() -> None:
         assert count_graphs() > num_graphs, width
 
 
-class Skipped(nn.Module):
+class UncompilableModel(nn.Module):
     """A model that torch's compiler skips."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
@@ -221,7 +221,7 @@ class Skipped(nn.Module):
 def test_a_setting_that_compiles_nothing_is_an_error_and_a_choice_of_ours_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    required_module, automatic_module = Skipped(), Skipped()
+    required_module, automatic_module = UncompilableModel(), UncompilableModel()
     compile_modules([required_module], "Skipped", EAGER, is_main=True)
     compile_modules([automatic_module], "Skipped", EAGER, is_main=True, automatic=True)
     for _ in range(2):

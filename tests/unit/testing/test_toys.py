@@ -20,7 +20,7 @@ from tests.support.toys import (
 )
 
 
-def equal(left: nn.Module, right: nn.Module) -> bool:
+def have_equal_weights(left: nn.Module, right: nn.Module) -> bool:
     return all(
         torch.equal(a, b)
         for a, b in zip(left.parameters(), right.parameters(), strict=True)
@@ -32,8 +32,8 @@ def test_seeded_models_depend_on_the_seed_only() -> None:
     first = seeded(TinyLM)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(5)
-    assert equal(first, seeded(TinyLM))
-    assert not equal(first, seeded(TinyLM, seed=1))
+    assert have_equal_weights(first, seeded(TinyLM))
+    assert not have_equal_weights(first, seeded(TinyLM, seed=1))
 
 
 def test_datasets_are_the_same_every_time() -> None:

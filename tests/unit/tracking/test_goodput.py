@@ -21,7 +21,7 @@ from hasten.tracking.run_log import LoggedRank, RunLog, read_run_log, step_dtype
 from tests.support.toys import Blobs, Classifier
 
 
-def start(
+def program_start(
     process_start: float,
     first: float,
     steps: int,
@@ -29,7 +29,7 @@ def start(
     rank: int = 0,
     **step_shares: float,
 ) -> LoggedRank:
-    """A start of the program: steps of one second, all useful but for `parts`, from second `first` on."""
+    """A start of the program: steps of one second, all useful but for `step_shares`, from second `first` on."""
     table = np.zeros(steps, step_dtype())
     table["time"] = first + 1.0 + np.arange(steps)
     table["forward"] = 1.0 - sum(step_shares.values())
@@ -44,7 +44,7 @@ def start(
     return LoggedRank(rank, table, [started, *events])
 
 
-def seconds(goodput: Goodput) -> dict[str, float]:
+def seconds_by_cause(goodput: Goodput) -> dict[str, float]:
     """The causes that took time."""
     return {
         cause: round(spent, 3)
@@ -54,8 +54,8 @@ def seconds(goodput: Goodput) -> dict[str, float]:
 
 
 def test_one_start() -> None:
-    goodput = account_time([start(0.0, 5.0, 10, data=0.2, evaluation=0.1)])
-    assert seconds(goodput) == {
+    goodput = account_time([program_start(0.0, 5.0, 10, data=0.2, evaluation=0.1)])
+    assert seconds_by_cause(goodput) == {
         "useful": 7.0,
         "startup": 5.0,
         "data": 2.0,
@@ -67,10 +67,12 @@ def test_one_start() -> None:
 
 def test_a_restart_from_a_checkpoint() -> None:
     """Saved after 6 of 10 steps, lost at second 15, started again at 20, loaded, four steps repeated."""
-    first = start(0.0, 5.0, 10, [{"event": "saved", "time": 11.0, "step": 6}])
-    second = start(20.0, 23.0, 4, [{"event": "loaded", "time": 22.0, "step": 6}])
+    first = program_start(0.0, 5.0, 10, [{"event": "saved", "time": 11.0, "step": 6}])
+    second = program_start(
+        20.0, 23.0, 4, [{"event": "loaded", "time": 22.0, "step": 6}]
+    )
     goodput = account_time([first, second])
-    assert seconds(goodput) == {
+    assert seconds_by_cause(goodput) == {
         "useful": 10.0,
         "startup": 8.0,
         "restart": 5.0,
@@ -80,24 +82,38 @@ def test_a_restart_from_a_checkpoint() -> None:
 
 
 def test_a_restart_from_nothing_makes_all_earlier_steps_void() -> None:
-    goodput = account_time([start(0.0, 5.0, 10), start(15.0, 16.0, 3)])
-    assert seconds(goodput) == {"useful": 3.0, "startup": 6.0, "replayed": 10.0}
+    goodput = account_time([program_start(0.0, 5.0, 10), program_start(15.0, 16.0, 3)])
+    assert seconds_by_cause(goodput) == {
+        "useful": 3.0,
+        "startup": 6.0,
+        "replayed": 10.0,
+    }
     crashed = account_time(
-        [start(0.0, 5.0, 10), start(15.0, 16.0, 0), start(16.0, 17.0, 1)]
+        [
+            program_start(0.0, 5.0, 10),
+            program_start(15.0, 16.0, 0),
+            program_start(16.0, 17.0, 1),
+        ]
     )
     assert crashed.seconds["replayed"] == 10.0, "counted once"
 
 
 def test_a_start_without_a_step_makes_nothing_void() -> None:
     assert (
-        account_time([start(0.0, 5.0, 10), start(15.0, 16.0, 0)]).seconds["useful"]
+        account_time(
+            [program_start(0.0, 5.0, 10), program_start(15.0, 16.0, 0)]
+        ).seconds["useful"]
         == 10.0
     )
 
 
 def test_a_copy_in_memory_has_no_event_of_its_save() -> None:
-    second = start(20.0, 21.0, 4, [{"event": "loaded", "time": 20.5, "step": 7}])
-    assert account_time([start(0.0, 5.0, 10), second]).seconds["replayed"] == 3.0
+    second = program_start(
+        20.0, 21.0, 4, [{"event": "loaded", "time": 20.5, "step": 7}]
+    )
+    assert (
+        account_time([program_start(0.0, 5.0, 10), second]).seconds["replayed"] == 3.0
+    )
 
 
 def test_a_rollback_inside_one_start() -> None:
@@ -106,7 +122,7 @@ def test_a_rollback_inside_one_start() -> None:
         {"event": "loaded", "time": 9.5, "step": 2},
         {"event": "saved", "time": 12.0, "step": 4},
     ]
-    goodput = account_time([start(0.0, 5.0, 10, events)])
+    goodput = account_time([program_start(0.0, 5.0, 10, events)])
     assert goodput.seconds["replayed"] == 2.0
     assert goodput.seconds["useful"] == 8.0
 
@@ -118,11 +134,13 @@ def test_the_same_step_saved_again_after_a_rollback() -> None:
         {"event": "saved", "time": 9.6, "step": 2},
         {"event": "loaded", "time": 12.5, "step": 2},
     ]
-    assert account_time([start(0.0, 5.0, 10, events)]).seconds["replayed"] == 5.0
+    assert (
+        account_time([program_start(0.0, 5.0, 10, events)]).seconds["replayed"] == 5.0
+    )
 
 
 def test_a_finished_run_that_is_continued_later_did_not_wait() -> None:
-    first = start(
+    first = program_start(
         0.0,
         5.0,
         10,
@@ -131,8 +149,10 @@ def test_a_finished_run_that_is_continued_later_did_not_wait() -> None:
             {"event": "ended", "time": 15.5},
         ],
     )
-    second = start(1000.0, 1001.0, 5, [{"event": "loaded", "time": 1000.5, "step": 10}])
-    assert seconds(account_time([first, second])) == {
+    second = program_start(
+        1000.0, 1001.0, 5, [{"event": "loaded", "time": 1000.5, "step": 10}]
+    )
+    assert seconds_by_cause(account_time([first, second])) == {
         "useful": 15.0,
         "startup": 6.0,
         "other": 0.5,
@@ -142,8 +162,10 @@ def test_a_finished_run_that_is_continued_later_did_not_wait() -> None:
 def test_a_stall_that_ended_the_process() -> None:
     goodput = account_time(
         [
-            start(0.0, 5.0, 10, [{"event": "stalled", "time": 75.0, "seconds": 60.0}]),
-            start(80.0, 82.0, 1),
+            program_start(
+                0.0, 5.0, 10, [{"event": "stalled", "time": 75.0, "seconds": 60.0}]
+            ),
+            program_start(80.0, 82.0, 1),
         ]
     )
     assert goodput.seconds["stall"] == 60.0
@@ -180,7 +202,7 @@ def test_causes_add_up_for_random_histories() -> None:
                     }
                 )
             logs.append(
-                start(clock_s, first, steps, events, data=0.25, checkpoint=0.05)
+                program_start(clock_s, first, steps, events, data=0.25, checkpoint=0.05)
             )
             clock_s = max(first + steps, *(event["time"] for event in logs[-1].events))
         goodput = account_time(logs)
@@ -190,11 +212,11 @@ def test_causes_add_up_for_random_histories() -> None:
 
 
 def test_the_run_is_its_lowest_rank() -> None:
-    ranks = [start(0.0, 5.0, 10), start(0.0, 5.0, 10, rank=1, data=0.5)]
+    ranks = [program_start(0.0, 5.0, 10), program_start(0.0, 5.0, 10, rank=1, data=0.5)]
     goodput = goodput_of_run(ranks)
     assert goodput is not None
     assert goodput.seconds["data"] == 5.0
-    assert goodput_of_run([start(0.0, 5.0, 0)]) is None
+    assert goodput_of_run([program_start(0.0, 5.0, 0)]) is None
     rows = cause_rows(goodput)
     assert rows[0][:3] == ["useful", "5 s", "33.3%"]
     assert {row[0] for row in rows} == {"useful", "startup", "data"}

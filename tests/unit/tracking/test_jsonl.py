@@ -51,13 +51,13 @@ def test_infinite_values_survive_as_valid_json(tmp_path: Path) -> None:
 
 
 def test_an_exception_in_training_loses_no_value(tmp_path: Path) -> None:
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", CRASH, str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert "out of memory, perhaps" in done.stderr
+    assert "out of memory, perhaps" in completed.stderr
     assert [row["loss"] for row in read_metrics(run_folder(tmp_path))] == [
         float(step) for step in range(20)
     ]

@@ -102,7 +102,7 @@ def test_values_reach_the_tracker_as_plain_numbers_in_order() -> None:
     assert tracker.ended == [False]
 
 
-class OnDevice:
+class DeviceNumber:
     """A number on a device: reading it would wait for the device."""
 
     is_cpu = False
@@ -110,10 +110,10 @@ class OnDevice:
     def numel(self) -> int:
         return 1
 
-    def detach(self) -> OnDevice:
+    def detach(self) -> DeviceNumber:
         return self
 
-    def clone(self) -> OnDevice:
+    def clone(self) -> DeviceNumber:
         return self
 
     def __float__(self) -> float:
@@ -133,7 +133,7 @@ def test_tensors_are_not_read_before_a_flush() -> None:
     manager = TrackerManager([ListTracker()], fetch=fetch, flush_every_s=1000.0)
     manager.init("project")
     for _ in range(100):
-        manager.log({"loss": OnDevice(), "on the host": torch.tensor(2.0)})
+        manager.log({"loss": DeviceNumber(), "on the host": torch.tensor(2.0)})
     assert reads == [1], "the first record goes out at once, the others wait"
     manager.finish()
     assert reads == [1, 99], "and are read together"
@@ -144,7 +144,7 @@ def test_values_are_written_while_the_script_does_something_else() -> None:
     manager = TrackerManager([tracker], flush_every_s=0.2)
     manager.init("project")
     for step in range(3):
-        manager.log({"loss": OnDevice() if step == 2 else 1.0}, step=step)
+        manager.log({"loss": DeviceNumber() if step == 2 else 1.0}, step=step)
     until = time.monotonic() + 10.0
     while len(tracker.entries) < 3 and time.monotonic() < until:
         time.sleep(0.01)
@@ -334,12 +334,12 @@ def test_a_second_init_ends_the_first_run() -> None:
 
 
 def test_a_hanging_tracker_does_not_stop_training() -> None:
-    class Hanging(ListTracker):
+    class HangingTracker(ListTracker):
         def log(self, entry: Entry) -> None:
             gate.wait()
 
     gate = threading.Event()
-    manager = TrackerManager([Hanging()], flush_every_s=0.0)
+    manager = TrackerManager([HangingTracker()], flush_every_s=0.0)
     manager.init("project")
     with pytest.warns(HastenWarning, match="far behind"):  # noqa: PT031  the queue is full after a thousand records
         for _ in range(1100):

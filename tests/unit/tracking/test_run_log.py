@@ -17,7 +17,7 @@ from hasten.tracking.run_log import PARTS, RunLog, read_run_log
 from tests.support.toys import Blobs, Classifier
 
 
-def trained(
+def train_slowly(
     folder: Path, every: int = 1, precision: str = "no", **settings: Any
 ) -> Accelerator:
     """A short training with slow parts."""
@@ -101,7 +101,7 @@ def test_a_log_with_other_phases_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_one_record_per_update_and_parts_add_up(tmp_path: Path, every: int) -> None:
     start_s = time.time()
-    accelerator = trained(tmp_path, every)
+    accelerator = train_slowly(tmp_path, every)
     accelerator.save_state()
     accelerator.end_training()
     seconds = time.time() - start_s
@@ -122,12 +122,12 @@ def test_one_record_per_update_and_parts_add_up(tmp_path: Path, every: int) -> N
 
 def test_nothing_is_left_without_training_or_when_it_is_off(tmp_path: Path) -> None:
     Accelerator(cpu=True, project_dir=str(tmp_path)).end_training()
-    trained(tmp_path, run_log=False).end_training()
+    train_slowly(tmp_path, run_log=False).end_training()
     assert not (tmp_path / "run_log").exists()
 
 
 def test_a_cut_file_is_read_up_to_the_cut(tmp_path: Path) -> None:
-    trained(tmp_path).end_training()
+    train_slowly(tmp_path).end_training()
     (steps,) = (tmp_path / "run_log").glob("*.steps")
     (lines,) = (tmp_path / "run_log").glob("*.jsonl")
     steps.write_bytes(steps.read_bytes()[:-7])
@@ -139,7 +139,7 @@ def test_a_cut_file_is_read_up_to_the_cut(tmp_path: Path) -> None:
 
 def test_a_broken_disk_stops_the_log_only(tmp_path: Path) -> None:
     (tmp_path / "run_log").write_text("a file where the folder should be")
-    accelerator = trained(tmp_path)
+    accelerator = train_slowly(tmp_path)
     accelerator.end_training()
     assert accelerator._run_log is not None
     assert accelerator._run_log.broken
@@ -175,6 +175,6 @@ def test_marking_a_step_takes_microseconds(tmp_path: Path) -> None:
         log.optimizer_begins()
         log.optimizer_done()
     log.close()
-    each = (time.process_time() - start_s) / 5000
-    assert each < 50e-6
+    seconds_per_step = (time.process_time() - start_s) / 5000
+    assert seconds_per_step < 50e-6
     assert len(read_run_log(tmp_path)[0].steps) == 5000

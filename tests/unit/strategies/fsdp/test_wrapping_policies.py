@@ -18,7 +18,7 @@ from hasten.strategies.fsdp.shard_groups import (
 from hasten.testing.toys import Block, TinyLM
 
 
-def names(model: nn.Module, blocks: list[nn.Module]) -> list[str]:
+def names_of(model: nn.Module, blocks: list[nn.Module]) -> list[str]:
     names_by_id = {id(module): name for name, module in model.named_modules()}
     return [names_by_id[id(block)] for block in blocks]
 
@@ -27,7 +27,7 @@ def test_policies_choose_modules_innermost_first() -> None:
     model = TinyLM(width=8)
 
     def block_names(**settings: Any) -> list[str]:
-        return names(
+        return names_of(
             model, blocks_to_shard(model, FullyShardedDataParallelPlugin(**settings))
         )
 
@@ -80,7 +80,7 @@ def test_blocks_that_share_a_parameter_join_the_group_around_them() -> None:
     separate_blocks, tied = keep_ties_together(
         outer, [*inner, outer["a"], outer["b"]], set()
     )
-    assert names(outer, separate_blocks) == [
+    assert names_of(outer, separate_blocks) == [
         "a.1"
     ]  # the tie reaches through both levels
     assert len(tied) == 1
