@@ -145,8 +145,8 @@ def test_a_resume_in_any_epoch_draws_what_the_run_would_have_drawn(kind: str) ->
 def test_a_memory_that_cannot_be_found_is_refused() -> None:
     def build() -> Any:
         return prepared(
-            DataLoader(range(SIZE), batch_size=2, sampler=GlobalCounterSampler())
-        )  # type: ignore[arg-type]
+            DataLoader(range(SIZE), batch_size=2, sampler=GlobalCounterSampler())  # type: ignore[arg-type]
+        )
 
     first = build()
     seen(first)
