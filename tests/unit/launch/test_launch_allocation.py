@@ -282,7 +282,7 @@ def test_variables_of_pods(env: dict[str, str], allocation: Allocation) -> None:
 
 
 def test_a_slurm_step_of_one_task_is_one_machine() -> None:
-    assert read_allocation(slurm(0, 1)) == Allocation()
+    assert read_allocation(slurm_variables(0, 1)) == Allocation()
     with pytest.raises(TopologyError, match="NODE_RANK=2 with NNODES=2 is impossible"):
         read_allocation({**POD, "NODE_RANK": "2", "NNODES": "2"})
 

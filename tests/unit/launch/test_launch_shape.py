@@ -422,7 +422,9 @@ def test_settings_that_fit_are_taken() -> None:
     assert shape_for({"num_machines": 2, "machine_rank": 0}, env=PODS).machine_rank == 0
     assert shape_for({"multi_gpu": True}, devices=1).num_processes == 1
     assert shape_for({"num_processes": 2}, devices=2).num_processes == 2
-    assert shape_for({"gpu_ids": (0,), "num_processes": 1}, devices=2).num_processes == 1
+    assert (
+        shape_for({"gpu_ids": (0,), "num_processes": 1}, devices=2).num_processes == 1
+    )
     # with some devices hidden the ids are those of the machine
     hidden = {"CUDA_VISIBLE_DEVICES": "4,5"}
     assert shape_for({"gpu_ids": (5,)}, devices=2, env=hidden).num_processes == 1
