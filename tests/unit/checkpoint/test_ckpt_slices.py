@@ -41,10 +41,10 @@ def test_slices_of_the_mesh_belong_to_the_first_rank_along_all_other_axes(
     on_mesh = Slice(data, (4,), (0,), not is_axis_first, ("dp_shard",), is_first_holder)
     of_experts = Slice(data, (4,), (0,), True, ("dp_shard", "ep"), is_first_holder)
     of_user = Slice(data, (4,), (0,), is_first_holder)
-    asked: list[tuple[str, ...]] = []
+    queried_axes: list[tuple[str, ...]] = []
 
     def is_first(axes: tuple[str, ...]) -> bool:
-        asked.append(axes)
+        queried_axes.append(axes)
         return is_axis_first
 
     tensors: dict[str, Tensor | Slice] = {
@@ -60,7 +60,7 @@ def test_slices_of_the_mesh_belong_to_the_first_rank_along_all_other_axes(
     )
     for name in ("experts", "user", "whole"):
         assert component.tensors[name] is tensors[name]
-    assert asked == ([("dp_shard",)] if is_first_holder else [])
+    assert queried_axes == ([("dp_shard",)] if is_first_holder else [])
     assert (component.data, component.kind) == ({"a": 1}, "model")
 
 
@@ -111,7 +111,9 @@ def state_of(stage: int, prefix: str = "") -> StateTree:
     )
 
 
-def context(comm: Comm, mesh: MeshSpec, rank: int, asked: list[Any]) -> ProcessContext:
+def context(
+    comm: Comm, mesh: MeshSpec, rank: int, queried_axes: list[Any]
+) -> ProcessContext:
     """The context of one rank whose group along any axes is `comm`."""
     topology = Topology(
         rank=rank,
@@ -121,7 +123,7 @@ def context(comm: Comm, mesh: MeshSpec, rank: int, asked: list[Any]) -> ProcessC
     )
 
     def groups(*axes: Axis) -> Comm:
-        asked.append(set(axes))
+        queried_axes.append(set(axes))
         return comm
 
     return ProcessContext(topology, mesh, torch.device("cpu"), comm, groups)
@@ -136,16 +138,16 @@ def owned_names(component: Component) -> set[str]:
 def test_every_tensor_of_a_pipeline_is_written_by_one_stage() -> None:
     mesh = MeshSpec(pp=2, dp_replicate=2)
     for column in range(2):
-        asked: list[Any] = []
+        queried_axes: list[Any] = []
 
         def divide(
-            comm: Comm, column: int = column, asked: list[Any] = asked
+            comm: Comm, column: int = column, queried_axes: list[Any] = queried_axes
         ) -> StateTree:
-            ctx = context(comm, mesh, 2 * comm.rank + column, asked)
+            ctx = context(comm, mesh, 2 * comm.rank + column, queried_axes)
             return divide_stages(state_of(comm.rank), [Stage(comm.rank)], ctx)
 
         trees = on_threads(divide, 2)
-        assert asked == [{Axis.PP}] * 2
+        assert queried_axes == [{Axis.PP}] * 2
         written = [
             {
                 component: owned_names(tree.components[component])
@@ -222,16 +224,16 @@ def test_slices_of_a_stage_keep_their_owner() -> None:
     tree = StateTree(
         {"model": Component(slices, None, "model", main_only=frozenset("c"))}
     )
-    asked: list[Any] = []
+    queried_axes: list[Any] = []
 
     def divide(comm: Comm) -> StateTree:
         # split by an engine along another axis, without a pipeline
         return divide_stages(
-            tree, [stage], context(comm, MeshSpec(dp_replicate=2), 1, asked)
+            tree, [stage], context(comm, MeshSpec(dp_replicate=2), 1, queried_axes)
         )
 
     component = on_threads(divide, 1)[0].components["model"]
-    assert asked == [{Axis.PP, Axis.TP}]
+    assert queried_axes == [{Axis.PP, Axis.TP}]
     assert owned_names(component) == set()
     assert component.main_only == frozenset()
 
@@ -355,11 +357,11 @@ def test_on_every_machine_the_first_rank_with_a_slice_owns_it() -> None:
             owned = []
             # the second time nothing has changed
             for num_expected in (2, 1):
-                before = comm.num_collectives  # type: ignore[attr-defined]
+                initial_collectives = comm.num_collectives  # type: ignore[attr-defined]
                 with agreeing(comm, "dividing") as agreement:
                     tree = owners.owned(layout(comm.rank, pieces), machine, agreement)
-                after = comm.num_collectives  # type: ignore[attr-defined]
-                assert after - before == num_expected + 1
+                final_collectives = comm.num_collectives  # type: ignore[attr-defined]
+                assert final_collectives - initial_collectives == num_expected + 1
                 component = tree.components["model"]
                 assert isinstance(component.tensors["buffer"], Tensor)
                 owned.append(

@@ -152,9 +152,9 @@ def test_a_generator_of_the_sampler_is_stored_once_and_restored() -> None:
     units = list(order.draw(position))
     assert order.begin(position) is position
     assert list(order.draw(position)) == units
-    other = shuffled(2)
-    assert list(other.draw(other.begin(START))) != units
-    assert list(other.draw(other.begin(position))) == units
+    reseeded = shuffled(2)
+    assert list(reseeded.draw(reseeded.begin(START))) != units
+    assert list(reseeded.draw(reseeded.begin(position))) == units
     assert order.size() == 20
     assert SharedOrder(Drawn(()), LocalComm()).size() is None
     assert order.seek(position) is None
@@ -193,7 +193,7 @@ def test_units_are_plain_numbers_and_texts() -> None:
 
 
 # -- shards --------------------------------------------------------------------------------------------------------
-def parts(
+def part_order(
     comm: Comm, sizes: list[int | None], fit: Fit, computed: bool
 ) -> tuple[PartOrder, list[Any]]:
     """The order of a rank's shard, whose units are 1000 times the rank and up, and its units."""
@@ -226,7 +226,7 @@ def test_shards_of_different_size_end_together_or_alone(
     num_units = max(known_sizes) if fit == "longest" else min(known_sizes)
 
     def draw(comm: Comm) -> None:
-        order, units = parts(comm, sizes, fit, computed=False)
+        order, units = part_order(comm, sizes, fit, computed=False)
         expected = units if fit == "own" else repeated(units, num_units)
         assert order.size() == len(expected)
         assert order.num_real() is None
@@ -234,7 +234,7 @@ def test_shards_of_different_size_end_together_or_alone(
         # known once the shard was not enough
         assert order.num_real() == (len(units) if len(expected) > len(units) else None)
         assert order.part(3) == (3, None)
-        computed_order, _ = parts(comm, sizes, fit, computed=True)
+        computed_order, _ = part_order(comm, sizes, fit, computed=True)
         index_at = computed_order.seek(START)
         assert index_at is not None
         assert computed_order.num_real() == len(units)
@@ -249,7 +249,7 @@ def test_shards_of_different_size_end_together_or_alone(
 
 def test_padding_is_told_from_the_shard_by_its_number_of_units() -> None:
     def draw(comm: Comm) -> list[int | None]:
-        order, _ = parts(comm, [3, 5], "longest", computed=False)
+        order, _ = part_order(comm, [3, 5], "longest", computed=False)
         drawn = order.draw(START)
         num_real = []
         for _ in islice(drawn, 5):
@@ -269,7 +269,7 @@ def test_a_shard_is_alone_without_other_ranks() -> None:
 
 def test_another_fit_has_the_same_shard() -> None:
     def draw(comm: Comm) -> list[int | None]:
-        order, _ = parts(comm, [3, 5], "longest", computed=False)
+        order, _ = part_order(comm, [3, 5], "longest", computed=False)
         fits: tuple[Fit, ...] = ("longest", "shortest", "own")
         return [order.fitted(fit).size() for fit in fits]
 
@@ -288,7 +288,7 @@ def test_shards_that_cannot_end_together_are_refused(
     sizes: list[int | None], fit: Fit, message: str
 ) -> None:
     def size(comm: Comm) -> None:
-        order, _ = parts(comm, sizes, fit, computed=False)
+        order, _ = part_order(comm, sizes, fit, computed=False)
         with pytest.raises(DataError, match=message):
             order.size()
         assert order.fitted("own").size() == (sizes[comm.rank] or 0)
@@ -298,7 +298,7 @@ def test_shards_that_cannot_end_together_are_refused(
 
 def test_shards_without_samples_end_the_shortest_epoch_at_once() -> None:
     def size(comm: Comm) -> int | None:
-        return parts(comm, [0, 4], "shortest", computed=False)[0].size()
+        return part_order(comm, [0, 4], "shortest", computed=False)[0].size()
 
     assert on_threads(size, 2) == [0, 0]
 

@@ -25,14 +25,14 @@ class Totals:
     largest: float
     sums: dict[int, float] = field(default_factory=dict)
     """Total weight over all ranks of the first, second, ... loss of the window."""
-    asked: list[list[int]] = field(default_factory=list)
+    reduced_weights: list[list[int]] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
     device = torch.device("cpu")
 
     def all_reduce(self, tensor: Tensor, kind: str = "sum") -> Tensor:
         if kind == "max":
             return torch.tensor(max(self.largest, float(tensor)))
-        self.asked.append(tensor.tolist())
+        self.reduced_weights.append(tensor.tolist())
         assert tensor.dtype == torch.float64, "counts are exact"
         return torch.tensor(
             [self.sums.pop(index) for index in sorted(self.sums)][: len(tensor)],
@@ -88,7 +88,9 @@ def test_windows_give_the_weighted_mean(num_ranks: int) -> None:
             correction = float(weights.correction(window))
             assert float(weights.correction(window)) == correction
             # one sum a window, of the number on this rank
-            assert group.asked == ([[sum(rank_counts)]] if num_ranks > 1 else [])
+            assert group.reduced_weights == (
+                [[sum(rank_counts)]] if num_ranks > 1 else []
+            )
             gradient += sum(shares) * correction / num_ranks
             if not total:
                 assert correction == 1.0
@@ -124,7 +126,7 @@ def test_losses_of_one_micro_step_are_divided_by_totals_of_their_own(
         correction = float(weights.correction(window))
         # the second loss shows that there are several: both totals are needed
         expected_sums = [rank_counts[:2], rank_counts[2:]] if num_ranks > 1 else []
-        assert group.asked == expected_sums
+        assert group.reduced_weights == expected_sums
         gradient += sum(shares) * correction / num_ranks
     mean = sum(
         sum(row[index] * loss[index] for row, loss in zip(counts, losses, strict=True))
