@@ -4,7 +4,7 @@
     python benchmarks/language_models.py --part wide              # 1.7 B: 6 layers of width 4096, about three minutes
     python benchmarks/language_models.py --small                  # tiny models on the CPU, without code generation: to see that it runs
     python benchmarks/language_models.py --part wide --limit 180  # leave out contenders that would start after 180 seconds
-    hasten tune benchmarks/language_models.py --budget 5m --only compile fp8 --updates 12 --warmup 3 --precision any -- --train --part wide   # the same model, tuned
+    hasten tune benchmarks/language_models.py --budget 5m --only compile --updates 12 --warmup 3 -- --train --part wide   # the same model, tuned
 
 Everybody trains the same model from the same weights on the same batches of 8 x 2048 tokens, with a fused AdamW. The sequences follow
 a rule with noise, so that a precision that does not learn shows. Contenders take turns, as many at a time as fit the GPU, always

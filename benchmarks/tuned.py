@@ -185,16 +185,15 @@ def hasten_tuned(bench: Bench) -> Step:
     """The values that tune chose, set as a trial of it sets them."""
     from hasten import Accelerator
     from hasten.extensions.planning.tune.trial import ScriptTrial, Spec
-    from hasten.prepare_args import PreparedObjects
 
     trial = ScriptTrial(Spec(values=bench.chosen, result="", warmup=0, updates=0))
     settings = {"mixed_precision": bench.precision, "cpu": bench.device.type == "cpu"}
     accelerator = Accelerator(**trial.settings(settings))
 
-    def changed(value: Any) -> Any:
-        return trial.prepare((value,), PreparedObjects(), lambda objects: objects)[0]
+    def change(script_object: Any) -> Any:
+        return trial.preparing((script_object,))[0]
 
-    return accelerator.capture_step(with_accelerator(accelerator, bench, changed))
+    return accelerator.capture_step(with_accelerator(accelerator, bench, change))
 
 
 def hasten_auto(bench: Bench) -> Step:
