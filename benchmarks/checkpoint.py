@@ -33,8 +33,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from loading import versions
-from recording import RESULTS, record
+from loading import installed_versions
+from recording import RESULTS, record_run
 from torch import nn
 
 from hasten import __version__ as hasten_version
@@ -59,7 +59,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
 
-def build(preset: str, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build_model_and_optimizer(
+    preset: str, device: torch.device
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A GPT-2 shaped model and AdamW with its state filled."""
     width, depth, vocab = PRESETS[preset]
     with torch.device(device):
@@ -77,18 +79,18 @@ def build(preset: str, device: torch.device) -> tuple[nn.Module, torch.optim.Opt
     return model, optimizer
 
 
-def sync(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
-def timed(action: Callable[[], object], device: torch.device) -> float:
+def time_action(action: Callable[[], object], device: torch.device) -> float:
     gc.collect()
     os.sync()
-    sync(device)
+    synchronize_device(device)
     started = time.perf_counter()
     action()
-    sync(device)
+    synchronize_device(device)
     return time.perf_counter() - started
 
 
@@ -186,7 +188,7 @@ class Unsynced(Hasten):
 
 
 @contextlib.contextmanager
-def scratch(root: str | None) -> Iterator[Path]:
+def scratch_folder(root: str | None) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="bench-ckpt-", dir=root))
     try:
         yield folder
@@ -194,7 +196,7 @@ def scratch(root: str | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def measure(
+def measure_methods(
     ways: dict[str, Any],
     device: torch.device,
     rounds: int,
@@ -222,12 +224,12 @@ def measure(
     ]
     for number, name in turns:
         method = ways[name]
-        with scratch(root) as folder:
+        with scratch_folder(root) as folder:
             saves[name].append(
-                timed(partial(method.save, folder / f"c{number}"), device)
+                time_action(partial(method.save, folder / f"c{number}"), device)
             )
             loads[name].append(
-                timed(partial(method.load, folder / f"c{number}"), device)
+                time_action(partial(method.load, folder / f"c{number}"), device)
             )
             sizes[name] = sum(
                 path.stat().st_size for path in folder.rglob("*") if path.is_file()
@@ -248,10 +250,10 @@ def measure_async(
 ) -> dict[str, Any]:
     """How long save_state(blocking=False) holds training up, the first time and later, and how long it writes."""
     stalls, totals = [], []
-    with scratch(root) as folder:
+    with scratch_folder(root) as folder:
         for number in range(rounds):
             stalls.append(
-                timed(
+                time_action(
                     lambda n=number: method.accelerator.save_state(
                         folder / f"c{n}", blocking=False
                     ),
@@ -320,7 +322,7 @@ def main() -> None:
         else torch.device(accelerator.type, 0)
     )
     preset = args.preset or ("small" if device.type == "cpu" else "large")
-    model, optimizer = build(preset, device)
+    model, optimizer = build_model_and_optimizer(preset, device)
     count = sum(p.numel() for p in model.parameters())
     print(
         json.dumps(
@@ -353,37 +355,37 @@ def main() -> None:
         )
         ways["hasten"].accelerator.end_training()
         return
-    for result in measure(
+    for result in measure_methods(
         ways, device, args.rounds, args.peer_rounds or args.rounds, args.folder
     ):
         print(json.dumps(result), flush=True)
         results.append(result)
     platform_versions = {
-        **versions(device.type),
+        **installed_versions(device.type),
         "hasten": hasten_version,
         "parameters": f"{count / 1e6:.0f} M",
     }
 
-    def keep(background: dict[str, Any]) -> None:
+    def record_measurements(background: dict[str, Any]) -> None:
         measurements = {"ways": results, "background": background}
-        record(
+        record_run(
             "checkpoint",
             device.type,
             measurements,
-            markdown(platform_versions, results, background),
+            format_page(platform_versions, results, background),
             platform_versions,
             args.out,
         )
 
-    keep({})  # should the rest be cut off
+    record_measurements({})  # should the rest be cut off
     if "hasten" in ways and not args.blocking:
         background = measure_async(ways["hasten"], device, args.rounds, args.folder)
         print(json.dumps(background), flush=True)
-        keep(background)
+        record_measurements(background)
         ways["hasten"].accelerator.end_training()
 
 
-def markdown(
+def format_page(
     platform_versions: dict[str, str],
     results: list[dict[str, Any]],
     background: dict[str, Any],
@@ -402,14 +404,14 @@ def markdown(
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r['way']} | {r['save_s']:.2f} | {r['load_s']:.2f} | {_list(r['saves'])} | {_list(r['loads'])} |"
+        f"| {r['way']} | {r['save_s']:.2f} | {r['load_s']:.2f} | {_join_numbers(r['saves'])} | {_join_numbers(r['loads'])} |"
         for r in results
     ]
     if background:
         lines += [
             "",
-            f"Saving in the background (`blocking=False`): training stands still for {_list(background['stalls'])} s; "
-            f"the files are complete after {_list(background['written_after_s'])} s. The first save allocates the "
+            f"Saving in the background (`blocking=False`): training stands still for {_join_numbers(background['stalls'])} s; "
+            f"the files are complete after {_join_numbers(background['written_after_s'])} s. The first save allocates the "
             f"host memory. Peak host memory of the whole benchmark: "
             f"{background['peak_host_gb']} GB. hasten syncs to the disk before it says saved and verifies before it "
             "loads; the others do neither, but where a row says synced.",
@@ -417,7 +419,7 @@ def markdown(
     return "\n".join(lines) + "\n"
 
 
-def _list(numbers: list[float]) -> str:
+def _join_numbers(numbers: list[float]) -> str:
     return ", ".join(f"{number:.2f}" for number in numbers)
 
 

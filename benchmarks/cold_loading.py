@@ -37,9 +37,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from loading import versions
+from loading import installed_versions
 from offload import Stack, original_accelerate
-from recording import record
+from recording import record_run
 from torch import nn
 
 from hasten.checkpoint.export import save_model
@@ -69,7 +69,7 @@ def cached_share(path: Path) -> float:
         return float("nan") if failed else float((page_flags & 1).mean())
 
 
-def drop(paths: list[Path]) -> float:
+def drop_from_page_cache(paths: list[Path]) -> float:
     """Sync files and drop them from the page cache; the largest share that stayed."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
@@ -127,12 +127,12 @@ class Sizes:
             torch.accelerator.synchronize(self.device)
 
 
-def sizes(device: torch.device, gigabytes: float) -> Sizes:
+def choose_sizes(device: torch.device, gigabytes: float) -> Sizes:
     width = 1024 if device.type == "cpu" else 5120
     return Sizes(width, max(1, round(gigabytes * GB / (24 * width**2))), device)
 
 
-def contenders(device: torch.device) -> dict[str, Load]:
+def installed_contenders(device: torch.device) -> dict[str, Load]:
     """Those that are installed."""
     target_device: Any = "cpu" if device.type == "cpu" else device.index or 0
 
@@ -164,7 +164,7 @@ def contenders(device: torch.device) -> dict[str, Load]:
     return load_functions
 
 
-def timed(
+def time_load(
     size: Sizes, load: Load, folder: Path, depth: int | None = None
 ) -> tuple[float, float, nn.Module]:
     """Seconds by the clock and of the process's processors, and the loaded model."""
@@ -174,12 +174,12 @@ def timed(
     start_time, used = time.perf_counter(), processor_s()
     load(model, folder)
     if size.device.type == "cpu":
-        touch(model)
+        touch_pages(model)
     size.sync()
     return time.perf_counter() - start_time, processor_s() - used, model
 
 
-def touch(model: nn.Module) -> None:
+def touch_pages(model: nn.Module) -> None:
     """Read a byte of every page, because some contenders map files into memory, which are read when they are used."""
     for parameter in model.parameters():
         parameter.detach().view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()
@@ -190,7 +190,7 @@ def processor_s() -> float:
     return spent.ru_utime + spent.ru_stime
 
 
-def same(model: nn.Module, source: nn.Module) -> bool:
+def has_equal_weights(model: nn.Module, source: nn.Module) -> bool:
     source_parameters = dict(source.named_parameters())
     return all(
         torch.equal(loaded_parameter, source_parameters[name])
@@ -203,13 +203,13 @@ def one_turn(size: Sizes, load: Load, source: Stack, folder: Path) -> dict[str, 
     try:
         save_model(source.state_dict(), folder, max_shard_size="2GB")
         files = sorted(folder.glob("*.safetensors"))
-        left = drop(files)
-        cold, cold_cpu, model = timed(size, load, folder)
-        equal = same(model, source)
+        left = drop_from_page_cache(files)
+        cold, cold_cpu, model = time_load(size, load, folder)
+        equal = has_equal_weights(model, source)
         cached_after = statistics.mean(map(cached_share, files))
         del model
         read_once(files)
-        warm, warm_cpu, model = timed(size, load, folder)
+        warm, warm_cpu, model = time_load(size, load, folder)
         return {
             "cold_s": round(cold, 3),
             "cold_processor_s": round(cold_cpu, 3),
@@ -217,13 +217,13 @@ def one_turn(size: Sizes, load: Load, source: Stack, folder: Path) -> dict[str, 
             "warm_processor_s": round(warm_cpu, 3),
             "cached_before": round(left, 3),
             "cached_after": round(cached_after, 3),
-            "bit_equal": equal and same(model, source),
+            "bit_equal": equal and has_equal_weights(model, source),
         }
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def rounds(
+def run_rounds(
     size: Sizes,
     load_functions: dict[str, Load],
     folder: Path,
@@ -235,7 +235,7 @@ def rounds(
     source, rows = size.filled(), list[dict[str, Any]]()
     with warm_up(size, folder) as small:
         for load in load_functions.values():
-            timed(size, load, small, 1)
+            time_load(size, load, small, 1)
     longest, names = 0.0, list(load_functions)
     for number in range(max_rounds):
         started = time.perf_counter()
@@ -266,13 +266,15 @@ def warm_up(size: Sizes, folder: Path) -> Iterator[Path]:
 
 
 # -- fresh processes --------------------------------------------------------------------------------------------------
-def starts(size: Sizes, arguments: list[str], folder: Path) -> list[dict[str, Any]]:
+def measure_starts(
+    size: Sizes, arguments: list[str], folder: Path
+) -> list[dict[str, Any]]:
     """The first load of three fresh processes, one after the other, from files that the page cache does not hold before the first."""
     source, rows = size.filled(), list[dict[str, Any]]()
-    for name in contenders(size.device):
+    for name in installed_contenders(size.device):
         files = folder / "files"
         save_model(source.state_dict(), files, max_shard_size="2GB")
-        left = drop(sorted(files.glob("*.safetensors")))
+        left = drop_from_page_cache(sorted(files.glob("*.safetensors")))
         for start in range(3):
             command = [
                 sys.executable,
@@ -297,14 +299,14 @@ def starts(size: Sizes, arguments: list[str], folder: Path) -> list[dict[str, An
 
 def load_once(size: Sizes, name: str, files: Path) -> dict[str, Any]:
     """Load in this process, whose device has been started before the clock."""
-    load = contenders(size.device)[name]
+    load = installed_contenders(size.device)[name]
     torch.zeros(1, device=size.device).item()
-    seconds, processor, _ = timed(size, load, files)
+    seconds, processor, _ = time_load(size, load, files)
     return {"seconds": round(seconds, 3), "processor_s": round(processor, 3)}
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
-def medians(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def compute_medians(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Median seconds of each contender, cold and warm, and how often each is as fast as Accelerate."""
     table: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(row["contender"] for row in rows):
@@ -324,7 +326,7 @@ def medians(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return table
 
 
-def page(measurements: dict[str, Any], platform_versions: dict[str, str]) -> str:
+def format_page(measurements: dict[str, Any], platform_versions: dict[str, str]) -> str:
     lines = [
         "# Cold and warm loads of safetensors",
         "",
@@ -397,7 +399,9 @@ def main() -> None:
     device = (
         torch.device("cpu") if args.device == "cpu" else torch.device(args.device, 0)
     )
-    size = sizes(device, args.gigabytes or (1.0 if device.type == "cpu" else 6.5))
+    size = choose_sizes(
+        device, args.gigabytes or (1.0 if device.type == "cpu" else 6.5)
+    )
     if args.once:
         print(json.dumps(load_once(size, args.once, args.files)))
         return
@@ -411,24 +415,24 @@ def main() -> None:
                 args.device,
                 *(["--gigabytes", str(args.gigabytes)] if args.gigabytes else []),
             ]
-            measurements["starts"] = starts(size, arguments, folder)
+            measurements["starts"] = measure_starts(size, arguments, folder)
         else:
             measurements["gigabytes"] = size.depth * 24 * size.width**2 / GB
-            measurements["rows"] = rounds(
-                size, contenders(device), folder, args.seconds, args.rounds
+            measurements["rows"] = run_rounds(
+                size, installed_contenders(device), folder, args.seconds, args.rounds
             )
             measurements["rounds"] = measurements["rows"][-1]["round"] + 1
-            measurements["medians"] = medians(measurements["rows"])
+            measurements["medians"] = compute_medians(measurements["rows"])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    platform_versions = versions(device.type)
-    print(page(measurements, platform_versions))
+    platform_versions = installed_versions(device.type)
+    print(format_page(measurements, platform_versions))
     setting = f"starts, {device.type}" if args.starts else device.type
-    record(
+    record_run(
         "cold_loading",
         setting,
         measurements,
-        page(measurements, platform_versions),
+        format_page(measurements, platform_versions),
         platform_versions,
         args.out,
     )

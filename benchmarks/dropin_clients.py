@@ -29,7 +29,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from either_package import PACKAGES, command, environment
+from either_package import PACKAGES, build_environment, contender_command
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}
 SEED, VOCABULARY = 11, 1000
@@ -56,27 +56,27 @@ def main() -> None:
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
-        inside(args)
+        run_tasks(args)
         return
-    from loading import versions
-    from recording import record
+    from loading import installed_versions
+    from recording import record_run
 
-    device = "cpu" if args.cpu else _device()
+    device = "cpu" if args.cpu else _choose_device()
     with tempfile.TemporaryDirectory() as folder:
         reports = in_turns(args, Path(folder))
-    rows = compared(reports)
+    rows = compare_reports(reports)
     platform_versions = {
-        **versions(device),
+        **installed_versions(device),
         "transformers": metadata.version("transformers"),
     }
     platform_versions["accelerate"] = " and ".join(
         reports[package]["version"] for package in PACKAGES
     )
-    record(
+    record_run(
         "dropin_clients",
         device,
         {"rows": rows, "found": reports},
-        page(platform_versions, rows),
+        format_page(platform_versions, rows),
         platform_versions,
     )
     if not all(row["equal"] == "yes" for row in rows):
@@ -86,7 +86,8 @@ def main() -> None:
 def in_turns(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     """What the clients did in two processes, one for each package, of which one computes at a time."""
     running = {
-        package: started(package, args, folder / package) for package in PACKAGES
+        package: start_contender(package, args, folder / package)
+        for package in PACKAGES
     }
     try:
         while running:
@@ -115,18 +116,18 @@ def in_turns(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]
     }
 
 
-def started(
+def start_contender(
     package: str, args: argparse.Namespace, folder: Path
 ) -> subprocess.Popen[str]:
     """A process that finds this package, and waits for its first turn."""
-    site_folder = environment(package, folder / "site", args.original)
+    site_folder = build_environment(package, folder / "site", args.original)
     options = ["--inside", str(folder), "--steps", str(args.steps)]
     options += [
         flag
         for flag, is_given in (("--quick", args.quick), ("--cpu", args.cpu))
         if is_given
     ]
-    words, variables = command(site_folder, __file__, *options)
+    words, variables = contender_command(site_folder, __file__, *options)
     # or matrix products on a GPU are not repeatable
     variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     # tiny models; threads that wait for each other would be measured
@@ -136,7 +137,7 @@ def started(
     )
 
 
-def compared(reports: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def compare_reports(reports: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for every task: the largest difference, and both times."""
     original_tasks, dropin_tasks = (reports[package]["tasks"] for package in PACKAGES)
     rows = []
@@ -174,7 +175,7 @@ def compared(reports: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def page(platform_versions: dict[str, str], rows: list[dict[str, Any]]) -> str:
+def format_page(platform_versions: dict[str, str], rows: list[dict[str, Any]]) -> str:
     """The table."""
     lines = ["# transformers on the drop-in, beside the original", ""]
     lines += [
@@ -192,7 +193,7 @@ def page(platform_versions: dict[str, str], rows: list[dict[str, Any]]) -> str:
 
 
 # -- inside of one package's process ------------------------------------------------------------------------------
-def inside(args: argparse.Namespace) -> None:
+def run_tasks(args: argparse.Namespace) -> None:
     """Run every task and leave the numbers in found.json."""
     import torch
 
@@ -200,18 +201,18 @@ def inside(args: argparse.Namespace) -> None:
 
     sys.stdin.readline()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    device = "cpu" if args.cpu else _device()
+    device = "cpu" if args.cpu else _choose_device()
     small = args.quick or device == "cpu"
     tasks: dict[str, Any] = {}
     for precision in ("fp32", "bf16"):
-        for name, make in (("GPT-2", gpt2), ("BERT", bert)):
+        for name, make in (("GPT-2", build_gpt2), ("BERT", build_bert)):
             label = f"Trainer, {name}, {args.steps} steps, {precision}"
-            tasks[label] = trained(make(small), args, precision == "bf16", small)
+            tasks[label] = train_model(make(small), args, precision == "bf16", small)
             print(
                 f"{label}: {tasks[label]['numbers'][-1]:.6f}, {tasks[label]['ms']:.1f} ms a step",
                 flush=True,
             )
-    tasks |= placed(args.inside, device, small)
+    tasks |= measure_placed_model(args.inside, device, small)
     report = {"version": accelerate.__version__, "tasks": tasks}
     (args.inside / "found.json").write_text(json.dumps(report))
 
@@ -226,7 +227,7 @@ def next_turn(device: str) -> None:
     sys.stdin.readline()
 
 
-def gpt2(small: bool, **options: Any) -> Any:
+def build_gpt2(small: bool, **options: Any) -> Any:
     """A GPT-2 with random weights."""
     import transformers
 
@@ -245,7 +246,7 @@ def gpt2(small: bool, **options: Any) -> Any:
     )
 
 
-def bert(small: bool) -> Any:
+def build_bert(small: bool) -> Any:
     """A BERT classifier with random weights."""
     import transformers
 
@@ -262,7 +263,7 @@ def bert(small: bool) -> Any:
     return transformers.BertForSequenceClassification(config)
 
 
-def trained(
+def train_model(
     model: Any, args: argparse.Namespace, bf16: bool, small: bool
 ) -> dict[str, Any]:
     """The loss and gradient norm of every step, and the median time of a step."""
@@ -270,7 +271,7 @@ def trained(
     import transformers
 
     gaps: list[float] = []
-    device = "cpu" if args.cpu else _device()
+    device = "cpu" if args.cpu else _choose_device()
 
     class Clock(transformers.TrainerCallback):  # type: ignore[misc]  # transformers has no types here
         last: float | None = None
@@ -292,7 +293,7 @@ def trained(
             logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, seed=SEED, use_cpu=device == "cpu",
             gradient_accumulation_steps=2, warmup_steps=3, dataloader_pin_memory=device == "cuda",
         )  # fmt: skip
-        rows = sequences(model, 16 if small else 64)
+        rows = draw_sequences(model, 16 if small else 64)
         trainer = transformers.Trainer(
             model=model, args=options, train_dataset=rows, callbacks=[Clock()]
         )
@@ -307,7 +308,7 @@ def trained(
     }
 
 
-def sequences(model: Any, length: int) -> list[dict[str, Any]]:
+def draw_sequences(model: Any, length: int) -> list[dict[str, Any]]:
     """Rows of random tokens; a GPT-2 learns them, a BERT the parity of their sum."""
     import torch
 
@@ -320,13 +321,13 @@ def sequences(model: Any, length: int) -> list[dict[str, Any]]:
     ]
 
 
-def placed(folder: Path, device: str, small: bool) -> dict[str, Any]:
+def measure_placed_model(folder: Path, device: str, small: bool) -> dict[str, Any]:
     """Logits and tokens of a GPT-2 that fits by half, in float32 and in bf16."""
     import torch
     import transformers
 
     tasks = {}
-    model = gpt2(small)
+    model = build_gpt2(small)
     model.generation_config.pad_token_id = 0
     model_bytes = sum(
         parameter.numel() * parameter.element_size() for parameter in model.parameters()
@@ -361,9 +362,9 @@ def placed(folder: Path, device: str, small: bool) -> dict[str, Any]:
             logits = (
                 loaded(inputs).logits.float().flatten()[:: 7 if small else 97].tolist()
             )
-            forward = _timed(partial(loaded, inputs), device)
+            forward = _time_turns(partial(loaded, inputs), device)
             words = loaded.generate(inputs, **options).tolist()
-            tokens = _timed(partial(loaded.generate, inputs, **options), device)
+            tokens = _time_turns(partial(loaded.generate, inputs, **options), device)
         common = {"map": device_map, "tokens": words, "numbers": logits}
         tasks[f'device_map="auto", forward, {precision}'] = {
             **common,
@@ -383,7 +384,7 @@ def placed(folder: Path, device: str, small: bool) -> dict[str, Any]:
     return tasks
 
 
-def _timed(run: Callable[[], Any], device: str) -> float:
+def _time_turns(run: Callable[[], Any], device: str) -> float:
     import torch
 
     times = []
@@ -397,7 +398,7 @@ def _timed(run: Callable[[], Any], device: str) -> float:
     return statistics.median(times[1:])
 
 
-def _device() -> str:
+def _choose_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

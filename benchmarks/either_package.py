@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("original", "drop-in")
 
 
-def environment(package: str, folder: Path, original: Path | None = None) -> Path:
+def build_environment(package: str, folder: Path, original: Path | None = None) -> Path:
     """An environment with that package, below `folder`; `original` is where to find it when it is not installed."""
     # by this name libraries that pickle know what is not the user's own code
     folder = folder / "site-packages"
@@ -46,7 +46,7 @@ def environment(package: str, folder: Path, original: Path | None = None) -> Pat
     return folder
 
 
-def command(
+def contender_command(
     folder: Path, script: str | Path, *options: str
 ) -> tuple[list[str], dict[str, str]]:
     """What to start, and its variables: `subprocess.Popen(words, env=variables)`."""

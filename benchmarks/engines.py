@@ -35,8 +35,8 @@ from unittest import mock
 
 import torch
 from fp8 import Size, floor, sequences
-from loading import versions
-from recording import RESULTS, record
+from loading import installed_versions
+from recording import RESULTS, record_run
 from torch import Tensor
 
 from hasten import Accelerator
@@ -72,7 +72,7 @@ class Contender:
     """DeepSpeed's settings where it is called without hasten."""
 
 
-def contenders(drive: Path) -> list[Contender]:
+def list_contenders(drive: Path) -> list[Contender]:
     """All of them; those that offload to a drive write to this folder."""
     memory, files = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(drive)}
     all_contenders = []
@@ -99,7 +99,10 @@ def contenders(drive: Path) -> list[Contender]:
                 scheduled=True,
             ),
             Contender(
-                f"DeepSpeed ZeRO 1, {name}", precision, zero(stage=1), "deepspeed"
+                f"DeepSpeed ZeRO 1, {name}",
+                precision,
+                zero_settings(stage=1),
+                "deepspeed",
             ),
             Contender(
                 f"bare DeepSpeed ZeRO 1, {name}",
@@ -108,7 +111,10 @@ def contenders(drive: Path) -> list[Contender]:
                 bare={"stage": 1},
             ),
             Contender(
-                f"DeepSpeed ZeRO 3, {name}", precision, zero(stage=3), "deepspeed"
+                f"DeepSpeed ZeRO 3, {name}",
+                precision,
+                zero_settings(stage=3),
+                "deepspeed",
             ),
             Contender(
                 f"bare DeepSpeed ZeRO 3, {name}",
@@ -119,35 +125,37 @@ def contenders(drive: Path) -> list[Contender]:
             Contender(
                 f"DeepSpeed ZeRO 3, {name}, {IN_MEMORY}",
                 precision,
-                offloaded(memory, memory),
+                offload_settings(memory, memory),
                 "deepspeed",
             ),
             Contender(
                 f"DeepSpeed ZeRO 3, {name}, {ON_DRIVE}",
                 precision,
-                offloaded(files, memory),
+                offload_settings(files, memory),
                 "deepspeed",
             ),
             Contender(
                 f"DeepSpeed ZeRO 3, {name}, {ALL_ON_DRIVE}",
                 precision,
-                offloaded(files, files),
+                offload_settings(files, files),
                 "deepspeed",
             ),
         ]
     return all_contenders
 
 
-def zero(**options: Any) -> dict[str, Any]:
+def zero_settings(**options: Any) -> dict[str, Any]:
     return {
         "strategy": "deepspeed",
         "deepspeed_plugin": {"hf_ds_config": {"zero_optimization": options}},
     }
 
 
-def offloaded(parameters: dict[str, str], state: dict[str, str]) -> dict[str, Any]:
+def offload_settings(
+    parameters: dict[str, str], state: dict[str, str]
+) -> dict[str, Any]:
     """Sub-groups of one parameter, as state on a drive has them, because they decide the order of sums."""
-    return zero(
+    return zero_settings(
         stage=3, sub_group_size=1, offload_param=parameters, offload_optimizer=state
     )
 
@@ -209,7 +217,7 @@ def bare_training(
     return step
 
 
-def training(
+def start_training(
     contender: Contender, size: Size, device: torch.device, fused: bool
 ) -> tuple[Step, Accelerator | None]:
     """One step of the contender, which takes a batch and gives its loss, and what it runs on, if that is hasten."""
@@ -239,7 +247,9 @@ def training(
     return step, accelerator
 
 
-def resumed(step: Step, accelerator: Accelerator, batches: list[Tensor]) -> float:
+def resume_difference(
+    step: Step, accelerator: Accelerator, batches: list[Tensor]
+) -> float:
     """The largest distance of a loss after loading the state to the one after saving it; 0 is bit for bit."""
     with tempfile.TemporaryDirectory() as folder:
         accelerator.save_state(Path(folder) / "state")
@@ -263,7 +273,7 @@ def losses_of(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     start_time = time.perf_counter()
-    step, accelerator = training(contender, size, device, fused)
+    step, accelerator = start_training(contender, size, device, fused)
     values = torch.stack([step(batch) for batch in batches]).float().tolist()
     row: dict[str, Any] = {
         "contender": contender.name,
@@ -276,12 +286,14 @@ def losses_of(
         (torch.cuda.max_memory_allocated() - initial_bytes) / 2**30 if on_gpu else None
     )
     row["resumed"] = (
-        None if accelerator is None else resumed(step, accelerator, batches[:4])
+        None
+        if accelerator is None
+        else resume_difference(step, accelerator, batches[:4])
     )
     return step, row
 
 
-def turns(
+def take_turns(
     steps: dict[str, Step], size: Size, batches: list[Tensor], failed: dict[str, str]
 ) -> dict[str, list[float]]:
     """Seconds a step of every round, contenders in turns and every other round in reverse order."""
@@ -305,7 +317,7 @@ def turns(
     return times
 
 
-def farthest(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
+def farthest_loss(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
     """The largest distance of a loss to the native run's of the same precision."""
     kind = row["contender"].split(", ")[1]
     base = next(
@@ -369,8 +381,8 @@ def over_bare(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def page(measurements: dict[str, Any]) -> str:
-    def shown(value: float | None, digits: int, scale: float = 1.0) -> str:
+def format_page(measurements: dict[str, Any]) -> str:
+    def format_number(value: float | None, digits: int, scale: float = 1.0) -> str:
         return "" if value is None else f"{value * scale:.{digits}f}"
 
     lines = [
@@ -390,13 +402,13 @@ def page(measurements: dict[str, Any]) -> str:
         quartiles = row.get("quartiles")
         cells = [
             row["contender"],
-            shown(row.get("tokens a second"), 1, 1e-3),
-            shown(row.get("ratio"), 3),
+            format_number(row.get("tokens a second"), 1, 1e-3),
+            format_number(row.get("ratio"), 3),
             f"{quartiles[0]:.2f}–{quartiles[1]:.2f}" if quartiles else "",
-            shown(row["peak GiB"], 2),
-            shown(row["first loss"], 4),
-            shown(row["last loss"], 4),
-            shown(farthest(row, measurements["rows"]), 5),
+            format_number(row["peak GiB"], 2),
+            format_number(row["first loss"], 4),
+            format_number(row["last loss"], 4),
+            format_number(farthest_loss(row, measurements["rows"]), 5),
             ""
             if row["resumed"] is None
             else "bit for bit"
@@ -454,7 +466,7 @@ def stand_in(stack: ExitStack) -> None:
     stack.enter_context(module.megatron_on_cpu())
 
 
-def missing(contender: Contender) -> str | None:
+def missing_reason(contender: Contender) -> str | None:
     """Why the contender cannot take part, or None."""
     if contender.package is None:
         return None
@@ -511,7 +523,7 @@ def main() -> None:
     )
     measurements: dict[str, Any] = {
         "model": size.name,
-        "versions": versions(args.device),
+        "versions": installed_versions(args.device),
         "parameters": count,
     }
     measurements |= {
@@ -522,7 +534,7 @@ def main() -> None:
     }
     measurements |= {"fused": fused, "rows": [], "left out": {}, "failed": {}}
     for name in ("transformers", "megatron-core", "deepspeed"):
-        if not missing(Contender(name, "no", package=name)):
+        if not missing_reason(Contender(name, "no", package=name)):
             measurements["versions"][name] = metadata.version(name)
     setting = ", ".join([*([args.only] if args.only else []), args.device])
     steps: dict[str, Step] = {}
@@ -533,7 +545,7 @@ def main() -> None:
                 stand_in(stack)
         drive = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         torch.use_deterministic_algorithms(True)
-        for contender in contenders(drive):
+        for contender in list_contenders(drive):
             if (
                 args.only
                 and contender.package
@@ -544,7 +556,7 @@ def main() -> None:
                 continue
             if any(word in contender.name for word in args.without):
                 continue
-            if (why := missing(contender)) is not None:
+            if (why := missing_reason(contender)) is not None:
                 measurements["left out"][contender.name] = why
                 continue
             try:
@@ -564,25 +576,25 @@ def main() -> None:
                     flush=True,
                 )
             gc.collect()
-        record(
+        record_run(
             "engines",
             setting,
             measurements,
-            page(measurements),
+            format_page(measurements),
             measurements.get("versions"),
             args.out,
         )
         torch.use_deterministic_algorithms(False)
         with_speed(
             measurements["rows"],
-            turns(steps, size, batches, measurements["failed"]),
+            take_turns(steps, size, batches, measurements["failed"]),
             size.rows * size.length,
         )
-    record(
+    record_run(
         "engines",
         setting,
         measurements,
-        page(measurements),
+        format_page(measurements),
         measurements.get("versions"),
         args.out,
     )

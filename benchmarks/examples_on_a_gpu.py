@@ -22,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from loading import versions
-from recording import record
+from loading import installed_versions
+from recording import record_run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TIMEOUT_S = 240
@@ -62,7 +62,7 @@ class Outcome:
     last_line: str
 
 
-def scenarios(folder: Path) -> list[Scenario]:
+def list_scenarios(folder: Path) -> list[Scenario]:
     """Return the starts of every example that one GPU can run."""
     out = str(folder)
     return [
@@ -105,12 +105,12 @@ def scenarios(folder: Path) -> list[Scenario]:
         Scenario("context_parallel.py", (SMALL_MODEL,)),
         Scenario("make_images.py", ((f"{out}/shapes", "--num", "10"),)),
         Scenario("big_model.py", ((),)),
-        _resumed("resume.py", folder),
-        _resumed("stream.py", folder),
+        _resumed_scenario("resume.py", folder),
+        _resumed_scenario("stream.py", folder),
     ]
 
 
-def _resumed(script: str, folder: Path) -> Scenario:
+def _resumed_scenario(script: str, folder: Path) -> Scenario:
     """Return a whole run, then a run that stops and its continuation."""
     name = script.removesuffix(".py")
     uninterrupted, stopped = f"{folder}/{name}-whole", f"{folder}/{name}-stopped"
@@ -127,30 +127,30 @@ def run_scenario(scenario: Scenario) -> Outcome:
     start_time = time.monotonic()
     last_lines = []
     for arguments in scenario.starts:
-        completed = _start(
+        completed = _start_example(
             scenario.script, arguments, is_deterministic=scenario.equal_ends
         )
         lines = (completed.stdout.strip() or completed.stderr.strip()).splitlines()
         last_lines.append(lines[-1] if lines else "")
         if completed.returncode != 0:
             message = completed.stderr.strip().splitlines()[-1:]
-            return _outcome(
+            return _make_outcome(
                 scenario,
                 f"exit status {completed.returncode}",
                 start_time,
                 " ".join(message),
             )
     if scenario.equal_ends and last_lines[0] != last_lines[-1]:
-        return _outcome(
+        return _make_outcome(
             scenario,
             "resumed differs",
             start_time,
             f"{last_lines[0]} / {last_lines[-1]}",
         )
-    return _outcome(scenario, "ok", start_time, last_lines[-1])
+    return _make_outcome(scenario, "ok", start_time, last_lines[-1])
 
 
-def _outcome(
+def _make_outcome(
     scenario: Scenario, status: str, start_time: float, last_line: str
 ) -> Outcome:
     arguments = " ".join(
@@ -167,7 +167,7 @@ def _outcome(
     )
 
 
-def _start(
+def _start_example(
     script: str, arguments: Sequence[str], *, is_deterministic: bool
 ) -> subprocess.CompletedProcess[str]:
     program = [str(EXAMPLES / script)]
@@ -196,7 +196,7 @@ def _start(
         )
 
 
-def page(outcomes: Sequence[Outcome]) -> str:
+def format_page(outcomes: Sequence[Outcome]) -> str:
     """Return the outcomes as a Markdown table, with the examples that did not run and what they need."""
     lines = [
         "| example | arguments | | seconds | last line |",
@@ -230,11 +230,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         selected_scenarios = [
             scenario
-            for scenario in scenarios(Path(folder))
+            for scenario in list_scenarios(Path(folder))
             if args.only in scenario.script
         ]
         outcomes = list(pool.map(run_scenario, selected_scenarios))
-    text = page(outcomes)
+    text = format_page(outcomes)
     print(text)
     if not args.only:
         numbers = [
@@ -245,8 +245,12 @@ def main() -> int:
             }
             for outcome in outcomes
         ]
-        record(
-            "examples_on_a_gpu", "cuda", {"outcomes": numbers}, text, versions("cuda")
+        record_run(
+            "examples_on_a_gpu",
+            "cuda",
+            {"outcomes": numbers},
+            text,
+            installed_versions("cuda"),
         )
     return int(any(outcome.status != "ok" for outcome in outcomes))
 

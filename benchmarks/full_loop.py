@@ -31,9 +31,9 @@ from typing import Any
 
 import input_bound
 import torch
-from loading import versions
-from measuring import computing
-from recording import RESULTS, record
+from loading import installed_versions
+from measuring import record_dtypes
+from recording import RESULTS, record_run
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -117,7 +117,9 @@ def parts_of(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer, An
 
 
 # -- the contenders ---------------------------------------------------------------------------------------------------
-def bare(case: Case, device: torch.device, data: Rows, pinned: bool = False) -> Loop:
+def run_bare_loop(
+    case: Case, device: torch.device, data: Rows, pinned: bool = False
+) -> Loop:
     """The loop a careful person writes by hand."""
     model, optimizer, scheduler = parts_of(device)
     loader = loader_of(data, case.workers, pinned)
@@ -131,7 +133,7 @@ def bare(case: Case, device: torch.device, data: Rows, pinned: bool = False) -> 
         with torch.autocast(device.type, dtype):
             return F.cross_entropy(model(x), y)
 
-    def update() -> None:
+    def apply_update() -> None:
         if case.clip:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if scaler is None:
@@ -151,17 +153,19 @@ def bare(case: Case, device: torch.device, data: Rows, pinned: bool = False) -> 
                 loss = loss / case.every
             (loss if scaler is None else scaler.scale(loss)).backward()
             if number % case.every == 0:
-                update()
+                apply_update()
             yield
 
 
 def bare_pinned(case: Case, device: torch.device, data: Rows) -> Loop:
     if device.type == "cpu":
         raise ImportError("pinned memory is for GPUs")
-    return bare(case, device, data, pinned=True)
+    return run_bare_loop(case, device, data, pinned=True)
 
 
-def accelerated(accelerator: Any, case: Case, device: torch.device, data: Rows) -> Loop:
+def run_with_accelerator(
+    accelerator: Any, case: Case, device: torch.device, data: Rows
+) -> Loop:
     """The loop for an object with Accelerate's method names."""
     training_objects, loader = parts_of(device), loader_of(data, case.workers)
     model, optimizer, scheduler, loader = accelerator.prepare(*training_objects, loader)
@@ -193,7 +197,7 @@ def hasten(case: Case, device: torch.device, data: Rows) -> Loop:
         gradient_accumulation_steps=case.every,
         cpu=device.type == "cpu",
     )
-    return accelerated(accelerator, case, device, data)
+    return run_with_accelerator(accelerator, case, device, data)
 
 
 def accelerate(case: Case, device: torch.device, data: Rows) -> Loop:
@@ -203,7 +207,7 @@ def accelerate(case: Case, device: torch.device, data: Rows) -> Loop:
         gradient_accumulation_steps=case.every,
         step_scheduler_with_optimizer=True,
     )
-    return accelerated(accelerator, case, device, data)
+    return run_with_accelerator(accelerator, case, device, data)
 
 
 def accelerate_object(device: torch.device, **settings: Any) -> Any:
@@ -251,7 +255,7 @@ def fabric(case: Case, device: torch.device, data: Rows) -> Loop:
 
 
 CONTENDERS: dict[str, Callable[[Case, torch.device, Rows], Loop]] = {
-    "bare torch": bare,
+    "bare torch": run_bare_loop,
     "bare torch, pinned": bare_pinned,
     "hasten": hasten,
     "Fabric": fabric,
@@ -274,7 +278,7 @@ def take_turns(
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 sync()
                 start_time, spent = time.perf_counter(), time.process_time()
-                advance(passes[name])
+                advance_loop(passes[name])
                 sync()
                 took = (
                     (time.perf_counter() - start_time) / TURN,
@@ -287,12 +291,14 @@ def take_turns(
     return times
 
 
-def advance(loop: Loop) -> None:
+def advance_loop(loop: Loop) -> None:
     for _ in range(TURN):
         next(loop)
 
 
-def summary(times: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, Any]]:
+def summarize_times(
+    times: dict[str, list[tuple[float, float]]],
+) -> dict[str, dict[str, Any]]:
     """Median microseconds, ratio to the faster bare loop by the clock and by processor time, and the ratio's quartiles."""
     summaries: dict[str, dict[str, Any]] = {}
     medians = {
@@ -319,15 +325,15 @@ def summary(times: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, 
     return summaries
 
 
-def build(
+def build_contenders(
     case: Case, device: torch.device, data: Rows, left_out: set[str]
 ) -> dict[str, Loop]:
     passes = {}
     for name, make in CONTENDERS.items():
         try:
             passes[name] = make(case, device, data)
-            with computing() as computed_dtypes:
-                advance(passes[name])
+            with record_dtypes() as computed_dtypes:
+                advance_loop(passes[name])
             if case.precision != "no" and DTYPES[case.precision] not in computed_dtypes:
                 raise RuntimeError(
                     f"asked for {case.precision}, it computes in {', '.join(map(str, computed_dtypes))}"
@@ -344,7 +350,7 @@ def build(
     return passes
 
 
-def loops(
+def measure_loops(
     device: torch.device,
     workers: list[int],
     rounds: int,
@@ -360,10 +366,10 @@ def loops(
             times: dict[str, list[tuple[float, float]]] = {}
             for _ in range(BUILDS):
                 for name, round_times in take_turns(
-                    build(case, device, data, left_out), rounds, device
+                    build_contenders(case, device, data, left_out), rounds, device
                 ).items():
                     times.setdefault(name, []).extend(round_times)
-            rows = summary(times)
+            rows = summarize_times(times)
             contender_texts = [
                 f"{n} {r['microseconds']:.0f} µs (x {r['ratio']:.3f})"
                 for n, r in rows.items()
@@ -381,14 +387,16 @@ def loops(
 
 
 # -- the loader alone ---------------------------------------------------------------------------------------------------
-def loaders(
+def measure_loaders(
     device: torch.device, workers: list[int], rounds: int
 ) -> Iterator[dict[str, Any]]:
     """Microseconds a batch, with nothing done to it but the copy to the device."""
     data = Rows()
     for count in workers:
         turns = rounds if count else 4 * rounds
-        rows = summary(take_turns(readers(device, data, count), turns, device))
+        rows = summarize_times(
+            take_turns(prepare_readers(device, data, count), turns, device)
+        )
         contender_texts = [
             f"{n} {r['microseconds']:.1f} µs (x {r['ratio']:.3f})"
             for n, r in rows.items()
@@ -399,7 +407,7 @@ def loaders(
         yield {"workers": count, "rounds": turns, "contenders": rows}
 
 
-def readers(device: torch.device, data: Rows, workers: int) -> dict[str, Loop]:
+def prepare_readers(device: torch.device, data: Rows, workers: int) -> dict[str, Loop]:
     def by_hand(pinned: bool) -> Iterable[Any]:
         loader = loader_of(data, workers, pinned)
         if device.type == "cpu":
@@ -415,7 +423,7 @@ def readers(device: torch.device, data: Rows, workers: int) -> dict[str, Loop]:
 
         return Moving()
 
-    def ours() -> Iterable[Any]:
+    def read_with_hasten() -> Iterable[Any]:
         from hasten import Accelerator
 
         prepared_loader: Iterable[Any] = Accelerator(cpu=device.type == "cpu").prepare(
@@ -423,7 +431,7 @@ def readers(device: torch.device, data: Rows, workers: int) -> dict[str, Loop]:
         )
         return prepared_loader
 
-    def fabrics() -> Iterable[Any]:
+    def read_with_fabric() -> Iterable[Any]:
         from lightning.fabric import Fabric
 
         prepared_loader: Iterable[Any] = Fabric(
@@ -436,27 +444,27 @@ def readers(device: torch.device, data: Rows, workers: int) -> dict[str, Loop]:
     }
     if device.type == "cuda":
         makers["bare torch, pinned"] = lambda: by_hand(True)
-    makers |= {"hasten": ours, "Fabric": fabrics}
+    makers |= {"hasten": read_with_hasten, "Fabric": read_with_fabric}
     makers["Accelerate"] = lambda: accelerate_object(device).prepare(
         loader_of(data, workers)
     )
     passes = {}
     for name, make in makers.items():
         try:
-            passes[name] = reading(make())
+            passes[name] = read_forever(make())
         except ImportError:
             continue
     return passes
 
 
-def reading(loader: Iterable[Any]) -> Loop:
+def read_forever(loader: Iterable[Any]) -> Loop:
     while True:
         for _ in loader:
             yield
 
 
 # -- single calls ---------------------------------------------------------------------------------------------------------
-def calls(device: torch.device, rounds: int) -> list[dict[str, Any]]:
+def measure_calls(device: torch.device, rounds: int) -> list[dict[str, Any]]:
     """Microseconds of one call, hasten's beside torch's own."""
     from hasten import Accelerator
 
@@ -520,10 +528,10 @@ def calls(device: torch.device, rounds: int) -> list[dict[str, Any]]:
     for name, (hasten_call, torch_call) in pairs.items():
         row: dict[str, Any] = {
             "call": name,
-            "hasten": single(hasten_call, device, rounds),
+            "hasten": time_call(hasten_call, device, rounds),
         }
         if torch_call is not None:
-            row["bare torch"] = single(torch_call, device, rounds)
+            row["bare torch"] = time_call(torch_call, device, rounds)
         call_rows.append(row)
         print(
             ", ".join(
@@ -537,7 +545,7 @@ def calls(device: torch.device, rounds: int) -> list[dict[str, Any]]:
     return call_rows
 
 
-def single(
+def time_call(
     call: Callable[[], Any], device: torch.device, rounds: int, block: int = 100
 ) -> float:
     sync = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
@@ -557,7 +565,7 @@ def single(
 
 
 # -- the report -----------------------------------------------------------------------------------------------------------
-def cell(row: dict[str, Any] | None, digits: int = 0) -> str:
+def format_cell(row: dict[str, Any] | None, digits: int = 0) -> str:
     if row is None:
         return "–"
     low, _, high = row["ratio_quartiles"]
@@ -567,7 +575,7 @@ def cell(row: dict[str, Any] | None, digits: int = 0) -> str:
     return f"**{text}**" if row["reference"] else text
 
 
-def markdown(measurements: dict[str, Any], device: str) -> str:
+def format_page(measurements: dict[str, Any], device: str) -> str:
     names = [
         n
         for n in CONTENDERS
@@ -598,12 +606,14 @@ def markdown(measurements: dict[str, Any], device: str) -> str:
     for row in measurements["loops"]:
         for contender_row in row["contenders"].values():
             contender_row["show_processor"] = device == "cpu"
-        cells = " | ".join(cell(row["contenders"].get(name)) for name in names)
+        cells = " | ".join(format_cell(row["contenders"].get(name)) for name in names)
         lines.append(f"| {row['case']} | {row['workers']} | {cells} |")
     for row in measurements["loaders"]:
         for contender_row in row["contenders"].values():
             contender_row["show_processor"] = device == "cpu"
-        cells = " | ".join(cell(row["contenders"].get(name), 1) for name in names)
+        cells = " | ".join(
+            format_cell(row["contenders"].get(name), 1) for name in names
+        )
         lines.append(f"| loader alone | {row['workers']} | {cells} |")
     if measurements["calls"]:
         lines += [
@@ -672,7 +682,7 @@ def main() -> None:
     }
     start_time = time.perf_counter()
     measurements: dict[str, Any] = {
-        "versions": versions(args.device),
+        "versions": installed_versions(args.device),
         "loaders": [],
         "loops": [],
         "left_out": [],
@@ -681,36 +691,36 @@ def main() -> None:
         ", workers" if args.workers and 0 not in args.workers else ""
     )
 
-    def keep() -> None:
+    def record_measurements() -> None:
         measurements["left_out"] = sorted(left_out)
         measurements["seconds"] = time.perf_counter() - start_time
-        record(
+        record_run(
             "full_loop",
             setting,
             measurements,
-            markdown(measurements, args.device),
+            format_page(measurements, args.device),
             measurements["versions"],
             args.out,
         )
 
-    measurements["calls"] = [] if args.published else calls(device, 20)
-    for row in loops(device, workers[:1], rounds, args.columns, left_out):
+    measurements["calls"] = [] if args.published else measure_calls(device, 20)
+    for row in measure_loops(device, workers[:1], rounds, args.columns, left_out):
         measurements["loops"].append(row)
-        keep()
-    measurements["input_bound"] = input_bound.measure(
+        record_measurements()
+    measurements["input_bound"] = input_bound.measure_contenders(
         device, rounds=3 if device.type == "cpu" else 6
     )
-    for row in loaders(device, [] if args.published else workers, rounds):
+    for row in measure_loaders(device, [] if args.published else workers, rounds):
         measurements["loaders"].append(row)
-        keep()
-    for row in loops(device, workers[1:], rounds, args.columns, left_out):
+        record_measurements()
+    for row in measure_loops(device, workers[1:], rounds, args.columns, left_out):
         measurements["loops"].append(row)
-        keep()
+        record_measurements()
         if time.perf_counter() - start_time > args.seconds:
             print(f"stopped after {args.seconds} s", flush=True)
             break
-    keep()
-    print(f"{markdown(measurements, args.device)}\n{measurements['seconds']:.0f} s")
+    record_measurements()
+    print(f"{format_page(measurements, args.device)}\n{measurements['seconds']:.0f} s")
 
 
 if __name__ == "__main__":

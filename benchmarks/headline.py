@@ -10,7 +10,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from PIL import Image
-from recording import newest
+from recording import newest_measurements
 
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "headline.png"
 
@@ -23,17 +23,18 @@ COLOURS = {
 Panel = tuple[str, str, dict[str, float]]
 
 
-def panels() -> list[Panel]:
+def list_panels() -> list[Panel]:
     """Title, unit and a number for each contender; every number stands in a file of benchmarks/results."""
     offload = {
-        (row["part"], row["what"]): row for row in newest("offload", "cuda")["rows"]
+        (row["part"], row["what"]): row
+        for row in newest_measurements("offload", "cuda")["rows"]
     }
     forward = {
         contender: offload[("cpu forward", contender)]["seconds"]
         for contender in ("hasten", "Accelerate")
     }
-    loads = newest("cold_loading", "cuda")
-    bound = newest("full_loop", "cuda")["input_bound"]
+    loads = newest_measurements("cold_loading", "cuda")
+    bound = newest_measurements("full_loop", "cuda")["input_bound"]
     return [
         (
             f"forward of a {offload[('cpu forward', 'hasten')]['GB']:.0f} GB model\nfrom host memory",
@@ -56,14 +57,21 @@ def panels() -> list[Panel]:
                 for contender in ("hasten", "bare torch", "Accelerate", "Fabric")
             },
         ),
-        ("save 9.3 GB of training state,\nsynced to disk", "s", ways("save_s")),
-        ("load it again", "s", ways("load_s")),
+        (
+            "save 9.3 GB of training state,\nsynced to disk",
+            "s",
+            checkpoint_numbers("save_s"),
+        ),
+        ("load it again", "s", checkpoint_numbers("load_s")),
     ]
 
 
-def ways(key: str) -> dict[str, float]:
+def checkpoint_numbers(key: str) -> dict[str, float]:
     """One number of the checkpoint benchmark for each contender; all of them sync."""
-    rows = {row["way"]: row[key] for row in newest("checkpoint", "cuda")["ways"]}
+    rows = {
+        row["way"]: row[key]
+        for row in newest_measurements("checkpoint", "cuda")["ways"]
+    }
     return {
         "hasten": rows["hasten"],
         "bare torch": rows["torch synced"],
@@ -82,7 +90,7 @@ def drawn_in(picture: Path) -> list[Panel]:
 
 def main() -> None:
     """Draw the picture."""
-    drawn = panels()
+    drawn = list_panels()
     figure, axes = plt.subplots(1, len(drawn), figsize=(13, 2.9))
     for axis, (title, unit, numbers) in zip(axes, drawn, strict=True):
         bars = axis.bar(

@@ -19,8 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from loading import versions
-from recording import RESULTS, record
+from loading import installed_versions
+from recording import RESULTS, record_run
 
 SCRIPT = """
 import json, sys, time
@@ -56,7 +56,7 @@ print(json.dumps(times | {"all": sum(times.values())}))
 PHASES = ("import", "construct", "prepare", "first step", "all")
 
 
-def one(module: str, original: str) -> dict[str, float] | None:
+def measure_once(module: str, original: str) -> dict[str, float] | None:
     """Return the processor seconds of each part in a fresh process; None if the package is not there."""
     paths = [original] if module == "accelerate" and original else []
     python_path = os.pathsep.join([*paths, *sys.path[1:]])
@@ -82,17 +82,19 @@ def one(module: str, original: str) -> dict[str, float] | None:
     return phase_seconds
 
 
-def measure(rounds: int, original: str) -> list[dict[str, Any]]:
+def measure_modules(rounds: int, original: str) -> list[dict[str, Any]]:
     """Return one row for each contender: the median and the quartiles of each part, in milliseconds."""
     modules = [
-        module for module in ("torch", "hasten", "accelerate") if one(module, original)
+        module
+        for module in ("torch", "hasten", "accelerate")
+        if measure_once(module, original)
     ]
     times: dict[str, dict[str, list[float]]] = {
         module: {phase: [] for phase in PHASES} for module in modules
     }
     for turn in range(rounds):
         for module in modules[turn % len(modules) :] + modules[: turn % len(modules)]:
-            for phase, seconds in (one(module, original) or {}).items():
+            for phase, seconds in (measure_once(module, original) or {}).items():
                 times[module][phase].append(seconds * 1e3)
     return [
         {"what": module}
@@ -115,8 +117,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    rows = measure(3 if args.quick else args.rounds, args.original)
-    platform_versions = versions() | {"load": f"{os.getloadavg()[0]:.1f}"}
+    rows = measure_modules(3 if args.quick else args.rounds, args.original)
+    platform_versions = installed_versions() | {"load": f"{os.getloadavg()[0]:.1f}"}
     lines = [
         "# From the import to the first step",
         "",
@@ -134,7 +136,7 @@ def main() -> None:
             for phase in PHASES
         ]
         lines.append(f"| {row['what']} | " + " | ".join(cells) + " |")
-    record(
+    record_run(
         "import_time",
         "cpu",
         {"rows": rows},

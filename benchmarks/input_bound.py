@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from loading import prepared_by_all, report, summary, take_turns
+from loading import prepared_by_all, report_rows, summarize_times, take_turns
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -41,7 +41,7 @@ def as_is(batch: Any) -> Any:
     return batch
 
 
-def computing(device: torch.device, rounds: int) -> Callable[[Tensor], None]:
+def make_products(device: torch.device, rounds: int) -> Callable[[Tensor], None]:
     """Matrix products of about 3.2 ms on an H200, then one look at the batch."""
     side = 8192 if device.type != "cpu" else 128
     weight = torch.randn(
@@ -59,12 +59,12 @@ def computing(device: torch.device, rounds: int) -> Callable[[Tensor], None]:
     return compute
 
 
-def wait(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
 
-def looping(
+def make_loop(
     loader: Iterable[Any],
     compute: Callable[[Tensor], None] | None,
     device: torch.device,
@@ -75,13 +75,13 @@ def looping(
             if compute is not None:
                 compute(batch["x"])
             count += 1
-        wait(device)
+        wait_for_device(device)
         return count
 
     return loop
 
 
-def milliseconds(run: Callable[[], int]) -> float:
+def time_loop(run: Callable[[], int]) -> float:
     times = []
     for _ in range(4):
         start_time = time.perf_counter()
@@ -120,33 +120,35 @@ def by_side_stream(loader: Iterable[Any], device: torch.device) -> Iterable[Any]
     return Ahead()
 
 
-def measure(device: torch.device, rounds: int, products: int = 0) -> dict[str, Any]:
+def measure_contenders(
+    device: torch.device, rounds: int, products: int = 0
+) -> dict[str, Any]:
     """One row: copy and compute alone, and each contender's step."""
     on_gpu = device.type != "cpu"
     data = Pinned(
         device, (256, 3, 224, 224) if on_gpu else (8, 3, 32, 32), 60 if on_gpu else 20
     )
 
-    def make() -> DataLoader[Any]:
+    def make_loader() -> DataLoader[Any]:
         return DataLoader(data, batch_size=None, collate_fn=as_is)
 
-    loaders = prepared_by_all(make, device)
+    loaders = prepared_by_all(make_loader, device)
     if on_gpu:
-        loaders["bare torch, side stream"] = by_side_stream(make(), device)
-    copy = milliseconds(looping(loaders["bare torch"], None, device))
-    product_ms = milliseconds(_compute_only(computing(device, 8), device)) / 8
+        loaders["bare torch, side stream"] = by_side_stream(make_loader(), device)
+    copy = time_loop(make_loop(loaders["bare torch"], None, device))
+    product_ms = time_loop(_compute_only(make_products(device, 8), device)) / 8
     products = products or (max(round(3.2 / product_ms), 1) if on_gpu else 2)
-    compute = computing(device, products)
-    compute_ms = milliseconds(_compute_only(compute, device))
+    compute = make_products(device, products)
+    compute_ms = time_loop(_compute_only(compute, device))
     passes = {
-        name: looping(loader, compute, device) for name, loader in loaders.items()
+        name: make_loop(loader, compute, device) for name, loader in loaders.items()
     }
     row: dict[str, Any] = {
         "batch (MB)": data.batches[0]["x"].nbytes / 1e6,
         "copy alone (ms)": copy,
     }
     row["compute alone (ms)"] = compute_ms
-    for name, numbers in summary(take_turns(passes, rounds)).items():
+    for name, numbers in summarize_times(take_turns(passes, rounds)).items():
         row[f"{name} (ms)"] = numbers["milliseconds"]
         row[f"{name} / max(copy, compute)"] = numbers["milliseconds"] / max(
             copy, compute_ms
@@ -168,8 +170,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     args = parser.parse_args()
     device = torch.device(args.device)
-    row = measure(device, 3 if args.quick or args.device == "cpu" else 12, args.rounds)
-    report("input_bound", "Input-bound loop", [row], args.device)
+    row = measure_contenders(
+        device, 3 if args.quick or args.device == "cpu" else 12, args.rounds
+    )
+    report_rows("input_bound", "Input-bound loop", [row], args.device)
 
 
 def _compute_only(
@@ -180,7 +184,7 @@ def _compute_only(
     def run() -> int:
         for _ in range(30):
             compute(x)
-        wait(device)
+        wait_for_device(device)
         return 30
 
     return run

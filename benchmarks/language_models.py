@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from loading import versions
-from recording import RESULTS, record
+from loading import installed_versions
+from recording import RESULTS, record_run
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -191,7 +191,7 @@ def hasten(size: Size, device: torch.device, **settings: Any) -> Step:
     return with_accelerator(accelerator, size, device, change)
 
 
-def blocks(size: Size, **plugin_settings: Any) -> Any:
+def block_settings(size: Size, **plugin_settings: Any) -> Any:
     """Settings that compile by block."""
     from hasten import TorchDynamoPlugin
 
@@ -212,34 +212,38 @@ def fp8_settings() -> Any:
     }
 
 
-def auto(size: Size, device: torch.device) -> Step:
+def hasten_auto(size: Size, device: torch.device) -> Step:
     return hasten(size, device, performance="auto")
 
 
 def by_block(size: Size, device: torch.device) -> Step:
-    return hasten(size, device, **blocks(size))
+    return hasten(size, device, **block_settings(size))
 
 
 def by_block_with_loss(size: Size, device: torch.device) -> Step:
-    return hasten(size, device, **blocks(size, compile_loss=True))
+    return hasten(size, device, **block_settings(size, compile_loss=True))
 
 
 def fp8_by_block(size: Size, device: torch.device) -> Step:
-    return hasten(size, device, **fp8_settings(), **blocks(size, compile_loss=True))
+    return hasten(
+        size, device, **fp8_settings(), **block_settings(size, compile_loss=True)
+    )
 
 
 def fp8_auto(size: Size, device: torch.device) -> Step:
     return hasten(size, device, performance="auto", **fp8_settings())
 
 
-def chunked(size: Size, device: torch.device) -> Step:
+def hasten_chunked(size: Size, device: torch.device) -> Step:
     from hasten import use_chunked_loss
 
     def change(model: Any) -> Any:
         use_chunked_loss(model)
         return model
 
-    return hasten(size, device, change=change, **blocks(size, compile_loss=True))
+    return hasten(
+        size, device, change=change, **block_settings(size, compile_loss=True)
+    )
 
 
 REFERENCE = "bare torch, torch.compile"
@@ -247,18 +251,18 @@ EAGER = "bare torch, eager"
 CONTENDERS: dict[str, Callable[[Size, torch.device], Step]] = {
     EAGER: by_hand,
     REFERENCE: compiled_by_hand,
-    'hasten, performance="auto"': auto,
+    'hasten, performance="auto"': hasten_auto,
     "hasten, fp8, blocks and loss compiled": fp8_by_block,
     'Accelerate, dynamo_backend="inductor"': accelerate,
     "hasten, blocks and loss compiled": by_block_with_loss,
     'hasten, fp8, performance="auto"': fp8_auto,
-    "hasten, blocks and loss compiled, loss in chunks": chunked,
+    "hasten, blocks and loss compiled, loss in chunks": hasten_chunked,
     "hasten, blocks compiled": by_block,
 }
 
 
 # -- the limit ----------------------------------------------------------------------------------------------------------
-def products(size: Size, device: torch.device, seconds: float = 0.3) -> float:
+def time_products(size: Size, device: torch.device, seconds: float = 0.3) -> float:
     """Seconds that the products of matrices of one step take alone, each repeated long enough to reach the speed that the GPU sustains."""
     total = 0.0
     shapes = Counter(
@@ -274,11 +278,11 @@ def products(size: Size, device: torch.device, seconds: float = 0.3) -> float:
             draw(size.tokens, outputs) * 0.01,
         )
         for left, right in ((x, weight.t()), (gradient, weight), (gradient.t(), x)):
-            total += count * repeated(left, right, seconds)
+            total += count * time_product(left, right, seconds)
     return total
 
 
-def repeated(left: Tensor, right: Tensor, seconds: float) -> float:
+def time_product(left: Tensor, right: Tensor, seconds: float) -> float:
     """Seconds of one product among many."""
     wait = torch.cuda.synchronize if left.is_cuda else (lambda: None)
     done, spent, start_time = 0, 0.0, time.perf_counter()
@@ -303,7 +307,7 @@ class Row:
     left_out: str = ""
 
 
-def gib(device: torch.device, peak: bool = False) -> float:
+def allocated_gib(device: torch.device, peak: bool = False) -> float:
     if device.type != "cuda":
         return 0.0
     return (
@@ -311,7 +315,7 @@ def gib(device: torch.device, peak: bool = False) -> float:
     ) / 2**30
 
 
-def reset(device: torch.device) -> None:
+def reset_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -324,18 +328,18 @@ def first_steps(
 ) -> tuple[Step, Row]:
     """Build a contender and run it until everything is compiled."""
     row, loss_tensors = Row(), []
-    reset(device)
-    initial_gib, start_time = gib(device), time.monotonic()
+    reset_memory(device)
+    initial_gib, start_time = allocated_gib(device), time.monotonic()
     step = make(size, device)
     for number in range(COMPARED):
         loss_tensors.append(step(batches[number % len(batches)]))
     row.losses = [float(loss) for loss in loss_tensors]
     row.ready_s = time.monotonic() - start_time
-    row.peak = gib(device, peak=True) - initial_gib
-    reset(device)
+    row.peak = allocated_gib(device, peak=True) - initial_gib
+    reset_memory(device)
     for number in range(3):
         step(batches[number])
-    row.steady_peak = gib(device, peak=True) - initial_gib
+    row.steady_peak = allocated_gib(device, peak=True) - initial_gib
     return step, row
 
 
@@ -359,7 +363,9 @@ def take_turns(
             rows[name].seconds.append((time.perf_counter() - start_time) / size.turn)
 
 
-def groups(names: list[str], size: Size, device: torch.device) -> Iterator[list[str]]:
+def group_contenders(
+    names: list[str], size: Size, device: torch.device
+) -> Iterator[list[str]]:
     """Contenders that fit the GPU together, each group with the reference: 12 bytes a parameter, and a third of the GPU for a step."""
     compared_names = [name for name in names if name != REFERENCE]
     if device.type == "cuda":
@@ -374,7 +380,7 @@ def groups(names: list[str], size: Size, device: torch.device) -> Iterator[list[
         yield [REFERENCE, *compared_names[start : start + each]]
 
 
-def measure(kind: str, args: argparse.Namespace, device: torch.device) -> None:
+def measure_model(kind: str, args: argparse.Namespace, device: torch.device) -> None:
     """Measure one model's contenders and write the table."""
     size = (SMALL if args.small else SIZES)[kind]
     names = [
@@ -386,9 +392,9 @@ def measure(kind: str, args: argparse.Namespace, device: torch.device) -> None:
     batches = [rows.to(device) for rows in data_of(size).split(size.rows)]
     rows: dict[str, Row] = {}
     start_time = time.monotonic()
-    products_s = products(size, device)
-    reset(device)
-    for group in groups(names, size, device):
+    products_s = time_products(size, device)
+    reset_memory(device)
+    for group in group_contenders(names, size, device):
         if time.monotonic() - start_time > args.limit:
             rows |= {
                 name: Row(left_out="no time left") for name in group if name not in rows
@@ -414,11 +420,11 @@ def measure(kind: str, args: argparse.Namespace, device: torch.device) -> None:
         take_turns(steps, rows, size, batches, args.rounds or size.rounds)
         steps.clear()
         torch._dynamo.reset()
-        reset(device)
-        write(kind, size, rows, args, device, products_s)
+        reset_memory(device)
+        write_results(kind, size, rows, args, device, products_s)
 
 
-def write(
+def write_results(
     kind: str,
     size: Size,
     rows: dict[str, Row],
@@ -427,7 +433,7 @@ def write(
     products_s: float,
 ) -> None:
     flops = flops_of_token(size, model_of(size, torch.device("meta")))
-    platform_versions = versions(device.type)
+    platform_versions = installed_versions(device.type)
     for name in ("transformers", "torchao"):
         try:
             platform_versions[name] = metadata.version(name)
@@ -468,8 +474,8 @@ def write(
     measurements["left out"] = {
         name: row.left_out for name, row in rows.items() if row.left_out
     }
-    page = markdown(measurements)
-    record(
+    page = format_page(measurements)
+    record_run(
         "language_models",
         f"{kind}{', small' if args.small else ''}",
         measurements,
@@ -480,7 +486,7 @@ def write(
     print(page, flush=True)
 
 
-def markdown(measurements: dict[str, Any]) -> str:
+def format_page(measurements: dict[str, Any]) -> str:
     lines = [
         f"# Llama, {measurements['model']}",
         "",
@@ -506,7 +512,7 @@ def markdown(measurements: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def train(args: argparse.Namespace) -> None:
+def train_script(args: argparse.Namespace) -> None:
     """Train one of the models by a plain script, for `hasten tune`."""
     from hasten import Accelerator
 
@@ -551,11 +557,11 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.accumulated_recompile_limit = 1024
     if args.train:
-        train(args)
+        train_script(args)
         return
     device = torch.device("cpu" if args.small else "cuda")
     for kind in SIZES if args.part == "all" else (args.part,):
-        measure(kind, args, device)
+        measure_model(kind, args, device)
 
 
 if __name__ == "__main__":

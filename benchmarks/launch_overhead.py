@@ -19,10 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from recording import record
+from recording import record_run
 
 
-def commands(script: str, accelerate: str | None) -> dict[str, list[str]]:
+def contender_commands(script: str, accelerate: str | None) -> dict[str, list[str]]:
     """The contenders: two CPU processes of one empty script."""
     folder = Path(sys.executable).parent
     command_lines = {
@@ -59,7 +59,7 @@ def commands(script: str, accelerate: str | None) -> dict[str, list[str]]:
     return command_lines
 
 
-def measure(command: list[str], env: dict[str, str]) -> tuple[float, float]:
+def measure_command(command: list[str], env: dict[str, str]) -> tuple[float, float]:
     """Seconds of wall time and of CPU time, children included."""
     initial_usage, start = (
         resource.getrusage(resource.RUSAGE_CHILDREN),
@@ -79,7 +79,7 @@ def measure(command: list[str], env: dict[str, str]) -> tuple[float, float]:
     )
 
 
-def table(rows: dict[str, dict[str, float]]) -> str:
+def format_table(rows: dict[str, dict[str, float]]) -> str:
     """The results as Markdown."""
     base = rows["torchrun"]
     lines = [
@@ -118,11 +118,11 @@ def main() -> None:
             "HASTEN_HOME": folder,
             "HF_HOME": folder,
         }
-        contenders = commands(str(script), args.accelerate)
+        contenders = contender_commands(str(script), args.accelerate)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for turn in range(args.rounds + 1):
             for name, command in contenders.items():
-                measured_times = measure(command, env)
+                measured_times = measure_command(command, env)
                 if turn:  # the first turn warms the disk's cache
                     times[name].append(measured_times)
     rows = {
@@ -140,9 +140,9 @@ def main() -> None:
         text=True,
     ).stdout.strip()
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {version}, {args.rounds} rounds"
-    text = table(rows)
+    text = format_table(rows)
     page = f"# Starting an empty script on two processes\n\n{machine}\n\n{text}\n"
-    record(
+    record_run(
         "launch_overhead",
         "cpu",
         {"machine": machine, "rows": rows},

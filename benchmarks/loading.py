@@ -15,13 +15,13 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from recording import record
+from recording import record_run
 from torch.utils.data import DataLoader
 
 REFERENCE = "bare torch"
 
 
-def bare(loader: DataLoader[Any], device: torch.device, **_: Any) -> Iterable[Any]:
+def read_bare(loader: DataLoader[Any], device: torch.device, **_: Any) -> Iterable[Any]:
     """The loop a careful person writes: batches moved when they come, without waiting where memory is pinned."""
     if device.type == "cpu":
         return loader
@@ -58,10 +58,10 @@ def accelerate(
         raise ImportError(
             "the drop-in stands in for Accelerate here; run in an environment with the original"
         )
-    return whichever(loader, device, **settings)
+    return read_with_accelerate(loader, device, **settings)
 
 
-def whichever(
+def read_with_accelerate(
     loader: DataLoader[Any], device: torch.device, **settings: Any
 ) -> Iterable[Any]:
     """The package named `accelerate`, be it the original or the drop-in."""
@@ -87,7 +87,7 @@ def fabric(loader: DataLoader[Any], device: torch.device, **_: Any) -> Iterable[
 
 
 CONTENDERS: dict[str, Callable[..., Iterable[Any]]] = {
-    REFERENCE: bare,
+    REFERENCE: read_bare,
     "hasten": hasten,
     "Accelerate": accelerate,
     "Fabric": fabric,
@@ -128,7 +128,7 @@ def take_turns(
     return times
 
 
-def summary(
+def summarize_times(
     times: dict[str, list[float]], reference: str = REFERENCE
 ) -> dict[str, dict[str, float]]:
     """Median milliseconds, and the median of the rounds' ratios to the reference."""
@@ -144,7 +144,7 @@ def summary(
     }
 
 
-def versions(device: str = "cpu") -> dict[str, str]:
+def installed_versions(device: str = "cpu") -> dict[str, str]:
     package_versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -161,12 +161,12 @@ def versions(device: str = "cpu") -> dict[str, str]:
     return package_versions
 
 
-def report(
+def report_rows(
     name: str, title: str, rows: list[dict[str, Any]], device: str = "cpu"
 ) -> None:
     """Print the rows, and write them to the results as JSON and Markdown."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    platform_versions = versions(device)
+    platform_versions = installed_versions(device)
     lines = [
         f"# {title}",
         "",
@@ -182,7 +182,7 @@ def report(
             ", ".join(f"{key}: {_cell(value)}" for key, value in row.items()),
             flush=True,
         )
-    record(name, device, {"rows": rows}, "\n".join(lines), platform_versions)
+    record_run(name, device, {"rows": rows}, "\n".join(lines), platform_versions)
 
 
 def _cell(value: object) -> str:

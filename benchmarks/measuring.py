@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def computing() -> Iterator[set[torch.dtype]]:
+def record_dtypes() -> Iterator[set[torch.dtype]]:
     """The dtypes in which linear layers compute inside the block."""
     dtypes: set[torch.dtype] = set()
 
-    def look(module: nn.Module, inputs: object, output: object) -> None:
+    def note_dtype(module: nn.Module, inputs: object, output: object) -> None:
         if isinstance(module, nn.Linear) and isinstance(output, Tensor):
             dtypes.add(output.dtype)
 
-    handle = nn.modules.module.register_module_forward_hook(look)
+    handle = nn.modules.module.register_module_forward_hook(note_dtype)
     try:
         yield dtypes
     finally:

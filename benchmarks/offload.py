@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loading import versions
-from recording import record
+from loading import installed_versions
+from recording import record_run
 from torch import Tensor, nn
 
 from hasten.checkpoint.export import save_model
@@ -204,7 +204,7 @@ def original_accelerate() -> Any:
     return accelerate
 
 
-def build(bench: Bench, depth: int) -> Stack:
+def build_stack(bench: Bench, depth: int) -> Stack:
     """A stack on the device, with weights that keep the numbers small."""
     torch.manual_seed(0)
     with bench.device:
@@ -251,12 +251,12 @@ def measure_bandwidth(bench: Bench) -> None:
 def cpu_forward(bench: Bench) -> None:
     """A forward of blocks in host memory."""
     peer_offload = original_accelerate().cpu_offload
-    resident = build(bench, bench.depth)
+    resident = build_stack(bench, bench.depth)
     x = torch.randn(
         1, bench.tokens, bench.width, device=bench.device, dtype=torch.bfloat16
     )
     weights, block = num_bytes(resident), num_bytes(resident.blocks[0])
-    empty = lambda: meta(bench, bench.depth)  # noqa: E731
+    empty = lambda: meta_stack(bench, bench.depth)  # noqa: E731
     offloaded_model, peer = (
         on_host(bench, resident, empty),
         on_host(bench, resident, empty),
@@ -266,7 +266,7 @@ def cpu_forward(bench: Bench) -> None:
     expected_output = resident(x)
     compute = bench.turns({"resident": lambda: resident(x)})["resident"]
     resident = Stack(1, 0)  # gives the weights back
-    free(bench)
+    free_memory(bench)
     base = bench.allocated()
     pinning = bench.timed(lambda: cpu_offload(offloaded_model, bench.device))
     peer_offload(peer, bench.device)
@@ -309,12 +309,12 @@ def cpu_forward(bench: Bench) -> None:
     end_dispatch(offloaded_model)
 
 
-def meta(bench: Bench, depth: int) -> Stack:
+def meta_stack(bench: Bench, depth: int) -> Stack:
     with torch.device("meta"):
         return Stack(bench.width, depth).to(torch.bfloat16)
 
 
-def free(bench: Bench) -> None:
+def free_memory(bench: Bench) -> None:
     gc.collect()
     if not bench.tiny:
         torch.cuda.empty_cache()
@@ -333,14 +333,15 @@ def beside_diffusers(bench: Bench) -> None:
             what=f"left out: {type(error).__name__}: {error}"[:300],
         )
         return
-    source = build(bench, bench.small_depth)
+    source = build_stack(bench, bench.small_depth)
     x = torch.randn(1, 16, bench.width, device=bench.device, dtype=torch.bfloat16)
     expected_output = source(x)
     offloaded_model, rival = (
-        on_host(bench, source, lambda: meta(bench, bench.small_depth)) for _ in range(2)
+        on_host(bench, source, lambda: meta_stack(bench, bench.small_depth))
+        for _ in range(2)
     )
     del source
-    free(bench)
+    free_memory(bench)
     cpu_offload(offloaded_model, bench.device)
     apply_group_offloading(
         rival,
@@ -378,21 +379,21 @@ def disk_and_loading(bench: Bench, folder: Path) -> None:
     """Files in the page cache: loading them to the device, and forwards that stream from them."""
     accelerate = original_accelerate()
     depth = bench.small_depth
-    source = build(bench, depth)
+    source = build_stack(bench, depth)
     x = torch.randn(
         1, bench.tokens, bench.width, device=bench.device, dtype=torch.bfloat16
     )
     expected_output = source(x)
     weights = num_bytes(source)
     save_model(source.state_dict(), folder / "model", max_shard_size="2GB")
-    peer = on_host(bench, source, lambda: meta(bench, depth))
+    peer = on_host(bench, source, lambda: meta_stack(bench, depth))
     del source
-    free(bench)
+    free_memory(bench)
     target_device: Any = "cpu" if bench.tiny else 0
     loaded_models: dict[str, nn.Module] = {}
 
     def load_ours() -> None:
-        loaded_models["hasten"] = meta(bench, depth)
+        loaded_models["hasten"] = meta_stack(bench, depth)
         load_checkpoint_in_model(
             loaded_models["hasten"], folder / "model", {"": target_device}, strict=True
         )
@@ -416,8 +417,8 @@ def disk_and_loading(bench: Bench, folder: Path) -> None:
         bit_equal=equal,
     )
     loaded_models.clear()
-    free(bench)
-    streamed_model = meta(bench, depth)
+    free_memory(bench)
+    streamed_model = meta_stack(bench, depth)
     dispatch_model(
         streamed_model,
         {"": "disk"},
@@ -444,7 +445,7 @@ def disk_and_loading(bench: Bench, folder: Path) -> None:
     end_dispatch(streamed_model)
 
 
-def judge(rows: list[Row], aims: tuple[Aim, ...]) -> list[Row]:
+def judge_aims(rows: list[Row], aims: tuple[Aim, ...]) -> list[Row]:
     """Every aim with what was found, and whether all compared outputs were equal."""
     judged: list[Row] = []
     for aim in aims:
@@ -475,7 +476,7 @@ def judge(rows: list[Row], aims: tuple[Aim, ...]) -> list[Row]:
     return judged
 
 
-def write(
+def write_results(
     bench: Bench,
     benchmark: str,
     out: Path | None,
@@ -484,8 +485,11 @@ def write(
     aims: tuple[Aim, ...],
 ) -> None:
     """Record the rows and the aims."""
-    platform_versions = {**versions(bench.device.type), "seconds": str(round(seconds))}
-    judged = judge(bench.rows, aims)
+    platform_versions = {
+        **installed_versions(bench.device.type),
+        "seconds": str(round(seconds)),
+    }
+    judged = judge_aims(bench.rows, aims)
     lines = [
         f"# {title}",
         "",
@@ -515,7 +519,7 @@ def write(
             f"- **{row['part']}** ({row['what']}){': ' if details else ''}{details}"
         )
     measurements = {"aims": judged, "rows": bench.rows}
-    record(
+    record_run(
         benchmark,
         bench.device.type,
         measurements,
@@ -535,7 +539,9 @@ def _cell(value: object) -> str:
     )
 
 
-def measure(bench: Bench, sections: dict[str, Callable[[Bench], None]]) -> list[str]:
+def measure_sections(
+    bench: Bench, sections: dict[str, Callable[[Bench], None]]
+) -> list[str]:
     """Take every part in turn; the names of those that failed."""
     failed = []
     with torch.no_grad():
@@ -550,12 +556,12 @@ def measure(bench: Bench, sections: dict[str, Callable[[Bench], None]]) -> list[
                     part=name, what=f"failed: {type(error).__name__}: {error}"[:500]
                 )
                 traceback.print_exc()
-            free(bench)
+            free_memory(bench)
             print(f"  {name}: {time.perf_counter() - start_time:.0f} s", flush=True)
     return failed
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The options both benchmarks of offloading take."""
     warnings.filterwarnings("ignore")
     logging.basicConfig(level=logging.WARNING, format="  %(message)s")
@@ -572,7 +578,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--parts", nargs="*", default=["cpu", "disk", "diffusers"])
     parser.add_argument("--depth", type=int, help="blocks of the model (32 of 0.63 GB)")
     args = parser.parse_args()
@@ -589,10 +595,10 @@ def main() -> None:
         "diffusers": beside_diffusers,
     }
     try:
-        failed = measure(bench, {name: sections[name] for name in args.parts})
+        failed = measure_sections(bench, {name: sections[name] for name in args.parts})
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        write(
+        write_results(
             bench,
             "offload",
             args.out,

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from recording import RESULTS, record
+from recording import RESULTS, record_run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -69,7 +69,7 @@ class Way:
     """Its losses and weights must equal those without offload."""
 
 
-def ways(peer: bool) -> list[Way]:
+def list_offload_ways(peer: bool) -> list[Way]:
     offload_ways = [
         Way(PLAIN),
         *(
@@ -107,14 +107,14 @@ class Block(nn.Module):
             .permute(2, 0, 3, 1, 4)
         )
         q, k, v = projections.unbind(0)
-        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         inside = self.norm2(x)
         return x + self.down(F.silu(self.gate(inside)) * self.up(inside))  # type: ignore[no-any-return]
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -225,7 +225,9 @@ def in_turns(
     )
 
 
-def alone(size: Size, device: torch.device, offload_way: Way, each: int) -> float:
+def measure_peak(
+    size: Size, device: torch.device, offload_way: Way, each: int
+) -> float:
     """Peak of device memory in GiB of a way that trains alone."""
     training = Training(offload_way, size, device)
     training.steps(WARM_UP)
@@ -234,7 +236,7 @@ def alone(size: Size, device: torch.device, offload_way: Way, each: int) -> floa
     return training.peak_bytes / 2**30
 
 
-def cleared(device: torch.device) -> None:
+def clear_memory(device: torch.device) -> None:
     """Free the memory of trainings that are over."""
     gc.collect()
     if device.type == "cuda":
@@ -242,7 +244,7 @@ def cleared(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def trained(
+def train_deterministically(
     offload_way: Way, size: Size, device: torch.device, steps: int
 ) -> tuple[list[float], list[Tensor]]:
     """Losses and weights after some steps with deterministic algorithms; attention's backward differs from run to run without them."""
@@ -257,27 +259,27 @@ def trained(
         torch.use_deterministic_algorithms(False)
 
 
-def check(
+def check_equality(
     names: list[Way], size: Size, device: torch.device, steps: int
 ) -> dict[str, bool]:
     """Compare losses and weights of every exact way with those without offload, which trains twice."""
-    losses, weights = trained(names[0], size, device, steps)
+    losses, weights = train_deterministically(names[0], size, device, steps)
     equal_by_name = {}
     for offload_way in names:
-        cleared(device)
+        clear_memory(device)
         if offload_way.exact:
-            repeated_losses, offloaded_weights = trained(
+            repeated_losses, offloaded_weights = train_deterministically(
                 offload_way, size, device, steps
             )
             equal_by_name[offload_way.name] = repeated_losses == losses and all(
                 map(torch.equal, weights, offloaded_weights)
             )
             del offloaded_weights
-    cleared(device)
+    clear_memory(device)
     return equal_by_name
 
 
-def versions(device: torch.device) -> dict[str, str]:
+def installed_versions(device: torch.device) -> dict[str, str]:
     platform_versions = {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
@@ -287,7 +289,7 @@ def versions(device: torch.device) -> dict[str, str]:
     return platform_versions
 
 
-def table(rows: list[dict[str, Any]], size: Size, parameters: int) -> str:
+def format_table(rows: list[dict[str, Any]], size: Size, parameters: int) -> str:
     lines = [
         f"{parameters / 1e9:.2f} billion parameters, {size.tokens} tokens a step, bf16, AdamW(fused=True).",
         "",
@@ -302,7 +304,7 @@ def table(rows: list[dict[str, Any]], size: Size, parameters: int) -> str:
     return "\n".join(lines)
 
 
-def summary(
+def summarize_times(
     times: dict[str, Times], equal: dict[str, bool], peaks: dict[str, float]
 ) -> list[dict[str, Any]]:
     rows = []
@@ -369,21 +371,21 @@ def main() -> None:
     start_one_rank()
     names = [
         offload_way
-        for offload_way in ways(not args.no_peer)
+        for offload_way in list_offload_ways(not args.no_peer)
         if offload_way.name == PLAIN or _is_wanted(offload_way.name, args.only)
     ]
     if len(names) == 1:
         parser.error(f"no way to train has a name with one of {args.only}")
-    equal = check(names, size, device, args.each)
+    equal = check_equality(names, size, device, args.each)
     peaks, times = {}, dict[str, Times]()
     for offload_way in names:
-        peaks[offload_way.name] = alone(size, device, offload_way, args.each)
-        cleared(device)
+        peaks[offload_way.name] = measure_peak(size, device, offload_way, args.each)
+        clear_memory(device)
     for offload_way in names[1:]:
         times[offload_way.name] = in_turns(
             size, device, offload_way, args.rounds, args.each
         )
-        cleared(device)
+        clear_memory(device)
     first_times = next(iter(times.values()))
     without = [seconds for way_times in times.values() for seconds in way_times.plain]
     plain = Times(
@@ -393,16 +395,16 @@ def main() -> None:
         first_times.plain_losses,
         first_times.parameters,
     )
-    rows = summary({PLAIN: plain, **times}, equal, peaks)
+    rows = summarize_times({PLAIN: plain, **times}, equal, peaks)
     parameters = first_times.parameters
-    page = table(rows, size, parameters)
+    page = format_table(rows, size, parameters)
     print(page)
-    record(
+    record_run(
         "offload_training",
         args.device,
         {"parameters": parameters, "tokens": size.tokens, "rows": rows},
         page,
-        versions(device),
+        installed_versions(device),
         args.out,
     )
     if device.type == "cuda":

@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 import torch
-from recording import RESULTS, record
+from recording import RESULTS, record_run
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
@@ -107,7 +107,7 @@ CASES = (
 TINY = (Case("gpt2", 8), Case("gpt2", 8, "no"), Case("gpt2", 8, optimizer="SGD"))
 
 
-def build(case: Case, tiny: bool) -> tuple[Callable[[], nn.Module], Sample]:
+def build_case(case: Case, tiny: bool) -> tuple[Callable[[], nn.Module], Sample]:
     """What makes the model, and one sample."""
     generator = torch.Generator().manual_seed(0)
     sizes = {
@@ -172,7 +172,7 @@ class Rows(Dataset[Any]):
         return self.sample
 
 
-def training(
+def train_case(
     case: Case,
     tiny: bool,
     device: str,
@@ -191,7 +191,7 @@ def training(
         recompute=blocks if case.recompute else (),
     )
     torch.manual_seed(0)
-    make, sample = build(case, tiny)
+    make, sample = build_case(case, tiny)
     # drawn there: a CPU takes most of a minute
     with torch.device(device) if device == "cuda" else nullcontext():
         model = make()
@@ -218,7 +218,9 @@ def training(
     accelerator.end_training()
 
 
-def measure(case: Case, tiny: bool, length: int | None = None) -> tuple[float, float]:
+def measure_step(
+    case: Case, tiny: bool, length: int | None = None
+) -> tuple[float, float]:
     """Peak bytes and seconds a step on the GPU."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -231,16 +233,16 @@ def measure(case: Case, tiny: bool, length: int | None = None) -> tuple[float, f
         torch.cuda.synchronize()
         marks.append(time.perf_counter())
 
-    training(case, tiny, "cuda", WARM_UP + STEPS, mark_step, length)
+    train_case(case, tiny, "cuda", WARM_UP + STEPS, mark_step, length)
     times = [b - a for a, b in zip(marks[WARM_UP:], marks[WARM_UP + 1 :], strict=False)]
     return float(torch.cuda.max_memory_allocated() - initial_bytes), statistics.median(
         times
     )
 
 
-def count(case: Case, tiny: bool) -> tuple[float, float]:
+def count_step(case: Case, tiny: bool) -> tuple[float, float]:
     """Bytes that a real step on the CPU keeps alive at most, and its seconds."""
-    make, sample = build(case, tiny)
+    make, sample = build_case(case, tiny)
     model = make().train()
     batch = {name: torch.stack([value] * case.batch) for name, value in sample.items()}
     kind = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[case.optimizer]
@@ -271,7 +273,7 @@ def trace_of(
     """The trace behind the predictions of all cases of this kind."""
     case = Case(model, 2, precision, optimizer=optimizer)
     return trace_step(
-        lambda: training(case, tiny, "cpu", 1, lambda *_: None), model, (precision,)
+        lambda: train_case(case, tiny, "cpu", 1, lambda *_: None), model, (precision,)
     )
 
 
@@ -319,7 +321,7 @@ def traces_of(
     return traces
 
 
-def compared(
+def compare_case(
     case: Case,
     traced: ModelTrace,
     card: hardware.AcceleratorEntry,
@@ -338,7 +340,7 @@ def compared(
         predict_memory(traced, candidate),
         predict_time(traced, candidate, card),
     )
-    peak, step = (count if tiny else measure)(case, tiny)
+    peak, step = (count_step if tiny else measure_step)(case, tiny)
     if calibrated is None:
         factor = step / predicted.total
         calibrated = replace(
@@ -348,7 +350,7 @@ def compared(
             fp32_share=card.fp32_share / factor,
             launch_us=card.launch_us * factor
             if tiny
-            else pace(case, traced, predicted.update * factor),
+            else launch_pace(case, traced, predicted.update * factor),
         )
     row = {
         "case": case.name,
@@ -362,11 +364,11 @@ def compared(
     return row, calibrated
 
 
-def pace(case: Case, traced: ModelTrace, update_s: float) -> float:
+def launch_pace(case: Case, traced: ModelTrace, update_s: float) -> float:
     """Microseconds in which the host starts one operation, from steps in which the GPU waits for it."""
     variant = traced.variant(case.precision, case.recompute)
     assert variant is not None, "the case was traced"
-    _, step = measure(replace(case, batch=1), False, SHORT)
+    _, step = measure_step(replace(case, batch=1), False, SHORT)
     return max(step - update_s, 0.0) / variant.operations * 1e6
 
 
@@ -422,18 +424,20 @@ def main() -> None:
                 raise RuntimeError(traced)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not begun within {args.budget:.0f} s")
-            row, calibrated = compared(case, traced, card, tiny, calibrated)
+            row, calibrated = compare_case(case, traced, card, tiny, calibrated)
         # of any kind: the page names it, and the other cases run all the same
         except Exception as error:
             first = (str(error).strip().splitlines() or ["no message"])[0]
             row = {"case": case.name, "error": f"{type(error).__name__}: {first}"}
         table.append(row)
         print(json.dumps(row), flush=True)
-        page = write(table, args.device, args.gpu, args.out)
+        page = write_results(table, args.device, args.gpu, args.out)
     print(page)
 
 
-def write(table: list[dict[str, Any]], device: str, gpu: str, folder: Path) -> str:
+def write_results(
+    table: list[dict[str, Any]], device: str, gpu: str, folder: Path
+) -> str:
     """Record the numbers and return the page."""
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU, tiny models"
     paces = [row["launch_us"] for row in table if "launch_us" in row] or [0.0]
@@ -456,7 +460,7 @@ def write(table: list[dict[str, Any]], device: str, gpu: str, folder: Path) -> s
             f"| {row['predicted_s'] * 1e3:.2f} ms | {row['calibrated_s'] * 1e3:.2f} ms | {row['measured_s'] * 1e3:.2f} ms | {step:+.1%} |"
         )
     page = "\n".join(lines)
-    record(
+    record_run(
         "plan_accuracy",
         device,
         table,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recording import read
+from recording import read_runs
 
 ROOT = Path(__file__).parents[1]
 Run = dict[str, Any]
@@ -41,11 +41,11 @@ class Table:
     def runs(self) -> list[Run]:
         """Return the newest runs under the setting, oldest first."""
         newest_runs = [
-            run for run in read(self.benchmark) if run["setting"] == self.setting
+            run for run in read_runs(self.benchmark) if run["setting"] == self.setting
         ][-self.most_runs :]
         for benchmark, setting in self.also:
             newest_runs.append(
-                [run for run in read(benchmark) if run["setting"] == setting][-1]
+                [run for run in read_runs(benchmark) if run["setting"] == setting][-1]
             )
         return newest_runs
 
@@ -60,7 +60,7 @@ class Table:
         return "\n".join(self.make(self.runs()))
 
 
-def rows(header: list[str], *lines: list[str]) -> list[str]:
+def format_rows(header: list[str], *lines: list[str]) -> list[str]:
     """Return a Markdown table."""
     return [
         f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *lines)
@@ -71,7 +71,7 @@ def rows(header: list[str], *lines: list[str]) -> list[str]:
 LOOPS = ("fp32", "accumulation 4", "bf16", "fp16", "fp32, clipping")
 
 
-def ratios(runs: list[Run], case: str, contender: str, workers: int = 0) -> str:
+def format_ratios(runs: list[Run], case: str, contender: str, workers: int = 0) -> str:
     """Return the ratio to bare torch of each run."""
     run_ratios = [
         row["contenders"][contender]["ratio"]
@@ -84,19 +84,28 @@ def ratios(runs: list[Run], case: str, contender: str, workers: int = 0) -> str:
     return "; ".join(f"{ratio:.2f}" for ratio in run_ratios) or "–"
 
 
-def loop(runs: list[Run]) -> list[str]:
+def loop_table(runs: list[Run]) -> list[str]:
     contenders = ("hasten", "Accelerate", "Fabric")
-    return rows(
+    return format_rows(
         ["× bare torch", "hasten", "Accelerate 1.15", "Fabric 2.6"],
-        *([case, *(ratios(runs, case, name) for name in contenders)] for case in LOOPS),
+        *(
+            [case, *(format_ratios(runs, case, name) for name in contenders)]
+            for case in LOOPS
+        ),
     )
 
 
 def loop_cpu(runs: list[Run]) -> list[str]:
-    return rows(
+    return format_rows(
         ["× bare torch", "no workers", "2 workers", "4 workers"],
         *(
-            [case, *(ratios(runs, case, "hasten", workers) for workers in (0, 2, 4))]
+            [
+                case,
+                *(
+                    format_ratios(runs, case, "hasten", workers)
+                    for workers in (0, 2, 4)
+                ),
+            ]
             for case in LOOPS
         ),
     )
@@ -109,7 +118,7 @@ def input_bound(runs: list[Run]) -> list[str]:
         measurements[key]
         for key in ("batch (MB)", "copy alone (ms)", "compute alone (ms)")
     )
-    return rows(
+    return format_rows(
         [
             f"a step with batches of {size:.0f} MB (copy {copy:.1f} ms, compute {compute:.1f} ms)",
             *names,
@@ -127,7 +136,7 @@ SYNCED = {
 """The ways to save that leave the bytes on the disk."""
 
 
-def checkpoints(runs: list[Run]) -> list[str]:
+def checkpoint_table(runs: list[Run]) -> list[str]:
     ways = {row["way"]: row for row in runs[-1]["found"]["ways"]}
     size = max(row["gigabytes"] for row in ways.values())
     lines = []
@@ -138,7 +147,7 @@ def checkpoints(runs: list[Run]) -> list[str]:
         lines.append(
             [name, f"{row['save_s']:.1f} s", first, f"{row['load_s']:.1f} s{checked}"]
         )
-    return rows(
+    return format_rows(
         [
             f"{size:.1f} GB",
             "save, synced to the disk",
@@ -157,7 +166,7 @@ def big_models(runs: list[Run]) -> list[str]:
         offload_rows[("cpu forward", "hasten")],
         offload_rows[("cpu forward", "Accelerate")],
     )
-    return rows(
+    return format_rows(
         ["", "hasten", "Accelerate"],
         [
             f"forward of {forward['GB']:.0f} GB of weights in host memory (the link alone needs {forward['limit_s']:.2f} s)",
@@ -171,7 +180,7 @@ def cold_loads(runs: list[Run]) -> list[str]:
     measurements = runs[-1]["found"]
     names = list(measurements["medians"])
     size, rounds = measurements["gigabytes"], measurements["rounds"]
-    return rows(
+    return format_rows(
         [
             f"load {size:.1f} GB of safetensors to the device, {rounds} round{'s' * (rounds > 1)}",
             *names,
@@ -186,7 +195,7 @@ def cold_loads(runs: list[Run]) -> list[str]:
     )
 
 
-def sharding(runs: list[Run]) -> list[str]:
+def sharding_table(runs: list[Run]) -> list[str]:
     measurements = runs[-1]["found"]
     table = {row["row"]: row for row in measurements["table"]}
     plain = table["plain"]["ms"]
@@ -202,7 +211,9 @@ def sharding(runs: list[Run]) -> list[str]:
             lines.append(
                 [name, f"{row['ms'] / plain:.2f} ×", f"{row['peak_gib']:.1f} GiB"]
             )
-    return rows(["355 M parameters, bf16", "time of a step", "peak memory"], *lines)
+    return format_rows(
+        ["355 M parameters, bf16", "time of a step", "peak memory"], *lines
+    )
 
 
 def offload_training(runs: list[Run]) -> list[str]:
@@ -222,7 +233,9 @@ def offload_training(runs: list[Run]) -> list[str]:
     header = [
         f"{measurements['parameters'] / 1e9:.1f} billion parameters, bf16, {measurements['tokens']:,} tokens a step"
     ]
-    return rows([*header, "time of a step", "peak memory", "bit for bit"], *lines)
+    return format_rows(
+        [*header, "time of a step", "peak memory", "bit for bit"], *lines
+    )
 
 
 def language_models(runs: list[Run]) -> list[str]:
@@ -255,7 +268,7 @@ def language_models(runs: list[Run]) -> list[str]:
                     losses,
                 ]
             )
-    return rows(
+    return format_rows(
         [
             "",
             "thousand tokens a second (× compiled by hand)",
@@ -267,11 +280,11 @@ def language_models(runs: list[Run]) -> list[str]:
     )
 
 
-def headline(runs: list[Run]) -> list[str]:
+def headline_table(runs: list[Run]) -> list[str]:
     loops, checkpoint, offload = runs
     cases = ("fp32", "accumulation 4", "bf16", "fp16")
     cells = [
-        ", ".join(ratios([loops], case, name) for case in cases)
+        ", ".join(format_ratios([loops], case, name) for case in cases)
         for name in ("hasten", "Accelerate", "Fabric")
     ]
     ways = {row["way"]: row for row in checkpoint["found"]["ways"]}
@@ -286,7 +299,7 @@ def headline(runs: list[Run]) -> list[str]:
         if row["part"] == "cpu forward"
     }
     limit, weights = forward["hasten"]["limit_s"], forward["hasten"]["GB"]
-    return rows(
+    return format_rows(
         ["", "bare torch", "hasten", "Accelerate 1.15", "Fabric 2.6"],
         [
             f"whole loop, tiny model: {', '.join(cases)}",
@@ -311,7 +324,7 @@ def headline(runs: list[Run]) -> list[str]:
     )
 
 
-def faults(runs: list[Run]) -> list[str]:
+def fault_table(runs: list[Run]) -> list[str]:
     page: list[str] = runs[-1]["page"]
     return page
 
@@ -324,10 +337,10 @@ TABLES = (
         "full_loop",
         "cuda",
         (*LOOP_CODE, "checkpoint", "bigmodel"),
-        headline,
+        headline_table,
         also=(("checkpoint", "cuda"), ("offload", "cuda")),
     ),
-    Table("loop", "docs/performance.md", "full_loop", "cuda", LOOP_CODE, loop),
+    Table("loop", "docs/performance.md", "full_loop", "cuda", LOOP_CODE, loop_table),
     Table("loop cpu", "docs/performance.md", "full_loop", "cpu", LOOP_CODE, loop_cpu),
     Table(
         "input bound",
@@ -343,7 +356,7 @@ TABLES = (
         "checkpoint",
         "cuda",
         ("checkpoint", "accelerator"),
-        checkpoints,
+        checkpoint_table,
     ),
     Table(
         "big models",
@@ -362,7 +375,12 @@ TABLES = (
         cold_loads,
     ),
     Table(
-        "sharding", "docs/performance.md", "sharding", "cuda", ("strategies",), sharding
+        "sharding",
+        "docs/performance.md",
+        "sharding",
+        "cuda",
+        ("strategies",),
+        sharding_table,
     ),
     Table(
         "offload training",
@@ -378,7 +396,7 @@ TABLES = (
         "survive_kills",
         "faults in every phase",
         ("survive",),
-        faults,
+        fault_table,
     ),
     Table(
         "language models",
@@ -392,7 +410,7 @@ TABLES = (
 )
 
 
-def block(table: Table) -> str:
+def format_block(table: Table) -> str:
     """Return what stands in the page: the marks, the table and the runs it comes from."""
     up = "../" * (len(Path(table.page).parts) - 1)
     runs = table.runs()
@@ -447,7 +465,7 @@ def main() -> None:
                     f"{table.page} has no mark `<!-- measured: {table.name} -->`; add it where the table belongs"
                 )
             path.write_text(
-                text[: mark.start()] + block(table) + text[mark.end() :],
+                text[: mark.start()] + format_block(table) + text[mark.end() :],
                 encoding="utf-8",
             )
         print(f"{table.page}: {table.name}")

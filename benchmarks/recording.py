@@ -18,7 +18,7 @@ STARTED = datetime.now(UTC).isoformat(timespec="seconds")
 sys.path.append(str(Path(__file__).parents[1]))  # some benchmarks use `tests.support`
 
 
-def commit() -> str:
+def measured_commit() -> str:
     """Return the commit that is measured, with a plus sign when the library was changed since; BENCHMARK_COMMIT where git is not."""
     if environment_commit := os.environ.get("BENCHMARK_COMMIT"):
         return environment_commit
@@ -42,7 +42,7 @@ def commit() -> str:
     return revision.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
-def record(
+def record_run(
     benchmark: str,
     setting: str,
     measurements: Any,  # Any: JSON
@@ -53,13 +53,13 @@ def record(
     """Add this process's run to the benchmark's file, in place of an earlier state of the same run, and make the page."""
     target = (folder or RESULTS) / f"{benchmark}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    runs = read(benchmark, folder) if target.exists() else []
+    runs = read_runs(benchmark, folder) if target.exists() else []
     run_versions = dict(versions or {})
     run = {
         "setting": setting,
         "started": STARTED,
         "date": run_versions.pop("date", STARTED[:10]),
-        "commit": commit(),
+        "commit": measured_commit(),
         "hardware": run_versions.pop("hardware", f"CPU, {os.cpu_count()} cores"),
         "versions": run_versions,
         "found": without_rounds(measurements),
@@ -70,7 +70,7 @@ def record(
         for earlier_run in runs
         if (earlier_run["started"], earlier_run["setting"]) != (STARTED, setting)
     ] + [run]
-    write(benchmark, runs, folder)
+    write_runs(benchmark, runs, folder)
 
 
 def without_rounds(numbers: Any) -> Any:  # Any: JSON
@@ -95,7 +95,7 @@ def is_rounds(value: Any) -> bool:  # Any: JSON
     )
 
 
-def read(benchmark: str, folder: Path | None = None) -> list[dict[str, Any]]:
+def read_runs(benchmark: str, folder: Path | None = None) -> list[dict[str, Any]]:
     """Return all runs of a benchmark, oldest first."""
     content = json.loads(
         ((folder or RESULTS) / f"{benchmark}.json").read_text(encoding="utf-8")
@@ -105,14 +105,16 @@ def read(benchmark: str, folder: Path | None = None) -> list[dict[str, Any]]:
 
 
 # Any: JSON
-def newest(benchmark: str, setting: str, folder: Path | None = None) -> Any:
+def newest_measurements(
+    benchmark: str, setting: str, folder: Path | None = None
+) -> Any:
     """Return the numbers of the newest run under a setting."""
-    return [run for run in read(benchmark, folder) if run["setting"] == setting][-1][
-        "found"
-    ]
+    return [run for run in read_runs(benchmark, folder) if run["setting"] == setting][
+        -1
+    ]["found"]
 
 
-def write(
+def write_runs(
     benchmark: str, runs: list[dict[str, Any]], folder: Path | None = None
 ) -> None:
     """Write the runs and the page made from them."""

@@ -18,8 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from loading import versions
-from recording import RESULTS, read
+from loading import installed_versions
+from recording import RESULTS, read_runs
 
 BENCHMARKS_FOLDER = Path(__file__).parent
 SHORT = BENCHMARKS_FOLDER.parent / "build" / "benchmarks"
@@ -107,7 +107,7 @@ NOT_HERE = {
 }
 
 
-def tables(page: list[str]) -> list[tuple[str, str]]:
+def list_rows(page: list[str]) -> list[tuple[str, str]]:
     """(what, numbers) for every row of every table of a page."""
     rows: list[tuple[str, str]] = []
     header: list[str] = []
@@ -130,7 +130,7 @@ def tables(page: list[str]) -> list[tuple[str, str]]:
     return rows
 
 
-def unknown() -> list[str]:
+def unknown_scripts() -> list[str]:
     """Scripts that are neither run nor left out for a reason."""
     return sorted(
         {path.name for path in BENCHMARKS_FOLDER.glob("*.py")}
@@ -139,7 +139,7 @@ def unknown() -> list[str]:
     )
 
 
-def run(plan: Plan, full: bool, results: Path) -> tuple[float, str | None]:
+def run_script(plan: Plan, full: bool, results: Path) -> tuple[float, str | None]:
     """Seconds it took, and the end of what it printed when it failed."""
     always = [word.format(results=results) for word in plan.always]
     command = [
@@ -185,14 +185,16 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="*", default=[], help="only these scripts")
     args = parser.parse_args()
-    assert not unknown(), f"say in run_all.py how to run {unknown()}, or why not"
+    assert not unknown_scripts(), (
+        f"say in run_all.py how to run {unknown_scripts()}, or why not"
+    )
     full, plans = args.full or args.cuda, CUDA_PLANS if args.cuda else PLANS
     results = (RESULTS if full else SHORT).resolve()
     results.mkdir(parents=True, exist_ok=True)
     lines = [
         "# All benchmarks",
         "",
-        ", ".join(f"{key} {value}" for key, value in versions().items()),
+        ", ".join(f"{key} {value}" for key, value in installed_versions().items()),
         "",
     ]
     lines += [
@@ -205,7 +207,7 @@ def main() -> None:
     for plan in plans:
         if args.only and plan.script not in args.only:
             continue
-        seconds, failed = run(plan, full, results)
+        seconds, failed = run_script(plan, full, results)
         print(
             f"{plan.script}: {f'failed: {failed}' if failed else 'done'} ({seconds:.0f} s)",
             flush=True,
@@ -214,10 +216,10 @@ def main() -> None:
             failures += 1
             lines.append(f"| {plan.script} | failed | {failed.replace('|', '/')} |")
             continue
-        page = read(Path(plan.script).stem, results)[-1]["page"]
+        page = read_runs(Path(plan.script).stem, results)[-1]["page"]
         lines += [
             f"| {plan.script} | {title} | {numbers} |"
-            for title, numbers in tables(page)
+            for title, numbers in list_rows(page)
         ]
     lines += [
         f"| {name} | not run | {why} |"

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from recording import RESULTS, record
+from recording import RESULTS, record_run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -69,8 +69,8 @@ class Row:
     """The optimizer's own fused kernel; None leaves the choice to torch and hasten."""
 
 
-def rows() -> list[Row]:
-    def sharded(
+def list_rows() -> list[Row]:
+    def sharded_row(
         name: str, slow: bool = False, fused: bool | None = None, **options: Any
     ) -> Row:
         return Row(
@@ -83,19 +83,21 @@ def rows() -> list[Row]:
     recompute: dict[str, Any] = {"activation_checkpointing": True}
     return [
         Row("plain", {"strategy": "none"}),
-        sharded("FSDP2"),
-        sharded("FSDP2, parameters kept after forward", reshard_after_forward=False),
-        sharded("FSDP2, activation checkpointing", **recompute),
-        sharded(
+        sharded_row("FSDP2"),
+        sharded_row(
+            "FSDP2, parameters kept after forward", reshard_after_forward=False
+        ),
+        sharded_row("FSDP2, activation checkpointing", **recompute),
+        sharded_row(
             "FSDP2, activation checkpointing, inputs in host memory",
             activation_checkpointing_offload=True,
             **recompute,
         ),
-        sharded("FSDP2, CPU offload", slow=True, cpu_offload=True),
-        sharded(
+        sharded_row("FSDP2, CPU offload", slow=True, cpu_offload=True),
+        sharded_row(
             "FSDP2, CPU offload, fused AdamW", slow=True, fused=True, cpu_offload=True
         ),
-        sharded(
+        sharded_row(
             "FSDP2, CPU offload, fused AdamW, activation checkpointing",
             slow=True,
             fused=True,
@@ -160,7 +162,7 @@ class Writer(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def build(row: Row, size: Size, cpu: bool) -> Step:
+def build_step(row: Row, size: Size, cpu: bool) -> Step:
     """One training step of a row, as a function."""
     accelerator = Accelerator(mixed_precision="bf16", cpu=cpu, **row.settings)
     torch.manual_seed(0)
@@ -181,35 +183,35 @@ def build(row: Row, size: Size, cpu: bool) -> Step:
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
-def wait(cpu: bool) -> None:
+def wait_for_device(cpu: bool) -> None:
     if not cpu:
         torch.cuda.synchronize()
 
 
-def seconds(step: Step, times: int, cpu: bool) -> float:
+def step_seconds(step: Step, times: int, cpu: bool) -> float:
     """Mean seconds of one step."""
-    wait(cpu)
+    wait_for_device(cpu)
     start = time.perf_counter()
     for _ in range(times):
         step()
-    wait(cpu)
+    wait_for_device(cpu)
     return (time.perf_counter() - start) / times
 
 
-def clear(cpu: bool) -> None:
+def clear_memory(cpu: bool) -> None:
     gc.collect()
     if not cpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
-def ratio(size: Size, cpu: bool, rounds: int, times: int) -> dict[str, Any]:
+def measure_ratio(size: Size, cpu: bool, rounds: int, times: int) -> dict[str, Any]:
     """FSDP2 beside plain, taking turns."""
-    plain, sharded = (build(row, size, cpu) for row in rows()[:2])
+    plain, sharded = (build_step(row, size, cpu) for row in list_rows()[:2])
     for step in (plain, sharded):
-        seconds(step, WARM_UP, cpu)
+        step_seconds(step, WARM_UP, cpu)
     pairs = [
-        (seconds(plain, times, cpu), seconds(sharded, times, cpu))
+        (step_seconds(plain, times, cpu), step_seconds(sharded, times, cpu))
         for _ in range(rounds)
     ]
     ratios = sorted(b / a for a, b in pairs)
@@ -224,15 +226,15 @@ def ratio(size: Size, cpu: bool, rounds: int, times: int) -> dict[str, Any]:
     }
 
 
-def measure(row: Row, size: Size, cpu: bool, times: int) -> dict[str, Any]:
+def measure_row(row: Row, size: Size, cpu: bool, times: int) -> dict[str, Any]:
     """A row alone: time, peak of device memory, and what stays between steps."""
-    clear(cpu)
-    step = build(row, size, cpu)
-    seconds(step, 1 if row.slow else WARM_UP, cpu)
+    clear_memory(cpu)
+    step = build_step(row, size, cpu)
+    step_seconds(step, 1 if row.slow else WARM_UP, cpu)
     if not cpu:
         torch.cuda.reset_peak_memory_stats()
     rounds, each = (1, max(2, times // 5)) if row.slow else (4, max(1, times // 4))
-    taken = statistics.median(seconds(step, each, cpu) for _ in range(rounds))
+    taken = statistics.median(step_seconds(step, each, cpu) for _ in range(rounds))
     measurements: dict[str, Any] = {
         "ms": 1e3 * taken,
         "tokens_per_second": size.tokens / taken,
@@ -243,7 +245,7 @@ def measure(row: Row, size: Size, cpu: bool, times: int) -> dict[str, Any]:
     return measurements
 
 
-def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def attempt_measurement(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `work` finds, or its error: the other measurements are still worth having."""
     try:
         return work()
@@ -252,7 +254,7 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 # -- reporting --------------------------------------------------------------------------------------------------------
-def facts(size: Size, cpu: bool) -> dict[str, Any]:
+def collect_facts(size: Size, cpu: bool) -> dict[str, Any]:
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Writer(size).parameters())
     return {
@@ -266,7 +268,7 @@ def facts(size: Size, cpu: bool) -> dict[str, Any]:
     }
 
 
-def turns(beside: dict[str, Any]) -> str:
+def describe_turns(beside: dict[str, Any]) -> str:
     if "error" in beside:
         return f"Taking turns failed: {beside['error']}"
     judged = "within" if beside["ratio"] <= TARGET else "over"
@@ -277,7 +279,7 @@ def turns(beside: dict[str, Any]) -> str:
     )
 
 
-def markdown(
+def format_page(
     run_facts: dict[str, Any], beside: dict[str, Any], table: list[dict[str, Any]]
 ) -> str:
     lines = [
@@ -285,7 +287,7 @@ def markdown(
         "",
         ", ".join(f"{key} {value}" for key, value in run_facts.items()),
         "",
-        turns(beside),
+        describe_turns(beside),
         "",
         "| alone | ms a step | tokens/s | × plain | peak GiB | GiB between steps |",
         "|---|---|---|---|---|---|",
@@ -328,20 +330,25 @@ def main() -> None:
     args = parser.parse_args()
     cpu = args.device == "cpu"
     size = TINY if cpu else MEDIUM
-    run_facts = facts(size, cpu)
+    run_facts = collect_facts(size, cpu)
     start_time = time.perf_counter()
-    beside = attempt(lambda: ratio(size, cpu, args.rounds, args.steps))
+    beside = attempt_measurement(
+        lambda: measure_ratio(size, cpu, args.rounds, args.steps)
+    )
     table = [
-        {"row": row.name, **attempt(partial(measure, row, size, cpu, 2 * args.steps))}
-        for row in rows()
+        {
+            "row": row.name,
+            **attempt_measurement(partial(measure_row, row, size, cpu, 2 * args.steps)),
+        }
+        for row in list_rows()
     ]
     run_facts["seconds"] = round(time.perf_counter() - start_time)
-    text = markdown(run_facts, beside, table)
+    text = format_page(run_facts, beside, table)
     print(text)
     out = args.out if args.out is not None or cpu else RESULTS
     if out is not None:
         measurements = {"facts": run_facts, "beside": beside, "table": table}
-        record(
+        record_run(
             "sharding",
             args.device,
             measurements,

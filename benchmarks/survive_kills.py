@@ -28,7 +28,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from recording import commit, record
+from recording import measured_commit, record_run
 
 from tests.survive.checking import check_run
 from tests.survive.fault_program import PHASES
@@ -68,11 +68,11 @@ def one_run(
         "run": index,
         "replicas": replicas,
         "violation": "",
-        "commit": commit(),
+        "commit": measured_commit(),
     }
     try:
         options, done = run_with_faults(folder, replicas, network, planned, rng)
-        run_row |= numbers(folder, options, done)
+        run_row |= run_numbers(folder, options, done)
     except (StalledRunError, AssertionError, KeyError) as error:
         done = [fault for fault in planned if fault.at]
         run_row["violation"] = f"{type(error).__name__}: {error}"[:2000]
@@ -90,7 +90,7 @@ def one_run(
     )
 
 
-def numbers(
+def run_numbers(
     folder: Path, options: dict[str, Any], faults: list[Fault]
 ) -> dict[str, Any]:
     """Check a finished run; return its pauses and the account of its updates."""
@@ -162,7 +162,7 @@ def load_since(initial_times: list[int]) -> dict[str, Any]:
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
-def table(header: list[str], lines: list[list[object]]) -> list[str]:
+def format_table(header: list[str], lines: list[list[object]]) -> list[str]:
     """Return a Markdown table."""
     return [
         f"| {' | '.join(map(str, cells))} |"
@@ -172,7 +172,7 @@ def table(header: list[str], lines: list[list[object]]) -> list[str]:
 
 def page_of(runs: list[dict[str, Any]]) -> str:
     """Return the tables of all runs."""
-    lines = [*by_phase(runs), "", *by_replicas(runs), "", machine(runs), ""]
+    lines = [*by_phase(runs), "", *by_replicas(runs), "", describe_machine(runs), ""]
     lines += [
         f"- Seed {run['seed']}, run {run['run']} with {run['replicas']} replicas: {run['violation']}"
         for run in runs
@@ -187,7 +187,7 @@ def by_phase(runs: list[dict[str, Any]]) -> list[str]:
     hits = Counter((fault["kind"], fault["hit"]) for fault in faults)
     phases = [*PHASES, *sorted({fault["hit"] for fault in faults} - set(PHASES))]
     counts = [[kind, *(hits[kind, phase] for phase in phases)] for kind in KINDS]
-    table_lines = table(
+    table_lines = format_table(
         ["faults", *phases, "all"], [[*row, sum(row[1:])] for row in counts]
     )  # type: ignore[arg-type]  # numbers
     violations = sum(bool(run["violation"]) for run in runs)
@@ -229,10 +229,10 @@ def by_replicas(runs: list[dict[str, Any]]) -> list[str]:
             f"{statistics.median(pauses):.1f} s",
         ]
         table_rows.append([*row, *sums[1:]])
-    return table(header, table_rows)
+    return format_table(header, table_rows)
 
 
-def machine(runs: list[dict[str, Any]]) -> str:
+def describe_machine(runs: list[dict[str, Any]]) -> str:
     """Return a sentence about the machine during the runs."""
     busy, stolen = (
         statistics.mean(run[key] for run in runs)
@@ -256,7 +256,7 @@ def kept_rows(folder: Path, pattern: str) -> list[dict[str, Any]]:
     ]
 
 
-def keep(path: Path, rows_: list[dict[str, Any]]) -> None:
+def append_rows(path: Path, rows_: list[dict[str, Any]]) -> None:
     """Append rows to a file."""
     with path.open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows_)
@@ -290,10 +290,10 @@ def main() -> None:
     runs = kept_rows(args.folder, "runs-*.jsonl")
     page = page_of(runs)
     versions = {"torch": version("torch"), "torchft": version("torchft")}
-    record(
+    record_run(
         "survive_kills",
         SETTING,
-        {"runs": [compact(run) for run in runs]},
+        {"runs": [compact_run(run) for run in runs]},
         page,
         versions,
     )
@@ -321,11 +321,11 @@ def inject_all(args: argparse.Namespace) -> None:
             ):
                 break
             runs.append(one_run(index, replicas, deck, network, args))
-            keep(runs_file, runs[-1:])
-            told(runs)
+            append_rows(runs_file, runs[-1:])
+            print_run(runs)
 
 
-def compact(run: dict[str, Any]) -> dict[str, Any]:
+def compact_run(run: dict[str, Any]) -> dict[str, Any]:
     """Return a run as it is recorded: each fault on one line."""
     pauses = run.get("pauses (s)") or [None] * len(run["faults"])
     faults = [
@@ -347,7 +347,7 @@ def compact(run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def told(runs: list[dict[str, Any]]) -> None:
+def print_run(runs: list[dict[str, Any]]) -> None:
     """Print one line about the newest run."""
     run, faults = runs[-1], sum(len(finished["faults"]) for finished in runs)
     print(

@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from loading import versions
-from recording import RESULTS, record
+from loading import installed_versions
+from recording import RESULTS, record_run
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tuned_script import batch_of, data_of, model_of, optimizer_of, precision_of
@@ -122,7 +122,7 @@ def graph_by_hand(bench: Bench) -> Step:
     )
     keep = [parameter.detach().clone() for parameter in model.parameters()]
 
-    def whole() -> Tensor:
+    def full_step() -> Tensor:
         loss: Tensor = model(*static)
         loss.backward()
         optimizer.step()
@@ -133,10 +133,10 @@ def graph_by_hand(bench: Bench) -> Step:
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            whole()
+            full_step()
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
-        losses.append(whole())
+        losses.append(full_step())
     with torch.no_grad():  # from the start again
         for parameter, first in zip(model.parameters(), keep, strict=True):
             parameter.copy_(first)
@@ -262,7 +262,7 @@ REFERENCE = "bare torch, eager"
 
 
 # -- tuning -----------------------------------------------------------------------------------------------------------
-def tuned(kind: str, small: bool, budget: str) -> dict[str, Any]:
+def run_tune(kind: str, small: bool, budget: str) -> dict[str, Any]:
     """What `hasten tune` found: its trials, what it chose, and the settings it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "config.yaml"
@@ -295,7 +295,7 @@ def tuned(kind: str, small: bool, budget: str) -> dict[str, Any]:
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
-def prepared(
+def prepare_contenders(
     bench: Bench, only: list[str]
 ) -> tuple[dict[str, Step], dict[str, list[float]], dict[str, str]]:
     """Every contender that runs, the losses of its first steps, and why others do not."""
@@ -349,15 +349,15 @@ def take_turns(bench: Bench, steps: dict[str, Step]) -> dict[str, list[float]]:
     return times
 
 
-def apart(losses: list[float], reference: list[float]) -> float:
+def largest_difference(losses: list[float], reference: list[float]) -> float:
     """The largest relative difference of two loss curves."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
 
 
-def part(kind: str, args: argparse.Namespace) -> None:
+def measure_part(kind: str, args: argparse.Namespace) -> None:
     """Tune, measure and write one part."""
     print(f"{kind}: hasten tune", flush=True)
-    tune_report = tuned(kind, args.small, args.budget)
+    tune_report = run_tune(kind, args.small, args.budget)
     print(
         f"{kind}: tune chose {tune_report['best'] or 'the unchanged script'}",
         flush=True,
@@ -366,33 +366,33 @@ def part(kind: str, args: argparse.Namespace) -> None:
         "cuda" if torch.cuda.is_available() and not args.small else "cpu"
     )
     bench = Bench(kind, args.small, device, tune_report["best"])
-    steps, losses, left_out = prepared(bench, args.only)
+    steps, losses, left_out = prepare_contenders(bench, args.only)
     times = take_turns(bench, steps)
     seconds = {name: statistics.median(row) for name, row in times.items()}
     rows = {
         name: {
             "seconds": seconds[name],
             "faster": seconds[REFERENCE] / seconds[name],
-            "losses_apart": apart(losses[name], losses[REFERENCE]),
+            "losses_apart": largest_difference(losses[name], losses[REFERENCE]),
             "last_loss": losses[name][-1],
         }
         for name in steps
     }
-    platform_versions = versions(device.type)
+    platform_versions = installed_versions(device.type)
     content = {
         "rows": rows,
         "left_out": left_out,
         "tune": tune_report,
         "losses": losses,
     }
-    text = page(bench, tune_report, rows, left_out, platform_versions)
-    record(
+    text = format_page(bench, tune_report, rows, left_out, platform_versions)
+    record_run(
         "tuned", f"{kind}, {device.type}", content, text, platform_versions, args.out
     )
     print(text)
 
 
-def page(
+def format_page(
     bench: Bench,
     tune_report: dict[str, Any],
     rows: dict[str, Any],
@@ -477,7 +477,7 @@ def main() -> None:
     args.only = [*args.only, REFERENCE] if args.only else []
     for kind in ("tiny", "gpt2") if args.part == "all" else (args.part,):
         try:
-            part(kind, args)
+            measure_part(kind, args)
         except Exception:  # of any kind: the other part runs all the same
             traceback.print_exc()
 

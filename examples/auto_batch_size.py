@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from digits import digits, evaluate, network
+from digits import build_network, load_digit_sets, measure_accuracy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -49,8 +49,8 @@ def main() -> None:
         accelerator.print(
             f"trying {batch_size} samples a step, {steps} step(s) an update"
         )
-        train_set, test_set = digits()
-        model = network()
+        train_set, test_set = load_digit_sets()
+        model = build_network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
         train, test = (
             DataLoader(train_set, batch_size=batch_size, shuffle=True),
@@ -72,7 +72,7 @@ def main() -> None:
                     )
                     optimizer.step()
                     optimizer.zero_grad()
-        return evaluate(accelerator, model, test)
+        return measure_accuracy(accelerator, model, test)
 
     accelerator.print(f"accuracy {train_with():.2%} of held-out digits")
     accelerator.end_training()

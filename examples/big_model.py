@@ -65,10 +65,10 @@ def main() -> None:
     )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hasten-big-") as folder:
-        compare(args, Path(folder))
+        compare_dispatched_model(args, Path(folder))
 
 
-def compare(args: argparse.Namespace, folder: Path) -> None:
+def compare_dispatched_model(args: argparse.Namespace, folder: Path) -> None:
     """Save a model, load it again within the budget, and compare what both compute."""
     torch.manual_seed(0)
     reference_model = Tower(args.width, args.depth).eval()

@@ -108,7 +108,7 @@ def main() -> None:
     model.train()
     bits = math.inf
     bar: Progress[Tensor] = accelerator.progress(total=args.steps, desc="updates")
-    for codes in endless(loader):
+    for codes in repeat_epochs(loader):
         with accelerator.accumulate(model):
             scores = model(codes[:, :-1])
             loss = nn.functional.cross_entropy(
@@ -135,11 +135,15 @@ def main() -> None:
         f"{bits:.2f} bits per character after {args.steps} updates of {args.accumulate} batches"
     )
     if accelerator.is_main_process:
-        print(write(accelerator.unwrap_model(model), args.context, "def ", args.write))
+        print(
+            generate_text(
+                accelerator.unwrap_model(model), args.context, "def ", args.write
+            )
+        )
     accelerator.end_training()
 
 
-def endless(loader: DataLoader[Tensor]) -> Iterator[Tensor]:
+def repeat_epochs(loader: DataLoader[Tensor]) -> Iterator[Tensor]:
     """Yield batches, epoch after epoch."""
     while True:
         yield from loader
@@ -156,7 +160,7 @@ def read_sources(megabytes: float) -> bytes:
 
 
 @torch.no_grad()
-def write(model: nn.Module, context: int, text: str, num: int) -> str:
+def generate_text(model: nn.Module, context: int, text: str, num: int) -> str:
     """Return `text` and `num` more characters."""
     model.eval()
     device = next(model.parameters()).device

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from digits import digits, network
+from digits import build_network, load_digit_sets
 from sklearn.model_selection import StratifiedKFold
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
@@ -35,7 +35,7 @@ def main() -> None:
     args = parser.parse_args()
     accelerator = Accelerator(log_with="jsonl", project_dir=args.out)
 
-    train_set, test_set = digits()
+    train_set, test_set = load_digit_sets()
     test = accelerator.prepare(DataLoader(test_set, batch_size=128))
     splits = StratifiedKFold(args.folds, shuffle=True, random_state=0).split(
         *train_set.tensors
@@ -53,7 +53,7 @@ def main() -> None:
             args.epochs,
         )
         scores.append(score)
-        probabilities, truth = predict(accelerator, model, test)
+        probabilities, truth = predict_probabilities(accelerator, model, test)
         votes += probabilities
         accelerator.print(f"fold {fold}: {score:.2%} of its held-out part")
         accelerator.free_memory(model)
@@ -72,7 +72,7 @@ def train_fold(
     epochs: int,
 ) -> tuple[float, nn.Module]:
     """Train on the kept part; return the accuracy on the held-out part, and the model."""
-    model = network()
+    model = build_network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     train: Images = DataLoader(Subset(data, train_indices), batch_size=32, shuffle=True)
     check: Images = DataLoader(Subset(data, held_out_indices), batch_size=128)
@@ -85,13 +85,13 @@ def train_fold(
             accelerator.backward(loss)
             optimizer.step()
             accelerator.log({"loss": loss})
-    probabilities, truth = predict(accelerator, model, check)
+    probabilities, truth = predict_probabilities(accelerator, model, check)
     score = (probabilities.argmax(dim=1) == truth).float().mean().item()
     accelerator.log({"accuracy": score})
     return score, model
 
 
-def predict(
+def predict_probabilities(
     accelerator: Accelerator, model: nn.Module, loader: Images
 ) -> tuple[Tensor, Tensor]:
     """Return the probabilities and the truth of every sample, each once, on every process."""

@@ -32,10 +32,10 @@ def main() -> None:
     # 1 of 3: detect the processes and the device
     accelerator = Accelerator(log_with="jsonl", project_dir=args.out)
 
-    train_set, test_set = digits()
+    train_set, test_set = load_digit_sets()
     train = DataLoader(train_set, batch_size=32, shuffle=True)
     test = DataLoader(test_set, batch_size=128)
-    model = network()
+    model = build_network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-2)
     steps = args.epochs * -(-len(train) // accelerator.num_processes)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
@@ -63,7 +63,7 @@ def main() -> None:
                 accelerator.log({"loss": losses[-1]}, step=len(losses))
                 bar.show(loss=losses[-1])
                 bar.update(samples=len(labels))
-            scores.append(evaluate(accelerator, model, test))
+            scores.append(measure_accuracy(accelerator, model, test))
             accelerator.log({"accuracy": scores[-1]}, step=len(losses))
             bar.show(accuracy=f"{scores[-1]:.2%}")
     seconds = time.perf_counter() - start
@@ -71,8 +71,8 @@ def main() -> None:
     accelerator.save_state(args.out / "checkpoint")
     accelerator.save_model(model, args.out / "model")
     if accelerator.is_main_process:
-        draw(args.out / "loss.png", losses, scores)
-        close(accelerator, args, losses, scores, seconds)
+        plot_curves(args.out / "loss.png", losses, scores)
+        finish_run(accelerator, args, losses, scores, seconds)
     accelerator.end_training()
     if scores[-1] < args.target:
         sys.exit(
@@ -80,7 +80,7 @@ def main() -> None:
         )
 
 
-def evaluate(
+def measure_accuracy(
     accelerator: Accelerator, model: nn.Module, loader: DataLoader[tuple[Tensor, ...]]
 ) -> float:
     """Return the share of the test set that the model names correctly, counting each sample once."""
@@ -96,7 +96,7 @@ def evaluate(
     return right / total
 
 
-def digits() -> tuple[TensorDataset, TensorDataset]:
+def load_digit_sets() -> tuple[TensorDataset, TensorDataset]:
     """Return scikit-learn's 1797 scanned digits of 8 by 8 pixels, four fifths of them for training."""
     images, labels = load_digits(return_X_y=True)
     pixels = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
@@ -109,7 +109,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     )
 
 
-def network() -> nn.Module:
+def build_network() -> nn.Module:
     """Return a small convolutional network: 8 by 8 pixels in, ten scores out."""
     return nn.Sequential(
         *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU()),
@@ -146,7 +146,7 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def draw(file: Path, losses: list[float], scores: list[float]) -> None:
+def plot_curves(file: Path, losses: list[float], scores: list[float]) -> None:
     """Plot the loss of every step, its running mean, and the accuracy after each epoch."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -180,7 +180,7 @@ def draw(file: Path, losses: list[float], scores: list[float]) -> None:
     figure.savefig(file, dpi=120)
 
 
-def close(
+def finish_run(
     accelerator: Accelerator,
     args: argparse.Namespace,
     losses: list[float],

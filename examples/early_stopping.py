@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from digits import digits, evaluate, network
+from digits import build_network, load_digit_sets, measure_accuracy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -45,8 +45,8 @@ def main() -> None:
     set_seed(0)
     accelerator = Accelerator()
 
-    train_set, test_set = digits()
-    model = network()
+    train_set, test_set = load_digit_sets()
+    model = build_network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     train, test = (
         DataLoader(train_set, batch_size=32, shuffle=True),
@@ -61,7 +61,7 @@ def main() -> None:
             optimizer.zero_grad()
             accelerator.backward(nn.functional.cross_entropy(model(images), labels))
             optimizer.step()
-        score = evaluate(accelerator, model, test)
+        score = measure_accuracy(accelerator, model, test)
         accelerator.print(f"epoch {epoch + 1}: {score:.2%} of held-out digits")
         # any process may set the trigger; here the main process decides for all
         if accelerator.is_main_process and patience.exhausted(score):

@@ -51,7 +51,7 @@ def main() -> None:
     )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     num_local_parameters = sum(
-        local(parameter).numel() for parameter in model.parameters()
+        local_shard(parameter).numel() for parameter in model.parameters()
     )
     accelerator.print(
         f"{num_parameters:,} parameters, {num_local_parameters:,} of them ({num_local_parameters / num_parameters:.0%}) on each process"
@@ -82,7 +82,7 @@ def main() -> None:
     accelerator.end_training()
 
 
-def local(parameter: torch.Tensor) -> torch.Tensor:
+def local_shard(parameter: torch.Tensor) -> torch.Tensor:
     """Return the part of a parameter that this process holds."""
     shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     assert isinstance(shard, torch.Tensor)

@@ -28,11 +28,11 @@ def main() -> None:
     set_seed(0)
     accelerator = Accelerator()
 
-    generator, discriminator = perceptron(NOISE, 2), perceptron(2, 1)
+    generator, discriminator = build_perceptron(NOISE, 2), build_perceptron(2, 1)
     paint = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
     judge = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999))
     data = DataLoader(
-        TensorDataset(spots(args.samples)),
+        TensorDataset(draw_spots(args.samples)),
         batch_size=args.batch_size,
         shuffle=True,
         drop_last=True,
@@ -62,7 +62,7 @@ def main() -> None:
             accelerator.backward(paint_loss)
             paint.step()
         if epoch % 5 == 0 or epoch == args.epochs:
-            num_found_spots, hit_share = quality(accelerator, generator)
+            num_found_spots, hit_share = measure_quality(accelerator, generator)
             accelerator.print(
                 f"epoch {epoch}: {num_found_spots} of {SPOTS} spots found, {hit_share:.0%} of the samples on a spot, "
                 f"losses {judge_loss.item():.2f} / {paint_loss.item():.2f}"
@@ -70,7 +70,7 @@ def main() -> None:
     accelerator.end_training()
 
 
-def perceptron(inputs: int, outputs: int) -> nn.Module:
+def build_perceptron(inputs: int, outputs: int) -> nn.Module:
     """Return a network of two hidden layers."""
     width = 128
     return nn.Sequential(
@@ -84,24 +84,26 @@ def perceptron(inputs: int, outputs: int) -> nn.Module:
     )
 
 
-def centers() -> Tensor:
+def spot_centers() -> Tensor:
     """Return the middles of the spots, on a circle of radius 2."""
     angles = torch.arange(SPOTS) * (2 * math.pi / SPOTS)
     return 2 * torch.stack([angles.cos(), angles.sin()], dim=1)
 
 
-def spots(num: int) -> Tensor:
+def draw_spots(num: int) -> Tensor:
     """Return points scattered closely around the middles."""
-    return centers()[torch.randint(SPOTS, (num,))] + 0.1 * torch.randn(num, 2)
+    return spot_centers()[torch.randint(SPOTS, (num,))] + 0.1 * torch.randn(num, 2)
 
 
-def quality(accelerator: Accelerator, generator: nn.Module) -> tuple[int, float]:
+def measure_quality(
+    accelerator: Accelerator, generator: nn.Module
+) -> tuple[int, float]:
     """Return how many spots are hit by at least one in a hundred samples, and the share of samples that hit one."""
     with torch.no_grad():
         samples = accelerator.gather(
             generator(torch.randn(1000, NOISE, device=accelerator.device))
         )
-    distance, spot = torch.cdist(samples.cpu(), centers()).min(dim=1)
+    distance, spot = torch.cdist(samples.cpu(), spot_centers()).min(dim=1)
     hits = torch.bincount(spot[distance < 0.5], minlength=SPOTS)
     return int((hits > len(samples) / 100).sum()), (
         distance < 0.5

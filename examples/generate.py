@@ -61,14 +61,14 @@ def main() -> None:
                 accelerator.print(
                     f"step {step}: loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}"
                 )
-                for text in continued(accelerator, model, prompts, args.length):
+                for text in continue_prompts(accelerator, model, prompts, args.length):
                     accelerator.print(f"  {text!r}")
             if step == args.steps:
                 break
     accelerator.end_training()
 
 
-def continued(
+def continue_prompts(
     accelerator: Accelerator,
     model: torch.nn.Module,
     prompts: DataLoader[dict[str, torch.Tensor]],

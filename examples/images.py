@@ -82,7 +82,7 @@ class Classifier(nn.Module):
         return self
 
 
-def train(args: argparse.Namespace) -> float:
+def train_phases(args: argparse.Namespace) -> float:
     """Train in two phases; return the accuracy on the fifth of the files that was held out."""
     set_seed(args.seed)
     accelerator = Accelerator(cpu=args.cpu, log_with="jsonl", project_dir=args.out)
@@ -109,8 +109,8 @@ def train(args: argparse.Namespace) -> float:
         trained = [
             parameter for parameter in model.parameters() if parameter.requires_grad
         ]
-        fit(accelerator, model, trained, learn, args.epochs, lr, phase)
-        score = evaluate(accelerator, model, check)
+        fit_phase(accelerator, model, trained, learn, args.epochs, lr, phase)
+        score = measure_accuracy(accelerator, model, check)
         accelerator.print(
             f"{phase}: {len(trained)} tensors trained, {score:.2%} of {cut} held-out pictures"
         )
@@ -119,7 +119,7 @@ def train(args: argparse.Namespace) -> float:
     return score
 
 
-def fit(
+def fit_phase(
     accelerator: Accelerator, model: nn.Module, trained: Iterable[nn.Parameter],
     loader: DataLoader[tuple[Tensor, int]], epochs: int, lr: float, phase: str,
 ) -> None:  # fmt: skip
@@ -144,7 +144,7 @@ def fit(
     accelerator.free_memory(prepared, optimizer, schedule)
 
 
-def evaluate(
+def measure_accuracy(
     accelerator: Accelerator, model: nn.Module, loader: DataLoader[tuple[Tensor, int]]
 ) -> float:
     """Return the share of pictures named correctly, each counted once."""
@@ -189,11 +189,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.num_processes:
         score = notebook_launcher(
-            train, (args,), num_processes=args.num_processes, cpu=args.cpu
+            train_phases, (args,), num_processes=args.num_processes, cpu=args.cpu
         )
         print(f"the first process returned {score:.2%}")
     else:
-        train(args)
+        train_phases(args)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import argparse
 import time
 
 import torch
-from digits import digits, evaluate, network
+from digits import build_network, load_digit_sets, measure_accuracy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -29,8 +29,8 @@ def main() -> None:
     set_seed(0)
     accelerator = Accelerator()
 
-    train_set, test_set = digits()
-    model = network()
+    train_set, test_set = load_digit_sets()
+    model = build_network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     train, test = (
         DataLoader(train_set, batch_size=32, shuffle=True),
@@ -52,7 +52,7 @@ def main() -> None:
                 local_sgd.step()
                 steps += 1
         accelerator.print(
-            f"epoch {epoch}: {evaluate(accelerator, model, test):.2%} of held-out digits"
+            f"epoch {epoch}: {measure_accuracy(accelerator, model, test):.2%} of held-out digits"
         )
     seconds = time.perf_counter() - start
     exchanges = args.epochs * -(-(steps // args.epochs) // args.local_sgd_steps)

@@ -31,7 +31,7 @@ def main() -> None:
     chance = random.Random(args.seed)
     for label in SHAPES:
         for number in range(args.num):
-            draw(label, args.size, chance).save(
+            draw_shape(label, args.size, chance).save(
                 args.folder / f"{label}_{number}.jpg", quality=90
             )
     print(
@@ -39,7 +39,7 @@ def main() -> None:
     )
 
 
-def draw(label: str, size: int, chance: random.Random) -> Image.Image:
+def draw_shape(label: str, size: int, chance: random.Random) -> Image.Image:
     """Return one shape of random position, size, rotation and color on a random background."""
     ground, ink = (tuple(chance.randrange(256) for _ in range(3)) for _ in range(2))
     picture = Image.new("RGB", (size, size), ground)

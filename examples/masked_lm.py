@@ -58,10 +58,10 @@ def main() -> None:
         ),
         train_dataset=rows[num_held_out:],
         eval_dataset=[
-            masked(row, torch.Generator().manual_seed(index))
+            mask_row(row, torch.Generator().manual_seed(index))
             for index, row in enumerate(rows[:num_held_out])
         ],
-        data_collator=collate,
+        data_collator=collate_rows,
     )
     trainer.train()
     # the mean over all masked characters, on any number of processes
@@ -72,13 +72,15 @@ def main() -> None:
     trainer.save_model()
 
 
-def collate(rows: Sequence[Tensor | dict[str, Tensor]]) -> dict[str, Tensor]:
+def collate_rows(rows: Sequence[Tensor | dict[str, Tensor]]) -> dict[str, Tensor]:
     """Mask rows that are not masked yet, anew each time they are read, and stack them."""
-    done = [row if isinstance(row, dict) else masked(row) for row in rows]
+    done = [row if isinstance(row, dict) else mask_row(row) for row in rows]
     return {name: torch.stack([row[name] for row in done]) for name in done[0]}
 
 
-def masked(row: Tensor, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+def mask_row(
+    row: Tensor, generator: torch.Generator | None = None
+) -> dict[str, Tensor]:
     """Hide some characters; the labels of the others are -100, which the loss leaves out."""
     hidden = torch.rand(row.shape, generator=generator) < SHARE
     hidden[0] = True  # at least one

@@ -7,7 +7,12 @@ hasten launch --num_processes 2 examples/mrpc.py --data path/to/mrpc
 from __future__ import annotations
 
 import torch
-from mrpc_parts import evaluate, load, read_arguments, report
+from mrpc_parts import (
+    evaluate_pairs,
+    format_scores,
+    load_model_and_loaders,
+    read_arguments,
+)
 
 from hasten import Accelerator
 
@@ -19,7 +24,7 @@ def main() -> None:
     # 1 of 3: instead of choosing a device
     accelerator = Accelerator(log_with="jsonl", project_dir=args.out)
 
-    model, train, test = load(args)
+    model, train, test = load_model_and_loaders(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 1 - step / (args.epochs * len(train) + 1)
@@ -40,11 +45,11 @@ def main() -> None:
             schedule.step()
             bar.show(loss=loss)
             accelerator.log({"loss": loss})
-        scores = evaluate(
+        scores = evaluate_pairs(
             model, test, accelerator.device, accelerator.gather_for_metrics
         )
         accelerator.log({"accuracy": scores.accuracy, "f1": scores.f1})
-        accelerator.print(report(epoch, scores))
+        accelerator.print(format_scores(epoch, scores))
     accelerator.end_training()
 
 

@@ -92,7 +92,7 @@ def model_folder(name: str) -> str:
     return str(folder) if folder and folder.is_dir() else name
 
 
-def load(
+def load_model_and_loaders(
     args: argparse.Namespace,
 ) -> tuple[nn.Module, DataLoader[Batch], DataLoader[Batch]]:
     """Return the model and the loaders of both parts; every pair is tokenized when it is needed."""
@@ -125,7 +125,7 @@ def load(
     )
 
 
-def evaluate(
+def evaluate_pairs(
     model: nn.Module,
     loader: DataLoader[Batch],
     device: torch.device,
@@ -151,6 +151,6 @@ def evaluate(
     )
 
 
-def report(epoch: int, scores: Scores) -> str:
+def format_scores(epoch: int, scores: Scores) -> str:
     """Return one line about an epoch."""
     return f"epoch {epoch}: accuracy {scores.accuracy:.4f}, F1 {scores.f1:.4f} on {scores.num} test pairs"

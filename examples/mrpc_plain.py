@@ -6,7 +6,12 @@ python examples/mrpc_plain.py --data path/to/mrpc
 from __future__ import annotations
 
 import torch
-from mrpc_parts import evaluate, load, read_arguments, report
+from mrpc_parts import (
+    evaluate_pairs,
+    format_scores,
+    load_model_and_loaders,
+    read_arguments,
+)
 
 
 def main() -> None:
@@ -15,7 +20,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    model, train, test = load(args)
+    model, train, test = load_model_and_loaders(args)
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -31,8 +36,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             schedule.step()
-        scores = evaluate(model, test, device)
-        print(report(epoch, scores))
+        scores = evaluate_pairs(model, test, device)
+        print(format_scores(epoch, scores))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from hasten import Trainer, TrainingArguments
 from hasten.trainer import EvalPrediction
 
 
-def scores(prediction: EvalPrediction) -> dict[str, float]:
+def compute_scores(prediction: EvalPrediction) -> dict[str, float]:
     """Accuracy and F1 of the pairs that say the same."""
     answers, truths = prediction.predictions.argmax(-1), prediction.label_ids
     hits = int(((answers == 1) & (truths == 1)).sum())
@@ -35,14 +35,14 @@ def main() -> None:
         name, num_labels=2, dtype=torch.float32
     )
 
-    def tokenized(pair: Pair) -> dict[str, object]:
+    def tokenize_pair(pair: Pair) -> dict[str, object]:
         return {
             **tokenizer(pair.first, pair.second, truncation=True, max_length=128),
             "label": pair.label,
         }
 
     train, test = (
-        [tokenized(p) for p in read_pairs(args.data, split)[: args.limit]]
+        [tokenize_pair(p) for p in read_pairs(args.data, split)[: args.limit]]
         for split in ("train", "test")
     )
     trainer = Trainer(
@@ -66,7 +66,7 @@ def main() -> None:
         train_dataset=train,
         eval_dataset=test,
         processing_class=tokenizer,  # pads each batch to its longest pair
-        compute_metrics=scores,
+        compute_metrics=compute_scores,
     )
     trainer.train(resume_from_checkpoint="auto")
     metrics = trainer.evaluate()

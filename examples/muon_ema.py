@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from digits import digits, evaluate
+from digits import load_digit_sets, measure_accuracy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -27,7 +27,7 @@ def main() -> None:
     set_seed(0)
     accelerator = Accelerator()
 
-    train_set, test_set = digits()
+    train_set, test_set = load_digit_sets()
     train, test = (
         DataLoader(train_set, batch_size=32, shuffle=True),
         DataLoader(test_set, batch_size=128),
@@ -55,9 +55,9 @@ def main() -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        trained = evaluate(accelerator, model, test)
+        trained = measure_accuracy(accelerator, model, test)
         with ema.swapped():
-            averaged = evaluate(accelerator, model, test)
+            averaged = measure_accuracy(accelerator, model, test)
         accelerator.print(
             f"epoch {epoch + 1}: accuracy {trained:.2%}, of the average {averaged:.2%}"
         )

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from digits import digits, network
+from digits import build_network, load_digit_sets
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -28,8 +28,8 @@ def main() -> None:
     set_seed(0)
     accelerator = Accelerator()
 
-    train_set, _ = digits()
-    model = network()
+    train_set, _ = load_digit_sets()
+    model = build_network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer, train = accelerator.prepare(
         model, optimizer, DataLoader(train_set, batch_size=32, shuffle=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from digits import digits, evaluate, network
+from digits import build_network, load_digit_sets, measure_accuracy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -25,12 +25,12 @@ def main() -> None:
     set_seed(0)
     accelerator = Accelerator()
 
-    train_set, test_set = digits()
+    train_set, test_set = load_digit_sets()
     train, test = (
         DataLoader(train_set, batch_size=32, shuffle=True),
         DataLoader(test_set, batch_size=128),
     )
-    model = network()
+    model = build_network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     model, optimizer, train, test = accelerator.prepare(model, optimizer, train, test)
     for epoch in accelerator.epochs(args.epochs):
@@ -39,7 +39,7 @@ def main() -> None:
             accelerator.backward(nn.functional.cross_entropy(model(images), labels))
             optimizer.step()
             optimizer.zero_grad()
-        accuracy = evaluate(accelerator, model, test)
+        accuracy = measure_accuracy(accelerator, model, test)
         accelerator.print(f"epoch {epoch + 1}: accuracy {accuracy:.2%}")
         accelerator.push_to_hub(  # the next epoch begins while the main process uploads
             model,
@@ -52,7 +52,7 @@ def main() -> None:
 
     accelerator.load_model(model, f"hf://{args.repo}")
     accelerator.print(
-        f"loaded from the Hub: accuracy {evaluate(accelerator, model, test):.2%}"
+        f"loaded from the Hub: accuracy {measure_accuracy(accelerator, model, test):.2%}"
     )
 
 

@@ -36,7 +36,7 @@ def main() -> None:
     adapter = LoraConfig(
         r=8, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"]
     )
-    model = get_peft_model(base(args.model), adapter)
+    model = get_peft_model(load_base_model(args.model), adapter)
     model.print_trainable_parameters()
     optimizer = torch.optim.AdamW(
         (p for p in model.parameters() if p.requires_grad), lr=2e-3
@@ -66,14 +66,14 @@ def main() -> None:
             f"{args.out}/adapter", state_dict=weights
         )
         merged = PeftModel.from_pretrained(
-            dequantize_weights(base(args.model)), f"{args.out}/adapter"
+            dequantize_weights(load_base_model(args.model)), f"{args.out}/adapter"
         ).merge_and_unload()
         merged.save_pretrained(f"{args.out}/merged")
         print(f"adapter and merged model are in {args.out}")
     accelerator.end_training()
 
 
-def base(name: str | None) -> nn.Module:
+def load_base_model(name: str | None) -> nn.Module:
     """Return the frozen base model with its linear layers in four bits."""
     if name is not None:
         model = AutoModelForCausalLM.from_pretrained(name)

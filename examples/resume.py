@@ -14,7 +14,7 @@ import hashlib
 from pathlib import Path
 
 import torch
-from digits import digits, evaluate, network
+from digits import build_network, load_digit_sets, measure_accuracy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -44,8 +44,8 @@ def main() -> None:
     )
     accelerator = Accelerator(project_config=project, log_with="jsonl")
 
-    train_set, test_set = digits()
-    model = network()
+    train_set, test_set = load_digit_sets()
+    model = build_network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     train, test = (
@@ -80,7 +80,7 @@ def main() -> None:
                 accelerator.print(f"stopped after step {step}")
                 accelerator.end_training()
                 return
-    score = evaluate(accelerator, model, test)
+    score = measure_accuracy(accelerator, model, test)
     weights = torch.cat(
         [
             p.detach().flatten().cpu()

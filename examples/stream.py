@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from digits import digits
+from digits import load_digit_sets
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -33,7 +33,7 @@ class Tars(IterableDataset[tuple[Tensor, int]]):
                 for member in tar:
                     content = tar.extractfile(member)
                     assert content is not None, "the files hold no folders"
-                    yield decoded(content.read())
+                    yield decode_sample(content.read())
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
         files = write_tars(args.out / "tars")
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    loader = DataLoader(stream(files), batch_size=32)
+    loader = DataLoader(open_stream(files), batch_size=32)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     checkpoint = args.out / "checkpoint"
     accelerator.register_for_checkpointing(counter := Counter())
@@ -94,18 +94,18 @@ class Counter:
         self.step = state["step"]
 
 
-def stream(files: list[str]) -> IterableDataset[tuple[Tensor, int]]:
+def open_stream(files: list[str]) -> IterableDataset[tuple[Tensor, int]]:
     """Return the samples of the files as a stream."""
     if importlib.util.find_spec("webdataset") is None:
         return Tars(files)
     import webdataset  # optional
 
     return webdataset.WebDataset(files, shardshuffle=False, nodesplitter=None).map(
-        lambda sample: decoded(sample["pt"])
+        lambda sample: decode_sample(sample["pt"])
     )
 
 
-def decoded(data: bytes) -> tuple[Tensor, int]:
+def decode_sample(data: bytes) -> tuple[Tensor, int]:
     """Return the image and the label of a file in a tar."""
     image, label = torch.load(io.BytesIO(data), weights_only=True)
     return image, label
@@ -116,7 +116,7 @@ def write_tars(folder: Path, num: int = 4) -> list[str]:
     files = [folder / f"{index}.tar" for index in range(num)]
     if not all(file.exists() for file in files):
         folder.mkdir(parents=True, exist_ok=True)
-        rows = list(digits()[0])
+        rows = list(load_digit_sets()[0])
         for index, file in enumerate(files):
             with tarfile.open(file, "w") as tar:
                 for key, (image, label) in enumerate(rows[index::num]):

@@ -60,7 +60,7 @@ def main() -> None:
         train_pairs,
         batch_size=args.batch_size,
         shuffle=True,
-        collate_fn=collate,
+        collate_fn=collate_pairs,
         drop_last=True,
     )  # type: ignore[arg-type]
     model, optimizer, train = accelerator.prepare(model, optimizer, train)
@@ -82,7 +82,7 @@ def main() -> None:
             accelerator.log({"loss": loss})
     accelerator.save_model(model, args.out / "model")
 
-    written = generate(
+    written = write_summaries(
         accelerator, accelerator.unwrap_model(model), held_out_pairs, args.length
     )
     for pair, words in list(zip(held_out_pairs, written, strict=True))[:3]:
@@ -94,43 +94,43 @@ def main() -> None:
 
 
 @torch.no_grad()
-def generate(
+def write_summaries(
     accelerator: Accelerator, model: torch.nn.Module, pairs: Sequence[Pair], length: int
 ) -> list[str]:
     """The summaries of all pairs, in order and on every process; each process writes a part of them."""
     model.eval()
 
-    def summary(pair: Pair) -> str:
-        tokens = torch.tensor([encode(pair.code, 256)], device=accelerator.device)
+    def write_summary(pair: Pair) -> str:
+        tokens = torch.tensor([encode_text(pair.code, 256)], device=accelerator.device)
         written = model.generate(tokens, max_new_tokens=length, do_sample=False)  # type: ignore[operator]
         return bytes(
             int(token) - FIRST for token in written[0] if token >= FIRST
         ).decode("utf-8", "replace")
 
-    return map_dataset(accelerator, summary, pairs)
+    return map_dataset(accelerator, write_summary, pairs)
 
 
-def encode(text: str, max_length: int) -> list[int]:
+def encode_text(text: str, max_length: int) -> list[int]:
     """The tokens of a text, with the token that ends it."""
     return [FIRST + byte for byte in text.encode()[: max_length - 1]] + [END]
 
 
-def collate(pairs: Sequence[Pair]) -> dict[str, Tensor]:
+def collate_pairs(pairs: Sequence[Pair]) -> dict[str, Tensor]:
     """Pad codes and summaries to the longest of the batch; padding of labels is -100, which the loss leaves out."""
     codes, summaries = (
-        [encode(pair.code, 256) for pair in pairs],
-        [encode(pair.summary, 64) for pair in pairs],
+        [encode_text(pair.code, 256) for pair in pairs],
+        [encode_text(pair.summary, 64) for pair in pairs],
     )
 
-    def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    def pad_rows(rows: Sequence[Sequence[int]], value: int) -> Tensor:
         width = max(map(len, rows))
         return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])
 
-    inputs = padded(codes, PAD)
+    inputs = pad_rows(codes, PAD)
     return {
         "input_ids": inputs,
         "attention_mask": (inputs != PAD).long(),
-        "labels": padded(summaries, -100),
+        "labels": pad_rows(summaries, -100),
     }
 
 
@@ -138,13 +138,13 @@ def read_pairs(limit: int) -> list[Pair]:
     """The first functions of the standard library that have a docstring, as pairs."""
     pairs: list[Pair] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        pairs += functions(path.read_text("utf-8", "replace"))
+        pairs += find_documented_functions(path.read_text("utf-8", "replace"))
         if len(pairs) >= limit:
             break
     return pairs[:limit]
 
 
-def functions(source: str) -> Iterator[Pair]:
+def find_documented_functions(source: str) -> Iterator[Pair]:
     """Yield every function with a docstring: its code without it, and its first line."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and (words := ast.get_docstring(node)):

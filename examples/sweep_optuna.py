@@ -13,7 +13,7 @@ from typing import Any
 
 import optuna
 import torch
-from digits import digits, evaluate
+from digits import load_digit_sets, measure_accuracy
 from optuna.trial import TrialState
 from torch import nn
 from torch.utils.data import DataLoader
@@ -45,12 +45,12 @@ def main() -> None:
     while True:
         # one for each trial, because a checkpoint holds the state of one training
         accelerator = Accelerator()
-        trial, trial_settings = ask(study, args.trials)
+        trial, trial_settings = ask_trial(study, args.trials)
         # all ranks train what rank 0 was given
         (trial_settings,) = accelerator.broadcast_object_list([trial_settings])
         if trial_settings is None:
             break
-        score, pruned = train(accelerator, trial, trial_settings, args)
+        score, pruned = train_trial(accelerator, trial, trial_settings, args)
         if study is not None and trial is not None:
             study.tell(
                 trial,
@@ -64,7 +64,7 @@ def main() -> None:
         accelerator.end_training()
     if study is not None:
         print(
-            f"best of {len(finished(study))}: {study.best_value:.2%} with {study.best_params}"
+            f"best of {len(finished_trials(study))}: {study.best_value:.2%} with {study.best_params}"
         )
     accelerator.end_training()
 
@@ -98,18 +98,18 @@ def open_study(folder: Path) -> optuna.Study:
     return study
 
 
-def finished(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
+def finished_trials(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
     """Return the trials that are complete or pruned."""
     return study.get_trials(
         deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)
     )
 
 
-def ask(
+def ask_trial(
     study: optuna.Study | None, trials: int
 ) -> tuple[optuna.Trial | None, dict[str, Any] | None]:
     """Return the next trial and its plain values; nothing if the study has enough trials, and on ranks without the study."""
-    if study is None or len(finished(study)) >= trials:
+    if study is None or len(finished_trials(study)) >= trials:
         return None, None
     trial = study.ask()
     params = {
@@ -130,7 +130,7 @@ def ask(
     }
 
 
-def train(
+def train_trial(
     accelerator: Accelerator,
     trial: optuna.Trial | None,
     trial_settings: dict[str, Any],
@@ -139,7 +139,7 @@ def train(
     """Train one trial, from its checkpoint if there is one; return its score and whether it was pruned."""
     params, folder = trial_settings["params"], args.out / trial_settings["folder"]
     set_seed(0)
-    train_set, test_set = digits()
+    train_set, test_set = load_digit_sets()
     model: nn.Module = nn.Sequential(
         *(
             nn.Flatten(),
@@ -167,7 +167,7 @@ def train(
             optimizer.zero_grad()
             accelerator.backward(nn.functional.cross_entropy(model(images), labels))
             optimizer.step()
-        score = evaluate(accelerator, model, test)
+        score = measure_accuracy(accelerator, model, test)
         if trial is not None:
             trial.report(score, epoch)
             pruned = trial.should_prune()

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 import torch
-from digits import digits, evaluate
+from digits import load_digit_sets, measure_accuracy
 from ray import tune
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
@@ -107,7 +107,7 @@ def train_loop(config: dict[str, Any]) -> None:
     """Train on one worker: the loop of any script, with a report after each epoch."""
     set_seed(0)
     accelerator = Accelerator()
-    train_set, test_set = digits()
+    train_set, test_set = load_digit_sets()
     width = config["width"]
     model: nn.Module = nn.Sequential(
         nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10)
@@ -125,7 +125,7 @@ def train_loop(config: dict[str, Any]) -> None:
             optimizer.zero_grad()
             accelerator.backward(nn.functional.cross_entropy(model(images), labels))
             optimizer.step()
-        score = evaluate(accelerator, model, test)
+        score = measure_accuracy(accelerator, model, test)
         hasten.ray.report(
             accelerator, {"accuracy": score, "training_iteration": epoch + 1}, save=True
         )

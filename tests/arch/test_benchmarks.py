@@ -16,7 +16,7 @@ def test_every_script_is_in_the_plan_or_left_out_for_a_reason(
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
     plan = runpy.run_path(str(FOLDER / "run_all.py"))
-    assert plan["unknown"]() == []
+    assert plan["unknown_scripts"]() == []
     named = [planned.script for planned in plan["PLANS"]] + list(plan["NOT_HERE"])
     assert sorted(named) == sorted({path.name for path in FOLDER.glob("*.py")}), (
         "twice, or gone"

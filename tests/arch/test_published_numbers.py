@@ -23,7 +23,7 @@ def test_pages_show_what_was_measured(published: dict[str, Any]) -> None:
         page = (ROOT / table.page).read_text(encoding="utf-8")
         marked_table = published["found_in"](page, table.name)
         assert marked_table is not None, f"{table.page} has no mark of {table.name!r}"
-        assert marked_table[0] == published["block"](table), (
+        assert marked_table[0] == published["format_block"](table), (
             f"{table.page}: {table.name!r} differs from the results; run python benchmarks/published.py --write"
         )
 
@@ -31,14 +31,14 @@ def test_pages_show_what_was_measured(published: dict[str, Any]) -> None:
 def test_the_picture_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     headline = runpy.run_path(str(ROOT / "benchmarks" / "headline.py"))
-    assert headline["drawn_in"](headline["PICTURE"]) == headline["panels"](), (
+    assert headline["drawn_in"](headline["PICTURE"]) == headline["list_panels"](), (
         "run python benchmarks/headline.py"
     )
 
 
 def test_every_run_names_its_commit_machine_and_date(published: dict[str, Any]) -> None:
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        for run in published["read"](file.stem):
+        for run in published["read_runs"](file.stem):
             missing = [
                 key
                 for key in ("setting", "date", "commit", "hardware", "found", "page")
@@ -50,7 +50,7 @@ def test_every_run_names_its_commit_machine_and_date(published: dict[str, Any]) 
 def test_pages_of_results_are_those_of_their_numbers(published: dict[str, Any]) -> None:
     recording = sys.modules["recording"]
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        page_text = recording.page_of(file.stem, published["read"](file.stem))
+        page_text = recording.page_of(file.stem, published["read_runs"](file.stem))
         assert file.with_suffix(".md").read_text(encoding="utf-8") == page_text, (
             f"{file.stem}.md was edited by hand"
         )

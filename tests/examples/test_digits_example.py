@@ -85,10 +85,10 @@ def test_plot_is_a_png(run: tuple[str, Path]) -> None:
 def test_saved_model_is_as_good_in_plain_torch(
     run: tuple[str, Path], example: dict[str, Any]
 ) -> None:
-    model: torch.nn.Module = example["network"]()
+    model: torch.nn.Module = example["build_network"]()
     model.load_state_dict(load_file(run[1] / "model" / "model.safetensors"))
     model.eval()
-    _, test_set = example["digits"]()
+    _, test_set = example["load_digit_sets"]()
     images, labels = next(iter(DataLoader(test_set, batch_size=len(test_set))))
     with torch.no_grad():
         accuracy = (model(images).argmax(dim=1) == labels).float().mean().item()

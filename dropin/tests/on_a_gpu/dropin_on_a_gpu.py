@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
-from either_package import PACKAGES, ROOT, _holds_either, environment
+from either_package import PACKAGES, ROOT, _holds_either, build_environment
 
 MODULES = (
     "observed_accelerator",
@@ -298,7 +298,7 @@ def python_with(package: str, folder: Path, original: Path | None) -> Path:
     venv.EnvBuilder(symlinks=True, with_pip=False).create(folder)
     library = next(folder.glob("lib/python*"))
     (library / "site-packages").rmdir()
-    for path_file in environment(package, library, original).glob("*.pth"):
+    for path_file in build_environment(package, library, original).glob("*.pth"):
         path_file.unlink()
     commands = {
         "accelerate": "accelerate_cli",
@@ -537,11 +537,11 @@ def _short(value: object) -> str:
 
 def written(args: argparse.Namespace, notes: dict[str, Any]) -> None:
     """Print the tables, and add the run to the results."""
-    from loading import versions
-    from recording import record
+    from loading import installed_versions
+    from recording import record_run
 
     counts, differences = compared(notes)
-    platform_versions = versions(args.device)
+    platform_versions = installed_versions(args.device)
     number = (
         notes["original"].get("versions", {}).get("seen", {}).get("accelerate", "?")
     )
@@ -559,7 +559,7 @@ def written(args: argparse.Namespace, notes: dict[str, Any]) -> None:
         "total": dict(total),
     }
     if not args.only:
-        record(
+        record_run(
             "dropin_on_a_gpu", args.device, totals, "\n".join(lines), platform_versions
         )
     if any(
