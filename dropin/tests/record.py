@@ -468,12 +468,14 @@ def newest_cells(
     """Return what the page of clients says about each recorded client: its version, and how the packages compare."""
     cells = {}
     for client in dict.fromkeys([job.part for job in todo if job.part in CLIENTS]):
-        single, two = (
+        on_one, on_two = (
             cell([verdicts[job] for job in todo if (job.part, job.processes) == (client, count) and job in verdicts],
                  dict(missing.get(client, {})))
             for count in (1, 2)
         )  # fmt: skip
-        comparison = single if single == two else f"{single}; on 2 processes {two}"
+        comparison = (
+            on_one if on_one == on_two else f"{on_one}; on 2 processes {on_two}"
+        )
         cells[client] = (
             f"{versions.get(CLIENTS[client].distribution, 'no version')}: {comparison}"
         )

@@ -103,8 +103,11 @@ def test_optimizers_show_whether_they_are_placed(placed: bool) -> None:
     first_prepared = accelerator.prepare_optimizer(
         optimizers[0], device_placement=placed
     )
-    two = accelerator.prepare(optimizers[1], device_placement=[placed])
-    assert (first_prepared.device_placement, two.device_placement) == (placed, placed)
+    second_prepared = accelerator.prepare(optimizers[1], device_placement=[placed])
+    assert (first_prepared.device_placement, second_prepared.device_placement) == (
+        placed,
+        placed,
+    )
 
 
 def test_schedulers_follow_optimizers_that_are_prepared_later() -> None:

@@ -763,9 +763,11 @@ def check(case: Case, pool: Pool) -> str:
         )
     assert not any(isinstance(steps, str) for steps in resumed), f"refused: {resumed}"
     if case.new_world == case.world:
-        for rank, (got, steps) in enumerate(zip(resumed, uninterrupted, strict=True)):
-            assert got == steps[start:], (
-                f"rank {rank} after {start} steps:\n{got}\ninstead of\n{steps[start:]}"
+        for rank, (resumed_steps, steps) in enumerate(
+            zip(resumed, uninterrupted, strict=True)
+        ):
+            assert resumed_steps == steps[start:], (
+                f"rank {rank} after {start} steps:\n{resumed_steps}\ninstead of\n{steps[start:]}"
             )
         return "exact"
     expected = uninterrupted

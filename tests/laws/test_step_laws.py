@@ -603,9 +603,9 @@ def compare_with_torch(case: Case, steps: Sequence[Sequence[Micro]], end: Run) -
     if any(micro.skipped for step in steps for micro in step):
         return
     losses, rates, expected = reference(case, steps)
-    got = [window_loss(case, window) for window in windows(steps)]
+    actual_losses = [window_loss(case, window) for window in windows(steps)]
     tolerance = TOLERANCES[case.precision]
-    for number, (a, b) in enumerate(zip(got, losses, strict=True)):
+    for number, (a, b) in enumerate(zip(actual_losses, losses, strict=True)):
         assert math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance), (
             f"loss of update {number}: {a}, in torch {b}"
         )

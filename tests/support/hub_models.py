@@ -197,19 +197,24 @@ def share_of(net: nn.Module) -> float:
 
 
 def largest_difference(
-    got: Mapping[str, Any],
+    actual_state: Mapping[str, Any],
     net: nn.Module,
     but: Callable[[str], bool] = lambda name: False,
 ) -> float:
     """Return the largest difference between a state dict and a model's, which must have the same names in the same order."""
-    want = net.state_dict()
-    assert list(got) == list(want), f"names differ: {sorted(set(got) ^ set(want))}"
+    expected_state = net.state_dict()
+    assert list(actual_state) == list(expected_state), (
+        f"names differ: {sorted(set(actual_state) ^ set(expected_state))}"
+    )
     floats = {
         name: value
-        for name, value in want.items()
+        for name, value in expected_state.items()
         if value.is_floating_point() and not but(name)
     }
-    return max(float((got[name] - value).abs().max()) for name, value in floats.items())
+    return max(
+        float((actual_state[name] - value).abs().max())
+        for name, value in floats.items()
+    )
 
 
 def whisper() -> nn.Module:

@@ -200,9 +200,9 @@ def expert_traffic(
     """
     rows = tokens * k
     sent = exchanged_bytes(rows * (width * item + weight_item), mesh.ep)
-    back = exchanged_bytes(rows * width * item, mesh.ep)
+    returned = exchanged_bytes(rows * width * item, mesh.ep)
     return used_axes(
-        {EXPERTS: 2 * (sent + back) + exchanged_bytes(num_experts * 8, mesh.ep)}
+        {EXPERTS: 2 * (sent + returned) + exchanged_bytes(num_experts * 8, mesh.ep)}
     )
 
 

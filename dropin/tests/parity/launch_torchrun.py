@@ -19,8 +19,8 @@ def parsed(*words):
 
 
 def run() -> object:
-    two = "--num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port 29501 --num_processes 4 a.py"
-    args = parsed("--multi_gpu", *two.split())
+    machine_flags = "--num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port 29501 --num_processes 4 a.py"
+    args = parsed("--multi_gpu", *machine_flags.split())
     prepare_multi_gpu_env(args)
     return [
         getattr(args, name, None)

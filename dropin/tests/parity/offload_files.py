@@ -16,7 +16,7 @@ def run() -> object:
     with tempfile.TemporaryDirectory() as folder:
         index = offload_weight(torch.arange(4.0), "x", folder, index={})
         offload_weight(torch.tensor(3.0), "y", folder, index=index)
-        back = load_offloaded_weight(f"{folder}/x.dat", index["x"])
+        loaded_weight = load_offloaded_weight(f"{folder}/x.dat", index["x"])
         state_folder = f"{folder}/state"
         offload_state_dict(
             state_folder, {"a": torch.ones(2), "b": torch.zeros(1, dtype=torch.float16)}
@@ -26,7 +26,7 @@ def run() -> object:
         )
         return [
             index,
-            [float(number) for number in back],
+            [float(number) for number in loaded_weight],
             sorted(loader),
             [loader[name].tolist() for name in sorted(loader)],
             len(loader),

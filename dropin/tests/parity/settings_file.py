@@ -20,12 +20,12 @@ def run() -> object:
             num_machines=1,
         )
         config.to_yaml_file(file)
-        back = load_config_from_file(file)
+        loaded = load_config_from_file(file)
     return [
-        back.num_processes,
-        back.mixed_precision,
-        str(back.distributed_type),
-        sorted(back.to_dict())[:4],
+        loaded.num_processes,
+        loaded.mixed_precision,
+        str(loaded.distributed_type),
+        sorted(loaded.to_dict())[:4],
     ]
 
 

@@ -46,9 +46,11 @@ model, optimizer = accelerator.prepare(model, optimizer)
 assert model.model.layers[0].mlp.up_proj.weight.to_local().shape == (16, 16), (
     "split by the plan the model carries"
 )
-got = losses(model, optimizer, accelerator.backward)
-assert torch.allclose(torch.tensor(got), torch.tensor(expected), rtol=0, atol=1e-5), (
-    got,
+actual_losses = losses(model, optimizer, accelerator.backward)
+assert torch.allclose(
+    torch.tensor(actual_losses), torch.tensor(expected), rtol=0, atol=1e-5
+), (
+    actual_losses,
     expected,
 )
 print("trained like plain torch")

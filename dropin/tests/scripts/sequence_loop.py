@@ -133,9 +133,9 @@ def check_reading(accelerator, model, reference, loader):
     gathered_ids = []
     with torch.no_grad():
         for batch in full_loader:
-            got, expected = model(**batch).logits, reference(**batch).logits
-            assert torch.allclose(got, expected, atol=1e-5), (
-                (got - expected).abs().max()
+            actual_logits, expected = model(**batch).logits, reference(**batch).logits
+            assert torch.allclose(actual_logits, expected, atol=1e-5), (
+                (actual_logits - expected).abs().max()
             )
             gathered_ids += [accelerator.gather_for_metrics(batch["input_ids"])]
         assert torch.equal(
@@ -202,12 +202,12 @@ def main(stage):
             gradient_accumulation_steps=every,
         )
         data = rows(count * accelerator.num_processes // SP)
-        got, model, loader = split(accelerator, data, recompute)
+        actual_losses, model, loader = split(accelerator, data, recompute)
         expected, reference = plain(data, accelerator.num_processes // SP, every)
-        assert len(got) == count // ROWS
+        assert len(actual_losses) == count // ROWS
         assert torch.allclose(
-            torch.tensor(got), torch.tensor(expected), rtol=0, atol=1e-5
-        ), (got, expected)
+            torch.tensor(actual_losses), torch.tensor(expected), rtol=0, atol=1e-5
+        ), (actual_losses, expected)
         if every == 1:
             check_reading(accelerator, model, reference, loader)
             assert (

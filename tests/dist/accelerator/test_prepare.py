@@ -346,10 +346,10 @@ def test_compiled_and_recomputed_models_give_the_same_gradients(
         {"recompute": ("Linear",)},
     ]
     for accelerator_settings in settings:
-        for got, expected_grad in zip(
+        for actual_grad, expected_grad in zip(
             grads(Accelerator(**accelerator_settings)), expected, strict=True
         ):
-            torch.testing.assert_close(got, expected_grad)
+            torch.testing.assert_close(actual_grad, expected_grad)
     with pytest.raises(ConfigError, match="names Blok"):
         Accelerator(recompute=("Blok",)).prepare(blocks())
 

@@ -205,9 +205,9 @@ def test_every_precision_and_strategy_follows_plain_torch(
     """bf16 keeps 8 bits of a product, fp16 11: losses around 1 agree to about two digits and to three."""
     expected = train(Accelerator(strategy="none", context=alone(ctx)))
     tolerance = {"no": 1e-5, "bf16": 3e-2, "fp16": 5e-3}[precision]
-    got = train(Accelerator(mixed_precision=precision, strategy=strategy))
+    actual_losses = train(Accelerator(mixed_precision=precision, strategy=strategy))
     torch.testing.assert_close(
-        torch.tensor(got), torch.tensor(expected), rtol=0, atol=tolerance
+        torch.tensor(actual_losses), torch.tensor(expected), rtol=0, atol=tolerance
     )
 
 

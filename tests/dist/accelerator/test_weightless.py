@@ -113,9 +113,9 @@ def test_a_rank_without_weight_gets_the_others_gradient_of_a_scalar(
         accelerator.backward(loss_of(model(x), mask), weight=mask.sum())
         optimizer.step()
         torch.autograd.backward(loss_of(reference(x), torch.ones(3)))
-        got = accelerator.unwrap_model(model).temperature.grad
+        actual_grad = accelerator.unwrap_model(model).temperature.grad
         torch.testing.assert_close(
-            got,
+            actual_grad,
             reference.temperature.grad,
             rtol=1e-6,
             atol=1e-7,

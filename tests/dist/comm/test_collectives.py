@@ -131,7 +131,7 @@ def test_ragged_gather_takes_any_number_of_rows(ctx: ProcessContext) -> None:
 def test_broadcast_and_objects(ctx: ProcessContext) -> None:
     comm = ctx.world
     for src in range(comm.size):
-        got = ops.broadcast(
+        broadcast = ops.broadcast(
             {
                 "x": value_of(comm.rank, torch.bfloat16),
                 "b": value_of(comm.rank, torch.bool),
@@ -139,8 +139,8 @@ def test_broadcast_and_objects(ctx: ProcessContext) -> None:
             comm,
             src,
         )
-        assert torch.equal(got["x"], value_of(src, torch.bfloat16))
-        assert torch.equal(got["b"], value_of(src, torch.bool))
+        assert torch.equal(broadcast["x"], value_of(src, torch.bfloat16))
+        assert torch.equal(broadcast["b"], value_of(src, torch.bool))
         assert ops.broadcast_object_list([comm.rank, "x"], comm, src) == [src, "x"]
     assert ops.gather_object([comm.rank] * 2, comm) == [
         r for r in range(comm.size) for _ in range(2)
@@ -233,9 +233,9 @@ def test_gathering_is_right_for_tensors_of_any_size(
             gathered = (ops.gather_ragged if uneven else ops.gather)(
                 members[comm.rank], comm
             )
-            for got, *rank_tensors in zip(gathered, *members, strict=True):
-                assert got.dtype == rank_tensors[0].dtype
-                assert torch.equal(got, torch.cat(rank_tensors))
+            for gathered_tensor, *rank_tensors in zip(gathered, *members, strict=True):
+                assert gathered_tensor.dtype == rank_tensors[0].dtype
+                assert torch.equal(gathered_tensor, torch.cat(rank_tensors))
 
 
 @ranks(2, exhaustive=(3, 4))

@@ -61,14 +61,14 @@ def test_any_tree_of_any_size_is_scattered(ctx: ProcessContext) -> None:
             for rank in range(ctx.world.size)
         ]
         messages = list(map(codec.encode, rank_trees)) if ctx.rank == 0 else None
-        got = codec.decode(_scatter_messages(ctx.world, messages))
+        scattered = codec.decode(_scatter_messages(ctx.world, messages))
         rank_tree = rank_trees[ctx.rank]
         for key in ("a", "c", "empty", "complex", "view"):
-            assert torch.equal(got[key], rank_tree[key])
-            assert got[key].dtype == rank_tree[key].dtype
-        assert torch.equal(got["b"][0][0], rank_tree["b"][0][0])
-        assert got["b"][0][1] == [f"row {ctx.rank}"]
-        assert got["b"][1:] == [7, None]
+            assert torch.equal(scattered[key], rank_tree[key])
+            assert scattered[key].dtype == rank_tree[key].dtype
+        assert torch.equal(scattered["b"][0][0], rank_tree["b"][0][0])
+        assert scattered["b"][0][1] == [f"row {ctx.rank}"]
+        assert scattered["b"][1:] == [7, None]
 
 
 @ranks(2)

@@ -58,10 +58,10 @@ def test_every_way_to_read_ends_alike(ctx: ProcessContext) -> None:
                 (Sized(size), True),
                 (CountingStream(size), False),
             ):
-                got = of_all(
+                actual_rows = of_all(
                     ctx, stream, rows, drop_last, dispatch_batches=dispatch, **settings
                 )
-                assert got == expected_rows, (
+                assert actual_rows == expected_rows, (
                     type(stream),
                     dispatch,
                     size,
@@ -113,7 +113,7 @@ def test_training_on_a_stream_ends_with_the_weights_of_map_style_data(
         (Sized(size), False),
         (CountingStream(size), True),
     ):
-        for got, want in zip(
+        for actual_weight, expected_weight in zip(
             trained(ctx, data, dispatch), expected_weights, strict=True
         ):
-            assert torch.equal(got, want)
+            assert torch.equal(actual_weight, expected_weight)

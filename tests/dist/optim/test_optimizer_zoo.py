@@ -107,13 +107,15 @@ def ours(make: Make, kind: str, **settings: Any) -> tuple[list[float], nn.Module
 def check(name: str, kind: str, precision: str, strategy: str) -> None:
     make = OPTIMIZERS[name]
     expected, net = reference(make, kind, precision)
-    got, model = ours(make, kind, strategy=strategy, mixed_precision=precision)
+    actual_losses, model = ours(
+        make, kind, strategy=strategy, mixed_precision=precision
+    )
     description = f"{name} {kind} {strategy} {precision}"
     # Muon computes its direction in bfloat16
     coarse = precision != "no" or name == "Muon"
     tolerance = {"no": 2e-2 if coarse else 1e-5, "bf16": 5e-2, "fp16": 2e-2}[precision]
     torch.testing.assert_close(
-        torch.tensor(got),
+        torch.tensor(actual_losses),
         torch.tensor(expected),
         rtol=tolerance,
         atol=tolerance,

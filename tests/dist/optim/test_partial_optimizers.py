@@ -92,10 +92,12 @@ def test_a_part_of_the_parameters_is_trained_as_in_plain_torch(
             optimizer.zero_grad()
     expected, weights = plain()
     assert norms == pytest.approx(expected, abs=1e-9)
-    for got, want in zip(
+    for parameter, expected_weight in zip(
         accelerator.unwrap_model(net).parameters(), weights, strict=True
     ):
-        torch.testing.assert_close(whole(got.detach()), want, rtol=0, atol=1e-9)
+        torch.testing.assert_close(
+            whole(parameter.detach()), expected_weight, rtol=0, atol=1e-9
+        )
 
 
 def clip_both_layers(accelerator: Accelerator) -> Tensor | None:

@@ -359,14 +359,15 @@ def attack(
     while not run.accelerator.sync_gradients:
         run.train(1)
     run.accelerator.save_state(str(folder / "x"))
-    want = run.digest()
+    saved_digest = run.digest()
     run.train(3)
     run.accelerator.load_state(str(folder / "x"))
-    have = run.digest()
+    loaded_digest = run.digest()
     assert [
         key
-        for key in want
-        if want[key] != have[key] and key not in ("loader", "clock", "scaler")
+        for key in saved_digest
+        if saved_digest[key] != loaded_digest[key]
+        and key not in ("loader", "clock", "scaler")
     ] == [], "all works as before"
     run.accelerator.end_training()
     return count

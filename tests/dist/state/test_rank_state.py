@@ -80,8 +80,8 @@ def test_each_rank_gets_its_own_back(ctx: ProcessContext, tmp_path: Path) -> Non
     fresh = [Thing(None) for _ in things]
     resumed, *_ = make(ctx, tmp_path, *fresh)
     resumed.load_state(str(tmp_path / "x"))
-    for original, back in zip(own(ctx.rank), fresh, strict=True):
-        assert repr(original.value) == repr(back.value)
+    for original, restored in zip(own(ctx.rank), fresh, strict=True):
+        assert repr(original.value) == repr(restored.value)
     saved_files = sorted(
         path.name for path in (tmp_path / "x").glob("custom_checkpoint_*")
     )
@@ -111,10 +111,13 @@ def test_schedulers_that_disagree_are_told_and_those_of_rank_0_are_saved(
     ]
     assert bool(disagreements) is (ctx.rank == 0), "logged once, by the main process"
     state = (optimizer.param_groups[0]["lr"], plateau.scheduler.state_dict())
-    want = ctx.world.all_gather_object(state)[0]
+    expected_state = ctx.world.all_gather_object(state)[0]
     resumed, _, optimizer, plateau = make(ctx, tmp_path)
     resumed.load_state(str(tmp_path / "x"))
-    assert (optimizer.param_groups[0]["lr"], plateau.scheduler.state_dict()) == want
+    assert (
+        optimizer.param_groups[0]["lr"],
+        plateau.scheduler.state_dict(),
+    ) == expected_state
 
 
 @ranks(2)

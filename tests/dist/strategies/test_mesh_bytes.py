@@ -142,9 +142,9 @@ def test_each_rank_holds_what_the_plan_says(ctx: ProcessContext, layout: str) ->
             mesh, Weights(whole=total - split - experts, split=split, experts=experts)
         )
         for kind in ("parameters", "gradients", "optimizer", "total"):
-            got, expected = getattr(measured_bytes, kind), getattr(plan, kind)
-            assert got == pytest.approx(expected, rel=0.05), (
-                f"{world} ranks, {kind}: {got} instead of {expected}"
+            actual_bytes, expected = getattr(measured_bytes, kind), getattr(plan, kind)
+            assert actual_bytes == pytest.approx(expected, rel=0.05), (
+                f"{world} ranks, {kind}: {actual_bytes} instead of {expected}"
             )
 
 
@@ -260,10 +260,10 @@ def test_split_layers_send_what_the_formula_says(ctx: ProcessContext) -> None:
     }
     config = ParallelismConfig(tp_size=2, tp_plan=plan)
     settings: dict[str, Any] = {"parallelism_config": config}
-    got = counted(text(), settings, tokens())
+    sent_bytes = counted(text(), settings, tokens())
     num_sums = 2 * (3 + 1 + 1 + 1)  # in each of two blocks: q, k, v, o, up, down
     once = bytes_plan.tensor_traffic(mesh_of(settings), tokens=24, summed=8 * num_sums)
-    assert by_axis(got) == pytest.approx({"tp": 2 * once["tp"]}), str(got)
+    assert by_axis(sent_bytes) == pytest.approx({"tp": 2 * once["tp"]}), str(sent_bytes)
 
 
 @ranks(2)
@@ -282,7 +282,7 @@ def test_attention_over_parts_of_sequences_sends_what_the_formula_says(
     settings: dict[str, Any] = {"parallelism_config": config}
     net = text(context=8)
     mesh, (unsplit, _) = mesh_of(settings), sized(net)
-    got = by_axis(counted(net, settings, tokens(8), run))
+    sent_bytes = by_axis(counted(net, settings, tokens(8), run))
     once = context_traffic(
         mesh, exchange=comm_strategy, tokens=4 * 8 // 2, keys=8, queries=8
     )
@@ -290,7 +290,7 @@ def test_attention_over_parts_of_sequences_sends_what_the_formula_says(
         mesh, Weights(whole=unsplit), micro_steps=2, sharded=False
     )
     # two attentions, two micro-steps
-    assert got == pytest.approx({"cp": 2 * 2 * once["cp"] + grads["cp"]})
+    assert sent_bytes == pytest.approx({"cp": 2 * 2 * once["cp"] + grads["cp"]})
     sharded = by_axis(
         counted(text(context=8), {**settings, "strategy": "fsdp"}, tokens(8), run)
     )
@@ -314,7 +314,7 @@ def test_stages_send_what_the_formula_says(
     settings: dict[str, Any] = {
         "parallelism_config": ParallelismConfig(pp_size=2, pp_handler=handler)
     }
-    got = counted(text(depth=4), settings, tokens(), run)
+    sent_bytes = counted(text(depth=4), settings, tokens(), run)
     mesh = mesh_of(settings)
     each = [
         stage_traffic(mesh, stage=rank, tokens=24, width=8, stages_per_rank=stages)[
@@ -323,10 +323,10 @@ def test_stages_send_what_the_formula_says(
         for rank in (0, 1)
     ]
     # two micro-steps, the mean of two ranks
-    assert got["pp", "send"] == pytest.approx(2 * sum(each) / 2)
-    assert by_axis(got)["pp"] == pytest.approx(got["pp", "send"], rel=0.02), (
-        "beside them, losses only"
-    )
+    assert sent_bytes["pp", "send"] == pytest.approx(2 * sum(each) / 2)
+    assert by_axis(sent_bytes)["pp"] == pytest.approx(
+        sent_bytes["pp", "send"], rel=0.02
+    ), "beside them, losses only"
 
 
 @ranks(1)
@@ -352,10 +352,10 @@ def test_steps_of_large_meshes_send_what_the_formulas_say_by_axis(
                     net(torch.randn(4, WIDE, requires_grad=True)).sum()
                 )
                 optimizer.step()
-            mesh, got = accelerator.ctx.mesh, counter.by_axis
+            mesh, sent_bytes = accelerator.ctx.mesh, counter.by_axis
             del accelerator, net, optimizer
         expected = bytes_plan.data_traffic(mesh, Weights(whole=0, split=total))
         expected |= bytes_plan.tensor_traffic(mesh, tokens=4, summed=2 * 2 * WIDE)
-        assert got == pytest.approx(expected, rel=0.05), (
-            f"{world} ranks: {got} instead of {expected}"
+        assert sent_bytes == pytest.approx(expected, rel=0.05), (
+            f"{world} ranks: {sent_bytes} instead of {expected}"
         )

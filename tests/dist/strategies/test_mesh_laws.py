@@ -145,9 +145,9 @@ def check(
     plan: Sizes = {"tp_plan": TINY_LM_PLAN} if "tp_size" in sizes else {}
     config = ParallelismConfig(**sizes, **plan)
     accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
-    got = torch.tensor(hasten_losses(accelerator, task, steps, one_pass))
+    actual_losses = torch.tensor(hasten_losses(accelerator, task, steps, one_pass))
     torch.testing.assert_close(
-        got, torch.tensor(plain_losses(task, steps)), rtol=0, atol=tolerance
+        actual_losses, torch.tensor(plain_losses(task, steps)), rtol=0, atol=tolerance
     )
 
 

@@ -52,10 +52,10 @@ def test_hub_layout_comes_back_with_ties(
             *index["weight_map"].values(),
             f"{stem}.{end}.index.json",
         }
-    back = read_model(tmp_path)
-    assert back.keys() == state.keys()
-    assert all(torch.equal(back[key], state[key]) for key in state)
-    assert back["0.weight"].data_ptr() == back["5.weight"].data_ptr(), (
+    read_state = read_model(tmp_path)
+    assert read_state.keys() == state.keys()
+    assert all(torch.equal(read_state[key], state[key]) for key in state)
+    assert read_state["0.weight"].data_ptr() == read_state["5.weight"].data_ptr(), (
         "one memory, two names"
     )
     size = sum(path.stat().st_size for path in tmp_path.glob(f"*.{end}"))

@@ -54,15 +54,19 @@ def torchs(
 
 
 def compare(
-    got: Tensor, expected: Tensor, inputs: list[Tensor], grad: Tensor, tolerance: float
+    actual: Tensor,
+    expected: Tensor,
+    inputs: list[Tensor],
+    grad: Tensor,
+    tolerance: float,
 ) -> None:
     """Compare losses and gradients."""
     torch.testing.assert_close(
-        got.flatten(), expected.flatten(), rtol=tolerance, atol=tolerance
+        actual.flatten(), expected.flatten(), rtol=tolerance, atol=tolerance
     )
     grads = [
         torch.autograd.grad(loss, inputs, grad.view(loss.shape))
-        for loss in (got, expected)
+        for loss in (actual, expected)
     ]
     for actual_grad, expected_grad in zip(*grads, strict=True):
         assert actual_grad.dtype == expected_grad.dtype
@@ -90,16 +94,22 @@ def test_losses_and_gradients_equal_torchs_for_every_option(
         ]
         used = bias if number % 2 else None
         expected = torchs(hidden, weight, target, used, options)
-        got = ChunkedCrossEntropyLoss(chunk_tokens=chunk, **options)(
+        actual_loss = ChunkedCrossEntropyLoss(chunk_tokens=chunk, **options)(
             hidden, weight, target, used
         )
         grad = torch.rand(
             expected.shape, dtype=dtype, generator=torch.Generator().manual_seed(number)
         )
         compare(
-            got, expected, inputs if used is not None else inputs[:2], grad, tolerance
+            actual_loss,
+            expected,
+            inputs if used is not None else inputs[:2],
+            grad,
+            tolerance,
         )
-        assert got.shape == (target.shape if options["reduction"] == "none" else ())
+        assert actual_loss.shape == (
+            target.shape if options["reduction"] == "none" else ()
+        )
 
 
 @pytest.mark.parametrize("learned", [False, True])
@@ -152,10 +162,10 @@ def test_frozen_weights_get_no_gradient_and_hidden_states_do() -> None:
     hidden.requires_grad_()
     for reduction in ("mean", "none"):
         expected = torchs(hidden, weight, target, bias, {"reduction": reduction})
-        got: Tensor = ChunkedCrossEntropyLoss(chunk_tokens=2, reduction=reduction)(
-            hidden, weight, target, bias
-        )
-        compare(got, expected, [hidden], torch.ones_like(expected), 1e-12)
+        actual_loss: Tensor = ChunkedCrossEntropyLoss(
+            chunk_tokens=2, reduction=reduction
+        )(hidden, weight, target, bias)
+        compare(actual_loss, expected, [hidden], torch.ones_like(expected), 1e-12)
 
 
 def test_without_gradients_nothing_is_recorded() -> None:
@@ -219,11 +229,15 @@ def test_it_runs_inside_a_recomputed_region() -> None:
     hidden, weight, _, target, _ = drawn((12,), 6, 11, torch.float64, 1)
     inputs = [hidden.requires_grad_(), weight.requires_grad_()]
     loss = ChunkedCrossEntropyLoss(chunk_tokens=5)
-    got: Any = checkpoint(
+    actual_loss: Any = checkpoint(
         lambda h: loss(h * 2, weight, target), hidden, use_reentrant=False
     )
     compare(
-        got, torchs(hidden * 2, weight, target, None, {}), inputs, torch.ones(()), 1e-12
+        actual_loss,
+        torchs(hidden * 2, weight, target, None, {}),
+        inputs,
+        torch.ones(()),
+        1e-12,
     )
 
 

@@ -97,13 +97,15 @@ def test_a_sharded_vocabulary_has_the_loss_and_gradients_of_the_whole(
         replicated = (
             DTensor.from_local(hidden, mesh, [Replicate()]) if seed % 2 else hidden
         )
-        got = ChunkedCrossEntropyLoss(chunk_tokens=5, **loss_options)(
+        actual_loss = ChunkedCrossEntropyLoss(chunk_tokens=5, **loss_options)(
             replicated, shards[0], target, shards[1]
         )
         torch.testing.assert_close(
-            got.flatten(), expected.flatten(), rtol=0, atol=1e-12
+            actual_loss.flatten(), expected.flatten(), rtol=0, atol=1e-12
         )
-        grads: Any = torch.autograd.grad(got, [hidden, *shards], factor.view(got.shape))
+        grads: Any = torch.autograd.grad(
+            actual_loss, [hidden, *shards], factor.view(actual_loss.shape)
+        )
         for actual_grad, expected_grad in zip(
             [grads[0], *(x.full_tensor() for x in grads[1:])],
             expected_grads,
@@ -180,8 +182,8 @@ def compare(layout: str) -> None:
                 mixed_precision=precision,
                 parallelism_config=ParallelismConfig(**LAYOUTS[layout]),
             )
-            got = hasten_losses(accelerator, task(True, tied), number)
-            assert got == pytest.approx(
+            actual_losses = hasten_losses(accelerator, task(True, tied), number)
+            assert actual_losses == pytest.approx(
                 plain_losses(task(False, tied), number), abs=tolerance
             ), f"{tied} {precision}"
 
@@ -208,8 +210,8 @@ def test_a_sharded_head_is_gathered_again_for_a_loss_outside_the_model(
         config = ParallelismConfig(dp_shard_size=2)
         plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=policy)
         accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=config)
-        got = hasten_losses(accelerator, task(True), 8)
-        assert got == pytest.approx(plain_losses(task(False), 8), abs=1e-5)
+        actual_losses = hasten_losses(accelerator, task(True), 8)
+        assert actual_losses == pytest.approx(plain_losses(task(False), 8), abs=1e-5)
     (tokens,) = batches(1)[0]
     net = Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2)).prepare(
         task(True).build()

@@ -112,21 +112,21 @@ def test_transformers_models_train_as_without_it(name: str) -> None:
     for amp, tolerance in ((False, 1e-5), (True, 1e-2)):
         plain_model, chunked_model = copy.deepcopy(model), chunked(model)
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-            expected, got = (
+            expected, actual = (
                 plain_model(input_ids=ids, labels=labels),
                 chunked_model(input_ids=ids, labels=labels),
             )
-        assert isinstance(got.logits, LazyLogits)
-        assert got.logits.shape == expected.logits.shape
-        assert got.logits.dtype == expected.logits.dtype
+        assert isinstance(actual.logits, LazyLogits)
+        assert actual.logits.shape == expected.logits.shape
+        assert actual.logits.dtype == expected.logits.dtype
         torch.testing.assert_close(
-            got.logits.detach(),
+            actual.logits.detach(),
             expected.logits.detach(),
             rtol=tolerance,
             atol=tolerance,
         )
-        torch.testing.assert_close(got.loss, expected.loss, rtol=tolerance, atol=0)
-        got.loss.backward()
+        torch.testing.assert_close(actual.loss, expected.loss, rtol=tolerance, atol=0)
+        actual.loss.backward()
         expected.loss.backward()
         for chunked_parameter, plain_parameter in zip(
             chunked_model.parameters(), plain_model.parameters(), strict=True
@@ -206,12 +206,12 @@ READERS: dict[str, Any] = {
 def test_whatever_reads_the_logits_gets_those_of_the_model(reader: str) -> None:
     read = READERS[reader]
     with torch.no_grad():
-        got, expected = (
+        actual, expected = (
             read(model(tokens())).detach()
             for model in (chunked(tiny(), "head"), tiny())
         )
-    assert type(got) is Tensor
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert type(actual) is Tensor
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_changes_in_place_are_kept() -> None:

@@ -456,11 +456,11 @@ def test_placeholders_and_auto_values(ctx: ProcessContext) -> None:
         schedule.step()
     assert rates == sorted(rates)
     assert rates[0] < rates[-1] == 0.01
-    got = torch.cat(
+    actual_weights = torch.cat(
         [value.flatten() for value in accelerator.get_state_dict(model).values()]
     )
     torch.testing.assert_close(
-        got,
+        actual_weights,
         torch.cat([v.flatten() for v in plain.state_dict().values()]),
         rtol=0,
         atol=2e-6,

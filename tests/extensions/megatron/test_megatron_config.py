@@ -300,7 +300,7 @@ def test_weights_come_back_as_they_went_in(config: Any, ranks: int) -> None:
             )
         assert torch.equal(rebuilt, fused), entry.name
         rebuilt_tensors[entry.name] = rebuilt
-    back = to_hub(tensor_entries(facts), rebuilt_tensors, facts)
-    assert back.keys() == hub.keys()
+    hub_tensors = to_hub(tensor_entries(facts), rebuilt_tensors, facts)
+    assert hub_tensors.keys() == hub.keys()
     for name, value in hub.items():
-        assert torch.equal(back[name], value), name
+        assert torch.equal(hub_tensors[name], value), name

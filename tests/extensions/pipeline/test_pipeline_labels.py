@@ -90,9 +90,9 @@ def compare(
     **weight: Any,
 ) -> None:
     expected, plain = trained(None, loss_of, steps)
-    got, net = trained(accelerator, loss_of, steps, **weight)
+    actual_losses, net = trained(accelerator, loss_of, steps, **weight)
     if losses:
-        assert got == pytest.approx(expected, abs=1e-5)
+        assert actual_losses == pytest.approx(expected, abs=1e-5)
     full_state = accelerator.get_state_dict(net)
     if accelerator.is_main_process:
         for name, value in plain.state_dict().items():

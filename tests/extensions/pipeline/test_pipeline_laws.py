@@ -68,10 +68,12 @@ def check(
         **sizes, pp_handler=PipelineParallelConfig(schedule=schedule)
     )
     accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
-    got = torch.tensor(hasten_losses(accelerator, task(tied), steps, through_stages))
+    actual_losses = torch.tensor(
+        hasten_losses(accelerator, task(tied), steps, through_stages)
+    )
     expected = torch.tensor(plain_losses(task(tied), steps))
     torch.testing.assert_close(
-        got,
+        actual_losses,
         expected,
         rtol=0,
         atol=tolerance,

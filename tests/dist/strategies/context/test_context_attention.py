@@ -88,10 +88,10 @@ def test_attention_and_its_gradients_equal_one_process(
         plain = with_gradients(
             lambda *t, o=options: F.scaled_dot_product_attention(*t, **o), tensors, seed
         )
-        for got, expected in zip(
+        for actual, expected in zip(
             spread(cp_accelerator, tensors, seed, **options), plain, strict=True
         ):
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @ranks(2)
@@ -101,10 +101,10 @@ def test_queries_attend_to_another_sequence(
 ) -> None:
     tensors, seed = inputs(4, 4, 8, keys=24), torch.ones(2, 4, 8, 8)
     plain = with_gradients(F.scaled_dot_product_attention, tensors, seed)
-    for got, expected in zip(
+    for actual, expected in zip(
         spread(accelerator(ctx, comm_strategy), tensors, seed), plain, strict=True
     ):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @ranks(2)
@@ -155,8 +155,10 @@ def test_masks_of_keys_travel_with_the_keys(
                 )
 
             rank_outputs = with_gradients(attend, (q, k, v), weights)
-            got = [shards.gather(rank_output, 2) for rank_output in rank_outputs]
-        for gathered, expected in zip(got, plain, strict=True):
+            rank_results = [
+                shards.gather(rank_output, 2) for rank_output in rank_outputs
+            ]
+        for gathered, expected in zip(rank_results, plain, strict=True):
             torch.testing.assert_close(gathered, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -173,8 +175,10 @@ def test_a_causal_mask_written_out_is_recognised(
     )
     lower = torch.ones(4, 4, dtype=torch.bool).tril()
     for mask in (lower, torch.zeros(4, 4).masked_fill(~lower, float("-inf"))):
-        got = spread(accelerator(ctx, comm_strategy), tensors, seed, attn_mask=mask)
-        for gathered, expected in zip(got, plain, strict=True):
+        gathered_outputs = spread(
+            accelerator(ctx, comm_strategy), tensors, seed, attn_mask=mask
+        )
+        for gathered, expected in zip(gathered_outputs, plain, strict=True):
             torch.testing.assert_close(gathered, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -126,8 +126,8 @@ def trained(
 
 def same(accelerator: Accelerator, name: str, kind: str) -> None:
     expected, plain = trained(name, None, kind)
-    got, net = trained(name, accelerator, kind)
-    assert got == pytest.approx(expected, abs=1e-5)
+    actual_losses, net = trained(name, accelerator, kind)
+    assert actual_losses == pytest.approx(expected, abs=1e-5)
     for a, b in zip(net.parameters(), plain.parameters(), strict=True):
         full_parameter = a.full_tensor() if hasattr(a, "full_tensor") else a
         # AdamW divides by a gradient's size: one that is zero but for rounding (a key's bias) moves by up to the learning rate
@@ -184,8 +184,10 @@ def test_logits_without_positions_are_those_of_the_whole(ctx: ProcessContext) ->
         accelerator = spread("allgather")
         net = accelerator.prepare(net)
         with accelerator.context_parallel([tokens], [1]) as shards:
-            got = shards.gather(net(tokens).logits).detach()
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-6, msg=name)
+            gathered_logits = shards.gather(net(tokens).logits).detach()
+        torch.testing.assert_close(
+            gathered_logits, expected, rtol=0, atol=1e-6, msg=name
+        )
 
 
 class Speller(nn.Module):

@@ -169,10 +169,10 @@ def test_context_parallel_trains_like_plain_torch(
     for sizes in layouts(2):
         for precision, number, tolerance in (("no", steps, 1e-5), ("bf16", 4, 5e-2)):
             accelerator = made_for(sizes, comm_strategy, precision)
-            got = hasten_losses(accelerator, number, counts_tokens=False)
-            assert got == pytest.approx(plain_losses(number, 1), abs=tolerance), (
-                f"{sizes} {precision}"
-            )
+            actual_losses = hasten_losses(accelerator, number, counts_tokens=False)
+            assert actual_losses == pytest.approx(
+                plain_losses(number, 1), abs=tolerance
+            ), f"{sizes} {precision}"
 
 
 @ranks(2, exhaustive=(4,))
@@ -197,10 +197,10 @@ def test_under_deepspeed_it_trains_like_plain_torch(
             2,
             ctx.world.size,
         )
-        got = hasten_losses(accelerator, 8, counts_tokens=False)
-        assert got == pytest.approx(plain_losses(8, ctx.world.size // 2), abs=1e-5), (
-            sizes
-        )
+        actual_losses = hasten_losses(accelerator, 8, counts_tokens=False)
+        assert actual_losses == pytest.approx(
+            plain_losses(8, ctx.world.size // 2), abs=1e-5
+        ), sizes
 
 
 @ranks(4)
@@ -220,8 +220,8 @@ def test_with_other_axes_it_trains_like_plain_torch(
     )
     accelerator = made_for(sizes, comm_strategy, "no")  # type: ignore[arg-type]  # one of the literals
     steps = 8  # two in each phase: four processes take their time
-    got = hasten_losses(accelerator, steps, counts_tokens=False)
-    assert got == pytest.approx(
+    actual_losses = hasten_losses(accelerator, steps, counts_tokens=False)
+    assert actual_losses == pytest.approx(
         plain_losses(steps, accelerator.ctx.mesh.size(*BATCH)), abs=1e-5
     )
 
@@ -235,9 +235,9 @@ def test_every_way_with_every_axis_trains_like_plain_torch(
 ) -> None:
     for precision, steps, tolerance in (("no", STEPS, 1e-5), ("bf16", 4, 5e-2)):
         accelerator = made_for(layouts(4)[case], comm_strategy, precision)
-        got = hasten_losses(accelerator, steps, counts_tokens=False)
+        actual_losses = hasten_losses(accelerator, steps, counts_tokens=False)
         expected = plain_losses(steps, accelerator.ctx.mesh.size(*BATCH))
-        assert got == pytest.approx(expected, abs=tolerance), precision
+        assert actual_losses == pytest.approx(expected, abs=tolerance), precision
 
 
 @ranks(2)
@@ -266,8 +266,8 @@ def test_weights_of_losses_count_tokens_over_ranks_and_micro_steps(
     tokens, labels, positions = batches(1)[0]
     token_loss(plain(tokens, positions), labels).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     expected = [p.grad for p in plain.parameters()]
-    for got in grads:
-        for gradient, expected_gradient in zip(got, expected, strict=True):
+    for window_grads in grads:
+        for gradient, expected_gradient in zip(window_grads, expected, strict=True):
             torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-6)
 
 

@@ -210,5 +210,9 @@ def test_a_loss_over_the_gathered_sequence_has_the_gradient_of_one_process(
         pooled_loss = shards.gather(net(tokens, positions)).logsumexp((1, 2)).mean()
         accelerator.backward(pooled_loss)
     torch.testing.assert_close(pooled_loss, loss)
-    for got, expected in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, expected.grad, rtol=1e-5, atol=1e-6)
+    for parameter, plain_parameter in zip(
+        net.parameters(), plain.parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            parameter.grad, plain_parameter.grad, rtol=1e-5, atol=1e-6
+        )

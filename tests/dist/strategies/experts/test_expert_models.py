@@ -99,8 +99,10 @@ def test_mixtures_of_transformers_train_unchanged(
     g = torch.Generator().manual_seed(1)
     batches = [torch.randint(0, 16, (4, 6), generator=g) for _ in range(8)]
     config = ParallelismConfig(ep_size=2, dp_shard_size=2)
-    got = train(seeded(build), batches, Accelerator(parallelism_config=config))
-    assert got == pytest.approx(train(seeded(build), batches, None), abs=1e-5)
+    actual_losses = train(
+        seeded(build), batches, Accelerator(parallelism_config=config)
+    )
+    assert actual_losses == pytest.approx(train(seeded(build), batches, None), abs=1e-5)
 
 
 class Told(nn.Module):

@@ -77,9 +77,12 @@ def test_every_layout_trains_like_plain_torch(ctx: ProcessContext, kind: str) ->
         accelerator = Accelerator(
             mixed_precision=precision, **layout(kind, ctx.world.size)
         )
-        got = torch.tensor(hasten_losses(accelerator, TASK, steps))
+        actual_losses = torch.tensor(hasten_losses(accelerator, TASK, steps))
         torch.testing.assert_close(
-            got, torch.tensor(plain_losses(TASK, steps)), rtol=0, atol=tolerance
+            actual_losses,
+            torch.tensor(plain_losses(TASK, steps)),
+            rtol=0,
+            atol=tolerance,
         )
 
 
@@ -241,8 +244,8 @@ def test_recompute_compile_prefetch_and_methods(ctx: ProcessContext) -> None:
         "ignore", "The .grad attribute of a Tensor that is not a leaf"
     )
     for settings in variants:
-        for got, expected_grad in zip(grads(**settings), expected, strict=True):
-            torch.testing.assert_close(got, expected_grad, rtol=0, atol=1e-6)
+        for actual_grad, expected_grad in zip(grads(**settings), expected, strict=True):
+            torch.testing.assert_close(actual_grad, expected_grad, rtol=0, atol=1e-6)
 
 
 @ranks(2)

@@ -85,8 +85,10 @@ def backward(loss: Tensor, accelerator: Accelerator | None) -> None:
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def same(got: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(got, expected, rtol=0, atol=tolerance, check_dtype=False)
+def same(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(
+        actual, expected, rtol=0, atol=tolerance, check_dtype=False
+    )
 
 
 @ranks(2)
@@ -239,8 +241,8 @@ def test_lora_in_one_group_with_frozen_weights(ctx: ProcessContext) -> None:
         {"fsdp_plugin": FullyShardedDataParallelPlugin(cpu_offload=True)},
     ):
         net = adapted(torch.bfloat16)
-        got = language_losses(net, Accelerator(strategy="fsdp", **settings))
-        same(got, language_losses(adapted(torch.bfloat16).float()), 5e-2)
+        actual_losses = language_losses(net, Accelerator(strategy="fsdp", **settings))
+        same(actual_losses, language_losses(adapted(torch.bfloat16).float()), 5e-2)
         assert {(p.dtype, p.requires_grad) for p in net.parameters()} == {
             (torch.bfloat16, False),
             (torch.float32, True),

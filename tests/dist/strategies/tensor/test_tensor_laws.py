@@ -57,9 +57,11 @@ def compare(
         **sizes, tp_plan="auto" if plan == "auto" else TINY_LM_PLAN
     )
     accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
-    got = torch.tensor(hasten_losses(accelerator, task(plan == "tied"), steps))
+    actual_losses = torch.tensor(
+        hasten_losses(accelerator, task(plan == "tied"), steps)
+    )
     expected = torch.tensor(plain_losses(task(plan == "tied"), steps))
-    torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(actual_losses, expected, rtol=0, atol=tolerance)
 
 
 @ranks(2)
@@ -106,10 +108,10 @@ def test_divided_logits_train_like_plain_torch(
     for precision, number, tolerance in (("no", steps, 1e-5), ("bf16", 4, 5e-2)):
         config = ParallelismConfig(tp_size=2, tp_plan=TINY_LM_PLAN, tp_handler=handler)
         accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
-        got = hasten_losses(accelerator, task(tied), number)
-        assert got == pytest.approx(plain_losses(task(tied), number), abs=tolerance), (
-            precision
-        )
+        actual_losses = hasten_losses(accelerator, task(tied), number)
+        assert actual_losses == pytest.approx(
+            plain_losses(task(tied), number), abs=tolerance
+        ), precision
 
 
 @ranks(4)
@@ -123,5 +125,5 @@ def test_divided_logits_with_data_parallel_train_like_plain_torch(
     config = ParallelismConfig(
         tp_size=2, tp_plan=TINY_LM_PLAN, tp_handler=handler, **sizes
     )
-    got = hasten_losses(Accelerator(parallelism_config=config), task(), 8)
-    assert got == pytest.approx(plain_losses(task(), 8), abs=1e-5)
+    actual_losses = hasten_losses(Accelerator(parallelism_config=config), task(), 8)
+    assert actual_losses == pytest.approx(plain_losses(task(), 8), abs=1e-5)

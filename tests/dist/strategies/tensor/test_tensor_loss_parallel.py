@@ -82,9 +82,9 @@ def test_parts_of_logits_give_what_whole_logits_give(ctx: ProcessContext) -> Non
         expected = values(leaf)[index]
         expected.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         hidden = full_logits.clone().requires_grad_()
-        got = values(split_logits(hidden, group))[index]
-        got.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        torch.testing.assert_close(torch.as_tensor(got.detach()), expected.detach())
+        actual = values(split_logits(hidden, group))[index]
+        actual.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        torch.testing.assert_close(torch.as_tensor(actual.detach()), expected.detach())
         torch.testing.assert_close(hidden.grad, leaf.grad)
     logits = split_logits(full_logits, group)
     assert torch.equal(logits.argmax(-1), full_logits.argmax(-1))

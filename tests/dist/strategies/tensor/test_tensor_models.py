@@ -183,14 +183,14 @@ def test_norms_of_heads_have_the_gradient_of_all_heads(ctx: ProcessContext) -> N
         accelerator.backward(net(input_ids=batch, labels=batch).loss)
         for name, gradient in expected.items():
             local_grad = net.get_parameter(name).grad
-            got = (
+            actual_grad = (
                 local_grad.full_tensor()
                 if isinstance(local_grad, DTensor)
                 else local_grad
             )
             assert gradient is not None
             assert gradient.abs().max() > 0
-            torch.testing.assert_close(got, gradient, rtol=1e-3, atol=1e-8)
+            torch.testing.assert_close(actual_grad, gradient, rtol=1e-3, atol=1e-8)
 
 
 @ranks(2)

@@ -67,7 +67,7 @@ def test_each_rank_holds_exactly_what_is_planned(
     accelerator.backward(next_token_loss(model(batch), batch))
     optimizer.step()
     parameters = list(model.parameters())
-    got: tuple[float, float, float] = (
+    actual_bytes: tuple[float, float, float] = (
         sum(map(size, parameters)),
         sum(size(p.grad) for p in parameters if p.grad is not None),
         sum(
@@ -79,6 +79,6 @@ def test_each_rank_holds_exactly_what_is_planned(
     candidate = Candidate(mesh=accelerator.ctx.mesh, sharded=strategy == "fsdp")
     assert (
         count_rank_bytes(trace, candidate, accelerator.ctx.mesh.index(ctx.rank, *SHARD))
-        == got
+        == actual_bytes
     )
     accelerator.end_training()
