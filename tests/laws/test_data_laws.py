@@ -329,15 +329,15 @@ class Stateful(Stream):
 class Sharded(Stream):
     """Cuts uneven parts of itself."""
 
-    part = (1, 0)
+    shard_spec = (1, 0)
 
     def shard(self, num_shards: int, index: int) -> Sharded:
         shard = Sharded(self.kind, self.size, self.augment)
-        shard.part = (num_shards, index)
+        shard.shard_spec = (num_shards, index)
         return shard
 
     def elements(self) -> list[int]:
-        num_shards, index = self.part
+        num_shards, index = self.shard_spec
         # not asked for a part: split over workers, as torch wants it
         if num_shards == 1:
             return super().elements()

@@ -278,7 +278,7 @@ class Run:
     """After how many of them it was saved."""
     weights: dict[str, Tensor]
     """Whole, by name."""
-    held: dict[str, Tensor | float | str]
+    rank_state: dict[str, Tensor | float | str]
     """Everything of this rank that must come back bit for bit."""
     refused: str = ""
 
@@ -611,7 +611,7 @@ def compare_with_torch(case: Case, steps: Sequence[Sequence[Micro]], end: Run) -
         )
     assert [
         *(window[-1][0].rate for window in windows(steps)),
-        end.held["rate"],
+        end.rank_state["rate"],
     ] == rates, "other learning rates"
     if case.precision == "float64" or (
         case.precision == "no" and case.optimizer not in ADAPTIVE
@@ -636,14 +636,14 @@ def compare_bitwise(uninterrupted: Run, resumed: Run, stop: int) -> None:
     assert resumed.micros == uninterrupted.micros[stop:], (
         f"after {stop} steps:\n{resumed.micros}\ninstead of\n{uninterrupted.micros[stop:]}"
     )
-    assert resumed.held.keys() == uninterrupted.held.keys()
+    assert resumed.rank_state.keys() == uninterrupted.rank_state.keys()
     different = [
         name
-        for name, value in resumed.held.items()
-        if not same(value, uninterrupted.held[name])
+        for name, value in resumed.rank_state.items()
+        if not same(value, uninterrupted.rank_state[name])
     ]
     assert not different, (
-        f"it ends with another {different}: {[(resumed.held[n], uninterrupted.held[n]) for n in different[:2]]}"
+        f"it ends with another {different}: {[(resumed.rank_state[n], uninterrupted.rank_state[n]) for n in different[:2]]}"
     )
 
 

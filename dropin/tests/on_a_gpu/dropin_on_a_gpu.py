@@ -440,11 +440,11 @@ class Difference:
     kind: str
     """`different`, or `words` where the same exception, warning or log line is told in other words."""
     original: str
-    here: str
+    dropin: str
     listed: str
 
     def cells(self) -> list[str]:
-        return [f"{self.group}: {self.name}", self.original, self.here, self.listed]
+        return [f"{self.group}: {self.name}", self.original, self.dropin, self.listed]
 
 
 def compared(notes: dict[str, Any]) -> tuple[dict[str, Counter[str]], list[Difference]]:
@@ -638,7 +638,7 @@ def gathered(differences: list[Difference]) -> list[list[str]]:
                 difference.group,
                 difference.name.partition(",")[0],
                 difference.original,
-                difference.here,
+                difference.dropin,
                 difference.listed,
             ),
             [],

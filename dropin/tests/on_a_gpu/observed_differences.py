@@ -20,7 +20,7 @@ class Listed:
     """Words of the line."""
     where: str
     original: str = ""
-    here: str = ""
+    dropin: str = ""
     test: Callable[[Any, Any], bool] | None = None
 
     def covers(self, where: str, original: Any, dropin: Any) -> bool:
@@ -28,7 +28,9 @@ class Listed:
             value if isinstance(value, str) else json.dumps(value)
             for value in (original, dropin)
         ]
-        patterns = re.search(self.original, texts[0]) and re.search(self.here, texts[1])
+        patterns = re.search(self.original, texts[0]) and re.search(
+            self.dropin, texts[1]
+        )
         tested = self.test is None or self.test(original, dropin)
         return bool(re.search(self.where, where) and patterns and tested)
 

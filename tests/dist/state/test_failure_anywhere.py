@@ -255,17 +255,19 @@ class Attack:
     ctx: ProcessContext
     run: Run
     folder: Path
-    what: str
+    operation: str
     loaded: dict[str, str] = field(default_factory=dict)
     """The state after a load that succeeded."""
 
     def act(self) -> None:
         accelerator = self.run.accelerator
-        if self.what == "load":
+        if self.operation == "load":
             accelerator.load_state(str(self.folder))
         else:
             accelerator.save_state(
-                str(self.folder), blocking=self.what == "save", metrics={"loss": 0.5}
+                str(self.folder),
+                blocking=self.operation == "save",
+                metrics={"loss": 0.5},
             )
             # waiting is each rank's own; the thread that writes is still watched
             sys.setprofile(None)
@@ -303,7 +305,7 @@ class Attack:
         took = time.monotonic() - started
         final_state = self.run.digest()
         outcomes: list[str] = world.all_gather_object(outcome)
-        where = f"{self.what}, rank {victim} of {world.size}, {site}"
+        where = f"{self.operation}, rank {victim} of {world.size}, {site}"
         assert len(set(outcomes)) == 1, f"{where}: ranks ended differently: {outcomes}"
         assert took < LONGEST_S, f"{where}: took {took:.1f} s"
         if outcome:
@@ -313,13 +315,13 @@ class Attack:
             changed = [
                 key for key in initial_state if initial_state[key] != final_state[key]
             ]
-            if self.what == "load" and changed:
+            if self.operation == "load" and changed:
                 self._load_again(outcome, where)
             else:
                 assert not changed, (
                     f"{where}: {changed} changed although it failed with {outcome}"
                 )
-        elif self.what == "load":
+        elif self.operation == "load":
             self.run.train(3)  # it was overcome, so the state is the checkpoint's now
         store, name = locate(str(self.folder))
         assert is_complete(store, name), f"{where}: the checkpoint is damaged"

@@ -296,11 +296,11 @@ class Killed(Disk):
     """Kills the process at one of its changes of the disk."""
 
     calls = 0
-    at = -1
+    killed_call = -1
 
     def _turn(self) -> None:
         type(self).calls += 1
-        if self.calls - 1 == self.at:
+        if self.calls - 1 == self.killed_call:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def rename(self, old: Path, new: Path) -> None:
@@ -326,7 +326,7 @@ def test_a_killed_export_leaves_no_mixture_and_the_next_one_no_leftovers(
         save_model(old, target, size)
         pid = os.fork()
         if pid == 0:
-            Killed.calls, Killed.at = 0, change_index
+            Killed.calls, Killed.killed_call = 0, change_index
             save_model(new, target, size)
             os._exit(0)
         if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0:

@@ -39,11 +39,11 @@ class Run:
     """A training whose optimizer and schedule are the script's, or made by DeepSpeed."""
 
     def __init__(
-        self, ctx: ProcessContext, stage: int, precision: str, made: bool
+        self, ctx: ProcessContext, stage: int, precision: str, by_engine: bool
     ) -> None:
         config = {
             "zero_optimization": {"stage": stage},
-            **(ENGINE_OPTIMIZER if made else {}),
+            **(ENGINE_OPTIMIZER if by_engine else {}),
         }
         self.accelerator = Accelerator(
             strategy="deepspeed",
@@ -55,12 +55,12 @@ class Run:
         model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
         optimizer: Any = (
             DummyOptim(model.parameters(), lr=2e-2)
-            if made
+            if by_engine
             else torch.optim.AdamW(model.parameters(), lr=2e-2)
         )
         schedule: Any = (
             DummyScheduler(optimizer, warmup_num_steps=6)
-            if made
+            if by_engine
             else torch.optim.lr_scheduler.LambdaLR(
                 optimizer, lambda step: 1.0 / (1 + step)
             )
@@ -128,7 +128,7 @@ def test_a_resume_is_the_run_that_never_stopped(
 def test_an_open_window_is_dropped_at_a_load(
     ctx: ProcessContext, tmp_path: Path, stage: int
 ) -> None:
-    run = Run(ctx, stage, "no", made=False)
+    run = Run(ctx, stage, "no", by_engine=False)
     run.passes(0, 2)
     run.model.save_checkpoint(str(tmp_path), tag="before")
     run.passes(2, 3)

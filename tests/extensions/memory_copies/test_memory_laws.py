@@ -53,7 +53,7 @@ class Run:
     """A run from scratch, as a process begins it."""
 
     ctx: ProcessContext
-    how: str
+    layout: str
     folder: Path
     every: int | None = 1
     losses: list[float] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Run:
             project_dir=str(self.folder / "project"),
             checkpoint_in_memory=self.every,
             gradient_accumulation_steps=2,
-            **settings_of(self.how),
+            **settings_of(self.layout),
         )
         net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(net.parameters(), lr=3e-2)

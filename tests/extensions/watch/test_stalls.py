@@ -37,7 +37,7 @@ class Case:
     name: str
     cause: str
     """A regular expression for the text."""
-    at: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
     """Marks of lines in the script that must be named."""
     code: int = ending.STALLED
     quick: bool = False
@@ -182,7 +182,7 @@ def test_reported_cause_is_the_cause(
     took = time.monotonic() - start
     text = named("".join(capfd.readouterr()))
     assert re.search(case.cause, text), text
-    for mark in case.at:
+    for mark in case.marks:
         assert line_of(mark) in text, f"{mark}: {line_of(mark)} is not named in\n{text}"
     if case.report_only:
         assert code != 0
