@@ -100,4 +100,4 @@ def test_a_bar_shows_loss_memory_and_pace() -> None:
         bar.show(loss=loss)
     assert "train 5/5 100% | loss 0.25" in file.getvalue().splitlines()[-1]
     assert re.search(r"mem \d", file.getvalue())
-    assert pulse.take() is not None
+    assert pulse.take_mean() is not None

@@ -317,7 +317,7 @@ class Accelerator:
     def _add_parts(self, settings: Resolved) -> None:
         """Add the parts of this run, in the order of their events."""
         if self.ctx.mesh.cp > 1 and not self._strategy.caps.splits_sequences:
-            self._preparer.on_call = lambda model: self._context.follow(
+            self._preparer.on_call = lambda model: self._context.watch_model(
                 model, self._strategy.unwrap(model)
             )
         self._preemption = Preemption(self.ctx.world, self._clock)
@@ -610,13 +610,15 @@ class Accelerator:
         `kwargs` are passed to `Tensor.backward`.
         """
         if type(loss) is not Tensor:
-            arguments.check_loss(loss, self._clock.active and self._clock.active.given)
+            arguments.check_loss(
+                loss, self._clock.active and self._clock.active.current_batch
+            )
         clock = self._clock
         clock.num_passes += 1
         run_parts = clock.parts
         for begin_event in run_parts.backward:
             begin_event()
-        if clock.every > 1 and clock.inside and clock.checks_models:
+        if clock.every > 1 and clock.is_inside and clock.checks_models:
             clock.refuse_plain_optimizers()
         weighed, divisor = clock.weigh(loss, weight)
         if self._precision.scaler is not None:
@@ -702,7 +704,9 @@ class Accelerator:
         Run forward and backward inside; the buffers are restored on exit, except `no_restore_buffers`. Each rank's loss is weighted by its number of
         labels other than -100, taken from `labels` (by default the buffer that contains -100); None weights ranks equally.
         """
-        return self._context.block(buffers, dims, no_restore_buffers, labels=labels)
+        return self._context.open_block(
+            buffers, dims, no_restore_buffers, labels=labels
+        )
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
@@ -782,7 +786,9 @@ class Accelerator:
         settle_optimizers(checked_parameters, self._prepared.optimizers)
         clock = self._clock
         is_rescaled = (
-            clock.every > 1 or clock.pending or self._precision.scaler is not None
+            clock.every > 1
+            or clock.needs_correction
+            or self._precision.scaler is not None
         )
         if clock.has_unowned and is_rescaled:
             refuse_unowned(checked_parameters, self._prepared.optimizers)
@@ -864,7 +870,7 @@ class Accelerator:
     def gather(self, tensor: Tree, axes: Sequence[Axis] | None = None) -> Tree:
         """Concatenate the tensors of all processes along the first dimension, over the world or the given mesh axes."""
         arguments.check_tensors(tensor, "gather(tensor)")
-        return ops.gather(tensor, self._over(axes))
+        return ops.gather(tensor, self._comm_over(axes))
 
     def reduce(
         self,
@@ -876,12 +882,12 @@ class Accelerator:
         """Reduce tensors over processes by sum, mean, min or max, and multiply by `scale`."""
         arguments.check_tensors(tensor, "reduce(tensor)")
         arguments.check_number("reduce(scale)", scale)
-        return ops.reduce(tensor, self._over(axes), reduction, scale)
+        return ops.reduce(tensor, self._comm_over(axes), reduction, scale)
 
     def gather_ragged(self, tensor: Tree, axes: Sequence[Axis] | None = None) -> Tree:
         """Concatenate tensors like `gather`, for processes whose tensors differ in their number of rows."""
         arguments.check_tensors(tensor, "gather_ragged(tensor)")
-        return ops.gather_ragged(tensor, self._over(axes))
+        return ops.gather_ragged(tensor, self._comm_over(axes))
 
     def broadcast(
         self, tensor: Tree, from_process: int = 0, axes: Sequence[Axis] | None = None
@@ -891,7 +897,7 @@ class Accelerator:
         arguments.check_number(
             "broadcast(from_process)", from_process, least=0, is_integer=True
         )
-        return ops.broadcast(tensor, self._over(axes), from_process)
+        return ops.broadcast(tensor, self._comm_over(axes), from_process)
 
     def pad_across_processes(
         self,
@@ -905,7 +911,9 @@ class Accelerator:
         arguments.check_tensors(tensor, "pad_across_processes(tensor)")
         arguments.check_number("pad_across_processes(dim)", dim, is_integer=True)
         arguments.check_number("pad_across_processes(pad_index)", pad_index)
-        padded = ops.pad_across(tensor, self._over(axes), dim, pad_index, pad_first)
+        padded = ops.pad_across(
+            tensor, self._comm_over(axes), dim, pad_index, pad_first
+        )
         num_dims = [leaf.ndim for leaf in trees.tensors(tensor)]
         if not any(-count <= dim < count for count in num_dims):
             requirement = f"the tensors have {max(num_dims, default=0)} dimensions. Give one of these, counted from 0"
@@ -915,7 +923,7 @@ class Accelerator:
     # Any: the user's objects
     def gather_object(self, obj: Any, axes: Sequence[Axis] | None = None) -> list[Any]:
         """Gather one object per process into a list; if every process passes a list, the lists are concatenated."""
-        return ops.gather_object(obj, self._over(axes))
+        return ops.gather_object(obj, self._comm_over(axes))
 
     def broadcast_object_list(
         self,
@@ -936,7 +944,7 @@ class Accelerator:
             "it needs a list, whose items are replaced",
             objects,
         )
-        return ops.broadcast_object_list(objects, self._over(axes), from_process)
+        return ops.broadcast_object_list(objects, self._comm_over(axes), from_process)
 
     def gather_for_metrics(
         self,
@@ -954,14 +962,14 @@ class Accelerator:
             arguments.check_number("gather_for_metrics(dim)", dim, is_integer=True)
         loaders = self._clock.loaders
         if loader is None:
-            cursor = loaders.only()
+            cursor = loaders.single_cursor()
         else:
             cursor = arguments.check_cursor(loader, "gather_for_metrics(loader)")
         return metrics.gather_for_metrics(
             input_data, self.ctx.groups(*BATCH), cursor, use_gather_object, dim
         )
 
-    def _over(self, axes: Sequence[Axis] | None) -> Comm:
+    def _comm_over(self, axes: Sequence[Axis] | None) -> Comm:
         if axes is None:
             return self.ctx.world
         arguments.check_axes(axes)

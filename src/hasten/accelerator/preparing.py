@@ -157,11 +157,11 @@ class Preparer:
                 self.on_call(prepare_item.value)
         # Optimizers follow the accumulation window, schedulers their optimizers, and loaders read this rank's share.
         for prepare_item in prepare_arguments.of("optimizer"):
-            prepare_item.value = self._optimizer(prepare_item.value)
+            prepare_item.value = self._prepare_optimizer(prepare_item.value)
         self._note_unowned()
         for prepare_item in prepare_arguments.of("scheduler"):
             prepare_item.value = self._prepare_scheduler(prepare_item.value)
-        self._loaders(prepare_arguments.of("loader"))
+        self._prepare_loaders(prepare_arguments.of("loader"))
         return self._replace_prepared(prepare_arguments.in_call_order())
 
     def _replace_prepared(self, objects: Objects) -> Objects:
@@ -170,7 +170,7 @@ class Preparer:
             objects = replace_objects(objects)
         return objects
 
-    def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+    def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         performance = self._config.performance
         if performance.fused and chooses_speed(performance) and not is_fused(optimizer):
             message = _make_fused(optimizer, self._ctx.device)
@@ -230,7 +230,7 @@ class Preparer:
         self.done.schedulers.append(prepared)
         return prepared
 
-    def _loaders(self, prepare_items: list[Item]) -> None:
+    def _prepare_loaders(self, prepare_items: list[Item]) -> None:
         if not prepare_items:
             return
         seed = self._shared_seed()
@@ -293,8 +293,8 @@ class Preparer:
                     ]
                 )
             )
-            was_apart, self._clock.apart = self._clock.apart, True
-            stack.callback(setattr, self._clock, "apart", was_apart)
+            was_apart, self._clock.trains_separately = self._clock.trains_separately, True
+            stack.callback(setattr, self._clock, "trains_separately", was_apart)
             yield
 
     def loader(

@@ -82,17 +82,17 @@ class Process:
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
         """Context manager that runs its block on the main process, then on the others; errors are raised on all ranks."""
-        with self._first(self.is_main_process, "main_process_first"):
+        with self._run_first(self.is_main_process, "main_process_first"):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
         """Context manager that runs its block on each node's main process, then on the others; errors are raised on all ranks."""
-        with self._first(self.is_local_main_process, "local_main_process_first"):
+        with self._run_first(self.is_local_main_process, "local_main_process_first"):
             yield
 
     @contextmanager
-    def _first(self, first: bool, block_name: str) -> Iterator[None]:
+    def _run_first(self, first: bool, block_name: str) -> Iterator[None]:
         # inside a block of the same kind the order is already established
         if self._ordering == block_name:
             yield

@@ -127,13 +127,13 @@ class RunLogPart(RunPart):
         )
 
     def pass_begins(self, cursor: LoaderCursor) -> None:
-        self.run_log.asked()
+        self.run_log.batch_requested()
 
     def batch_ready(self, cursor: LoaderCursor) -> None:
-        self.run_log.got(cursor.num_samples or 0)
+        self.run_log.batch_arrived(cursor.num_samples or 0)
 
     def batch(self, cursor: LoaderCursor) -> None:
-        self.run_log.asked(self._clock.num_passes == cursor.passes_at_batch)
+        self.run_log.batch_requested(self._clock.num_passes == cursor.passes_at_batch)
 
     def backward(self) -> None:
         self.run_log.backward_begins()
@@ -148,7 +148,7 @@ class RunLogPart(RunPart):
     def after_update(self, optimizer: Holder, applied: bool) -> None:
         self.run_log.optimizer_done()
         if not applied:
-            self.run_log.skipped()
+            self.run_log.record_skip()
 
     def before_save(self) -> None:
         self._began_s = time.perf_counter()
@@ -158,7 +158,7 @@ class RunLogPart(RunPart):
         self._note(lambda: self._record("saved", error))
 
     def saved(self, taken_s: float, seconds: float) -> None:
-        self.run_log.saved(taken_s, seconds)
+        self.run_log.record_save(taken_s, seconds)
 
     def before_load(self) -> None:
         self.before_save()
@@ -167,7 +167,7 @@ class RunLogPart(RunPart):
         self._note(lambda: self._record("loaded", error))
 
     def stalled(self, seconds: float, over: bool) -> None:
-        self.run_log.stalled(seconds, over)
+        self.run_log.record_stall(seconds, over)
 
     def end(self) -> None:
         self.run_log.close()

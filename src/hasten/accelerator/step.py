@@ -56,13 +56,13 @@ class Accumulation:
 
     def __enter__(self) -> None:
         clock = self._clock
-        if clock.inside:
+        if clock.is_inside:
             raise StepError(
                 "accumulate() was entered inside an accumulate() block; one micro-step would count twice and the update would come too early. "
                 "Remove the inner block, and name all models in the outer one: accumulate(first, second)."
             )
         boundary = clock.tick(self._models)
-        clock.inside = True
+        clock.is_inside = True
         # Optimizers that share a window must see the gradients of every backward.
         if boundary or not self._syncs or (self._hidden and clock.shares_open_window):
             return
@@ -83,7 +83,7 @@ class Accumulation:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._clock.inside = False
+        self._clock.is_inside = False
         sync_pause = self._quiet
         if sync_pause is not None:
             self._quiet = None

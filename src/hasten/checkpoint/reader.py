@@ -50,13 +50,13 @@ class StoredComponent:
     aliases: dict[str, str] = field(default_factory=dict)
     data: Json = None
 
-    def of(self, tensor_name: str) -> list[Piece]:
+    def pieces_of(self, tensor_name: str) -> list[Piece]:
         """Return the pieces of a tensor under this name or an alias; empty when there is none."""
         return self.pieces.get(tensor_name) or self.pieces.get(
             self.aliases.get(tensor_name, ""), []
         )
 
-    def keys(self) -> set[str]:
+    def tensor_names(self) -> set[str]:
         """Return all names, aliases included."""
         return set(self.pieces) | set(self.aliases)
 
@@ -112,7 +112,7 @@ class Checkpoint:
         aliases: dict[str, str] = {}
         packed_state = None
         for file_record in file_records:
-            tensor_file = self._read(file_record.name)
+            tensor_file = self._map_file(file_record.name)
             for tensor_name, piece in tensor_file.pieces.items():
                 tensor_pieces = pieces.setdefault(tensor_name, [])
                 if tensor_pieces and tensor_pieces[0].data.dtype != piece.data.dtype:
@@ -164,7 +164,7 @@ class Checkpoint:
                 "loaded. Save there less often, or load another checkpoint."
             )
 
-    def _read(self, file_name: str) -> TensorFile:
+    def _map_file(self, file_name: str) -> TensorFile:
         """Map a file. Raises: CorruptCheckpointError unless it is still the one that was verified."""
         try:
             tensor_file = read_tensors(

@@ -51,7 +51,7 @@ class Copy:
     source: Tensor
     file: MappedFile | None = None
 
-    def place(self) -> int | None:
+    def file_offset(self) -> int | None:
         """Return the offset of the bytes in the file, if they can be read without conversion."""
         target, source = self.target, self.source
         is_readable = (
@@ -61,7 +61,7 @@ class Copy:
             and target.dtype == source.dtype
         )
         if self.file is not None and is_readable:
-            return self.file.place(source)
+            return self.file.offset_of(source)
         return None
 
 
@@ -177,17 +177,17 @@ class _FileRange:
 
     file: MappedFile
     start: int
-    stop: int
+    end: int
     targets: list[tuple[int, Tensor, int, int]] = field(default_factory=list)
     devices: list[torch.device] = field(default_factory=list)
-    parts: list[tuple[int, int, Tensor]] = field(default_factory=list)
+    device_parts: list[tuple[int, int, Tensor]] = field(default_factory=list)
     """Bytes from..to of the range, and the part of a target to copy them to, if a target is on a device."""
 
-    def complete(self) -> None:
+    def prepare_device_parts(self) -> None:
         """Compute what depends on all targets."""
         self.devices = devices_of(target for _, target, _, _ in self.targets)
         if self.devices:
-            self.parts = [
+            self.device_parts = [
                 (
                     offset - self.start,
                     offset - self.start + high - low,
@@ -198,7 +198,7 @@ class _FileRange:
 
     def copy_from(self, staged_bytes: Tensor) -> None:
         """Start the copies from a buffer that holds the range, and wait for them."""
-        for low, high, device_part in self.parts:
+        for low, high, device_part in self.device_parts:
             if high - low == staged_bytes.numel():
                 source = staged_bytes
             else:
@@ -252,9 +252,9 @@ class _DiskReadAhead:
                 file_range = next(self._ranges, None)
             if file_range is None or self._is_stopped:
                 return
-            descriptor = file_range.file.open()
+            descriptor = file_range.file.open_again()
             if descriptor is not None:
-                read_ahead(descriptor, file_range.start, file_range.stop)
+                read_ahead(descriptor, file_range.start, file_range.end)
                 os.close(descriptor)
 
 
@@ -299,7 +299,7 @@ def _group_copies(copies: Sequence[Copy]) -> tuple[list[list[Copy]], list[_FileR
     for copy_index, copy in enumerate(copies):
         target_bytes, file_offset = (
             copy.target.numel() * copy.target.element_size(),
-            copy.place(),
+            copy.file_offset(),
         )
         if copy.file is not None and file_offset is not None:
             file_places.append(
@@ -324,16 +324,16 @@ def _group_copies(copies: Sequence[Copy]) -> tuple[list[list[Copy]], list[_FileR
             if (
                 last_range is None
                 or mapped_file is not last_range.file
-                or not 0 <= read_start - last_range.stop < _MAX_GAP_BYTES
+                or not 0 <= read_start - last_range.end < _MAX_GAP_BYTES
                 or file_offset + high - last_range.start > _MAX_READ_BYTES
                 or len(last_range.targets) >= _MAX_TENSORS_PER_READ
             ):
                 last_range = _FileRange(mapped_file, read_start, read_start)
                 file_ranges.append(last_range)
             last_range.targets.append((read_start, target, low, high))
-            last_range.stop = file_offset + high
+            last_range.end = file_offset + high
     for file_range in file_ranges:
-        file_range.complete()
+        file_range.prepare_device_parts()
     return copy_groups, file_ranges
 
 
@@ -388,7 +388,10 @@ def _fill_range(
     file_range: _FileRange, host_buffer: HostBuffer, disk_read_ahead: _DiskReadAhead
 ) -> int:
     """Read a range and copy it to its tensors; from the mapping, if the file has lost its name."""
-    descriptor, range_bytes = file_range.file.open(), file_range.stop - file_range.start
+    descriptor, range_bytes = (
+        file_range.file.open_again(),
+        file_range.end - file_range.start,
+    )
     if descriptor is None:
         for offset, target, low, high in file_range.targets:
             as_bytes(target)[low:high].copy_(

@@ -142,7 +142,7 @@ def plan_model(
             _plan_tensor(model_plan, stored_component, tensor_name, live_value, strict)
         else:
             model_plan.by_method[state_key] = join_pieces(
-                stored_component.of(tensor_name), tensor_name
+                stored_component.pieces_of(tensor_name), tensor_name
             )
     if extra_values.keys() & live_state.keys():
         unpacked_values = unpack(
@@ -169,7 +169,7 @@ def _plan_tensor(
     live_tensor: Tensor,
     strict: bool,
 ) -> None:
-    pieces = stored_component.of(tensor_name)
+    pieces = stored_component.pieces_of(tensor_name)
     if is_torchao(live_tensor):
         tensor_bytes, byte_layout = to_bytes(live_tensor)
         model_plan.quantized.append((live_tensor, tensor_bytes, byte_layout))

@@ -97,7 +97,7 @@ class DispatchSource(OuterSource):
         if self._comm.size == 1:
             return self._read_alone(position)
         if self._comm.rank == 0:
-            return self._send(position)
+            return self._send_rounds(position)
         return self._receive_items()
 
     # Any: of the inner source
@@ -115,7 +115,7 @@ class DispatchSource(OuterSource):
         for round_ in self._reader.rounds(self._inner, position):
             yield from (item for item in round_.items if item is not None)
 
-    def _send(self, position: Position) -> Iterator[Item]:
+    def _send_rounds(self, position: Position) -> Iterator[Item]:
         rounds = self._reader.rounds(self._inner, position)
         num_shards, encode = self._data_ranks.num_shards, self._comm.codec.encode
         has_more = True

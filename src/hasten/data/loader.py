@@ -171,7 +171,10 @@ class Loader(DataLoader[Any]):
             loaders.record_start(self.parts.cursor)
         # takes its epoch with the first batch: progress bars make iterators without use
         iterator = self._yield_batches()
-        iteration.iterator, iteration.requested_at = weakref.ref(iterator), loaders.now
+        iteration.iterator, iteration.requested_at = (
+            weakref.ref(iterator),
+            loaders.num_moves,
+        )
         return iterator
 
     def _end_unread_pass(self) -> None:
@@ -251,7 +254,7 @@ class Loader(DataLoader[Any]):
         for call_part in run_parts.pass_begins:
             call_part(cursor)
         items, pass_start = self._begin_pass()
-        with clock.watching(cursor):
+        with clock.iterate_loader(cursor):
             for batch, padding, is_last, source_state in items:
                 if iteration.start is pass_start:  # not superseded by a later pass
                     iteration.steps += 1
@@ -261,7 +264,7 @@ class Loader(DataLoader[Any]):
                 cursor.num_real, cursor.num_rows = (
                     (None, None) if padding is None else padding
                 )
-                cursor.at_end, cursor.given = is_last, batch
+                cursor.at_end, cursor.current_batch = is_last, batch
                 cursor.num_samples = global_batch_size
                 if is_last:
                     source, num_steps = self.parts.source, iteration.steps

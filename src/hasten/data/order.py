@@ -143,7 +143,7 @@ class SharedOrder:
         with closing(OwnRng(seed, self._process)) as rng:
             chunks = self._draw_chunks(rng)
             self._first_units = next(chunks)
-            self._check(position, self._first_units)
+            self._check_witness(position, self._first_units)
             yield from self._first_units
             for chunk in chunks:
                 yield from chunk
@@ -167,7 +167,7 @@ class SharedOrder:
             is_full = len(chunk) == _CHUNK
             yield chunk
 
-    def _check(self, position: Position, chunk: list[Any]) -> None:
+    def _check_witness(self, position: Position, chunk: list[Any]) -> None:
         """Raise DataError when the saved run's order started with other units."""
         if (
             position.witness is None

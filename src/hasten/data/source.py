@@ -409,7 +409,7 @@ def count_last_samples(
         return min(max(size - start.consumed - (num_batches - 1) * total, 0), total)
     num_real = cursor.num_real
     if cursor.num_real is None:
-        num_real = trees.batch_size(cursor.given)
+        num_real = trees.batch_size(cursor.current_batch)
     if num_real is None or not batch_size:
         return total
     return min(num_real * total // batch_size, total)

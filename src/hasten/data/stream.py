@@ -241,7 +241,7 @@ class StreamSource:
                 ),
                 0,
             )
-        self._check(stream)
+        self._check_workers(stream)
         random_states = [
             None if rng is None else decode_states(rng)
             for rng in stream.get("rngs", (None,) * num_saved_workers)
@@ -254,7 +254,7 @@ class StreamSource:
             stream["turn"],
         )
 
-    def _check(self, stream: Mapping[str, Any]) -> None:
+    def _check_workers(self, stream: Mapping[str, Any]) -> None:
         """Raise DataError unless a position inside an epoch was saved with as many workers and the same sharding."""
         num_saved_workers = stream["workers"]
         if num_saved_workers != self._num_workers:

@@ -287,7 +287,9 @@ class _Cutter:
         if not share.rows:
             return None
         share_end = share.first + share.rows
-        own_samples = round_.held[share.first - round_.begin : share_end - round_.begin]
+        own_samples = round_.elements[
+            share.first - round_.begin : share_end - round_.begin
+        ]
         pad_positions = range(max(share.first, round_.taken), share_end)
         own_samples.extend(
             first_elements[(element_index - round_.taken) % len(first_elements)]
@@ -365,7 +367,7 @@ class _Round(NamedTuple):
 
     first: list[Any]
     """The first elements of the round."""
-    held: list[Any]
+    elements: list[Any]
     begin: int
     """Index in the round of the first element of `held`."""
     taken: int

@@ -43,9 +43,9 @@ class StepClock:
     """True if all micro-steps of a window must be of the same models."""
     interrupted: bool = False
     """True if the current micro-step ended with an error and was rolled back."""
-    pending: bool = False
+    needs_correction: bool = False
     """True if the current window's gradients must be multiplied by `correction()` before use."""
-    inside: bool = False
+    is_inside: bool = False
     """True inside an accumulate() block."""
     _window: Window = field(init=False)
     loaders: ActiveLoaders = field(default_factory=ActiveLoaders)
@@ -61,11 +61,11 @@ class StepClock:
     num_passes: int = 0
     """Number of backward passes of this run."""
     _holders: list[weakref.ref[Holder]] = field(default_factory=list)
-    alone: bool = True
+    has_one_optimizer: bool = True
     """True if there is at most one optimizer."""
     parts: RunParts = field(default_factory=RunParts)
     """What acts at the events of this run."""
-    apart: bool = False
+    trains_separately: bool = False
     """True if ranks train separately on purpose, or may be at different batches: nothing can be compared over ranks."""
     has_unowned: bool = False
     """True if no optimizer holds some trained parameters, whose gradients are not unscaled, normalised or saved."""
@@ -133,20 +133,24 @@ class StepClock:
     @property
     def shares_open_window(self) -> bool:
         """True if several optimizers share windows of several micro-steps."""
-        return not self.alone and self._window.micro > 0 and self._window.every > 1
+        return (
+            not self.has_one_optimizer
+            and self._window.micro > 0
+            and self._window.every > 1
+        )
 
     @property
     def shared(self) -> bool:
         """True if several optimizers share a window that has earlier micro-steps."""
         return self.shares_open_window and self._window.losses_before > 0
 
-    def join(self, holder: Holder) -> None:
+    def register_optimizer(self, holder: Holder) -> None:
         """Register an optimizer with the clock."""
         self._holders = [
             holder_ref for holder_ref in self._holders if holder_ref() is not None
         ]
         self._holders.append(weakref.ref(holder))
-        self.alone = len(self._holders) < 2
+        self.has_one_optimizer = len(self._holders) < 2
 
     def holders(self) -> Iterator[Holder]:
         """Yield the optimizers that still exist."""
@@ -164,7 +168,7 @@ class StepClock:
             )
 
     @contextmanager
-    def watching(self, cursor: LoaderCursor) -> Iterator[None]:
+    def iterate_loader(self, cursor: LoaderCursor) -> Iterator[None]:
         """Context manager in which `cursor` is the active loader, until a loader inside it starts; loaders may end out of order."""
         loaders, is_exhausted = self.loaders, False
         cursor.passes_before = self.num_passes
@@ -175,7 +179,7 @@ class StepClock:
             yield
             is_exhausted = True
         finally:
-            loaders.closed(
+            loaders.record_end(
                 cursor, is_exhausted, trained=self.num_passes > cursor.passes_before
             )
             for tell in self.parts.pass_ends:
@@ -188,7 +192,7 @@ class StepClock:
         if self.position is None or not self.loaders.has_moved_since(
             self._position_time, besides=cursor
         ):
-            self._position_time = self.loaders.now
+            self._position_time = self.loaders.num_moves
             self.position = self.read_position()
 
     def tick(self, models: Sequence[object] = ()) -> bool:
@@ -205,7 +209,7 @@ class StepClock:
                 and self.read_position is not None
             ):
                 self.position = self.read_position()
-            window = self._open()
+            window = self._open_window()
             window.models = models
         elif (
             window.models is not models
@@ -221,23 +225,23 @@ class StepClock:
         window.closed = self.boundary = window.micro >= window.every or (
             at_end and self.sync_with_dataloader
         )
-        self.pending = self.boundary and self.correction_due()
+        self.needs_correction = self.boundary and self.correction_due()
         return self.boundary
 
     def begin_at(self, micro: int) -> None:
         """Let the next micro-step follow `micro` others of its window, however many there were."""
-        window = self._open() if self._window.closed else self._window
+        window = self._open_window() if self._window.closed else self._window
         window.micro = micro
 
     def roll_back_micro_step(self) -> None:
         """Roll back a micro-step that ended with an error; its window continues without it."""
         window = self._window
         window.micro -= 1
-        window.closed = self.pending = False
+        window.closed = self.needs_correction = False
         window.losses = window.losses_before
         self.interrupted = True
 
-    def forget(self) -> None:
+    def drop_accumulated(self) -> None:
         """Record that gradients accumulated before an interruption were cleared; the window continues without them."""
         window = self._window
         window.missing = window.micro
@@ -258,9 +262,9 @@ class StepClock:
                 window.closed, window.every = False, self.every
             else:
                 waiting = window.losses
-                window = self._open()
+                window = self._open_window()
                 window.losses = waiting
-                self.pending = False
+                self.needs_correction = False
         # nothing was divided by an earlier length
         elif window.micro == window.losses == 0:
             window.every = self.every
@@ -280,7 +284,7 @@ class StepClock:
                 loss = loss * weights.share
             return loss, window.every
         share = weights.weigh(window, loss, weight, self.boundary, list(self.holders()))
-        self.pending = self.boundary
+        self.needs_correction = self.boundary
         return share, 1
 
     def correction(self) -> float | Tensor | None:
@@ -306,7 +310,7 @@ class StepClock:
         self.boundary = boundary
         if window.micro > 0:
             window.closed = boundary
-        self.pending = boundary and self.correction_due()
+        self.needs_correction = boundary and self.correction_due()
 
     def correction_due(self) -> bool:
         """Return True if the current window, if it ended here, would need a correction."""
@@ -315,7 +319,7 @@ class StepClock:
             return bool(window.weighted)
         return window.micro > 0 and window.micro - window.missing != window.every
 
-    def used(self) -> None:
+    def record_update(self) -> None:
         """Record that an optimizer has used the current gradients: without accumulate(), the window ends here.
 
         Its losses stay in flight while another optimizer holds their gradients.
@@ -324,7 +328,7 @@ class StepClock:
         window.closed = True
         self.num_updates += 1
         self.position = None
-        if self.alone or not self._has_unused_gradients():
+        if self.has_one_optimizer or not self._has_unused_gradients():
             window.losses = window.losses_before = 0
 
     def _has_unused_gradients(self) -> bool:
@@ -341,8 +345,8 @@ class StepClock:
 
     def start_new_window(self) -> None:
         """Forget the current window: the next micro-step opens a new one."""
-        self._open()
-        self.boundary, self.pending, self.interrupted, self.position = (
+        self._open_window()
+        self.boundary, self.needs_correction, self.interrupted, self.position = (
             True,
             False,
             False,
@@ -359,7 +363,7 @@ class StepClock:
         self.weights.unit = None if unit is None else float(unit)
         self.start_new_window()
 
-    def _open(self) -> Window:
+    def _open_window(self) -> Window:
         self._window = Window(self.every, self._window.serial + 1)
         return self._window
 

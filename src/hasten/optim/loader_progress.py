@@ -24,7 +24,7 @@ class LoaderCursor:
     """Number of rows of the current batch on this rank, padding included; None if unknown."""
     num_samples: int | None = None
     """Number of samples of the current batch over all ranks, without padding; None if batches vary."""
-    given: Any = None  # Any: a batch of the user
+    current_batch: Any = None  # Any: a batch of the user
     """The current batch, for error messages; None outside an iteration."""
     pads_like: tuple[Any, ...] | None = None
     """Equal for loaders whose batches of the same number have equal padding; None if unknown."""
@@ -53,7 +53,7 @@ class LoaderCursor:
         """Return an amount in this rank's batch, such as its tokens, over all ranks that read other samples, without padding."""
         if not self.at_end or self.num_samples is None:
             return amount * num_ranks
-        num_rows = self.num_rows or trees.batch_size(self.given)
+        num_rows = self.num_rows or trees.batch_size(self.current_batch)
         return amount * self.num_samples // num_rows if num_rows else amount * num_ranks
 
 
@@ -71,7 +71,7 @@ class ActiveLoaders:
     """The loader that the caller named for this step."""
     _exhausted: LoaderCursor | None = None
     """The loader that ran out last, unless another pass has started since."""
-    now: int = 0
+    num_moves: int = 0
     """Time, counted in moves of all loaders."""
     exhausted_at: int = -1
     """Time at which a loader ran out last."""
@@ -82,8 +82,13 @@ class ActiveLoaders:
 
     def record_start(self, cursor: LoaderCursor) -> None:
         """Record the start of an iteration."""
-        self.now += 1
-        cursor.opened, cursor.moved, cursor.left, cursor.cut = self.now, 0, False, False
+        self.num_moves += 1
+        cursor.opened, cursor.moved, cursor.left, cursor.cut = (
+            self.num_moves,
+            0,
+            False,
+            False,
+        )
         cursor.partners.clear()
         self._exhausted = None
 
@@ -91,8 +96,8 @@ class ActiveLoaders:
         """Record that the loader returns its next batch."""
         if cursor.nests:
             return
-        self.now += 1
-        cursor.moved = self.now
+        self.num_moves += 1
+        cursor.moved = self.num_moves
         if len(self.watched) > 1:
             cursor.partners.update(
                 id(watched_cursor)
@@ -106,7 +111,7 @@ class ActiveLoaders:
             cursor.moved > time for cursor in self.watched if cursor is not besides
         )
 
-    def closed(
+    def record_end(
         self, cursor: LoaderCursor, exhausted: bool, trained: bool = False
     ) -> None:
         """Record the end of an iteration, by exhaustion or by leaving the loop; `trained` if it had backward passes."""
@@ -114,9 +119,9 @@ class ActiveLoaders:
             if self.watched[index] is cursor:
                 del self.watched[index]
                 break
-        cursor.opened, cursor.given = 0, None
+        cursor.opened, cursor.current_batch = 0, None
         if exhausted:
-            self._exhausted, self.exhausted_at = cursor, self.now
+            self._exhausted, self.exhausted_at = cursor, self.num_moves
             cursor.num_ended += all(
                 id(cursor) in watched_cursor.partners for watched_cursor in self.watched
             )
@@ -137,7 +142,7 @@ class ActiveLoaders:
             ):
                 self._cut_short = (leader, leader.opened)
 
-    def active(self) -> list[LoaderCursor]:
+    def active_cursors(self) -> list[LoaderCursor]:
         """Return the loaders that the current step reads from, in the order of their first moves."""
         watched = self.watched
         if len(watched) < 2:
@@ -155,15 +160,15 @@ class ActiveLoaders:
 
     def innermost_cursor(self) -> LoaderCursor | None:
         """Return the most recently opened of the active loaders."""
-        active_cursors = self.active()
+        active_cursors = self.active_cursors()
         return active_cursors[-1] if active_cursors else None
 
-    def only(self) -> LoaderCursor | None:
+    def single_cursor(self) -> LoaderCursor | None:
         """Return the loader that the current step reads from; None outside a loop over one.
 
         Raises: DataError when there are several, and their padding may differ.
         """
-        active_cursors = self.active()
+        active_cursors = self.active_cursors()
         first_cursor = active_cursors[0] if active_cursors else None
         if first_cursor is not None and any(
             cursor.pads_like is None
@@ -188,11 +193,11 @@ class ActiveLoaders:
             leader: LoaderCursor | None = self.followed
         else:
             leader = self.watched[0] if len(self.watched) == 1 else self._find_leader()
-        self._leader, self._ticked = leader, self.now
+        self._leader, self._ticked = leader, self.num_moves
         return leader is not None and leader.at_end
 
     def _find_leader(self) -> LoaderCursor | None:
-        active_cursors = self.active()
+        active_cursors = self.active_cursors()
         if len(active_cursors) < 2:
             return active_cursors[0] if active_cursors else None
         moved_cursors = [

@@ -56,7 +56,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.called_at = clock.num_updates
         """The clock's number of updates when `step` or `zero_grad` was last called."""
         self._settled = 0
-        clock.join(self)
+        clock.register_optimizer(self)
 
     # -- attributes of the inner optimizer ------------------------------------------------------------------------
     @property
@@ -150,18 +150,18 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.called_at = clock.num_updates
         if not clock.boundary:
             self.last = None
-            if not clock.alone and clock.shares_open_window:
+            if not clock.has_one_optimizer and clock.shares_open_window:
                 self._seen_gradients = self._gradient_versions()
             return None
         if closure is not None:
             step_output = self._step_with(closure)
         else:
-            if clock.pending:
+            if clock.needs_correction:
                 self.settle()
             run_parts = clock.parts
             for changes_or_skips in (*run_parts.gradients, *run_parts.before_update):
                 if changes_or_skips(self):
-                    self._close(SKIPPED)
+                    self._end_window(SKIPPED)
                     return None
             if self._scaled or self._engine is not None:
                 return self._step_reported()
@@ -170,10 +170,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
             except (RuntimeError, NotImplementedError) as error:
                 self._explain_error(error)
                 raise
-        self._close(APPLIED)
+        self._end_window(APPLIED)
         return step_output
 
-    def _close(self, result: StepResult) -> None:
+    def _end_window(self, result: StepResult) -> None:
         """Count the update, and end the window."""
         self.last = result
         self.skipped = not result.applied
@@ -181,7 +181,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.num_updates += result.applied
         self.spent = True
         clock = self._clock
-        clock.used()
+        clock.record_update()
         for tell in clock.parts.after_update:
             tell(self, result.applied)
 
@@ -191,10 +191,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.called_at = clock.num_updates
         for tell in clock.parts.before_update:
             tell(self)
-        self._close(APPLIED)
+        self._end_window(APPLIED)
         self.spent = False
 
-    def counts(self) -> tuple[StepResult | None, int, int, int, bool]:
+    def update_counts(self) -> tuple[StepResult | None, int, int, int, bool]:
         """Return the host-side counters of updates."""
         return (
             self.last,
@@ -217,12 +217,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Clear the gradients, unless an open window needs them."""
         clock = self._clock
         self.called_at = clock.num_updates
-        if clock.alone and not (self.spent or clock.boundary or clock.interrupted):
+        if clock.has_one_optimizer and not (
+            self.spent or clock.boundary or clock.interrupted
+        ):
             return  # the common case: the window is open
         if self.spent or clock.interrupted or (clock.may_clear and not clock.shared):
             self._clear(set_to_none)
             if clock.interrupted:
-                clock.forget()
+                clock.drop_accumulated()
         elif clock.shares_open_window:
             self._refuse_lost_gradients()
 
@@ -291,9 +293,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return self._settled == serial
 
     @property
-    def due(self) -> bool:
+    def needs_settling(self) -> bool:
         """True if the gradients may need unscaling or normalising: the loss is scaled, or a correction is pending."""
-        return self._scaled or self._clock.pending or bool(self._clock.parts.gradients)
+        return (
+            self._scaled
+            or self._clock.needs_correction
+            or bool(self._clock.parts.gradients)
+        )
 
     def settle(self) -> None:
         """Unscale and normalise the gradients before they are read or used; a second call does nothing.
@@ -301,7 +307,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         Ranks: every rank.
         """
         clock = self._clock
-        is_due = clock.pending and self._settled != clock.serial
+        is_due = clock.needs_correction and self._settled != clock.serial
         if is_due:
             self._settled = clock.serial
         if self._scaled:
@@ -358,7 +364,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         except (RuntimeError, NotImplementedError) as error:
             self._explain_error(error)
             raise
-        self._close(result)
+        self._end_window(result)
         return result.value
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
@@ -385,7 +391,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 "micro-batches inside the closure."
             )
         value = self.optimizer.step(closure)
-        if self._clock.pending:
+        if self._clock.needs_correction:
             raise StepError(
                 f"{name}.step(closure) used backward(weight=...); the weight is settled after the closure, too late "
                 "for the step. Divide the loss by its total weight inside the closure instead."
@@ -409,7 +415,7 @@ def settle_optimizers(
 
     Ranks: every rank.
     """
-    due_optimizers = [optimizer for optimizer in optimizers if optimizer.due]
+    due_optimizers = [optimizer for optimizer in optimizers if optimizer.needs_settling]
     parameter_ids = {id(p) for p in parameters} if due_optimizers else ()
     for optimizer in due_optimizers:
         if any(

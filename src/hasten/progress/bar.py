@@ -89,7 +89,7 @@ class Progress(Generic[T]):
             )
         backward_timer = self._context.pulse
         if backward_timer is not None:
-            backward_timer.asked()
+            backward_timer.start_timer()
         if self._initial is None:
             self._meter.begin_at(getattr(self._iterable, "num_done", 0))
         with self:
@@ -97,7 +97,7 @@ class Progress(Generic[T]):
                 yield batch
                 self._advance_step(batch)
                 if backward_timer is not None:
-                    backward_timer.asked()
+                    backward_timer.start_timer()
 
     def show(self, **values: float | str | Tensor) -> None:
         """Display these values beside the bar; a tensor's number appears when it is ready, without waiting."""
@@ -119,7 +119,7 @@ class Progress(Generic[T]):
         meter.tokens += tokens * replicas
         self._draw_if_due()
         if self._context.pulse is not None:
-            self._context.pulse.asked()
+            self._context.pulse.start_timer()
 
     def close(self) -> None:
         """Display the last state; a second call does nothing."""

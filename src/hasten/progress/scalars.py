@@ -57,14 +57,14 @@ class LateScalars:
             elif wait or not _is_on_device(scalar_value):
                 self._shown[value_name] = float(scalar_value.detach())
         if not wait and self._sent is None:
-            self._send()
+            self._start_copy()
         return {
             value_name: self._shown[value_name]
             for value_name in self._given
             if value_name in self._shown
         }
 
-    def _send(self) -> None:
+    def _start_copy(self) -> None:
         """Start a copy to the host."""
         device_scalars = {
             value_name: scalar_value

@@ -38,7 +38,7 @@ class BackwardTimer(RunPart):
         self._next_s = clock() + every_s
         self._sum_s, self._count = 0.0, 0
 
-    def asked(self) -> None:
+    def start_timer(self) -> None:
         """Start the timer: the loop requests its next batch."""
         if self._asynchronous:
             if self._clock() < self._next_s:
@@ -58,7 +58,7 @@ class BackwardTimer(RunPart):
         self._count += 1
         self._asked_s = None
 
-    def take(self) -> float | None:
+    def take_mean(self) -> float | None:
         """Return the mean time since the last call, or None if nothing was measured."""
         mean_s = self._sum_s / self._count if self._count else None
         self._sum_s, self._count = 0.0, 0
@@ -116,7 +116,7 @@ class StragglerWatch:
         if now_s < self._next_s:
             return
         self._next_s = now_s + self._every_s
-        mean_s = backward_timer.take()
+        mean_s = backward_timer.take_mean()
         if mean_s is None:
             return
         try:

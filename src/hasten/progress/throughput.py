@@ -122,7 +122,7 @@ class Throughput(RunPart):
     def batch(self, cursor: LoaderCursor) -> None:
         """Count the batch that was used for training; drop the rates when an evaluation took time."""
         if self._clock.num_passes != self._passes:
-            self._count(cursor)
+            self._count_batch(cursor)
         else:
             self._marks.clear()
         self._passes, self._is_batch_counted = self._clock.num_passes, False
@@ -130,15 +130,15 @@ class Throughput(RunPart):
     def after_update(self, optimizer: Holder, applied: bool) -> None:
         """Record an update."""
         if (cursor := self._clock.active) is not None:
-            self._count(cursor)
+            self._count_batch(cursor)
         self._updates += 1
         self._marks.append((time.perf_counter(), self._updates, self._tokens))
 
-    def _count(self, cursor: LoaderCursor) -> None:
-        if not self._is_batch_counted and cursor.given is not None:
+    def _count_batch(self, cursor: LoaderCursor) -> None:
+        if not self._is_batch_counted and cursor.current_batch is not None:
             self._is_batch_counted = True
             self._tokens += cursor.sum_over_ranks(
-                self._count_tokens(cursor.given), self._ctx.mesh.size(*BATCH)
+                self._count_tokens(cursor.current_batch), self._ctx.mesh.size(*BATCH)
             )
 
     def _count_tokens(self, batch: Any) -> int:

@@ -85,7 +85,7 @@ class Saving:
         for axis in Axis:
             self._mesh[str(axis)] = getattr(ctx.mesh, axis)
         self.project = project
-        self._parts = run_objects
+        self._run_objects = run_objects
         self.registered = run_objects.registered
         self._notes = dict(notes or {})
         self.layout = layout
@@ -113,7 +113,7 @@ class Saving:
     @property
     def step(self) -> int:
         """The number of updates of the run."""
-        return num_updates(self._parts)
+        return num_updates(self._run_objects)
 
     # -- objects to save ------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Saving:
                     f"a {type(registered_object).__name__} cannot be registered for checkpointing: it has no state_dict() and "
                     "load_state_dict(), so there is nothing to save. Add both methods."
                 )
-        self._parts.registered.extend(objects)
+        self._run_objects.registered.extend(objects)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call `hook(models, weights, folder)` before each save; it may edit or remove weights and add files."""
@@ -163,7 +163,7 @@ class Saving:
         Ranks: every rank. Raises: MissingRanksError when some ranks do not arrive; CheckpointError when one failed.
         """
         world, arrival_s = self._ctx.world, self.project.checkpoint_arrival_s
-        run_parts = self._parts.clock.parts
+        run_parts = self._run_objects.clock.parts
         try:
             # the events of parts are within the agreement: one that fails on a rank ends the save on all
             with agreeing(world, "save_state", arrival_s) as agreement:
@@ -197,7 +197,7 @@ class Saving:
                 f"ranks called save_state with different arguments ((blocking, without a folder): {sorted(modes_of_ranks)}), so "
                 "they would wait for each other at different places. Nothing was saved. Pass the same on every rank."
             )
-        loop_position = self._parts.saved_position()
+        loop_position = self._run_objects.saved_position()
         if not blocking and self._writer().comm is None:
             agreement.share()
             self._writer().comm = self._ctx.world.twin()
@@ -269,21 +269,21 @@ class Saving:
     ) -> None:
         """Write the state of this machine's ranks; `announce` is called with this rank's bytes first. Ranks: every rank."""
         self.wait_for_saves()
-        loop_position = self._parts.saved_position()
+        loop_position = self._run_objects.saved_position()
         with Save(store, self._ctx.world, self.layout) as save:
             save.start(agreement, checkpoint_name, node=machine, each_node=True)
             agreement.label = f"collecting the state for {checkpoint_name!r}"
             saved_weights = run_save_hooks(
-                self.save_hooks, self._parts, str(save.draft.folder), agreement
+                self.save_hooks, self._run_objects, str(save.draft.folder), agreement
             )
             state_tree = collect_state(
-                self._parts, "safetensors", saved_weights, loop_position
+                self._run_objects, "safetensors", saved_weights, loop_position
             )
             state_tree = self._machine_owners.owned(
                 state_tree, machine_ranks, agreement
             )
             save.plan(
-                with_own_state(state_tree, self._parts, agreement, loop_position),
+                with_own_state(state_tree, self._run_objects, agreement, loop_position),
                 agreement,
             )
             announce(sum(blob.size for blob in save.blobs.values()))
@@ -297,13 +297,13 @@ class Saving:
         loop_position: LoopPosition,
     ) -> StateTree:
         saved_weights = run_save_hooks(
-            self.save_hooks, self._parts, str(save.draft.folder), agreement
+            self.save_hooks, self._run_objects, str(save.draft.folder), agreement
         )
         if self.extra_files is not None and save.draft.folder is not None:
             self.extra_files(save.draft.folder)
         file_format: Format = "safetensors" if safe_serialization else "torch"
         state_tree = collect_state(
-            self._parts, file_format, saved_weights, loop_position
+            self._run_objects, file_format, saved_weights, loop_position
         )
         world = self._ctx.world
         if world.size == 1:
@@ -314,10 +314,10 @@ class Saving:
             state_tree = owned_by_axes(state_tree, self._is_first)
         else:  # separate disks: each machine writes everything that its ranks hold
             state_tree = self._machine_owners.owned(state_tree, save.ranks, agreement)
-        state_tree = divide_stages(state_tree, self._parts.plain_models(), self._ctx)
+        state_tree = divide_stages(state_tree, self._run_objects.plain_models(), self._ctx)
         if self.whole:
             state_tree = gather_slices(state_tree, world, save.is_main)
-        return with_own_state(state_tree, self._parts, agreement, loop_position)
+        return with_own_state(state_tree, self._run_objects, agreement, loop_position)
 
     def _is_first(self, tensor_axes: tuple[str, ...]) -> bool:
         """Return True if this rank is the first along all axes except `own` and `pp` (stages hold other parameters)."""
@@ -355,7 +355,7 @@ class Saving:
                     checkpoint_path,
                     error,
                 )
-        for report_save in self._parts.clock.parts.saved:
+        for report_save in self._run_objects.clock.parts.saved:
             report_save(
                 manifest_header.created_s,
                 max(time.time() - manifest_header.created_s, 0.0),
@@ -397,7 +397,7 @@ class Saving:
     ) -> Manifest:
         return Manifest(
             number=checkpoint_number(checkpoint_name),
-            step=num_updates(self._parts),
+            step=num_updates(self._run_objects),
             created_s=time.time(),
             mesh=self._mesh,
             versions={
@@ -484,7 +484,7 @@ class Saving:
         Ranks: every rank. Raises: a subclass of CheckpointError, naming the file and the problem.
         """
         world, arrival_s = self._ctx.world, self.project.checkpoint_arrival_s
-        run_parts = self._parts.clock.parts
+        run_parts = self._run_objects.clock.parts
         try:
             with agreeing(world, "load_state", arrival_s):
                 for begin_event in run_parts.before_load:
@@ -529,10 +529,10 @@ class Saving:
             ) as checkpoint:
                 agreement.label = f"checking {checkpoint_name!r} against this run"
                 models_to_load = run_load_hooks(
-                    self.load_hooks, self._parts, str(checkpoint.folder)
+                    self.load_hooks, self._run_objects, str(checkpoint.folder)
                 )
                 restore_plan = plan_restore(
-                    self._parts,
+                    self._run_objects,
                     models_to_load,
                     checkpoint,
                     self._rank,
@@ -566,7 +566,7 @@ class Saving:
 
     def reconfigure(self, strategy: Strategy) -> None:
         """Save and load the objects that another strategy prepares."""
-        self._parts.unwrap, self._parts.drop_gradients = (
+        self._run_objects.unwrap, self._run_objects.drop_gradients = (
             strategy.unwrap,
             strategy.drop_gradients,
         )

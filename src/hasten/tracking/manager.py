@@ -88,7 +88,7 @@ class TrackerManager:
         self._run: Run | None = None
         self._init_kwargs: Mapping[str, Mapping[str, Any]] = {}
         self._resume: Mapping[str, Any] | None = None
-        self._said: set[str] = set()
+        self._warned_topics: set[str] = set()
         self._started = self._logged = False
         self._step = -1
         self._pid = os.getpid()
@@ -193,7 +193,7 @@ class TrackerManager:
                 self._warn_once(f"value {value_name}", str(error))
         now_s = time.time()
         self._pending.append(
-            _Draft(plain_values, self._next(step), now_s, log_kwargs or {})
+            _Draft(plain_values, self._next_step(step), now_s, log_kwargs or {})
         )
         if (
             now_s - self._flushed_at >= self._flush_every_s
@@ -221,7 +221,9 @@ class TrackerManager:
                 self._warn_once(f"image {value_name}", str(error))
         if not images:
             return
-        entry = ImageEntry(images=images, step=self._next(step), time_s=time.time())
+        entry = ImageEntry(
+            images=images, step=self._next_step(step), time_s=time.time()
+        )
         self._post_entry(entry, log_kwargs or {})
 
     def log_table(
@@ -251,7 +253,7 @@ class TrackerManager:
             name=table_name,
             columns=list(columns),
             rows=rows,
-            step=self._next(step),
+            step=self._next_step(step),
             time_s=time.time(),
         )
         self._post_entry(entry, log_kwargs or {})
@@ -278,7 +280,7 @@ class TrackerManager:
         self._show_notices()
         return bool(self._tracker_writers)
 
-    def _next(self, step: int | None) -> int:
+    def _next_step(self, step: int | None) -> int:
         """Return the step of this record; the highest step is saved in checkpoints."""
         self._logged = True
         record_step = self._step + 1 if step is None else int(step)
@@ -291,7 +293,7 @@ class TrackerManager:
         log_kwargs: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self.send()
-        self._put(
+        self._put_records(
             lambda tracker_writer: [
                 replace(entry, options=log_kwargs.get(tracker_writer.tracker.name, {}))
             ],
@@ -342,14 +344,14 @@ class TrackerManager:
             for value_name, logged_value in draft.values.items():
                 if isinstance(logged_value, Deferred):
                     draft.values[value_name] = next(fetched_numbers)
-        self._put(
+        self._put_records(
             lambda tracker_writer: [
                 draft.entry(tracker_writer.tracker.name) for draft in drafts
             ],
             len(drafts),
         )
 
-    def _put(
+    def _put_records(
         self, records_of: Callable[[TrackerWriter], list[Record]], num_records: int
     ) -> None:
         def writing() -> None:
@@ -476,14 +478,14 @@ class TrackerManager:
     # ---- warnings
 
     def _warn_once(self, topic: str, message: str) -> None:
-        if topic not in self._said:
-            self._said.add(topic)
+        if topic not in self._warned_topics:
+            self._warned_topics.add(topic)
             warnings.warn(message, HastenWarning, stacklevel=4)
 
     def _notice_once(self, topic: str, message: str) -> None:
         """Warn at the next call of the training thread."""
-        if topic not in self._said:
-            self._said.add(topic)
+        if topic not in self._warned_topics:
+            self._warned_topics.add(topic)
             self._notices.append(message)
 
     def _show_notices(self) -> None:

@@ -122,7 +122,7 @@ class RunLog:
         self._last_s, self._collected_s = now_s, collected_s
         return now_s
 
-    def asked(self, is_unused: bool = False) -> None:
+    def batch_requested(self, is_unused: bool = False) -> None:
         """Mark the request for the next batch, which ends a step that has made an update.
 
         `unused` means that no backward pass used the loader's previous batch: it was an evaluation's.
@@ -147,7 +147,7 @@ class RunLog:
         )
         self.startup_s = max(time.time() - self.process_began_s, 0.0)
 
-    def got(self, num_samples: int) -> None:
+    def batch_arrived(self, num_samples: int) -> None:
         """Mark the arrival of a batch, which ends the wait for data."""
         data_s = self.spent["data"]
         self._end_phase("data")
@@ -180,7 +180,7 @@ class RunLog:
             if self.every_second is not None:
                 self.every_second()
 
-    def skipped(self) -> None:
+    def record_skip(self) -> None:
         """Record that the update was skipped."""
         self.num_skipped += 1
         self.record_event("skipped")
@@ -197,7 +197,7 @@ class RunLog:
             self.spent["checkpoint"] += max(now_s - self._last_s, 0.0)
             self._last_s, self._collected_s = now_s, self._collectives_s()
 
-    def stalled(self, seconds: float, over: bool) -> None:
+    def record_stall(self, seconds: float, over: bool) -> None:
         """Record that ranks waited for each other without progress, in any thread; `over` means that they continue."""
         if over:
             self._stalls.append(seconds)
@@ -258,7 +258,7 @@ class RunLog:
                 + b"\n"
             )
 
-    def saved(self, taken_s: float, seconds: float) -> None:
+    def record_save(self, taken_s: float, seconds: float) -> None:
         """Record a complete checkpoint of the state at `taken_s`, in any thread; `seconds` is the time of the whole save."""
         self.last_save = (taken_s, seconds)
         self.num_saves += 1

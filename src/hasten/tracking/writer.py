@@ -86,7 +86,7 @@ class TrackerWriter:
         self.run_id: str | None = None  # set while the tracker is open
         self.lost = 0
         self._notify = notify
-        self._said: set[str] = set()
+        self._warned_actions: set[str] = set()
 
     @property
     def open(self) -> bool:
@@ -175,8 +175,8 @@ class TrackerWriter:
             log.debug(
                 "tracker %r failed in %s", self.tracker.name, action, exc_info=error
             )
-            if action not in self._said:
-                self._said.add(action)
+            if action not in self._warned_actions:
+                self._warned_actions.add(action)
                 self._notify(
                     f"the tracker {self.tracker.name!r} failed in {action}: {type(error).__name__}: {str(error).rstrip('.')}. "
                     f"Warned once; {consequence}."

@@ -122,7 +122,7 @@ def test_a_subset_of_ranks_gets_an_error_that_names_the_missing(
     accelerator = accelerator_of(ctx, tmp_path)
     trained(accelerator)
     project = ProjectConfiguration(project_dir=str(tmp_path), checkpoint_arrival_s=0.5)
-    saving = Saving(ctx, project, accelerator._saving._parts)
+    saving = Saving(ctx, project, accelerator._saving._run_objects)
     if ctx.rank != 1:
         started = time.monotonic()
         with pytest.raises(

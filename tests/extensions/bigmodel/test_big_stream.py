@@ -443,7 +443,7 @@ def test_a_weight_shared_by_a_resident_and_a_streamed_part_stays_on_the_device(
     assert model.head.weight is model.embed.weight
     (streamer,) = streamers_of(model)
     assert all("head" not in unit.name for unit in streamer.units)
-    assert model.embed.weight.data_ptr() not in {entry.rest.data_ptr() for unit in streamer.units for pack in unit.packs for entry in pack.entries}  # fmt: skip
+    assert model.embed.weight.data_ptr() not in {entry.resting_tensor.data_ptr() for unit in streamer.units for pack in unit.packs for entry in pack.entries}  # fmt: skip
     for _ in range(2):
         assert torch.equal(model(IDS), reference(IDS))
     end_dispatch(model)

@@ -40,15 +40,15 @@ def test_one_flipped_bit_is_seen_wherever_it_is(dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
     for size in (1, 7, 2 * CHUNK + 5):
         tensor = made(dtype, size)
-        initial_print = int(prints.of([tensor], CPU))
-        assert int(prints.of([tensor.clone()], CPU)) == initial_print
+        initial_print = int(prints.compute_all([tensor], CPU))
+        assert int(prints.compute_all([tensor.clone()], CPU)) == initial_print
         for _ in range(8):
             byte = int(
                 torch.randint(tensor.numel() * tensor.element_size(), (), generator=g)
             )
             assert (
                 int(
-                    prints.of(
+                    prints.compute_all(
                         [
                             bits_flipped(
                                 tensor, byte, 0 if dtype == torch.bool else byte % 8
@@ -78,9 +78,9 @@ def test_places_rows_signs_and_nans_count() -> None:
     two_signs = x.clone()
     two_signs[0, 0] *= -1
     two_signs[3, 1] *= -1
-    fingerprints = prints.of([x, two_signs, *altered], CPU).tolist()
+    fingerprints = prints.compute_all([x, two_signs, *altered], CPU).tolist()
     assert len(set(fingerprints)) == len(fingerprints)
-    assert prints.of([nan], CPU).tolist() == prints.of([nan.clone()], CPU).tolist()
+    assert prints.compute_all([nan], CPU).tolist() == prints.compute_all([nan.clone()], CPU).tolist()
 
 
 def test_a_tensor_has_the_same_fingerprint_at_the_same_place_in_any_memory_format() -> (
@@ -89,19 +89,19 @@ def test_a_tensor_has_the_same_fingerprint_at_the_same_place_in_any_memory_forma
     prints = Fingerprints()
     image = torch.randn(2, 3, 4, 5)
     assert (
-        prints.of([image], CPU).tolist()
-        == prints.of([image.to(memory_format=torch.channels_last)], CPU).tolist()
+        prints.compute_all([image], CPU).tolist()
+        == prints.compute_all([image.to(memory_format=torch.channels_last)], CPU).tolist()
     )
-    assert prints.of([], CPU).tolist() == []
-    assert prints.of([torch.empty(0), torch.empty(0, 3)], CPU).tolist() == [0, 0]
+    assert prints.compute_all([], CPU).tolist() == []
+    assert prints.compute_all([torch.empty(0), torch.empty(0, 3)], CPU).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("size", [1, 10, 256, 1000, CHUNK + 3])
 def test_what_stands_beside_a_tensor_does_not_change_its_fingerprint(size: int) -> None:
     prints = Fingerprints()
     x, neighbour = torch.randn(size), torch.randn(300)
-    expected_print = int(prints.of([x], CPU))
-    assert prints.of([neighbour, x, x.double(), neighbour, x], CPU)[
+    expected_print = int(prints.compute_all([x], CPU))
+    assert prints.compute_all([neighbour, x, x.double(), neighbour, x], CPU)[
         [1, 4]
     ].tolist() == [
         expected_print,
@@ -112,8 +112,8 @@ def test_what_stands_beside_a_tensor_does_not_change_its_fingerprint(size: int) 
 def test_many_small_tensors_have_fingerprints_of_their_own() -> None:
     prints = Fingerprints()
     tensors = [torch.full((CHUNK // 3,), float(i)) for i in range(1, 9)]
-    initial_prints = prints.of(tensors, CPU)
+    initial_prints = prints.compute_all(tensors, CPU)
     tensors[5] = tensors[5] + 1
-    assert (prints.of(tensors, CPU) != initial_prints).tolist() == [
+    assert (prints.compute_all(tensors, CPU) != initial_prints).tolist() == [
         i == 5 for i in range(8)
     ]

@@ -76,7 +76,7 @@ def test_a_lost_rank_is_the_cause_whatever_the_others_do(
         )
         diagnosis = diagnose_stall(world)
         assert diagnosis is not None
-        assert (diagnosis.cause, diagnosis.missing, diagnosis.ends) == (
+        assert (diagnosis.cause, diagnosis.missing, diagnosis.wait_end) == (
             status,
             (culprit,),
             "never",
@@ -108,7 +108,7 @@ def test_a_rank_that_works_is_named_but_the_wait_may_end(
         ]
         diagnosis = diagnose_stall(here(*states))
         assert diagnosis is not None
-        assert (diagnosis.cause, diagnosis.missing, diagnosis.ends) == (
+        assert (diagnosis.cause, diagnosis.missing, diagnosis.wait_end) == (
             cause,
             (culprit,),
             "perhaps",
@@ -160,7 +160,7 @@ def test_different_calls_never_end(size: int) -> None:
     ]
     diagnosis = diagnose_stall(here(*states))
     assert diagnosis is not None
-    assert (diagnosis.cause, diagnosis.ends) == ("other call", "never")
+    assert (diagnosis.cause, diagnosis.wait_end) == ("other call", "never")
     assert "train.py:50" in diagnosis.sentence
     assert "train.py:40" in diagnosis.sentence
 
@@ -176,12 +176,12 @@ def test_a_rank_still_receiving_what_another_has_sent_is_given_time() -> None:
     receiver = state(1, "train.py:40", "broadcast", counts={"0/cpu": 10})
     diagnosis = diagnose_stall(here(sender, receiver))
     assert diagnosis is not None
-    assert (diagnosis.cause, diagnosis.ends) == ("other call", "hardly")
+    assert (diagnosis.cause, diagnosis.wait_end) == ("other call", "hardly")
     # began one that the other has not
     ahead = msgspec.structs.replace(receiver, counts={"0/cpu": 11})
     diagnosis = diagnose_stall(here(sender, ahead))
     assert diagnosis is not None
-    assert diagnosis.ends == "never"
+    assert diagnosis.wait_end == "never"
 
 
 def test_a_backward_counts_as_waiting_only_when_it_computes_nothing() -> None:
@@ -195,17 +195,17 @@ def test_a_backward_counts_as_waiting_only_when_it_computes_nothing() -> None:
     waiting = state(0, "train.py:42", "backward", kind="backward", counts={"0/cpu": 11})
     diagnosis = diagnose_stall(here(waiting, barrier))
     assert diagnosis is not None
-    assert (diagnosis.cause, diagnosis.ends) == ("other call", "never")
+    assert (diagnosis.cause, diagnosis.wait_end) == ("other call", "never")
     busy = msgspec.structs.replace(waiting, cpu_share=0.9)
     diagnosis = diagnose_stall(here(busy, barrier))
     assert diagnosis is not None
-    assert (diagnosis.missing, diagnosis.ends) == ((0,), "perhaps")
+    assert (diagnosis.missing, diagnosis.wait_end) == ((0,), "perhaps")
 
 
 def test_all_in_the_same_call() -> None:
     diagnosis = diagnose_stall(here(*(state(rank) for rank in range(4))))
     assert diagnosis is not None
-    assert (diagnosis.cause, diagnosis.ends) == ("same call", "perhaps")
+    assert (diagnosis.cause, diagnosis.wait_end) == ("same call", "perhaps")
 
 
 def test_a_silent_rank_is_named_with_its_pid() -> None:
@@ -233,7 +233,7 @@ def test_a_rank_that_moves_is_neither_silent_nor_waiting(size: int) -> None:
         )
         diagnosis = diagnose_stall(world)
         assert diagnosis is not None
-        assert (diagnosis.cause, diagnosis.missing, diagnosis.ends) == (
+        assert (diagnosis.cause, diagnosis.missing, diagnosis.wait_end) == (
             "elsewhere",
             (mover,),
             "perhaps",
@@ -267,14 +267,14 @@ def test_a_rank_that_has_left_is_the_cause_only_where_it_is_missing() -> None:
     )
     diagnosis = diagnose_stall([*world, left(2, {"0/cpu": 10})])
     assert diagnosis is not None
-    assert (diagnosis.cause, diagnosis.missing, diagnosis.ends) == (
+    assert (diagnosis.cause, diagnosis.missing, diagnosis.wait_end) == (
         "user code",
         (1,),
         "perhaps",
     )
     diagnosis = diagnose_stall([*world, left(2, {"0/cpu": 9})])
     assert diagnosis is not None
-    assert (diagnosis.cause, diagnosis.missing, diagnosis.ends) == (
+    assert (diagnosis.cause, diagnosis.missing, diagnosis.wait_end) == (
         "left",
         (2,),
         "never",
@@ -291,7 +291,7 @@ def test_the_same_call_from_different_lines_may_be_one_collective() -> None:
     ]
     diagnosis = diagnose_stall(here(*states))
     assert diagnosis is not None
-    assert (diagnosis.cause, diagnosis.ends) == ("same call", "perhaps")
+    assert (diagnosis.cause, diagnosis.wait_end) == ("same call", "perhaps")
     diagnosis = diagnose_stall(
         here(states[0], msgspec.structs.replace(states[1], counts={"0/cpu": 11}))
     )
@@ -308,17 +308,17 @@ def test_a_thread_that_wants_the_processor_or_the_disk_does_not_wait_for_ranks(
         here(waiting, state(1, "train.py:42", "forward", kind="forward", thread=thread))
     )
     assert diagnosis is not None
-    assert (diagnosis.missing, diagnosis.ends) == ((1,), "perhaps")
+    assert (diagnosis.missing, diagnosis.wait_end) == ((1,), "perhaps")
 
 
 def test_a_step_that_is_behind_may_come_yet() -> None:
     behind = state(1, "train.py:42", "backward", kind="backward")
     diagnosis = diagnose_stall(here(state(0, counts={"0/cpu": 11}), behind))
     assert diagnosis is not None
-    assert (diagnosis.cause, diagnosis.ends) == ("other call", "perhaps")
+    assert (diagnosis.cause, diagnosis.wait_end) == ("other call", "perhaps")
     diagnosis = diagnose_stall(here(state(0), behind))
     assert diagnosis is not None
-    assert diagnosis.ends == "hardly", (
+    assert diagnosis.wait_end == "hardly", (
         "it has begun as many, so it waits in another collective"
     )
 
@@ -328,7 +328,7 @@ def test_a_device_may_compute_without_the_processor() -> None:
         here(state(0), state(1, "train.py:42", "synchronize", kind="device"))
     )
     assert diagnosis is not None
-    assert (diagnosis.cause, diagnosis.ends) == ("other call", "perhaps")
+    assert (diagnosis.cause, diagnosis.wait_end) == ("other call", "perhaps")
 
 
 def test_unequal_batches_are_named_where_one_rank_trains_and_another_has_ended() -> (
@@ -342,7 +342,7 @@ def test_unequal_batches_are_named_where_one_rank_trains_and_another_has_ended()
         )
     )
     assert diagnosis is not None
-    assert (diagnosis.cause, diagnosis.missing, diagnosis.ends) == (
+    assert (diagnosis.cause, diagnosis.missing, diagnosis.wait_end) == (
         "uneven",
         (0,),
         "never",
@@ -355,7 +355,7 @@ def test_unequal_batches_are_named_where_one_rank_trains_and_another_has_ended()
         )
     )
     assert slow is not None
-    assert (slow.missing, slow.ends) == ((0,), "perhaps"), "it may come to the barrier"
+    assert (slow.missing, slow.wait_end) == ((0,), "perhaps"), "it may come to the barrier"
 
 
 def test_evidence_is_what_ranks_post_now_and_twice() -> None:
@@ -382,11 +382,11 @@ def test_evidence_is_what_ranks_post_now_and_twice() -> None:
 def test_a_state_that_is_not_posted_again_is_dropped() -> None:
     evidence = Evidence(0, 1.0)
     states = {0: state(0, turn=3, quiet_s=5.0), 1: state(1, turn=3, quiet_s=5.0)}
-    assert set(evidence.fresh(states, 100.0)) == {0, 1}
-    assert set(evidence.fresh(states, 104.0)) == {0, 1}
-    assert set(evidence.fresh(states, 115.0)) == {0}, "this rank's own is always of now"
+    assert set(evidence.current_states(states, 100.0)) == {0, 1}
+    assert set(evidence.current_states(states, 104.0)) == {0, 1}
+    assert set(evidence.current_states(states, 115.0)) == {0}, "this rank's own is always of now"
     states[1] = msgspec.structs.replace(states[1], turn=4)
-    assert set(evidence.fresh(states, 116.0)) == {0, 1}
+    assert set(evidence.current_states(states, 116.0)) == {0, 1}
 
 
 def test_a_stopped_neighbour_is_seen() -> None:
@@ -541,4 +541,4 @@ def test_who_may_still_receive_is_given_time(
     ]
     diagnosis = diagnose_stall(here(*states))
     assert diagnosis is not None
-    assert (diagnosis.cause, diagnosis.ends) == ("other call", expected_end)
+    assert (diagnosis.cause, diagnosis.wait_end) == ("other call", expected_end)

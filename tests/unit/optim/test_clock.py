@@ -32,7 +32,7 @@ def epoch_boundaries(clock: StepClock, length: int) -> list[bool]:
     """The boundaries of one epoch of `length` batches."""
     cursor = LoaderCursor()
     boundaries = []
-    with clock.watching(cursor):
+    with clock.iterate_loader(cursor):
         for batch in range(length):
             cursor.at_end = batch == length - 1
             boundaries.append(clock.tick())
@@ -48,7 +48,7 @@ def test_each_epoch_ends_at_a_boundary_and_each_window_is_a_mean(
     cursor = LoaderCursor()
     for _ in range(3):
         total, losses = 0.0, []
-        with clock.watching(cursor):
+        with clock.iterate_loader(cursor):
             for batch in range(length):
                 cursor.at_end = batch == length - 1
                 boundary = clock.tick()
@@ -58,12 +58,12 @@ def test_each_epoch_ends_at_a_boundary_and_each_window_is_a_mean(
                 if boundary:
                     factor = clock.correction()
                     assert (
-                        clock.pending == (factor is not None) == (len(losses) != every)
+                        clock.needs_correction == (factor is not None) == (len(losses) != every)
                     )
                     assert total * (
                         1 if factor is None else float(factor)
                     ) == pytest.approx(sum(losses) / len(losses))
-                    clock.used()
+                    clock.record_update()
                     total, losses = 0.0, []
         assert not losses, "the last window of the epoch was flushed"
 
@@ -93,7 +93,7 @@ def test_without_the_loader_windows_run_over_the_end_of_an_epoch() -> None:
 def test_the_innermost_loader_is_active_and_leaves_on_errors_and_out_of_order() -> None:
     clock = StepClock()
     outer, inner = LoaderCursor(), LoaderCursor()
-    first, second = clock.watching(outer), clock.watching(inner)
+    first, second = clock.iterate_loader(outer), clock.iterate_loader(inner)
     first.__enter__()
     second.__enter__()
     assert active_cursor(clock) is inner
@@ -101,7 +101,7 @@ def test_the_innermost_loader_is_active_and_leaves_on_errors_and_out_of_order() 
     assert active_cursor(clock) is inner
     second.__exit__(None, None, None)
     assert active_cursor(clock) is None
-    with pytest.raises(KeyError), clock.watching(outer):
+    with pytest.raises(KeyError), clock.iterate_loader(outer):
         raise KeyError
     assert active_cursor(clock) is None
 
@@ -111,14 +111,14 @@ def test_a_break_keeps_the_open_window_and_evaluation_inside_training_does_not_f
 ):
     clock = StepClock(4)
     train, evaluation = LoaderCursor(), LoaderCursor(at_end=True)
-    with clock.watching(train):
+    with clock.iterate_loader(train):
         assert not clock.tick()
-        with clock.watching(evaluation):
+        with clock.iterate_loader(evaluation):
             assert active_cursor(clock) is evaluation
         assert not clock.tick()
-    with clock.watching(train):
+    with clock.iterate_loader(train):
         assert [clock.tick(), clock.tick()] == [False, True]
-        assert not clock.pending
+        assert not clock.needs_correction
 
 
 def test_a_new_length_acts_from_the_next_window() -> None:
@@ -140,27 +140,27 @@ def test_weighted_losses_give_the_weighted_mean(every: int) -> None:
                 total += weighted_loss(
                     clock, torch.tensor(10.0 * weight), weight
                 ).item()
-            assert clock.pending
+            assert clock.needs_correction
             factor = clock.correction()
             assert factor is not None
             expected = sum(10.0 * w * w for w in window) / (sum(window) or 1)
             assert total * float(factor) == pytest.approx(expected)
-            clock.used()
+            clock.record_update()
 
 
 def test_a_short_window_may_be_divided_by_the_full_length() -> None:
     """The drop-in's clock: two of four micro-steps are divided by four, and a weighted window is still a weighted mean."""
     clock, cursor = StepClock(4, full_divisor=True), LoaderCursor()
-    with clock.watching(cursor):
+    with clock.iterate_loader(cursor):
         for cursor.at_end in (False, True):
             boundary = clock.tick()
             assert weighted_loss(clock, torch.tensor(8.0)).item() == 2.0
     assert boundary
-    assert not clock.pending
+    assert not clock.needs_correction
     assert clock.correction() is None
     clock.force_boundary(True)
-    assert not clock.pending
-    clock.used()
+    assert not clock.needs_correction
+    clock.record_update()
     clock.tick()
     weighted_loss(clock, torch.tensor(1.0), 3)
     assert clock.correction_due()
@@ -194,10 +194,10 @@ def test_mixing_weighted_and_plain_losses_is_an_error_within_a_window_only() -> 
         weighted_loss(clock, torch.tensor(1.0))
     clock = StepClock()  # no accumulate(): a step ends the window
     weighted_loss(clock, torch.tensor(1.0), 3)
-    assert clock.pending
-    clock.used()
+    assert clock.needs_correction
+    clock.record_update()
     assert weighted_loss(clock, torch.tensor(1.0)).item() == 1.0
-    assert not clock.pending
+    assert not clock.needs_correction
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), torch.ones(2)])
@@ -224,7 +224,7 @@ def test_a_forced_boundary_closes_the_window_at_its_true_length() -> None:
     clock.tick()
     weighted_loss(clock, torch.tensor(1.0))
     clock.force_boundary(True)
-    assert clock.pending
+    assert clock.needs_correction
     assert clock.correction() == 4.0
     assert not clock.tick()
     assert clock.micro == 1
@@ -247,7 +247,7 @@ def test_a_position_is_kept_from_before_the_first_batch_of_each_window() -> None
     clock, reads = StepClock(2), itertools.count()
     clock.read_position = lambda: next(reads)
     first, second, evaluation = LoaderCursor(), LoaderCursor(), LoaderCursor()
-    with clock.watching(first), clock.watching(second):
+    with clock.iterate_loader(first), clock.iterate_loader(second):
         for window in range(3):
             for _ in range(2):
                 for cursor in (first, second):
@@ -256,9 +256,9 @@ def test_a_position_is_kept_from_before_the_first_batch_of_each_window() -> None
                 clock.tick()
                 weighted_loss(clock, torch.tensor(1.0))
                 assert clock.position == 2 * window
-            clock.used()
+            clock.record_update()
             assert clock.position is None
-            with clock.watching(evaluation):
+            with clock.iterate_loader(evaluation):
                 clock.keep_position(evaluation)
                 clock.loaders.record_batch(evaluation)
     assert next(reads) == 6
@@ -274,7 +274,7 @@ def test_clearing_waits_while_a_window_needs_its_gradients() -> None:
     weighted_loss(clock, torch.tensor(1.0))
     assert may_clear(clock)
     assert clock.in_flight == 2
-    clock.used()
+    clock.record_update()
     assert may_clear(clock)
     assert clock.in_flight == 0
 
@@ -290,8 +290,8 @@ def test_an_interrupted_micro_step_is_taken_back(weight: int | None) -> None:
     assert clock.tick(), "and may as well go on: the next micro-step takes its place"
     weighted_loss(clock, torch.tensor(1.0), weight)
     assert clock.micro == 2
-    assert clock.pending == (weight is not None)
-    clock.used()
+    assert clock.needs_correction == (weight is not None)
+    clock.record_update()
     assert not clock.tick()
 
 
@@ -304,7 +304,7 @@ def test_gradients_cleared_after_an_interruption_are_missing(
     weighted_loss(clock, torch.tensor(1.0), weight)
     clock.tick()
     clock.roll_back_micro_step()
-    clock.forget()
+    clock.drop_accumulated()
     assert clock.tick()
     share = weighted_loss(clock, torch.tensor(1.0), weight)
     factor = clock.correction()

@@ -65,7 +65,7 @@ class Loop:
         self, data: list[tuple[Tensor, Tensor]]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         cursor = LoaderCursor()
-        with self.clock.watching(cursor):
+        with self.clock.iterate_loader(cursor):
             for index, batch in enumerate(data):
                 cursor.at_end = index == len(data) - 1
                 yield batch

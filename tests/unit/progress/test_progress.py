@@ -279,13 +279,13 @@ def test_pace_is_measured_up_to_the_first_backward_pass() -> None:
     fake_time = [0.0]
     pulse = BackwardTimer(torch.device("cpu"), clock=lambda: fake_time[0])
     for wait in (1.0, 3.0):
-        pulse.asked()
+        pulse.start_timer()
         fake_time[0] += wait
         pulse.backward()
         fake_time[0] += 100.0  # the backward pass, where the others are waited for
         pulse.backward()
-    assert pulse.take() == 2.0
-    assert pulse.take() is None
+    assert pulse.take_mean() == 2.0
+    assert pulse.take_mean() is None
 
 
 def test_ranks_leave_notes_and_the_main_one_finds_the_slow() -> None:
@@ -296,7 +296,7 @@ def test_ranks_leave_notes_and_the_main_one_finds_the_slow() -> None:
             torch.device("cpu"),
             clock=lambda fake_time=fake_time: fake_time[0],  # type: ignore[misc]
         )
-        pulse.asked()
+        pulse.start_timer()
         fake_time[0] = pace
         pulse.backward()
         watch = StragglerWatch(store, rank, 3)

@@ -265,16 +265,16 @@ def test_a_training_with_evaluation_saves_and_a_resume(tmp_path: Path) -> None:
 
 def test_a_stall_moves_from_the_phase_it_happened_in(tmp_path: Path) -> None:
     log = RunLog(tmp_path, 0, dict, lambda: None)
-    log.asked()
-    log.got(1)
+    log.batch_requested()
+    log.batch_arrived(1)
     log.backward_begins()
     time.sleep(0.1)
     log.backward_done()
     log.optimizer_begins()
     log.optimizer_done()
-    log.stalled(0.08, over=False)
-    log.stalled(0.09, over=True)
-    log.asked()
+    log.record_stall(0.08, over=False)
+    log.record_stall(0.09, over=True)
+    log.batch_requested()
     assert log.spent["stall"] == pytest.approx(0.09)
     assert log.spent["backward"] < 0.09
     assert log.num_stalls == 1

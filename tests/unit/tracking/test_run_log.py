@@ -57,10 +57,10 @@ def test_communication_is_a_part_of_its_own(
     log = RunLog(
         tmp_path, 0, dict, lambda: None, lambda: clock["collectives"], lambda: 0.01
     )
-    log.asked()
+    log.batch_requested()
     log.flush()
     for _ in range(4):
-        log.got(1)
+        log.batch_arrived(1)
         collective(0.02)
         passes(0.005)
         log.backward_begins()
@@ -70,7 +70,7 @@ def test_communication_is_a_part_of_its_own(
         passes(0.004)
         log.optimizer_done()
         passes(0.001)
-        log.asked()
+        log.batch_requested()
     log.close()
     (read,) = read_run_log(tmp_path)
     sums = {step_part: float(read.steps[step_part].sum()) for step_part in PARTS}
@@ -168,8 +168,8 @@ def test_marking_a_step_takes_microseconds(tmp_path: Path) -> None:
     log = RunLog(tmp_path, 0, dict, lambda: None)
     start_s = time.process_time()
     for _ in range(5000):
-        log.asked()
-        log.got(8)
+        log.batch_requested()
+        log.batch_arrived(8)
         log.backward_begins()
         log.backward_done()
         log.optimizer_begins()

@@ -135,7 +135,7 @@ class Composed(hasten.Accelerator):
     )
 
     # -- the mesh -------------------------------------------------------------------------------------------------
-    def _index(self, words: str, *axes: Axis) -> int:
+    def _axis_index(self, words: str, *axes: Axis) -> int:
         if self.parallelism_config is None:
             raise RuntimeError(
                 f"{words} parallelism is not configured. Set `parallelism_config` first."
@@ -143,13 +143,13 @@ class Composed(hasten.Accelerator):
         return self.ctx.mesh.index(self.ctx.rank, *axes)
 
     tensor_parallel_rank = shown_property(
-        lambda self: self._index("Tensor", Axis.TP), "The place in a split layer."
+        lambda self: self._axis_index("Tensor", Axis.TP), "The place in a split layer."
     )
     data_parallel_rank = shown_property(
-        lambda self: self._index("Data", *BATCH), "The place among readers."
+        lambda self: self._axis_index("Data", *BATCH), "The place among readers."
     )
     data_parallel_shard_rank = shown_property(
-        lambda self: self._index("Shard-based data", Axis.DP_SHARD), "The shard."
+        lambda self: self._axis_index("Shard-based data", Axis.DP_SHARD), "The shard."
     )
     context_parallel_rank = shown_property(
         lambda self: self._axis_comm("Context", Axis.CP), "The place in a sequence."

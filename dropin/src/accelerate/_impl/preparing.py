@@ -91,7 +91,7 @@ class EstablishedPreparer(Preparer):
         for (
             index
         ) in independent_indices:  # before schedulers, which look for their optimizers
-            result[index] = self._optimizer(objects[index])
+            result[index] = self._prepare_optimizer(objects[index])
         prepared = super().prepare(
             tuple(objects[i] for i in known_indices),
             [puts_on_device[i] for i in known_indices],
@@ -126,7 +126,7 @@ class EstablishedPreparer(Preparer):
                 shard, model, list(optimizers.values())
             )
         for index, optimizer in optimizers.items():
-            result[index] = self._optimizer(optimizer)
+            result[index] = self._prepare_optimizer(optimizer)
         other_indices = [
             index
             for index in range(len(objects))
@@ -189,7 +189,7 @@ class EstablishedPreparer(Preparer):
             for candidate in group["params"]
         )
 
-    def _optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
+    def _prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
         kind = (
             DeepSpeedOptimizerWrapper
             if isinstance(optimizer, EngineOptimizer)
@@ -226,7 +226,7 @@ class EstablishedPreparer(Preparer):
         self.done.schedulers.append(prepared)
         return prepared
 
-    def _loaders(self, items: list[Item]) -> None:
+    def _prepare_loaders(self, items: list[Item]) -> None:
         for item in items:
             item.value = self.loader(item.value, item.place, 0)
 

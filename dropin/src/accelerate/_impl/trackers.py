@@ -109,13 +109,13 @@ class _Package(GeneralTracker):
         "The package.",
     )
 
-    def _open(self) -> Any:
+    def _open_run(self) -> Any:
         """Begin the run and return the package's object."""
         return self._module.init(project=self.run_name, **self.init_kwargs)
 
     @on_main_process
     def start(self) -> None:
-        setattr(self, self.kept_as, self._open())
+        setattr(self, self.kept_as, self._open_run())
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ class TensorBoardTracker(_Package):
         super().__init__(run_name, **kwargs)
         self.logging_dir_param = logging_dir
 
-    def _open(self) -> Any:
+    def _open_run(self) -> Any:
         self.logging_dir = str(Path(self.logging_dir_param) / str(self.run_name))
         return need("torch.utils.tensorboard").SummaryWriter(
             self.logging_dir, **self.init_kwargs
@@ -274,8 +274,8 @@ class SwanLabTracker(_Package):
     name, main_process_only = "swanlab", False
     log_images = WandBTracker.log_images
 
-    def _open(self) -> Any:
-        run = super()._open()
+    def _open_run(self) -> Any:
+        run = super()._open_run()
         self._module.config["FRAMEWORK"] = "🤗Accelerate"
         return run
 
@@ -283,7 +283,7 @@ class SwanLabTracker(_Package):
 class CometMLTracker(_Package):
     name, kept_as, ended_by, settings = "comet_ml", "writer", "end", "log_parameters"
 
-    def _open(self) -> Any:
+    def _open_run(self) -> Any:
         return self._module.start(project_name=self.run_name, **self.init_kwargs)
 
     @on_main_process
@@ -309,7 +309,7 @@ class AimTracker(_Package):
         super().__init__(run_name, **kwargs)
         self.aim_repo_path = logging_dir
 
-    def _open(self) -> Any:
+    def _open_run(self) -> Any:
         run = self._module.Run(repo=self.aim_repo_path, **self.init_kwargs)
         run.name = self.run_name
         return run
@@ -389,7 +389,7 @@ class MLflowTracker(_Package):
             str_to_bool(variable_or("MLFLOW_NESTED_RUN", str(nested_run or False)))
         )
 
-    def _open(self) -> Any:
+    def _open_run(self) -> Any:
         mlflow, name = self._module, self.experiment_name
         experiments = mlflow.search_experiments(filter_string=f"name = '{name}'")
         if len(experiments) > 0:
@@ -460,7 +460,7 @@ class ClearMLTracker(_Tables):
     )
     _initialized_externally = False
 
-    def _open(self) -> Any:
+    def _open_run(self) -> Any:
         kind = self._module.Task
         if running := kind.current_task():
             self._initialized_externally = True
@@ -539,7 +539,7 @@ class DVCLiveTracker(_Package):
         super().__init__(run_name, **kwargs)
         self.live = live
 
-    def _open(self) -> Any:
+    def _open_run(self) -> Any:
         if self.live is not None:
             return self.live
         return self._module.Live(**self.init_kwargs)

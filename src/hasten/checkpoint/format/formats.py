@@ -77,12 +77,12 @@ class MappedFile:
             address = self.data.data_ptr()
         self._address = address
 
-    def place(self, tensor: Tensor) -> int | None:
+    def offset_of(self, tensor: Tensor) -> int | None:
         """Return the offset in the file at which a tensor begins; None when the tensor is a copy."""
         start_offset = tensor.data_ptr() - self._address
         return start_offset if 0 <= start_offset < self._size else None
 
-    def open(self) -> int | None:
+    def open_again(self) -> int | None:
         """Return a descriptor of the same file; None when the file is no longer there under its name."""
         try:
             fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
@@ -381,7 +381,9 @@ def encode_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> Bl
         torch.save(nested_state, archive)
     storage_ids: dict[int, None] = {}
     _find_storages(nested_state, storage_ids)
-    blob: Blob = archive.fill([owned_tensors[blank_id] for blank_id in storage_ids])
+    blob: Blob = archive.fill_tensors(
+        [owned_tensors[blank_id] for blank_id in storage_ids]
+    )
     return blob
 
 
@@ -402,14 +404,14 @@ class _BlankArchive:
     """File object that records what `torch.save` writes, without the bytes of the tensors, which are skipped."""
 
     def __init__(self) -> None:
-        self._parts: list[bytearray | int] = [bytearray()]
+        self._archive_parts: list[bytearray | int] = [bytearray()]
         self._size = 0
 
     def write(self, data: memoryview) -> int:
         """Append bytes of the archive."""
-        if not isinstance(self._parts[-1], bytearray):
-            self._parts.append(bytearray())
-        last_bytes = self._parts[-1]
+        if not isinstance(self._archive_parts[-1], bytearray):
+            self._archive_parts.append(bytearray())
+        last_bytes = self._archive_parts[-1]
         assert isinstance(last_bytes, bytearray), "it was just added"
         last_bytes += data
         self._size += len(data)
@@ -421,18 +423,18 @@ class _BlankArchive:
             f"torch moved to {num_bytes} ({whence}) in an archive that it writes in order"
         )
         if num_bytes:
-            self._parts.append(num_bytes)
+            self._archive_parts.append(num_bytes)
             self._size += num_bytes
         return self._size
 
     def flush(self) -> None:
         """Do nothing: there is no buffer to flush."""
 
-    def fill(self, ordered_tensors: list[Tensor]) -> Blob:
+    def fill_tensors(self, ordered_tensors: list[Tensor]) -> Blob:
         """Return the file with the tensors, in the order of the archive, in their reserved space."""
         segments: list[bytes | Tensor] = []
         tensors = iter([tensor for tensor in ordered_tensors if tensor.numel()])
-        for archive_part in self._parts:
+        for archive_part in self._archive_parts:
             if isinstance(archive_part, bytearray):
                 segments.append(bytes(archive_part))
                 continue

@@ -375,12 +375,12 @@ def _start_streaming(
     unpinned_bytes = sum(
         aligned_bytes(entry.num_bytes)
         for entry in host_entries
-        if host_pool.adopt(entry.rest) is None
+        if host_pool.adopt(entry.resting_tensor) is None
     )
     if unpinned_bytes:
         host_pool.reserve(unpinned_bytes)
     for pack in unit_packs:
-        pack.settle(host_pool)
+        pack.move_to_host(host_pool)
     streamer = Streamer(compute_device, units, options.resident)
     for index, unit in enumerate(units):
         forwarding.replace(unit.module, StreamedForward(streamer, index, options.skip))

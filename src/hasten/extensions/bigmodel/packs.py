@@ -21,7 +21,7 @@ _VIEWS_KEPT = 4
 class PackedTensor:
     """One offloaded tensor: the object in the model while it is unused, and all module tables that refer to it."""
 
-    rest: Tensor
+    resting_tensor: Tensor
     places: list[tuple[Table, str]]
     piece: Piece | None = None
     """Piece of a file, for weights that stay on the disk."""
@@ -30,15 +30,15 @@ class PackedTensor:
     """The slab of host memory and the offset of the bytes in it."""
     to_host: bool = False
     """True if the tensor is in a file and is read to host memory when the pack is settled."""
-    written: int = 0
+    file_version: int = 0
     """Version of the resting tensor that equals the file."""
 
     @property
     def num_bytes(self) -> int:
         """Size of the tensor in bytes."""
-        return self.rest.numel() * self.rest.element_size()
+        return self.resting_tensor.numel() * self.resting_tensor.element_size()
 
-    def put(self, tensor: Tensor) -> None:
+    def replace_in_model(self, tensor: Tensor) -> None:
         """Make the model use `tensor`."""
         for table, name in self.places:
             table[name] = tensor
@@ -59,14 +59,14 @@ class Pack:
 
     def add(self, entry: PackedTensor) -> None:
         """Append a tensor."""
-        if not is_plain(entry.rest):
+        if not is_plain(entry.resting_tensor):
             self.loose.append(entry)
             return
         entry.offset = self.num_bytes
         self.entries.append(entry)
         self.num_bytes += aligned_bytes(entry.num_bytes)
 
-    def settle(self, host_pool: HostPool) -> None:
+    def move_to_host(self, host_pool: HostPool) -> None:
         """Move tensors that rest in host memory into the pool; the model's tensor objects stay the same where possible."""
         file_copies = [
             _plan_read(entry, host_pool) for entry in self.entries if entry.to_host
@@ -78,17 +78,20 @@ class Pack:
                 _move_to_pool(entry, host_pool)
         self.segments = _pinned_segments(self.entries)
 
-    def stamp(self) -> tuple[int, ...]:
+    def weight_versions(self) -> tuple[int, ...]:
         """Return the tensors' versions, which change when a resting tensor is written to."""
-        return tuple(entry.rest._version for entry in self.entries)
+        return tuple(entry.resting_tensor._version for entry in self.entries)
 
     def read_into(self, target: Tensor, threads: int | None = None) -> None:
         """Fill flat host memory with the pack's bytes, read from files in parallel."""
         file_copies = []
         for entry in self.entries:
             target_bytes = target[entry.offset : entry.offset + entry.num_bytes]
-            if entry.piece is None or entry.rest._version != entry.written:
-                copy_bytes(target_bytes, _storage_bytes(entry.rest))
+            if (
+                entry.piece is None
+                or entry.resting_tensor._version != entry.file_version
+            ):
+                copy_bytes(target_bytes, _storage_bytes(entry.resting_tensor))
             else:
                 file_copies.append(
                     Copy(target_bytes, as_bytes(entry.piece.data), entry.piece.file)
@@ -98,7 +101,7 @@ class Pack:
 
     def views_at(self, buffer: Tensor, start_byte: int) -> list[Tensor]:
         """Return the tensors as views of `buffer` from byte `start` on, as parameters where the originals are."""
-        gradient_flags = [entry.rest.requires_grad for entry in self.entries]
+        gradient_flags = [entry.resting_tensor.requires_grad for entry in self.entries]
         pack_views = self.views.get(start_byte)
         if (
             pack_views is None
@@ -131,7 +134,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _make_view(entry: PackedTensor, buffer: Tensor, start_byte: int) -> Tensor:
-    resting_tensor = entry.rest
+    resting_tensor = entry.resting_tensor
     flat_bytes = buffer[
         start_byte + entry.offset : start_byte + entry.offset + entry.num_bytes
     ].view(resting_tensor.dtype)
@@ -168,7 +171,7 @@ def _forget_gradient(parameter: Tensor) -> None:
 
 def _move_to_pool(entry: PackedTensor, host_pool: HostPool) -> None:
     """Copy a tensor into the pool and point the model's object there; a page-locked tensor is not copied."""
-    resting_tensor = entry.rest
+    resting_tensor = entry.resting_tensor
     entry.home = host_pool.adopt(resting_tensor)
     if entry.home is not None:
         return
@@ -183,12 +186,12 @@ def _move_to_pool(entry: PackedTensor, host_pool: HostPool) -> None:
         )
         shaped_tensor.copy_(resting_tensor)
         if resting_tensor.is_inference():
-            resting_tensor = entry.rest = (
+            resting_tensor = entry.resting_tensor = (
                 _make_parameter(shaped_tensor, resting_tensor)
                 if isinstance(resting_tensor, nn.Parameter)
                 else shaped_tensor
             )
-            entry.put(resting_tensor)
+            entry.replace_in_model(resting_tensor)
         else:
             resting_tensor.data = shaped_tensor
     entry.home = (host_slab, start_byte)
@@ -199,12 +202,12 @@ def _plan_read(entry: PackedTensor, host_pool: HostPool) -> Copy:
     file_piece = entry.piece
     assert file_piece is not None, "the tensor lies in a file"
     host_slab, start_byte, flat_bytes = host_pool.cut(entry.num_bytes)
-    shaped_tensor = flat_bytes.view(entry.rest.dtype).view(entry.rest.shape)
-    if isinstance(entry.rest, nn.Parameter):
-        entry.rest = _make_parameter(shaped_tensor, entry.rest)
+    shaped_tensor = flat_bytes.view(entry.resting_tensor.dtype).view(entry.resting_tensor.shape)
+    if isinstance(entry.resting_tensor, nn.Parameter):
+        entry.resting_tensor = _make_parameter(shaped_tensor, entry.resting_tensor)
     else:
-        entry.rest = shaped_tensor
-    entry.put(entry.rest)
+        entry.resting_tensor = shaped_tensor
+    entry.replace_in_model(entry.resting_tensor)
     entry.home, entry.piece, entry.to_host = (host_slab, start_byte), None, False
     return Copy(flat_bytes, as_bytes(file_piece.data), file_piece.file)
 
@@ -252,7 +255,7 @@ def mapped_entry(
         table_places,
         Piece(file_data, file_piece.shape, file_piece.offset, file_piece.file),
         to_host=to_host,
-        written=mapped_tensor._version,
+        file_version=mapped_tensor._version,
     )
-    entry.put(mapped_tensor)
+    entry.replace_in_model(mapped_tensor)
     return entry

@@ -36,7 +36,7 @@ class SavedWeights:
     def __init__(self, streamer: Streamer) -> None:
         self._streamer = streamer
 
-    def watching(self) -> saved_tensors_hooks:
+    def saved_tensor_hooks(self) -> saved_tensors_hooks:
         """Context manager for a forward whose weights leave the device afterwards."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
@@ -164,7 +164,7 @@ class StreamedForward(PlacedForward):
             args, kwargs = self.inputs(args, kwargs)
             records_gradients = torch.is_grad_enabled()
             with (
-                SavedWeights(self.streamer).watching()
+                SavedWeights(self.streamer).saved_tensor_hooks()
                 if records_gradients
                 else nullcontext()
             ):

@@ -23,7 +23,7 @@ class Ring:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.held: dict[Hashable, Span] = {}
+        self.spans_by_key: dict[Hashable, Span] = {}
         self._next = 0
 
     def take(
@@ -31,7 +31,9 @@ class Ring:
     ) -> tuple[Span, list[Hashable]] | None:
         """Return a range for `key` and the evicted keys; None if the keys in `keep` leave no space."""
         fixed_spans = [
-            fixed_span for held_key, fixed_span in self.held.items() if held_key in keep
+            fixed_span
+            for held_key, fixed_span in self.spans_by_key.items()
+            if held_key in keep
         ]
         fixed_stops = sorted(fixed_span.stop for fixed_span in fixed_spans)
         for start in (self._next, 0, *fixed_stops):
@@ -42,11 +44,11 @@ class Ring:
                 continue
             evicted_keys = [
                 held_key
-                for held_key, held_span in self.held.items()
+                for held_key, held_span in self.spans_by_key.items()
                 if held_span.meets(span)
             ]
             self.drop(evicted_keys)
-            self.held[key] = span
+            self.spans_by_key[key] = span
             self._next = span.stop
             return span, evicted_keys
         return None
@@ -54,7 +56,7 @@ class Ring:
     def drop(self, keys: Iterable[Hashable]) -> None:
         """Remove the ranges of these keys."""
         for key in keys:
-            self.held.pop(key, None)
+            self.spans_by_key.pop(key, None)
 
 
 class BlockOrder:
@@ -67,17 +69,17 @@ class BlockOrder:
             index: (index + 1) % count for index in range(count)
         }
         self._after_two: dict[tuple[int, int], int] = {}
-        self._before, self._now = -1, count - 1
+        self._previous_block, self._now = -1, count - 1
 
     def saw(self, index: int) -> None:
         """Record the use of this block."""
         self._after[self._now] = index
-        self._after_two[self._before, self._now] = index
-        self._before, self._now = self._now, index
+        self._after_two[self._previous_block, self._now] = index
+        self._previous_block, self._now = self._now, index
 
     def ahead(self) -> Iterator[int]:
         """Yield the blocks expected next, nearest first; as many as there are blocks."""
-        previous_block, current_block = self._before, self._now
+        previous_block, current_block = self._previous_block, self._now
         for _ in range(self._count):
             next_block = self._after_two.get(
                 (previous_block, current_block), self._after.get(current_block)

@@ -181,7 +181,7 @@ class Streamer:
                 pack_state.users -= 1
                 if pack_state.users == 0:
                     for entry in (*pack.entries, *pack.loose):
-                        entry.put(entry.rest)
+                        entry.replace_in_model(entry.resting_tensor)
             refresh_weight_lists(unit.recurrent)
         finally:
             self._lock.release()
@@ -191,7 +191,7 @@ class Streamer:
         for entry, view in zip(
             pack.entries, self._views(pack, pack_state), strict=True
         ):
-            entry.put(view)
+            entry.replace_in_model(view)
         for entry in pack.loose:
             put_loose(entry, self.device)
 
@@ -242,7 +242,10 @@ class Streamer:
 
     def _is_current(self, pack: Pack, pack_state: _PackState) -> bool:
         """Return whether the copy on the device, or the one in progress, equals the pack's current weights."""
-        return bool(pack_state.stamp) and pack_state.stamp == (0, *pack.stamp())
+        return bool(pack_state.stamp) and pack_state.stamp == (
+            0,
+            *pack.weight_versions(),
+        )
 
     def _fixed(self, sooner_packs: Sequence[Pack]) -> set[Pack]:
         """Return the packs that must not be evicted."""
@@ -266,7 +269,7 @@ class Streamer:
 
     def _fetch(self, pack: Pack, pack_state: _PackState) -> None:
         """Queue the copy of a pack after the computations so far, which include all uses of the memory that it overwrites."""
-        pack_state.stamp = (0, *pack.stamp())
+        pack_state.stamp = (0, *pack.weight_versions())
         if pack_state.home is not None:
             target_memory = pack_state.home
         else:

@@ -35,7 +35,7 @@ class Unit:
             return
         self.num_parameters = len(module_parameters)
         packed_ids = {
-            id(entry.rest)
+            id(entry.resting_tensor)
             for pack in self.packs
             for entry in (*pack.entries, *pack.loose)
         }
@@ -50,10 +50,10 @@ class Unit:
 
 def put_loose(entry: PackedTensor, device: torch.device) -> None:
     """Make the model use a copy of a tensor that is not plain memory, moved with `Tensor.to`."""
-    moved: Any = entry.rest.detach().to(device)
-    entry.put(
+    moved: Any = entry.resting_tensor.detach().to(device)
+    entry.replace_in_model(
         nn.Parameter(moved, requires_grad=False)
-        if isinstance(entry.rest, nn.Parameter)
+        if isinstance(entry.resting_tensor, nn.Parameter)
         else moved
     )
 

@@ -291,7 +291,7 @@ class CapturedStep(Generic[P, R]):
             return (
                 "it is part of an accumulation window; windows are counted on the host"
             )
-        if self._clock.pending:
+        if self._clock.needs_correction:
             return "backward(weight=) was used, whose total is agreed on the host"
         if plain_optimizer := next(
             (
@@ -388,7 +388,7 @@ class CapturedStep(Generic[P, R]):
         clock = self._clock
         clock_counts = clock.num_passes, clock.num_updates
         optimizer_counts = [
-            (optimizer, optimizer.counts()) for optimizer in self._prepared.optimizers
+            (optimizer, optimizer.update_counts()) for optimizer in self._prepared.optimizers
         ]
 
         def restore_counters() -> None:

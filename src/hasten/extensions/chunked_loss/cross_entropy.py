@@ -102,9 +102,9 @@ class _Chunk(NamedTuple):
     """exp(logits - maximum) of this rank's entries."""
     total: Tensor
     """Sum of the shares over the whole vocabulary."""
-    local: Tensor
+    local_target: Tensor
     is_own_target: Tensor | None
-    changed: Tensor | None
+    changed_logits: Tensor | None
 
     def gradient_(self, factors: Tensor, settings: _LossSettings) -> Tensor:
         """Return the gradient of `factors * losses` with respect to the logits, in the memory of the shares."""
@@ -117,9 +117,9 @@ class _Chunk(NamedTuple):
         if self.is_own_target is not None:
             target_factors = target_factors.masked_fill(~self.is_own_target, 0)
         logit_grad.scatter_add_(
-            -1, self.local.unsqueeze(-1), target_factors.unsqueeze(-1)
+            -1, self.local_target.unsqueeze(-1), target_factors.unsqueeze(-1)
         )
-        return settings.change.chain_(logit_grad, self.changed)
+        return settings.change.chain_(logit_grad, self.changed_logits)
 
 
 def _without_autocast(x: Tensor) -> torch.autocast:

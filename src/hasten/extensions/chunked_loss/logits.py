@@ -131,7 +131,7 @@ class LazyLogits(Tensor):
         logits.version = _weight_version(head.weight)
         return logits
 
-    def whole(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Return the logits, differentiable.
 
         Raises: StepError if the weights have changed since the forward pass.
@@ -145,7 +145,7 @@ class LazyLogits(Tensor):
         if self.computed is not None:
             return self.computed
         hidden, head = self.hidden, self.head
-        self._check()
+        self._check_weights()
         with torch.autocast(hidden.device.type, enabled=False):
             bias = None if head.bias is None else head.bias.to(head.compute)
             logits = F.linear(
@@ -153,7 +153,7 @@ class LazyLogits(Tensor):
             )
             return head.change.applied(self.source.finish(logits)).to(self.plain.dtype)
 
-    def _check(self) -> None:
+    def _check_weights(self) -> None:
         """Raise if the weights are others than in the forward pass."""
         is_freed = (
             not torch.compiler.is_compiling()
@@ -203,7 +203,7 @@ class LazyLogits(Tensor):
             if answer is not NotImplemented:
                 return answer
             if _is_in_place(func):
-                logits.computed = logits.whole()
+                logits.computed = logits.compute()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*_compute_logits(args), **_compute_logits(kwargs))
 
@@ -321,7 +321,7 @@ class LazyLogits(Tensor):
         if by_class or self.hidden.ndim != 2 or target.ndim != 1:
             return NotImplemented
         if self._is_outdated():
-            self._check()
+            self._check_weights()
         options = LossOptions(
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
@@ -381,7 +381,7 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
 def _compute_logits(values: Any) -> Any:
     """Return the arguments with computed logits."""
     if isinstance(values, LazyLogits):
-        return values.whole()
+        return values.compute()
     if isinstance(values, (list, tuple)):
         return type(values)([_compute_logits(value) for value in values])
     if isinstance(values, dict):

@@ -75,7 +75,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     name: str
     axes: tuple[str, ...]
     value: int
-    said: str = ""
+    value_text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class RankDifference:
     """Ranks whose value differs from the majority of their group."""
     groups: tuple[tuple[int, ...], ...]
     """The groups of ranks that hold different values."""
-    said: Mapping[int, str]
+    texts_by_rank: Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +123,12 @@ class Divergence:
             f"ranks hold different values: {first_difference.kind} {first_difference.name!r}, seen at update {self.step} ({last_agreement})",
             f"  {_name_parties(first_difference.odd, other_ranks)}",
         ]
-        if any(first_difference.said.values()):
+        if any(first_difference.texts_by_rank.values()):
             report_lines.append(
                 "  "
                 + "; ".join(
                     f"rank {rank}: {text}"
-                    for rank, text in sorted(first_difference.said.items())[:8]
+                    for rank, text in sorted(first_difference.texts_by_rank.items())[:8]
                 )
             )
         if other_differences:
@@ -213,7 +213,9 @@ def _find_differences(
                 differing_groups.append(rank_group)
         if odd_ranks:
             texts_by_rank = {
-                rank: records_by_rank[rank].said if rank in records_by_rank else ""
+                rank: records_by_rank[rank].value_text
+                if rank in records_by_rank
+                else ""
                 for rank_group in differing_groups
                 for rank in rank_group
             }

@@ -53,13 +53,13 @@ class DivergenceCheckSettings:
     """Interval of the comparison, and the reaction to a difference."""
 
     every: int = 100
-    then: Literal["stop", "report"] = "stop"
+    reaction: Literal["stop", "report"] = "stop"
 
 
 class _Answer(msgspec.Struct, frozen=True):
     """Rank 0's diagnosis, and the moment at which every rank acts on it."""
 
-    found: Divergence
+    divergence: Divergence
     act_at: int
 
 
@@ -104,7 +104,7 @@ class DivergenceCheck(RunPart):
         Raises: DivergenceError on every rank when the check of an earlier update has found a difference.
         """
         update_number = self._replicas.clock.num_updates
-        if self._replicas.clock.apart or self._is_over:
+        if self._replicas.clock.trains_separately or self._is_over:
             self._pending_checks.clear()
             return
         if self._pending_checks:
@@ -114,7 +114,11 @@ class DivergenceCheck(RunPart):
 
     def end(self) -> None:
         """Run a last check and wait for its result. Ranks: every rank, at the end of training."""
-        if self._replicas.clock.apart or self._is_over or self._num_checks == 0:
+        if (
+            self._replicas.clock.trains_separately
+            or self._is_over
+            or self._num_checks == 0
+        ):
             return
         self._begin_check(self._replicas.clock.num_updates)
         deadline_s = time.monotonic() + _LAST_CHECK_S
@@ -146,13 +150,13 @@ class DivergenceCheck(RunPart):
             check.stage = "posted"
         if (
             check.stage == "posted"
-            and (has_agreed := self._store.verdict(check_number)) is not None
+            and (has_agreed := self._store.read_verdict(check_number)) is not None
         ):
             if has_agreed:
                 self._agreed_at = check.step
                 self._pending_checks.remove(check)
                 return
-            self._store.show(check_number, _make_records(check))
+            self._store.post_records(check_number, _make_records(check))
             check.stage = "shown"
         if (
             check.stage == "shown"
@@ -163,13 +167,13 @@ class DivergenceCheck(RunPart):
             check.stage = "answered"
         if (
             check.stage in ("shown", "answered")
-            and (encoded_answer := self._store.answer(check_number)) is not None
+            and (encoded_answer := self._store.read_answer(check_number)) is not None
         ):
             check.answer = msgspec.json.decode(encoded_answer, type=_Answer)
             check.stage = "known"
         if check.stage == "known" and check.answer is not None:
             if update_number is None or self._shared_moment >= check.answer.act_at:
-                self._act_on(check.answer.found)
+                self._act_on(check.answer.divergence)
         elif update_number is not None and update_number - check.step > _STALE_UPDATES:
             self._pending_checks.remove(check)
 
@@ -202,13 +206,13 @@ class DivergenceCheck(RunPart):
     # -- one check --------------------------------------------------------------------------------------------------
     def _begin_check(self, update_number: int) -> None:
         """Compute the fingerprints, and start their copy to the host."""
-        entries = list(self._replicas.entries())
+        entries = list(self._replicas.compared_values())
         tensors = [tensor for _, tensor in entries if tensor is not None]
         device = self._ctx.device
         # viewing bits as integers would compile a separate program there
         if kind_of(device).lazy:
             tensors, device = [tensor.cpu() for tensor in tensors], torch.device("cpu")
-        fingerprints = self._fingerprints.of(tensors, device)
+        fingerprints = self._fingerprints.compute_all(tensors, device)
         copied_event = None
         if fingerprints.device.type != "cpu":
             fingerprints = fingerprints.to("cpu", non_blocking=True)
@@ -229,7 +233,7 @@ class DivergenceCheck(RunPart):
         """Post one number per set of axes to rank 0."""
         if check.ready is not None:
             check.ready.synchronize()
-        self._store.post(
+        self._store.post_sums(
             check.number,
             [record for record in _make_records(check) if record.kind not in EVIDENCE],
         )
@@ -238,7 +242,7 @@ class DivergenceCheck(RunPart):
         # checks taken in the meantime would report the same again
         self._pending_checks.clear()
         self._is_over = True
-        if self._settings.then == "stop":
+        if self._settings.reaction == "stop":
             message = divergence.message(
                 "every rank stops here; trust.divergence=report would continue"
             )
@@ -277,7 +281,7 @@ def _make_records(check: _Check) -> list[Record]:
                 + entry.digest
             )
             & _MASK,
-            entry.said,
+            entry.value_text,
         )
         for entry in check.entries
     ]

@@ -37,7 +37,7 @@ class Fingerprints:
         self._multipliers = {torch.device("cpu"): torch.from_numpy(odd_numbers)}
 
     @torch.no_grad()
-    def of(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    def compute_all(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the fingerprint of each tensor, as int64 on `device`. Tensors may be on different devices."""
         fingerprints = [torch.zeros(0, dtype=torch.int64, device=device)]
         for tensor in tensors:
@@ -90,7 +90,7 @@ class FingerprintStore:
         self._first_peer = _find_first_peers(mesh) if rank == 0 else None
         self._decided: dict[int, bool] = {}
 
-    def post(self, number: int, records: Sequence[Record]) -> None:
+    def post_sums(self, number: int, records: Sequence[Record]) -> None:
         """Post this rank's values as one sum per set of axes. The order of the records does not matter."""
         sums = [0] * _NUM_AXES_CLASSES
         for record in records:
@@ -100,7 +100,7 @@ class FingerprintStore:
             number, self._rank, np.array(sums, dtype=np.uint64).tobytes().hex()
         )
 
-    def verdict(self, number: int) -> bool | None:
+    def read_verdict(self, number: int) -> bool | None:
         """Return whether all ranks that must agree have posted the same; None until rank 0 has all posts."""
         if self._first_peer is None:
             messages = self._peek(number, ["verdict"])
@@ -124,7 +124,7 @@ class FingerprintStore:
             self._decided.pop(number - _KEPT_CHECKS, None)
         return self._decided[number]
 
-    def show(self, number: int, records: Sequence[Record]) -> None:
+    def post_records(self, number: int, records: Sequence[Record]) -> None:
         """Post the full records of this rank."""
         self._set_message(
             number, f"held/{self._rank}", msgspec.json.encode(records).decode()
@@ -144,7 +144,7 @@ class FingerprintStore:
         """Post rank 0's diagnosis for every rank."""
         self._set_message(number, "answer", answer)
 
-    def answer(self, number: int) -> str | None:
+    def read_answer(self, number: int) -> str | None:
         """Return rank 0's diagnosis; None until it is posted."""
         messages = self._peek(number, ["answer"])
         return None if messages is None else messages[0]

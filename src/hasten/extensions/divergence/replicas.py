@@ -41,7 +41,7 @@ class ComparedTensor:
     kind: Kind
     name: str
     axes: frozenset[Axis]
-    said: str = ""
+    value_text: str = ""
     """The value as text, if it is short."""
     layout: str = ""
     """Shape and dtype of a tensor; empty for other values."""
@@ -54,7 +54,7 @@ class ComparedTensor:
     @property
     def digest(self) -> int:
         """A 64-bit hash of everything but the tensor's contents."""
-        return _digest_text(f"{self.kind} {self.name} {self.said} {self.layout}")
+        return _digest_text(f"{self.kind} {self.name} {self.value_text} {self.layout}")
 
 
 EntryWithTensor = tuple[ComparedTensor, Tensor | None]
@@ -70,7 +70,7 @@ class Replicas:
     ignored: Sequence[str] = ()
     """Patterns of names that are not compared."""
 
-    def entries(self) -> Iterator[EntryWithTensor]:
+    def compared_values(self) -> Iterator[EntryWithTensor]:
         """Yield all values that must be equal, in an order that is the same on all ranks."""
         progress_words = (
             f"{self.clock.num_updates} updates, {self.clock.num_passes} backward passes"
@@ -80,7 +80,7 @@ class Replicas:
                 "updates",
                 "updates for each backward pass",
                 COMPARED,
-                said=progress_words,
+                value_text=progress_words,
             ),
             None,
         )
@@ -145,7 +145,7 @@ class Replicas:
                             "setting",
                             f"{group_name}[{option!r}]",
                             COMPARED,
-                            said=repr(option_value),
+                            value_text=repr(option_value),
                         ),
                         None,
                     )

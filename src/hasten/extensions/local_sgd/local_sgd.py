@@ -73,7 +73,7 @@ class LocalSGD:
     def __enter__(self) -> Self:
         if self.enabled:
             # permanently: the optimizer's state is never averaged
-            self._accelerator._clock.apart = True
+            self._accelerator._clock.trains_separately = True
             self._stack.enter_context(self._accelerator.no_sync(self._model))
         return self
 

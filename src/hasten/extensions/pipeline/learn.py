@@ -126,7 +126,7 @@ class Learner:
         stage_output = block_chain.run(running_pass, run_forward)
         if running_pass.stage and _has_nan(stage_output):
             second_pass = block_chain.begin(
-                running_pass.stage, running_pass.received, running_pass.seen
+                running_pass.stage, running_pass.received, running_pass.seen_call
             )
             second_pass.fill = 0.0
             if not _has_nan(block_chain.run(second_pass, run_forward)):

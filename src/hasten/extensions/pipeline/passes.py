@@ -62,11 +62,11 @@ class Pass:
     stop: int
     final: bool
     received: Tensor | None = None
-    seen: SeenCall = field(default_factory=SeenCall)
+    seen_call: SeenCall = field(default_factory=SeenCall)
     fill: float = math.nan
     """Value of placeholders: NaN, so that a placeholder that reaches an output is detected."""
-    entered: bool = False
-    done: bool = False
+    entered_stage: bool = False
+    left_stage: bool = False
     calls: Counter[str] = field(default_factory=Counter)
 
 
@@ -100,7 +100,7 @@ class RemoteModule(nn.Module):
     # Any: the user's arguments and outputs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return a placeholder, or the input if a block is skipped."""
-        running_pass: Pass | None = self.__dict__["line"].at
+        running_pass: Pass | None = self.__dict__["line"].running_pass
         if running_pass is None:
             raise StepError(
                 f"{self.name!r} was called on a rank whose pipeline stage does not hold it, outside a call of the whole "
@@ -114,24 +114,24 @@ class RemoteModule(nn.Module):
         self, running_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         hidden_state = _hidden_state_of(args, kwargs, self.name)
-        if running_pass.seen.returns:
-            return (hidden_state, *[None] * (running_pass.seen.returns - 1))
+        if running_pass.seen_call.returns:
+            return (hidden_state, *[None] * (running_pass.seen_call.returns - 1))
         return hidden_state
 
     def _placeholder(self, running_pass: Pass) -> Any:
-        if (running_pass.stage == 0 and not running_pass.entered) or (
-            running_pass.final and running_pass.done
+        if (running_pass.stage == 0 and not running_pass.entered_stage) or (
+            running_pass.final and running_pass.left_stage
         ):
             expected_side, remedy_setting = (
                 ("after", "first_stage")
-                if running_pass.stage == 0 and not running_pass.entered
+                if running_pass.stage == 0 and not running_pass.entered_stage
                 else ("before", "last_stage")
             )
             raise PrepareError(
                 f"{self.name!r} was expected to run {expected_side} the blocks, based on the order in which the model registers its modules, but "
                 f"it is called on the other side. Name it: pp_handler.{remedy_setting}=({self.name!r},)."
             )
-        recorded_outputs = running_pass.seen.units.get(self.name, [])
+        recorded_outputs = running_pass.seen_call.units.get(self.name, [])
         call_number = running_pass.calls[self.name]
         running_pass.calls[self.name] += 1
         if call_number >= len(recorded_outputs):
@@ -195,19 +195,19 @@ class StageForward(forwarding.Forward):
         return self.line.part
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.line.at is None:
+        if self.line.running_pass is None:
             return self.call(self, args, kwargs)
         return self.through(args, kwargs)
 
     def through(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the stage of the current pass and return its output; for the last stage, the model's output."""
-        running_pass = self.line.at
+        running_pass = self.line.running_pass
         assert running_pass is not None, "a pass is running"
         try:
             output = self.inner(*args, **kwargs)
         except _BlocksDone as done:
             return done.hidden
-        if not running_pass.entered or not running_pass.done:
+        if not running_pass.entered_stage or not running_pass.left_stage:
             raise StepError(
                 f"the forward of {type(self.module).__name__} ended without calling block {self.line.cut.blocks[running_pass.start]!r} "
                 f"of {self.line.cut.container!r}, where pipeline stage {running_pass.stage} begins. A forward must call every block."
@@ -230,7 +230,7 @@ class BlockChain:
         self.part = stage_part
         self.device = device
         self.stages = stage_cut.place.stages_of(rank)
-        self.at: Pass | None = None
+        self.running_pass: Pass | None = None
         self.recording = False
         self._container = model.get_submodule(stage_cut.container)
         self._blocks: dict[int, nn.Module] = {}
@@ -285,7 +285,10 @@ class BlockChain:
             self._container.register_module(
                 block_names[block_index], self._stand_ins[block_index]
             )
-        random_stream, self.at = self._streams[running_pass.stage], running_pass
+        random_stream, self.running_pass = (
+            self._streams[running_pass.stage],
+            running_pass,
+        )
         random_stream.begin(self._blocks[running_pass.start])
         try:
             return call()
@@ -293,7 +296,7 @@ class BlockChain:
             return done.hidden
         finally:
             random_stream.end()
-            self.at = None
+            self.running_pass = None
             for block_index in hidden_indices:
                 self._container.register_module(
                     block_names[block_index], self._blocks[block_index]
@@ -316,10 +319,10 @@ def _enter_stage(
     kwargs: dict[str, Any],
 ) -> Any:
     """Pass the hidden state of the previous stage to the first block of a stage."""
-    running_pass = block_chain.at
+    running_pass = block_chain.running_pass
     if running_pass is None or running_pass.start != index:
         return None
-    running_pass.entered = True
+    running_pass.entered_stage = True
     if running_pass.received is None:
         return None
     if args:
@@ -336,15 +339,15 @@ def _leave_stage(
     block_output: Any,
 ) -> None:
     """End the forward after the last block of a stage."""
-    running_pass = block_chain.at
+    running_pass = block_chain.running_pass
     if running_pass is None or running_pass.stop - 1 != index:
         return
-    running_pass.done = True
+    running_pass.left_stage = True
     if block_chain.recording:
         if isinstance(block_output, tuple):
-            running_pass.seen.returns = len(block_output)
+            running_pass.seen_call.returns = len(block_output)
         else:
-            running_pass.seen.returns = 0
+            running_pass.seen_call.returns = 0
     if isinstance(block_output, tuple) and block_output:
         hidden_state = block_output[0]
     else:
@@ -366,9 +369,9 @@ def _record_shapes(
     module_output: Any,
 ) -> None:
     """Record the shapes of the outputs of a module before the blocks."""
-    running_pass = block_chain.at
-    if block_chain.recording and running_pass is not None and not running_pass.entered:
-        shapes_by_call = running_pass.seen.units.setdefault(name, [])
+    running_pass = block_chain.running_pass
+    if block_chain.recording and running_pass is not None and not running_pass.entered_stage:
+        shapes_by_call = running_pass.seen_call.units.setdefault(name, [])
         shapes_by_call.append(output_shapes(module_output))
 
 
@@ -376,7 +379,7 @@ def _return_hidden(
     block_chain: BlockChain, model: nn.Module, args: object, output: Any
 ) -> None:
     """End the code around the model's call with the hidden state, on all stages but the last."""
-    if block_chain.at is not None and not block_chain.at.final:
+    if block_chain.running_pass is not None and not block_chain.running_pass.final:
         raise StageDone(output)
 
 

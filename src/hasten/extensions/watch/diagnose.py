@@ -82,7 +82,7 @@ class Diagnosis:
     cause: Cause
     waiting: tuple[int, ...]
     missing: tuple[int, ...]
-    ends: WaitEnd
+    wait_end: WaitEnd
     """Whether the wait can still end without intervention."""
     sentence: str
     cure: str
@@ -247,7 +247,7 @@ def _diagnose_lost(
         status,  # type: ignore[arg-type]  # one of the four
         waiting_ranks,
         rank_numbers,
-        ends="never",
+        wait_end="never",
         sentence=sentence,
         cure=cure,
     )
@@ -279,7 +279,7 @@ def _diagnose_uneven(
         "uneven",
         waiting_ranks,
         rank_numbers,
-        ends="never",
+        wait_end="never",
         sentence=(
             f"{ranks_in_words(rank_numbers)} {_is_or_are(rank_numbers)} in end_training() at {first_ending.spot.words()} after {first_ending.step} updates, while rank "
             f"{first_training.rank} waits at {first_training.spot.words()} for one more: the ranks have unequal numbers of batches"
@@ -311,7 +311,7 @@ def _diagnose_working(
         cause,
         waiting_ranks,
         tuple(sorted(rank_state.rank for rank_state in busy_states)),
-        ends="perhaps",
+        wait_end="perhaps",
         sentence=f"rank {rank_state.rank} {activity} ({rank_state.quiet_s:.0f} s){last_collective}",
         cure=remedy,
     )
@@ -343,7 +343,7 @@ def _diagnose_silent(
         "silent",
         waiting_ranks,
         rank_numbers,
-        ends="perhaps",
+        wait_end="perhaps",
         sentence=silence_words,
         cure=(
             "a long regular expression, json, pickle or a C extension may simply take this long; otherwise inspect that process "
@@ -363,7 +363,7 @@ def _diagnose_moving(
         "elsewhere",
         waiting_ranks,
         rank_numbers,
-        ends="perhaps",
+        wait_end="perhaps",
         sentence=(
             f"{ranks_in_words(rank_numbers)} {_is_or_are(rank_numbers)} busy with other collectives, now at {moving[0].spot.words()}, while others wait in one "
             f"that {'it has' if len(rank_numbers) == 1 else 'they have'} not started"
@@ -408,7 +408,7 @@ def _diagnose_all_waiting(
         "other call",
         all_ranks,
         (),
-        ends=_wait_ends(rank_states, groups_ahead),
+        wait_end=_wait_ends(rank_states, groups_ahead),
         sentence=(
             f"{ranks_in_words(rank_groups[0])} waits at {first_state.spot.words()} while {ranks_in_words(rank_groups[1])} waits at "
             f"{other_state.spot.words()}: the ranks called different collectives{step_difference}"
@@ -428,7 +428,7 @@ def _diagnose_same_call(
         "same call",
         all_ranks,
         (),
-        ends="perhaps",
+        wait_end="perhaps",
         sentence=f"all ranks wait in the same call, {first_state.spot.words()}: data is not transferred",
         cure=(
             "a slow or broken network, or a firewall between the machines (try `hasten test`, NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME); "

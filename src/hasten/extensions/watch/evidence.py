@@ -50,7 +50,9 @@ class Evidence:
         """Drop the first observation."""
         self._diagnosis_key, self._first_observations = (), {}
 
-    def fresh(self, rank_states: Mapping[int, State], now_s: float) -> dict[int, State]:
+    def current_states(
+        self, rank_states: Mapping[int, State], now_s: float
+    ) -> dict[int, State]:
         """Return the states of ranks that still post."""
         current: dict[int, State] = {}
         for rank, rank_state in rank_states.items():

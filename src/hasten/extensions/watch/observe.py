@@ -132,7 +132,7 @@ class Observer:
     """Share of a processor core used between the last two measurements; None before the first."""
     _faults_per_s: float = 0.0
 
-    def note(self, ended: str = "", failed: bool = False) -> Note:
+    def make_note(self, ended: str = "", failed: bool = False) -> Note:
         """Return the note of this process: its host and pid, and its end."""
         return Note(
             self.rank,
@@ -162,7 +162,7 @@ class Observer:
         self._last_io = (now_s, io_count())
         self._num_faults = self._cpu_share = None
 
-    def look(
+    def observe_thread(
         self,
         quiet_s: float,
         collective_counts: Mapping[str, int],

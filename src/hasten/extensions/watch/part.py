@@ -38,7 +38,7 @@ class StallWatch(RunPart):
         timeout = config.process_group.timeout
         settings = watchdog.WatchSettings(
             after_s=config.trust.stall_after_s,
-            then=config.trust.stall,
+            reaction=config.trust.stall,
             timeout_s=watchdog.WatchSettings().timeout_s
             if timeout is None
             else timeout.total_seconds(),

@@ -35,20 +35,20 @@ class StallStore:
             f"{self._prefix}/note/{self._rank}", _encode_message(rank_note)
         )
 
-    def post(self, rank_state: State) -> None:
+    def post_state(self, rank_state: State) -> None:
         """Post the state of this rank."""
         self._turn += 1
         text = _encode_message(msgspec.structs.replace(rank_state, turn=self._turn))
         self._own_connection().set(f"{self._prefix}/state/{self._rank}", text)
 
-    def notes(self, rank_numbers: Sequence[int]) -> dict[int, Note]:
+    def read_notes(self, rank_numbers: Sequence[int]) -> dict[int, Note]:
         """Return the hosts, processes and ends of ranks."""
         return {
             rank: msgspec.json.decode(data, type=Note)
             for rank, data in self._read("note", rank_numbers).items()
         }
 
-    def states(self, rank_numbers: Sequence[int]) -> dict[int, State]:
+    def read_states(self, rank_numbers: Sequence[int]) -> dict[int, State]:
         """Return the posted states of ranks."""
         return {
             rank: msgspec.json.decode(data, type=State)
@@ -71,7 +71,7 @@ class StallStore:
         """Post to every rank that the job ends, with the reason."""
         self._own_connection().set(f"{self._prefix}/verdict", reason)
 
-    def verdict(self) -> str:
+    def read_verdict(self) -> str:
         """Return the reason why the job ends; empty if it does not."""
         return self._get("verdict")
 

@@ -108,7 +108,7 @@ class StatusServer:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._path: Path | None = None
         self._pid = os.getpid()
-        self._over = threading.Event()
+        self._is_closed = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name="hasten-status", daemon=True
         )
@@ -136,9 +136,11 @@ class StatusServer:
 
     def close(self) -> None:
         """Stop answering and remove the socket."""
-        if self._over.is_set() or os.getpid() != self._pid:  # in a fork of the rank
+        if (
+            self._is_closed.is_set() or os.getpid() != self._pid
+        ):  # in a fork of the rank
             return
-        self._over.set()
+        self._is_closed.set()
         if self._thread.is_alive():
             self._socket.shutdown(socket.SHUT_RDWR)  # ends the wait for a request
             self._thread.join(2 * _TICK_S)
@@ -147,7 +149,7 @@ class StatusServer:
             self._path.unlink(missing_ok=True)
 
     def _run(self) -> None:
-        while not self._over.is_set():
+        while not self._is_closed.is_set():
             self._steps.append((time.monotonic(), self._observer.step()))
             try:
                 connection, _ = self._socket.accept()
@@ -159,7 +161,7 @@ class StatusServer:
             except (OSError, msgspec.DecodeError) as error:
                 log.debug("the request was not answered: %s", error)
                 # without free file descriptors, accept() fails at once
-                self._over.wait(_PATIENCE_S)
+                self._is_closed.wait(_PATIENCE_S)
 
     def _answer_request(self, connection: socket.socket) -> None:
         # the next client is answered even if this one sends nothing
@@ -172,7 +174,7 @@ class StatusServer:
             )
 
     def _describe_rank(self, stacks: bool) -> dict[str, Any]:  # Any: JSON values
-        rank_state = self._observer.look(0.0, {})
+        rank_state = self._observer.observe_thread(0.0, {})
         return {
             "rank": rank_state.rank,
             "world_size": self._topology.world_size,

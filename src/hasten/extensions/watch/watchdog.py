@@ -55,7 +55,7 @@ class WatchSettings:
 
     after_s: float | None = None
     """Seconds of waiting before a report; None derives it from the longest wait so far, from 60 to 600."""
-    then: Literal["abort", "report"] = "abort"
+    reaction: Literal["abort", "report"] = "abort"
     timeout_s: float = 1800.0
     """The timeout of the process group."""
     folder: Path = field(default_factory=Path)
@@ -99,7 +99,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Post this rank's host and process, and start watching."""
-        self._stall_store.register(self._observer.note())
+        self._stall_store.register(self._observer.make_note())
         self._thread.start()
 
     def close(self, ended: str = "", failed: bool = False) -> None:
@@ -111,7 +111,7 @@ class Watchdog:
             self._thread.join(2 * _TICK_S)
         if ended:
             try:
-                self._stall_store.post_end(self._observer.note(ended, failed))
+                self._stall_store.post_end(self._observer.make_note(ended, failed))
             # the store's server has already exited: no rank is left to read it
             except LOST:
                 return
@@ -179,32 +179,34 @@ class Watchdog:
             if self._is_reporter:
                 self._is_reporter = False
                 self._stall_store.stop_reporting()
-            rank_state = self._observer.look(quiet_s, self._counts)
-            self._stall_store.post(
+            rank_state = self._observer.observe_thread(quiet_s, self._counts)
+            self._stall_store.post_state(
                 msgspec.structs.replace(rank_state, moves=True, stack=())
             )
             return
-        if verdict := self._stall_store.verdict():
+        if verdict := self._stall_store.read_verdict():
             # after the reporting rank, whose error the launcher prints
             self._end_job(verdict, 2.5)
         neighbours = [
             rank_note
-            for rank, rank_note in self._stall_store.notes(self._local_ranks).items()
+            for rank, rank_note in self._stall_store.read_notes(
+                self._local_ranks
+            ).items()
             if rank != self._observer.rank
             and not rank_note.ended
             and _is_local(rank_note)
         ]
-        self._stall_store.post(
-            self._observer.look(
+        self._stall_store.post_state(
+            self._observer.observe_thread(
                 quiet_s, self._counts, processes.lost_neighbours(neighbours)
             )
         )
         if self._becomes_reporter(now_s):
             rank_notes, rank_states = (
-                self._stall_store.notes(self._ranks),
-                self._stall_store.states(self._ranks),
+                self._stall_store.read_notes(self._ranks),
+                self._stall_store.read_states(self._ranks),
             )
-            rank_states = self._evidence.fresh(rank_states, now_s)
+            rank_states = self._evidence.current_states(rank_states, now_s)
             exit_codes = launcher_files.ended_ranks(env.snapshot())
             self._diagnose_ranks(
                 _statuses_of(self._ranks, rank_notes, rank_states, exit_codes)
@@ -250,8 +252,8 @@ class Watchdog:
             and observed_rank.state is not None
         )
         limit_s = self._limit_s(diagnosis)
-        ends_job = self._settings.then == "abort" and waited_s >= limit_s
-        is_certain = diagnosis.ends == "never"
+        ends_job = self._settings.reaction == "abort" and waited_s >= limit_s
+        is_certain = diagnosis.wait_end == "never"
         # A rank that arrived later has posted within its interval, and one that makes progress may still arrive.
         due_s = {
             "silent": self.after_s + 2 * self._look_s,
@@ -293,7 +295,7 @@ class Watchdog:
                 return self.patience_s
             return _LONG_FACTOR * self.after_s
         return {"never": 0.0, "hardly": self.after_s, "perhaps": self.patience_s}[
-            diagnosis.ends
+            diagnosis.wait_end
         ]
 
     def _write_stall_report(
@@ -313,7 +315,7 @@ class Watchdog:
     def _describe_consequence(self, ends_job: bool, limit_s: float) -> str:
         if ends_job:
             return f"the job ends (exit code {ending.STALLED}); trust.stall=report would keep waiting"
-        if self._settings.then == "report":
+        if self._settings.reaction == "report":
             return "the job keeps waiting (trust.stall=report)"
         return f"the job keeps waiting, and ends after {limit_s:.0f} s"
 

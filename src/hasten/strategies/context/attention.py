@@ -25,7 +25,7 @@ class SequenceGroup:
     group: dist.ProcessGroup
     layout: SequenceLayout
 
-    def whole(self, shard: Tensor, dim: int) -> Tensor:
+    def gather_sequence(self, shard: Tensor, dim: int) -> Tensor:
         """Return the shards of all ranks in the order of the sequence, differentiable. Ranks: the group."""
         return order_chunks(gather_shards(shard, dim, self.group), self.layout, dim)
 
@@ -51,7 +51,7 @@ def causal_attention(
 
     Tensors are (batch, heads, length, width); keys and values may have fewer heads, each shared by several query heads.
     """
-    keys, values = sharing.whole(key, -2), sharing.whole(value, -2)
+    keys, values = sharing.gather_sequence(key, -2), sharing.gather_sequence(value, -2)
     layout = sharing.layout
     outputs: list[Tensor] = []
     with _in_torch(attend):

@@ -52,7 +52,7 @@ class OpenBlock:
     weigh: Callable[[Tensor, Tensor], None]
     """Weighs this rank's loss by its labels, given this rank's labels and the labels of the whole sequence."""
 
-    def whole(self, value: object) -> tuple[Tensor, int] | None:
+    def find_buffer(self, value: object) -> tuple[Tensor, int] | None:
         """Return the whole tensor of a buffer and its sequence dimension; None for other values."""
         return next(
             (
@@ -63,7 +63,7 @@ class OpenBlock:
             None,
         )
 
-    def part(self, whole_tensor: Tensor, dim: int) -> Tensor:
+    def local_shard(self, whole_tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's shard of a tensor."""
         return shard_of_rank(whole_tensor, dim, self.layout, self.rank)
 
@@ -154,7 +154,7 @@ class CallHook:
 
     def _refuse_labels(self, open_block: OpenBlock, arguments: dict[str, Any]) -> None:
         for name in _LABELS:
-            labels = open_block.whole(arguments.get(name))
+            labels = open_block.find_buffer(arguments.get(name))
             if labels is not None and not labels[0].is_floating_point():
                 raise StepError(
                     f"{type(self._inner).__name__} was called with {name!r} in a context-parallel block. A model that shifts its labels "
@@ -213,7 +213,7 @@ class CallHook:
             (
                 whole_buffer
                 for name in arguments
-                if (whole_buffer := open_block.whole(arguments[name])) is not None
+                if (whole_buffer := open_block.find_buffer(arguments[name])) is not None
             ),
             None,
         )
@@ -225,15 +225,15 @@ class CallHook:
         if "position_ids" in self._accepts and arguments.get("position_ids") is None:
             self._refuse_other_positions()
             positions = torch.arange(length, device=sequence[0].device)
-            changed_arguments["position_ids"] = open_block.part(positions, 0).unsqueeze(
-                0
-            )
+            changed_arguments["position_ids"] = open_block.local_shard(
+                positions, 0
+            ).unsqueeze(0)
         labels = self._shift_labels(open_block, arguments)
         if labels is not None:
             changed_arguments["shift_labels"] = labels[0]
-        mask = open_block.whole(arguments.get("attention_mask"))
+        mask = open_block.find_buffer(arguments.get("attention_mask"))
         if mask is not None and self._declares_attention and mask[0].ndim == 2:
-            shifted_labels = open_block.whole(arguments.get("shift_labels"))
+            shifted_labels = open_block.find_buffer(arguments.get("shift_labels"))
             if labels is not None:
                 shifted_labels = labels[1], 1
             self._take_mask(
@@ -254,7 +254,7 @@ class CallHook:
                 isinstance(value, Tensor)
                 and value.ndim > 1
                 and value.shape[1] == length
-                and open_block.whole(value) is None
+                and open_block.find_buffer(value) is None
             ):
                 raise StepError(
                     f"{type(self._base).__name__} was called with {name} of shape {tuple(value.shape)}, which spans whole sequences but "
@@ -306,7 +306,7 @@ class CallHook:
 
         Raises: StepError for a model that shifts labels and takes no shifted ones.
         """
-        labels = open_block.whole(arguments.get("labels"))
+        labels = open_block.find_buffer(arguments.get("labels"))
         if (
             labels is None
             or arguments.get("shift_labels") is not None
@@ -328,7 +328,7 @@ class CallHook:
             (0, 1),
             value=IGNORED,
         )
-        shard_labels = open_block.part(whole_labels, labels[1])
+        shard_labels = open_block.local_shard(whole_labels, labels[1])
         open_block.attention.start()  # weighs by the unshifted labels, so it runs first
         if arguments.get("num_items_in_batch") is None:
             open_block.weigh(shard_labels, whole_labels)

@@ -28,7 +28,9 @@ class MaskReader:
         self._layout = sequence_layout
         self._read: tuple[Tensor, Literal["causal"] | Tensor] | None = None
 
-    def read(self, mask: Tensor, queries: int, keys: int) -> Literal["causal"] | Tensor:
+    def read_mask(
+        self, mask: Tensor, queries: int, keys: int
+    ) -> Literal["causal"] | Tensor:
         """Return "causal", or this rank's shard of a mask of keys with one row.
 
         Raises: StepError for any other mask.

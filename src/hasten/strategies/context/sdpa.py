@@ -86,7 +86,7 @@ class SequenceAttention:
 
     original: Attention
     sharing: SequenceGroup
-    way: ExchangeStrategy
+    strategy_name: ExchangeStrategy
     lengths: frozenset[int]
     """Lengths of this rank's shards of the sequences."""
     masks: MaskReader
@@ -126,7 +126,7 @@ class SequenceAttention:
         query, key, value = _cast_for_autocast(query, key, value)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         # a single rank has all heads and the whole sequence
-        if self.way == "ulysses" or self.sharing.group.size() == 1:
+        if self.strategy_name == "ulysses" or self.sharing.group.size() == 1:
             return self._attend_by_heads(
                 query, key, value, key_mask, dropout_p, is_causal, scale
             )
@@ -161,7 +161,7 @@ class SequenceAttention:
                 and self.key_mask.shape[-1] == keys * group.size()
             )
             return (self.key_mask if is_hidden else None), causal
-        meaning = self.masks.read(mask, queries, keys)
+        meaning = self.masks.read_mask(mask, queries, keys)
         if isinstance(meaning, str):
             return None, True
         return order_chunks(
@@ -191,8 +191,8 @@ class SequenceAttention:
         scale: float,
     ) -> Tensor:
         """Compute attention in one call over all keys, in the order of the sequence."""
-        key = self.sharing.whole(key, key.ndim + _LENGTH)
-        value = self.sharing.whole(value, value.ndim + _LENGTH)
+        key = self.sharing.gather_sequence(key, key.ndim + _LENGTH)
+        value = self.sharing.gather_sequence(value, value.ndim + _LENGTH)
         mask = key_mask
         if causal:
             length, rank = key.shape[_LENGTH], self.sharing.group.rank()

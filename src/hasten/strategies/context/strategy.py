@@ -60,7 +60,7 @@ class SequenceShards:
         """
         if self._comm is None:
             return tensor
-        return SequenceGroup(self._comm.group, self._layout).whole(
+        return SequenceGroup(self._comm.group, self._layout).gather_sequence(
             tensor, dim % tensor.ndim
         )
 
@@ -90,7 +90,7 @@ class ContextParallel:
         self._patch = AttentionPatch()
         self._opened: OpenBlock | None = None
 
-    def follow(self, model: nn.Module, inner: nn.Module) -> None:
+    def watch_model(self, model: nn.Module, inner: nn.Module) -> None:
         """Complete the arguments of the model's calls inside blocks, and refuse training calls outside of them."""
         if self._comm is not None:
             hook = CallHook(
@@ -99,7 +99,7 @@ class ContextParallel:
             model.register_forward_pre_hook(hook, with_kwargs=True)
 
     @contextmanager
-    def block(
+    def open_block(
         self,
         buffers: Sequence[Tensor],
         dims: Sequence[int],

@@ -44,7 +44,9 @@ class CalledExperts(forwarding.Forward):
         self.num_experts = num_experts
 
     # Any: the module's arguments
-    def arguments(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def bind_arguments(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return hidden states, chosen experts and weights. Raises: StepError for unexpected shapes."""
         bound_arguments = inspect.signature(self.inner).bind(*args, **kwargs).arguments
         hidden, chosen_experts, weights = list(bound_arguments.values())[:3]
@@ -63,7 +65,7 @@ class CalledExperts(forwarding.Forward):
             )
         return hidden, chosen_experts, weights
 
-    def computed(
+    def compute_experts(
         self, rows: Tensor, local_experts: Tensor, weights: Tensor, num_ranks: int
     ) -> Tensor:
         """Compute this rank's experts for the rows routed to them; gradients of the weights are divided by `ranks`."""
@@ -113,7 +115,7 @@ class Dispatched(CalledExperts):
 
     # Any: three tensors, by position or name
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        hidden, chosen_experts, weights = self.arguments(*args, **kwargs)
+        hidden, chosen_experts, weights = self.bind_arguments(*args, **kwargs)
         k = chosen_experts.shape[1]
         token_route = route_tokens(
             chosen_experts.reshape(-1), self.num_experts, self.group
@@ -122,7 +124,7 @@ class Dispatched(CalledExperts):
             token_route.send_to_experts(hidden.repeat_interleave(k, 0)),
             token_route.send_to_experts(weights.reshape(-1)),
         )
-        expert_outputs = self.computed(
+        expert_outputs = self.compute_experts(
             rows, token_route.local, received_weights, self.group.size()
         )
         return (

@@ -78,12 +78,12 @@ class ShardLayout:
 
     name: str
     blocks: list[nn.Module]
-    whole: set[nn.Parameter]
+    unsharded_parameters: set[nn.Parameter]
     policy: MixedPrecisionPolicy
     notes: list[str]
     experts: list[nn.Module]
     """Modules of experts, whose shard groups span only the ranks with the same experts."""
-    inside: list[nn.Module]
+    merged_blocks: list[nn.Module]
     """Blocks without a shard group in this run, which would have one with more processes."""
 
 
@@ -126,7 +126,7 @@ class ShardModel:
             layout = self._decide(model, precision, ctx)
         source = source_of(model, self._config, ctx)
         self._remember(model)
-        _make_dense(model, layout.whole)
+        _make_dense(model, layout.unsharded_parameters)
         if source is not WeightSource.RANK_0 and self._config.sync_module_states:
             copy_from_rank_0(model, ctx)
             copy_tensors(packed.tensors(), ctx)
@@ -241,7 +241,7 @@ class ShardModel:
         options: dict[str, Any] = {  # Any: keywords of fully_shard
             "mesh": device_mesh,
             "offload_policy": self._offload(ctx),
-            "ignored_params": shard_layout.whole,
+            "ignored_params": shard_layout.unsharded_parameters,
             # a single rank holds everything: freeing and gathering would only copy
             "reshard_after_forward": ctx.mesh.size(*SHARD) > 1
             and self._config.reshard_after_forward,
@@ -253,7 +253,7 @@ class ShardModel:
                 mp_policy=block_policy,
                 **(expert_options if block in shard_layout.experts else options),
             )
-        for block in shard_layout.inside:
+        for block in shard_layout.merged_blocks:
             block.register_forward_pre_hook(_called_inside)
         fully_shard(model, mp_policy=shard_layout.policy, **options)
         assert isinstance(model, FSDPModule), "fully_shard changed its class"

@@ -35,20 +35,20 @@ class SplitForward(forwarding.Forward):
         self, process_group: dist.ProcessGroup, rank_stream: RankRandomStream
     ) -> None:
         self.group = process_group
-        self.apart = rank_stream
+        self.rank_stream = rank_stream
 
-    def part(self, name: str) -> Tensor | None:
+    def local_parameter(self, name: str) -> Tensor | None:
         """Return this rank's shard of a parameter, differentiable; None if the layer lacks the parameter."""
         parameter: Tensor | None = getattr(self.module, name)
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
-    def matrix(self) -> Tensor:
+    def local_weight(self) -> Tensor:
         """Return this rank's shard of the weight as [outputs, inputs], differentiable."""
-        weight = self.part("weight")
+        weight = self.local_parameter("weight")
         assert weight is not None, "a linear layer has a weight"
         return weight.t() if self.transposed else weight
 
-    def applied(self, tensor: Tensor, **replacements: Tensor | int | None) -> Tensor:
+    def apply_with(self, tensor: Tensor, **replacements: Tensor | int | None) -> Tensor:
         """Call the module's overridden forward on `x`, with shards in place of its parameters."""
         module_dict = self.module.__dict__
         try:
@@ -69,7 +69,7 @@ class SplitForward(forwarding.Forward):
             isinstance(self.module, nn.Linear)
             and type(self.module).forward is not nn.Linear.forward
         ):
-            return self.applied(tensor, weight=weight, bias=bias)
+            return self.apply_with(tensor, weight=weight, bias=bias)
         return F.linear(tensor, weight, bias)
 
 
@@ -79,7 +79,7 @@ class Colwise(SplitForward):
     gathers_output = False
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        weight, bias = self.matrix(), self.part("bias")
+        weight, bias = self.local_weight(), self.local_parameter("bias")
         tensor = enter_region(tensor, self.group)
         if self.gathers_output:
             late_head = forwarding.find(self.module, forwarding.LateHead.tag)
@@ -88,7 +88,7 @@ class Colwise(SplitForward):
         out = self.multiply_by(tensor, weight, bias)
         if self.gathers_output:
             return gather_output(out, -1, self.group)
-        self.apart.begin(self.module)
+        self.rank_stream.begin(self.module)
         return out
 
 
@@ -98,7 +98,7 @@ class Rowwise(SplitForward):
     whole_input = False
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        weight, bias = self.matrix(), self.part("bias")
+        weight, bias = self.local_weight(), self.local_parameter("bias")
         if self.whole_input:
             width = tensor.shape[-1] // self.group.size()
         else:
@@ -109,7 +109,7 @@ class Rowwise(SplitForward):
                 f"{weight.shape[-1]} of one rank, so its input is not the output of a layer split colwise. Name the layers in tp_plan: "
                 "'rowwise_split_input' for a layer with a whole input, 'replicate' for one that must not be split."
             )
-        self.apart.end()
+        self.rank_stream.end()
         input_part = split_input(tensor, -1, self.group) if self.whole_input else tensor
         output = leave_region(self.multiply_by(input_part, weight, None), self.group)
         return output if bias is None else output + bias.to(output.dtype)
@@ -124,7 +124,7 @@ class _SplitEmbedding(SplitForward):
             return F.embedding(tokens, weight, padding)
         whole_padding = self.module.padding_idx
         try:
-            return self.applied(tokens, weight=weight, padding_idx=padding)
+            return self.apply_with(tokens, weight=weight, padding_idx=padding)
         finally:
             self.module.__dict__["padding_idx"] = whole_padding
 
@@ -133,7 +133,7 @@ class VocabularyRows(_SplitEmbedding):
     """Embedding lookup of tokens whose rows this rank holds; the results are summed over ranks."""
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        weight = self.part("weight")
+        weight = self.local_parameter("weight")
         assert weight is not None, "an embedding has a table"
         assert isinstance(self.module, nn.Embedding), "the plan was checked"
         first_row = self.group.rank() * weight.shape[0]
@@ -154,7 +154,7 @@ class TableColumns(_SplitEmbedding):
     """Embedding lookup in this rank's columns of a table."""
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        weight = self.part("weight")
+        weight = self.local_parameter("weight")
         assert weight is not None, "an embedding has a table"
         assert isinstance(self.module, nn.Embedding), "the plan was checked"
         return self.looked_up(tokens, weight, self.module.padding_idx)
@@ -167,7 +167,7 @@ class SplitExperts(CalledExperts):
 
     # Any: three tensors, by position or name
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        hidden, chosen_experts, weights = self.arguments(*args, **kwargs)
+        hidden, chosen_experts, weights = self.bind_arguments(*args, **kwargs)
         hidden, weights = (
             enter_region(hidden, self.group),
             enter_region(weights, self.group),
@@ -176,7 +176,7 @@ class SplitExperts(CalledExperts):
         local_experts = chosen_experts - self.group.rank() * experts_per_rank
         is_own = (local_experts >= 0) & (local_experts < experts_per_rank)
         tokens = torch.where(is_own)[0]
-        expert_outputs = self.computed(
+        expert_outputs = self.compute_experts(
             hidden[tokens], local_experts[is_own], weights[is_own], 1
         )
         return leave_region(

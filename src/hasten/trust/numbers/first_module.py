@@ -38,7 +38,7 @@ class LastCalls:
             self._followed_models.add(model)
             model.register_forward_pre_hook(self._record_call, with_kwargs=True)
 
-    def all(self) -> list[ModuleCall]:
+    def latest_calls(self) -> list[ModuleCall]:
         """Return the calls since `clear`, in order of their models' first calls."""
         return list(self._calls.values())
 

@@ -46,7 +46,7 @@ class LateLosses(Generic[Origin]):
     """True if the next step overwrites a loss, as with a compiler's CUDA graphs: it is copied at once."""
     odd_only: bool = False
     """True if losses matter only when one in the same copy is not finite."""
-    held: list[tuple[Tensor, float | Tensor | None, Origin, int]] = field(
+    collected: list[tuple[Tensor, float | Tensor | None, Origin, int]] = field(
         default_factory=list
     )
     """Losses with their weights, origins and update numbers."""
@@ -61,7 +61,7 @@ class LateLosses(Generic[Origin]):
         """Add a loss of update number `step`; return whether it is time to copy the collected losses."""
         # A view would keep its whole base tensor alive.
         needs_copy = self.overwritten or loss._is_view()
-        self.held.append(
+        self.collected.append(
             (
                 loss.detach().clone() if needs_copy else loss.detach(),
                 weight,
@@ -70,18 +70,18 @@ class LateLosses(Generic[Origin]):
             )
         )
         return (
-            len(self.held) >= _LOSSES_PER_COPY
+            len(self.collected) >= _LOSSES_PER_COPY
             or time.monotonic() - self._copied_at >= _COPY_INTERVAL_S
         )
 
-    def take(self) -> Update[Origin]:
+    def take_collected(self) -> Update[Origin]:
         """Return the collected losses as those of one update, and clear them."""
-        loss_records, self.held = self.held, []
+        loss_records, self.collected = self.collected, []
         return Update(
             losses=[(loss, weight, origin) for loss, weight, origin, _ in loss_records]
         )
 
-    def rest(self) -> list[Update[Origin]]:
+    def read_all(self) -> list[Update[Origin]]:
         """Return all losses that have not been read yet, waiting for them."""
         return [*self.copy(ready_only=False), *self._read_arrived()]
 
@@ -91,11 +91,11 @@ class LateLosses(Generic[Origin]):
         With `ready_only`, a loss that its device has not computed yet stays collected if waiting for it would cost a step.
         """
         arrived_updates, self._copied_at = self._read_arrived(), time.monotonic()
-        loss_records, self.held = self.held, []
+        loss_records, self.collected = self.collected, []
         if loss_records and kind_of(loss_records[-1][0].device).lazy:
             # the latest loss is not computed yet, and reading it would split its step in two
             if ready_only:
-                loss_records, self.held = loss_records[:-1], loss_records[-1:]
+                loss_records, self.collected = loss_records[:-1], loss_records[-1:]
             loss_records = [
                 (loss.cpu(), _move_to_host(weight), origin, step)
                 for loss, weight, origin, step in loss_records

@@ -48,7 +48,7 @@ _WHY: Final = (
 class NumbersSettings:
     """Reaction to a number that is not finite, and the threshold of a loss spike."""
 
-    then: Literal["report", "stop", "skip"] = "report"
+    reaction: Literal["report", "stop", "skip"] = "report"
     spike: float | None = None
     """Factor over the median of recent losses above which a loss is a spike; None to disable."""
     runs_together: bool = False
@@ -67,7 +67,7 @@ Batches = list[tuple[Loader, Position, int]]
 class BadValue:
     """Result of one rank's check of one update."""
 
-    what: str = ""
+    problem: str = ""
     """Description of the problem; empty if the rank's numbers are fine."""
     samples: list[int] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
@@ -96,7 +96,7 @@ class NumbersWatch(RunPart):
         self._cursor: LoaderCursor | None = None
         self._loader: Callable[[], Loader | None] = lambda: None
         self._recent_losses: deque[float] = deque(maxlen=_NUM_RECENT_LOSSES)
-        self._reports_later = settings.then == "report"
+        self._reports_later = settings.reaction == "report"
         if self._reports_later:
             self.unused_events = ("prepared", "before_update")
         # A scaler skips updates that overflow, and raises when it skips too many.
@@ -140,9 +140,9 @@ class NumbersWatch(RunPart):
             ):
                 self._report_losses(self._losses.copy())
         elif (
-            len(self._losses.held) > _MOST_COLLECTED_LOSSES
+            len(self._losses.collected) > _MOST_COLLECTED_LOSSES
         ):  # a script with an unprepared optimizer makes no updates here
-            self._losses.take()
+            self._losses.take_collected()
 
     def _read_now(self, loss: Tensor, weight: float | Tensor | None) -> None:
         update = Update(
@@ -155,7 +155,7 @@ class NumbersWatch(RunPart):
     def _current_batches(self) -> Batches:
         """Return the batches that the active loaders yielded last."""
         batches: Batches = []
-        for cursor in self._clock.loaders.active():
+        for cursor in self._clock.loaders.active_cursors():
             for loader in self._prepared.loaders:
                 if getattr(loader, "cursor", None) is cursor:
                     batches.append((loader, *loader.current()))
@@ -168,13 +168,13 @@ class NumbersWatch(RunPart):
         Raises: NumbersError on every rank when a number of any rank is not finite and the setting is "stop".
         """
         return self._check_update(
-            self._losses.take(), self._clock.num_updates + 1, optimizer
+            self._losses.take_collected(), self._clock.num_updates + 1, optimizer
         )
 
     def end(self) -> None:
         """Check the losses that have not been checked yet."""
-        if self._settings.then == "report":
-            self._report_losses(self._losses.rest())
+        if self._settings.reaction == "report":
+            self._report_losses(self._losses.read_all())
 
     # -- reports of one rank, some updates later --------------------------------------------------------------------
     def _report_losses(self, updates: Sequence[Update[Batches]]) -> None:
@@ -220,7 +220,7 @@ class NumbersWatch(RunPart):
         bad_value = self._find_problem(update, problem, optimizer)
         self._last_calls.clear()
         findings_by_rank = self._ctx.world.all_gather_object(
-            (bad_value.what, bad_value.samples, bad_value.lines)
+            (bad_value.problem, bad_value.samples, bad_value.lines)
         )
         findings = {
             rank: BadValue(*fields) for rank, fields in enumerate(findings_by_rank)
@@ -240,7 +240,7 @@ class NumbersWatch(RunPart):
     def _react_to_findings(
         self, step: int, findings: Mapping[int, BadValue], scaled: bool
     ) -> None:
-        if self._settings.then == "stop":
+        if self._settings.reaction == "stop":
             consequence = "every rank stops, before the update; trust.numbers=skip would skip the update and continue"
             raise _make_error(step, findings, consequence)
         if scaled:
@@ -263,7 +263,7 @@ class NumbersWatch(RunPart):
         """Return this rank's finding. If a forward needs every rank, all ranks repeat theirs."""
         report_lines: list[str] = []
         if problem or self._settings.runs_together:
-            for call in self._last_calls.all():
+            for call in self._last_calls.latest_calls():
                 plain_model = self._unwrap(call.model)
                 if stage_part(plain_model) is None:
                     report_lines.append(
@@ -347,9 +347,9 @@ def _render_findings(
     step: int, findings: Mapping[int, BadValue], consequence: str
 ) -> str:
     """Return the report: the findings by rank, and the consequence."""
-    ranks = tuple(rank for rank, bad_value in findings.items() if bad_value.what)
+    ranks = tuple(rank for rank, bad_value in findings.items() if bad_value.problem)
     problems = dict.fromkeys(
-        bad_value.what for bad_value in findings.values() if bad_value.what
+        bad_value.problem for bad_value in findings.values() if bad_value.problem
     )
     report_lines = [
         f"{' and '.join(problems)} in update {step} on {ranks_in_words(ranks)}"
@@ -365,7 +365,7 @@ def _render_findings(
 def _make_error(
     step: int, findings: Mapping[int, BadValue], consequence: str
 ) -> NumbersError:
-    ranks = tuple(rank for rank, bad_value in findings.items() if bad_value.what)
+    ranks = tuple(rank for rank, bad_value in findings.items() if bad_value.problem)
     return NumbersError(
         _render_findings(step, findings, consequence),
         step,

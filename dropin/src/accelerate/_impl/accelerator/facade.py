@@ -428,7 +428,7 @@ class Accelerator(SavingFace):
         if (
             loader is None
             or not getattr(loader, "outlasts_others", False)
-            or self._clock.apart
+            or self._clock.trains_separately
         ):
             return
         if all(

@@ -151,7 +151,7 @@ class SequenceShardSource(OuterSource):
         """Yield rounds of shards; members without batches left still get shards of the other members' last batches."""
         cut, comm = self._cut, self._cut.comm
         while True:
-            own_shards, error = self._next(items, cut.parts)
+            own_shards, error = self._split_next_batch(items, cut.parts)
             gathered = comm.all_gather_object(
                 (
                     own_shards,
@@ -181,7 +181,7 @@ class SequenceShardSource(OuterSource):
                 yield shard, None, False, None
 
     @staticmethod
-    def _next(
+    def _split_next_batch(
         items: Iterator[Item], split_batch: Callable[[Any], list[dict[str, Any]]]
     ) -> tuple[list[dict[str, Any]] | None, Exception | None]:
         """Return the shards of this process's next batch (None at the end), or the error raised instead."""

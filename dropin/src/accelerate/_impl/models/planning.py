@@ -401,7 +401,7 @@ class _Packing:
             else:
                 free_bytes = self.limits[device] - self.used[device] - self.reserve
             if free_bytes is None or joint_size <= free_bytes:
-                self._put([(name, module), *owners], joint_size, free_bytes)
+                self._put_modules([(name, module), *owners], joint_size, free_bytes)
                 continue
             fits_alone = self.sizes[name] <= free_bytes
             subject = f"{name} and {names}" if fits_alone else name
@@ -441,7 +441,9 @@ class _Packing:
         ]
         self.layer, self.largest = get_max_layer_size(modules, self.sizes, self.whole)
 
-    def _put(self, named_modules: Sequence[_Part], size: Any, free_bytes: Any) -> None:
+    def _put_modules(
+        self, named_modules: Sequence[_Part], size: Any, free_bytes: Any
+    ) -> None:
         device = self.devices[self.at]
         names, available = (
             [name for name, _ in named_modules],
@@ -487,9 +489,11 @@ class _Packing:
         else:
             subject = "None of the tied module can"
         self._log_line(f"{subject} be split, going to the next device.")
-        self._advance(queue, joint_size, free_bytes)
+        self._advance_device(queue, joint_size, free_bytes)
 
-    def _advance(self, queue: list[_Part], joint_size: Any, free_bytes: Any) -> None:
+    def _advance_device(
+        self, queue: list[_Part], joint_size: Any, free_bytes: Any
+    ) -> None:
         """Go to the next device, unless a later module is to be tried on this one, which is empty."""
         device, self.waiting = self.devices[self.at], queue
         self.least[device] = joint_size + self.reserve

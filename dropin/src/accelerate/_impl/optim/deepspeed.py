@@ -22,7 +22,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
     """A scheduler of an engine: it advances once per update, on any number of processes."""
 
-    def _times(self) -> int:
+    def _num_scheduler_steps(self) -> int:
         return 1
 
 

@@ -62,7 +62,7 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):
         ):
             vars(self).setdefault(name, plain)
         self._scaled = self._precision.scaler is not None
-        self._clock.join(self)
+        self._clock.register_optimizer(self)
 
     def _refuse_unscaled_gradients(self) -> None:
         # a user who gives a scaler scales the loss

@@ -57,11 +57,11 @@ class AcceleratedScheduler(PreparedScheduler):
             getattr(optimizer, "step_was_skipped", False)
             for optimizer in self.optimizers
         ):
-            self._advance(*args, **kwargs)
+            self._advance_schedule(*args, **kwargs)
 
-    def _advance(self, *args: Any, **kwargs: Any) -> None:
+    def _advance_schedule(self, *args: Any, **kwargs: Any) -> None:
         """Step as often as an update counts, up to the end of a schedule that has one."""
-        for _ in range(self._times()):
+        for _ in range(self._num_steps()):
             if (
                 hasattr(self.scheduler, "total_steps")
                 and self.scheduler._step_count > self.scheduler.total_steps
@@ -75,7 +75,7 @@ class AcceleratedScheduler(PreparedScheduler):
                 warnings.filterwarnings("ignore", message="Detected call of")
                 self.scheduler.step(*args, **kwargs)
 
-    def _times(self) -> int:
+    def _num_steps(self) -> int:
         if self.split_batches:  # quirk: SCHEDULER_TIMES_PROCESSES
             return 1
         sizes = AMBIENT.whole.get("parallelism_config")

@@ -132,9 +132,9 @@ class DeepSpeedSequenceParallelConfig:
         fill_from_variables(
             self, "PARALLELISM_CONFIG_", sp_seq_length_is_variable=(is_yes, True)
         )
-        self._check()
+        self._check_folder()
 
-    def _check(self) -> None:
+    def _check_folder(self) -> None:
         if (kind := self.sp_attn_implementation) in ("eager", "flex_attention"):
             raise ValueError(message("sp_attention", kind))
         if (

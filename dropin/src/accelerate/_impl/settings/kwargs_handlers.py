@@ -56,12 +56,12 @@ class KwargsHandler:
         return kind(
             **{
                 name: value
-                for name, value in self._values().items()
+                for name, value in self._set_values().items()
                 if value is not None
             }
         )
 
-    def _values(self) -> dict[str, Any]:
+    def _set_values(self) -> dict[str, Any]:
         return dict(self.__dict__)
 
 
@@ -100,7 +100,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             state, hook = ddp.comm_hook(self.to_hasten(), None)
             model.register_comm_hook(state=state, hook=hook)
 
-    def _values(self) -> dict[str, Any]:
+    def _set_values(self) -> dict[str, Any]:
         # torch 2.13 warns of broadcast_buffers whenever it is given
         return self.to_kwargs() | {
             "comm_hook": DDPCommunicationHookType(self.comm_hook).value,
@@ -128,7 +128,7 @@ class InitProcessGroupKwargs(KwargsHandler):
         if self.timeout is None:
             self.timeout = timedelta(seconds=1800 if self.backend != "nccl" else 600)
 
-    def _values(self) -> dict[str, Any]:
+    def _set_values(self) -> dict[str, Any]:
         # "nccl" is the default of a field, not a wish: hasten picks the backend by device.
         return {
             **self.__dict__,
@@ -148,7 +148,7 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     output_trace_dir: str | None = None
 
-    def _values(self) -> dict[str, Any]:
+    def _set_values(self) -> dict[str, Any]:
         return {
             **self.__dict__,
             "activities": None if self.activities is None else tuple(self.activities),
@@ -199,7 +199,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
-    def _values(self) -> dict[str, Any]:
+    def _set_values(self) -> dict[str, Any]:
         return {**self.__dict__, "adjust_scheduler": None}  # scheduler.py reads it
 
 
@@ -331,7 +331,7 @@ class TorchDynamoPlugin(KwargsHandler):
             if value not in (None, plain.get(name, False))
         }
 
-    def _values(self) -> dict[str, Any]:
+    def _set_values(self) -> dict[str, Any]:
         """Return the arguments of torch.compile by `to_kwargs`, which clients replace, and the rest."""
         regional = self.use_regional_compilation
         return {

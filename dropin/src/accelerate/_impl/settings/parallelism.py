@@ -52,12 +52,12 @@ class ParallelismConfig:
             sp_backend=(str, "deepspeed"),
         )
         self._sizes = {
-            axis: self._size(axis)
+            axis: self._axis_size(axis)
             for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
         }
         self._check_sizes()
         for axis, kind in _HANDLERS.items():
-            if self._size(axis) > 1:
+            if self._axis_size(axis) > 1:
                 setattr(self, f"{axis}_handler", self._axis_handler(axis, kind))
 
     def _axis_handler(self, axis: str, kind: type[Any]) -> Any:
@@ -112,7 +112,7 @@ class ParallelismConfig:
         ):
             raise ValueError(message("replicas_with_tp_or_cp"))
 
-    def _size(self, *axes: str) -> int:
+    def _axis_size(self, *axes: str) -> int:
         return prod(int(getattr(self, f"{axis}_size")) for axis in axes)
 
     def _set_size(self, parallelism: str, size: int) -> None:
@@ -137,34 +137,39 @@ class ParallelismConfig:
         return f"ParallelismConfig(\n {lines}\ttotal_size={self.total_size}\n{handlers}"
 
     def to_json(self) -> str:
-        return json.dumps({f"{axis}_size": self._size(axis) for axis in _AXES})
+        return json.dumps({f"{axis}_size": self._axis_size(axis) for axis in _AXES})
 
-    total_size = shown_property(lambda self: self._size(*_AXES), "Processes in all.")
+    total_size = shown_property(
+        lambda self: self._axis_size(*_AXES), "Processes in all."
+    )
     data_parallel_size = shown_property(
-        lambda self: self._size(*_AXES[:2]), "Processes that read different samples."
+        lambda self: self._axis_size(*_AXES[:2]),
+        "Processes that read different samples.",
     )
     non_data_parallel_size = shown_property(
-        lambda self: self._size(*_AXES[2:]), "Processes that share samples."
+        lambda self: self._axis_size(*_AXES[2:]), "Processes that share samples."
     )
 
     dp_replicate_enabled = shown_property(
-        lambda self: self._size("dp_replicate") > 1, "Whether models are replicated."
+        lambda self: self._axis_size("dp_replicate") > 1,
+        "Whether models are replicated.",
     )
     dp_shard_enabled = shown_property(
-        lambda self: self._size("dp_shard") > 1, "Whether models are sharded."
+        lambda self: self._axis_size("dp_shard") > 1, "Whether models are sharded."
     )
     tp_enabled = shown_property(
-        lambda self: self._size("tp") > 1, "Whether layers are split."
+        lambda self: self._axis_size("tp") > 1, "Whether layers are split."
     )
     cp_enabled = shown_property(
-        lambda self: self._size("cp") > 1, "Whether sequences are split."
+        lambda self: self._axis_size("cp") > 1, "Whether sequences are split."
     )
     sp_enabled = shown_property(
-        lambda self: self._size("sp") > 1, "Whether sequences are split by DeepSpeed."
+        lambda self: self._axis_size("sp") > 1,
+        "Whether sequences are split by DeepSpeed.",
     )
 
     def _enabled_axes(self, *axes: str) -> list[str]:
-        return [axis for axis in axes if self._size(axis) > 1]
+        return [axis for axis in axes if self._axis_size(axis) > 1]
 
     dp_dim_names = shown_property(
         lambda self: self._enabled_axes("dp_replicate", "dp_shard"),
@@ -250,6 +255,6 @@ class ParallelismConfig:
     def to_hasten(self) -> hasten.ParallelismConfig:
         """Return the same in hasten's terms; sizes of 1 are left to be filled, and experts to a client's patch."""
         sizes: dict[str, Any] = {
-            f"{axis}_size": self._size(axis) for axis in self._enabled_axes(*_AXES)
+            f"{axis}_size": self._axis_size(axis) for axis in self._enabled_axes(*_AXES)
         }
         return hasten.ParallelismConfig(**sizes, ep_size=1)

@@ -37,7 +37,7 @@ class FollowedPlugin:
             self.plugin.fsdp_version = 2  # which the model is sharded by: libraries ask
         self._taken = None if self.plugin is None else self.plugin.to_hasten(say=False)
 
-    def follow(self) -> None:
+    def follow_changes(self) -> None:
         """Take over what was changed in the plugin; libraries set wrap policies after they have made the Accelerator.
 
         Raises: ValueError when a model has been sharded already, or for the layout of processes, which is settled.
@@ -83,7 +83,7 @@ class FollowedSections:
         ddp = (handler or DistributedDataParallelKwargs()).to_hasten()
         return {"ddp": ddp, "deepspeed": None if plugin is None else plugin.to_hasten()}
 
-    def follow(self) -> None:
+    def follow_changes(self) -> None:
         """Take over what is set now; libraries replace options and fill "auto" values after Accelerator().
 
         Raises: ValueError when a model has been prepared already.
