@@ -164,7 +164,10 @@ def strategy_by_environment(environment: Mapping[str, str]) -> str | None:
 def package_of(strategy: str) -> str | None:
     """Return the package that a strategy of an extension imports; None for torch's."""
     packages = [extension.strategy_packages.get(strategy) for extension in installed()]
-    return next((package for package in packages if package is not None), None)
+    for package in packages:
+        if package is not None:
+            return package
+    return None
 
 
 def load(kind: Kind, name: str) -> Any:  # Any: a class or function of any kind

@@ -44,14 +44,11 @@ def exports(
                 other_modules = [f"{face}.{module_name}" for module_name in modules]
             else:
                 other_modules = []
-            home = next(
-                (
-                    other
-                    for other in other_modules
-                    if name in getattr(import_module(other), "__all__", ())
-                ),
-                None,
-            )
+            home = None
+            for other in other_modules:
+                if name in getattr(import_module(other), "__all__", ()):
+                    home = other
+                    break
             if home:
                 hint = f"it is in {home}"
             else:

@@ -122,5 +122,8 @@ def kind_of(value: Any) -> Kind:  # Any: an argument of the user
 
 def is_factory(value: Any) -> bool:  # Any: an argument of the user
     """Return whether `value` makes an optimizer when called with parameters: an optimizer class, or a partial of one."""
-    optimizer_class = value.func if isinstance(value, functools.partial) else value
+    if isinstance(value, functools.partial):
+        optimizer_class = value.func
+    else:
+        optimizer_class = value
     return isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)

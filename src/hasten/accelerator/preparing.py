@@ -293,7 +293,10 @@ class Preparer:
                     ]
                 )
             )
-            was_apart, self._clock.trains_separately = self._clock.trains_separately, True
+            was_apart, self._clock.trains_separately = (
+                self._clock.trains_separately,
+                True,
+            )
             stack.callback(setattr, self._clock, "trains_separately", was_apart)
             yield
 

@@ -35,11 +35,10 @@ def main(argv: Sequence[str]) -> int:
     from hasten.cli.main import commands
 
     known_commands = commands()
-    flags = {
-        name: flags_of(entry_point)
-        for name, (entry_point, _) in known_commands.items()
-        if name != "completion"
-    }
+    flags = {}
+    for name, (entry_point, _) in known_commands.items():
+        if name != "completion":
+            flags[name] = flags_of(entry_point)
     helps = {name: text for name, (_, text) in known_commands.items()}
     sys.stdout.write(
         _fish(flags, helps)
@@ -80,10 +79,8 @@ def _bash(
         '    local words="" word="${COMP_WORDS[COMP_CWORD]}"',
         '    case "${COMP_WORDS[1]}" in',
     ]
-    lines += [
-        f'        {name}) words="{" ".join(command_flags)}" ;;'
-        for name, command_flags in flags.items()
-    ]
+    for name, command_flags in flags.items():
+        lines.append(f'        {name}) words="{" ".join(command_flags)}" ;;')
     lines += [
         "    esac",
         f'    [ "$COMP_CWORD" -gt 1 ] || words="{" ".join(helps)}"',
@@ -95,13 +92,14 @@ def _bash(
 
 
 def _fish(flags: Mapping[str, Sequence[str]], helps: Mapping[str, str]) -> str:
-    lines = [
-        f"complete -c hasten -n __fish_use_subcommand -f -a {name} -d '{text}'"
-        for name, text in helps.items()
-    ]
+    lines = []
+    for name, text in helps.items():
+        lines.append(
+            f"complete -c hasten -n __fish_use_subcommand -f -a {name} -d '{text}'"
+        )
     for name, command_flags in flags.items():
-        lines += [
-            f"complete -c hasten -n '__fish_seen_subcommand_from {name}' -l {flag[2:]}"
-            for flag in command_flags
-        ]
+        for flag in command_flags:
+            lines.append(
+                f"complete -c hasten -n '__fish_seen_subcommand_from {name}' -l {flag[2:]}"
+            )
     return "\n".join(lines) + "\n"

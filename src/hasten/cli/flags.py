@@ -123,11 +123,10 @@ class Formatter(argparse.HelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
             return super()._format_action_invocation(action)
-        short_name = [
-            flag_name
-            for flag_name in action.option_strings
-            if not flag_name.startswith("--")
-        ]
+        short_name = []
+        for flag_name in action.option_strings:
+            if not flag_name.startswith("--"):
+                short_name.append(flag_name)
         long = [
             flag_name
             for flag_name in action.option_strings
@@ -229,7 +228,10 @@ class SettingsParser(CommandParser):
                 established, (flag_name,), (flag_name,), help_text, is_bool=True
             )
         for flag_name in OLD_NAMES:
-            flag = flag_name if flag_name.startswith("fsdp_") else f"fsdp_{flag_name}"
+            if flag_name.startswith("fsdp_"):
+                flag = flag_name
+            else:
+                flag = f"fsdp_{flag_name}"
             if f"--{flag}" not in self._option_string_actions:
                 help_text = "FSDP1's option, translated to FSDP2"
                 _add_action(
@@ -238,11 +240,10 @@ class SettingsParser(CommandParser):
 
     def format_short_help(self) -> str:
         """Return the help with only the essential options."""
-        hidden = {
-            id(action): action
-            for action in self._option_string_actions.values()
-            if not self._is_essential(action)
-        }
+        hidden = {}
+        for action in self._option_string_actions.values():
+            if not self._is_essential(action):
+                hidden[id(action)] = action
         help_texts = {key: action.help for key, action in hidden.items()}
         for action in hidden.values():
             action.help = argparse.SUPPRESS
@@ -254,10 +255,9 @@ class SettingsParser(CommandParser):
         return f"{text}\n{len(hidden)} more options: `{self.prog} --help-all`.\n"
 
     def _is_essential(self, action: argparse.Action) -> bool:
-        flag_names = {
-            flag_name.lstrip("-").replace("-", "_")
-            for flag_name in action.option_strings
-        }
+        flag_names = set()
+        for flag_name in action.option_strings:
+            flag_names.add(flag_name.lstrip("-").replace("-", "_"))
         return not isinstance(action, SettingAction) or bool(
             flag_names & self.essential
         )
@@ -320,11 +320,10 @@ class SettingsParser(CommandParser):
 
     def _refuse(self, flag_name: str) -> NoReturn:
         dashed = "-" in flag_name.lstrip("-")
-        options_by_name = {
-            option.replace("-", "_").lstrip("_"): option
-            for option in self._option_string_actions
-            if option.startswith("--") and ("-" in option.lstrip("-")) <= dashed
-        }
+        options_by_name = {}
+        for option in self._option_string_actions:
+            if option.startswith("--") and ("-" in option.lstrip("-")) <= dashed:
+                options_by_name[option.replace("-", "_").lstrip("_")] = option
         flag_word = flag_name.replace("-", "_").lstrip("_")
         similar_name = _ELSEWHERE.get(flag_word, "")
         if similar_name in options_by_name:
@@ -346,7 +345,10 @@ def _add_field(group: Any, field_info: FieldInfo) -> None:
     else:
         default = f" (default: {_plain_text(field_info.default)})"
     help_text = (field_info.meta.help + default).replace("%", "%%")
-    flag_value = "TEXT" if field_info.meta.lines else value_placeholder(field_info.type)
+    if field_info.meta.lines:
+        flag_value = "TEXT"
+    else:
+        flag_value = value_placeholder(field_info.type)
     _add_action(
         group,
         flag_spellings(field_info),
@@ -383,11 +385,9 @@ def _add_action(
     if short_name:
         flag_names.append(f"-{short_name}")
     if is_bool and not _names_itself_no(setting_path):
-        flag_names += [
-            f"--no{dash}{flag_name}"
-            for flag in flags
-            for dash, flag_name in (("_", flag), ("-", flag.replace("_", "-")))
-        ]
+        for flag in flags:
+            for dash, flag_name in (("_", flag), ("-", flag.replace("_", "-"))):
+                flag_names.append(f"--no{dash}{flag_name}")
     group.add_argument(
         *flag_names,
         action=SettingAction,
@@ -408,7 +408,7 @@ def value_placeholder(tp: Any) -> str:
     """Return the placeholder of a flag's value."""
     origin = get_origin(tp)
     if origin is Literal:
-        choices = [str(choice) for choice in get_args(tp)]
+        choices = list(map(str, get_args(tp)))
         if len(choices) == 1:
             return choices[0]
         listed = "{" + ",".join(choices) + "}"
@@ -432,7 +432,7 @@ def _plain_text(flag_value: Any) -> str:
     if isinstance(flag_value, bool):
         return str(flag_value).lower()
     if isinstance(flag_value, tuple):
-        return ",".join(_plain_text(item) for item in flag_value)
+        return ",".join(map(_plain_text, flag_value))
     return str(flag_value)
 
 

@@ -83,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     # argparse: help was printed, or a wrong value of an option was named
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(bool(end.code))
+        if isinstance(end.code, int):
+            return end.code
+        return int(bool(end.code))
     except BrokenPipeError:  # the reader of the output, such as head, has exited
         sys.stderr.close()
         return 0

@@ -96,7 +96,9 @@ class Agreement:
 
         Raises: the error of a rank that left the block with one.
         """
-        return [value] if self.comm.size == 1 else self._exchange(None, value)
+        if self.comm.size == 1:
+            return [value]
+        return self._exchange(None, value)
 
     def fail(self, error: Exception) -> None:
         """Send the error to the other ranks in place of this rank's next value. Raises: always."""

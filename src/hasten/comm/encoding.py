@@ -101,10 +101,10 @@ def _to_msgpack(python_value: Any, nesting_level: int) -> Any:
     if value_type is list:
         return [_to_msgpack(element, nesting_level + 1) for element in python_value]
     if value_type is dict and all(type(key) is str for key in python_value):
-        return {
-            key: _to_msgpack(element, nesting_level + 1)
-            for key, element in python_value.items()
-        }
+        converted_mapping = {}
+        for key, element in python_value.items():
+            converted_mapping[key] = _to_msgpack(element, nesting_level + 1)
+        return converted_mapping
     if value_type is dict:
         return _extension_of(
             _DICT,
@@ -141,10 +141,11 @@ def _object_to_msgpack(python_value: Any, nesting_level: int) -> Any:
                 [value_type.__module__, value_type.__qualname__, python_value.value],
             )
         if (field_names := _record_fields(value_type)) is not None:
-            field_values = [
-                _to_msgpack(getattr(python_value, field_name), nesting_level + 1)
-                for field_name in field_names
-            ]
+            field_values = []
+            for field_name in field_names:
+                field_values.append(
+                    _to_msgpack(getattr(python_value, field_name), nesting_level + 1)
+                )
             return _extension_of(
                 _RECORD, [value_type.__module__, value_type.__qualname__, field_values]
             )
@@ -346,4 +347,6 @@ def _build_extension(extension_code: int, encoded_content: memoryview) -> Any:
     if build_value is None:
         raise ValueError(f"item kind {extension_code} is unknown")
     content = msgspec.msgpack.decode(encoded_content, ext_hook=_build_extension)
-    return build_value(*content) if isinstance(content, list) else build_value(content)
+    if isinstance(content, list):
+        return build_value(*content)
+    return build_value(content)

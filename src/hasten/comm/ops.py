@@ -168,7 +168,9 @@ def _sizes_of_ranks(tree: Tree, group_comm: Comm, dim: int) -> list[list[int]]:
 
 
 def _size_along(tensor: Tensor, dim: int) -> int:
-    return int(tensor.shape[dim]) if -tensor.ndim <= dim < tensor.ndim else 1
+    if -tensor.ndim <= dim < tensor.ndim:
+        return int(tensor.shape[dim])
+    return 1
 
 
 def _describe_input(

@@ -195,7 +195,9 @@ class ProcessGroupComm:
             )
         if tensor.dtype == torch.bool:
             reduced_counts = self.all_reduce(tensor.to(torch.int64), kind)
-            return reduced_counts.bool() if kind in ("min", "max") else reduced_counts
+            if kind in ("min", "max"):
+                return reduced_counts.bool()
+            return reduced_counts
         if tensor.dtype in _NARROW:  # gloo cannot reduce these
             return self.all_reduce(tensor.to(torch.int64), kind).to(
                 torch.float32 if kind == "mean" else tensor.dtype
@@ -236,7 +238,7 @@ class ProcessGroupComm:
         self.collectives.note("scatter", like)
         raw_bytes = torch.empty_like(self._raw_bytes(like))
         if self.rank == src and parts is not None:
-            sent_bytes = [self._raw_bytes(shard) for shard in parts]
+            sent_bytes = list(map(self._raw_bytes, parts))
         else:
             sent_bytes = None
         dist.scatter(raw_bytes, sent_bytes, src=sender, group=self.group)
@@ -286,11 +288,14 @@ class ProcessGroupComm:
                     list(self.ranks), backend="gloo", timeout=time_limit
                 )
         starts_and_tensors = ((dist.isend, sends), (dist.irecv, receives))
-        pending_works = [
-            start_transfer(tensor, self._global_rank(position), group=self._host_group)
-            for start_transfer, tensors_by_position in starts_and_tensors
-            for position, tensor in tensors_by_position
-        ]
+        pending_works = []
+        for start_transfer, tensors_by_position in starts_and_tensors:
+            for position, tensor in tensors_by_position:
+                pending_works.append(
+                    start_transfer(
+                        tensor, self._global_rank(position), group=self._host_group
+                    )
+                )
         for work in pending_works:
             if work is not None:
                 work.wait()

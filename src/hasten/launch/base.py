@@ -394,19 +394,15 @@ def _count_visible(env: Mapping[str, str], num_present: int) -> int:
     """Return the number of the `present` devices that the environment variables leave visible."""
     for variable_name in _VISIBLE_DEVICES:
         if variable_name in env:
-            device_ids = [
-                device_id
-                for device_id in env[variable_name].split(",")
-                if device_id.strip()
-            ]
-            num_visible = next(
-                (
-                    index
-                    for index, device_id in enumerate(device_ids)
-                    if device_id.strip() == "-1"
-                ),
-                len(device_ids),
-            )
+            device_ids = []
+            for device_id in env[variable_name].split(","):
+                if device_id.strip():
+                    device_ids.append(device_id)
+            num_visible = len(device_ids)
+            for index, device_id in enumerate(device_ids):
+                if device_id.strip() == "-1":
+                    num_visible = index
+                    break
             return min(num_visible, num_present)
     return num_present
 

@@ -86,9 +86,10 @@ def gather_reports(
     _wait_for_all(
         store, num_machines, timeout_s=timeout_s, report_waiting=report_waiting
     )
-    return [
-        Report.decode(store.get(f"report/{index}")) for index in range(num_machines)
-    ]
+    reports = []
+    for index in range(num_machines):
+        reports.append(Report.decode(store.get(f"report/{index}")))
+    return reports
 
 
 def _wait_for_all(
@@ -108,11 +109,10 @@ def _wait_for_all(
             return
         elapsed_s = time.monotonic() - start_s
         if elapsed_s > min(timeout_s, next_word):
-            missing_machines = [
-                f"machine {machine_index}"
-                for machine_index, report_key in enumerate(report_keys)
-                if not store.check([report_key])
-            ]
+            missing_machines = []
+            for machine_index, report_key in enumerate(report_keys):
+                if not store.check([report_key]):
+                    missing_machines.append(f"machine {machine_index}")
             missing_text = f"{', '.join(missing_machines)} of {num_machines}"
             if elapsed_s > timeout_s:
                 raise LaunchError(
@@ -222,10 +222,9 @@ def rank_table(reports: Sequence[Report]) -> str:
             (str(index), ranks_text, report.host, report.address, report.device)
         )
         first_rank = last_rank + 1
-    column_widths = [
-        max(len(table_row[column]) for table_row in table_rows)
-        for column in range(len(table_rows[0]))
-    ]
+    column_widths = []
+    for column in range(len(table_rows[0])):
+        column_widths.append(max(len(table_row[column]) for table_row in table_rows))
     return "\n".join(
         "  ".join(
             cell.ljust(width)
@@ -292,7 +291,10 @@ def make_report(
 ) -> Report:
     """Return this machine's report; without the digests on a single machine, which has nothing to compare with."""
     num_processes = sum(proc.count for proc in plan.procs)
-    device_text = f"cpu ({host.cores} cores)" if config.cpu else host.device_words
+    if config.cpu:
+        device_text = f"cpu ({host.cores} cores)"
+    else:
+        device_text = host.device_words
     if is_alone or plan.target is None:
         return Report(
             host=host.name, address="", num_processes=num_processes, device=device_text
@@ -398,14 +400,12 @@ def _local_imports(source: bytes, folder: Path) -> list[Path]:
     imported_files: list[Path] = []
     for module_name in module_names:
         module_path = folder.joinpath(*module_name.split("."))
-        imported_files += [
-            source_file
-            for source_file in (
-                module_path.with_suffix(".py"),
-                module_path / "__init__.py",
-            )
-            if source_file.is_file()
-        ]
+        for source_file in (
+            module_path.with_suffix(".py"),
+            module_path / "__init__.py",
+        ):
+            if source_file.is_file():
+                imported_files.append(source_file)
     return imported_files
 
 

@@ -183,7 +183,10 @@ def read_failure(
     rank: int, host: str, code: int, pid: int, *, error_file: str, time: float
 ) -> Failure:
     """Return the failure of a rank, including the error that the rank recorded, if any."""
-    recorded_error = _read_error_record(Path(error_file)) if error_file else {}
+    if error_file:
+        recorded_error = _read_error_record(Path(error_file))
+    else:
+        recorded_error = {}
     # the rank had already failed when the launcher stopped it
     if recorded_error and code == -signal.SIGTERM:
         code = 1
@@ -258,9 +261,8 @@ def render_failure(
             f"{' and '.join(lost_machines)} no longer responds: probably the first failure, check it",
             *report_lines,
         ]
-    report_lines += [
-        f"  {summary_line}" for summary_line in _summary_lines(later_failures)
-    ]
+    for summary_line in _summary_lines(later_failures):
+        report_lines.append(f"  {summary_line}")
     if hint := hint_for(first_cause, python):
         report_lines.append(f"hint: {hint}")
     for later_failure in later_failures:

@@ -44,7 +44,10 @@ class SignalGuard:
         self._groups = groups
         self._grace_s = grace_s
         self._lets_save = saving_grace_s is not None
-        self._saving_grace_s = grace_s if saving_grace_s is None else saving_grace_s
+        if saving_grace_s is None:
+            self._saving_grace_s = grace_s
+        else:
+            self._saving_grace_s = saving_grace_s
         self._last_words = last_words
         self._first_signal: tuple[int, float] | None = None
         self._ended = threading.Event()
@@ -115,7 +118,10 @@ class SignalGuard:
                     self._end(number, "a second signal")
             if self._first_signal is not None:
                 number, first_signal_s = self._first_signal
-                grace_s = self._saving_grace_s if number in SAVING else self._grace_s
+                if number in SAVING:
+                    grace_s = self._saving_grace_s
+                else:
+                    grace_s = self._grace_s
                 grace_s = grace_s if list(self._groups()) else 2.0
                 if time.monotonic() - first_signal_s > grace_s:
                     self._end(number, f"no process ended within {grace_s:g} s")

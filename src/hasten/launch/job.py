@@ -75,7 +75,10 @@ class Job:
 
     def run(self) -> int:
         """Run the job to completion and return its exit code."""
-        run_target = self.launch_target.run if self.launch_target is not None else None
+        if self.launch_target is not None:
+            run_target = self.launch_target.run
+        else:
+            run_target = None
         return (run_target or execute)(self.plan, self.request.config, self.host)
 
 
@@ -96,9 +99,8 @@ def prepare(
             f"config_file={config_file!r} contains a NUL character, and no file system accepts one; remove it."
         )
     host = host or look_at_host()
-    variables = {
-        name: value for name, value in host.env.items() if name != handoff.VARIABLE
-    }
+    variables = dict(host.env)
+    variables.pop(handoff.VARIABLE, None)
     resolved = effective_settings(variables, config_file, settings)
     absent.check(resolved.entries)
     launch_settings = resolved.config.launch
@@ -159,9 +161,7 @@ def _check_script(target: Target) -> None:
         return
     script_folder = Path(target.name).parent
     if script_folder.is_dir():
-        script_names = [
-            str(script_folder / script.name) for script in script_folder.glob("*.py")
-        ]
+        script_names = list(map(str, script_folder.glob("*.py")))
     else:
         script_names = []
     similar_names = get_close_matches(target.name, script_names, n=1)

@@ -42,9 +42,9 @@ def read_links(path: Path | str) -> Links:
         ) from error
     field_names = {link_field.name for link_field in fields(Links)}
     if isinstance(content, dict):
-        link_speeds = [
-            content.get(field_name) for field_name in ("node_gb_s", "network_gb_s")
-        ]
+        link_speeds = []
+        for field_name in ("node_gb_s", "network_gb_s"):
+            link_speeds.append(content.get(field_name))
     else:
         link_speeds = []
     has_valid_speeds = all(

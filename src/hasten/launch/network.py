@@ -38,9 +38,10 @@ def owns_address(address: str) -> bool:
         address_infos = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except socket.gaierror:
         return False
-    return any(
-        _can_bind(family, sockaddr) for family, _, _, _, sockaddr in address_infos
-    )
+    for family, _, _, _, sockaddr in address_infos:
+        if _can_bind(family, sockaddr):
+            return True
+    return False
 
 
 def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:

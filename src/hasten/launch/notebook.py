@@ -133,7 +133,9 @@ def notebook_launcher(
             raise LaunchError(_failure_words(job_folder / _VERDICT, exit_code))
         result_path = job_folder / RESULT
         # Written by the process that this call started, into a folder that only this user can open.
-        return pickle.loads(result_path.read_bytes()) if result_path.exists() else None
+        if result_path.exists():
+            return pickle.loads(result_path.read_bytes())
+        return None
 
 
 def debug_launcher(
@@ -144,11 +146,11 @@ def debug_launcher(
 
 
 def _launch_flags(**settings: object) -> list[str]:
-    return [
-        f"--{flag_name}={flag_value}"
-        for flag_name, flag_value in settings.items()
-        if flag_value is not None
-    ]
+    launch_flags = []
+    for flag_name, flag_value in settings.items():
+        if flag_value is not None:
+            launch_flags.append(f"--{flag_name}={flag_value}")
+    return launch_flags
 
 
 def _format_options(conf: Mapping[str, Any] | str | None) -> str | None:
@@ -182,16 +184,13 @@ def _source_of(function: Callable[..., Any]) -> str:
 
 def _cell_sources() -> dict[str, list[str]]:
     """Return the source of the notebook's cells, which exist in no file, so that remote tracebacks can show it."""
-    cached_entries = [
-        (file_name, cached_entry)
-        for file_name, cached_entry in linecache.cache.items()
-        if len(cached_entry) == 4 and cached_entry[1] is None
-    ]
-    return {
-        file_name: cached_entry[2]
-        for file_name, cached_entry in cached_entries
-        if not Path(file_name).exists()
-    }
+    source_lines = {}
+    for file_name, cached_entry in linecache.cache.items():
+        if len(cached_entry) != 4 or cached_entry[1] is not None:
+            continue
+        if not Path(file_name).exists():
+            source_lines[file_name] = cached_entry[2]
+    return source_lines
 
 
 def _run_launcher(command: Sequence[str], verdict_file: Path) -> int:
@@ -243,11 +242,10 @@ def _failure_words(verdict_file: Path, code: int) -> str:
     if not verdict_file.exists():
         return f"the processes ended with exit code {code} without reporting an error; see the output above."
     reason_text = verdict_file.read_text()
-    renamed_settings = [
-        f"{setting_name} is {argument_name}"
-        for setting_name, argument_name in _ARGUMENT_NAMES
-        if setting_name in reason_text
-    ]
+    renamed_settings = []
+    for setting_name, argument_name in _ARGUMENT_NAMES:
+        if setting_name in reason_text:
+            renamed_settings.append(f"{setting_name} is {argument_name}")
     if renamed_settings:
         return f"{reason_text} (In a notebook {', '.join(renamed_settings)}.)"
     return reason_text

@@ -37,7 +37,10 @@ def decide_shape(request: LaunchRequest, host: Host) -> JobShape:
         request, host, allocation, max_machines, elastic=min_machines != max_machines
     )
     notes.append(reason)
-    worker_variables = {CONFIG: request.handoff} if request.handoff else {}
+    if request.handoff:
+        worker_variables = {CONFIG: request.handoff}
+    else:
+        worker_variables = {}
     if launch_settings.gpu_ids != "all" and not use_cpu:
         worker_variables["CUDA_VISIBLE_DEVICES"] = ",".join(
             map(str, launch_settings.gpu_ids)
@@ -67,7 +70,10 @@ def remote_shape(
     num_threads, thread_note = _thread_count(
         request.config.launch, host, per_machine or 1
     )
-    worker_variables = {CONFIG: request.handoff} if request.handoff else {}
+    if request.handoff:
+        worker_variables = {CONFIG: request.handoff}
+    else:
+        worker_variables = {}
     if num_threads is not None:
         worker_variables["OMP_NUM_THREADS"] = str(num_threads)
     return JobShape(
@@ -160,11 +166,10 @@ def _check_devices(request: LaunchRequest, host: Host) -> None:
             f"Check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or remove gpu_ids."
         )
     if launch_settings.gpu_ids != "all" and "CUDA_VISIBLE_DEVICES" not in host.env:
-        absent_ids = [
-            device_id
-            for device_id in launch_settings.gpu_ids
-            if not 0 <= device_id < host.num_devices
-        ]
+        absent_ids = []
+        for device_id in launch_settings.gpu_ids:
+            if not 0 <= device_id < host.num_devices:
+                absent_ids.append(device_id)
         if absent_ids:
             raise ConfigError(
                 f"gpu_ids={_gpu_ids_text(launch_settings)} names {absent_ids}, but {host.name} has {host.num_devices} devices, counted from 0; "

@@ -172,11 +172,10 @@ def check_tee(tee_text: str | None, num_processes: int) -> None:
             f"tee={tee_text!r} is neither 0, 1, 2 or 3 (none, stdout, stderr, both) nor a list of rank:n such as 0:3,1:2, so it is "
             f"unclear what to print; correct it."
         )
-    absent_ranks = [
-        rank_mode
-        for rank_mode in tee_text.split(",")
-        if ":" in rank_mode and int(rank_mode.partition(":")[0]) >= num_processes
-    ]
+    absent_ranks = []
+    for rank_mode in tee_text.split(","):
+        if ":" in rank_mode and int(rank_mode.partition(":")[0]) >= num_processes:
+            absent_ranks.append(rank_mode)
     if absent_ranks:
         raise ConfigError(
             f"tee={tee_text!r} names local rank {absent_ranks[0].partition(':')[0]}, but this machine starts {num_processes} process(es), "

@@ -46,7 +46,9 @@ class AutocastForward(forwarding.Forward):
         if self.keep_outputs:
             return outputs
         if type(outputs) is Tensor:  # the common case, on the hot path
-            return outputs.float() if outputs.dtype in _HALF_DTYPES else outputs
+            if outputs.dtype in _HALF_DTYPES:
+                return outputs.float()
+            return outputs
         return to_fp32(outputs)
 
     def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -153,11 +155,10 @@ class AutocastPrecision:
 
 def refuse_half_weights(model: nn.Module) -> None:
     """Raise if the model trains float16 weights, whose updates a loss scaler cannot protect."""
-    half_parameters = [
-        parameter_name
-        for parameter_name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.dtype == torch.float16
-    ]
+    half_parameters = []
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            half_parameters.append(parameter_name)
     if half_parameters:
         if len(half_parameters) == 1:
             remaining = ""

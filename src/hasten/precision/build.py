@@ -74,22 +74,21 @@ def build_precision(
 def supported_half_precisions(device: torch.device) -> list[str]:
     """Return the half precisions that `device` supports natively, by the name of their setting."""
     setting_names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    return [
-        setting_names[dtype]
-        for dtype in kind_of(device).autocast
-        if dtype in setting_names and _can_compute_in(dtype, device)
-    ]
+    half_precisions = []
+    for dtype in kind_of(device).autocast:
+        if dtype in setting_names and _can_compute_in(dtype, device):
+            half_precisions.append(setting_names[dtype])
+    return half_precisions
 
 
 def check_autocast(spec: str, dtype: torch.dtype, device: torch.device) -> None:
     """Raise if `device` cannot compute in `dtype`."""
     if dtype in kind_of(device).autocast and _can_compute_in(dtype, device):
         return
-    supported_settings = [
-        repr(setting)
-        for setting in [*supported_half_precisions(device), "no"]
-        if setting != spec
-    ]
+    supported_settings = []
+    for setting in [*supported_half_precisions(device), "no"]:
+        if setting != spec:
+            supported_settings.append(repr(setting))
     raise PrecisionError(
         f"mixed_precision={spec!r} cannot run on {device}: it has no {dtype} arithmetic, and emulating it would be "
         f"slower than float32. Use mixed_precision={' or '.join(supported_settings)} on this device."

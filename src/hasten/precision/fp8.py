@@ -127,7 +127,10 @@ def check_device(device: torch.device, backend: Literal["ao", "te"]) -> None:
         name = (
             f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
         )
-        able = "'bf16', 'fp16' and 'no'" if major >= 8 else "'fp16' and 'no'"
+        if major >= 8:
+            able = "'bf16', 'fp16' and 'no'"
+        else:
+            able = "'fp16' and 'no'"
         raise PrecisionError(
             f"mixed_precision='fp8' needs compute capability 8.9 or newer; {name} has no fp8 arithmetic. "
             f"Use one of {able} on this device."

@@ -45,7 +45,10 @@ class LossScaler(torch.amp.GradScaler):
         self._comm = comm if comm is not None and comm.size > 1 else None
         self._overflowed = False
         self._good_steps = 0
-        self._known_scale = float(kwargs.init_scale) if kwargs.enabled else 1.0
+        if kwargs.enabled:
+            self._known_scale = float(kwargs.init_scale)
+        else:
+            self._known_scale = 1.0
         self._stored_steps = 0
         self._max_skipped = kwargs.max_skipped_steps
         self._skipped_updates = 0
@@ -85,11 +88,11 @@ class LossScaler(torch.amp.GradScaler):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in super().__getstate__().items()
-            if name != "in_flight"
-        }
+        scaler_state = {}
+        for name, value in super().__getstate__().items():
+            if name != "in_flight":
+                scaler_state[name] = value
+        return scaler_state
 
     def get_scale(self) -> float:
         """Return the scale as the latest step has left it; waits for the device."""

@@ -142,9 +142,11 @@ def _add_bytes(bytes_by_axis: Traffic, axis: str, num_bytes: float) -> None:
 
 
 def _without_zeros(bytes_by_axis: Traffic) -> Traffic:
-    return {
-        str(axis): num_bytes for axis, num_bytes in bytes_by_axis.items() if num_bytes
-    }
+    nonzero_bytes = {}
+    for axis, num_bytes in bytes_by_axis.items():
+        if num_bytes:
+            nonzero_bytes[str(axis)] = num_bytes
+    return nonzero_bytes
 
 
 def format_traffic(bytes_by_axis: Traffic) -> str:

@@ -206,10 +206,9 @@ def find_accelerator(
 
     Raises: ConfigError that lists the known names.
     """
-    by_plain = {
-        _plain_name(accelerator_name): entry
-        for accelerator_name, entry in accelerators.items()
-    }
+    by_plain = {}
+    for accelerator_name, entry in accelerators.items():
+        by_plain[_plain_name(accelerator_name)] = entry
     by_plain |= {
         _plain_name(alias): accelerators[accelerator_name]
         for alias, accelerator_name in _ALIASES.items()
@@ -220,11 +219,10 @@ def find_accelerator(
     name_words = re.findall("[a-z0-9]+", name.lower())
     if "40gb" in name_words and "a100" in name_words and "a100-40gb" in accelerators:
         return accelerators["a100-40gb"]
-    joined_words = [
-        "".join(name_words[start:end])
-        for start in range(len(name_words))
-        for end in range(start + 1, len(name_words) + 1)
-    ]
+    joined_words = []
+    for start in range(len(name_words)):
+        for end in range(start + 1, len(name_words) + 1):
+            joined_words.append("".join(name_words[start:end]))
     if contained_names := [
         accelerator_name
         for accelerator_name in by_plain

@@ -113,19 +113,18 @@ class HostPool:
                 0, dtype=torch.uint8
             ).set_(storage)
         start_bytes = int(tensor.storage_offset()) * tensor.element_size()
-        return (adopted_slab, start_bytes) if start_bytes % ALIGN_BYTES == 0 else None
+        if start_bytes % ALIGN_BYTES == 0:
+            return (adopted_slab, start_bytes)
+        return None
 
     def cut(self, num_bytes: int) -> tuple[Tensor, int, Tensor]:
         """Allocate bytes for one tensor; returns the slab, the offset in it and the bytes."""
         if self._slab is None or self._used + num_bytes > self._slab.numel():
-            slab_index = next(
-                (
-                    index
-                    for index, slab in enumerate(self._free_slabs)
-                    if slab.numel() >= num_bytes
-                ),
-                None,
-            )
+            slab_index = None
+            for index, slab in enumerate(self._free_slabs):
+                if slab.numel() >= num_bytes:
+                    slab_index = index
+                    break
             slab_bytes = max(_power_of_two(num_bytes), min(self._size, SLAB_BYTES))
             if slab_index is not None:
                 self._slab = self._free_slabs.pop(slab_index)

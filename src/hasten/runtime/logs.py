@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from hasten.errors import CommError, TopologyError
@@ -54,9 +54,11 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         rank, world_size = _rank_and_size()
         if not main_only and world_size > 1:
             msg = f"[RANK {rank}] {msg}"
-        logging_ranks = (
-            range(world_size) if in_order else (rank if not main_only else 0,)
-        )
+        logging_ranks: Sequence[int] = (rank,)
+        if in_order:
+            logging_ranks = range(world_size)
+        elif main_only:
+            logging_ranks = (0,)
         for logging_rank in logging_ranks:
             if logging_rank == rank and is_enabled:
                 self.logger.log(level, msg, *args, **kwargs)

@@ -76,7 +76,10 @@ def group_of(ranks: Sequence[int], timeout_s: float | None = None) -> dist.Proce
     """Return the process group of these global ranks. Ranks: its members, in the same order."""
 
     def make() -> dist.ProcessGroup:
-        time_limit = None if timeout_s is None else timedelta(seconds=timeout_s)
+        if timeout_s is None:
+            time_limit = None
+        else:
+            time_limit = timedelta(seconds=timeout_s)
         process_group: dist.ProcessGroup = dist.new_group(
             list(ranks), timeout=time_limit, use_local_synchronization=True
         )
@@ -152,8 +155,8 @@ def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
     spec = replace(spec, dp_shard=spec.size(*SHARD), cp=1)
     return _named_mesh(
         device,
-        tuple(spec.size(axis) for axis in AXES),
-        tuple(str(axis) for axis in AXES),
+        tuple(map(spec.size, AXES)),
+        tuple(map(str, AXES)),
     )
 
 
@@ -179,7 +182,7 @@ class WorldMesh:
         """Return this rank's submesh along `axes`. Ranks: every rank."""
         if self._world_mesh is None:
             self._world_mesh = device_mesh(ctx.mesh, ctx.device)
-        axis_names, world_mesh = tuple(str(axis) for axis in axes), self._world_mesh
+        axis_names, world_mesh = tuple(map(str, axes)), self._world_mesh
         return once_per_world(
             ("part of", world_mesh.device_type, tuple(world_mesh.shape), axis_names),
             lambda: world_mesh[axis_names],

@@ -45,4 +45,6 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     )
     if not ranks:
         return ""
-    return f"rank {run_texts}" if len(ranks) == 1 else f"ranks {run_texts}"
+    if len(ranks) == 1:
+        return f"rank {run_texts}"
+    return f"ranks {run_texts}"

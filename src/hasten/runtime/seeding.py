@@ -160,7 +160,10 @@ class RngState:
         Raises: DeviceError in that case, unless `missing` is "warn".
         """
         torch_device = torch.device(device)
-        saved_type = "cpu" if self.device is None else str(self.device["type"])
+        if self.device is None:
+            saved_type = "cpu"
+        else:
+            saved_type = str(self.device["type"])
         self.check_device(torch_device, missing)
         random.setstate(
             (
@@ -187,7 +190,10 @@ class RngState:
         self, device: torch.device, missing: Literal["error", "warn"] = "error"
     ) -> None:
         """Raise DeviceError, or warn, if the state was captured on another kind of device."""
-        saved_type = "cpu" if self.device is None else str(self.device["type"])
+        if self.device is None:
+            saved_type = "cpu"
+        else:
+            saved_type = str(self.device["type"])
         if saved_type == device.type:
             return
         message = (
@@ -338,11 +344,10 @@ def synchronize_rng_states(
             "generator=..., or leave 'generator' out."
         )
     rng_state = RngState.capture(comm.device)
-    local_states: dict[str, Any] = {
-        rng_type: rng_state.to_tree()[rng_type]
-        for rng_type in ("python", "numpy", "torch", "device")
-        if rng_type in rng_types
-    }
+    local_states: dict[str, Any] = {}
+    for rng_type in ("python", "numpy", "torch", "device"):
+        if rng_type in rng_types:
+            local_states[rng_type] = rng_state.to_tree()[rng_type]
     if "generator" in rng_types and generator is not None:
         local_states["generator"] = generator.get_state()
     source_states: dict[str, Any] = comm.broadcast_object(local_states, src)

@@ -61,14 +61,10 @@ def is_loopback(address: str) -> bool:
 def loopback_interface() -> str | None:
     """Return the name of the loopback interface, for libraries that are configured by interface name."""
     interface_names = {interface_name for _, interface_name in socket.if_nameindex()}
-    return next(
-        (
-            interface_name
-            for interface_name in ("lo", "lo0")
-            if interface_name in interface_names
-        ),
-        None,
-    )
+    for interface_name in ("lo", "lo0"):
+        if interface_name in interface_names:
+            return interface_name
+    return None
 
 
 def _listener(address: str, port: int, alone: bool) -> socket.socket:

@@ -131,7 +131,9 @@ def _queue_copies(
 
 def lanes_for(device: torch.device) -> HostLanes:
     """Return new copy lanes of a device."""
-    return DeviceLanes(device) if kind_of(device).side_streams else HostLanes(device)
+    if kind_of(device).side_streams:
+        return DeviceLanes(device)
+    return HostLanes(device)
 
 
 class HostCopy:

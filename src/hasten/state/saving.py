@@ -314,7 +314,9 @@ class Saving:
             state_tree = owned_by_axes(state_tree, self._is_first)
         else:  # separate disks: each machine writes everything that its ranks hold
             state_tree = self._machine_owners.owned(state_tree, save.ranks, agreement)
-        state_tree = divide_stages(state_tree, self._run_objects.plain_models(), self._ctx)
+        state_tree = divide_stages(
+            state_tree, self._run_objects.plain_models(), self._ctx
+        )
         if self.whole:
             state_tree = gather_slices(state_tree, world, save.is_main)
         return with_own_state(state_tree, self._run_objects, agreement, loop_position)

@@ -50,9 +50,10 @@ def blocks_by_class(
     A run may have several models, so each needs only one of the names; a warning lists the names that a model lacks.
     Raises: ConfigError with the model's classes when no name matches.
     """
-    matching_modules = [
-        module for module in model.modules() if type(module).__name__ in names
-    ]
+    matching_modules = []
+    for module in model.modules():
+        if type(module).__name__ in names:
+            matching_modules.append(module)
     missing_names = ", ".join(
         sorted(set(names) - {type(module).__name__ for module in matching_modules})
     )

@@ -108,7 +108,9 @@ def _reason_against_compiling(blocks: Sequence[nn.Module], device: torch.device)
             return ""
         return "Triton, which generates its kernels, is not installed"
     if device.type == "cpu":
-        return "" if shutil.which("g++") else "there is no g++ on this machine"
+        if shutil.which("g++"):
+            return ""
+        return "there is no g++ on this machine"
     return f"automatic compilation has not been tested on {device.type}"
 
 
@@ -166,9 +168,7 @@ class FirstCalls:
 
     def _report(self) -> None:
         """Log what was compiled. Raises: ConfigError if nothing was."""
-        if not self._num_graphs and not any(
-            _has_compiled_code(module) for module in self._modules
-        ):
+        if not self._num_graphs and not any(map(_has_compiled_code, self._modules)):
             self._explain_nothing()
         elif self._is_main:
             if self._num_graphs == 1:
@@ -261,9 +261,10 @@ def compile_modules(
     automatic: bool = False,
 ) -> None:
     """Compile modules of the model `name` in place; the wait for their first calls is shown on the main process."""
-    num_parameters = sum(
-        parameter.numel() for module in modules for parameter in module.parameters()
-    )
+    num_parameters = 0
+    for module in modules:
+        for parameter in module.parameters():
+            num_parameters += parameter.numel()
     forward_class = _compiled_forward_class(f"{name}_{num_parameters}")
     for module in modules:
         inner = inside_ddp(module)
@@ -276,7 +277,10 @@ def compile_modules(
 
 def inside_ddp(module: nn.Module) -> nn.Module:
     """Return the module in DDP's wrapper, or the module itself."""
-    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    if isinstance(module, DistributedDataParallel):
+        inner = module.module
+    else:
+        inner = module
     assert isinstance(inner, nn.Module), "DDP wraps a module"
     return inner
 
@@ -328,9 +332,10 @@ def compile_rest(model: nn.Module, compile_options: dict[str, Any]) -> list[str]
 
 def _norms_outside_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers outside the repeated blocks that have only vectors as parameters, but for torch's, which are one kernel already."""
-    in_blocks = {
-        id(module) for _, block in repeated_blocks(model) for module in block.modules()
-    }
+    in_blocks = set()
+    for _, block in repeated_blocks(model):
+        for module in block.modules():
+            in_blocks.add(id(module))
     for module_name, module in model.named_modules():
         parameters = list(module.parameters(recurse=False))
         if (

@@ -72,7 +72,7 @@ def _describe_tree(tree: Any) -> Any:
         return {"value": tree}
     tree_class = type(tree)
     if tree_class in (list, tuple):
-        return {tree_class.__name__: [_describe_tree(subtree) for subtree in tree]}
+        return {tree_class.__name__: list(map(_describe_tree, tree))}
     if isinstance(tree, dict):  # transformers' outputs are subclasses of dict
         subtrees = {str(key): _describe_tree(subtree) for key, subtree in tree.items()}
         if tree_class is dict:
@@ -96,9 +96,10 @@ def _rebuild_tree(spec: Any, fetch: Callable[[list[int], str], Tensor]) -> Any:
         case "tuple":
             return tuple(_rebuild_tree(subtree, fetch) for subtree in subtrees)
         case "dict":
-            return {
-                key: _rebuild_tree(subtree, fetch) for key, subtree in subtrees.items()
-            }
+            rebuilt_mapping = {}
+            for key, subtree in subtrees.items():
+                rebuilt_mapping[key] = _rebuild_tree(subtree, fetch)
+            return rebuilt_mapping
     module_name, class_name, fields = subtrees
     return _find_class(module_name, class_name)(
         **{key: _rebuild_tree(subtree, fetch) for key, subtree in fields.items()}

@@ -95,12 +95,11 @@ class Recompute:
                 f"{self._setting} is set, but {type(model).__name__} has no repeated block to recompute. Name the classes of its blocks "
                 "in recompute."
             )
-        nested_ids = {
-            id(module)
-            for block in blocks
-            for module in block.modules()
-            if module is not block
-        }
+        nested_ids = set()
+        for block in blocks:
+            for module in block.modules():
+                if module is not block:
+                    nested_ids.add(id(module))
         return [block for block in blocks if id(block) not in nested_ids]
 
     def undo(self, model: nn.Module) -> nn.Module:

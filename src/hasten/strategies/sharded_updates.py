@@ -60,11 +60,10 @@ def update_own_shards(optimizer: Optimizer) -> None:
     remain DTensors for all other code. Optimizers of other classes run without foreach if they have both kinds;
     optimizers without a DTensor among their parameters are not changed.
     """
-    kinds = {
-        is_dtensor(parameter)
-        for param_group in optimizer.param_groups
-        for parameter in param_group["params"]
-    }
+    kinds = set()
+    for param_group in optimizer.param_groups:
+        for parameter in param_group["params"]:
+            kinds.add(is_dtensor(parameter))
     if True not in kinds:
         return
     if type(optimizer) not in ELEMENTWISE and len(kinds) > 1:
@@ -85,12 +84,11 @@ def update_own_shards(optimizer: Optimizer) -> None:
 
 def _file_momenta(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Move SGD's momentum from the local tensors to their parameters, as DTensors."""
-    owners = {
-        id(parameter._local_tensor): parameter
-        for param_group in optimizer.param_groups
-        for parameter in param_group["params"]
-        if is_dtensor(parameter)
-    }
+    owners = {}
+    for param_group in optimizer.param_groups:
+        for parameter in param_group["params"]:
+            if is_dtensor(parameter):
+                owners[id(parameter._local_tensor)] = parameter
     for local_tensor in [
         local_tensor for local_tensor in optimizer.state if id(local_tensor) in owners
     ]:
@@ -123,7 +121,7 @@ def _all_shards_alike(lists: tuple[list[Any], ...], makes_state: bool) -> bool:
     State that the update itself creates (None before) would not be sharded, unless it is converted afterwards.
     """
     filled_lists = [values for values in lists if values]
-    if len({len(values) for values in filled_lists}) != 1:
+    if len(set(map(len, filled_lists))) != 1:
         return False
     has_shards = False
     for values in zip(*filled_lists, strict=True):

@@ -39,9 +39,10 @@ def source_of(
     `buffers=False` skips the check of meta buffers, which an engine does not need.
     Ranks: every rank. Raises: MismatchError with the difference; PrepareError if rank 0 lacks weights that others have.
     """
-    meta_names = [
-        tensor_name for tensor_name, tensor in named_tensors(model) if tensor.is_meta
-    ]
+    meta_names = []
+    for tensor_name, tensor in named_tensors(model):
+        if tensor.is_meta:
+            meta_names.append(tensor_name)
     if ctx.world.size > 1:
         _compare_models(model, ctx)
         names_by_rank: list[list[str]] = ctx.world.all_gather_object(meta_names)
@@ -75,10 +76,11 @@ def source_of(
 
 
 def _compare_models(model: nn.Module, ctx: ProcessContext) -> None:
-    tensor_lines = [
-        f"{tensor_name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
-        for tensor_name, tensor in named_tensors(model)
-    ]
+    tensor_lines = []
+    for tensor_name, tensor in named_tensors(model):
+        tensor_lines.append(
+            f"{tensor_name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+        )
     digest = hashlib.blake2b(
         "\n".join(tensor_lines).encode(), digest_size=16
     ).hexdigest()

@@ -23,11 +23,11 @@ class Averaged:
 
 def scalar_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters without a dimension to shard along, such as a learned temperature."""
-    return {
-        parameter_name: parameter
-        for parameter_name, parameter in model.named_parameters()
-        if parameter.ndim == 0
-    }
+    scalar_parameters_by_name = {}
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            scalar_parameters_by_name[parameter_name] = parameter
+    return scalar_parameters_by_name
 
 
 def average_gradients(parameters: list[nn.Parameter], comm: Comm) -> None:
@@ -49,7 +49,10 @@ def whole_on_main(model: nn.Module, is_main: bool) -> dict[str, Any]:
     for value in state.values():
         if id(value) not in host_tensors:
             unsharded_tensor = whole_of(value) if is_dtensor(value) else value
-            host_tensors[id(value)] = _on_host(unsharded_tensor) if is_main else None
+            if is_main:
+                host_tensors[id(value)] = _on_host(unsharded_tensor)
+            else:
+                host_tensors[id(value)] = None
     if is_main:
         return {name: host_tensors[id(value)] for name, value in state.items()}
     return {}
@@ -57,4 +60,6 @@ def whole_on_main(model: nn.Module, is_main: bool) -> dict[str, Any]:
 
 # Any: a tensor, or extra state, which is returned unchanged
 def _on_host(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    return value

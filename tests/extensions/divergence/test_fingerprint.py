@@ -80,7 +80,10 @@ def test_places_rows_signs_and_nans_count() -> None:
     two_signs[3, 1] *= -1
     fingerprints = prints.compute_all([x, two_signs, *altered], CPU).tolist()
     assert len(set(fingerprints)) == len(fingerprints)
-    assert prints.compute_all([nan], CPU).tolist() == prints.compute_all([nan.clone()], CPU).tolist()
+    assert (
+        prints.compute_all([nan], CPU).tolist()
+        == prints.compute_all([nan.clone()], CPU).tolist()
+    )
 
 
 def test_a_tensor_has_the_same_fingerprint_at_the_same_place_in_any_memory_format() -> (
@@ -90,10 +93,15 @@ def test_a_tensor_has_the_same_fingerprint_at_the_same_place_in_any_memory_forma
     image = torch.randn(2, 3, 4, 5)
     assert (
         prints.compute_all([image], CPU).tolist()
-        == prints.compute_all([image.to(memory_format=torch.channels_last)], CPU).tolist()
+        == prints.compute_all(
+            [image.to(memory_format=torch.channels_last)], CPU
+        ).tolist()
     )
     assert prints.compute_all([], CPU).tolist() == []
-    assert prints.compute_all([torch.empty(0), torch.empty(0, 3)], CPU).tolist() == [0, 0]
+    assert prints.compute_all([torch.empty(0), torch.empty(0, 3)], CPU).tolist() == [
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 10, 256, 1000, CHUNK + 3])

@@ -355,7 +355,9 @@ def test_unequal_batches_are_named_where_one_rank_trains_and_another_has_ended()
         )
     )
     assert slow is not None
-    assert (slow.missing, slow.wait_end) == ((0,), "perhaps"), "it may come to the barrier"
+    assert (slow.missing, slow.wait_end) == ((0,), "perhaps"), (
+        "it may come to the barrier"
+    )
 
 
 def test_evidence_is_what_ranks_post_now_and_twice() -> None:
@@ -384,7 +386,9 @@ def test_a_state_that_is_not_posted_again_is_dropped() -> None:
     states = {0: state(0, turn=3, quiet_s=5.0), 1: state(1, turn=3, quiet_s=5.0)}
     assert set(evidence.current_states(states, 100.0)) == {0, 1}
     assert set(evidence.current_states(states, 104.0)) == {0, 1}
-    assert set(evidence.current_states(states, 115.0)) == {0}, "this rank's own is always of now"
+    assert set(evidence.current_states(states, 115.0)) == {0}, (
+        "this rank's own is always of now"
+    )
     states[1] = msgspec.structs.replace(states[1], turn=4)
     assert set(evidence.current_states(states, 116.0)) == {0, 1}
 

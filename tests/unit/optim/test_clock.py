@@ -58,7 +58,9 @@ def test_each_epoch_ends_at_a_boundary_and_each_window_is_a_mean(
                 if boundary:
                     factor = clock.correction()
                     assert (
-                        clock.needs_correction == (factor is not None) == (len(losses) != every)
+                        clock.needs_correction
+                        == (factor is not None)
+                        == (len(losses) != every)
                     )
                     assert total * (
                         1 if factor is None else float(factor)

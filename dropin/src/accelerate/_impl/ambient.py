@@ -73,7 +73,7 @@ class EstablishedProcess(Process):
         if (
             count > 1
             and isinstance(inputs, dict)
-            and len({len(sequence) for sequence in inputs.values()}) > 1
+            and len(set(map(len, inputs.values()))) > 1
         ):
             raise ValueError("All values in the dictionary must have the same length")
         yield (
@@ -168,10 +168,9 @@ def forget_process() -> None:
 
 def forget_loader(loader: object) -> None:
     """Take a loader off those being iterated, the innermost where it is there twice."""
-    positions = [
-        index
-        for index, active_loader in enumerate(AMBIENT.loaders)
-        if active_loader is loader
-    ]
+    positions = []
+    for index, active_loader in enumerate(AMBIENT.loaders):
+        if active_loader is loader:
+            positions.append(index)
     if positions:
         del AMBIENT.loaders[positions[-1]]

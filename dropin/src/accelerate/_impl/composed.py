@@ -81,12 +81,14 @@ class Composed(hasten.Accelerator):
         """Take over what was changed in plugins since the last prepare()."""
         # raises AttributeError after a reset of the states
         assert self.distributed_type in DistributedType
-        self._sharding.follow()
-        self._engine.follow()
+        self._sharding.follow_changes()
+        self._engine.follow_changes()
 
     def readers(self) -> Comm:
         """Return the processes that have samples of their own; those of one sequence do, too, where they take turns (`sp_size`)."""
-        return self.ctx.groups(*BATCH) if self._sequences is None else self.ctx.world
+        if self._sequences is None:
+            return self.ctx.groups(*BATCH)
+        return self.ctx.world
 
     def share_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
         raise NotImplementedError
@@ -124,7 +126,9 @@ class Composed(hasten.Accelerator):
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        backend = self.config.fp8.backend if self.fp8_enabled else "no"
+        if not self.fp8_enabled:
+            return FP8BackendType("NO")
+        backend = self.config.fp8.backend
         return FP8BackendType("AO" if backend == "auto" else backend.upper())
 
     has_fp8_handler = cached_property(

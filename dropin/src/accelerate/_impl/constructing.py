@@ -111,7 +111,10 @@ def _master_weights(sorted_arguments: Arguments, parallelism: Any) -> None:
 
 
 def _sort_precision(settings: dict[str, Any], mixed_precision: Any, cpu: bool) -> None:
-    precision = None if mixed_precision is None else str(mixed_precision)
+    if mixed_precision is None:
+        precision = None
+    else:
+        precision = str(mixed_precision)
     if precision is not None and precision not in PrecisionType:
         raise ValueError(
             f"Unknown mixed_precision mode: {precision}. Choose between {PrecisionType.list()}"
@@ -185,7 +188,10 @@ def _sort_accumulation(
 def _sort_sharding(
     sorted_arguments: Arguments, plugin: FullyShardedDataParallelPlugin | None
 ) -> None:
-    plugin = AMBIENT.whole.get("fsdp_plugin") if plugin is None else plugin
+    if plugin is None:
+        plugin = AMBIENT.whole.get("fsdp_plugin")
+    else:
+        plugin = plugin
     if plugin is not None:
         if not isinstance(plugin, FullyShardedDataParallelPlugin):
             raise TypeError(

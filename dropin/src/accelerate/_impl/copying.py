@@ -15,11 +15,10 @@ class Copyable:
     """Attributes that copies share and files do not hold."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        shared = {
-            name: self.__dict__[name]
-            for name in self.belongs_to_run
-            if name in self.__dict__
-        }
+        shared = {}
+        for name in self.belongs_to_run:
+            if name in self.__dict__:
+                shared[name] = self.__dict__[name]
         deep_copy = memo[id(self)] = type(self).__new__(type(self))
         deep_copy.__dict__.update(
             {name: deepcopy(value, memo) for name, value in self.__getstate__().items()}
@@ -29,11 +28,11 @@ class Copyable:
         return deep_copy
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in self.belongs_to_run
-        }
+        copied_state = {}
+        for name, value in self.__dict__.items():
+            if name not in self.belongs_to_run:
+                copied_state[name] = value
+        return copied_state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -62,35 +62,38 @@ class EstablishedPreparer(Preparer):
     ) -> Any:
         """Return the objects prepared, in call order; what is none of the known kinds comes back as it is."""
         self._accelerator.follow_plugins()
-        placements = list(placement) if placement is not None else [None] * len(objects)
+        if placement is not None:
+            placements = list(placement)
+        else:
+            placements = [None] * len(objects)
         if len(placements) != len(objects):
             raise ValueError(message("placement_of_each", len(objects)))
         self._engine_schedules = any(
             isinstance(value, DummyScheduler) for value in objects
         )
-        known_indices = [
-            index for index, value in enumerate(objects) if not _is_unknown(value)
-        ]
-        independent_indices = [
-            index
-            for index in known_indices
-            if self._follows_no_model(objects[index], objects)
-        ]
+        known_indices = []
+        for index, value in enumerate(objects):
+            if not _is_unknown(value):
+                known_indices.append(index)
+        independent_indices = []
+        for index in known_indices:
+            if self._follows_no_model(objects[index], objects):
+                independent_indices.append(index)
         known_indices = [
             index for index in known_indices if index not in independent_indices
         ]
-        puts_on_device = [
-            bool(
-                self._accelerator.device_placement
-                if placement_of_object is None
-                else placement_of_object
+        puts_on_device = []
+        for placement_of_object in placements:
+            puts_on_device.append(
+                bool(
+                    self._accelerator.device_placement
+                    if placement_of_object is None
+                    else placement_of_object
+                )
             )
-            for placement_of_object in placements
-        ]
         result = list(objects)
-        for (
-            index
-        ) in independent_indices:  # before schedulers, which look for their optimizers
+        # before schedulers, which look for their optimizers
+        for index in independent_indices:
             result[index] = self._prepare_optimizer(objects[index])
         prepared = super().prepare(
             tuple(objects[i] for i in known_indices),
@@ -110,16 +113,14 @@ class EstablishedPreparer(Preparer):
         self, shard: Callable[[Any], Any], objects: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         """Prepare objects whose models a client's function shards; their optimizers continue with the new parameters."""
-        models = {
-            index: value
-            for index, value in enumerate(objects)
-            if isinstance(value, torch.nn.Module)
-        }
-        optimizers = {
-            index: value
-            for index, value in enumerate(objects)
-            if isinstance(value, Optimizer)
-        }
+        models = {}
+        for index, value in enumerate(objects):
+            if isinstance(value, torch.nn.Module):
+                models[index] = value
+        optimizers = {}
+        for index, value in enumerate(objects):
+            if isinstance(value, Optimizer):
+                optimizers[index] = value
         result = list(objects)
         for index, model in models.items():
             result[index] = self.with_renewed_optimizers(
@@ -127,11 +128,10 @@ class EstablishedPreparer(Preparer):
             )
         for index, optimizer in optimizers.items():
             result[index] = self._prepare_optimizer(optimizer)
-        other_indices = [
-            index
-            for index in range(len(objects))
-            if index not in models and index not in optimizers
-        ]
+        other_indices = []
+        for index in range(len(objects)):
+            if index not in models and index not in optimizers:
+                other_indices.append(index)
         prepared = self.prepare(tuple(objects[index] for index in other_indices))
         for index, value in zip(other_indices, prepared, strict=True):
             result[index] = value
@@ -144,17 +144,16 @@ class EstablishedPreparer(Preparer):
         optimizers: Sequence[Optimizer],
     ) -> Any:
         """Return the model that a client's function makes of `model`; optimizers continue with the new parameters."""
-        whole_parameters = {
-            plain_name(name): parameter for name, parameter in model.named_parameters()
-        }
+        whole_parameters = {}
+        for name, parameter in model.named_parameters():
+            whole_parameters[plain_name(name)] = parameter
         sharded = shard(model)
         setattr(sharded, PREPARED, True)
         if not any(sharded is prepared_model for prepared_model in self.done.models):
             self.done.models.append(sharded)
-        parameters = {
-            plain_name(name): parameter
-            for name, parameter in sharded.named_parameters()
-        }
+        parameters = {}
+        for name, parameter in sharded.named_parameters():
+            parameters[plain_name(name)] = parameter
         renewed = {id(old): parameters[name] for name, old in whole_parameters.items()}
         for group in [
             group for optimizer in optimizers for group in optimizer.param_groups
@@ -175,26 +174,24 @@ class EstablishedPreparer(Preparer):
             or isinstance(value, EngineOptimizer | DummyOptim)
         ):
             return False
-        models = [
-            candidate
-            for candidate in (*objects, *self.done.models)
-            if isinstance(candidate, torch.nn.Module)
-        ]
-        model_parameter_ids = {
-            id(parameter) for model in models for parameter in model.parameters()
-        }
-        return any(
-            id(candidate) not in model_parameter_ids
-            for group in value.param_groups
-            for candidate in group["params"]
-        )
+        models = []
+        for candidate in (*objects, *self.done.models):
+            if isinstance(candidate, torch.nn.Module):
+                models.append(candidate)
+        model_parameter_ids = set()
+        for model in models:
+            for parameter in model.parameters():
+                model_parameter_ids.add(id(parameter))
+        for group in value.param_groups:
+            for candidate in group["params"]:
+                if id(candidate) not in model_parameter_ids:
+                    return True
+        return False
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        kind = (
-            DeepSpeedOptimizerWrapper
-            if isinstance(optimizer, EngineOptimizer)
-            else AcceleratedOptimizer
-        )
+        kind = AcceleratedOptimizer
+        if isinstance(optimizer, EngineOptimizer):
+            kind = DeepSpeedOptimizerWrapper
         prepared = kind(
             optimizer,
             scaler=self._precision.scaler,
@@ -206,16 +203,13 @@ class EstablishedPreparer(Preparer):
 
     def _prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         inner = getattr(scheduler, "optimizer", None)
-        owners = [
-            prepared_optimizer
-            for prepared_optimizer in self.done.optimizers
-            if inner in (prepared_optimizer, prepared_optimizer.optimizer)
-        ]
-        kind = (
-            DeepSpeedSchedulerWrapper
-            if self._engine_schedules
-            else AcceleratedScheduler
-        )
+        owners = []
+        for prepared_optimizer in self.done.optimizers:
+            if inner in (prepared_optimizer, prepared_optimizer.optimizer):
+                owners.append(prepared_optimizer)
+        kind = AcceleratedScheduler
+        if self._engine_schedules:
+            kind = DeepSpeedSchedulerWrapper
         config, follows = (
             self._accelerator.dataloader_config,
             self._accelerator.step_scheduler_with_optimizer,
@@ -303,13 +297,18 @@ def step_of(value: Any) -> str | None:
         return "prepare_model"
     if isinstance(value, Optimizer):
         return "prepare_optimizer"
-    return "prepare_scheduler" if isinstance(value, _SCHEDULERS) else None
+    if isinstance(value, _SCHEDULERS):
+        return "prepare_scheduler"
+    return None
 
 
 def _is_unknown(value: Any) -> bool:
     # quirk: STRANGERS_PASS
     try:
-        kind = "nothing" if isinstance(value, type) else bundle.kind_of(value)
+        if isinstance(value, type):
+            kind = "nothing"
+        else:
+            kind = bundle.kind_of(value)
         return kind == "nothing" or (
             kind == "scheduler" and not isinstance(value, _SCHEDULERS)
         )

@@ -58,7 +58,9 @@ def is_namedtuple(data: Any) -> bool:
 
 
 def honor_type(obj: Any, generator: Any) -> Any:
-    return type(obj)(*list(generator)) if is_namedtuple(obj) else type(obj)(generator)
+    if is_namedtuple(obj):
+        return type(obj)(*list(generator))
+    return type(obj)(generator)
 
 
 def recursively_apply(
@@ -90,7 +92,9 @@ def recursively_apply(
         raise TypeError(
             message("unsupported_types", type(data), func.__name__, test_type.__name__)
         )
-    return func(data, *args, **kwargs) if test_type(data) else data
+    if test_type(data):
+        return func(data, *args, **kwargs)
+    return data
 
 
 def send_to_device(
@@ -98,8 +102,9 @@ def send_to_device(
 ) -> Any:
     if isinstance(tensor, torch.nn.Module):
         return tensor.to(device, non_blocking=non_blocking)
-    keys = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
-    return trees.to_device(tensor, device, non_blocking, keys)
+    if isinstance(skip_keys, str):
+        skip_keys = [skip_keys]
+    return trees.to_device(tensor, device, non_blocking, skip_keys or ())
 
 
 def get_shape(data: Any) -> Any:
@@ -147,7 +152,9 @@ def listify(data: Any) -> Any:
 
 def find_device(data: Any) -> torch.device | None:
     tensors_in_data = trees.tensors(data)
-    return tensors_in_data[0].device if tensors_in_data else None
+    if tensors_in_data:
+        return tensors_in_data[0].device
+    return None
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:

@@ -51,11 +51,10 @@ class GeneralTracker:
     def __init__(self, _blank: bool = False) -> None:
         if _blank:
             return
-        missing = [
-            name
-            for name in ("name", "requires_logging_directory", "tracker")
-            if name not in dir(self)
-        ]
+        missing = []
+        for name in ("name", "requires_logging_directory", "tracker"):
+            if name not in dir(self):
+                missing.append(name)
         if missing:
             raise NotImplementedError(
                 message(
@@ -184,10 +183,9 @@ class TensorBoardTracker(_Package):
         """Record the run's settings for the HPARAMS tab and as hparams.yml, in a folder named by the time."""
         config = plain_config(values)
         moment, plain = str(time.time()), (int, float, str, type(None))
-        shown = {
-            name: setting if isinstance(setting, plain) else json.dumps(setting)
-            for name, setting in config.items()
-        }
+        shown = {}
+        for name, setting in config.items():
+            shown[name] = setting if isinstance(setting, plain) else json.dumps(setting)
         self.writer.add_hparams(shown, metric_dict={}, run_name=moment)
         self.writer.flush()
         folder = Path(self.logging_dir) / moment
@@ -205,9 +203,11 @@ class TensorBoardTracker(_Package):
                 (1,),
             )
             value = logged.item() if is_scalar else logged
-            add = next(
-                (method for kind, method in _ADDERS if isinstance(value, kind)), None
-            )
+            add = None
+            for kind, method in _ADDERS:
+                if isinstance(value, kind):
+                    add = method
+                    break
             if add is None:
                 logger.debug(
                     f"{name} is a {type(value).__name__}, which TensorBoard cannot plot: left out"
@@ -257,7 +257,7 @@ class WandBTracker(_Tables):
     ) -> None:
         self.log(
             {
-                key: [self._module.Image(image) for image in images]
+                key: list(map(self._module.Image, images))
                 for key, images in values.items()
             },
             step,
@@ -384,7 +384,10 @@ class MLflowTracker(_Package):
             description,
             variable_or("MLFLOW_TAGS", tags),
         )
-        self.tags = json.loads(tags) if isinstance(tags, str) else tags
+        if isinstance(tags, str):
+            self.tags = json.loads(tags)
+        else:
+            self.tags = tags
         self.nested_run = bool(
             str_to_bool(variable_or("MLFLOW_NESTED_RUN", str(nested_run or False)))
         )
@@ -465,10 +468,9 @@ class ClearMLTracker(_Tables):
         if running := kind.current_task():
             self._initialized_externally = True
             return running
-        names = {
-            name: os.environ.get(f"CLEARML_{name.upper()}", self.run_name)
-            for name in ("project", "task")
-        }
+        names = {}
+        for name in ("project", "task"):
+            names[name] = os.environ.get(f"CLEARML_{name.upper()}", self.run_name)
         return kind.init(
             **{
                 **{f"{name}_name": setting for name, setting in names.items()},
@@ -594,7 +596,10 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
     """Return the trackers asked for that can run here: kinds or instances."""
     if log_with is None:
         return []
-    requested = list(log_with) if isinstance(log_with, list | tuple) else [log_with]
+    if isinstance(log_with, list | tuple):
+        requested = list(log_with)
+    else:
+        requested = [log_with]
     if any(str(kind_or_tracker) == "all" for kind_or_tracker in requested):
         return [
             kind_or_tracker

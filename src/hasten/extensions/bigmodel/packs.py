@@ -202,7 +202,9 @@ def _plan_read(entry: PackedTensor, host_pool: HostPool) -> Copy:
     file_piece = entry.piece
     assert file_piece is not None, "the tensor lies in a file"
     host_slab, start_byte, flat_bytes = host_pool.cut(entry.num_bytes)
-    shaped_tensor = flat_bytes.view(entry.resting_tensor.dtype).view(entry.resting_tensor.shape)
+    shaped_tensor = flat_bytes.view(entry.resting_tensor.dtype).view(
+        entry.resting_tensor.shape
+    )
     if isinstance(entry.resting_tensor, nn.Parameter):
         entry.resting_tensor = _make_parameter(shaped_tensor, entry.resting_tensor)
     else:

@@ -388,7 +388,8 @@ class CapturedStep(Generic[P, R]):
         clock = self._clock
         clock_counts = clock.num_passes, clock.num_updates
         optimizer_counts = [
-            (optimizer, optimizer.update_counts()) for optimizer in self._prepared.optimizers
+            (optimizer, optimizer.update_counts())
+            for optimizer in self._prepared.optimizers
         ]
 
         def restore_counters() -> None:

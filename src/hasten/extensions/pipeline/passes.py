@@ -370,7 +370,11 @@ def _record_shapes(
 ) -> None:
     """Record the shapes of the outputs of a module before the blocks."""
     running_pass = block_chain.running_pass
-    if block_chain.recording and running_pass is not None and not running_pass.entered_stage:
+    if (
+        block_chain.recording
+        and running_pass is not None
+        and not running_pass.entered_stage
+    ):
         shapes_by_call = running_pass.seen_call.units.setdefault(name, [])
         shapes_by_call.append(output_shapes(module_output))
 

@@ -26,7 +26,10 @@ def _find_mpi(request: LaunchRequest, host: Host) -> Host:
     """Return the host with the installed MPI implementation and the hosts in the hostfile."""
     hostfile = request.config.launch.mpirun_hostfile
     try:
-        hostfile_hosts = read_hostfile(Path(hostfile).read_text()) if hostfile else ()
+        if hostfile:
+            hostfile_hosts = read_hostfile(Path(hostfile).read_text())
+        else:
+            hostfile_hosts = ()
     except OSError as error:
         raise ConfigError(
             f"mpirun_hostfile={hostfile!r} cannot be read: {error.strerror}."
@@ -120,11 +123,9 @@ def _mpirun_words(
 ) -> list[str]:
     if mpi.kind == "openmpi":
         host_words = ["--hostfile", hostfile] if hostfile else []
-        variable_words = [
-            word
-            for variable_name, variable_value in sorted(rank_variables.items())
-            for word in ("-x", f"{variable_name}={variable_value}")
-        ]
+        variable_words = []
+        for variable_name, variable_value in sorted(rank_variables.items()):
+            variable_words += ["-x", f"{variable_name}={variable_value}"]
         return [
             "mpirun",
             *host_words,
@@ -137,11 +138,9 @@ def _mpirun_words(
             *variable_words,
         ]
     host_words = ["-f", hostfile] if hostfile else []
-    variable_words = [
-        word
-        for variable_name, variable_value in sorted(rank_variables.items())
-        for word in ("-genv", variable_name, variable_value)
-    ]
+    variable_words = []
+    for variable_name, variable_value in sorted(rank_variables.items()):
+        variable_words += ["-genv", variable_name, variable_value]
     return [
         "mpirun",
         *host_words,

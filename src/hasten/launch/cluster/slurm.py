@@ -121,9 +121,9 @@ def plan_task(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan
 def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return a batch script that runs this command on every machine of a new job, and the command that submits it."""
     launch_settings = request.config.launch
-    extension_targets: list[LaunchTarget] = [
-        offer.load() for offer in extension.offers("launch_targets").values()
-    ]
+    extension_targets: list[LaunchTarget] = []
+    for offer in extension.offers("launch_targets").values():
+        extension_targets.append(offer.load())
     outlives_machines = any(
         target.outlives_machines is not None and target.outlives_machines(request)
         for target in extension_targets
@@ -220,10 +220,10 @@ def _node_range(launch_settings: LaunchConfig) -> str:
 
 
 def _dashed_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        option_name.strip("-").replace("_", "-"): option_value
-        for option_name, option_value in options.items()
-    }
+    dashed_options = {}
+    for option_name, option_value in options.items():
+        dashed_options[option_name.strip("-").replace("_", "-")] = option_value
+    return dashed_options
 
 
 def _directive_lines(options: Mapping[str, Any]) -> list[str]:

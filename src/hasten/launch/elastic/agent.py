@@ -95,11 +95,10 @@ class MachineSupervisor:
 
     def some_ended(self, process_ends: Sequence[End]) -> None:
         """Report ended processes, while others still run, to the ranks of this machine and to the other machines."""
-        exit_codes = {
-            process_end.rank: process_end.code
-            for process_end in process_ends
-            if process_end.code is not None
-        }
+        exit_codes = {}
+        for process_end in process_ends:
+            if process_end.code is not None:
+                exit_codes[process_end.rank] = process_end.code
         if exit_codes == self._ended:
             return
         self._ended = exit_codes
@@ -224,11 +223,12 @@ class _Run:
     def _report_failures(self, failures: Sequence[Failure], peers: Peers | None) -> int:
         host, time_s = socket.gethostname(), time.time()
         process_ends = self.agent.ends() if self.agent is not None else []
-        left_early = [
-            Failure(process_end.rank, host, 0, time_s, process_end.pid)
-            for process_end in process_ends
-            if process_end.code == 0
-        ]
+        left_early = []
+        for process_end in process_ends:
+            if process_end.code == 0:
+                left_early.append(
+                    Failure(process_end.rank, host, 0, time_s, process_end.pid)
+                )
         failures, silent_machines = with_others([*failures, *left_early], peers)
         self.say(
             render_failure(
@@ -274,7 +274,9 @@ class _Run:
 
     def groups(self) -> Collection[int]:
         """Return the process groups that may still be alive."""
-        return self.supervisor.groups if self.supervisor is not None else ()
+        if self.supervisor is not None:
+            return self.supervisor.groups
+        return ()
 
 
 def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
@@ -318,17 +320,18 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
 def _failures_of(result: RunResult) -> list[Failure]:
     """Return the failures of this machine's ranks; torch lists ranks that died before ranks that it stopped."""
     host, time_s = socket.gethostname(), time.time()
-    failures = [
-        read_failure(
-            rank,
-            host,
-            process_failure.exitcode,
-            process_failure.pid,
-            error_file=str(process_failure.error_file or ""),
-            time=time_s,
+    failures = []
+    for rank, process_failure in result.failures.items():
+        failures.append(
+            read_failure(
+                rank,
+                host,
+                process_failure.exitcode,
+                process_failure.pid,
+                error_file=str(process_failure.error_file or ""),
+                time=time_s,
+            )
         )
-        for rank, process_failure in result.failures.items()
-    ]
     return [replace(failures[0], stopped=False), *failures[1:]]
 
 
@@ -348,7 +351,10 @@ def _worker_spec(plan: LaunchPlan, handler: Handler) -> WorkerSpec:
 def _logs_specs(supervision: Supervision, scratch: str) -> DefaultLogsSpecs:
     """Return the log settings: terminal output by default; with log_dir files instead, or both; error files always."""
     writes_files = supervision.log_dir is not None
-    tee_streams = Std.from_str(supervision.tee) if supervision.tee else Std.NONE
+    if supervision.tee:
+        tee_streams = Std.from_str(supervision.tee)
+    else:
+        tee_streams = Std.NONE
     log_folder = Path(supervision.log_dir or scratch)
     log_folder.mkdir(parents=True, exist_ok=True)
     redirects = Std.ALL if writes_files else Std.NONE

@@ -162,11 +162,11 @@ class Peers:
     def _exit_codes(self) -> dict[int, int]:
         """Return the exit codes of the machines that have published one."""
         exit_keys = {machine: _exit_key(machine) for machine in range(len(self.hosts))}
-        return {
-            machine: int(self.store.get(exit_key))
-            for machine, exit_key in exit_keys.items()
-            if self.store.check([exit_key])
-        }
+        exit_codes = {}
+        for machine, exit_key in exit_keys.items():
+            if self.store.check([exit_key]):
+                exit_codes[machine] = int(self.store.get(exit_key))
+        return exit_codes
 
     def publish(self, failures: Sequence[Failure]) -> None:
         """Publish the failures of this machine's ranks."""
@@ -181,33 +181,32 @@ class Peers:
         for machine in range(len(self.hosts)):
             failed_key = self.key("failed", machine)
             if machine != self.index and self.store.check([failed_key]):
-                failures += [
-                    Failure.decode(encoded_failure)
-                    for encoded_failure in json.loads(self.store.get(failed_key))
-                ]
+                for encoded_failure in json.loads(self.store.get(failed_key)):
+                    failures.append(Failure.decode(encoded_failure))
         return failures
 
     def collect(self, timeout_s: float) -> list[Failure]:
         """Return the failures of all other machines, waiting up to `timeout_s` for machines that are still stopping."""
         deadline_s = time.monotonic() + timeout_s
-        failed_keys = [
-            self.key("failed", machine)
-            for machine in range(len(self.hosts))
-            if machine != self.index
-        ]
+        failed_keys = []
+        for machine in range(len(self.hosts)):
+            if machine != self.index:
+                failed_keys.append(self.key("failed", machine))
         while time.monotonic() < deadline_s and not self.store.check(failed_keys):
             time.sleep(0.05)
         return self.published_failures()
 
     def silent(self) -> list[str]:
         """Return the machines that have published neither a failure nor completion."""
-        return [
-            f"machine {machine} ({host})"
-            for machine, host in enumerate(self.hosts)
-            if machine != self.index
-            and not self.store.check([self.key("failed", machine)])
-            and not self.store.check([self.key("done", machine)])
-        ]
+        silent_machines = []
+        for machine, host in enumerate(self.hosts):
+            if (
+                machine != self.index
+                and not self.store.check([self.key("failed", machine)])
+                and not self.store.check([self.key("done", machine)])
+            ):
+                silent_machines.append(f"machine {machine} ({host})")
+        return silent_machines
 
     def all_done(self) -> bool:
         """Return whether every machine's ranks have finished."""

@@ -339,11 +339,10 @@ class FixedRendezvous(RendezvousHandler):
             control_store.get(f"lobby/{index}").decode()
             for index in range(control_store.add("lobby", 0))
         )
-        free_ranks = [
-            index
-            for index in range(num_machines)
-            if not control_store.add(f"taken/{index}", 0)
-        ]
+        free_ranks = []
+        for index in range(num_machines):
+            if not control_store.add(f"taken/{index}", 0):
+                free_ranks.append(index)
         if len(free_ranks) < len(machine_names):
             raise LaunchError(
                 f"{control_store.add('placed', 0) + len(machine_names)} machines arrived, but {num_machines} were expected. Give each a different "

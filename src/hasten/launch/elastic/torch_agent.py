@@ -80,17 +80,16 @@ class TorchAgent(LocalElasticAgent):
     def ends(self) -> list[End]:
         """Return the exit status of ended processes of the last start. Torch stores exit codes nowhere else."""
         process_handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        global_ranks = {
-            worker.local_rank: worker.global_rank
-            for worker in self._worker_group.workers
-        }
-        process_ends = [
-            End(global_ranks[local_rank], handler.proc.pid, handler.proc.poll())
-            for local_rank, handler in process_handlers.items()
-        ]
-        return [
-            process_end for process_end in process_ends if process_end.code is not None
-        ]
+        global_ranks = {}
+        for worker in self._worker_group.workers:
+            global_ranks[worker.local_rank] = worker.global_rank
+        finished_processes = []
+        for local_rank, handler in process_handlers.items():
+            code = handler.proc.poll()
+            if code is not None:
+                process_end = End(global_ranks[local_rank], handler.proc.pid, code)
+                finished_processes.append(process_end)
+        return finished_processes
 
     @property
     def num_started(self) -> int:
@@ -122,7 +121,10 @@ class TorchAgent(LocalElasticAgent):
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SHUTDOWN_S
     ) -> None:
         is_signalled = isinstance(sys.exception(), SignalException)
-        seconds = self._supervisor.stopping(death_sig) if is_signalled else SHUTDOWN_S
+        if is_signalled:
+            seconds = self._supervisor.stopping(death_sig)
+        else:
+            seconds = SHUTDOWN_S
         if self._pcontext is not None:
             # torch<2.12: _shutdown() does not accept a timeout
             self._pcontext.close(death_sig, seconds)

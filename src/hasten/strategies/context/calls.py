@@ -54,14 +54,10 @@ class OpenBlock:
 
     def find_buffer(self, value: object) -> tuple[Tensor, int] | None:
         """Return the whole tensor of a buffer and its sequence dimension; None for other values."""
-        return next(
-            (
-                (whole_tensor, dim)
-                for tensor, whole_tensor, dim in self.buffers
-                if tensor is value
-            ),
-            None,
-        )
+        for tensor, whole_tensor, dim in self.buffers:
+            if tensor is value:
+                return (whole_tensor, dim)
+        return None
 
     def local_shard(self, whole_tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's shard of a tensor."""
@@ -87,11 +83,10 @@ class CallHook:
         self._base: Any = get_base_model() if callable(get_base_model) else inner
         self._signature = inspect.signature(inner.forward)
         self._accepts = inspect.signature(self._base.forward).parameters
-        causal_flags = [
-            module.is_causal
-            for module in inner.modules()
-            if isinstance(getattr(module, "is_causal", None), bool)
-        ]
+        causal_flags = []
+        for module in inner.modules():
+            if isinstance(getattr(module, "is_causal", None), bool):
+                causal_flags.append(module.is_causal)
         self._declares_attention = len(set(causal_flags)) == 1
         self._causal = self._declares_attention and causal_flags[0]
         self._checked = False
@@ -110,14 +105,11 @@ class CallHook:
             self._refuse_outside(model)
             return None
         bound_arguments = self._signature.bind_partial(*args, **kwargs)
-        extra_name = next(
-            (
-                p.name
-                for p in self._signature.parameters.values()
-                if p.kind is p.VAR_KEYWORD
-            ),
-            None,
-        )
+        extra_name = None
+        for p in self._signature.parameters.values():
+            if p.kind is p.VAR_KEYWORD:
+                extra_name = p.name
+                break
         arguments = {
             **bound_arguments.arguments,
             **bound_arguments.arguments.get(extra_name or "", {}),
@@ -191,14 +183,11 @@ class CallHook:
         for argument in arguments.values():
             if not isinstance(argument, Tensor):
                 continue
-            index = next(
-                (
-                    n
-                    for n, (tensor, _, _) in enumerate(open_block.buffers)
-                    if tensor is argument
-                ),
-                None,
-            )
+            index = None
+            for n, (tensor, _, _) in enumerate(open_block.buffers):
+                if tensor is argument:
+                    index = n
+                    break
             if index is None or buffer_flags[index].counts_positions:
                 return True
             has_tokens = has_tokens or argument.dtype in (torch.int64, torch.int32)
@@ -282,13 +271,14 @@ class CallHook:
 
     def _refuse_other_positions(self) -> None:
         """Raise StepError for a model whose positions are not 0, 1, 2, … of each sequence."""
-        padded_embeddings = [
-            module_name
-            for module_name, module in self._base.named_modules()
-            if isinstance(module, nn.Embedding)
-            and module.padding_idx is not None
-            and "position" in module_name
-        ]
+        padded_embeddings = []
+        for module_name, module in self._base.named_modules():
+            if (
+                isinstance(module, nn.Embedding)
+                and module.padding_idx is not None
+                and "position" in module_name
+            ):
+                padded_embeddings.append(module_name)
         if padded_embeddings or hasattr(self._base, "get_rope_index"):
             if padded_embeddings:
                 reason = f"counts positions from {padded_embeddings[0]!r}'s padding_idx"

@@ -107,13 +107,15 @@ def inspect_buffers(
 
     The device has work between the two: waiting here would leave it idle until the first layers are queued.
     """
-    integer_indices = [
-        index
-        for index, (buffer, _) in enumerate(whole_buffers)
-        if not buffer.is_floating_point()
-    ]
+    integer_indices = []
+    for index, (buffer, _) in enumerate(whole_buffers):
+        if not buffer.is_floating_point():
+            integer_indices.append(index)
     device_flags = [_inspect_buffer(*whole_buffers[index]) for index in integer_indices]
-    host_flags = HostCopy(torch.stack(device_flags)) if device_flags else None
+    if device_flags:
+        host_flags = HostCopy(torch.stack(device_flags))
+    else:
+        host_flags = None
 
     def read() -> list[BufferFlags]:
         buffer_flags = [BufferFlags() for _ in whole_buffers]

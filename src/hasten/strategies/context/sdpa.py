@@ -169,13 +169,15 @@ class SequenceAttention:
         ), causal
 
     def _check_lengths(self, queries: int, keys: int) -> None:
-        wrong_length = next(
-            (length for length in (queries, keys) if length not in self.lengths), None
-        )
+        wrong_length = None
+        for length in (queries, keys):
+            if length not in self.lengths:
+                wrong_length = length
+                break
         if wrong_length is not None:
             raise StepError(
                 f"attention inside a context-parallel block was called with a length of {wrong_length}, but the buffers' parts "
-                f"on this rank have {' or '.join(str(n) for n in sorted(self.lengths))} positions; whole sequences would be mixed with "
+                f"on this rank have {' or '.join(map(str, sorted(self.lengths)))} positions; whole sequences would be mixed with "
                 "parts. Add every input of the model with a sequence dimension to the block's buffers, and compute attention over other "
                 "sequences outside the block."
             )

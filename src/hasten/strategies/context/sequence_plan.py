@@ -37,23 +37,25 @@ class SequenceLayout:
         if self.chunks_per_rank == 1:
             return (rank,)
         late_chunk = self.num_chunks - 1 - rank
-        return (late_chunk, rank) if self.late_first else (rank, late_chunk)
+        if self.late_first:
+            return (late_chunk, rank)
+        return (rank, late_chunk)
 
     def order(self) -> tuple[int, ...]:
         """Return the index of each chunk of the sequence in the concatenation of the ranks' shards."""
-        stored_chunks = [
-            chunk for rank in range(self.ranks) for chunk in self.chunks(rank)
-        ]
-        return tuple(stored_chunks.index(chunk) for chunk in range(self.num_chunks))
+        stored_chunks: list[int] = []
+        for rank in range(self.ranks):
+            stored_chunks.extend(self.chunks(rank))
+        return tuple(map(stored_chunks.index, range(self.num_chunks)))
 
     def positions(self, rank: int, length: int) -> list[int]:
         """Return the positions of the sequence on `rank`, in their order there."""
         chunk_size = length // self.num_chunks
-        return [
-            chunk * chunk_size + offset
-            for chunk in self.chunks(rank)
-            for offset in range(chunk_size)
-        ]
+        token_positions = []
+        for chunk in self.chunks(rank):
+            for offset in range(chunk_size):
+                token_positions.append(chunk * chunk_size + offset)
+        return token_positions
 
     def check(self, length: int, description: str) -> None:
         """Check that a sequence of this length divides into equal chunks.

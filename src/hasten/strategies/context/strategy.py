@@ -117,7 +117,7 @@ class ContextParallel:
             return
         buffer_dims = self._check_buffers(list(buffers), list(dims))
         group = sequence_comm.group
-        kept_buffer_ids = {id(tensor) for tensor in keep_sharded}
+        kept_buffer_ids = set(map(id, keep_sharded))
         whole_buffers = [(tensor.data, dim) for tensor, dim in buffer_dims]
         read_flags = inspect_buffers(whole_buffers)
         labels_index = self._index_of_labels(buffer_dims, labels)

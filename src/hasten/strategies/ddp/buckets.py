@@ -22,9 +22,10 @@ def fix_bucket_order(ddp: DistributedDataParallel) -> None:
     ):
         return
     model, training, sync = ddp.module, ddp.training, ddp.require_forward_param_sync
-    parameters = [
-        parameter for parameter in model.parameters() if parameter.requires_grad
-    ]
+    parameters = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameters.append(parameter)
     ddp.module = _ZeroLoss(parameters)
     ddp.require_forward_param_sync = False  # no buffers to synchronise here
     try:

@@ -59,7 +59,9 @@ class Replicated(DistributedDataParallel):
         value = getattr(super().__getattr__("module"), name)
         if not inspect.ismethod(value):
             return value
-        return self._route(value) if name in self.routed else self._guard(name, value)
+        if name in self.routed:
+            return self._route(value)
+        return self._guard(name, value)
 
     # Any: the user's arguments and outputs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,20 +122,18 @@ class Replicated(DistributedDataParallel):
 
     def _unused_message(self, text: str) -> str:
         """Return the message for torch's error about unused parameters, with their names."""
-        parameter_names = [
-            parameter_name
-            for parameter_name, parameter in self.module.named_parameters()
-            if parameter.requires_grad
-        ]
+        parameter_names = []
+        for parameter_name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                parameter_names.append(parameter_name)
         unused_indices = re.search(
             r"did not receive grad for rank \d+:((?: \d+)+)", text
         )
         if unused_indices:
-            unused_names = [
-                parameter_names[int(index)]
-                for index in unused_indices[1].split()
-                if int(index) < len(parameter_names)
-            ]
+            unused_names = []
+            for index in unused_indices[1].split():
+                if int(index) < len(parameter_names):
+                    unused_names.append(parameter_names[int(index)])
         else:
             unused_names = []
         listed_names = (
@@ -244,9 +244,10 @@ class Replicate:
 
     @contextmanager
     def join(self, models: list[nn.Module]) -> Iterator[None]:
-        joinable: list[Joinable] = [
-            model for model in models if isinstance(model, DistributedDataParallel)
-        ]
+        joinable: list[Joinable] = []
+        for model in models:
+            if isinstance(model, DistributedDataParallel):
+                joinable.append(model)
         with Join(joinable) if joinable else nullcontext():
             yield
 
@@ -298,26 +299,24 @@ def _bucket_mb(model: nn.Module) -> int:
 def _ddp_options(ddp_config: DistributedDataParallelKwargs) -> dict[str, Any]:
     """Return the user's settings as keywords of this torch. Raises: ConfigError for a keyword that torch does not know."""
     ddp_parameters = inspect.signature(DistributedDataParallel.__init__).parameters
-    given_options = {
-        option_name: getattr(ddp_config, option_name)
-        for option_name in sorted(given(ddp_config))
-        if option_name not in _HASTEN_OPTIONS
-    }
-    unknown_names = [
-        option_name
-        for option_name in given_options
-        if option_name not in ddp_parameters
-    ]
+    given_options = {}
+    for option_name in sorted(given(ddp_config)):
+        if option_name not in _HASTEN_OPTIONS:
+            given_options[option_name] = getattr(ddp_config, option_name)
+    unknown_names = []
+    for option_name in given_options:
+        if option_name not in ddp_parameters:
+            unknown_names.append(option_name)
     if unknown_names:
         raise ConfigError(
             f"DistributedDataParallelKwargs({unknown_names[0]}=...) is not supported by torch {torch.__version__}, so it would be ignored; "
             "remove it, or install a newer torch."
         )
-    return {
-        option_name: option
-        for option_name, option in given_options.items()
-        if option != ddp_parameters[option_name].default
-    }
+    changed_options = {}
+    for option_name, option in given_options.items():
+        if option != ddp_parameters[option_name].default:
+            changed_options[option_name] = option
+    return changed_options
 
 
 def _add_hook(

@@ -90,9 +90,10 @@ def reason_against_sharding(module: nn.Module) -> str | None:
         return "it has no direct parameters"
     if len(direct_parameters) < len(list(module.parameters())):
         return "modules inside it have parameters too"
-    flat_names = [
-        name for name, parameter in direct_parameters.items() if parameter.ndim < 2
-    ]
+    flat_names = []
+    for name, parameter in direct_parameters.items():
+        if parameter.ndim < 2:
+            flat_names.append(name)
     if flat_names:
         return f"{flat_names[0]!r} has {direct_parameters[flat_names[0]].ndim} dimension(s), and a stack of weights has at least two"
     sizes = {name: parameter.shape[0] for name, parameter in direct_parameters.items()}
@@ -104,14 +105,16 @@ def reason_against_sharding(module: nn.Module) -> str | None:
 
 
 def _wrong_arguments(module: nn.Module) -> str | None:
-    required = [
-        parameter.name
-        for parameter in inspect.signature(module.forward).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind
-        in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    return None if len(required) == 3 else f"its forward takes ({', '.join(required)})"
+    required = []
+    for parameter in inspect.signature(module.forward).parameters.values():
+        if parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_ONLY,
+            parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            required.append(parameter.name)
+    if len(required) == 3:
+        return None
+    return f"its forward takes ({', '.join(required)})"
 
 
 def _check_ties(model: nn.Module, experts_by_module: dict[str, int]) -> None:
@@ -119,11 +122,10 @@ def _check_ties(model: nn.Module, experts_by_module: dict[str, int]) -> None:
     names_by_id: dict[int, str] = {}
     for parameter_name, parameter in model.named_parameters(remove_duplicate=False):
         first_name = names_by_id.setdefault(id(parameter), parameter_name)
-        expert_names = [
-            tied_name
-            for tied_name in (first_name, parameter_name)
-            if tied_name.rpartition(".")[0] in experts_by_module
-        ]
+        expert_names = []
+        for tied_name in (first_name, parameter_name):
+            if tied_name.rpartition(".")[0] in experts_by_module:
+                expert_names.append(tied_name)
         if first_name != parameter_name and expert_names:
             raise ConfigError(
                 f"{first_name!r} and {parameter_name!r} are one tied tensor, and tied experts are not supported in this version. Untie the weights, or "

@@ -95,11 +95,10 @@ class CalledExperts(forwarding.Forward):
         sharded_parameters: dict[str, Any] = dict(
             self.module._parameters
         )  # Any: parameters, and plain tensors in the meantime
-        local_parts = {
-            name: scale_gradient(parameter.to_local(), num_ranks)
-            for name, parameter in sharded_parameters.items()
-            if isinstance(parameter, DTensor)
-        }
+        local_parts = {}
+        for name, parameter in sharded_parameters.items():
+            if isinstance(parameter, DTensor):
+                local_parts[name] = scale_gradient(parameter.to_local(), num_ranks)
         module_parameters: dict[str, Any] = self.module._parameters
         module_parameters.update(local_parts)
         try:
@@ -188,17 +187,23 @@ class DivideExperts:
 
 def expert_groups(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose experts are sharded over ranks."""
-    return [
-        module
-        for module in model.modules()
-        if forwarding.find(module, Dispatched.tag) is not None
-    ]
+    expert_modules = []
+    for module in model.modules():
+        if forwarding.find(module, Dispatched.tag) is not None:
+            expert_modules.append(module)
+    return expert_modules
 
 
 def sharded_dim(stack: Tensor, shards: int) -> int | None:
     """Return the dimension along which ranks with the same experts shard them: rows if divisible, else experts."""
-    shape = stack.to_local().shape if isinstance(stack, DTensor) else stack.shape
-    return next((dim for dim in (1, 0) if shape[dim] % shards == 0), None)
+    if isinstance(stack, DTensor):
+        shape = stack.to_local().shape
+    else:
+        shape = stack.shape
+    for dim in (1, 0):
+        if shape[dim] % shards == 0:
+            return dim
+    return None
 
 
 def _check_shards(name: str, module: nn.Module, num_ranks: int, shards: int) -> None:
@@ -243,11 +248,9 @@ def _describe_experts(
 ) -> str:
     """Return a summary of the sharded experts and of the bytes on each rank."""
     ranks = mesh.ep
-    stacks = [
-        stack
-        for name in experts_by_module
-        for stack in model.get_submodule(name).parameters()
-    ]
+    stacks: list[nn.Parameter] = []
+    for name in experts_by_module:
+        stacks.extend(model.get_submodule(name).parameters())
     total_bytes = sum(stack.numel() * stack.element_size() for stack in stacks)
     numbers = sorted(set(experts_by_module.values()))
     return (

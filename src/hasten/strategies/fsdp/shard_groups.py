@@ -46,11 +46,10 @@ def blocks_to_shard(
             else:
                 # set in transformers' models
                 class_names = tuple(getattr(model, "_no_split_modules", None) or ())
-                blocks = [
-                    module
-                    for module in model.modules()
-                    if type(module).__name__ in class_names
-                ]
+                blocks = []
+                for module in model.modules():
+                    if type(module).__name__ in class_names:
+                        blocks.append(module)
                 blocks = blocks or [block for _, block in repeated_blocks(model)]
             return _deepest_first(model, blocks)
     raise ConfigError(
@@ -69,11 +68,10 @@ def blocks_to_recompute(
 
 def _by_callable(model: nn.Module, policy: Callable[..., object]) -> list[nn.Module]:
     """Return the modules for which `policy(module)` is true."""
-    chosen_modules = [
-        (name, module)
-        for name, module in model.named_modules()
-        if module is not model and policy(module)
-    ]
+    chosen_modules = []
+    for name, module in model.named_modules():
+        if module is not model and policy(module):
+            chosen_modules.append((name, module))
     for name, module in chosen_modules:
         if isinstance(module, CONTAINERS):
             raise ConfigError(
@@ -105,16 +103,14 @@ def _by_size(model: nn.Module, min_params: int) -> list[nn.Module]:
 
 
 def _deepest_first(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Module]:
-    module_ids = {id(module) for module in modules}
-    order = [
-        module
-        for module in model.modules()
-        if id(module) in module_ids and module is not model
-    ]
-    depth = {
-        id(module): module_name.count(".")
-        for module_name, module in model.named_modules()
-    }
+    module_ids = set(map(id, modules))
+    order = []
+    for module in model.modules():
+        if id(module) in module_ids and module is not model:
+            order.append(module)
+    depth = {}
+    for module_name, module in model.named_modules():
+        depth[id(module)] = module_name.count(".")
     return sorted(order, key=lambda module: -depth[id(module)])
 
 
@@ -122,7 +118,7 @@ def owned_parameters(
     model: nn.Module, blocks: Sequence[nn.Module]
 ) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Yield each parameter under each of its names, with the block of its shard group (the model for the rest)."""
-    block_ids = {id(block) for block in blocks}
+    block_ids = set(map(id, blocks))
 
     def visit(
         module: nn.Module, prefix: str, owner: nn.Module
@@ -153,9 +149,11 @@ def keep_ties_together(
                 owners.setdefault(id(parameter), {})[id(owner)] = owner
                 if len(owners[id(parameter)]) > 1:
                     tied_names.setdefault(id(parameter), name)
-        torn_groups = {
-            key for groups in owners.values() if len(groups) > 1 for key in groups
-        }
+        torn_groups = set()
+        for groups in owners.values():
+            if len(groups) > 1:
+                for key in groups:
+                    torn_groups.add(key)
         if not torn_groups:
             return kept_blocks, list(tied_names.values())
         kept_blocks = [block for block in kept_blocks if id(block) not in torn_groups]
@@ -172,19 +170,20 @@ def ignored_parameters(
     if ignored is None:
         return set()
     if isinstance(ignored, str):
-        modules = [
-            module
-            for name, module in model.named_modules()
-            if name and re.fullmatch(ignored, name)
-        ]
+        modules = []
+        for name, module in model.named_modules():
+            if name and re.fullmatch(ignored, name):
+                modules.append(module)
     else:
         modules = list(ignored)
-    inside_ids = {
-        id(parameter) for module in modules for parameter in module.parameters()
-    }
-    inside_parameters = [
-        (name, p) for name, p in model.named_parameters() if id(p) in inside_ids
-    ]
+    inside_ids = set()
+    for module in modules:
+        for parameter in module.parameters():
+            inside_ids.add(id(parameter))
+    inside_parameters = []
+    for name, p in model.named_parameters():
+        if id(p) in inside_ids:
+            inside_parameters.append((name, p))
     trained_names = [name for name, p in inside_parameters if p.requires_grad]
     if trained_names:
         raise ConfigError(

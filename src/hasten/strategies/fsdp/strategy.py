@@ -131,9 +131,9 @@ class ShardModel:
             copy_from_rank_0(model, ctx)
             copy_tensors(packed.tensors(), ctx)
         if source is WeightSource.RANK_0 and ctx.is_main:
-            unsharded_tensors = {
-                tensor_name: tensor.data for tensor_name, tensor in named_tensors(model)
-            }
+            unsharded_tensors = {}
+            for tensor_name, tensor in named_tensors(model):
+                unsharded_tensors[tensor_name] = tensor.data
         else:
             unsharded_tensors = {}
         with frozen_integers() if packed.num_bytes else nullcontext():
@@ -221,11 +221,10 @@ class ShardModel:
         )
         if not automatic or config.cpu_offload or ctx.mesh.size(*LOSS) > 1:
             return False
-        trained_parameters = [
-            p
-            for p in model.parameters()
-            if p.requires_grad and p not in whole_parameters
-        ]
+        trained_parameters = []
+        for p in model.parameters():
+            if p.requires_grad and p not in whole_parameters:
+                trained_parameters.append(p)
         return len({parameter.dtype for parameter in trained_parameters}) <= 1
 
     def _shard(
@@ -246,7 +245,10 @@ class ShardModel:
             "reshard_after_forward": ctx.mesh.size(*SHARD) > 1
             and self._config.reshard_after_forward,
         }
-        expert_options = self._for_experts(ctx, options) if shard_layout.experts else {}
+        if shard_layout.experts:
+            expert_options = self._for_experts(ctx, options)
+        else:
+            expert_options = {}
         for block in shard_layout.blocks:
             fully_shard(
                 block,
@@ -269,10 +271,12 @@ class ShardModel:
     ) -> dict[str, Any]:
         """Return the options for experts, which have copies or shards on fewer ranks."""
         copies, shards, _ = ctx.mesh.expert_sizes
-        names = (Axis.DP_REPLICATE, Axis.DP_SHARD) if copies > 1 else (Axis.DP_SHARD,)
+        axis_names = [Axis.DP_SHARD]
+        if copies > 1:
+            axis_names.insert(0, Axis.DP_REPLICATE)
         return {
             **options,
-            "mesh": self._world_mesh.experts(ctx)[tuple(str(name) for name in names)],
+            "mesh": self._world_mesh.experts(ctx)[tuple(map(str, axis_names))],
             "shard_placement_fn": lambda part: Placed(sharded_dim(part, shards) or 0),
             "reshard_after_forward": shards > 1 and self._config.reshard_after_forward,
         }
@@ -308,12 +312,10 @@ class ShardModel:
         if self._mesh is None:
             self._is_main = ctx.is_main
             self._replicated = ctx.mesh.size(Axis.DP_REPLICATE) > 1
-            names = (
-                (Axis.DP_REPLICATE, Axis.DP_SHARD)
-                if self._replicated
-                else (Axis.DP_SHARD,)
-            )
-            self._mesh = self._world_mesh.along(ctx, *names)
+            axis_names = [Axis.DP_SHARD]
+            if self._replicated:
+                axis_names.insert(0, Axis.DP_REPLICATE)
+            self._mesh = self._world_mesh.along(ctx, *axis_names)
         return self._mesh
 
     def _offload(self, ctx: ProcessContext) -> OffloadPolicy:
@@ -327,16 +329,17 @@ class ShardModel:
             self._config.forward_prefetch_depth,
             self._config.backward_prefetch_depth,
         )
-        sharded_blocks: list[FSDPModule] = [
-            block for block in blocks if isinstance(block, FSDPModule)
-        ]
-        for index, block in enumerate(sharded_blocks):
+        sharded_blocks: list[FSDPModule] = []
+        for block in blocks:
+            if isinstance(block, FSDPModule):
+                sharded_blocks.append(block)
+        for index, sharded_block in enumerate(sharded_blocks):
             if forward_depth:
-                block.set_modules_to_forward_prefetch(
+                sharded_block.set_modules_to_forward_prefetch(
                     sharded_blocks[index + 1 : index + 1 + forward_depth]
                 )
             if backward_depth:
-                block.set_modules_to_backward_prefetch(
+                sharded_block.set_modules_to_backward_prefetch(
                     sharded_blocks[max(0, index - backward_depth) : index][::-1]
                 )
 
@@ -392,21 +395,19 @@ def mixed_precision(
 
 def _note_late_heads(model: nn.Module) -> None:
     """Give heads whose logits are computed late the module that gathers their weight, which is freed when the model returns."""
-    owners = [
-        (module_name, module)
-        for module_name, module in model.named_modules()
-        if isinstance(module, FSDPModule)
-    ]
+    owners = []
+    for module_name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            owners.append((module_name, module))
     for module_name, module in model.named_modules():
         if isinstance(
             head := forwarding.find(module, forwarding.LateHead.tag),
             forwarding.LateHead,
         ):
-            enclosing_modules = [
-                owner
-                for prefix, owner in owners
-                if not prefix or f"{module_name}.".startswith(f"{prefix}.")
-            ]
+            enclosing_modules = []
+            for prefix, owner in owners:
+                if not prefix or f"{module_name}.".startswith(f"{prefix}."):
+                    enclosing_modules.append(owner)
             head.gathered_by = ref(enclosing_modules[-1])
 
 
@@ -424,16 +425,14 @@ def _refuse_unshardable(model: nn.Module, sharded: Mapping[int, nn.Parameter]) -
             f"a {model_name} has no forward, so its parameters would never be gathered. Put its modules into a module with a forward, or "
             "prepare each of them."
         )
-    sharded_names = [
-        module_name
-        for module_name, parameter in model.named_parameters()
-        if sharded.get(id(parameter)) is parameter
-    ]
-    sharded_modules = [
-        module_name
-        for module_name, module in model.named_modules()
-        if isinstance(module, FSDPModule)
-    ]
+    sharded_names = []
+    for module_name, parameter in model.named_parameters():
+        if sharded.get(id(parameter)) is parameter:
+            sharded_names.append(module_name)
+    sharded_modules = []
+    for module_name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            sharded_modules.append(module_name)
     if sharded_names or sharded_modules:
         raise PrepareError(
             f"{(sharded_names or sharded_modules)[0]!r} of {model_name} is also part of a model that is already sharded, but a parameter can only be in one "
@@ -466,13 +465,15 @@ def _describe_sharding(
     fsdp_config: FullyShardedDataParallelPlugin,
     weight_source: WeightSource,
 ) -> str:
-    trained_dtypes = {
-        str(parameter.dtype).removeprefix("torch.")
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    }
+    trained_dtypes = set()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            trained_dtypes.add(str(parameter.dtype).removeprefix("torch."))
     compute_dtype = shard_layout.policy.param_dtype or "the same"
-    place_text = "in host memory" if fsdp_config.cpu_offload else "on the device"
+    if fsdp_config.cpu_offload:
+        place_text = "in host memory"
+    else:
+        place_text = "on the device"
     axis_sizes = dict(
         zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=True)
     )

@@ -52,6 +52,6 @@ class TensorParallelOnly(Alone):
     # Any: tensors and extra state
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
-        if not any(is_dtensor(parameter) for parameter in model.parameters()):
+        if not any(map(is_dtensor, model.parameters())):
             return super().full_state_dict(model)
         return whole_on_main(model, self._is_main)

@@ -40,7 +40,9 @@ class SplitForward(forwarding.Forward):
     def local_parameter(self, name: str) -> Tensor | None:
         """Return this rank's shard of a parameter, differentiable; None if the layer lacks the parameter."""
         parameter: Tensor | None = getattr(self.module, name)
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if isinstance(parameter, DTensor):
+            return parameter.to_local()
+        return parameter
 
     def local_weight(self) -> Tensor:
         """Return this rank's shard of the weight as [outputs, inputs], differentiable."""
@@ -110,7 +112,10 @@ class Rowwise(SplitForward):
                 "'rowwise_split_input' for a layer with a whole input, 'replicate' for one that must not be split."
             )
         self.rank_stream.end()
-        input_part = split_input(tensor, -1, self.group) if self.whole_input else tensor
+        if self.whole_input:
+            input_part = split_input(tensor, -1, self.group)
+        else:
+            input_part = tensor
         output = leave_region(self.multiply_by(input_part, weight, None), self.group)
         return output if bias is None else output + bias.to(output.dtype)
 
@@ -212,11 +217,10 @@ class SummedGradients(forwarding.Forward):
     # Any: the user's arguments and outputs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module_dict = self.module.__dict__
-        names = [
-            name
-            for name, value in self.module.named_parameters(recurse=False)
-            if value.requires_grad
-        ]
+        names = []
+        for name, value in self.module.named_parameters(recurse=False):
+            if value.requires_grad:
+                names.append(name)
         try:
             # an entry of the module's __dict__ takes precedence over the parameter
             for name in names:

@@ -52,7 +52,9 @@ def head_size(holder: nn.Module, width: int) -> int | None:
     if size is not None and width % size == 0:
         return size
     count = first_positive_integer(holder, _COUNTS)
-    return width // count if count is not None and width % count == 0 else None
+    if count is not None and width % count == 0:
+        return width // count
+    return None
 
 
 def refuse_split_heads(
@@ -80,12 +82,14 @@ def _split_attention(
         ):
             projections.setdefault(name.rpartition(".")[0], []).append(name)
     for parent, names in projections.items():
-        widths = [
-            _output_width(model, name)
-            for name in names
-            if QUERY.search(_last_name(name))
-        ]
-        size = head_size(model.get_submodule(parent), widths[0]) if widths else None
+        widths = []
+        for name in names:
+            if QUERY.search(_last_name(name)):
+                widths.append(_output_width(model, name))
+        if widths:
+            size = head_size(model.get_submodule(parent), widths[0])
+        else:
+            size = None
         if size is not None:
             yield size, names
 
@@ -137,12 +141,11 @@ def divide_named(
 ) -> None:
     """Record per-rank values of the attributes in `tp_divide`. Raises: ConfigError for a name that no such module has."""
     found_attributes: set[str] = set()
-    parents = {
-        name.rpartition(".")[0]: None
-        for name, style in layer_split.styles.items()
-        if style.startswith("colwise")
-    }
-    for parent in parents:
+    parents = []
+    for name, style in layer_split.styles.items():
+        if style.startswith("colwise"):
+            parents.append(name.rpartition(".")[0])
+    for parent in dict.fromkeys(parents):
         module = model.get_submodule(parent)
         for name in divide:
             value = getattr(module, name, None)

@@ -86,7 +86,9 @@ def leave_region(tensor: Tensor, process_group: dist.ProcessGroup) -> Tensor:
 
 def gather_output(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return the ranks' shards of `dim` concatenated, for a computation that is equal on every rank. Ranks: the group."""
-    return tensor if group.size() == 1 else _apply_function(_Gather, tensor, dim, group)
+    if group.size() == 1:
+        return tensor
+    return _apply_function(_Gather, tensor, dim, group)
 
 
 def split_input(tensor: Tensor, dim: int, process_group: dist.ProcessGroup) -> Tensor:

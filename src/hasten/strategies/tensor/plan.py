@@ -137,11 +137,10 @@ def _split_by_plan(
     for pattern, style_name in plan.items():
         style = dict(_ALIASES).get(style_name, style_name)
         matches = re.compile(translate(pattern)).match
-        matching_names = [
-            name
-            for name in names
-            if name.startswith(name_prefix) and matches(name[len(name_prefix) :])
-        ]
+        matching_names = []
+        for name in names:
+            if name.startswith(name_prefix) and matches(name[len(name_prefix) :]):
+                matching_names.append(name)
         if carrier is None:
             _check_pattern(model, pattern, style_name, style, matching_names, source)
         for name in [name for name in matching_names if name not in decided_names]:
@@ -192,11 +191,10 @@ def _check_pattern(
             f"{source}: {pattern!r} has the style {style_name!r}, which is unknown; use one of {', '.join(STYLES)}."
         )
     if not matching_names:
-        embedding_names = [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Embedding)
-        ]
+        embedding_names = []
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding):
+                embedding_names.append(name)
         layer_names = ", ".join(
             [*embedding_names, *(name for name, _ in linear_layers(model))]
         )

@@ -114,18 +114,20 @@ def _unsplit_parameters(model: nn.Module, layer_split: LayerSplit) -> set[nn.Par
         split_parameter_ids |= {
             id(layer.get_parameter(leaf)) for leaf in split_dims(layer, style)
         }
-    return {
-        parameter
-        for parameter in model.parameters()
-        if id(parameter) not in split_parameter_ids
-    }
+    unsplit_parameters = set()
+    for parameter in model.parameters():
+        if id(parameter) not in split_parameter_ids:
+            unsplit_parameters.add(parameter)
+    return unsplit_parameters
 
 
 def _allocate_meta_tensors(model: nn.Module, ctx: ProcessContext) -> None:
     """Allocate meta tensors on the ranks that hold no values; the values come from rank 0 afterwards."""
 
     def allocate(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=ctx.device) if tensor.is_meta else tensor
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=ctx.device)
+        return tensor
 
     model._apply(allocate)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
@@ -213,11 +215,10 @@ def _check_ties(model: nn.Module, layer_split: LayerSplit) -> None:
 
 def _head_of(model: nn.Module, layer_split: LayerSplit) -> str:
     """Return the one layer that gathers its output, whose logits can stay sharded. Raises: ConfigError unless there is one."""
-    heads = [
-        name
-        for name, style in layer_split.styles.items()
-        if style == "colwise_gather_output"
-    ]
+    heads = []
+    for name, style in layer_split.styles.items():
+        if style == "colwise_gather_output":
+            heads.append(name)
     if len(heads) != 1:
         raise ConfigError(
             f"loss_parallel=True needs one head with sharded logits, but the plan of {type(model).__name__} "
@@ -234,16 +235,14 @@ def _describe_split(
     by_style: dict[str, int] = {}
     for style in layer_split.styles.values():
         by_style[style] = by_style.get(style, 0) + 1
-    split_bytes = sum(
-        parameter.numel() * parameter.element_size()
-        for parameter in model.parameters()
-        if isinstance(parameter, DTensor)
-    )
-    whole_bytes = sum(
-        parameter.numel() * parameter.element_size()
-        for parameter in model.parameters()
-        if not isinstance(parameter, DTensor)
-    )
+    split_bytes = 0
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            split_bytes += parameter.numel() * parameter.element_size()
+    whole_bytes = 0
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):
+            whole_bytes += parameter.numel() * parameter.element_size()
     text = (
         f"{type(model).__name__} is split over tp {num_ranks} ({layer_split.source}): "
         + ", ".join(f"{count} {style}" for style, count in sorted(by_style.items()))

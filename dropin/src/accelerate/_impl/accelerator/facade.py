@@ -99,11 +99,9 @@ class Accelerator(SavingFace):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
-        arguments = {
-            name: value
-            for name, value in locals().items()
-            if name not in ("self", "__class__")
-        }
+        arguments = dict(locals())
+        for name in ("self", "__class__"):
+            arguments.pop(name, None)
         self._given, sorted_ = arguments, sort_arguments(arguments)
         hasten.Accelerator.__init__(self, **sorted_.settings)
         self._show_arguments(sorted_, arguments)
@@ -154,9 +152,10 @@ class Accelerator(SavingFace):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return an Accelerator with the same arguments and prepared loaders over the processes that read the pickle."""
-        arguments = {
-            name: value for name, value in self._given.items() if value is not UNSET
-        }
+        arguments = {}
+        for name, value in self._given.items():
+            if value is not UNSET:
+                arguments[name] = value
         return (
             partial(type(self), **arguments),
             (),
@@ -178,7 +177,10 @@ class Accelerator(SavingFace):
         sizes = arguments["parallelism_config"] or ParallelismConfig.launched(
             self.config.parallelism, self.ctx.mesh
         )
-        handler = sizes.sp_handler if sizes is not None and sizes.sp_enabled else None
+        if sizes is not None and sizes.sp_enabled:
+            handler = sizes.sp_handler
+        else:
+            handler = None
         self._sequences = handler and sequences.SplitSequences(self, handler)
         plugins = {
             "torch_tp_plugin": arguments["torch_tp_plugin"],
@@ -211,7 +213,10 @@ class Accelerator(SavingFace):
             raise ValueError(message("map_on_several"))
         if device_placement is not None and len(device_placement) != len(args):
             raise ValueError(message("placement_of_each", len(args)))
-        models = [] if self._sequences is None else self._sequences.attach(args)
+        if self._sequences is None:
+            models = []
+        else:
+            models = self._sequences.attach(args)
         prepared = self._prepare_all(args, device_placement)
         if self._sequences is not None and models:
             self._sequences.join(prepared)
@@ -223,7 +228,10 @@ class Accelerator(SavingFace):
             args = tuple(self._prepare_cp(*args))
         if self.ctx.mesh.size(Axis.TP) > 1:
             args = tuple(self._prepare_tp(*args))
-        self._placement = [None] * len(args) if placement is None else list(placement)
+        if placement is None:
+            self._placement = [None] * len(args)
+        else:
+            self._placement = list(placement)
         if self.distributed_type == DistributedType.DEEPSPEED:
             return self._prepare_deepspeed(*args)
         if self.is_fsdp2:
@@ -255,9 +263,10 @@ class Accelerator(SavingFace):
         """Prepare together what no subclass and no patch has a method of its own for, and the others by these methods."""
         placements = dict(zip(map(id, args), self._placement, strict=False))
         own_steps = [self._has_own_step(value, engine) for value in args]
-        optimizers = [
-            value for value in args if isinstance(value, torch.optim.Optimizer)
-        ]
+        optimizers = []
+        for value in args:
+            if isinstance(value, torch.optim.Optimizer):
+                optimizers.append(value)
         prepared = list(args)
         for index, value in enumerate(args):
             prepare = partial(
@@ -290,10 +299,13 @@ class Accelerator(SavingFace):
         step = step_of(value)
         if step is None or (engine and step != "prepare_data_loader"):
             return False
-        return any(
-            getattr(getattr(self, name), "__func__", None) is not _SHIPPED_STEPS[name]
-            for name in ("_prepare_one", step)
-        )
+        for name in ("_prepare_one", step):
+            if (
+                getattr(getattr(self, name), "__func__", None)
+                is not _SHIPPED_STEPS[name]
+            ):
+                return True
+        return False
 
     def _prepare_one(
         self, obj: Any, first_pass: bool = False, device_placement: bool | None = None
@@ -353,11 +365,10 @@ class Accelerator(SavingFace):
     def accumulate(self, *models: Any) -> Accumulation:  # type: ignore[override] # the original names no loader
         """Return one micro-step over these models; models that were not prepared take part without a window of their own."""
         self._check_others_have_batches()
-        prepared_models = [
-            model
-            for model in models
-            if any(model is prepared_model for prepared_model in self._prepared.models)
-        ]
+        prepared_models = []
+        for model in models:
+            if any(model is prepared_model for prepared_model in self._prepared.models):
+                prepared_models.append(model)
         sync_each_batch = self.config.gradient_accumulation.sync_each_batch
         if self.step != self._counted:  # the script has set it
             self._clock.begin_at(self.step % self._clock.every)
@@ -386,11 +397,10 @@ class Accelerator(SavingFace):
         """Return a block in which backward leaves this model's gradients unsynchronised."""
         if any(model is prepared_model for prepared_model in self._prepared.models):
             return self._strategy.no_sync(model)
-        return (
-            model.no_sync()
-            if self.num_processes > 1 and hasattr(model, "no_sync")
-            else nullcontext()
-        )
+        if self.num_processes == 1 or not hasattr(model, "no_sync"):
+            return nullcontext()
+        context: AbstractContextManager[None] = model.no_sync()
+        return context
 
     @staticmethod
     @contextmanager
@@ -565,11 +575,9 @@ class Accelerator(SavingFace):
         last = loader is not None and loader.end_of_dataloader
         if last and loader.remainder == -1:
             logger.info(message("no_length"))
-        return (
-            loader.remainder
-            if last and loader.remainder > 0 and loader.even_batches
-            else None
-        )
+        if last and loader.remainder > 0 and loader.even_batches:
+            return int(loader.remainder)
+        return None
 
     # -- trackers -------------------------------------------------------------------------------------------------
     def init_trackers(
@@ -635,21 +643,19 @@ class Accelerator(SavingFace):
         self, *args: Any, drop_refs: bool = False
     ) -> dict[str, Any]:
         """Return the parameters of models by name, or their addresses."""
-        models = [
-            extract_model_from_parallel(value)
-            for value in args
-            if isinstance(value, nn.Module)
-        ]
-        parameters = {
-            name: parameter
-            for model in models
-            for name, parameter in model.named_parameters()
-        }
+        models = []
+        for value in args:
+            if isinstance(value, nn.Module):
+                models.append(extract_model_from_parallel(value))
+        parameters = {}
+        for model in models:
+            parameters.update(model.named_parameters())
         if not drop_refs:
             return parameters
-        return {
-            name: local_tensor(value).data_ptr() for name, value in parameters.items()
-        }
+        addresses_by_name = {}
+        for name, value in parameters.items():
+            addresses_by_name[name] = local_tensor(value).data_ptr()
+        return addresses_by_name
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:  # type: ignore[override]  # this package's class
@@ -694,10 +700,10 @@ class Accelerator(SavingFace):
     clear = free_memory
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        return any(
-            len(getattr(submodule, "hf_device_map", {})) > 1
-            for submodule in model.modules()
-        )
+        for submodule in model.modules():
+            if len(getattr(submodule, "hf_device_map", {})) > 1:
+                return True
+        return False
 
 
 _STEPS = (

@@ -26,7 +26,9 @@ logger = get_logger("accelerate.checkpointing")
 
 
 def _numbered_name(stem: str, index: int, suffix: str = "bin") -> str:
-    return f"{stem}.{suffix}" if index == 0 else f"{stem}_{index}.{suffix}"
+    if index == 0:
+        return f"{stem}.{suffix}"
+    return f"{stem}_{index}.{suffix}"
 
 
 def _model_files(index: int) -> tuple[str, str]:
@@ -71,14 +73,15 @@ def save_accelerator_state(
             save_on_each_node,
             safe_serialization,
         )
-    numbered_objects = [
-        (_numbered_name(constants.OPTIMIZER_NAME, index), stateful)
-        for index, stateful in enumerate(optimizers)
-    ]
-    numbered_objects += [
-        (_numbered_name(constants.SCHEDULER_NAME, index), stateful)
-        for index, stateful in enumerate(schedulers)
-    ]
+    numbered_objects = []
+    for index, stateful in enumerate(optimizers):
+        numbered_objects.append(
+            (_numbered_name(constants.OPTIMIZER_NAME, index), stateful)
+        )
+    for index, stateful in enumerate(schedulers):
+        numbered_objects.append(
+            (_numbered_name(constants.SCHEDULER_NAME, index), stateful)
+        )
     for name, stateful_object in [
         *numbered_objects,
         *([] if scaler is None else [(constants.SCALER_NAME, scaler)]),
@@ -103,9 +106,10 @@ def write_for_original(
     file = folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl"
     torch.save({"step": step, **_random_states()}, file)
     for name, loader in _stateful_loaders(dataloaders):
-        state = {
-            key: value for key, value in loader.state_dict().items() if key != POSITION
-        }
+        state = {}
+        for key, value in loader.state_dict().items():
+            if key != POSITION:
+                state[key] = value
         save(state, folder / name, save_on_each_node=save_on_each_node)
 
 
@@ -115,11 +119,11 @@ def _stateful_loaders(dataloaders: list[Any]) -> list[tuple[str, Any]]:
         (_numbered_name("dl_state_dict", index), loader)
         for index, loader in enumerate(dataloaders)
     )
-    return [
-        (name, loader)
-        for name, loader in numbered_loaders
-        if getattr(loader, "use_stateful_dataloader", False)
-    ]
+    stateful_loaders = []
+    for name, loader in numbered_loaders:
+        if getattr(loader, "use_stateful_dataloader", False):
+            stateful_loaders.append((name, loader))
+    return stateful_loaders
 
 
 def load_accelerator_state(
@@ -182,7 +186,9 @@ def _load_rest(folder: Path, dataloaders: list[Any], file: Path) -> dict[str, An
 def step_in(folder: Path, process_index: int) -> int:
     """Return the micro-steps that a process had made in its epoch; 0 where none are known."""
     file = folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl"
-    return int(_read_random_states(file).get("step", 0)) if file.is_file() else 0
+    if file.is_file():
+        return int(_read_random_states(file).get("step", 0))
+    return 0
 
 
 def _random_states() -> dict[str, Any]:

@@ -63,13 +63,14 @@ def get_parameters_from_modules(
         return set()
     if isinstance(modules, str):
         pattern = re.compile(modules)
-        modules = [
-            module for name, module in model.named_modules() if pattern.fullmatch(name)
-        ]
+        modules = []
+        for name, module in model.named_modules():
+            if pattern.fullmatch(name):
+                modules.append(module)
     selected_modules: Iterable[nn.Module] = modules
-    parameters = {
-        parameter for module in selected_modules for parameter in module.parameters()
-    }
+    parameters: set[nn.Parameter] = set()
+    for module in selected_modules:
+        parameters.update(module.parameters())
     for parameter in parameters:
         parameter.data = parameter.data.to(device)
     return parameters
@@ -84,13 +85,16 @@ def fsdp2_switch_optimizer_parameters(
     optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Any]
 ) -> None:
     """Let the optimizer update other parameters, found by the address of those it has. Raises: KeyError for one without another."""
-    new_parameters = [
-        [
-            mapping.get(_parameter_address(parameter), mapping.get(parameter.data_ptr))
-            for parameter in group["params"]
-        ]
-        for group in optimizer.param_groups
-    ]
+    new_parameters = []
+    for group in optimizer.param_groups:
+        new_parameters.append(
+            [
+                mapping.get(
+                    _parameter_address(parameter), mapping.get(parameter.data_ptr)
+                )
+                for parameter in group["params"]
+            ]
+        )
     if any(parameter is None for group in new_parameters for parameter in group):
         raise KeyError(message("parameter_without_another"))
     for group, parameters in zip(optimizer.param_groups, new_parameters, strict=True):
@@ -99,7 +103,9 @@ def fsdp2_switch_optimizer_parameters(
 
 def _parameter_address(parameter: Any) -> Any:
     """Return a parameter's address; callers may have put that of another one in the place of the method."""
-    return parameter.data_ptr() if callable(parameter.data_ptr) else parameter.data_ptr
+    if callable(parameter.data_ptr):
+        return parameter.data_ptr()
+    return parameter.data_ptr
 
 
 def fsdp2_prepare_auto_wrap_policy(
@@ -232,7 +238,10 @@ class _Files:
             {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}[kind],
         )
         is_shards = base_folder.name.startswith(stem) and base_folder.is_dir()
-        shards = base_folder if is_shards else base_folder / f"{stem}_{index}"
+        if is_shards:
+            shards = base_folder
+        else:
+            shards = base_folder / f"{stem}_{index}"
         whole_file = base_folder / (f"{stem}_{index}.bin" if index else f"{stem}.bin")
         return cls(
             kind, shards, whole_file, base_folder / f"{stem}_{index}_rank{rank}.bin"
@@ -437,17 +446,13 @@ def load_original_parts(
                 accelerator.unwrap_model(model), numbered if index else folder
             )
     for index, optimizer in enumerate(done.optimizers):
-        parameter_ids = {
-            id(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        owner = next(
-            (
-                m
-                for m in done.models
-                if any(id(p) in parameter_ids for p in m.parameters())
-            ),
-            done.models[0],
-        )
+        parameter_ids = set()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter_ids.add(id(parameter))
+        owner = done.models[0]
+        for m in done.models:
+            if any(id(p) in parameter_ids for p in m.parameters()):
+                owner = m
+                break
         load_fsdp_optimizer(plugin, accelerator, optimizer, owner, folder, index)

@@ -38,12 +38,13 @@ def _shards_in(source: str) -> Path:
     if not folder.is_dir():
         raise ValueError(message("no_folder_to_merge", source))
     inner = folder / f"{FSDP_MODEL_NAME}_0"
-    shard_folders = [
-        candidate
-        for candidate in (folder, inner)
-        if torch_folder.is_torch_folder(candidate)
-        or (candidate / "manifest.json").is_file()
-    ]
+    shard_folders = []
+    for candidate in (folder, inner):
+        if (
+            torch_folder.is_torch_folder(candidate)
+            or (candidate / "manifest.json").is_file()
+        ):
+            shard_folders.append(candidate)
     if not shard_folders:
         raise ValueError(message("no_shards", source, inner.name))
     return shard_folders[0]

@@ -66,18 +66,10 @@ class SavingFace(Composed):
             )
         if output_dir is None:  # quirk: AUTOMATIC_NAMING_OPT_IN
             raise TypeError(message("save_without_folder"))
-        if automatic and output_dir.exists():
-            raise ValueError(message("checkpoint_exists", output_dir, number))
-        limit = self.project_configuration.total_limit if automatic else None
-        num_checkpoints = (
-            len(list(output_dir.parent.glob("checkpoint_*")))
-            if limit is not None
-            else 0
-        )
-        if limit is not None and num_checkpoints + 1 > limit:
-            logger.warning(
-                f"Deleting {num_checkpoints + 1 - limit} checkpoints to make room for new checkpoint."
-            )
+        if automatic:
+            if output_dir.exists():
+                raise ValueError(message("checkpoint_exists", output_dir, number))
+            self._log_deletions(output_dir.parent)
         logger.info(f"Saving current state to {output_dir}")
         if safe_serialization:
             for model in self._prepared.models:
@@ -88,15 +80,14 @@ class SavingFace(Composed):
             self._sharding.plugin, "whole_checkpoints", False
         )
         layout = writer.FileLayout(hidden=_HIDDEN)
-        self._saving.layout = (
-            replace(layout, torch_model=FSDP_MODEL_NAME) if saves_whole else layout
-        )
+        if saves_whole:
+            layout = replace(layout, torch_model=FSDP_MODEL_NAME)
+        self._saving.layout = layout
         self._saving.keeps_exports = False
-        folders_of_ranks = (
-            [None]
-            if automatic
-            else self.ctx.world.all_gather_object(os.fspath(output_dir))
-        )
+        if automatic:
+            folders_of_ranks = [None]
+        else:
+            folders_of_ranks = self.ctx.world.all_gather_object(os.fspath(output_dir))
         with _errors_of_hooks_as_raised():
             checkpoint_folder = super().save_state(
                 folders_of_ranks[0], safe_serialization and not saves_whole
@@ -106,11 +97,17 @@ class SavingFace(Composed):
                 shutil.copytree(checkpoint_folder, output_dir, dirs_exist_ok=True)
             self.wait_for_everyone()
         self.project_configuration.iteration = self._saving.iteration
-        return (
-            output_dir.with_name(Path(checkpoint_folder).name)
-            if automatic
-            else Path(output_dir).expanduser()
-        )
+        if automatic:
+            return Path(output_dir).with_name(Path(checkpoint_folder).name)
+        return Path(output_dir).expanduser()
+
+    def _log_deletions(self, folder: Path) -> None:
+        limit = self.project_configuration.total_limit
+        num_checkpoints = len(list(folder.glob("checkpoint_*"))) + 1
+        if limit is not None and num_checkpoints > limit:
+            logger.warning(
+                f"Deleting {num_checkpoints - limit} checkpoints to make room for new checkpoint."
+            )
 
     def _write_for_original(self, folder: Path) -> None:
         each_node = self.project_configuration.save_on_each_node
@@ -207,7 +204,7 @@ class SavingFace(Composed):
 
     def _load_original(self, folder: str, kwargs: dict[str, Any]) -> None:
         """Read a checkpoint that the original package wrote."""
-        models = [self.unwrap_model(model) for model in self._prepared.models]
+        models = list(map(self.unwrap_model, self._prepared.models))
         for hook in list(self._saving.load_hooks.values()):
             hook(models, folder)
         done, sharded = self._prepared, self._strategy.caps.sharded_state
@@ -235,11 +232,10 @@ class SavingFace(Composed):
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         needed = ("state_dict", "load_state_dict")
-        bad_indices = [
-            index
-            for index, candidate in enumerate(objects)
-            if not all(hasattr(candidate, name) for name in needed)
-        ]
+        bad_indices = []
+        for index, candidate in enumerate(objects):
+            if not all(hasattr(candidate, name) for name in needed):
+                bad_indices.append(index)
         if bad_indices:
             lines = "".join(
                 f"\n\t- Item at index {index}, `{type(objects[index]).__name__}`"
@@ -257,4 +253,6 @@ def _given_folder(input_dir: Any, automatic: bool) -> Path | None:
         )
     if input_dir is not None and not Path(input_dir).expanduser().is_dir():
         raise ValueError(f"Tried to find {input_dir} but folder does not exist")
-    return None if input_dir is None else Path(input_dir).expanduser()
+    if input_dir is None:
+        return None
+    return Path(input_dir).expanduser()

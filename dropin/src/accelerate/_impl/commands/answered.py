@@ -23,7 +23,9 @@ from hasten.cli.main import main as hasten
 
 
 def chosen_file(args: Any) -> list[str]:
-    return ["--config_file", args.config_file] if args.config_file else []
+    if args.config_file:
+        return ["--config_file", args.config_file]
+    return []
 
 
 def env_command(args: Any) -> dict[str, Any]:
@@ -38,7 +40,10 @@ def env_command(args: Any) -> dict[str, Any]:
         saved = {}
     lines = [f"- {name}: {value}" for name, value in report.items()]
     shown = [f"\t- {name}: {value}" for name, value in saved.items()] or ["\tNot found"]
-    whose = "config passed" if args.config_file else "default config"
+    if args.config_file:
+        whose = "config passed"
+    else:
+        whose = "default config"
     heading = "\nCopy-and-paste the text below in your GitHub issue\n"
     print("\n".join([heading, *lines, f"- `Accelerate` {whose}:", *shown]))  # noqa: T201  the command answers on the terminal
     return {**report, "`Accelerate` configs": saved or "Not found"}

@@ -60,7 +60,10 @@ def write_basic_config(
 
 def _suited_values(mixed_precision: str) -> ClusterConfig:
     count = count_devices()
-    several = "NO" if count < 2 else get_current_device_type()[1]
+    if count < 2:
+        several = "NO"
+    else:
+        several = get_current_device_type()[1]
     settings = {"use_cpu": count == 0, "debug": False, "num_processes": max(count, 1)}
     return ClusterConfig("LOCAL_MACHINE", several, mixed_precision, **settings)
 

@@ -55,7 +55,9 @@ def check_has_model(error: Exception) -> str:
     missing = isinstance(
         error, OSError
     ) and "does not appear to have a file named" in str(error)
-    return "transformers" if is_transformers_available() and missing else "unknown"
+    if is_transformers_available() and missing:
+        return "transformers"
+    return "unknown"
 
 
 def create_empty_model(
@@ -149,14 +151,15 @@ def gather_data(args: Any) -> list[list[Any]]:
             message("no_model_inside", args.model_name, library)
         ) from error
     total, (largest, _) = calculate_maximum_sizes(model)
-    sizes = {
-        dtype: [size / divisor if divisor > 1 else size for size in (largest, total)]
-        for dtype, divisor in _PARTS.items()
-    }
-    return [
-        [dtype, *sizes[dtype], estimate_training_usage(total, dtype)]
-        for dtype in args.dtypes
-    ]
+    sizes = {}
+    for dtype, divisor in _PARTS.items():
+        sizes[dtype] = [
+            size / divisor if divisor > 1 else size for size in (largest, total)
+        ]
+    table_rows = []
+    for dtype in args.dtypes:
+        table_rows.append([dtype, *sizes[dtype], estimate_training_usage(total, dtype)])
+    return table_rows
 
 
 def create_ascii_table(headers: list[str], rows: list[list[str]], title: str) -> str:
@@ -188,16 +191,19 @@ def estimate_command(args: Any) -> int | None:
     if Path(name).exists() or (
         offline and isinstance(hub.try_to_load_from_cache(name, "config.json"), str)
     ):
-        trusted = ["--trust_remote_code"] if args.trust_remote_code else []
+        if args.trust_remote_code:
+            trusted = ["--trust_remote_code"]
+        else:
+            trusted = []
         return hasten(["estimate-memory", name, "--dtypes", *args.dtypes, *trusted])
-    sizes = [
-        (dtype, *row_sizes, max(uses.values()))
-        for dtype, *row_sizes, uses in gather_data(args)
-    ]
-    rows = [
-        [dtype, *("N/A" if size < 0 else convert_bytes(size) for size in row_sizes)]
-        for dtype, *row_sizes in sizes
-    ]
+    sizes = []
+    for dtype, *row_sizes, uses in gather_data(args):
+        sizes.append((dtype, *row_sizes, max(uses.values())))
+    rows = []
+    for dtype, *row_sizes in sizes:
+        rows.append(
+            [dtype, *("N/A" if size < 0 else convert_bytes(size) for size in row_sizes)]
+        )
     headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
     print(create_ascii_table(headers, rows, f"Memory Usage for loading `{name}`"))  # noqa: T201  the answer
     return None

@@ -78,7 +78,9 @@ def _launcher_for(
     if (args.use_fsdp or args.use_megatron_lm or args.multi_gpu) and not args.cpu:
         return multi_gpu_launcher
     if args.tpu and not args.cpu:
-        return tpu_pod_launcher if args.tpu_use_cluster else tpu_launcher
+        if args.tpu_use_cluster:
+            return tpu_pod_launcher
+        return tpu_launcher
     if isinstance(saved, SageMakerConfig):
         return partial(sagemaker_launcher, saved)
     return simple_launcher
@@ -118,7 +120,9 @@ def _without_zero_processes(words: Sequence[str]) -> list[str]:
         if name == "num_processes" and word.startswith("--"):
             width = 1 if value else 2
             zero = (value or "".join(words[index + 1 : index + 2])) == "0"
-            return [*words[:index], *words[index + width :]] if zero else list(words)
+            if zero:
+                return [*words[:index], *words[index + width :]]
+            return list(words)
     return list(words)
 
 
@@ -149,7 +153,10 @@ def _launch_words(words: Sequence[str], settings: Sequence[SettingEntry]) -> int
         "INFO",
         "DEBUG",
     )
-    quiet = [] if is_verbose else [set_here(("launch", "quiet"), True)]
+    if is_verbose:
+        quiet = []
+    else:
+        quiet = [set_here(("launch", "quiet"), True)]
     try:
         return launch_cmd.main(
             words, program="accelerate", settings=[*settings, *quiet]

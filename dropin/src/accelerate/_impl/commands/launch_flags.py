@@ -52,11 +52,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group: Any = parser if title == "options" else parser.add_argument_group(title)
         for name, flag_options in flags.items():
             names = dict.fromkeys((f"--{name}", flag_options.get("short", f"--{name}")))
-            options = {
-                key: value
-                for key, value in flag_options.items()
-                if key in ("action", "choices")
-            }
+            options = {}
+            for key, value in flag_options.items():
+                if key in ("action", "choices"):
+                    options[key] = value
             if kind := _TYPES.get(flag_options.get("type", "")):
                 options["type"] = kind
             group.add_argument(
@@ -83,17 +82,16 @@ def words_of(args: argparse.Namespace) -> list[str]:
             and value is not False
             and (name, value) != ("num_processes", 0)
         ):
-            spelled = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            if isinstance(spelled, list):
-                spelled_values = spelled
+            if isinstance(value, tuple):
+                spelled_values = [",".join(map(str, value))]
+            elif isinstance(value, list):
+                spelled_values = value
             elif flag_options.get("action") == "store_false":
                 spelled_values = []
             else:
-                spelled_values = [spelled]
-            words += [
-                f"--{name}={'true' if spelled_value is True else spelled_value}"
-                for spelled_value in spelled_values
-            ]
+                spelled_values = ["true" if value is True else value]
+            for spelled_value in spelled_values:
+                words.append(f"--{name}={spelled_value}")
     return [*words, args.training_script, *args.training_script_args]
 
 
@@ -113,7 +111,10 @@ def _validate_launch_command(
     has_config = args.config_file is not None or (
         Path(default_config_file).is_file() and not args.cpu
     )
-    saved = load_config_from_file(args.config_file) if has_config else None
+    if has_config:
+        saved = load_config_from_file(args.config_file)
+    else:
+        saved = None
     from_file = (
         args.mixed_precision is None
         and saved is not None
@@ -133,11 +134,10 @@ def _validate_launch_command(
 def _take_file_values(args: argparse.Namespace, values: dict[str, Any]) -> None:
     """Write what the file says where the command line says nothing. Raises: ValueError for one device of several."""
     _choose_kind(args, values)
-    set_values = {
-        name: file_value
-        for name, file_value in values.items()
-        if file_value is not None and name != "use_cpu" and hasattr(args, name)
-    }
+    set_values = {}
+    for name, file_value in values.items():
+        if file_value is not None and name != "use_cpu" and hasattr(args, name):
+            set_values[name] = file_value
     file_values = set_values | {
         name: values.get(name) for name in _TPU if getattr(args, name, None) is None
     }
@@ -182,7 +182,10 @@ def _choose_kind(args: argparse.Namespace, values: dict[str, Any]) -> None:
     ):
         return
     kind = str(getattr(values["distributed_type"], "value", ""))
-    several = "multi_gpu" if kind.startswith("MULTI_") and kind != "MULTI_CPU" else ""
+    if kind.startswith("MULTI_") and kind != "MULTI_CPU":
+        several = "multi_gpu"
+    else:
+        several = ""
     if switch := _SWITCHES.get(kind, several):
         setattr(args, switch, True)
     args.use_parallelism_config = bool(values.get("parallelism_config"))
@@ -197,15 +200,13 @@ def _fill_defaults(args: argparse.Namespace) -> list[str]:
         "mixed_precision": "no",
         "dynamo_backend": "no",
     }
-    unset = {
-        name: value
-        for name, value in otherwise.items()
-        if getattr(args, name, None) is None
-    }
-    lines = [
-        f"\t`--{name}` was set to a value of `{value!r}`"
-        for name, value in unset.items()
-    ]
+    unset = {}
+    for name, value in otherwise.items():
+        if getattr(args, name, None) is None:
+            unset[name] = value
+    lines = []
+    for name, value in unset.items():
+        lines.append(f"\t`--{name}` was set to a value of `{value!r}`")
     if "num_processes" in unset and devices > 1 and not args.multi_gpu:
         lines.insert(1, _SAYS["several_devices"])
         args.multi_gpu = True

@@ -53,11 +53,11 @@ def sequence_options_apart(words: Sequence[str]) -> list[SettingEntry]:
         asdict(settings_for(words).parallelism.sp_handler),
         asdict(DeepSpeedSequenceParallelConfig()),
     )
-    return [
-        set_here((*_OPTIONS, name), value)
-        for name, value in default_options.items()
-        if sequence_options[name] != value
-    ]
+    changed_options = []
+    for name, value in default_options.items():
+        if sequence_options[name] != value:
+            changed_options.append(set_here((*_OPTIONS, name), value))
+    return changed_options
 
 
 def settings_for(words: Sequence[str]) -> Config:
@@ -98,22 +98,20 @@ def spell_variables(config: Config) -> dict[str, str]:
 
 def _changed_variables(config: Config, *sections: str) -> dict[str, str]:
     """Return the variables of some sections whose values are not the defaults, or that libraries read in any case."""
-    paths = {
-        name: path
-        for name, path in established_variables()
-        if path[0] in sections and path in BY_PATH
-    }
+    paths = {}
+    for name, path in established_variables():
+        if path[0] in sections and path in BY_PATH:
+            paths[name] = path
     values = {name: attrgetter(".".join(path))(config) for name, path in paths.items()}
-    changed_values = {
-        name: value
-        for name, value in values.items()
-        if value != BY_PATH[paths[name]].default
-    }
+    changed_values = {}
+    for name, value in values.items():
+        if value != BY_PATH[paths[name]].default:
+            changed_values[name] = value
     always = {name: value for name, value in values.items() if name.startswith(_ALWAYS)}
-    return {
-        name: _spell_value(name, value)
-        for name, value in {**changed_values, **always}.items()
-    }
+    spelled_variables = {}
+    for name, value in {**changed_values, **always}.items():
+        spelled_variables[name] = _spell_value(name, value)
+    return spelled_variables
 
 
 def _spell_value(name: str, value: Any) -> str:
@@ -121,8 +119,13 @@ def _spell_value(name: str, value: Any) -> str:
     if value is None or isinstance(value, Mapping):
         return ""
     if isinstance(value, bool):
-        return str(value) if name.startswith(_CAPITAL) else str(value).lower()
-    word = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        if name.startswith(_CAPITAL):
+            return str(value)
+        return str(value).lower()
+    if isinstance(value, tuple):
+        word = ",".join(map(str, value))
+    else:
+        word = str(value)
     if name in ("FSDP_AUTO_WRAP_POLICY", "ACCELERATE_DYNAMO_BACKEND"):
         return word.upper()
     return word

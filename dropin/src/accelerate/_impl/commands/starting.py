@@ -73,9 +73,10 @@ def _shown_variables(args: argparse.Namespace, group: str) -> dict[str, str]:
     ):
         value = getattr(args, name, None)
         if value is not None or "given" not in conversions:
-            variables[variable] = (
-                str(value).lower() if "lower" in conversions else str(value)
-            )
+            if "lower" in conversions:
+                variables[variable] = str(value).lower()
+            else:
+                variables[variable] = str(value)
     return variables
 
 
@@ -93,7 +94,9 @@ def _common_variables(args: argparse.Namespace) -> dict[str, str]:
         variables["CUDA_VISIBLE_DEVICES"] = args.gpu_ids
     if _argument_or(args, "enable_cpu_affinity"):
         variables["ACCELERATE_CPU_AFFINITY"] = "1"
-    return setup_fp8_env(args, variables) if precision == "fp8" else variables
+    if precision == "fp8":
+        return setup_fp8_env(args, variables)
+    return variables
 
 
 def _compile_variables(args: argparse.Namespace) -> dict[str, str]:
@@ -124,7 +127,10 @@ def prepare_simple_launcher_cmd_env(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command that runs the script in one process, or by `mpirun` where it has hosts, and its environment."""
     _checked(args)
-    mpi = _mpi_words(args) if _argument_or(args, "mpirun_hostfile") else []
+    if _argument_or(args, "mpirun_hostfile"):
+        mpi = _mpi_words(args)
+    else:
+        mpi = []
     if _argument_or(args, "no_python"):
         python = []
     else:
@@ -304,7 +310,7 @@ def _deepspeed_words(args: argparse.Namespace) -> list[str]:
         device_words = ["--include", included_hosts]
     else:
         device_words = ["--num_gpus", processes_per_machine]
-    words += [str(word) for word in device_words]
+    words += list(map(str, device_words))
     for flag, name in (
         ("--master_addr", "main_process_ip"),
         ("--master_port", "main_process_port"),
@@ -342,11 +348,10 @@ def prepare_tpu(
 def setup_fp8_env(
     args: argparse.Namespace, current_env: dict[str, str]
 ) -> dict[str, str]:
-    fp8_arguments = {
-        name: value
-        for name, value in vars(args).items()
-        if name.startswith("fp8_") and value is not None
-    }
+    fp8_arguments = {}
+    for name, value in vars(args).items():
+        if name.startswith("fp8_") and value is not None:
+            fp8_arguments[name] = value
     override_flags = fp8_arguments.pop("fp8_override_linear_precision", ())
     if isinstance(override_flags, str):
         override_flags = tuple(
@@ -397,10 +402,9 @@ def prepare_sagemager_args_inputs(
             f'Your training script should be a python script and not "{args.training_script}"'
         )
     estimator_arguments = _VARIABLES["estimator"].items()
-    words: dict[str, Any] = {
-        name: getattr(sagemaker_config, attribute)
-        for name, attribute in estimator_arguments
-    }
+    words: dict[str, Any] = {}
+    for name, attribute in estimator_arguments:
+        words[name] = getattr(sagemaker_config, attribute)
     words |= {
         "entry_point": script.name,
         "source_dir": str(script.parent),
@@ -446,11 +450,10 @@ def _read_table(file: str | None) -> dict[str, str] | None:
     """Return the two columns of a tab-separated file below its heading; None without a file."""
     if not file:
         return None
-    rows = [
-        line.split("\t")
-        for line in Path(file).read_text().splitlines()[1:]
-        if line.strip()
-    ]
+    rows = []
+    for line in Path(file).read_text().splitlines()[1:]:
+        if line.strip():
+            rows.append(line.split("\t"))
     return {name.strip(): value.strip() for name, value in rows}
 
 

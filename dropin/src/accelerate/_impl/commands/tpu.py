@@ -29,7 +29,10 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
 
 def gcloud_words(args: argparse.Namespace) -> list[str]:
     has_config = args.config_file or Path(default_config_file).is_file()
-    saved = load_config_from_file(args.config_file) if has_config else None
+    if has_config:
+        saved = load_config_from_file(args.config_file)
+    else:
+        saved = None
     commands = _command_lines(args, saved)
     name, zone = (
         args.tpu_name or getattr(saved, "tpu_name", None),

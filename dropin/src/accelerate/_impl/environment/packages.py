@@ -60,7 +60,7 @@ _FOUND: dict[str, Callable[[], bool]] = {
         _is_package_available("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH")
     ),
     "tensorboard": lambda: any(
-        _is_package_available(one) for one in ("tensorboard", "tensorboardX")
+        map(_is_package_available, ("tensorboard", "tensorboardX"))
     ),
     "torchdata_stateful_dataloader": lambda: (
         _answer_probe("torchdata") and compare_versions("torchdata", ">=", "0.8.0")
@@ -81,9 +81,7 @@ _FOUND: dict[str, Callable[[], bool]] = {
     "torch_distributed": lambda: _torch_distributed_available,
     "rocm": lambda: bool(torch.version.hip) and torch.cuda.is_available(),
     "xccl": lambda: torch.distributed.is_xccl_available(),
-    "fp8": lambda: any(
-        _answer_probe(one) for one in ("msamp", "transformer_engine", "torchao")
-    ),
+    "fp8": lambda: any(map(_answer_probe, ("msamp", "transformer_engine", "torchao"))),
     "fp16": lambda: not is_habana_gaudi1(),
 }
 

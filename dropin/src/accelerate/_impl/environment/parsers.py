@@ -49,21 +49,22 @@ class CustomArgumentParser(argparse.ArgumentParser):
         return group
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        defaults = {
-            option.dest: option.default
-            for option in self._actions
-            if isinstance(option, _STORING)
-        }
+        defaults = {}
+        for option in self._actions:
+            if isinstance(option, _STORING):
+                defaults[option.dest] = option.default
         parsed, unparsed_words = super().parse_known_args(
             args, argparse.Namespace(**dict.fromkeys(defaults, self))
         )
         values = vars(parsed)
-        given_names = {
-            name
-            for name in defaults
-            if values[name] is not self and values[name] is not None
-        }
-        target_namespace = namespace if namespace is not None else argparse.Namespace()
+        given_names = set()
+        for name in defaults:
+            if values[name] is not self and values[name] is not None:
+                given_names.add(name)
+        if namespace is not None:
+            target_namespace = namespace
+        else:
+            target_namespace = argparse.Namespace()
         vars(target_namespace).update(
             {
                 name: defaults[name] if value is self else value
@@ -131,6 +132,8 @@ def main_of(run: Callable[[Sequence[str]], int]) -> Callable[[], NoReturn]:
 
 def hyphenated(action: argparse.Action) -> dict[str, argparse.Action]:
     """Return the action by those spellings of its flags that have hyphens in the place of underscores."""
-    return {
-        name.replace("_", "-"): action for name in action.option_strings if "_" in name
-    }
+    hyphenated_options = {}
+    for name in action.option_strings:
+        if "_" in name:
+            hyphenated_options[name.replace("_", "-")] = action
+    return hyphenated_options

@@ -59,9 +59,10 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 @contextmanager
 def _restore_variables(concerned: Callable[[str], bool]) -> Iterator[None]:
     """A block after which the variables concerned are as before."""
-    saved_variables = {
-        name: value for name, value in os.environ.items() if concerned(name)
-    }
+    saved_variables = {}
+    for name, value in os.environ.items():
+        if concerned(name):
+            saved_variables[name] = value
     try:
         yield
     finally:
@@ -133,7 +134,10 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 def _nvidia_smi(question: str) -> list[str]:
     """Return the answer of the driver's own tool, a row for each device."""
-    tool = "nvidia-smi" if platform.system() != "Windows" else "nvidia-smi.exe"
+    if platform.system() != "Windows":
+        tool = "nvidia-smi"
+    else:
+        tool = "nvidia-smi.exe"
     answer = subprocess.check_output(
         [tool, f"--query-gpu={question}", "--format=csv,noheader"], text=True
     )
@@ -155,7 +159,7 @@ def check_cuda_p2p_ib_support() -> bool:
     with suppress(OSError, subprocess.SubprocessError, ValueError, RuntimeError):
         names, count = get_gpu_info()
         if count > 1 and any("RTX 40" in name for name in names):
-            return tuple(int(number) for number in get_driver_version().split(".")) >= (
+            return tuple(map(int, get_driver_version().split("."))) >= (
                 550,
                 40,
                 7,

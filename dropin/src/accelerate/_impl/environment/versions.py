@@ -36,7 +36,7 @@ def install_xla(upgrade: bool = False) -> None:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if "google.colab" not in str(shell):
         raise RuntimeError("`install_xla` utility works only on google colab.")
-    release = ".".join(str(number) for number in torch_version.release[:2])
+    release = ".".join(map(str, torch_version.release[:2]))
     if upgrade:
         requirements = ["-U", "torch", "torch_xla[tpu]"]
     else:

@@ -415,11 +415,10 @@ class DataLoaderShard(PreparedLoader):
     def even(self, even_batches: bool) -> Iterator[None]:
         """A block in which every process takes as many batches as the others, or only those that are there."""
         targets: tuple[Any, ...] = (self, self.batch_sampler)
-        previous_values = [
-            (target, target.even_batches)
-            for target in targets
-            if hasattr(target, "even_batches")
-        ]
+        previous_values = []
+        for target in targets:
+            if hasattr(target, "even_batches"):
+                previous_values.append((target, target.even_batches))
         for target, _ in previous_values:
             target.even_batches = even_batches
         try:
@@ -475,11 +474,8 @@ class DataLoaderDispatcher(PreparedLoader):
     def source(self) -> BatchSource:
         """Return the main process's batches, dealt out where there are several processes."""
         world = ambient.start().world
-        kind = (
-            SnapshotSource
-            if self.use_stateful_dataloader and world.size == 1
-            else TorchSource
-        )
+        is_snapshot = self.use_stateful_dataloader and world.size == 1
+        kind = SnapshotSource if is_snapshot else TorchSource
         inner = kind(self, None, self.followers(), reads=world.rank == 0)
         if world.size == 1:
             return inner
@@ -497,7 +493,9 @@ class DataLoaderDispatcher(PreparedLoader):
     def move(self) -> Move | None:
         """Return the copier of batches to the device; those that are dealt out have been read ahead already."""
         if ambient.start().world.size > 1:
-            return None if self.device is None else move_on_request(self.put)
+            if self.device is None:
+                return None
+            return move_on_request(self.put)
         ahead = OneAhead(self.device, self.put)
         if self.slice_fn is slice_tensors:
             return ahead

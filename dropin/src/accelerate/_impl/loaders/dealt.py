@@ -45,7 +45,10 @@ class Dealt:
     def rounds(self, source: Any, position: Position) -> Iterator[Round]:
         """Yield the steps, marked with the samples that their batches hold together."""
         pads = self.even and self.num_shards > 1
-        first = source.first(position) if pads and position.consumed else None
+        if pads and position.consumed:
+            first = source.first(position)
+        else:
+            first = None
         items = source.open(position)
         for group, following in with_next(self._groups(items)):
             if first is None:
@@ -55,9 +58,9 @@ class Dealt:
                 num_next = self.num_shards
             total = sum(find_batch_size(item[0]) or 0 for item in group)
             rank_batches = enumerate(self._parts(group, first))
-            rank_items: list[Item | None] = [
-                (batch, None, shard >= num_next, total) for shard, batch in rank_batches
-            ]
+            rank_items: list[Item | None] = []
+            for shard, batch in rank_batches:
+                rank_items.append((batch, None, shard >= num_next, total))
             yield Round(rank_items, following is not None)
 
     def _groups(self, items: Iterator[Item]) -> Iterator[list[Item]]:
@@ -76,22 +79,23 @@ class Dealt:
         """Return each process's rows of the batches together, filled with those of the epoch's first batch."""
         global_batch = trees.concat(batches)
         size = trees.batch_size(global_batch) or 0
-        shares = [
-            split_units(size, self.num_shards, shard, self.even)
-            for shard in range(self.num_shards)
-        ]
+        shares = []
+        for shard in range(self.num_shards):
+            shares.append(split_units(size, self.num_shards, shard, self.even))
         num_missing = shares[-1].first + shares[-1].rows - size
         num_first = trees.batch_size(first) or 1
         while num_missing > 0:  # the epoch's first batch may have fewer rows
             filling = trees.slice_rows(first, slice(0, min(num_missing, num_first)))
             global_batch = trees.concat([global_batch, filling])
             num_missing -= num_first
-        return [
-            self.slice_fn(
-                global_batch,
-                slice(share.first, share.first + share.rows),
-                shard,
-                self.num_shards,
+        shard_batches = []
+        for shard, share in enumerate(shares):
+            shard_batches.append(
+                self.slice_fn(
+                    global_batch,
+                    slice(share.first, share.first + share.rows),
+                    shard,
+                    self.num_shards,
+                )
             )
-            for shard, share in enumerate(shares)
-        ]
+        return shard_batches

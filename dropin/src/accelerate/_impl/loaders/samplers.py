@@ -59,7 +59,9 @@ class AsDrawn:
     units: Any
 
     def size(self) -> int | None:
-        return len(self.units) if isinstance(self.units, Sized) else None
+        if isinstance(self.units, Sized):
+            return len(self.units)
+        return None
 
     def begin(self, position: Position) -> Position:
         return position
@@ -107,7 +109,10 @@ class BatchSamplerShard(BatchSampler):
     @property
     def _assignment(self) -> Assignment:
         plan = plan_batches(**_shard_plan_arguments(self), even=self.even_batches)
-        split = (self.num_processes, self.process_index) if self.split_batches else None
+        if self.split_batches:
+            split = (self.num_processes, self.process_index)
+        else:
+            split = None
         return Assignment(
             AsDrawn(self.batch_sampler), plan, "batches", split, fill=self.batch_size
         )

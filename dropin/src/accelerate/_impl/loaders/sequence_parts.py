@@ -70,21 +70,22 @@ class SequenceSplitter:
             tensors_by_key["shift_labels"] = torch.nn.functional.pad(
                 labels, (0, 1), value=IGNORED
             )[:, 1:]
-        cut = {
-            key: self._split_tensor(key, value, length)
-            for key, value in tensors_by_key.items()
-            if isinstance(value, Tensor)
-        }
+        cut = {}
+        for key, value in tensors_by_key.items():
+            if isinstance(value, Tensor):
+                cut[key] = self._split_tensor(key, value, length)
         # a model computes its loss only if it gets labels, and then reads shift_labels
         if "shift_labels" in cut:
             cut["labels"] = cut["shift_labels"]
-        return [
-            {
-                key: cut[key][n] if key in cut else tensors_by_key[key]
-                for key in {**tensors_by_key, **cut}
-            }
-            for n in range(self.comm.size)
-        ]
+        rank_parts = []
+        for n in range(self.comm.size):
+            rank_parts.append(
+                {
+                    key: cut[key][n] if key in cut else tensors_by_key[key]
+                    for key in {**tensors_by_key, **cut}
+                }
+            )
+        return rank_parts
 
     def _checked_length(self, tokens: Tensor, name: str) -> int:
         size, length = self.comm.size, tokens.shape[1] if tokens.ndim > 1 else 0
@@ -128,7 +129,9 @@ class SequenceShardSource(OuterSource):
 
     def steps(self) -> int | None:
         steps = self._inner.steps()
-        return None if steps is None else steps * self._cut.comm.size
+        if steps is None:
+            return None
+        return steps * self._cut.comm.size
 
     def open(self, position: Position) -> Iterator[Item]:
         """Return the shards from `at` on. Ranks: the group."""
@@ -171,9 +174,10 @@ class SequenceShardSource(OuterSource):
                 raise DataError(
                     f"another process of the same sequences failed to read its next batch: {failed}. Every process of the group stops here; fix that error first."
                 )
-            round_shards = [
-                shards[comm.rank] for shards, _ in gathered if shards is not None
-            ]
+            round_shards = []
+            for shards, _ in gathered:
+                if shards is not None:
+                    round_shards.append(shards[comm.rank])
             if not round_shards:
                 return
             for shard in round_shards:

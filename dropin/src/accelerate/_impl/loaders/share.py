@@ -58,8 +58,8 @@ def _readers_of(mesh: Any) -> tuple[int, int]:
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     dims = [dim for dim, name in enumerate(names) if name not in (Axis.TP, Axis.CP)]
     sizes, positions = (
-        [mesh.size(dim) for dim in dims],
-        [mesh.get_local_rank(dim) for dim in dims],
+        list(map(mesh.size, dims)),
+        list(map(mesh.get_local_rank, dims)),
     )
     return math.prod(sizes), sum(
         position * math.prod(sizes[index + 1 :])
@@ -209,7 +209,9 @@ class Share:
             generator.manual_seed(
                 int(torch.empty((), dtype=torch.int64).random_().item())
             )
-        return generator if isinstance(generator, torch.Generator) else None
+        if isinstance(generator, torch.Generator):
+            return generator
+        return None
 
     def loader(
         self,
@@ -220,7 +222,10 @@ class Share:
         non_blocking: bool,
     ) -> PreparedLoader:
         # the main process alone draws the order of batches that it hands out
-        generator = None if self.dispatch else self._shared_generator(order[0])
+        if self.dispatch:
+            generator = None
+        else:
+            generator = self._shared_generator(order[0])
         dataset, batches = self._cut_dataset(order[1])
         kwargs = {
             **self._loader_arguments(order[0], batches),
@@ -269,7 +274,10 @@ class Share:
             return dataset, batches
         if not self.stream:
             # items without batches are shared as batches
-            source_sampler = self.plain.sampler if batches is None else batches
+            if batches is None:
+                source_sampler = self.plain.sampler
+            else:
+                source_sampler = batches
             return dataset, BatchSamplerShard(
                 source_sampler, self.size, self.index, self.split, self.even
             )
@@ -289,11 +297,10 @@ class Share:
         ), batches
 
     def _loader_arguments(self, sampler: Any, batches: Any) -> dict[str, Any]:
-        loader_options = {
-            name: getattr(self.plain, name)
-            for name in _KEPT.split()
-            if hasattr(self.plain, name)
-        }
+        loader_options = {}
+        for name in _KEPT.split():
+            if hasattr(self.plain, name):
+                loader_options[name] = getattr(self.plain, name)
         if not loader_options.get("num_workers"):
             loader_options.pop("prefetch_factor", None)
         loader_options |= self._batch_arguments(sampler, batches)
@@ -315,7 +322,10 @@ class Share:
             }
         if self.plain.batch_sampler is not None:
             return {"batch_sampler": batches}
-        plain_sampler = sampler if sampler is not None else self.plain.sampler
+        if sampler is not None:
+            plain_sampler = sampler
+        else:
+            plain_sampler = self.plain.sampler
         return {
             "sampler": batches
             if isinstance(batches, BatchSamplerShard)

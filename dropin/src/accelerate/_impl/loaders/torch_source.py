@@ -107,7 +107,10 @@ class OneAhead:
     def __init__(
         self, device: torch.device | str | int | None, put: Callable[[Any], Any]
     ) -> None:
-        self._device = None if device is None else torch.device(device)
+        if device is None:
+            self._device = None
+        else:
+            self._device = torch.device(device)
         self._put = put
 
     def __call__(self, items: Iterator[Item]) -> Iterator[Item]:

@@ -30,7 +30,9 @@ from hasten.trees import tensors
 
 def _own_dtype(tensor: Tensor) -> torch.dtype | None:
     """Return the dtype that the module has now, which `half()` may have changed; None for tensors that pack their values."""
-    return tensor.dtype if type(tensor) in (Tensor, nn.Parameter) else None
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor.dtype
+    return None
 
 
 class AlignDevicesHook(ModelHook):
@@ -229,14 +231,10 @@ def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
     """Return the hook that brings the module's weights to a device for its forward, or None."""
     hook = hook_of(module)
     hooks = hook.hooks if isinstance(hook, SequentialHook) else [hook]
-    return next(
-        (
-            module_hook
-            for module_hook in hooks
-            if isinstance(module_hook, AlignDevicesHook) and module_hook.offload
-        ),
-        None,
-    )
+    for module_hook in hooks:
+        if isinstance(module_hook, AlignDevicesHook) and module_hook.offload:
+            return module_hook
+    return None
 
 
 class PrefixedDataset(Mapping[str, Tensor]):

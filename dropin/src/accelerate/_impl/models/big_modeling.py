@@ -117,16 +117,18 @@ cpu_offload, disk_offload = (
 
 def _remove_offloading(model: nn.Module, device: Any) -> Any:
     """Take off an earlier offloading; return the device to compute on."""
-    if is_dispatched(model) or any(
-        has_offloaded_params(submodule) for submodule in model.modules()
-    ):
+    if is_dispatched(model) or any(map(has_offloaded_params, model.modules())):
         remove_hook_from_submodules(model)
-    return next(model.parameters()).device if device is None else device
+    if device is None:
+        return next(model.parameters()).device
+    return device
 
 
 def _module_for_device(device: Any) -> Any:
     """Return the function that places weights on the device: streamed, and to the CPU and the meta device by hooks."""
-    return hooked if dispatch.device_of(device).type in _STILL else dispatch
+    if dispatch.device_of(device).type in _STILL:
+        return hooked
+    return dispatch
 
 
 @like(dispatch.dispatch_model)
@@ -142,11 +144,10 @@ def dispatch_model(
         device_map,
     )
     if "_hf_hook" in model.__dict__:
-        offload_targets = [
-            offload_target
-            for offload_target in dict.fromkeys(map(str, device_map.values()))
-            if offload_target in OFFLOAD
-        ]
+        offload_targets = []
+        for offload_target in dict.fromkeys(map(str, device_map.values())):
+            if offload_target in OFFLOAD:
+                offload_targets.append(offload_target)
         if offload_targets:
             logger.warning(message("offloaded_to", " and ".join(offload_targets)))
         model.__dict__.update(to=_Move(model, "to"), cuda=_Move(model, "cuda"))
@@ -157,33 +158,28 @@ def dispatch_model(
 def _dispatch_by_map(
     bound_arguments: dict[str, Any], model: nn.Module, device_map: Mapping[str, Any]
 ) -> None:
-    unplaced_names = [
-        name
-        for name, _ in named_tensors(model)
-        if owner_in(dict(device_map), name) is None
-    ]
+    unplaced_names = []
+    for name, _ in named_tensors(model):
+        if owner_in(dict(device_map), name) is None:
+            unplaced_names.append(name)
     # whoever skips the check means them to stay
     module_devices = {**device_map, **dict.fromkeys(unplaced_names, "cpu")}
     main_device, index = (
         bound_arguments.get("main_device"),
         bound_arguments.get("offload_index"),
     )
-    first_device = next(
-        (
-            module_device
-            for module_device in module_devices.values()
-            if str(module_device) not in OFFLOAD
-        ),
-        "cpu",
-    )
+    first_device = "cpu"
+    for module_device in module_devices.values():
+        if str(module_device) not in OFFLOAD:
+            first_device = module_device
+            break
     main_device = _remove_offloading(
         model, first_device if main_device is None else main_device
     )
-    disk_modules = [
-        name
-        for name, module_device in device_map.items()
-        if str(module_device) == "disk"
-    ]
+    disk_modules = []
+    for name, module_device in device_map.items():
+        if str(module_device) == "disk":
+            disk_modules.append(name)
     if disk_modules and bound_arguments.get("offload_dir") is None and index is None:
         raise ValueError(message("offload_needs_dir", ", ".join(disk_modules)))
     devices = {*map(str, module_devices.values())}
@@ -320,10 +316,15 @@ attach_layerwise_casting_hooks = mirrored_hook(casting.attach_layerwise_casting_
 def _layer_types(model: nn.Module) -> set[str]:
     """Return the kinds of attention that the configuration of a model of transformers lists, or stands for."""
     config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    else:
+        config = config
     if (listed := getattr(config, "layer_types", None)) is not None:
         return set(listed)
-    return {"sliding_attention"} if getattr(config, "sliding_window", None) else set()
+    if getattr(config, "sliding_window", None):
+        return {"sliding_attention"}
+    return set()
 
 
 def _refuse_recurrent_layers_under_sequence_parallelism(model: nn.Module) -> None:

@@ -112,24 +112,21 @@ def replace_with_bnb_layers(
 ) -> nn.Module:
     """Return the model with its linear layers exchanged for bitsandbytes', except those inside the modules named."""
     excluded_names = modules_to_not_convert or ()
-    full_names = {
-        name: ".".join([*(current_key_name or ()), name])
-        for name in linear_names(model)
-        if name
-    }
-    candidate_names = {
-        name: full_name
-        for name, full_name in full_names.items()
-        if name.rpartition(".")[2] not in excluded_names
-    }
-    names_to_replace = [
-        name
-        for name, full_name in candidate_names.items()
+    full_names = {}
+    for name in linear_names(model):
+        if name:
+            full_names[name] = ".".join([*(current_key_name or ()), name])
+    candidate_names = {}
+    for name, full_name in full_names.items():
+        if name.rpartition(".")[2] not in excluded_names:
+            candidate_names[name] = full_name
+    names_to_replace = []
+    for name, full_name in candidate_names.items():
         if not any(
             excluded_name == full_name or f"{excluded_name}." in full_name
             for excluded_name in excluded_names
-        )
-    ]
+        ):
+            names_to_replace.append(name)
     if not names_to_replace:
         logger.warning(message("no_linear_layers"))
     return replace_linears(
@@ -207,17 +204,21 @@ def _one_device(device_map: Any) -> torch.device:
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     """Modules to keep in their precision: those with tied weights, and the last one, which is the head where there is one."""
-    tied = [
-        name.rpartition(".")[0]
-        for names in bigmodel.find_tied_parameters(model)
-        for name in names
-    ]
+    tied = []
+    for names in bigmodel.find_tied_parameters(model):
+        for name in names:
+            tied.append(name.rpartition(".")[0])
     prefix = getattr(model, "base_model_prefix", None)
     headless = prefix is not None and not hasattr(model, prefix)
     children = [name for name, _ in model.named_children()]
-    return [] if headless and not tied else list(dict.fromkeys([*tied, *children[-1:]]))
+    if headless and not tied:
+        return []
+    return list(dict.fromkeys([*tied, *children[-1:]]))
 
 
 def has_4bit_bnb_layers(model: object) -> bool:
-    modules = model.modules() if hasattr(model, "modules") else ()
+    if hasattr(model, "modules"):
+        modules = model.modules()
+    else:
+        modules = ()
     return any(type(module).__name__ == "Linear4bit" for module in modules)

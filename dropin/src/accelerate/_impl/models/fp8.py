@@ -47,9 +47,10 @@ def convert_model_to_fp8_ao(
     config: Any = None,
     module_filter_func: Callable[..., bool] | None = None,
 ) -> None:
-    first_and_last_names = [
-        name for name in find_first_last_linear_layers(model) if name
-    ]
+    first_and_last_names = []
+    for name in find_first_last_linear_layers(model):
+        if name:
+            first_and_last_names.append(name)
     filter_module = module_filter_func or (
         lambda module, name: filter_linear_layers(module, name, first_and_last_names)
     )
@@ -119,7 +120,7 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
     check_installed("transformer_engine", why="layers that compute in fp8")
-    return any(
-        type(module).__module__.startswith("transformer_engine")
-        for module in model.modules()
-    )
+    for module in model.modules():
+        if type(module).__module__.startswith("transformer_engine"):
+            return True
+    return False

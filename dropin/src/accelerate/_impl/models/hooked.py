@@ -68,14 +68,14 @@ def write_missing(
     """
     stored_weights = OffloadedWeightsLoader(save_folder=save_dir)
     filled = {name: tensor for name, tensor in state_dict.items() if not tensor.is_meta}
-    unchanged_names = [
-        name
-        for name, tensor in filled.items()
-        if name in stored_weights and torch.equal(stored_weights[name], tensor.cpu())
-    ]
-    missing_weights = {
-        name: tensor for name, tensor in filled.items() if name not in unchanged_names
-    }
+    unchanged_names = []
+    for name, tensor in filled.items():
+        if name in stored_weights and torch.equal(stored_weights[name], tensor.cpu()):
+            unchanged_names.append(name)
+    missing_weights = {}
+    for name, tensor in filled.items():
+        if name not in unchanged_names:
+            missing_weights[name] = tensor
     if not len(stored_weights) or not missing_weights.keys() <= set(spare):
         offload_state_dict(save_dir, missing_weights)
 
@@ -108,36 +108,39 @@ def dispatch_model(
 
     Weights on "disk" are in files of `offload_dir`; those on "cpu" are in a state dict if the main device is another one.
     """
-    offload_targets = {"disk"} if str(main_device) == "cpu" else set(OFFLOAD)
-    offloaded_modules = {
-        name: str(module_device) in offload_targets
-        for name, module_device in device_map.items()
-    }
+    if str(main_device) == "cpu":
+        offload_targets = {"disk"}
+    else:
+        offload_targets = set(OFFLOAD)
+    offloaded_modules = {}
+    for name, module_device in device_map.items():
+        offloaded_modules[name] = str(module_device) in offload_targets
     state = model.state_dict()
-    owners = {
-        name: str(device_map.get(owner_in(device_map, name) or "")) for name in state
-    }
+    owners = {}
+    for name in state:
+        owners[name] = str(device_map.get(owner_in(device_map, name) or ""))
     on_disk = {name: tensor for name, tensor in state.items() if owners[name] == "disk"}
     if on_disk:
         write_missing(
             on_disk, offload_dir, () if offload_buffers else dict(model.named_buffers())
         )
     if state_dict is None:
-        state_dict = {
-            name: tensor
-            for name, tensor in state.items()
-            if owners[name] in offload_targets - {"disk"}
-        }
+        state_dict = {}
+        for name, tensor in state.items():
+            if owners[name] in offload_targets - {"disk"}:
+                state_dict[name] = tensor
     weights = None
     if any(offloaded_modules.values()):
         weights = OffloadedWeightsLoader(
             state_dict, offload_dir, None if on_disk else {}
         )
-    devices = {
-        name: main_device if str(module_device) in OFFLOAD else module_device
-        for name, module_device in device_map.items()
-    }
-    groups = [list(names) for names in tied_groups(model)]
+    devices = {}
+    for name, module_device in device_map.items():
+        if str(module_device) in OFFLOAD:
+            devices[name] = main_device
+        else:
+            devices[name] = module_device
+    groups = list(map(list, tied_groups(model)))
     ties: TiedMap = {model.get_parameter(names[0]).data_ptr(): {} for names in groups}
     options = (offload_buffers, "", skip_keys, preload_module_classes, ties)
     attach_align_device_hook_on_blocks(

@@ -65,8 +65,13 @@ def pippy_forward(
     args, kwargs = trees.map_tensors(
         partial(_lengthen_inputs, rows, -rows % num_chunks), (args, kwargs)
     )
-    output = forward(*args, **kwargs) if process.is_main_process else forward()
-    return copy_tensor_to_devices(output)[:rows] if gather_output else output
+    if process.is_main_process:
+        output = forward(*args, **kwargs)
+    else:
+        output = forward()
+    if gather_output:
+        return copy_tensor_to_devices(output)[:rows]
+    return output
 
 
 def _lengthen_inputs(rows: int, missing: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -129,12 +134,10 @@ def generate_device_map(
         )
     model_atoms = group_modules(module_nodes(model, no_split_module_classes))
     model_bytes = sum(atom.num_bytes for atom in model_atoms)
-    limits = [
-        parse_size(max_memory[rank]) if max_memory else model_bytes
-        for rank in range(num_processes)
-    ]
-    devices = [
-        Device(rank, limit)
-        for rank, limit in enumerate(balance_limits(model_atoms, limits))
-    ]
+    limits = []
+    for rank in range(num_processes):
+        limits.append(parse_size(max_memory[rank]) if max_memory else model_bytes)
+    devices = []
+    for rank, limit in enumerate(balance_limits(model_atoms, limits)):
+        devices.append(Device(rank, limit))
     return clean_device_map(dict(place_modules(model_atoms, devices).places))

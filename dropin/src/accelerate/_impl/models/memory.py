@@ -29,13 +29,12 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
         is_npu_available(),
         is_xpu_available(),
     )
-    device_modules = [
-        getattr(torch, kind)
-        for kind, is_available in zip(
-            ("cuda", "mps", "npu", "xpu"), availability, strict=True
-        )
-        if is_available
-    ]
+    device_modules = []
+    for kind, is_available in zip(
+        ("cuda", "mps", "npu", "xpu"), availability, strict=True
+    ):
+        if is_available:
+            device_modules.append(getattr(torch, kind))
     for module in (
         device_modules or [torch.accelerator] * torch.accelerator.is_available()
     ):

@@ -66,16 +66,19 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 def get_non_persistent_buffers(
     module: nn.Module, recurse: bool = False, fqns: bool = False
 ) -> set[str]:
-    named_modules = module.named_modules() if recurse else [("", module)]
+    if recurse:
+        named_modules = module.named_modules()
+    else:
+        named_modules = [("", module)]
     buffer_names = (
         (name, buffer_name)
         for name, submodule in named_modules
         for buffer_name in submodule._non_persistent_buffers_set
     )
-    return {
-        f"{name}.{buffer_name}" if fqns and name else buffer_name
-        for name, buffer_name in buffer_names
-    }
+    buffer_labels = set()
+    for name, buffer_name in buffer_names:
+        buffer_labels.add(f"{name}.{buffer_name}" if fqns and name else buffer_name)
+    return buffer_labels
 
 
 def named_module_tensors(
@@ -241,11 +244,10 @@ def fill_model(
     module_devices = device_map or {}
     if offload_folder is None and "disk" in map(str, module_devices.values()):
         raise ValueError(message("offload_needs_folder"))
-    unplaced_names = [
-        name
-        for name in model.state_dict()
-        if device_map and maps.owner_in(module_devices, name) is None
-    ]
+    unplaced_names = []
+    for name in model.state_dict():
+        if device_map and maps.owner_in(module_devices, name) is None:
+            unplaced_names.append(name)
     if unplaced_names:
         raise ValueError(f"{unplaced_names[0]} doesn't have any device set.")
     ties = ties_of(model)
@@ -338,12 +340,13 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
             owner, _, last = name.rpartition(".")
             with align_module_device(model.get_submodule(owner), torch.device("cpu")):
                 state[name] = getattr(model.get_submodule(owner), last).detach().clone()
-    return {
-        name: tensor_or_state.to("cpu")
-        if isinstance(tensor_or_state, Tensor)
-        else tensor_or_state
-        for name, tensor_or_state in state.items()
-    }
+    host_state = {}
+    for name, tensor_or_state in state.items():
+        if isinstance(tensor_or_state, Tensor):
+            host_state[name] = tensor_or_state.to("cpu")
+        else:
+            host_state[name] = tensor_or_state
+    return host_state
 
 
 def get_state_dict_from_offload(
@@ -366,16 +369,17 @@ def load_state_dict(checkpoint_file: Any, device_map: Any = None) -> dict[str, T
     state = read_model(checkpoint_file)
     if device_map is None:
         return state
-    weight_devices = {
-        name: device_map.get(maps.owner_in(device_map, name) or "", "cpu")
-        for name in state
-    }
-    return {
-        name: weight.to(
+    weight_devices = {}
+    for name in state:
+        weight_devices[name] = device_map.get(
+            maps.owner_in(device_map, name) or "", "cpu"
+        )
+    placed_weights = {}
+    for name, weight in state.items():
+        placed_weights[name] = weight.to(
             device_of("cpu" if weight_devices[name] == "disk" else weight_devices[name])
         )
-        for name, weight in state.items()
-    }
+    return placed_weights
 
 
 def _check_format(file: Path) -> None:
@@ -397,12 +401,12 @@ def _check_format(file: Path) -> None:
 def extract_submodules_state_dict(
     state_dict: Mapping[str, Tensor], submodule_names: list[str]
 ) -> dict[str, Tensor]:
-    return {
-        key: tensor
-        for name in submodule_names
-        for key, tensor in state_dict.items()
-        if f"{key}.".startswith(f"{name}.")
-    }
+    submodule_tensors = {}
+    for name in submodule_names:
+        for key, tensor in state_dict.items():
+            if f"{key}.".startswith(f"{name}."):
+                submodule_tensors[key] = tensor
+    return submodule_tensors
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
@@ -436,5 +440,8 @@ def get_mixed_precision_context_manager(
         return nullcontext()
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
     dtype = dtypes.get(ambient.AMBIENT.whole.get("_mixed_precision", "no"))
-    kwargs = {} if autocast_kwargs is None else autocast_kwargs.to_kwargs()
+    if autocast_kwargs is None:
+        kwargs = {}
+    else:
+        kwargs = autocast_kwargs.to_kwargs()
     return torch.autocast(ambient.device().type, dtype, **kwargs)

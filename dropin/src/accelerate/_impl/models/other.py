@@ -45,18 +45,15 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    return any(is_compiled_module(submodule) for submodule in module.modules())
+    return any(map(is_compiled_module, module.modules()))
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    return (
-        isinstance(module, nn.ModuleList)
-        and len({type(block) for block in module}) == 1
-    )
+    return isinstance(module, nn.ModuleList) and len(set(map(type, module))) == 1
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    return any(is_repeated_blocks(submodule) for submodule in module.modules())
+    return any(map(is_repeated_blocks, module.modules()))
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
@@ -69,10 +66,9 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         compile_child: Callable[..., Any] = torch.compile
     else:
         compile_child = compile_regions
-    compiled_children = {
-        name: compile_child(child, **compile_kwargs)
-        for name, child in module.named_children()
-    }
+    compiled_children = {}
+    for name, child in module.named_children():
+        compiled_children[name] = compile_child(child, **compile_kwargs)
     for child in compiled_children.values():
         child.__dict__.pop("_orig_mod", None)  # the outermost module shows the original
     compiled_copy.__dict__.update(_modules=compiled_children, _orig_mod=module)
@@ -84,11 +80,12 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
     if not has_repeated_blocks(module):
         module.compile(**compile_kwargs)
         return
-    compile_child = (
-        nn.Module.compile if is_repeated_blocks(module) else compile_regions_deepspeed
-    )
+    is_block_list = is_repeated_blocks(module)
     for child in module.children():
-        compile_child(child, **compile_kwargs)
+        if is_block_list:
+            child.compile(**compile_kwargs)
+        else:
+            compile_regions_deepspeed(child, **compile_kwargs)
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
@@ -98,7 +95,7 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    return any(is_dtensor(parameter) for parameter in model.parameters())
+    return any(map(is_dtensor, model.parameters()))
 
 
 def extract_model_from_parallel(
@@ -113,7 +110,9 @@ def extract_model_from_parallel(
         inner = getattr(inner, "_orig_mod", inner)
     if not keep_fp32_wrapper:
         _restore_forward(inner)
-    return _restore_compiled(model, inner) if keep_torch_compile else inner
+    if keep_torch_compile:
+        return _restore_compiled(model, inner)
+    return inner
 
 
 def _restore_compiled(model: Any, inner: Any) -> Any:
@@ -172,11 +171,10 @@ def tell_shared(tensors: Mapping[str, torch.Tensor]) -> Collection[str]:
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors, each stored once: names that share memory are reduced to the first of them."""
-    tensors = {
-        name: tensor_or_object.contiguous()
-        for name, tensor_or_object in state_dict.items()
-        if isinstance(tensor_or_object, torch.Tensor)
-    }
+    tensors = {}
+    for name, tensor_or_object in state_dict.items():
+        if isinstance(tensor_or_object, torch.Tensor):
+            tensors[name] = tensor_or_object.contiguous()
     repeated = tell_shared(
         {
             name: tensor_or_object
@@ -184,11 +182,11 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
             if name in tensors
         }
     )
-    return {
-        name: tensors.get(name, tensor_or_object)
-        for name, tensor_or_object in state_dict.items()
-        if name not in repeated
-    }
+    unshared_tensors = {}
+    for name, tensor_or_object in state_dict.items():
+        if name not in repeated:
+            unshared_tensors[name] = tensors.get(name, tensor_or_object)
+    return unshared_tensors
 
 
 def save(

@@ -54,7 +54,9 @@ def convert_file_size_to_int(size: float | str) -> Any:
         int(float(size_match[1]) * _SUFFIXES[size_match[2].upper()]),
         size_match[2],
     )
-    return number // 8 if len(unit) == 2 and unit.endswith("b") else number
+    if len(unit) == 2 and unit.endswith("b"):
+        return number // 8
+    return number
 
 
 def _get_proper_dtype(dtype: Any) -> Any:
@@ -80,11 +82,9 @@ def compute_module_sizes(
     buffers_only: bool = False,
 ) -> dict[str, int]:
     sizes: dict[str, Any] = defaultdict(int)
-    named_tensors = (
-        model.named_buffers()
-        if buffers_only
-        else [*model.named_parameters(), *model.named_buffers()]
-    )
+    named_tensors = list(model.named_buffers())
+    if not buffers_only:
+        named_tensors[:0] = model.named_parameters()
     for name, tensor in named_tensors:
         path, num_bytes = (
             name.split("."),
@@ -115,22 +115,22 @@ def compute_module_total_buffer_size(
 
 
 def get_module_leaves(module_sizes: dict[str, int]) -> list[str]:
-    return [
-        name
-        for name in module_sizes
-        if not any(inner_name.startswith(f"{name}.") for inner_name in module_sizes)
-        and name
-    ]
+    leaf_names = []
+    for name in module_sizes:
+        if (
+            not any(inner_name.startswith(f"{name}.") for inner_name in module_sizes)
+            and name
+        ):
+            leaf_names.append(name)
+    return leaf_names
 
 
 def get_max_layer_size(
     modules: Any, module_sizes: Any, no_split_module_classes: Any
 ) -> tuple[int, list[str]]:
-    layers = [
-        name
-        for name, module in modules
-        for name in _iterate_layers(name, module, no_split_module_classes or ())
-    ]
+    layers: list[str] = []
+    for name, module in modules:
+        layers.extend(_iterate_layers(name, module, no_split_module_classes or ()))
     largest = max((module_sizes.get(name, 0) for name in layers), default=0)
     return largest, [name for name in layers if module_sizes.get(name, 0) == largest]
 
@@ -148,7 +148,9 @@ def _iterate_layers(
 
 
 def _named_children(module: Any) -> list[_Part]:
-    return list(module.named_children()) if isinstance(module, nn.Module) else []
+    if isinstance(module, nn.Module):
+        return list(module.named_children())
+    return []
 
 
 def _split_module(
@@ -158,10 +160,10 @@ def _split_module(
     children = _named_children(module)
     if not children or type(module).__name__ in unsplit_classes:
         return []
-    return [
-        (f"{name}.{child_name}", child)
-        for child_name, child in [*module.named_parameters(recurse=False), *children]
-    ]
+    inner_modules = []
+    for child_name, child in [*module.named_parameters(recurse=False), *children]:
+        inner_modules.append((f"{name}.{child_name}", child))
+    return inner_modules
 
 
 def get_module_size_with_ties(
@@ -173,14 +175,11 @@ def get_module_size_with_ties(
     """Return the bytes of a module with those that share its parameters, and these modules; those placed already are left out."""
     tied_modules: list[_Part] = []
     for tied_name in tied_params:
-        owner = next(
-            (
-                named_module
-                for named_module in modules_to_treat
-                if f"{tied_name}.".startswith(f"{named_module[0]}.")
-            ),
-            None,
-        )
+        owner = None
+        for named_module in modules_to_treat:
+            if f"{tied_name}.".startswith(f"{named_module[0]}."):
+                owner = named_module
+                break
         if owner is not None:
             tied_modules.append(owner)
             module_size += module_sizes[owner[0]] - module_sizes[tied_name]
@@ -193,17 +192,16 @@ def get_module_size_with_ties(
 
 def _tied_outside(name: str, groups: Sequence[Sequence[str]]) -> list[str]:
     prefix = f"{name}."
-    crossing = [
-        group
-        for group in groups
-        if len({prefix in f"{tied_name}." for tied_name in group}) == 2
-    ]
-    return [
-        tied_name
-        for group in crossing
-        for tied_name in group
-        if prefix not in f"{tied_name}."
-    ]
+    crossing = []
+    for group in groups:
+        if len({prefix in f"{tied_name}." for tied_name in group}) == 2:
+            crossing.append(group)
+    outside_names = []
+    for group in crossing:
+        for tied_name in group:
+            if prefix not in f"{tied_name}.":
+                outside_names.append(tied_name)
+    return outside_names
 
 
 def fallback_allocate(
@@ -261,16 +259,17 @@ def _whole_model(model: nn.Module) -> list[_Part]:
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    return [sorted(group) for group in tied_groups(model)]
+    return list(map(sorted, tied_groups(model)))
 
 
 def clean_device_map(
     device_map: dict[str, Any], module_name: str = ""
 ) -> dict[str, Any]:
     short = maps.clean_device_map(dict(device_map), module_name)
-    unchanged_entries = {
-        name: device for name, device in device_map.items() if name in short
-    }
+    unchanged_entries = {}
+    for name, device in device_map.items():
+        if name in short:
+            unchanged_entries[name] = device
     device_map.clear()
     device_map.update({**unchanged_entries, **short})
     return device_map
@@ -367,7 +366,10 @@ class _Packing:
             self.whole = unsplit_classes or []
         self.devices = [*limits, *([] if "disk" in limits else ["disk"])]
         self.gpus = [device for device in self.devices if device not in _OFFLOAD]
-        self.reserving = ["mps"] if "mps" in self.gpus else [*self.gpus[:1], "cpu"]
+        if "mps" in self.gpus:
+            self.reserving = ["mps"]
+        else:
+            self.reserving = [*self.gpus[:1], "cpu"]
         self.used: dict[Any, Any] = dict.fromkeys(self.devices, 0)
         self.least: dict[Any, Any] = {}
         self.left, self.offloaded = dict(limits), list[str]()
@@ -384,9 +386,10 @@ class _Packing:
             self._log_line(f"\nTreating module {name}.")
             tied = _tied_outside(name, self.ties)
             if tied:
-                groups = [
-                    group for group in self.ties if not set(group).isdisjoint(tied)
-                ]
+                groups = []
+                for group in self.ties:
+                    if not set(group).isdisjoint(tied):
+                        groups.append(group)
                 self._log_line(f"  Found the relevant tied param groups {groups}")
                 self._log_line(
                     f"  So those parameters need to be taken into account {tied}"
@@ -431,14 +434,15 @@ class _Packing:
         ]
         if not self.largest:
             self._measure_layers()
-        return self.layer if self.devices[self.at] in self.reserving else 0
+        if self.devices[self.at] in self.reserving:
+            return self.layer
+        return 0
 
     def _measure_layers(self) -> None:
-        modules = [
-            named_module
-            for named_module in self.waiting
-            if isinstance(named_module[1], nn.Module)
-        ]
+        modules = []
+        for named_module in self.waiting:
+            if isinstance(named_module[1], nn.Module):
+                modules.append(named_module)
         self.layer, self.largest = get_max_layer_size(modules, self.sizes, self.whole)
 
     def _put_modules(
@@ -518,11 +522,10 @@ class _Packing:
 
     def report(self) -> None:
         """Log the devices that got nothing, with the bytes that would have been needed."""
-        empty = [
-            f"  - {device}: {size} bytes required"
-            for device, size in self.least.items()
-            if not self.used[device]
-        ]
+        empty = []
+        for device, size in self.least.items():
+            if not self.used[device]:
+                empty.append(f"  - {device}: {size} bytes required")
         if empty:
             logger.info(message("devices_unused"), "\n".join(empty))
 
@@ -556,7 +559,9 @@ def infer_auto_device_map(
     packing.report()
     if not offload_buffers:
         packing.check_buffers(model, dtype, special_dtypes)
-    return clean_device_map(packing.places) if clean_result else packing.places
+    if clean_result:
+        return clean_device_map(packing.places)
+    return packing.places
 
 
 def get_balanced_memory(
@@ -616,17 +621,19 @@ def _spread_limits(
 
 def _device_slack(model: nn.Module, sizes: Mapping[str, int], no_split: Any) -> int:
     """Return the bytes a device gets beyond its share, so that a module on the border fits: a quarter more than a usual one."""
-    class_sizes = {
-        type(attrgetter(name)(model)).__name__: sizes[name]
-        for name in reversed(list(sizes))
-        if name
-    }
+    class_sizes = {}
+    for name in reversed(list(sizes)):
+        if name:
+            class_sizes[type(attrgetter(name)(model)).__name__] = sizes[name]
     tensors = set(get_module_leaves(dict(sizes)))
     layers = get_module_leaves(
         {name: size for name, size in sizes.items() if name not in tensors}
     )
     mean = int(sum(sizes[name] for name in layers) / max(len(layers), 1))
-    unsplit_classes = [no_split] if isinstance(no_split, str) else no_split or []
+    if isinstance(no_split, str):
+        unsplit_classes = [no_split]
+    else:
+        unsplit_classes = no_split or []
     return int(
         1.25 * max([mean, *(class_sizes.get(name, 0) for name in unsplit_classes)])
     )

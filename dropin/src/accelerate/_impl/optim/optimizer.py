@@ -49,7 +49,10 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):
         precision: Precision | None = None,
     ) -> None:
         AcceleratorState()  # raises a ValueError where there is no Accelerator
-        plain = FullPrecision() if scaler is None else _WithScaler(scaler)
+        if scaler is None:
+            plain = FullPrecision()
+        else:
+            plain = _WithScaler(scaler)
         super().__init__(optimizer, clock or ambient.run_clock(), precision or plain)
         self.scaler, self.device_placement = scaler, device_placement
 

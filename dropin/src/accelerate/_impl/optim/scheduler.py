@@ -28,14 +28,11 @@ class AcceleratedScheduler(PreparedScheduler):
             self.optimizers = optimizers
         else:
             self.optimizers = [optimizers]
-        owner = next(
-            (
-                optimizer
-                for optimizer in self.optimizers
-                if isinstance(optimizer, PreparedOptimizer)
-            ),
-            None,
-        )
+        owner = None
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, PreparedOptimizer):
+                owner = optimizer
+                break
         super().__init__(scheduler, owner, step_with_optimizer)
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer

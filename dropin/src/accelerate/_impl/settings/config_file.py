@@ -35,7 +35,10 @@ def load_config_from_file(config_file: str | None) -> "BaseConfig":
     if not path.is_file() and (older := path.with_suffix(".json")).is_file():
         path = older
     text = read_contents(path)
-    values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    if path.suffix == ".json":
+        values = json.loads(text)
+    else:
+        values = yaml.safe_load(text)
     return config_from(values, str(path))
 
 
@@ -78,19 +81,20 @@ class BaseConfig:
                 setattr(self, config_field.name, {})
 
     def to_dict(self) -> dict[str, Any]:
-        values = {
-            config_field.name: getattr(self, config_field.name)
-            for config_field in fields(self)
-        }
-        plain = {
-            name: value.value if isinstance(value, Enum) else value
-            for name, value in values.items()
-        }
-        return {
-            name: value
-            for name, value in plain.items()
-            if value is not None and value != {}
-        }
+        values = {}
+        for config_field in fields(self):
+            values[config_field.name] = getattr(self, config_field.name)
+        plain = {}
+        for name, value in values.items():
+            if isinstance(value, Enum):
+                plain[name] = value.value
+            else:
+                plain[name] = value
+        set_values = {}
+        for name, value in plain.items():
+            if value is not None and value != {}:
+                set_values[name] = value
+        return set_values
 
     @staticmethod
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
@@ -103,10 +107,14 @@ class BaseConfig:
             config_dict.setdefault("num_processes", 1)
         # in files of older versions, as is fp16
         if backend := config_dict.pop("dynamo_backend", None):
-            config_dict["dynamo_config"] = (
-                {} if backend == "NO" else {"dynamo_backend": backend}
-            )
-        precision = "fp16" if config_dict.pop("fp16", False) else None
+            if backend == "NO":
+                config_dict["dynamo_config"] = {}
+            else:
+                config_dict["dynamo_config"] = {"dynamo_backend": backend}
+        if config_dict.pop("fp16", False):
+            precision = "fp16"
+        else:
+            precision = None
         required_values = {
             "compute_environment": ComputeEnvironment.LOCAL_MACHINE,
             "mixed_precision": precision,
@@ -141,10 +149,9 @@ class BaseConfig:
 def _make_config_class(name: str, description: str) -> Any:
     """Return a class of settings with the fields of the table: names that need a value, and defaults."""
     table = json.loads(Path(__file__).with_suffix(".json").read_text())[name]
-    rows: Any = [
-        (field_name, Any, field(default=default))
-        for field_name, default in table["has"].items()
-    ]
+    rows: Any = []
+    for field_name, default in table["has"].items():
+        rows.append((field_name, Any, field(default=default)))
     rows = [*((field_name, Any) for field_name in table["needed"]), *rows]
     return make_dataclass(
         name,

@@ -24,10 +24,11 @@ class HfDeepSpeedConfig:
 
     def set_stage_and_offload(self) -> None:
         self._stage = self.get_value("zero_optimization.stage", -1)
-        devices = [
-            self.get_value(f"zero_optimization.offload_{section}.device")
-            for section in ("optimizer", "param")
-        ]
+        devices = []
+        for section in ("optimizer", "param"):
+            devices.append(
+                self.get_value(f"zero_optimization.offload_{section}.device")
+            )
         self._offload = self._stage in (2, 3) and any(
             device in _OFFLOAD_DEVICES for device in devices
         )

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -81,7 +81,10 @@ class DeepSpeedPlugin:
     def _take_config(self, variables: Any) -> None:
         if self.hf_ds_config is None:
             config_file = variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-            self.hf_ds_config = config_file if config_file not in ("", "none") else None
+            if config_file not in ("", "none"):
+                self.hf_ds_config = config_file
+            else:
+                self.hf_ds_config = None
         self._fill_options()
         if self.hf_ds_config is None:
             self.hf_ds_config = HfDeepSpeedConfig(self._single_options())
@@ -112,25 +115,15 @@ class DeepSpeedPlugin:
     def _fill_options(self) -> None:
         """Fill options that were not given, from variables or with defaults."""
         for name, (_, default) in _OPTIONS.items():
-            prefix = (
-                "ACCELERATE_"
-                if name.startswith("gradient")
-                else "ACCELERATE_DEEPSPEED_"
-            )
-            read = (
-                (
-                    lambda variable_text: (
-                        variable_text if variable_text == AUTO else float(variable_text)
-                    )
-                )
-                if name == "gradient_clipping"
-                else None
-            )
-            fill_from_variables(
-                self,
-                prefix,
-                **{name: (read or partial(_parse_variable, default=default), default)},
-            )
+            if name.startswith("gradient"):
+                prefix = "ACCELERATE_"
+            else:
+                prefix = "ACCELERATE_DEEPSPEED_"
+            if name == "gradient_clipping":
+                read: Callable[[str], Any] = _read_clipping
+            else:
+                read = partial(_parse_variable, default=default)
+            fill_from_variables(self, prefix, **{name: (read, default)})
         assert self.zero_stage is not None, "settled above"
         self.zero_stage = int(self.zero_stage)
 
@@ -300,11 +293,10 @@ class DeepSpeedPlugin:
             self.zero3_init_flag = previous_flag
 
     def _partition_config(self) -> dict[str, Any]:
-        halves = [
-            name
-            for name in ("bf16", "fp16")
-            if self.get_value(f"{name}.enabled") is True
-        ]
+        halves = []
+        for name in ("bf16", "fp16"):
+            if self.get_value(f"{name}.enabled") is True:
+                halves.append(name)
         options: dict[str, Any] = reading.building(
             self.to_hasten(), halves[0] if halves else "no"
         )
@@ -320,12 +312,13 @@ class DeepSpeedPlugin:
         self.transformer_moe_cls_names = class_names = (
             self.transformer_moe_cls_names or environment().get(_MOE)
         )
-        kinds = {
-            type(submodule).__name__: type(submodule) for submodule in model.modules()
-        }
-        names = [
-            name.strip() for name in (class_names or "").split(",") if name.strip()
-        ]
+        kinds = {}
+        for submodule in model.modules():
+            kinds[type(submodule).__name__] = type(submodule)
+        names = []
+        for name in (class_names or "").split(","):
+            if name.strip():
+                names.append(name.strip())
         if missing := [name for name in names if name not in kinds]:
             raise Exception(message("moe_class_missing", missing[0]))
         if names:
@@ -359,7 +352,15 @@ def active_plugin(plugins: Plugins) -> DeepSpeedPlugin | None:
     return plugins
 
 
+def _read_clipping(variable_text: str) -> Any:
+    if variable_text == AUTO:
+        return variable_text
+    return float(variable_text)
+
+
 def _parse_variable(variable_text: str, default: Any) -> Any:
     if isinstance(default, bool):
         return variable_text.lower() == "true"
-    return int(variable_text) if variable_text.isdigit() else variable_text
+    if variable_text.isdigit():
+        return int(variable_text)
+    return variable_text

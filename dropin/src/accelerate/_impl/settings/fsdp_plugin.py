@@ -211,12 +211,13 @@ class FullyShardedDataParallelPlugin:
     def of(cls, settings: hasten.FullyShardedDataParallelPlugin) -> Self:
         """Return the plugin that shows settings which came from flags, the environment or a file."""
         shown = "reshard_after_forward cpu_offload ignored_modules state_dict_type transformer_cls_names_to_wrap min_num_params"
-        plugin_fields = {
-            name: getattr(settings, name) for name in (*shown.split(), *_SWITCHES[:2])
-        }
-        plugin_fields["auto_wrap_policy"] = (
-            None if settings.auto_wrap_policy == "auto" else settings.auto_wrap_policy
-        )
+        plugin_fields = {}
+        for name in (*shown.split(), *_SWITCHES[:2]):
+            plugin_fields[name] = getattr(settings, name)
+        if settings.auto_wrap_policy == "auto":
+            plugin_fields["auto_wrap_policy"] = None
+        else:
+            plugin_fields["auto_wrap_policy"] = settings.auto_wrap_policy
         names = plugin_fields["transformer_cls_names_to_wrap"]
         plugin = cls(
             fsdp_version=2,
@@ -324,7 +325,10 @@ class FullyShardedDataParallelPlugin:
     def set_cpu_offload(self) -> None:
         """Turn a yes or no into torch's policy."""
         if isinstance(offloads := self.cpu_offload, bool):
-            new = fsdp.CPUOffloadPolicy() if offloads else fsdp.OffloadPolicy()
+            if offloads:
+                new = fsdp.CPUOffloadPolicy()
+            else:
+                new = fsdp.OffloadPolicy()
             if self.fsdp_version == 1:
                 self.cpu_offload = fsdp.CPUOffload(offload_params=offloads)
             else:
@@ -332,7 +336,10 @@ class FullyShardedDataParallelPlugin:
 
     def validate_cpu_offload(self) -> None:
         """Raise a ValueError for a policy of another class than the version's."""
-        kind = fsdp.CPUOffload if self.fsdp_version == 1 else fsdp.OffloadPolicy
+        if self.fsdp_version == 1:
+            kind = fsdp.CPUOffload
+        else:
+            kind = fsdp.OffloadPolicy
         if not isinstance(self.cpu_offload, kind):
             raise ValueError(
                 message(
@@ -359,12 +366,14 @@ class FullyShardedDataParallelPlugin:
             "sync_module_states": self.sync_module_states,
             "mixed_precision_policy": policy,
         }
-        values["param_init_fn"] = (
-            None if self.param_init_fn is _empty_weights else self.param_init_fn
-        )
-        values["state_dict_type"] = (
-            "FULL_STATE_DICT" if self.whole_checkpoints else "SHARDED_STATE_DICT"
-        )
+        if self.param_init_fn is _empty_weights:
+            values["param_init_fn"] = None
+        else:
+            values["param_init_fn"] = self.param_init_fn
+        if self.whole_checkpoints:
+            values["state_dict_type"] = "FULL_STATE_DICT"
+        else:
+            values["state_dict_type"] = "SHARDED_STATE_DICT"
         values |= {**self._block_classes(), **self._translate_fsdp1(say)}
         return hasten.FullyShardedDataParallelPlugin(
             **{n: value for n, value in values.items() if value is not None}
@@ -399,10 +408,9 @@ class FullyShardedDataParallelPlugin:
 
     def _translate_fsdp1(self, say: bool) -> dict[str, Any]:
         """Return the settings that FSDP1 knew by other names."""
-        old = {
-            name: getattr(getattr(self, name), "name", getattr(self, name))
-            for name in _FSDP1.split()
-        }
+        old = {}
+        for name in _FSDP1.split():
+            old[name] = getattr(getattr(self, name), "name", getattr(self, name))
         if old["reshard_after_forward"] is not None and self.fsdp_version == 1:
             del old["sharding_strategy"]  # a default
         translated, log_sentences = hasten.fsdp_from_fsdp1(
@@ -436,9 +444,9 @@ def _check_dtypes(policy: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def _find_layer_classes(model: torch.nn.Module, names: Any) -> set[Any]:
-    layer_classes = {
-        name: get_module_class_from_name(model, name) for name in _variable_words(names)
-    }
+    layer_classes = {}
+    for name in _variable_words(names):
+        layer_classes[name] = get_module_class_from_name(model, name)
     if missing := [name for name, kind in layer_classes.items() if kind is None]:
         raise ValueError(
             f"Could not find the transformer layer class {missing[0]} in the model."
@@ -447,9 +455,10 @@ def _find_layer_classes(model: torch.nn.Module, names: Any) -> set[Any]:
 
 
 def _variable_words(names: Any) -> list[str]:
-    return [
-        word.strip() for word in (names.split(",") if isinstance(names, str) else names)
-    ]
+    class_names = []
+    for word in names.split(",") if isinstance(names, str) else names:
+        class_names.append(word.strip())
+    return class_names
 
 
 def _empty_weights(module: torch.nn.Module) -> torch.nn.Module:
@@ -460,14 +469,10 @@ def _empty_weights(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type | None:
-    return next(
-        (
-            type(submodule)
-            for submodule in module.modules()
-            if type(submodule).__name__ == name
-        ),
-        None,
-    )
+    for submodule in module.modules():
+        if type(submodule).__name__ == name:
+            return type(submodule)
+    return None
 
 
 def _as_choice(policy: Any) -> Any:

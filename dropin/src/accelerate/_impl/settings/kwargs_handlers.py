@@ -42,11 +42,11 @@ class KwargsHandler:
 
     def to_kwargs(self) -> dict[str, Any]:
         plain = type(self)().to_dict()
-        return {
-            name: value
-            for name, value in self.to_dict().items()
-            if plain[name] != value
-        }
+        changed_values = {}
+        for name, value in self.to_dict().items():
+            if plain[name] != value:
+                changed_values[name] = value
+        return changed_values
 
     def to_hasten(self) -> Any:
         if (kind := getattr(hasten, type(self).__name__, None)) is None:
@@ -88,11 +88,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
         self,
         ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option"),
     ) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in super().to_dict().items()
-            if name not in ignore_keys
-        }
+        ddp_options = {}
+        for name, value in super().to_dict().items():
+            if name not in ignore_keys:
+                ddp_options[name] = value
+        return ddp_options
 
     def register_comm_hook(self, model: Any) -> None:
         """Register the hook on a module of torch's; prepare() does so itself."""
@@ -155,11 +155,10 @@ class ProfileKwargs(KwargsHandler):
         }
 
     def _get_profiler_activity(self, activity: str) -> ProfilerActivity:
-        available_backends = [
-            backend
-            for backend in ("xpu", "mtia", "hpu")
-            if hasattr(torch, backend) and getattr(torch, backend).is_available()
-        ]
+        available_backends = []
+        for backend in ("xpu", "mtia", "hpu"):
+            if hasattr(torch, backend) and getattr(torch, backend).is_available():
+                available_backends.append(backend)
         known_activities = ["cpu", *available_backends, "cuda"]
         if activity not in known_activities:
             raise ValueError(
@@ -172,17 +171,16 @@ class ProfileKwargs(KwargsHandler):
 
     def build(self) -> profile:
         """torch's profiler with these options; `Accelerator.profile` also writes the traces."""
-        profile_options = {
-            name: option
-            for name, option in vars(self).items()
-            if name.startswith(("on", "record", "profile", "with"))
-        }
+        profile_options = {}
+        for name, option in vars(self).items():
+            if name.startswith(("on", "record", "profile", "with")):
+                profile_options[name] = option
         if self.activities is None:
             activities = None
         else:
-            activities = [
-                self._get_profiler_activity(option) for option in self.activities
-            ]
+            activities = []
+            for option in self.activities:
+                activities.append(self._get_profiler_activity(option))
         if self.schedule_option is None:
             profile_schedule = None
         else:
@@ -325,11 +323,11 @@ class TorchDynamoPlugin(KwargsHandler):
             self.to_dict(),
         )
         del values["use_regional_compilation"]
-        return {
-            name: value
-            for name, value in values.items()
-            if value not in (None, plain.get(name, False))
-        }
+        changed_values = {}
+        for name, value in values.items():
+            if value not in (None, plain.get(name, False)):
+                changed_values[name] = value
+        return changed_values
 
     def _set_values(self) -> dict[str, Any]:
         """Return the arguments of torch.compile by `to_kwargs`, which clients replace, and the rest."""

@@ -254,7 +254,7 @@ class ParallelismConfig:
 
     def to_hasten(self) -> hasten.ParallelismConfig:
         """Return the same in hasten's terms; sizes of 1 are left to be filled, and experts to a client's patch."""
-        sizes: dict[str, Any] = {
-            f"{axis}_size": self._axis_size(axis) for axis in self._enabled_axes(*_AXES)
-        }
+        sizes: dict[str, Any] = {}
+        for axis in self._enabled_axes(*_AXES):
+            sizes[f"{axis}_size"] = self._axis_size(axis)
         return hasten.ParallelismConfig(**sizes, ep_size=1)

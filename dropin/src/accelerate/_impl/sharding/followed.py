@@ -35,7 +35,10 @@ class FollowedPlugin:
             self.plugin = FullyShardedDataParallelPlugin.of(accelerator.config.fsdp)
         if self.plugin is not None:
             self.plugin.fsdp_version = 2  # which the model is sharded by: libraries ask
-        self._taken = None if self.plugin is None else self.plugin.to_hasten(say=False)
+        if self.plugin is None:
+            self._taken = None
+        else:
+            self._taken = self.plugin.to_hasten(say=False)
 
     def follow_changes(self) -> None:
         """Take over what was changed in the plugin; libraries set wrap policies after they have made the Accelerator.
@@ -46,16 +49,14 @@ class FollowedPlugin:
             return
         current_settings = self.plugin.to_hasten(say=False)
         # that may change freely
-        names = [
-            name
-            for name in current_settings.__dataclass_fields__
-            if name != "state_dict_type"
-        ]
-        changed = {
-            name: getattr(current_settings, name)
-            for name in names
-            if getattr(self._taken, name) != getattr(current_settings, name)
-        }
+        names = []
+        for name in current_settings.__dataclass_fields__:
+            if name != "state_dict_type":
+                names.append(name)
+        changed = {}
+        for name in names:
+            if getattr(self._taken, name) != getattr(current_settings, name):
+                changed[name] = getattr(current_settings, name)
         if "hybrid_shard" in changed:
             raise ValueError(message("strategy_too_late"))
         if changed:
@@ -103,7 +104,10 @@ def chosen_plugins(plugin: Any, several: Any) -> Plugins:  # Any: what the scrip
         raise ValueError(
             "You cannot pass in both `deepspeed_plugins` and `deepspeed_plugin`."
         )
-    plugin_or_plugins = plugin if plugin is not None else several
+    if plugin is not None:
+        plugin_or_plugins = plugin
+    else:
+        plugin_or_plugins = several
     if plugin_or_plugins is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         plugin_or_plugins = DeepSpeedPlugin()
     if isinstance(plugin_or_plugins, dict):

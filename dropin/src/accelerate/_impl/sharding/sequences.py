@@ -167,12 +167,13 @@ class SplitSequences:
 
     def attach(self, arguments: tuple[Any, ...]) -> list[nn.Module]:
         """Return the models among what prepare() is given, which attend over parts from now on."""
-        prepared_ids = {
-            id(candidate) for candidate in components(self._accelerator).prepared.models
-        }
-        models = [
-            candidate for candidate in arguments if isinstance(candidate, nn.Module)
-        ]
+        prepared_ids = set()
+        for candidate in components(self._accelerator).prepared.models:
+            prepared_ids.add(id(candidate))
+        models = []
+        for candidate in arguments:
+            if isinstance(candidate, nn.Module):
+                models.append(candidate)
         for model in models:
             if id(model) not in prepared_ids:
                 self._attention.attach(model, self._handler.sp_attn_implementation)

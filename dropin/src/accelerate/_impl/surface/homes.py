@@ -83,41 +83,38 @@ class Face(ModuleType):
             is_imported or name in _CALLED_BY_ORIGINAL
         ):
             return True  # a module that only shows it
-        return any(
-            name in _names_looked_up(names["__file__"])
-            for names in (*rooms, *self._rooms_behind())
-        )
+        for names in (*rooms, *self._rooms_behind()):
+            if name in _names_looked_up(names["__file__"]):
+                return True
+        return False
 
     def _rooms_behind(self) -> list[dict[str, Any]]:
         """Return the names of the rooms of which this face is the home."""
-        rooms = [
-            room
-            for room, face in HOMES.items()
-            if face == self.__name__ and room in sys.modules
-        ]
+        rooms = []
+        for room, face in HOMES.items():
+            if face == self.__name__ and room in sys.modules:
+                rooms.append(room)
         return [vars(sys.modules[room]) for room in rooms]
 
     def _rooms(self, name: str) -> list[dict[str, Any]]:
         """Return the names of the rooms behind this face, and of no other face, where `name` means the same as here."""
         shown = vars(self)
         inside = [vars(member) for member in shown.values() if isinstance(member, type)]
-        functions = [
-            member
-            for names in (shown, *inside)
-            for member in names.values()
-            if isinstance(member, FunctionType)
-        ]
+        functions = []
+        for names in (shown, *inside):
+            for member in names.values():
+                if isinstance(member, FunctionType):
+                    functions.append(member)
         unlisted_rooms = {
             member.__globals__["__name__"] for member in functions
         } - HOMES.keys()
         room_names = unlisted_rooms | {
             room for room, face in HOMES.items() if face == self.__name__
         }
-        rooms = [
-            vars(sys.modules[room])
-            for room in room_names & sys.modules.keys()
-            if room.startswith("accelerate._impl")
-        ]
+        rooms = []
+        for room in room_names & sys.modules.keys():
+            if room.startswith("accelerate._impl"):
+                rooms.append(vars(sys.modules[room]))
         return [names for names in rooms if names.get(name) is shown[name]]
 
 
@@ -158,9 +155,9 @@ def _names_looked_up(file: str) -> frozenset[str]:
     unread = [compile(Path(file).read_text(), file, "exec")]
     while unread:
         code = unread.pop()
-        unread += [
-            constant for constant in code.co_consts if isinstance(constant, CodeType)
-        ]
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                unread.append(constant)
         # else a module or a class, which stores what it defines under these names
         if code.co_flags & CO_OPTIMIZED:
             names.update(

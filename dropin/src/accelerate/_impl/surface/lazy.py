@@ -57,9 +57,11 @@ def lazy(face: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
         if name in modules:
             return import_module(f"{face}.{name}")
         if name == "__all__":
-            return [
-                name_in_module for name_in_module in names() if name_in_module in table
-            ]
+            visible_names = []
+            for name_in_module in names():
+                if name_in_module in table:
+                    visible_names.append(name_in_module)
+            return visible_names
         if not name.startswith("_"):
             read_until(name)
         if name not in table:
@@ -75,21 +77,19 @@ def lazy(face: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
 
 def _defined_names(module: str) -> list[str]:
     """Return the names a face's modules and rooms define: not what a module shows of another face or of hasten."""
-    members = {
-        name: member
-        for name, member in vars(import_module(module)).items()
-        if not isinstance(member, ModuleType)
-    }
+    members = {}
+    for name, member in vars(import_module(module)).items():
+        if not isinstance(member, ModuleType):
+            members[name] = member
     rooms = (module.rpartition(".")[0], "accelerate._impl")
-    homes = {
-        name: str(getattr(member, "__module__", module))
-        for name, member in members.items()
-    }
-    return [
-        name
-        for name, home in homes.items()
-        if home.startswith(rooms) and not name.startswith("_")
-    ]
+    homes = {}
+    for name, member in members.items():
+        homes[name] = str(getattr(member, "__module__", module))
+    public_names = []
+    for name, home in homes.items():
+        if home.startswith(rooms) and not name.startswith("_"):
+            public_names.append(name)
+    return public_names
 
 
 @cache
@@ -99,9 +99,10 @@ def imported_names() -> dict[str, dict[str, str]]:
     for line in Path(__file__).with_name("elsewhere.txt").read_text().splitlines():
         face, home, *names = line.split()
         for name, _, module in (word.partition("=") for word in names):
-            names_by_face.setdefault(face, {})[name] = (
-                module if home == "-" else f"{home}:{name}"
-            )
+            if home == "-":
+                names_by_face.setdefault(face, {})[name] = module
+            else:
+                names_by_face.setdefault(face, {})[name] = f"{home}:{name}"
     return names_by_face
 
 

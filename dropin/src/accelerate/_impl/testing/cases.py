@@ -56,7 +56,9 @@ DEFAULT_LAUNCH_COMMAND = get_launch_command(
 
 
 def run_first(test_case: Any) -> Any:
-    return need("pytest").mark.order(1)(test_case) if available("pytest") else test_case
+    if available("pytest"):
+        return need("pytest").mark.order(1)(test_case)
+    return test_case
 
 
 _LINES = [
@@ -70,7 +72,10 @@ def _skip_unless(
     probe: Callable[[], bool] | str, requirement: str
 ) -> Callable[[Any], Any]:
     def decorate(test_case: Any) -> Any:
-        is_available = globals()[probe] if isinstance(probe, str) else probe
+        if isinstance(probe, str):
+            is_available = globals()[probe]
+        else:
+            is_available = probe
         return unittest.skipUnless(
             is_available(), _REASONS.get(requirement) or f"test requires {requirement}"
         )(test_case)
@@ -155,7 +160,10 @@ class AccelerateTestCase(unittest.TestCase):
 
 class MockingTestCase(unittest.TestCase):
     def add_mocks(self, mocks: Any) -> None:
-        self.mocks = mocks if isinstance(mocks, list | tuple) else [mocks]
+        if isinstance(mocks, list | tuple):
+            self.mocks = mocks
+        else:
+            self.mocks = [mocks]
         for mock in self.mocks:
             mock.start()
             self.addCleanup(mock.stop)

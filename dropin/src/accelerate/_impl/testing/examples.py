@@ -14,7 +14,10 @@ def get_function_contents_by_name(lines: list[str], name: str) -> list[str] | No
         raise ValueError(
             f"Incorrect function name passed: {name}, choose either 'main' or 'training_function'"
         )
-    end_marker = "def main" if name == "training_function" else "if __name__"
+    if name == "training_function":
+        end_marker = "def main"
+    else:
+        end_marker = "if __name__"
     inside = list(dropwhile(lambda line: f"def {name}" not in line, lines))
     if any(end_marker in line for line in inside):
         return list(takewhile(lambda line: end_marker not in line, inside))
@@ -22,9 +25,11 @@ def get_function_contents_by_name(lines: list[str], name: str) -> list[str] | No
 
 
 def clean_lines(lines: list[str]) -> list[str]:
-    return [
-        line for line in lines if not line.lstrip().startswith("#") and line != "\n"
-    ]
+    code_lines = []
+    for line in lines:
+        if not line.lstrip().startswith("#") and line != "\n":
+            code_lines.append(line)
+    return code_lines
 
 
 def compare_against_test(
@@ -43,11 +48,11 @@ def compare_against_test(
         known_lines |= {*Path(_PLAIN).read_text().splitlines(keepends=True)}.difference(
             _cleaned_lines(secondary_filename, name)
         )
-    return [
-        line
-        for line in _added_lines(_cleaned_lines(feature_filename, name), plain)
-        if line not in known_lines
-    ]
+    new_lines = []
+    for line in _added_lines(_cleaned_lines(feature_filename, name), plain):
+        if line not in known_lines:
+            new_lines.append(line)
+    return new_lines
 
 
 def _added_lines(lines: list[str], plain: list[str]) -> list[str]:

@@ -85,4 +85,4 @@ def _tokenize_pairs(tokenizer: Any, labels: list[str], of: Any) -> Any:
         max_length=None,
         padding="max_length",
     )
-    return {**tokenized, "labels": [labels.index(label) for label in of["label"]]}
+    return {**tokenized, "labels": list(map(labels.index, of["label"]))}

@@ -195,10 +195,11 @@ def _group_settings(kwargs: dict[str, Any]) -> GroupSettings:
         backend=None if backend == "nccl" else backend,
         init_method=kwargs.get("init_method"),
     )
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if seconds is None:
+    if timeout is None:
         return group_settings
-    return replace(group_settings, timeout_s=float(seconds))
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    return replace(group_settings, timeout_s=float(timeout))
 
 
 def fill_partial(
@@ -229,7 +230,9 @@ def fill_partial(
 def _shown_device(run_device: torch.device) -> torch.device:
     """Return the device as it is shown: with the index of ACCELERATE_TORCH_DEVICE or of a launch, else without one."""
     if device_name := environment().get("ACCELERATE_TORCH_DEVICE"):
-        return torch.device(device_name) if run_device.type == "cpu" else run_device
+        if run_device.type == "cpu":
+            return torch.device(device_name)
+        return run_device
     if run_device.index or "LOCAL_RANK" in environment():
         return run_device
     return torch.device(run_device.type)

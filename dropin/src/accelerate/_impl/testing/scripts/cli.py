@@ -7,6 +7,9 @@ from hasten.runtime.devices import choose_device
 
 def main() -> None:
     kind = choose_device(0).type
-    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if torch.accelerator.is_available():
+        count = torch.accelerator.device_count()
+    else:
+        count = 0
     name = {"cpu": "GPUs", "cuda": "GPUs"}.get(kind, f"{kind.upper()}s")
     print(f"Successfully ran on {count} {name}")  # noqa: T201  what the script is for

@@ -172,7 +172,10 @@ def _resumed_batches(
     loader = create_dataloader(accelerator, NUM_ELEMENTS, BATCH_SIZE, iterable=iterable)
     for number, _ in enumerate(loader):
         if number == 0:
-            state = accelerator.save_state(folder) if folder else loader.state_dict()
+            if folder:
+                state = accelerator.save_state(folder)
+            else:
+                state = loader.state_dict()
     everything = _batch_sizes(loader)
     if folder:
         accelerator.load_state(folder)
@@ -187,9 +190,10 @@ def _resumed_batches(
 
 
 def _batch_sizes(loader: Any) -> list[Any]:
-    return [
-        (batch[0] if isinstance(batch, list) else batch).tolist() for batch in loader
-    ]
+    batch_sizes = []
+    for batch in loader:
+        batch_sizes.append((batch[0] if isinstance(batch, list) else batch).tolist())
+    return batch_sizes
 
 
 def test_stateful_dataloader(accelerator: Any) -> None:

@@ -83,7 +83,10 @@ def _by_command(folder: str, path: str, safe_serialization: bool) -> None:
         "accelerate.commands.accelerate_cli",
         "merge-weights",
     ]
-    flags = [] if safe_serialization else ["--unsafe_serialization"]
+    if safe_serialization:
+        flags = []
+    else:
+        flags = ["--unsafe_serialization"]
     subprocess.run([*command, *flags, folder, path], check=True)
 
 

@@ -44,10 +44,11 @@ def generate_predictions(
     model: Any, dataloader: Any, accelerator: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
-        gathered_batches = [
-            accelerator.gather_for_metrics((model(batch["x"]), batch["y"]))
-            for batch in dataloader
-        ]
+        gathered_batches = []
+        for batch in dataloader:
+            gathered_batches.append(
+                accelerator.gather_for_metrics((model(batch["x"]), batch["y"]))
+            )
     outputs, targets = zip(*gathered_batches, strict=True)
     return torch.cat(outputs), torch.cat(targets)
 
@@ -74,12 +75,10 @@ def test_gather_for_metrics_with_iterable_dataset() -> None:
     logger.addHandler(handler)
     loader = accelerator.prepare(
         DataLoader(
-            DummyIterableDataset([torch.tensor(n) for n in range(30)]), batch_size=10
+            DummyIterableDataset(list(map(torch.tensor, range(30)))), batch_size=10
         )
     )
-    gathered_samples = torch.cat(
-        [accelerator.gather_for_metrics(batch) for batch in loader]
-    )
+    gathered_samples = torch.cat(list(map(accelerator.gather_for_metrics, loader)))
     logger.removeHandler(handler)
     assert gathered_samples.tolist() == list(range(30)), gathered_samples
     assert not handler.logs, handler.logs
@@ -89,16 +88,16 @@ def test_gather_for_metrics_with_non_tensor_objects_iterable_dataset() -> None:
     accelerator = Accelerator(
         dataloader_config=DataLoaderConfiguration(dispatch_batches=False)
     )
-    words = [str(word) for word in range(30)]
+    words = list(map(str, range(30)))
     plain: DataLoader[Any] = DataLoader(
         DummyIterableDataset(words), batch_size=10, collate_fn=list
     )
     loader = accelerator.prepare(plain)
-    gathered_words = [
-        word
-        for batch in loader
-        for word in accelerator.gather_for_metrics(batch, use_gather_object=True)
-    ]
+    gathered_words = []
+    for batch in loader:
+        gathered_words.extend(
+            accelerator.gather_for_metrics(batch, use_gather_object=True)
+        )
     assert sorted(gathered_words, key=int) == words, gathered_words
 
 
@@ -111,7 +110,7 @@ def test_gather_for_metrics_drop_last() -> None:
         drop_last=True,
     )
     loader = accelerator.prepare(plain)
-    *_, last = (accelerator.gather_for_metrics(batch) for batch in loader)
+    *_, last = map(accelerator.gather_for_metrics, loader)
     assert len(last) == size * n, last
 
 

@@ -90,14 +90,14 @@ def process_execution_check() -> None:
             accelerator.process_index == last,
         ),
     ]
-    cases += [
-        (
-            accelerator.on_process(print_on, process_index=index),
-            (state, index),
-            accelerator.process_index == index,
+    for index in range(accelerator.num_processes):
+        cases.append(
+            (
+                accelerator.on_process(print_on, process_index=index),
+                (state, index),
+                accelerator.process_index == index,
+            )
         )
-        for index in range(accelerator.num_processes)
-    ]
     for function, args, runs_here in cases:
         printed_text = capture_call_output(function, *args).strip()
         assert bool(printed_text) == runs_here, (
@@ -131,7 +131,7 @@ def rng_sync_check() -> None:
 
 
 def _gather_rows(loader: Any) -> torch.Tensor:
-    return torch.cat([gather(batch) for batch in loader]).cpu()
+    return torch.cat(list(map(gather, loader))).cpu()
 
 
 def _loaders_checked(dispatch_batches: bool) -> None:
@@ -164,7 +164,10 @@ def _loaders_checked(dispatch_batches: bool) -> None:
             assert not shuffle or not torch.equal(loaded_rows, torch.arange(length)), (
                 "rows were not shuffled"
             )
-        kind = "central dataloader" if dispatch_batches else "dataloader"
+        if dispatch_batches:
+            kind = "central dataloader"
+        else:
+            kind = "dataloader"
         state.print(f"{'Shuffled' if shuffle else 'Non-shuffled'} {kind} passing.")
 
 
@@ -336,7 +339,7 @@ def test_split_between_processes_nested_dict() -> None:
     count, rank = 2 * state.num_processes, state.process_index
     full_dict: dict[str, Any] = {
         "a": list(range(count)),
-        "b": [str(number) for number in range(count)],
+        "b": list(map(str, range(count))),
         "c": torch.arange(count),
     }
     with state.split_between_processes(full_dict) as own_share:

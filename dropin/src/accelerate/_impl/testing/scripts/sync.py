@@ -66,10 +66,9 @@ def get_training_setup(accelerator: Any, sched: bool = False) -> tuple[Any, ...]
     model.to(accelerator.device)
     if not sched:
         return model, *accelerator.prepare(prepared, loader)
-    optimizers = [
-        torch.optim.AdamW(model_or_optimizer.parameters(), lr=1e-3)
-        for model_or_optimizer in (model, prepared)
-    ]
+    optimizers = []
+    for model_or_optimizer in (model, prepared):
+        optimizers.append(torch.optim.AdamW(model_or_optimizer.parameters(), lr=1e-3))
     schedulers = [
         LambdaLR(model_or_optimizer, lambda epoch: 0.65**epoch)
         for model_or_optimizer in optimizers
@@ -137,9 +136,9 @@ def test_distributed_sync_multiple_fwd(accelerator: Any) -> None:
     _, model, loader = get_training_setup(accelerator)
     batches = list(itertools.islice(loader, 2))
     with accelerator.no_sync(model):
-        losses = [
-            functional.mse_loss(model(batch["x"]), batch["y"]) for batch in batches
-        ]
+        losses = []
+        for batch in batches:
+            losses.append(functional.mse_loss(model(batch["x"]), batch["y"]))
         for loss in losses[:-1]:
             accelerator.backward(loss)
     with accelerator.trigger_sync_in_backward(model):
@@ -257,11 +256,9 @@ def main() -> None:
         state.print("**Test Distributed `no_sync` context manager**")
         test_distributed_sync(accelerator)
         test_distributed_sync_multiple_fwd(accelerator)
-    kinds = (
-        itertools.product((False, True), repeat=3)
-        if state.num_processes > 1
-        else [(False, False, False)]
-    )
+    kinds: list[tuple[bool, ...]] = [(False, False, False)]
+    if state.num_processes > 1:
+        kinds = list(itertools.product((False, True), repeat=3))
     for split, dispatch, each in kinds:
         option_text = f"`split_batches={split}`, `dispatch_batches={dispatch}`, `sync_each_batch={each}`"
         state.print(f"**Test `accumulate` gradient accumulation, {option_text}**")
