@@ -47,10 +47,10 @@ def _of_state(name: str, default: str, doc: str) -> Any:
 
 def _make_settable(path: str, doc: str) -> Any:
     """Return a property that reads and writes what lies at a dotted path."""
-    owner, _, name = path.rpartition(".")
+    owner, _, attribute_name = path.rpartition(".")
     read_owner = attrgetter(owner)
     return shown_property(
-        path, doc, lambda self, value: setattr(read_owner(self), name, value)
+        path, doc, lambda self, value: setattr(read_owner(self), attribute_name, value)
     )
 
 

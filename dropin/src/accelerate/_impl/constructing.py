@@ -134,12 +134,12 @@ def _sort_handlers(sorted_arguments: Arguments, handlers: Any) -> None:
         assert isinstance(handler, kinds.KwargsHandler), message(
             "unsupported_handler", handler
         )
-        name = HANDLERS[type(handler)]
-        if name in sorted_arguments.handlers:
+        handler_name = HANDLERS[type(handler)]
+        if handler_name in sorted_arguments.handlers:
             raise ValueError(
                 f"You can only pass one {type(handler)} in `kwargs_handlers`."
             )
-        sorted_arguments.handlers[name] = handler
+        sorted_arguments.handlers[handler_name] = handler
         hasten_handlers.append(handler.to_hasten())
     if hasten_handlers:
         sorted_arguments.settings["kwargs_handlers"] = hasten_handlers

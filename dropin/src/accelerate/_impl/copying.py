@@ -16,12 +16,15 @@ class Copyable:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         shared = {}
-        for name in self.belongs_to_run:
-            if name in self.__dict__:
-                shared[name] = self.__dict__[name]
+        for attribute_name in self.belongs_to_run:
+            if attribute_name in self.__dict__:
+                shared[attribute_name] = self.__dict__[attribute_name]
         deep_copy = memo[id(self)] = type(self).__new__(type(self))
         deep_copy.__dict__.update(
-            {name: deepcopy(value, memo) for name, value in self.__getstate__().items()}
+            {
+                attribute_name: deepcopy(attribute_value, memo)
+                for attribute_name, attribute_value in self.__getstate__().items()
+            }
         )
         deep_copy.__dict__.update(shared)
         deep_copy.rejoin()
@@ -29,9 +32,9 @@ class Copyable:
 
     def __getstate__(self) -> dict[str, Any]:
         copied_state = {}
-        for name, value in self.__dict__.items():
-            if name not in self.belongs_to_run:
-                copied_state[name] = value
+        for attribute_name, attribute_value in self.__dict__.items():
+            if attribute_name not in self.belongs_to_run:
+                copied_state[attribute_name] = attribute_value
         return copied_state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -72,15 +72,17 @@ class EstablishedPreparer(Preparer):
             isinstance(value, DummyScheduler) for value in objects
         )
         known_indices = []
-        for index, value in enumerate(objects):
+        for object_index, value in enumerate(objects):
             if not _is_unknown(value):
-                known_indices.append(index)
+                known_indices.append(object_index)
         independent_indices = []
-        for index in known_indices:
-            if self._follows_no_model(objects[index], objects):
-                independent_indices.append(index)
+        for object_index in known_indices:
+            if self._follows_no_model(objects[object_index], objects):
+                independent_indices.append(object_index)
         known_indices = [
-            index for index in known_indices if index not in independent_indices
+            object_index
+            for object_index in known_indices
+            if object_index not in independent_indices
         ]
         puts_on_device = []
         for placement_of_object in placements:
@@ -93,20 +95,20 @@ class EstablishedPreparer(Preparer):
             )
         result = list(objects)
         # before schedulers, which look for their optimizers
-        for index in independent_indices:
-            result[index] = self._prepare_optimizer(objects[index])
+        for object_index in independent_indices:
+            result[object_index] = self._prepare_optimizer(objects[object_index])
         prepared = super().prepare(
             tuple(objects[i] for i in known_indices),
             [puts_on_device[i] for i in known_indices],
             train,
         )
-        for index, value in zip(known_indices, prepared, strict=True):
-            result[index] = value
-        for index in (*known_indices, *independent_indices):
-            if isinstance(result[index], PreparedOptimizer):
-                result[index].device_placement = puts_on_device[index]
-            setattr(result[index], PREPARED, True)
-            show_original_forward(result[index])
+        for object_index, value in zip(known_indices, prepared, strict=True):
+            result[object_index] = value
+        for object_index in (*known_indices, *independent_indices):
+            if isinstance(result[object_index], PreparedOptimizer):
+                result[object_index].device_placement = puts_on_device[object_index]
+            setattr(result[object_index], PREPARED, True)
+            show_original_forward(result[object_index])
         return tuple(result)
 
     def prepare_sharded_by(
@@ -114,27 +116,29 @@ class EstablishedPreparer(Preparer):
     ) -> tuple[Any, ...]:
         """Prepare objects whose models a client's function shards; their optimizers continue with the new parameters."""
         models = {}
-        for index, value in enumerate(objects):
+        for object_index, value in enumerate(objects):
             if isinstance(value, torch.nn.Module):
-                models[index] = value
+                models[object_index] = value
         optimizers = {}
-        for index, value in enumerate(objects):
+        for object_index, value in enumerate(objects):
             if isinstance(value, Optimizer):
-                optimizers[index] = value
+                optimizers[object_index] = value
         result = list(objects)
-        for index, model in models.items():
-            result[index] = self.with_renewed_optimizers(
+        for object_index, model in models.items():
+            result[object_index] = self.with_renewed_optimizers(
                 shard, model, list(optimizers.values())
             )
-        for index, optimizer in optimizers.items():
-            result[index] = self._prepare_optimizer(optimizer)
+        for object_index, optimizer in optimizers.items():
+            result[object_index] = self._prepare_optimizer(optimizer)
         other_indices = []
-        for index in range(len(objects)):
-            if index not in models and index not in optimizers:
-                other_indices.append(index)
-        prepared = self.prepare(tuple(objects[index] for index in other_indices))
-        for index, value in zip(other_indices, prepared, strict=True):
-            result[index] = value
+        for object_index in range(len(objects)):
+            if object_index not in models and object_index not in optimizers:
+                other_indices.append(object_index)
+        prepared = self.prepare(
+            tuple(objects[object_index] for object_index in other_indices)
+        )
+        for object_index, value in zip(other_indices, prepared, strict=True):
+            result[object_index] = value
         return tuple(result)
 
     def with_renewed_optimizers(
@@ -145,16 +149,19 @@ class EstablishedPreparer(Preparer):
     ) -> Any:
         """Return the model that a client's function makes of `model`; optimizers continue with the new parameters."""
         whole_parameters = {}
-        for name, parameter in model.named_parameters():
-            whole_parameters[plain_name(name)] = parameter
+        for parameter_name, parameter in model.named_parameters():
+            whole_parameters[plain_name(parameter_name)] = parameter
         sharded = shard(model)
         setattr(sharded, PREPARED, True)
         if not any(sharded is prepared_model for prepared_model in self.done.models):
             self.done.models.append(sharded)
         parameters = {}
-        for name, parameter in sharded.named_parameters():
-            parameters[plain_name(name)] = parameter
-        renewed = {id(old): parameters[name] for name, old in whole_parameters.items()}
+        for parameter_name, parameter in sharded.named_parameters():
+            parameters[plain_name(parameter_name)] = parameter
+        renewed = {
+            id(old): parameters[parameter_name]
+            for parameter_name, old in whole_parameters.items()
+        }
         for group in [
             group for optimizer in optimizers for group in optimizer.param_groups
         ]:
@@ -189,10 +196,10 @@ class EstablishedPreparer(Preparer):
         return False
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        kind = AcceleratedOptimizer
+        optimizer_class = AcceleratedOptimizer
         if isinstance(optimizer, EngineOptimizer):
-            kind = DeepSpeedOptimizerWrapper
-        prepared = kind(
+            optimizer_class = DeepSpeedOptimizerWrapper
+        prepared = optimizer_class(
             optimizer,
             scaler=self._precision.scaler,
             clock=self._clock,
@@ -207,15 +214,18 @@ class EstablishedPreparer(Preparer):
         for prepared_optimizer in self.done.optimizers:
             if inner in (prepared_optimizer, prepared_optimizer.optimizer):
                 owners.append(prepared_optimizer)
-        kind = AcceleratedScheduler
+        scheduler_class = AcceleratedScheduler
         if self._engine_schedules:
-            kind = DeepSpeedSchedulerWrapper
-        config, follows = (
+            scheduler_class = DeepSpeedSchedulerWrapper
+        loader_config, follows = (
             self._accelerator.dataloader_config,
             self._accelerator.step_scheduler_with_optimizer,
         )
-        prepared = kind(
-            scheduler, owners or self.done.optimizers, follows, config.split_batches
+        prepared = scheduler_class(
+            scheduler,
+            owners or self.done.optimizers,
+            follows,
+            loader_config.split_batches,
         )
         self.done.schedulers.append(prepared)
         return prepared
@@ -238,7 +248,7 @@ class EstablishedPreparer(Preparer):
             ):
                 self.done.loaders.append(loader)
             return loader
-        config = self._accelerator.dataloader_config
+        loader_config = self._accelerator.dataloader_config
         readers = self._accelerator.readers()
         is_plain_data_parallel = readers.size == self._accelerator.ctx.world.size
         prepared = self._accelerator.share_loader(
@@ -255,7 +265,7 @@ class EstablishedPreparer(Preparer):
             slice_fn_for_dispatch=slice_fn,
             torch_device_mesh=self._accelerator.torch_device_mesh,
             **{
-                config_field.name: getattr(config, config_field.name)
+                config_field.name: getattr(loader_config, config_field.name)
                 for config_field in fields(DataLoaderConfiguration)
             },
         )
@@ -306,11 +316,11 @@ def _is_unknown(value: Any) -> bool:
     # quirk: STRANGERS_PASS
     try:
         if isinstance(value, type):
-            kind = "nothing"
+            object_kind = "nothing"
         else:
-            kind = bundle.kind_of(value)
-        return kind == "nothing" or (
-            kind == "scheduler" and not isinstance(value, _SCHEDULERS)
+            object_kind = bundle.kind_of(value)
+        return object_kind == "nothing" or (
+            object_kind == "scheduler" and not isinstance(value, _SCHEDULERS)
         )
     except PrepareError:
         return True

@@ -71,21 +71,22 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    options: dict[str, Any] = {
+    apply_options: dict[str, Any] = {
         "test_type": test_type,
         "error_on_other_type": error_on_other_type,
         **kwargs,
     }
     if isinstance(data, tuple | list):
         return honor_type(
-            data, (recursively_apply(func, item, *args, **options) for item in data)
+            data,
+            (recursively_apply(func, item, *args, **apply_options) for item in data),
         )
     if isinstance(data, Mapping):
-        kind: Any = type(data)
-        return kind(
+        data_type: Any = type(data)
+        return data_type(
             {
-                key: recursively_apply(func, value, *args, **options)
-                for key, value in data.items()
+                entry_key: recursively_apply(func, entry_value, *args, **apply_options)
+                for entry_key, entry_value in data.items()
             }
         )
     if error_on_other_type and not test_type(data):
@@ -275,9 +276,9 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except MismatchError as error:
-            name = f"{run.__module__}.{run.__name__}"
+            operation_name = f"{run.__module__}.{run.__name__}"
             raise DistributedOperationException(
-                message("operation_failed", name)
+                message("operation_failed", operation_name)
             ) from error
 
     return run

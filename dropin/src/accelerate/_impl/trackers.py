@@ -52,9 +52,9 @@ class GeneralTracker:
         if _blank:
             return
         missing = []
-        for name in ("name", "requires_logging_directory", "tracker"):
-            if name not in dir(self):
-                missing.append(name)
+        for attribute_name in ("name", "requires_logging_directory", "tracker"):
+            if attribute_name not in dir(self):
+                missing.append(attribute_name)
         if missing:
             raise NotImplementedError(
                 message(
@@ -184,8 +184,10 @@ class TensorBoardTracker(_Package):
         config = plain_config(values)
         moment, plain = str(time.time()), (int, float, str, type(None))
         shown = {}
-        for name, setting in config.items():
-            shown[name] = setting if isinstance(setting, plain) else json.dumps(setting)
+        for setting_name, setting in config.items():
+            shown[setting_name] = (
+                setting if isinstance(setting, plain) else json.dumps(setting)
+            )
         self.writer.add_hparams(shown, metric_dict={}, run_name=moment)
         self.writer.flush()
         folder = Path(self.logging_dir) / moment
@@ -197,23 +199,25 @@ class TensorBoardTracker(_Package):
         self, values: dict[str, Any], step: int | None = None, **kwargs: Any
     ) -> None:
         """Plot numbers and dicts of numbers, and show strings; nothing is recorded of values that are neither."""
-        for name, logged in values.items():
+        for scalar_name, logged in values.items():
             is_scalar = hasattr(logged, "item") and getattr(logged, "shape", ()) in (
                 (),
                 (1,),
             )
-            value = logged.item() if is_scalar else logged
+            scalar_value = logged.item() if is_scalar else logged
             add = None
-            for kind, method in _ADDERS:
-                if isinstance(value, kind):
+            for value_type, method in _ADDERS:
+                if isinstance(scalar_value, value_type):
                     add = method
                     break
             if add is None:
                 logger.debug(
-                    f"{name} is a {type(value).__name__}, which TensorBoard cannot plot: left out"
+                    f"{scalar_name} is a {type(scalar_value).__name__}, which TensorBoard cannot plot: left out"
                 )
             else:
-                getattr(self.writer, add)(name, value, global_step=step, **kwargs)
+                getattr(self.writer, add)(
+                    scalar_name, scalar_value, global_step=step, **kwargs
+                )
         self.writer.flush()
 
     @on_main_process
@@ -221,8 +225,8 @@ class TensorBoardTracker(_Package):
         self, values: dict[str, Any], step: int | None = None, **kwargs: Any
     ) -> None:
         """Record batches of images; keywords such as `dataformats` go to the writer's add_images."""
-        for name, images in values.items():
-            self.writer.add_images(name, images, global_step=step, **kwargs)
+        for image_name, images in values.items():
+            self.writer.add_images(image_name, images, global_step=step, **kwargs)
 
 
 class _Tables(_Package):
@@ -293,13 +297,13 @@ class CometMLTracker(_Package):
         """Record numbers, strings, and dicts of numbers; other values are left out."""
         if step is not None:
             self.writer.set_step(step)
-        for name, value in values.items():
-            if _is_number(value):
-                self.writer.log_metric(name, value, step=step, **kwargs)
-            elif isinstance(value, str):
-                self.writer.log_other(name, value, **kwargs)
-            elif isinstance(value, dict):
-                self.writer.log_metrics(value, step=step, **kwargs)
+        for scalar_name, scalar_value in values.items():
+            if _is_number(scalar_value):
+                self.writer.log_metric(scalar_name, scalar_value, step=step, **kwargs)
+            elif isinstance(scalar_value, str):
+                self.writer.log_other(scalar_name, scalar_value, **kwargs)
+            elif isinstance(scalar_value, dict):
+                self.writer.log_metrics(scalar_value, step=step, **kwargs)
 
 
 class AimTracker(_Package):
@@ -322,8 +326,8 @@ class AimTracker(_Package):
     def log(
         self, values: dict[str, Any], step: int | None = None, **kwargs: Any
     ) -> None:
-        for name, value in values.items():
-            self.writer.track(value, name=name, step=step, **kwargs)
+        for scalar_name, scalar_value in values.items():
+            self.writer.track(scalar_value, name=scalar_name, step=step, **kwargs)
 
     @on_main_process
     def log_images(
@@ -331,9 +335,9 @@ class AimTracker(_Package):
     ) -> None:
         """Record images, or pairs of an image and its caption; `kwargs` holds those of `aim_image` and of `track`."""
         image_options, track_options = (
-            (kwargs or {}).get(name, {}) for name in ("aim_image", "track")
+            (kwargs or {}).get(image_name, {}) for image_name in ("aim_image", "track")
         )
-        for name, image_or_pair in values.items():
+        for image_name, image_or_pair in values.items():
             image, caption = (
                 image_or_pair
                 if isinstance(image_or_pair, tuple)
@@ -341,7 +345,7 @@ class AimTracker(_Package):
             )
             self.writer.track(
                 self._module.Image(image, caption=caption, **image_options),
-                name=name,
+                name=image_name,
                 step=step,
                 **track_options,
             )
@@ -393,13 +397,15 @@ class MLflowTracker(_Package):
         )
 
     def _open_run(self) -> Any:
-        mlflow, name = self._module, self.experiment_name
-        experiments = mlflow.search_experiments(filter_string=f"name = '{name}'")
+        mlflow, experiment_name = self._module, self.experiment_name
+        experiments = mlflow.search_experiments(
+            filter_string=f"name = '{experiment_name}'"
+        )
         if len(experiments) > 0:
             experiment = experiments[0].experiment_id
         else:
             experiment = mlflow.create_experiment(
-                name=name, artifact_location=self.logging_dir, tags=self.tags
+                name=experiment_name, artifact_location=self.logging_dir, tags=self.tags
             )
         run = {
             "run_id": self.run_id,
@@ -415,14 +421,17 @@ class MLflowTracker(_Package):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record settings, but for those that are too long for MLflow, in batches of the size that it takes."""
         bounds = self._module.utils.validation
-        for name, value in list(values.items()):
-            if len(str(value)) > bounds.MAX_PARAM_VAL_LENGTH:
+        for setting_name, setting_value in list(values.items()):
+            if len(str(setting_value)) > bounds.MAX_PARAM_VAL_LENGTH:
                 logger.warning_once(
                     message(
-                        "mlflow_long_value", value, name, bounds.MAX_PARAM_VAL_LENGTH
+                        "mlflow_long_value",
+                        setting_value,
+                        setting_name,
+                        bounds.MAX_PARAM_VAL_LENGTH,
                     )
                 )
-                del values[name]
+                del values[setting_name]
         remaining_items = iter(values.items())
         while parameter_batch := dict(
             islice(remaining_items, bounds.MAX_PARAMS_TAGS_PER_BATCH)
@@ -469,11 +478,16 @@ class ClearMLTracker(_Tables):
             self._initialized_externally = True
             return running
         names = {}
-        for name in ("project", "task"):
-            names[name] = os.environ.get(f"CLEARML_{name.upper()}", self.run_name)
+        for entry_name in ("project", "task"):
+            names[entry_name] = os.environ.get(
+                f"CLEARML_{entry_name.upper()}", self.run_name
+            )
         return kind.init(
             **{
-                **{f"{name}_name": setting for name, setting in names.items()},
+                **{
+                    f"{entry_name}_name": setting
+                    for entry_name, setting in names.items()
+                },
                 **self.init_kwargs,
             }
         )
@@ -484,12 +498,17 @@ class ClearMLTracker(_Tables):
     ) -> None:
         """Plot numbers, or without a step show each alone; names that begin with train_, eval_ or test_ are lines of a plot."""
         log = self.task.get_logger()
-        for name, value in self._iterate_fitting(values, message("clearml_scalar")):
+        for scalar_name, scalar_value in self._iterate_fitting(
+            values, message("clearml_scalar")
+        ):
             if step is None:
-                log.report_single_value(name=name, value=value, **kwargs)
+                log.report_single_value(name=scalar_name, value=scalar_value, **kwargs)
             else:
                 log.report_scalar(
-                    **_plot_title(name), value=value, iteration=step, **kwargs
+                    **_plot_title(scalar_name),
+                    value=scalar_value,
+                    iteration=step,
+                    **kwargs,
                 )
 
     @on_main_process
@@ -497,8 +516,10 @@ class ClearMLTracker(_Tables):
         self, values: dict[str, Any], step: int | None = None, **kwargs: Any
     ) -> None:
         log = self.task.get_logger()
-        for name, image in values.items():
-            log.report_image(**_plot_title(name), iteration=step, image=image, **kwargs)
+        for image_name, image in values.items():
+            log.report_image(
+                **_plot_title(image_name), iteration=step, image=image, **kwargs
+            )
 
     def _record_configuration(
         self, name: str, table: dict[str, Any], step: int | None, kwargs: dict[str, Any]
@@ -553,10 +574,10 @@ class DVCLiveTracker(_Package):
         if step is not None:
             self.live.step = step
         fits = import_module("dvclive.plots").Metric.could_log
-        for name, value in self._iterate_fitting(
+        for scalar_name, scalar_value in self._iterate_fitting(
             values, message("dvclive_metric"), fits
         ):
-            self.live.log_metric(name, value, **kwargs)
+            self.live.log_metric(scalar_name, scalar_value, **kwargs)
         self.live.next_step()
 
 
@@ -575,21 +596,23 @@ def register_tracker_class(tracker_class: object) -> None:
         raise ValueError(
             f"`tracker_class` must be a subclass of `GeneralTracker`, but got {tracker_class}."
         )
-    name = getattr(tracker_class, "name", None)
-    if not name:
+    tracker_name = getattr(tracker_class, "name", None)
+    if not tracker_name:
         raise ValueError(
             "The tracker class to register must define a non-empty `name` attribute."
         )
     if not hasattr(tracker_class, "requires_logging_directory"):
         raise ValueError(message("tracker_without_directory_mark"))
-    if name in LOGGER_TYPE_TO_CLASS:
-        warnings.warn(message("tracker_replaced", name, tracker_class), stacklevel=2)
-    LOGGER_TYPE_TO_CLASS[str(name)] = tracker_class
+    if tracker_name in LOGGER_TYPE_TO_CLASS:
+        warnings.warn(
+            message("tracker_replaced", tracker_name, tracker_class), stacklevel=2
+        )
+    LOGGER_TYPE_TO_CLASS[str(tracker_name)] = tracker_class
 
 
 def get_available_trackers() -> list[LoggerType]:
     installed = set(registry.installed_trackers())
-    return [kind for kind in LoggerType if kind.value in installed]
+    return [logger_type for logger_type in LoggerType if logger_type.value in installed]
 
 
 def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
@@ -615,7 +638,11 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
             if is_instance
             else _runnable_kind(str(kind_or_tracker), logging_dir),
         )
-    return [kind for kind in trackers_by_key.values() if kind is not None]
+    return [
+        tracker_kind
+        for tracker_kind in trackers_by_key.values()
+        if tracker_kind is not None
+    ]
 
 
 def _runnable_kind(name: str, logging_dir: Any) -> Any:
@@ -648,16 +675,16 @@ def begin(
 ) -> list[GeneralTracker]:
     """Return the trackers of a run, begun and told its settings; none away from the main process. Ranks: any."""
     started: list[GeneralTracker] = []
-    for kind in kinds if PartialState().is_main_process else ():
-        tracker: Any = kind
-        if not isinstance(kind, GeneralTracker):
-            tracker_class: Any = LOGGER_TYPE_TO_CLASS[str(kind)]
+    for tracker_kind in kinds if PartialState().is_main_process else ():
+        tracker: Any = tracker_kind
+        if not isinstance(tracker_kind, GeneralTracker):
+            tracker_class: Any = LOGGER_TYPE_TO_CLASS[str(tracker_kind)]
             if getattr(tracker_class, "requires_logging_directory", False):
                 folder_arguments = [logging_dir]
             else:
                 folder_arguments = []
             tracker = tracker_class(
-                project, *folder_arguments, **init_kwargs.get(str(kind), {})
+                project, *folder_arguments, **init_kwargs.get(str(tracker_kind), {})
             )
         tracker.start()
         if config is not None:

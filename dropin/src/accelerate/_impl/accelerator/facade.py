@@ -128,7 +128,10 @@ class Accelerator(SavingFace):
         else:
             self.rng_types = ["generator"]
         vars(self).update(
-            {name: sorted_.handlers.get(name) for name in HANDLERS.values()}
+            {
+                handler_name: sorted_.handlers.get(handler_name)
+                for handler_name in HANDLERS.values()
+            }
         )
         # for inference: an error when they are trained
         self._precision.takes_half_weights = True
@@ -153,9 +156,9 @@ class Accelerator(SavingFace):
     def __reduce__(self) -> tuple[Any, ...]:
         """Return an Accelerator with the same arguments and prepared loaders over the processes that read the pickle."""
         arguments = {}
-        for name, value in self._given.items():
-            if value is not UNSET:
-                arguments[name] = value
+        for argument_name, argument_value in self._given.items():
+            if argument_value is not UNSET:
+                arguments[argument_name] = argument_value
         return (
             partial(type(self), **arguments),
             (),
@@ -268,25 +271,36 @@ class Accelerator(SavingFace):
             if isinstance(value, torch.optim.Optimizer):
                 optimizers.append(value)
         prepared = list(args)
-        for index, value in enumerate(args):
+        for argument_index, value in enumerate(args):
             prepare = partial(
                 self._prepare_one,
                 first_pass=True,
                 device_placement=placements.get(id(value)),
             )
-            if own_steps[index] and self.is_fsdp2 and isinstance(value, nn.Module):
-                prepared[index] = self._preparer.with_renewed_optimizers(
+            if (
+                own_steps[argument_index]
+                and self.is_fsdp2
+                and isinstance(value, nn.Module)
+            ):
+                prepared[argument_index] = self._preparer.with_renewed_optimizers(
                     prepare, value, optimizers
                 )
-            elif own_steps[index]:
-                prepared[index] = prepare(value)
-        joint_indices = [index for index, is_own in enumerate(own_steps) if not is_own]
-        joint_placements = [placements.get(id(args[index])) for index in joint_indices]
+            elif own_steps[argument_index]:
+                prepared[argument_index] = prepare(value)
+        joint_indices = [
+            argument_index
+            for argument_index, is_own in enumerate(own_steps)
+            if not is_own
+        ]
+        joint_placements = [
+            placements.get(id(args[argument_index])) for argument_index in joint_indices
+        ]
         jointly_prepared = self._preparer.prepare(
-            tuple(args[index] for index in joint_indices), joint_placements
+            tuple(args[argument_index] for argument_index in joint_indices),
+            joint_placements,
         )
-        for index, value in zip(joint_indices, jointly_prepared, strict=True):
-            prepared[index] = value
+        for argument_index, value in zip(joint_indices, jointly_prepared, strict=True):
+            prepared[argument_index] = value
         return tuple(
             self._prepare_one(value, device_placement=placements.get(id(argument)))
             if is_own
@@ -299,10 +313,10 @@ class Accelerator(SavingFace):
         step = step_of(value)
         if step is None or (engine and step != "prepare_data_loader"):
             return False
-        for name in ("_prepare_one", step):
+        for step_name in ("_prepare_one", step):
             if (
-                getattr(getattr(self, name), "__func__", None)
-                is not _SHIPPED_STEPS[name]
+                getattr(getattr(self, step_name), "__func__", None)
+                is not _SHIPPED_STEPS[step_name]
             ):
                 return True
         return False
@@ -653,8 +667,8 @@ class Accelerator(SavingFace):
         if not drop_refs:
             return parameters
         addresses_by_name = {}
-        for name, value in parameters.items():
-            addresses_by_name[name] = local_tensor(value).data_ptr()
+        for parameter_name, value in parameters.items():
+            addresses_by_name[parameter_name] = local_tensor(value).data_ptr()
         return addresses_by_name
 
     @contextmanager

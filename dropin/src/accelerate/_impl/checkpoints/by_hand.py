@@ -66,29 +66,29 @@ def save_accelerator_state(
 ) -> Path:
     """Write states as single files; Accelerator.save_state writes a whole checkpoint, atomically."""
     (folder := Path(output_dir)).mkdir(parents=True, exist_ok=True)
-    for index, state in enumerate(model_states):
+    for object_index, model_state in enumerate(model_states):
         save(
-            state,
-            folder / _model_files(index)[not safe_serialization],
+            model_state,
+            folder / _model_files(object_index)[not safe_serialization],
             save_on_each_node,
             safe_serialization,
         )
     numbered_objects = []
-    for index, stateful in enumerate(optimizers):
+    for object_index, stateful in enumerate(optimizers):
         numbered_objects.append(
-            (_numbered_name(constants.OPTIMIZER_NAME, index), stateful)
+            (_numbered_name(constants.OPTIMIZER_NAME, object_index), stateful)
         )
-    for index, stateful in enumerate(schedulers):
+    for object_index, stateful in enumerate(schedulers):
         numbered_objects.append(
-            (_numbered_name(constants.SCHEDULER_NAME, index), stateful)
+            (_numbered_name(constants.SCHEDULER_NAME, object_index), stateful)
         )
-    for name, stateful_object in [
+    for file_name, stateful_object in [
         *numbered_objects,
         *([] if scaler is None else [(constants.SCALER_NAME, scaler)]),
     ]:
         save(
             stateful_object.state_dict(),
-            folder / name,
+            folder / file_name,
             save_on_each_node=save_on_each_node,
         )
     write_for_original(folder, dataloaders, process_index, step, save_on_each_node)
@@ -105,24 +105,24 @@ def write_for_original(
     """Write the random states of this process, and the positions of stateful loaders, as the original does."""
     file = folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl"
     torch.save({"step": step, **_random_states()}, file)
-    for name, loader in _stateful_loaders(dataloaders):
-        state = {}
-        for key, value in loader.state_dict().items():
-            if key != POSITION:
-                state[key] = value
-        save(state, folder / name, save_on_each_node=save_on_each_node)
+    for loader_name, loader in _stateful_loaders(dataloaders):
+        loader_state = {}
+        for state_key, state_value in loader.state_dict().items():
+            if state_key != POSITION:
+                loader_state[state_key] = state_value
+        save(loader_state, folder / loader_name, save_on_each_node=save_on_each_node)
 
 
 def _stateful_loaders(dataloaders: list[Any]) -> list[tuple[str, Any]]:
     """Return the loaders whose positions are saved, each with the name of its file."""
     numbered_loaders = (
-        (_numbered_name("dl_state_dict", index), loader)
-        for index, loader in enumerate(dataloaders)
+        (_numbered_name("dl_state_dict", loader_index), loader)
+        for loader_index, loader in enumerate(dataloaders)
     )
     stateful_loaders = []
-    for name, loader in numbered_loaders:
+    for loader_name, loader in numbered_loaders:
         if getattr(loader, "use_stateful_dataloader", False):
-            stateful_loaders.append((name, loader))
+            stateful_loaders.append((loader_name, loader))
     return stateful_loaders
 
 
@@ -156,7 +156,11 @@ def load_accelerator_state(
 
 
 def _read_weights(folder: Path, index: int) -> Any:
-    single = [folder / name for name in _model_files(index) if (folder / name).exists()]
+    single = [
+        folder / file_name
+        for file_name in _model_files(index)
+        if (folder / file_name).exists()
+    ]
     if not single and not any(folder.glob("*.index.json")):
         raise FileNotFoundError(
             errno.ENOENT,
@@ -168,9 +172,9 @@ def _read_weights(folder: Path, index: int) -> Any:
 
 def _load_rest(folder: Path, dataloaders: list[Any], file: Path) -> dict[str, Any]:
     """Restore positions and random states and give the step count; a file that only pickle can read is refused in words."""
-    for name, loader in _stateful_loaders(dataloaders):
-        if (folder / name).exists():
-            loader.load_state_dict(load(folder / name))
+    for loader_name, loader in _stateful_loaders(dataloaders):
+        if (folder / loader_name).exists():
+            loader.load_state_dict(load(folder / loader_name))
     if not file.exists():
         logger.warning(
             "random states were not restored: there is no %s",

@@ -53,7 +53,10 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 def fsdp2_canonicalize_names(named_params: dict[str, Any]) -> dict[str, Any]:
-    return {plain_name(name): value for name, value in named_params.items()}
+    return {
+        plain_name(parameter_name): value
+        for parameter_name, value in named_params.items()
+    }
 
 
 def get_parameters_from_modules(
@@ -64,8 +67,8 @@ def get_parameters_from_modules(
     if isinstance(modules, str):
         pattern = re.compile(modules)
         modules = []
-        for name, module in model.named_modules():
-            if pattern.fullmatch(name):
+        for module_name, module in model.named_modules():
+            if pattern.fullmatch(module_name):
                 modules.append(module)
     selected_modules: Iterable[nn.Module] = modules
     parameters: set[nn.Parameter] = set()
@@ -112,7 +115,10 @@ def fsdp2_prepare_auto_wrap_policy(
     fsdp2_plugin: Any, model: nn.Module
 ) -> Callable[[nn.Module], bool] | None:
     plugin_copy: Any = SimpleNamespace(
-        **{name: getattr(fsdp2_plugin, name, None) for name in _POLICY}
+        **{
+            field_name: getattr(fsdp2_plugin, field_name, None)
+            for field_name in _POLICY
+        }
     )
     FullyShardedDataParallelPlugin.set_auto_wrap_policy(plugin_copy, model)
     policy_keywords = getattr(plugin_copy.auto_wrap_policy, "keywords", {})
@@ -133,7 +139,9 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     wraps_module = fsdp2_prepare_auto_wrap_policy(plugin, model) or (
         lambda module: False
     )
-    for name, module in get_module_children_bottom_up(model, return_fqns=True)[:-1]:
+    for module_name, module in get_module_children_bottom_up(model, return_fqns=True)[
+        :-1
+    ]:
         if wraps_module(module):
             wrapped_module = checkpoint_wrapper.checkpoint_wrapper(module)
             if plugin.activation_checkpointing_offload:
@@ -141,8 +149,8 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
             else:
                 wrapped_module = wrapped_module
             setattr(
-                model.get_submodule(name.rpartition(".")[0]),
-                name.rpartition(".")[2],
+                model.get_submodule(module_name.rpartition(".")[0]),
+                module_name.rpartition(".")[2],
                 wrapped_module,
             )
     return model
@@ -155,10 +163,10 @@ def fsdp2_load_full_state_dict(
     cpu_offload: bool = False,
 ) -> None:
     """Fill a sharded model from whole weights that rank 0 has. Ranks: every rank."""
-    options = dcp.StateDictOptions(
+    load_options = dcp.StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload
     )
-    dcp.set_model_state_dict(model, full_sd, options=options)
+    dcp.set_model_state_dict(model, full_sd, options=load_options)
 
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
@@ -315,9 +323,9 @@ def load_fsdp_model(
         accelerator.unwrap_model(model),
         _Files.of("model", input_dir, model_index, accelerator.ctx.rank),
     )
-    weights, options = _read_weights(module, files, adapter_only, use_dcp)
+    weights, load_options = _read_weights(module, files, adapter_only, use_dcp)
     return _set_model_state_dict(
-        module, weights, adapter_only=adapter_only, sd_options=options
+        module, weights, adapter_only=adapter_only, sd_options=load_options
     )
 
 
@@ -330,22 +338,28 @@ def _read_weights(
     options = _prepare_sd_options(SimpleNamespace(whole_checkpoints=is_whole))
     if not use_dcp:
         return torch.load(files.of_rank, weights_only=True), options
-    state = _get_model_state_dict(module, adapter_only=adapter_only, sd_options=options)
+    model_state = _get_model_state_dict(
+        module, adapter_only=adapter_only, sd_options=options
+    )
     if not is_whole:
-        _fill_weights(state, files.shards)
+        _fill_weights(model_state, files.shards)
     elif not options.broadcast_from_rank0 or dist.get_rank() == 0:
         weights = torch.load(files.whole, weights_only=True, mmap=True)
-        _check_names(files.whole, set(state), set(weights))
+        _check_names(files.whole, set(model_state), set(weights))
         return weights, options
-    return state, options
+    return model_state, options
 
 
 def _fill_weights(state: dict[str, Any], folder: Path) -> None:
     """Read weights that torch.distributed.checkpoint wrote, at the top level or under the key `model`."""
     stored = torch_folder.names_in(folder)
     prefix = "" if set(state) & stored else "model."
-    _check_names(folder, set(state), {name.removeprefix(prefix) for name in stored})
-    torch_folder.fill({prefix + name: value for name, value in state.items()}, folder)
+    _check_names(
+        folder, set(state), {tensor_name.removeprefix(prefix) for tensor_name in stored}
+    )
+    torch_folder.fill(
+        {prefix + tensor_name: value for tensor_name, value in state.items()}, folder
+    )
 
 
 def _check_names(checkpoint: Path, names: set[str], stored: set[str]) -> None:
@@ -368,13 +382,15 @@ def save_fsdp_optimizer(
 ) -> None:
     """Write a sharded optimizer's state by parameter name, as the plugin's state_dict_type says. Ranks: every rank."""
     world, module = accelerator.ctx.world, accelerator.unwrap_model(model)
-    options, plain_optimizer = (
+    save_options, plain_optimizer = (
         _prepare_sd_options(fsdp_plugin),
         getattr(optimizer, "optimizer", optimizer),
     )
-    state = dcp.get_optimizer_state_dict(module, plain_optimizer, options=options)
+    optimizer_state = dcp.get_optimizer_state_dict(
+        module, plain_optimizer, options=save_options
+    )
     files = _Files.of("optimizer", output_dir, optimizer_index, world.rank)
-    files.write(state, world, fsdp_plugin.whole_checkpoints, use_dcp)
+    files.write(optimizer_state, world, fsdp_plugin.whole_checkpoints, use_dcp)
 
 
 def load_fsdp_optimizer(
@@ -403,11 +419,11 @@ def _load_optimizer_shards(
     optimizer: torch.optim.Optimizer, module: nn.Module, files: _Files, use_dcp: bool
 ) -> None:
     if use_dcp:
-        state = {"optimizer": dcp.get_optimizer_state_dict(module, optimizer)}
-        torch_folder.fill(state, files.shards)
+        optimizer_state = {"optimizer": dcp.get_optimizer_state_dict(module, optimizer)}
+        torch_folder.fill(optimizer_state, files.shards)
     else:
-        state = {"optimizer": torch.load(files.of_rank, weights_only=True)}
-    dcp.set_optimizer_state_dict(module, optimizer, state["optimizer"])
+        optimizer_state = {"optimizer": torch.load(files.of_rank, weights_only=True)}
+    dcp.set_optimizer_state_dict(module, optimizer, optimizer_state["optimizer"])
 
 
 def _load_whole_optimizer(

@@ -21,10 +21,14 @@ def was_rewritten(folder: Path) -> bool:
     except OSError:
         return False
     listed_files = read_file_records(folder)
-    hidden = [name for name in listed_files if name.startswith(".")]
-    if hidden and not any((folder / name).exists() for name in hidden):
+    hidden = [file_name for file_name in listed_files if file_name.startswith(".")]
+    if hidden and not any((folder / file_name).exists() for file_name in hidden):
         return True
-    files = [file for name, file in listed_files.items() if (folder / name).is_file()]
+    files = [
+        file
+        for file_name, file in listed_files.items()
+        if (folder / file_name).is_file()
+    ]
     newer = [file for file in files if (folder / file.name).stat().st_mtime_ns > saved]
     return any(not _is_same(folder / file.name, file) for file in newer)
 

@@ -135,19 +135,19 @@ class SavingFace(Composed):
                 "You can't save the model since some parameters are on the meta device."
             )
         if is_offloaded:
-            state = modeling.get_state_dict_offloaded_model(model)
+            model_state = modeling.get_state_dict_offloaded_model(model)
         else:
-            state = self.get_state_dict(model)
+            model_state = self.get_state_dict(model)
         if self._writes and (args[1:2] or (kwargs.get("safe_serialization", True),))[0]:
             tell_shared(
-                state if is_offloaded else self.unwrap_model(model).state_dict()
+                model_state if is_offloaded else self.unwrap_model(model).state_dict()
             )
         with (
             manifests.manifest_aside(Path(save_directory))
             if self._writes
             else nullcontext()
         ):
-            self._export_weights(state, save_directory, *args, **kwargs)
+            self._export_weights(model_state, save_directory, *args, **kwargs)
 
     def load_state(  # type: ignore[override]  # the established keywords
         self,
@@ -233,13 +233,13 @@ class SavingFace(Composed):
     def register_for_checkpointing(self, *objects: Any) -> None:
         needed = ("state_dict", "load_state_dict")
         bad_indices = []
-        for index, candidate in enumerate(objects):
-            if not all(hasattr(candidate, name) for name in needed):
-                bad_indices.append(index)
+        for object_index, candidate in enumerate(objects):
+            if not all(hasattr(candidate, method_name) for method_name in needed):
+                bad_indices.append(object_index)
         if bad_indices:
             lines = "".join(
-                f"\n\t- Item at index {index}, `{type(objects[index]).__name__}`"
-                for index in bad_indices
+                f"\n\t- Item at index {object_index}, `{type(objects[object_index]).__name__}`"
+                for object_index in bad_indices
             )
             raise ValueError(message("objects_without_state", lines))
         super().register_for_checkpointing(*objects)

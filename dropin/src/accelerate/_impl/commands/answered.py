@@ -38,8 +38,10 @@ def env_command(args: Any) -> dict[str, Any]:
         saved: dict[str, Any] = load_config_from_file(args.config_file).to_dict()
     else:
         saved = {}
-    lines = [f"- {name}: {value}" for name, value in report.items()]
-    shown = [f"\t- {name}: {value}" for name, value in saved.items()] or ["\tNot found"]
+    lines = [f"- {line_name}: {line_value}" for line_name, line_value in report.items()]
+    shown = [
+        f"\t- {line_name}: {line_value}" for line_name, line_value in saved.items()
+    ] or ["\tNot found"]
     if args.config_file:
         whose = "config passed"
     else:

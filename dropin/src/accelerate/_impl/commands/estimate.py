@@ -104,14 +104,14 @@ def _of_transformers(name: str, config_metadata: Any, **options: Any) -> Any:
             f"Tried to load `{name}` with `transformers` but it does not have any metadata."
         )
     kinds = [
-        kind
-        for kind in config_metadata.get("auto_map") or ()
-        if kind.startswith("AutoModel")
+        class_name
+        for class_name in config_metadata.get("auto_map") or ()
+        if class_name.startswith("AutoModel")
     ]
     config = need("transformers").AutoConfig.from_pretrained(name, **options)
     with init_empty_weights():
-        kind = getattr(need("transformers"), [*kinds, "AutoModel"][0])
-        return kind.from_config(
+        class_name = getattr(need("transformers"), [*kinds, "AutoModel"][0])
+        return class_name.from_config(
             config, dtype=torch.float32, trust_remote_code=options["trust_remote_code"]
         )
 
@@ -154,7 +154,8 @@ def gather_data(args: Any) -> list[list[Any]]:
     sizes = {}
     for dtype, divisor in _PARTS.items():
         sizes[dtype] = [
-            size / divisor if divisor > 1 else size for size in (largest, total)
+            num_bytes / divisor if divisor > 1 else num_bytes
+            for num_bytes in (largest, total)
         ]
     table_rows = []
     for dtype in args.dtypes:
@@ -183,29 +184,40 @@ def create_ascii_table(headers: list[str], rows: list[list[str]], title: str) ->
 
 
 def estimate_command(args: Any) -> int | None:
-    hub, offline, name = (
+    hub, offline, library_name = (
         need("huggingface_hub"),
         need("huggingface_hub.constants").HF_HUB_OFFLINE,
         args.model_name,
     )
-    if Path(name).exists() or (
-        offline and isinstance(hub.try_to_load_from_cache(name, "config.json"), str)
+    if Path(library_name).exists() or (
+        offline
+        and isinstance(hub.try_to_load_from_cache(library_name, "config.json"), str)
     ):
         if args.trust_remote_code:
             trusted = ["--trust_remote_code"]
         else:
             trusted = []
-        return hasten(["estimate-memory", name, "--dtypes", *args.dtypes, *trusted])
+        return hasten(
+            ["estimate-memory", library_name, "--dtypes", *args.dtypes, *trusted]
+        )
     sizes = []
     for dtype, *row_sizes, uses in gather_data(args):
         sizes.append((dtype, *row_sizes, max(uses.values())))
     rows = []
     for dtype, *row_sizes in sizes:
         rows.append(
-            [dtype, *("N/A" if size < 0 else convert_bytes(size) for size in row_sizes)]
+            [
+                dtype,
+                *(
+                    "N/A" if num_bytes < 0 else convert_bytes(num_bytes)
+                    for num_bytes in row_sizes
+                ),
+            ]
         )
     headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
-    print(create_ascii_table(headers, rows, f"Memory Usage for loading `{name}`"))  # noqa: T201  the answer
+    print(
+        create_ascii_table(headers, rows, f"Memory Usage for loading `{library_name}`")
+    )  # noqa: T201  the answer
     return None
 
 

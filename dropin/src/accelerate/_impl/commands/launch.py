@@ -95,9 +95,9 @@ def _check_exit_code(code: int, command: list[str], args: argparse.Namespace) ->
 
 def run(words: Sequence[str]) -> int:
     for word in takewhile(lambda word: word.startswith("-"), words):
-        name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        if name in REFUSED:
-            sys.stderr.write(f"accelerate launch: flag {word}: {REFUSED[name]}.\n")
+        flag_name = word.lstrip("-").partition("=")[0].replace("-", "_")
+        if flag_name in REFUSED:
+            sys.stderr.write(f"accelerate launch: flag {word}: {REFUSED[flag_name]}.\n")
             return 2
     words = _without_zero_processes(words)
     if tuple(words[:1]) in (("-h",), ("--help",)):
@@ -115,25 +115,29 @@ def run(words: Sequence[str]) -> int:
 
 def _without_zero_processes(words: Sequence[str]) -> list[str]:
     """Return the command line without `--num_processes 0`, which stands for the default."""
-    for index, word in enumerate(words):
-        name, _, value = word.lstrip("-").replace("-", "_").partition("=")
-        if name == "num_processes" and word.startswith("--"):
-            width = 1 if value else 2
-            zero = (value or "".join(words[index + 1 : index + 2])) == "0"
+    for word_index, word in enumerate(words):
+        flag_name, _, flag_value = word.lstrip("-").replace("-", "_").partition("=")
+        if flag_name == "num_processes" and word.startswith("--"):
+            width = 1 if flag_value else 2
+            zero = (
+                flag_value or "".join(words[word_index + 1 : word_index + 2])
+            ) == "0"
             if zero:
-                return [*words[:index], *words[index + width :]]
+                return [*words[:word_index], *words[word_index + width :]]
             return list(words)
     return list(words)
 
 
 def _on_the_cpu(words: Sequence[str]) -> list[SettingEntry]:
     """Apply the original's defaults without an accelerator: no choice of devices, one process if nothing asks for several."""
-    config = settings_for(words)
-    launch, num_processes = config.launch, config.launch.num_processes or 1
-    wants_several = launch.multi_gpu or (config.strategy, config.parallelism) != _ALONE
+    job_config = settings_for(words)
+    launch, num_processes = job_config.launch, job_config.launch.num_processes or 1
+    wants_several = (
+        launch.multi_gpu or (job_config.strategy, job_config.parallelism) != _ALONE
+    )
     elsewhere = launch.num_machines > 1 or launch.launcher not in ("auto", "single")
-    if (config.cpu and launch.multi_gpu) or not (
-        config.cpu or look_at_host().device == "cpu"
+    if (job_config.cpu and launch.multi_gpu) or not (
+        job_config.cpu or look_at_host().device == "cpu"
     ):
         return []
     if launch.multi_gpu or launch.gpu_ids != "all":
@@ -145,7 +149,10 @@ def _on_the_cpu(words: Sequence[str]) -> list[SettingEntry]:
     if num_processes > 1 and not wants_several and not elsewhere:
         sys.stderr.write(message("one_process", num_processes))
         overrides["num_processes"] = 1
-    return [set_here(("launch", name), value) for name, value in overrides.items()]
+    return [
+        set_here(("launch", setting_name), setting_value)
+        for setting_name, setting_value in overrides.items()
+    ]
 
 
 def _launch_words(words: Sequence[str], settings: Sequence[SettingEntry]) -> int:
@@ -196,8 +203,8 @@ def _make_launcher(
     """Return the function that starts the script of a parsed command line with these switches on."""
 
     def launch(args: argparse.Namespace) -> None:
-        for name in switches:
-            setattr(args, name, True)
+        for switch_name in switches:
+            setattr(args, switch_name, True)
         command = [args.training_script, *args.training_script_args]
         _check_exit_code(
             run(getattr(args, "words", None) or words_of(args)), command, args

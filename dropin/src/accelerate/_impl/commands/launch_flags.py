@@ -43,55 +43,57 @@ _TYPES: Final[dict[str, Any]] = {
 
 
 def _flag_default(flag_options: dict[str, Any]) -> Any:
-    value = flag_options.get("default")
-    return tuple(value) if isinstance(value, list) else value
+    default_value = flag_options.get("default")
+    return tuple(default_value) if isinstance(default_value, list) else default_value
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     for title, flags in _GROUPS.items():
         group: Any = parser if title == "options" else parser.add_argument_group(title)
-        for name, flag_options in flags.items():
-            names = dict.fromkeys((f"--{name}", flag_options.get("short", f"--{name}")))
-            options = {}
-            for key, value in flag_options.items():
-                if key in ("action", "choices"):
-                    options[key] = value
-            if kind := _TYPES.get(flag_options.get("type", "")):
-                options["type"] = kind
+        for flag_name, flag_options in flags.items():
+            names = dict.fromkeys(
+                (f"--{flag_name}", flag_options.get("short", f"--{flag_name}"))
+            )
+            argument_options = {}
+            for option_name, option_value in flag_options.items():
+                if option_name in ("action", "choices"):
+                    argument_options[option_name] = option_value
+            if flag_type := _TYPES.get(flag_options.get("type", "")):
+                argument_options["type"] = flag_type
             group.add_argument(
                 *names,
-                dest=flag_options.get("dest", name),
+                dest=flag_options.get("dest", flag_name),
                 default=_flag_default(flag_options),
-                **options,
+                **argument_options,
             )
 
 
 def words_of(args: argparse.Namespace) -> list[str]:
     """Return the command line for hasten that a parsed namespace stands for."""
     words: list[str] = []
-    for name, flag_options in [
+    for flag_name, flag_options in [
         flag for flags in _GROUPS.values() for flag in flags.items()
     ]:
-        value = getattr(args, flag_options.get("dest", name), None)
-        is_given = name in getattr(args, "nondefault", ()) or value != _flag_default(
-            flag_options
-        )
+        flag_value = getattr(args, flag_options.get("dest", flag_name), None)
+        is_given = flag_name in getattr(
+            args, "nondefault", ()
+        ) or flag_value != _flag_default(flag_options)
         if (
             is_given
-            and value is not None
-            and value is not False
-            and (name, value) != ("num_processes", 0)
+            and flag_value is not None
+            and flag_value is not False
+            and (flag_name, flag_value) != ("num_processes", 0)
         ):
-            if isinstance(value, tuple):
-                spelled_values = [",".join(map(str, value))]
-            elif isinstance(value, list):
-                spelled_values = value
+            if isinstance(flag_value, tuple):
+                spelled_values = [",".join(map(str, flag_value))]
+            elif isinstance(flag_value, list):
+                spelled_values = flag_value
             elif flag_options.get("action") == "store_false":
                 spelled_values = []
             else:
-                spelled_values = ["true" if value is True else value]
+                spelled_values = ["true" if flag_value is True else flag_value]
             for spelled_value in spelled_values:
-                words.append(f"--{name}={spelled_value}")
+                words.append(f"--{flag_name}={spelled_value}")
     return [*words, args.training_script, *args.training_script_args]
 
 
@@ -102,7 +104,7 @@ def _validate_launch_command(
 
     Raises: ValueError for flags that exclude each other, and for unknown keys of the file.
     """
-    if sum(bool(getattr(args, name, False)) for name in _KINDS) > 1:
+    if sum(bool(getattr(args, kind_name, False)) for kind_name in _KINDS) > 1:
         raise ValueError(_SAYS["too_many"])
     if getattr(args, "use_parallelism_config", False) and not args.use_fsdp:
         raise ValueError(_SAYS["only_fsdp"])
@@ -135,11 +137,17 @@ def _take_file_values(args: argparse.Namespace, values: dict[str, Any]) -> None:
     """Write what the file says where the command line says nothing. Raises: ValueError for one device of several."""
     _choose_kind(args, values)
     set_values = {}
-    for name, file_value in values.items():
-        if file_value is not None and name != "use_cpu" and hasattr(args, name):
-            set_values[name] = file_value
+    for flag_name, file_value in values.items():
+        if (
+            file_value is not None
+            and flag_name != "use_cpu"
+            and hasattr(args, flag_name)
+        ):
+            set_values[flag_name] = file_value
     file_values = set_values | {
-        name: values.get(name) for name in _TPU if getattr(args, name, None) is None
+        flag_name: values.get(flag_name)
+        for flag_name in _TPU
+        if getattr(args, flag_name, None) is None
     }
     for group, inner in values.items():
         if group in ("dynamo_config", "fp8_config", "fsdp_config"):
@@ -148,15 +156,15 @@ def _take_file_values(args: argparse.Namespace, values: dict[str, Any]) -> None:
             prefix = ""
         if isinstance(inner, dict):
             file_values |= {
-                f"{prefix}{name.removeprefix(prefix)}": file_value
-                for name, file_value in inner.items()
+                f"{prefix}{flag_name.removeprefix(prefix)}": file_value
+                for flag_name, file_value in inner.items()
             }
     command_line_names = getattr(args, "nondefault", ())
     vars(args).update(
         {
-            name: file_value
-            for name, file_value in file_values.items()
-            if name not in command_line_names
+            flag_name: file_value
+            for flag_name, file_value in file_values.items()
+            if flag_name not in command_line_names
         }
     )
     if args.num_processes == -1:
@@ -177,16 +185,16 @@ def _take_file_values(args: argparse.Namespace, values: dict[str, Any]) -> None:
 def _choose_kind(args: argparse.Namespace, values: dict[str, Any]) -> None:
     """Switch on the file's kind of processes, unless the command line chose one."""
     if any(
-        getattr(args, name, False)
-        for name in ("multi_gpu", "tpu_use_cluster", *_SWITCHES.values())
+        getattr(args, switch_name, False)
+        for switch_name in ("multi_gpu", "tpu_use_cluster", *_SWITCHES.values())
     ):
         return
-    kind = str(getattr(values["distributed_type"], "value", ""))
-    if kind.startswith("MULTI_") and kind != "MULTI_CPU":
+    distributed_type = str(getattr(values["distributed_type"], "value", ""))
+    if distributed_type.startswith("MULTI_") and distributed_type != "MULTI_CPU":
         several = "multi_gpu"
     else:
         several = ""
-    if switch := _SWITCHES.get(kind, several):
+    if switch := _SWITCHES.get(distributed_type, several):
         setattr(args, switch, True)
     args.use_parallelism_config = bool(values.get("parallelism_config"))
 
@@ -201,12 +209,12 @@ def _fill_defaults(args: argparse.Namespace) -> list[str]:
         "dynamo_backend": "no",
     }
     unset = {}
-    for name, value in otherwise.items():
-        if getattr(args, name, None) is None:
-            unset[name] = value
+    for flag_name, default_value in otherwise.items():
+        if getattr(args, flag_name, None) is None:
+            unset[flag_name] = default_value
     lines = []
-    for name, value in unset.items():
-        lines.append(f"\t`--{name}` was set to a value of `{value!r}`")
+    for flag_name, default_value in unset.items():
+        lines.append(f"\t`--{flag_name}` was set to a value of `{default_value!r}`")
     if "num_processes" in unset and devices > 1 and not args.multi_gpu:
         lines.insert(1, _SAYS["several_devices"])
         args.multi_gpu = True

@@ -54,15 +54,19 @@ def sequence_options_apart(words: Sequence[str]) -> list[SettingEntry]:
         asdict(DeepSpeedSequenceParallelConfig()),
     )
     changed_options = []
-    for name, value in default_options.items():
-        if sequence_options[name] != value:
-            changed_options.append(set_here((*_OPTIONS, name), value))
+    for option_name, option_value in default_options.items():
+        if sequence_options[option_name] != option_value:
+            changed_options.append(set_here((*_OPTIONS, option_name), option_value))
     return changed_options
 
 
 def settings_for(words: Sequence[str]) -> Config:
     parsed = make_parser("accelerate").parse_args(words)
-    env = {name: value for name, value in environment().items() if name != VARIABLE}
+    env = {
+        variable_name: variable_text
+        for variable_name, variable_text in environment().items()
+        if variable_name != VARIABLE
+    }
     return effective_settings(env, parsed.config_file, parsed.settings).config
 
 
@@ -89,28 +93,41 @@ def spell_variables(config: Config) -> dict[str, str]:
         }
     if config.parallelism.sp_size > 1:
         variables |= {
-            name: word
-            for name, word in _changed_variables(config, "parallelism").items()
-            if name.startswith(_SEQUENCES)
+            variable_name: variable_text
+            for variable_name, variable_text in _changed_variables(
+                config, "parallelism"
+            ).items()
+            if variable_name.startswith(_SEQUENCES)
         }
-    return {name: word for name, word in variables.items() if word}
+    return {
+        variable_name: variable_text
+        for variable_name, variable_text in variables.items()
+        if variable_text
+    }
 
 
 def _changed_variables(config: Config, *sections: str) -> dict[str, str]:
     """Return the variables of some sections whose values are not the defaults, or that libraries read in any case."""
     paths = {}
-    for name, path in established_variables():
+    for variable_name, path in established_variables():
         if path[0] in sections and path in BY_PATH:
-            paths[name] = path
-    values = {name: attrgetter(".".join(path))(config) for name, path in paths.items()}
+            paths[variable_name] = path
+    values = {
+        variable_name: attrgetter(".".join(path))(config)
+        for variable_name, path in paths.items()
+    }
     changed_values = {}
-    for name, value in values.items():
-        if value != BY_PATH[paths[name]].default:
-            changed_values[name] = value
-    always = {name: value for name, value in values.items() if name.startswith(_ALWAYS)}
+    for variable_name, setting_value in values.items():
+        if setting_value != BY_PATH[paths[variable_name]].default:
+            changed_values[variable_name] = setting_value
+    always = {
+        variable_name: setting_value
+        for variable_name, setting_value in values.items()
+        if variable_name.startswith(_ALWAYS)
+    }
     spelled_variables = {}
-    for name, value in {**changed_values, **always}.items():
-        spelled_variables[name] = _spell_value(name, value)
+    for variable_name, setting_value in {**changed_values, **always}.items():
+        spelled_variables[variable_name] = _spell_value(variable_name, setting_value)
     return spelled_variables
 
 
@@ -123,9 +140,9 @@ def _spell_value(name: str, value: Any) -> str:
             return str(value)
         return str(value).lower()
     if isinstance(value, tuple):
-        word = ",".join(map(str, value))
+        spelled_value = ",".join(map(str, value))
     else:
-        word = str(value)
+        spelled_value = str(value)
     if name in ("FSDP_AUTO_WRAP_POLICY", "ACCELERATE_DYNAMO_BACKEND"):
-        return word.upper()
-    return word
+        return spelled_value.upper()
+    return spelled_value

@@ -138,10 +138,11 @@ def _in_processes(
     )
     neutral_values = {"rdzv_backend": "static", "rdzv_endpoint": "", "rdzv_id": "none"}
     options: dict[str, Any] = {
-        name: None
-        if name in local_names or neutral_values.get(name) == value
-        else value
-        for name, value in launch_arguments.items()
+        argument_name: None
+        if argument_name in local_names
+        or neutral_values.get(argument_name) == argument_value
+        else argument_value
+        for argument_name, argument_value in launch_arguments.items()
     }
     cpu = devices == 0 or environment().get("ACCELERATE_USE_CPU", "").lower() in (
         "1",
@@ -175,19 +176,25 @@ def _run_worker(
 
 def _announce_launch(processes: int, devices: int) -> None:
     if devices:
-        kind = str(torch.accelerator.current_accelerator()).partition(":")[0].upper()
+        device_type = (
+            str(torch.accelerator.current_accelerator()).partition(":")[0].upper()
+        )
     else:
-        kind = "CPU"
+        device_type = "CPU"
     single_devices = {
         "MPS": is_mps_available,
         "one GPU": torch.cuda.is_available,
         "one XPU": torch.xpu.is_available,
     }
     if processes > 1:
-        where = f"{processes} {kind}s"
+        where = f"{processes} {device_type}s"
     else:
         where = next(
-            (name for name, is_available in single_devices.items() if is_available()),
+            (
+                device_name
+                for device_name, is_available in single_devices.items()
+                if is_available()
+            ),
             "CPU",
         )
     print(f"Launching training on {where}.")  # noqa: T201  as the original says it

@@ -67,16 +67,16 @@ def _argument_or(args: argparse.Namespace, name: str, otherwise: Any = None) -> 
 
 def _shown_variables(args: argparse.Namespace, group: str) -> dict[str, str]:
     variables = {}
-    for variable, (name, *conversions) in (
+    for variable, (argument_name, *conversions) in (
         (variable_name, words.split())
         for variable_name, words in _VARIABLES[group].items()
     ):
-        value = getattr(args, name, None)
-        if value is not None or "given" not in conversions:
+        argument_value = getattr(args, argument_name, None)
+        if argument_value is not None or "given" not in conversions:
             if "lower" in conversions:
-                variables[variable] = str(value).lower()
+                variables[variable] = str(argument_value).lower()
             else:
-                variables[variable] = str(value)
+                variables[variable] = str(argument_value)
     return variables
 
 
@@ -191,7 +191,10 @@ def _mpi_words(args: argparse.Namespace) -> list[str]:
 
 def _get_mpirun_args() -> tuple[str, str, str, str, str]:
     """Return a program that starts processes and its flags: hosts, processes in all, per host, binding. Raises: OSError without one."""
-    program = next((name for name in ("mpirun", "mpiexec") if which(name)), None)
+    program = next(
+        (program_name for program_name in ("mpirun", "mpiexec") if which(program_name)),
+        None,
+    )
     if program is None:
         raise OSError(_SAYS["no_mpi"])
     is_open_mpi = b"Open MPI" in subprocess.check_output([program, "--version"])
@@ -311,13 +314,13 @@ def _deepspeed_words(args: argparse.Namespace) -> list[str]:
     else:
         device_words = ["--num_gpus", processes_per_machine]
     words += list(map(str, device_words))
-    for flag, name in (
+    for flag, argument_name in (
         ("--master_addr", "main_process_ip"),
         ("--master_port", "main_process_port"),
     ):
         words += (
-            [flag, str(getattr(args, name))]
-            if _argument_or(args, name) is not None
+            [flag, str(getattr(args, argument_name))]
+            if _argument_or(args, argument_name) is not None
             else []
         )
     return words + (
@@ -382,9 +385,9 @@ def prepare_extend_env_parallelism_config(
             **_shown_variables(args, "parallelism"),
         }
     )
-    for name in ("cp", "sp"):
-        if _argument_or(args, f"parallelism_config_{name}_size", 1) > 1:
-            current_env.update(_shown_variables(args, f"parallelism_{name}"))
+    for axis_name in ("cp", "sp"):
+        if _argument_or(args, f"parallelism_config_{axis_name}_size", 1) > 1:
+            current_env.update(_shown_variables(args, f"parallelism_{axis_name}"))
     return current_env
 
 
@@ -403,8 +406,8 @@ def prepare_sagemager_args_inputs(
         )
     estimator_arguments = _VARIABLES["estimator"].items()
     words: dict[str, Any] = {}
-    for name, attribute in estimator_arguments:
-        words[name] = getattr(sagemaker_config, attribute)
+    for argument_name, attribute in estimator_arguments:
+        words[argument_name] = getattr(sagemaker_config, attribute)
     words |= {
         "entry_point": script.name,
         "source_dir": str(script.parent),
@@ -422,12 +425,15 @@ def prepare_sagemager_args_inputs(
 def _job_arguments(config: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Return the job's settings of precision, processes and metrics."""
     compiling = {
-        name: word
-        for name, word in _compile_variables(args).items()
-        if name != "OMP_NUM_THREADS"
+        variable_name: variable_text
+        for variable_name, variable_text in _compile_variables(args).items()
+        if variable_name != "OMP_NUM_THREADS"
     }
-    kind, word = "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", config.distributed_type.value
-    variables = {"ACCELERATE_USE_SAGEMAKER": "true", kind: word}
+    type_variable, variable_text = (
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE",
+        config.distributed_type.value,
+    )
+    variables = {"ACCELERATE_USE_SAGEMAKER": "true", type_variable: variable_text}
     variables["ACCELERATE_MIXED_PRECISION"] = _common_variables(args)[
         "ACCELERATE_MIXED_PRECISION"
     ]
@@ -454,7 +460,9 @@ def _read_table(file: str | None) -> dict[str, str] | None:
     for line in Path(file).read_text().splitlines()[1:]:
         if line.strip():
             rows.append(line.split("\t"))
-    return {name.strip(): value.strip() for name, value in rows}
+    return {
+        column_name.strip(): column_value.strip() for column_name, column_value in rows
+    }
 
 
 def _convert_nargs_to_dict(nargs: list[str]) -> dict[str, Any]:
@@ -474,9 +482,9 @@ def _filter_args(
 ) -> Any:
     """Return the arguments that another parser knows, with its defaults for `default_args` where there are none."""
     filtered_args, _ = parser.parse_known_args(list(default_args))
-    for name in vars(args):
-        if hasattr(filtered_args, name):
-            setattr(filtered_args, name, getattr(args, name))
+    for argument_name in vars(args):
+        if hasattr(filtered_args, argument_name):
+            setattr(filtered_args, argument_name, getattr(args, argument_name))
     return filtered_args
 
 

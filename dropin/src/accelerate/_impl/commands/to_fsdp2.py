@@ -50,16 +50,23 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
 
 def _rename_settings(fsdp1_config: dict[str, Any]) -> dict[str, Any]:
     fsdp: dict[str, Any] = {}
-    for name, value in fsdp1_config.items():
-        if name in _GONE:
-            _LOG.warning(f"Argument {name} {_GONE[name]}, skipping this key...")
-        elif name == "fsdp_sharding_strategy":
-            fsdp["fsdp_reshard_after_forward"] = _reshard_after_forward(value)
-        elif (name, value) == ("fsdp_state_dict_type", "LOCAL_STATE_DICT"):
-            fsdp[name] = "SHARDED_STATE_DICT"
-            _LOG.warning(f"{name} {value} is SHARDED_STATE_DICT in FSDP2")
+    for setting_name, setting_value in fsdp1_config.items():
+        if setting_name in _GONE:
+            _LOG.warning(
+                f"Argument {setting_name} {_GONE[setting_name]}, skipping this key..."
+            )
+        elif setting_name == "fsdp_sharding_strategy":
+            fsdp["fsdp_reshard_after_forward"] = _reshard_after_forward(setting_value)
+        elif (setting_name, setting_value) == (
+            "fsdp_state_dict_type",
+            "LOCAL_STATE_DICT",
+        ):
+            fsdp[setting_name] = "SHARDED_STATE_DICT"
+            _LOG.warning(
+                f"{setting_name} {setting_value} is SHARDED_STATE_DICT in FSDP2"
+            )
         else:
-            fsdp[name] = value
+            fsdp[setting_name] = setting_value
     return fsdp
 
 

@@ -34,11 +34,11 @@ def gcloud_words(args: argparse.Namespace) -> list[str]:
     else:
         saved = None
     commands = _command_lines(args, saved)
-    name, zone = (
+    tpu_name, zone = (
         args.tpu_name or getattr(saved, "tpu_name", None),
         args.tpu_zone or getattr(saved, "tpu_zone", None),
     )
-    if not name:
+    if not tpu_name:
         raise ValueError(
             "no TPU is named, so there is no machine to run commands on. Give --tpu_name."
         )
@@ -54,7 +54,7 @@ def gcloud_words(args: argparse.Namespace) -> list[str]:
     line = "; ".join(["cd /usr/share", *install, *commands])
     where = ["--zone", zone] if zone else []
     alpha = ["alpha"] if args.use_alpha else []
-    ssh = ["compute", "tpus", "tpu-vm", "ssh", name]
+    ssh = ["compute", "tpus", "tpu-vm", "ssh", tpu_name]
     return ["gcloud", *alpha, *ssh, *where, "--command", line, "--worker", "all"]
 
 

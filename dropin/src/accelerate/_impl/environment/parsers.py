@@ -58,17 +58,17 @@ class CustomArgumentParser(argparse.ArgumentParser):
         )
         values = vars(parsed)
         given_names = set()
-        for name in defaults:
-            if values[name] is not self and values[name] is not None:
-                given_names.add(name)
+        for flag_name in defaults:
+            if values[flag_name] is not self and values[flag_name] is not None:
+                given_names.add(flag_name)
         if namespace is not None:
             target_namespace = namespace
         else:
             target_namespace = argparse.Namespace()
         vars(target_namespace).update(
             {
-                name: defaults[name] if value is self else value
-                for name, value in values.items()
+                flag_name: defaults[flag_name] if flag_value is self else flag_value
+                for flag_name, flag_value in values.items()
             }
         )
         target_namespace.nondefault = given_names
@@ -133,7 +133,7 @@ def main_of(run: Callable[[Sequence[str]], int]) -> Callable[[], NoReturn]:
 def hyphenated(action: argparse.Action) -> dict[str, argparse.Action]:
     """Return the action by those spellings of its flags that have hyphens in the place of underscores."""
     hyphenated_options = {}
-    for name in action.option_strings:
-        if "_" in name:
-            hyphenated_options[name.replace("_", "-")] = action
+    for option_name in action.option_strings:
+        if "_" in option_name:
+            hyphenated_options[option_name.replace("_", "-")] = action
     return hyphenated_options

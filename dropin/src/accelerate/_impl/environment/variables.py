@@ -41,10 +41,10 @@ def str_to_bool(value: Any, to_bool: bool = False) -> int | bool:
 
 def get_int_from_env(env_keys: Any, default: int) -> int:
     """Return the first of some variables that holds a number of at least zero."""
-    for key in env_keys:
-        value = int(os.environ.get(key, -1))
-        if value >= 0:
-            return value
+    for variable_name in env_keys:
+        variable_value = int(os.environ.get(variable_name, -1))
+        if variable_value >= 0:
+            return variable_value
     return default
 
 
@@ -60,21 +60,24 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 def _restore_variables(concerned: Callable[[str], bool]) -> Iterator[None]:
     """A block after which the variables concerned are as before."""
     saved_variables = {}
-    for name, value in os.environ.items():
-        if concerned(name):
-            saved_variables[name] = value
+    for variable_name, variable_text in os.environ.items():
+        if concerned(variable_name):
+            saved_variables[variable_name] = variable_text
     try:
         yield
     finally:
-        for name in filter(concerned, list(os.environ)):
-            del os.environ[name]
+        for variable_name in filter(concerned, list(os.environ)):
+            del os.environ[variable_name]
         os.environ.update(saved_variables)
 
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
     """A block with these variables, in capitals; afterwards they are as before."""
-    new_variables = {key.upper(): str(value) for key, value in kwargs.items()}
+    new_variables = {
+        variable_name.upper(): str(variable_value)
+        for variable_name, variable_value in kwargs.items()
+    }
     with _restore_variables(new_variables.__contains__):
         os.environ.update(new_variables)
         yield
@@ -102,9 +105,9 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
 def _purge_tests(test_class: Any, cls: Any, **options: Any) -> None:
     if cls is not test_class:
         super(test_class, cls).__init_subclass__(**options)
-    for name, value in list(vars(cls).items()):
-        if callable(value) and name.startswith("test"):
-            setattr(cls, name, _purge_after(value))
+    for test_name, test_function in list(vars(cls).items()):
+        if callable(test_function) and test_name.startswith("test"):
+            setattr(cls, test_name, _purge_after(test_function))
 
 
 def _purge_after(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,18 +121,20 @@ def _purge_after(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def convert_dict_to_env_variables(current_env: dict[str, Any]) -> list[str]:
     unsafe, lines = set(";\n<> "), []
-    for name, value in current_env.items():
-        if value and not unsafe & set(name + str(value)):
-            lines.append(f"{name}={value}\n")
+    for variable_name, variable_text in current_env.items():
+        if variable_text and not unsafe & set(variable_name + str(variable_text)):
+            lines.append(f"{variable_name}={variable_text}\n")
         else:
             _log.warning(
-                f"WARNING: Skipping {name}={value} as it contains forbidden characters or missing values."
+                f"WARNING: Skipping {variable_name}={variable_text} as it contains forbidden characters or missing values."
             )
     return lines
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    return [name for name in library_names if name in sys.modules]
+    return [
+        library_name for library_name in library_names if library_name in sys.modules
+    ]
 
 
 def _nvidia_smi(question: str) -> list[str]:
@@ -157,8 +162,8 @@ def check_cuda_p2p_ib_support() -> bool:
     """Return whether devices can talk directly; consumer cards of the 4000 series with old drivers cannot."""
     # no device to ask speaks against it
     with suppress(OSError, subprocess.SubprocessError, ValueError, RuntimeError):
-        names, count = get_gpu_info()
-        if count > 1 and any("RTX 40" in name for name in names):
+        device_names, count = get_gpu_info()
+        if count > 1 and any("RTX 40" in device_name for device_name in device_names):
             return tuple(map(int, get_driver_version().split("."))) >= (
                 550,
                 40,
@@ -218,5 +223,8 @@ def count_devices() -> int:
 
 def get_current_device_type() -> tuple[str, str]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kind = "cuda" if accelerator is None else accelerator.type
-    return kind, "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
+    device_type = "cuda" if accelerator is None else accelerator.type
+    return (
+        device_type,
+        "MULTI_GPU" if device_type == "cuda" else f"MULTI_{device_type.upper()}",
+    )

@@ -166,11 +166,15 @@ class SnapshotSource(TorchSource):
         if position.consumed:
             yield from super().open(position)
             return
-        state: list[Any] = [None]
+        snapshot_state: list[Any] = [None]
         for batch, padding, last, _ in super().open(position):
-            state = [copy.deepcopy(torchdata_kind(self.engine).state_dict(self.engine))]
-            yield batch, padding, last, state
-        state[0] = copy.deepcopy(torchdata_kind(self.engine).state_dict(self.engine))
+            snapshot_state = [
+                copy.deepcopy(torchdata_kind(self.engine).state_dict(self.engine))
+            ]
+            yield batch, padding, last, snapshot_state
+        snapshot_state[0] = copy.deepcopy(
+            torchdata_kind(self.engine).state_dict(self.engine)
+        )
 
 
 def torchdata_kind(loader: Any) -> Any:
@@ -255,8 +259,8 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
             )
 
     def source(self) -> BatchSource:
-        kind = SnapshotSource if self.use_stateful_dataloader else TorchSource
-        return kind(self, self.order_generator, self.followers())
+        source_class = SnapshotSource if self.use_stateful_dataloader else TorchSource
+        return source_class(self, self.order_generator, self.followers())
 
     def move(self) -> Move | None:
         return OneAhead(self.device, self.put)
@@ -281,8 +285,8 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
             batches = super().__iter__()
             for batch in batches:
                 self.end_of_dataloader = self.place_in_epoch.at_end
-                state = self.loader_iteration.source_state
-                self.latest = state if isinstance(state, list) else None
+                source_state = self.loader_iteration.source_state
+                self.latest = source_state if isinstance(source_state, list) else None
                 yield self.given(batch)
             # resumed by a position, which torchdata knows nothing of
             if self.latest is None:
@@ -296,7 +300,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     def agree(self) -> None:
         """Give the sampler a generator with the first rank's state if torch's generators differ between ranks. Ranks: every rank."""
         states = gather_object([torch.get_rng_state()])
-        if any(not torch.equal(state, states[0]) for state in states):
+        if any(not torch.equal(rank_state, states[0]) for rank_state in states):
             self.order_generator = self.synchronized_generator = (
                 self.drawn_from_torch.generator
             ) = torch.Generator()
@@ -331,11 +335,13 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     @property
     def total_batch_size(self) -> int | None:
         """Samples that all processes together take in one step; None if batches vary."""
-        size = getattr(self.batch_sampler, "batch_size", None) or self.batch_size
+        batch_size = getattr(self.batch_sampler, "batch_size", None) or self.batch_size
         # processes that share a batch
         together = 1 if self.cut is None else self.cut.comm.size
-        return size and int(
-            size if self.split_batches else size * self.num_processes // together
+        return batch_size and int(
+            batch_size
+            if self.split_batches
+            else batch_size * self.num_processes // together
         )
 
     def saved_state(self, has_trained: bool = False) -> dict[str, Any]:
@@ -351,15 +357,15 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
             and self.loader_iteration.start.batches + self.loader_iteration.steps
         ):
             return self.saved_state()
-        state: dict[str, Any] = dict(
+        loader_state: dict[str, Any] = dict(
             torchdata_kind(self).state_dict(self)
             if self.latest is None
             else self.latest[0]
         )
         # its samplers' random states are no part of torchdata's state: the order goes on from hasten's position
         if self.order_generator is None:
-            return state
-        return {**state, POSITION: self.saved_state()}
+            return loader_state
+        return {**loader_state, POSITION: self.saved_state()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go back to the epoch a state was taken in and its order and, with use_stateful_dataloader, to the batch."""
@@ -424,8 +430,8 @@ class DataLoaderShard(PreparedLoader):
         try:
             yield
         finally:
-            for target, value in previous_values:
-                target.even_batches = value
+            for target, previous_value in previous_values:
+                target.even_batches = previous_value
 
 
 def _data_ranks(readers: int) -> DataRanks:
@@ -475,13 +481,13 @@ class DataLoaderDispatcher(PreparedLoader):
         """Return the main process's batches, dealt out where there are several processes."""
         world = ambient.start().world
         is_snapshot = self.use_stateful_dataloader and world.size == 1
-        kind = SnapshotSource if is_snapshot else TorchSource
-        inner = kind(self, None, self.followers(), reads=world.rank == 0)
+        source_class = SnapshotSource if is_snapshot else TorchSource
+        inner = source_class(self, None, self.followers(), reads=world.rank == 0)
         if world.size == 1:
             return inner
-        size, joins = self.num_processes, self.slice_fn is not slice_tensors
+        num_processes, joins = self.num_processes, self.slice_fn is not slice_tensors
         reader = Dealt(
-            size,
+            num_processes,
             self.split_batches,
             self.even_batches,
             self._drop_last,
@@ -510,8 +516,8 @@ class DataLoaderDispatcher(PreparedLoader):
     def given(self, batch: Any) -> Any:
         """Return the batch; the last tells how many samples all processes have of it."""
         if self.end_of_dataloader:
-            state = self.loader_iteration.source_state
-            total = state if isinstance(state, int) else None
+            source_state = self.loader_iteration.source_state
+            total = source_state if isinstance(source_state, int) else None
             self.remainder = total or find_batch_size(batch) or -1
         else:
             self.remainder = -1

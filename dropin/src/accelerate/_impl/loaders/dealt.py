@@ -78,11 +78,11 @@ class Dealt:
     def _sliced(self, batches: list[Any], first: Any) -> list[Any]:
         """Return each process's rows of the batches together, filled with those of the epoch's first batch."""
         global_batch = trees.concat(batches)
-        size = trees.batch_size(global_batch) or 0
+        batch_size = trees.batch_size(global_batch) or 0
         shares = []
         for shard in range(self.num_shards):
-            shares.append(split_units(size, self.num_shards, shard, self.even))
-        num_missing = shares[-1].first + shares[-1].rows - size
+            shares.append(split_units(batch_size, self.num_shards, shard, self.even))
+        num_missing = shares[-1].first + shares[-1].rows - batch_size
         num_first = trees.batch_size(first) or 1
         while num_missing > 0:  # the epoch's first batch may have fewer rows
             filling = trees.slice_rows(first, slice(0, min(num_missing, num_first)))

@@ -46,18 +46,22 @@ class SequenceSplitter:
                 f"sp_size needs batches that are dicts of tensors, but the loader returned a {type(batch).__name__}. Return a dict with input_ids and labels from collate_fn."
             )
         tensors_by_key = dict(batch)
-        name = next(
-            (name for name in _TOKENS if isinstance(tensors_by_key.get(name), Tensor)),
+        token_name = next(
+            (
+                token_name
+                for token_name in _TOKENS
+                if isinstance(tensors_by_key.get(token_name), Tensor)
+            ),
             None,
         )
-        if name is None:
+        if token_name is None:
             raise DataError(
                 f"a batch with {', '.join(map(str, tensors_by_key))} has no input_ids, so its sequences are unknown. Return input_ids from collate_fn."
             )
-        length = self._checked_length(tensors_by_key[name], name)
+        length = self._checked_length(tensors_by_key[token_name], token_name)
         if tensors_by_key.get("position_ids") is None:
             tensors_by_key["position_ids"] = torch.arange(length).expand(
-                tensors_by_key[name].shape[0], -1
+                tensors_by_key[token_name].shape[0], -1
             )
         if inspect_buffers([(tensors_by_key["position_ids"], 1)])()[
             0
@@ -71,9 +75,9 @@ class SequenceSplitter:
                 labels, (0, 1), value=IGNORED
             )[:, 1:]
         cut = {}
-        for key, value in tensors_by_key.items():
-            if isinstance(value, Tensor):
-                cut[key] = self._split_tensor(key, value, length)
+        for tensor_name, batch_value in tensors_by_key.items():
+            if isinstance(batch_value, Tensor):
+                cut[tensor_name] = self._split_tensor(tensor_name, batch_value, length)
         # a model computes its loss only if it gets labels, and then reads shift_labels
         if "shift_labels" in cut:
             cut["labels"] = cut["shift_labels"]
@@ -81,8 +85,10 @@ class SequenceSplitter:
         for n in range(self.comm.size):
             rank_parts.append(
                 {
-                    key: cut[key][n] if key in cut else tensors_by_key[key]
-                    for key in {**tensors_by_key, **cut}
+                    tensor_name: cut[tensor_name][n]
+                    if tensor_name in cut
+                    else tensors_by_key[tensor_name]
+                    for tensor_name in {**tensors_by_key, **cut}
                 }
             )
         return rank_parts

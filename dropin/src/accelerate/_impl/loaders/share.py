@@ -55,8 +55,12 @@ def _reader_index(mesh: Any, size: int | None, index: int | None) -> tuple[int, 
 
 def _readers_of(mesh: Any) -> tuple[int, int]:
     """Return the number of ranks with different samples in torch's mesh, and this rank's index: not along `tp` and `cp`."""
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    dims = [dim for dim, name in enumerate(names) if name not in (Axis.TP, Axis.CP)]
+    dim_names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    dims = [
+        dim
+        for dim, dim_name in enumerate(dim_names)
+        if dim_name not in (Axis.TP, Axis.CP)
+    ]
     sizes, positions = (
         list(map(mesh.size, dims)),
         list(map(mesh.get_local_rank, dims)),
@@ -91,7 +95,9 @@ def prepare_data_loader(
         )
     if dispatch_batches and not put_on_device:
         raise ValueError("Using `dispatch_batches=True` requires `put_on_device=True`.")
-    size, index = _reader_index(torch_device_mesh, num_processes, process_index)
+    num_readers, reader_index = _reader_index(
+        torch_device_mesh, num_processes, process_index
+    )
     share_options = (
         split_batches,
         even_batches,
@@ -99,7 +105,7 @@ def prepare_data_loader(
         use_stateful_dataloader,
         use_seedable_sampler,
     )
-    share = Share(dataloader, size, index, *share_options)
+    share = Share(dataloader, num_readers, reader_index, *share_options)
     share.compare_with_other_ranks()
     order = share.order(data_seed)
     return share.loader(
@@ -116,11 +122,11 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Any
     skipping_loader: Any = own.skip_first_batches(dataloader, num_batches)
     # hasten's classes, under the names of the original's
     if type(skipping_loader) is own.SkippingLoader:
-        skipping_loader, state = (
+        skipping_loader, loader_state = (
             SkipDataLoader.__new__(SkipDataLoader),
             vars(skipping_loader),
         )
-        skipping_loader.__dict__.update(state)
+        skipping_loader.__dict__.update(loader_state)
     elif type(skipping_loader.batch_sampler) is own.SkippedBatches:
         skipping_loader.batch_sampler.__class__ = SkipBatchSampler
     return skipping_loader
@@ -139,13 +145,13 @@ class Share:
 
     def __post_init__(self) -> None:
         batches = self.plain.batch_sampler
-        size = self.plain.batch_size or getattr(batches, "batch_size", None)
-        if self.split and not size:
+        batch_size = self.plain.batch_size or getattr(batches, "batch_size", None)
+        if self.split and not batch_size:
             raise ValueError(
                 message("no_batch_size", self.plain.batch_size, type(batches))
             )
         if self.split:
-            check_split("a `DataLoader`", size, self.size)
+            check_split("a `DataLoader`", batch_size, self.size)
 
     stream = shown_property(
         lambda self: isinstance(self.plain.dataset, IterableDataset),
@@ -244,9 +250,9 @@ class Share:
             )
         else:
             types = rng_types and [
-                kind
-                for kind in rng_types
-                if equalised is not None or str(kind) != "generator"
+                rng_type
+                for rng_type in rng_types
+                if equalised is not None or str(rng_type) != "generator"
             ]
             prepared = DataLoaderShard(
                 dataset, rng_types=types, synchronized_generator=equalised, **kwargs
@@ -298,9 +304,9 @@ class Share:
 
     def _loader_arguments(self, sampler: Any, batches: Any) -> dict[str, Any]:
         loader_options = {}
-        for name in _KEPT.split():
-            if hasattr(self.plain, name):
-                loader_options[name] = getattr(self.plain, name)
+        for argument_name in _KEPT.split():
+            if hasattr(self.plain, argument_name):
+                loader_options[argument_name] = getattr(self.plain, argument_name)
         if not loader_options.get("num_workers"):
             loader_options.pop("prefetch_factor", None)
         loader_options |= self._batch_arguments(sampler, batches)

@@ -76,7 +76,8 @@ class AlignDevicesHook(ModelHook):
             "skip_keys",
         )
         settings_text = ", ".join(
-            f"{name}={getattr(self, name)!r}" for name in shown_settings
+            f"{setting_name}={getattr(self, setting_name)!r}"
+            for setting_name in shown_settings
         )
         return f"AlignDevicesHook(execution_device={self.execution_device}, {settings_text})"
 
@@ -103,15 +104,18 @@ class AlignDevicesHook(ModelHook):
         return offloaded_tensors
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        device = self._execution_device()
+        execution_device = self._execution_device()
         if not self.offload:
-            if device is not None:
+            if execution_device is not None:
                 for named_tensor in list(
                     tensors_in(module, "", buffers=True, recurse=self.place_submodules)
                 ):
-                    if named_tensor.tensor.device != device:
+                    if named_tensor.tensor.device != execution_device:
                         set_tensor(
-                            module, named_tensor.name, device, tied=self.tied_params_map
+                            module,
+                            named_tensor.name,
+                            execution_device,
+                            tied=self.tied_params_map,
                         )
             return module
         weights = self._offloaded_weights(module)
@@ -124,15 +128,16 @@ class AlignDevicesHook(ModelHook):
         }
         if self.weights_map is None:
             self.weights_map = {
-                name: weight.detach().to("cpu") for name, weight in weights.items()
+                weight_name: weight.detach().to("cpu")
+                for weight_name, weight in weights.items()
             }
-        for name, weight in weights.items():
+        for weight_name, weight in weights.items():
             if not weight.is_meta and weight.data_ptr() in (self.tied_params_map or ()):
-                self.tied_params_names.add(name)
-            set_tensor(module, name, torch.device("meta"))
+                self.tied_params_names.add(weight_name)
+            set_tensor(module, weight_name, torch.device("meta"))
         for named_tensor in module_tensors:
-            if device is not None and named_tensor.name not in weights:
-                set_tensor(module, named_tensor.name, device)
+            if execution_device is not None and named_tensor.name not in weights:
+                set_tensor(module, named_tensor.name, execution_device)
         return module
 
     def bring_weights(
@@ -141,29 +146,31 @@ class AlignDevicesHook(ModelHook):
         """Move the offloaded weights to the device."""
         assert self.weights_map is not None, "the hook was attached"
         target_device = device or self._execution_device() or torch.device("cpu")
-        for name, current_weight in self._offloaded_weights(module).items():
-            value = self.weights_map[name]
+        for weight_name, current_weight in self._offloaded_weights(module).items():
+            stored_weight = self.weights_map[weight_name]
             if (
                 self.tied_params_map is not None
                 and target_device
                 not in self.tied_params_map.get(
-                    value.data_ptr(), {target_device: value}
+                    stored_weight.data_ptr(), {target_device: stored_weight}
                 )
             ):
-                self.tied_pointers_to_remove.add((value.data_ptr(), target_device))
+                self.tied_pointers_to_remove.add(
+                    (stored_weight.data_ptr(), target_device)
+                )
             set_tensor(
                 module,
-                name,
+                weight_name,
                 target_device,
-                value,
+                stored_weight,
                 _own_dtype(current_weight),
                 tied=self.tied_params_map,
             )
 
     def take_away(self, module: nn.Module) -> None:
         """Release the device memory of offloaded weights."""
-        for name in self._offloaded_weights(module):
-            set_tensor(module, name, torch.device("meta"))
+        for weight_name in self._offloaded_weights(module):
+            set_tensor(module, weight_name, torch.device("meta"))
         for memory, device in self.tied_pointers_to_remove:
             assert self.tied_params_map is not None, "pointers come from this map"
             self.tied_params_map[memory].pop(device, None)
@@ -179,9 +186,9 @@ class AlignDevicesHook(ModelHook):
             yield
         finally:
             if isinstance(self.weights_map, dict):
-                for name, weight in self._offloaded_weights(module).items():
+                for weight_name, weight in self._offloaded_weights(module).items():
                     if not weight.is_meta:
-                        self.weights_map[name] = weight.detach().to("cpu")
+                        self.weights_map[weight_name] = weight.detach().to("cpu")
             self.take_away(module)
 
     def pre_forward(
@@ -193,11 +200,11 @@ class AlignDevicesHook(ModelHook):
             )
         if self.offload:
             self.bring_weights(module)
-        device = self._execution_device()
-        if device is None:
+        execution_device = self._execution_device()
+        if execution_device is None:
             return args, kwargs
-        return move_tensors(args, device), move_tensors(
-            kwargs, device, self._is_skipped()
+        return move_tensors(args, execution_device), move_tensors(
+            kwargs, execution_device, self._is_skipped()
         )
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -210,19 +217,23 @@ class AlignDevicesHook(ModelHook):
     def detach_hook(self, module: nn.Module) -> nn.Module:
         if self.offload and self.weights_map is not None:
             weights = self._offloaded_weights(module)
-            for name, device in self.original_devices.items():
-                current_tensor = attrgetter(name)(module)
-                if name in weights or current_tensor.is_meta:
-                    value = self.weights_map.get(name)
+            for weight_name, device in self.original_devices.items():
+                current_tensor = attrgetter(weight_name)(module)
+                if weight_name in weights or current_tensor.is_meta:
+                    stored_weight = self.weights_map.get(weight_name)
                 else:
-                    value = None
-                if device.type != "meta" or value is not None:
+                    stored_weight = None
+                if device.type != "meta" or stored_weight is not None:
                     if device.type != "meta":
                         original_device = device
                     else:
                         original_device = torch.device("cpu")
                     set_tensor(
-                        module, name, original_device, value, _own_dtype(current_tensor)
+                        module,
+                        weight_name,
+                        original_device,
+                        stored_weight,
+                        _own_dtype(current_tensor),
                     )
         return module
 
@@ -289,9 +300,9 @@ def attach_align_device_hook(
             tied_params_map,
         )
         add_hook_to_module(module, hook, append=True)
-    options = (skip_keys, preload_module_classes, tied_params_map)
-    for name, child in () if is_one_unit else module.named_children():
-        path = f"{module_name}.{name}" if module_name else name
+    hook_options = (skip_keys, preload_module_classes, tied_params_map)
+    for child_name, child in () if is_one_unit else module.named_children():
+        path = f"{module_name}.{child_name}" if module_name else child_name
         attach_align_device_hook(
             child,
             execution_device,
@@ -299,7 +310,7 @@ def attach_align_device_hook(
             weights_map,
             offload_buffers,
             path,
-            *options,
+            *hook_options,
         )
 
 
@@ -339,7 +350,7 @@ def attach_align_device_hook_on_blocks(
     tied_params_map: TiedMap | None = None,
 ) -> None:
     """Attach hooks to the submodules named in the maps, which give their devices and whether their weights are offloaded."""
-    options = (skip_keys, preload_module_classes, tied_params_map)
+    hook_options = (skip_keys, preload_module_classes, tied_params_map)
     if isinstance(execution_device, Mapping) or isinstance(offload, Mapping):
         _attach_by_map(
             module,
@@ -348,7 +359,7 @@ def attach_align_device_hook_on_blocks(
             weights_map,
             offload_buffers,
             module_name,
-            *options,
+            *hook_options,
         )
     elif offload:
         attach_align_device_hook(
@@ -358,7 +369,7 @@ def attach_align_device_hook_on_blocks(
             weights_map,
             offload_buffers,
             module_name,
-            *options,
+            *hook_options,
         )
     else:
         hook = AlignDevicesHook(
@@ -381,7 +392,7 @@ def _attach_by_map(
     preload_module_classes: Collection[str] | None,
     tied_params_map: TiedMap | None,
 ) -> None:
-    options = (skip_keys, preload_module_classes, tied_params_map)
+    hook_options = (skip_keys, preload_module_classes, tied_params_map)
     devices = (
         execution_device
         if isinstance(execution_device, Mapping)
@@ -391,27 +402,28 @@ def _attach_by_map(
         offloaded_modules = offload
     else:
         offloaded_modules = dict.fromkeys(devices, offload)
-    for name, submodule in list(module.named_modules()):
-        if name not in devices or name not in offloaded_modules:
+    for submodule_name, submodule in list(module.named_modules()):
+        if submodule_name not in devices or submodule_name not in offloaded_modules:
             continue
-        device = devices[name]
-        if offloaded_modules[name]:
-            full_name = ".".join(word for word in (module_name, name) if word)
+        module_device = devices[submodule_name]
+        if offloaded_modules[submodule_name]:
+            full_name = ".".join(word for word in (module_name, submodule_name) if word)
             attach_align_device_hook(
                 submodule,
-                device,
+                module_device,
                 True,
                 weights_map,
                 offload_buffers,
                 full_name,
-                *options,
+                *hook_options,
             )
-        if hook_of(submodule) is None or not offloaded_modules[name]:
+        if hook_of(submodule) is None or not offloaded_modules[submodule_name]:
             hook = AlignDevicesHook(
-                device,
-                io_same_device=name == "",
-                offload_buffers=offload_buffers and not offloaded_modules[name],
-                place_submodules=not offloaded_modules[name],
+                module_device,
+                io_same_device=submodule_name == "",
+                offload_buffers=offload_buffers
+                and not offloaded_modules[submodule_name],
+                place_submodules=not offloaded_modules[submodule_name],
                 skip_keys=skip_keys,
                 tied_params_map=tied_params_map,
             )
@@ -420,13 +432,13 @@ def _attach_by_map(
                 hook,
                 append=not isinstance(hook_of(submodule), AlignDevicesHook),
             )
-        if device is not None:
-            if offloaded_modules[name]:
+        if module_device is not None:
+            if offloaded_modules[submodule_name]:
                 preloaded_classes = preload_module_classes
             else:
                 preloaded_classes = None
             attach_execution_device_hook(
-                submodule, device, skip_keys, preloaded_classes, tied_params_map
+                submodule, module_device, skip_keys, preloaded_classes, tied_params_map
             )
     if "" not in devices or "" not in offloaded_modules:
         hook = AlignDevicesHook(

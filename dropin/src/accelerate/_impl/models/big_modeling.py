@@ -159,9 +159,9 @@ def _dispatch_by_map(
     bound_arguments: dict[str, Any], model: nn.Module, device_map: Mapping[str, Any]
 ) -> None:
     unplaced_names = []
-    for name, _ in named_tensors(model):
-        if owner_in(dict(device_map), name) is None:
-            unplaced_names.append(name)
+    for module_name, _ in named_tensors(model):
+        if owner_in(dict(device_map), module_name) is None:
+            unplaced_names.append(module_name)
     # whoever skips the check means them to stay
     module_devices = {**device_map, **dict.fromkeys(unplaced_names, "cpu")}
     main_device, index = (
@@ -177,9 +177,9 @@ def _dispatch_by_map(
         model, first_device if main_device is None else main_device
     )
     disk_modules = []
-    for name, module_device in device_map.items():
+    for module_name, module_device in device_map.items():
         if str(module_device) == "disk":
-            disk_modules.append(name)
+            disk_modules.append(module_name)
     if disk_modules and bound_arguments.get("offload_dir") is None and index is None:
         raise ValueError(message("offload_needs_dir", ", ".join(disk_modules)))
     devices = {*map(str, module_devices.values())}
@@ -202,7 +202,10 @@ def _dispatch_by_map(
         )
         mirror_hooks(
             hooked.dispatch_model(
-                **{name: bound_arguments[name] for name in passed_names}
+                **{
+                    module_name: bound_arguments[module_name]
+                    for module_name in passed_names
+                }
                 | {"main_device": main_device}
             )
         )
@@ -339,8 +342,8 @@ def _attach_context_parallel_hooks(model: nn.Module) -> None:
     """Let attention of transformers be causal without the masks it is given. Raises: ValueError for masks that are stricter."""
     if stricter := sorted(_layer_types(model) - {"full_attention"}):
         raise ValueError(message("masks_dropped", stricter, type(model).__name__))
-    for name, module in model.named_modules():
-        if name.endswith("self_attn"):
+    for module_name, module in model.named_modules():
+        if module_name.endswith("self_attn"):
             module.register_forward_pre_hook(
                 _without_mask, with_kwargs=True, prepend=True
             )

@@ -55,9 +55,9 @@ def load_and_quantize_model(
     ]
     _fill_weights(model, weights_location)
     _cast_parameters(model, config)
-    for name in chosen_linears(model, skip):
-        model.get_submodule(name).to(device)
-        replace_linears(model, [name], _hasten_settings(config))
+    for linear_name in chosen_linears(model, skip):
+        model.get_submodule(linear_name).to(device)
+        replace_linears(model, [linear_name], _hasten_settings(config))
     return model.to(device)
 
 
@@ -80,9 +80,10 @@ def _fill_weights(
 
 
 def _cast_parameters(model: nn.Module, config: BnbQuantizationConfig) -> None:
-    for name, parameter in model.named_parameters():
+    for parameter_name, parameter in model.named_parameters():
         if any(
-            module_name in name for module_name in config.keep_in_fp32_modules or ()
+            module_name in parameter_name
+            for module_name in config.keep_in_fp32_modules or ()
         ):
             target_dtype = torch.float32
         else:
@@ -113,20 +114,20 @@ def replace_with_bnb_layers(
     """Return the model with its linear layers exchanged for bitsandbytes', except those inside the modules named."""
     excluded_names = modules_to_not_convert or ()
     full_names = {}
-    for name in linear_names(model):
-        if name:
-            full_names[name] = ".".join([*(current_key_name or ()), name])
+    for linear_name in linear_names(model):
+        if linear_name:
+            full_names[linear_name] = ".".join([*(current_key_name or ()), linear_name])
     candidate_names = {}
-    for name, full_name in full_names.items():
-        if name.rpartition(".")[2] not in excluded_names:
-            candidate_names[name] = full_name
+    for linear_name, full_name in full_names.items():
+        if linear_name.rpartition(".")[2] not in excluded_names:
+            candidate_names[linear_name] = full_name
     names_to_replace = []
-    for name, full_name in candidate_names.items():
+    for linear_name, full_name in candidate_names.items():
         if not any(
             excluded_name == full_name or f"{excluded_name}." in full_name
             for excluded_name in excluded_names
         ):
-            names_to_replace.append(name)
+            names_to_replace.append(linear_name)
     if not names_to_replace:
         logger.warning(message("no_linear_layers"))
     return replace_linears(
@@ -206,11 +207,11 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     """Modules to keep in their precision: those with tied weights, and the last one, which is the head where there is one."""
     tied = []
     for names in bigmodel.find_tied_parameters(model):
-        for name in names:
-            tied.append(name.rpartition(".")[0])
+        for module_name in names:
+            tied.append(module_name.rpartition(".")[0])
     prefix = getattr(model, "base_model_prefix", None)
     headless = prefix is not None and not hasattr(model, prefix)
-    children = [name for name, _ in model.named_children()]
+    children = [module_name for module_name, _ in model.named_children()]
     if headless and not tied:
         return []
     return list(dict.fromkeys([*tied, *children[-1:]]))

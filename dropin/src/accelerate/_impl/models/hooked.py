@@ -37,7 +37,8 @@ def cpu_offload(
     preload_module_classes: Collection[str] | None = None,
 ) -> nn.Module:
     weights = state_dict or {
-        name: weight.to("cpu") for name, weight in model.state_dict().items()
+        weight_name: weight.to("cpu")
+        for weight_name, weight in model.state_dict().items()
     }
     return _offload_module(
         model, execution_device, weights, offload_buffers, preload_module_classes
@@ -67,15 +68,21 @@ def write_missing(
     Those in `spare`, which nobody reads from the folder, are written beside others only.
     """
     stored_weights = OffloadedWeightsLoader(save_folder=save_dir)
-    filled = {name: tensor for name, tensor in state_dict.items() if not tensor.is_meta}
+    filled = {
+        tensor_name: tensor
+        for tensor_name, tensor in state_dict.items()
+        if not tensor.is_meta
+    }
     unchanged_names = []
-    for name, tensor in filled.items():
-        if name in stored_weights and torch.equal(stored_weights[name], tensor.cpu()):
-            unchanged_names.append(name)
+    for tensor_name, tensor in filled.items():
+        if tensor_name in stored_weights and torch.equal(
+            stored_weights[tensor_name], tensor.cpu()
+        ):
+            unchanged_names.append(tensor_name)
     missing_weights = {}
-    for name, tensor in filled.items():
-        if name not in unchanged_names:
-            missing_weights[name] = tensor
+    for tensor_name, tensor in filled.items():
+        if tensor_name not in unchanged_names:
+            missing_weights[tensor_name] = tensor
     if not len(stored_weights) or not missing_weights.keys() <= set(spare):
         offload_state_dict(save_dir, missing_weights)
 
@@ -113,33 +120,39 @@ def dispatch_model(
     else:
         offload_targets = set(OFFLOAD)
     offloaded_modules = {}
-    for name, module_device in device_map.items():
-        offloaded_modules[name] = str(module_device) in offload_targets
+    for tensor_name, module_device in device_map.items():
+        offloaded_modules[tensor_name] = str(module_device) in offload_targets
     state = model.state_dict()
     owners = {}
-    for name in state:
-        owners[name] = str(device_map.get(owner_in(device_map, name) or ""))
-    on_disk = {name: tensor for name, tensor in state.items() if owners[name] == "disk"}
+    for tensor_name in state:
+        owners[tensor_name] = str(
+            device_map.get(owner_in(device_map, tensor_name) or "")
+        )
+    on_disk = {
+        tensor_name: tensor
+        for tensor_name, tensor in state.items()
+        if owners[tensor_name] == "disk"
+    }
     if on_disk:
         write_missing(
             on_disk, offload_dir, () if offload_buffers else dict(model.named_buffers())
         )
     if state_dict is None:
         state_dict = {}
-        for name, tensor in state.items():
-            if owners[name] in offload_targets - {"disk"}:
-                state_dict[name] = tensor
+        for tensor_name, tensor in state.items():
+            if owners[tensor_name] in offload_targets - {"disk"}:
+                state_dict[tensor_name] = tensor
     weights = None
     if any(offloaded_modules.values()):
         weights = OffloadedWeightsLoader(
             state_dict, offload_dir, None if on_disk else {}
         )
     devices = {}
-    for name, module_device in device_map.items():
+    for tensor_name, module_device in device_map.items():
         if str(module_device) in OFFLOAD:
-            devices[name] = main_device
+            devices[tensor_name] = main_device
         else:
-            devices[name] = module_device
+            devices[tensor_name] = module_device
     groups = list(map(list, tied_groups(model)))
     ties: TiedMap = {model.get_parameter(names[0]).data_ptr(): {} for names in groups}
     options = (offload_buffers, "", skip_keys, preload_module_classes, ties)
@@ -191,10 +204,10 @@ def hooks_of_map(
 ) -> Iterator[Planned]:
     buffers, preloaded_classes = _chosen_options(options)
     streamed_targets = ("disk",) if str(main) == "cpu" else OFFLOAD
-    for name, submodule in model.named_modules():
-        if name not in device_map:
+    for module_name, submodule in model.named_modules():
+        if module_name not in device_map:
             continue
-        module_device = device_map[name]
+        module_device = device_map[module_name]
         streams = str(module_device) in streamed_targets
         device = main if streams else module_device
         if streams:
@@ -204,7 +217,7 @@ def hooks_of_map(
             "place_submodules": not streams,
         }
         common = {"execution_device": device, "skip_keys": options.get("skip_keys")}
-        yield submodule, {**common, "io_same_device": not name, **flags}
+        yield submodule, {**common, "io_same_device": not module_name, **flags}
         yield from _hooks_of_computing(
             submodule, common, preloaded_classes if streams else ()
         )

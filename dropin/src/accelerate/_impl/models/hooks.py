@@ -53,7 +53,7 @@ def show_plan(planned: Iterable[Planned]) -> None:
             )
             streamed_hook = StreamedHook(**options, weights_map=streamed_weights)
             streamed_hook.original_devices = {
-                name: torch.device("cpu") for name in streamed_weights
+                weight_name: torch.device("cpu") for weight_name in streamed_weights
             }
             show_hook(module, streamed_hook)
         elif "_hf_hook" not in module.__dict__:
@@ -85,8 +85,8 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         end_dispatch(module)
     module = hooks.remove_hook_from_module(module, recurse)
     for submodule in module.modules() if recurse else [module]:
-        for name in ("_hf_hook", "_old_forward"):
-            submodule.__dict__.pop(name, None)
+        for attribute_name in ("_hf_hook", "_old_forward"):
+            submodule.__dict__.pop(attribute_name, None)
     return module
 
 

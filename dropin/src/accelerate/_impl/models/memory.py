@@ -69,8 +69,10 @@ def _search_batch_size(
         clear_device_cache(garbage_collection=True)
         if len(names) < len(args) + 1:
             argument_text = ", ".join(
-                f"{name}={value}"
-                for name, value in zip(names[1:], args[1:], strict=False)
+                f"{argument_name}={argument_value}"
+                for argument_name, argument_value in zip(
+                    names[1:], args[1:], strict=False
+                )
             )
             raise TypeError(
                 message("batch_size_given", function.__name__, argument_text)

@@ -71,13 +71,15 @@ def get_non_persistent_buffers(
     else:
         named_modules = [("", module)]
     buffer_names = (
-        (name, buffer_name)
-        for name, submodule in named_modules
+        (module_name, buffer_name)
+        for module_name, submodule in named_modules
         for buffer_name in submodule._non_persistent_buffers_set
     )
     buffer_labels = set()
-    for name, buffer_name in buffer_names:
-        buffer_labels.add(f"{name}.{buffer_name}" if fqns and name else buffer_name)
+    for module_name, buffer_name in buffer_names:
+        buffer_labels.add(
+            f"{module_name}.{buffer_name}" if fqns and module_name else buffer_name
+        )
     return buffer_labels
 
 
@@ -94,9 +96,9 @@ def named_module_tensors(
         else:
             left_out = set()
         yield from (
-            (name, buffer)
-            for name, buffer in module.named_buffers(recurse=recurse)
-            if name not in left_out
+            (tensor_name, buffer)
+            for tensor_name, buffer in module.named_buffers(recurse=recurse)
+            if tensor_name not in left_out
         )
 
 
@@ -203,17 +205,20 @@ def _write_for_the_disk(
 ) -> None:
     """Write the weights that the map sends to the disk, with their index."""
     index: dict[str, Any] = {}
-    for name, weight in OffloadedWeightsLoader(index=loaded.offload_index).items():
-        offload_weight(weight, name, folder, index)
-    for name, tensor in list(
+    for tensor_name, weight in OffloadedWeightsLoader(
+        index=loaded.offload_index
+    ).items():
+        offload_weight(weight, tensor_name, folder, index)
+    for tensor_name, tensor in list(
         named_module_tensors(model, buffers, recurse=True, remove_non_persistent=True)
     ):
         if (
             not tensor.is_meta
-            and str(device_map.get(maps.owner_in(device_map, name) or "")) == "disk"
+            and str(device_map.get(maps.owner_in(device_map, tensor_name) or ""))
+            == "disk"
         ):
-            offload_weight(tensor.detach(), name, folder, index)
-            tensors.set_module_tensor_to_device(model, name, "meta")
+            offload_weight(tensor.detach(), tensor_name, folder, index)
+            tensors.set_module_tensor_to_device(model, tensor_name, "meta")
     save_offload_index(index, folder)
 
 
@@ -245,9 +250,9 @@ def fill_model(
     if offload_folder is None and "disk" in map(str, module_devices.values()):
         raise ValueError(message("offload_needs_folder"))
     unplaced_names = []
-    for name in model.state_dict():
-        if device_map and maps.owner_in(module_devices, name) is None:
-            unplaced_names.append(name)
+    for tensor_name in model.state_dict():
+        if device_map and maps.owner_in(module_devices, tensor_name) is None:
+            unplaced_names.append(tensor_name)
     if unplaced_names:
         raise ValueError(f"{unplaced_names[0]} doesn't have any device set.")
     ties = ties_of(model)
@@ -273,8 +278,8 @@ def fill_model(
         raise (RuntimeError if device_map is None else ValueError)(
             str(error)
         ) from error
-    for name in loaded.unexpected if device_map and strict else ():
-        _check_tensor(model, name, "meta", None)
+    for tensor_name in loaded.unexpected if device_map and strict else ():
+        _check_tensor(model, tensor_name, "meta", None)
     _tell_unexpected(model, loaded, checkpoint, strict)
     return loaded
 
@@ -286,8 +291,8 @@ def _refuse_shapes(
     for state in states:
         if loads_state_dict:
             model.load_state_dict(state, strict=False)
-        for name in state.keys() & model.state_dict().keys():
-            _check_tensor(model, name, "meta", state[name])
+        for tensor_name in state.keys() & model.state_dict().keys():
+            _check_tensor(model, tensor_name, "meta", state[tensor_name])
 
 
 def _locate_weights(checkpoint: Path) -> Path:
@@ -295,7 +300,8 @@ def _locate_weights(checkpoint: Path) -> Path:
     if not checkpoint.exists():
         raise ValueError(message("no_checkpoint", checkpoint))
     if checkpoint.is_file() or any(
-        (checkpoint / name).is_file() for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME)
+        (checkpoint / file_name).is_file()
+        for file_name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME)
     ):
         return checkpoint
     index_files = sorted(checkpoint.glob("*.index.json"))
@@ -315,7 +321,7 @@ def _tell_unexpected(
 ) -> None:
     names, kind = loaded.unexpected, type(model).__name__
     if names and strict:
-        listed = ", ".join(f'"{name}"' for name in names)
+        listed = ", ".join(f'"{tensor_name}"' for tensor_name in names)
         raise RuntimeError(
             f"Error(s) in loading state_dict for {kind}:\n\tUnexpected key(s) in state_dict: {listed}. "
         )
@@ -326,26 +332,28 @@ def _tell_unexpected(
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Any
 ) -> None:
-    for name, weight in OffloadedWeightsLoader(
+    for weight_name, weight in OffloadedWeightsLoader(
         save_folder=offload_folder, index=index or {}
     ).items():
-        set_module_tensor_to_device(model, name, "cpu", weight)
+        set_module_tensor_to_device(model, weight_name, "cpu", weight)
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
     """Return the whole state of a model on the CPU, offloaded parts from where they rest."""
     state = dict(model.state_dict())
-    for name, tensor in list(state.items()):
+    for tensor_name, tensor in list(state.items()):
         if tensor.is_meta:
-            owner, _, last = name.rpartition(".")
+            owner, _, last = tensor_name.rpartition(".")
             with align_module_device(model.get_submodule(owner), torch.device("cpu")):
-                state[name] = getattr(model.get_submodule(owner), last).detach().clone()
+                state[tensor_name] = (
+                    getattr(model.get_submodule(owner), last).detach().clone()
+                )
     host_state = {}
-    for name, tensor_or_state in state.items():
+    for tensor_name, tensor_or_state in state.items():
         if isinstance(tensor_or_state, Tensor):
-            host_state[name] = tensor_or_state.to("cpu")
+            host_state[tensor_name] = tensor_or_state.to("cpu")
         else:
-            host_state[name] = tensor_or_state
+            host_state[tensor_name] = tensor_or_state
     return host_state
 
 
@@ -357,8 +365,8 @@ def get_state_dict_from_offload(
 ) -> dict[str, Any]:
     root = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload):
-        for name, tensor in module.state_dict().items():
-            key = f"{root}.{name}" if root else name
+        for tensor_name, tensor in module.state_dict().items():
+            key = f"{root}.{tensor_name}" if root else tensor_name
             if key in state_dict:
                 state_dict[key] = tensor.detach().to(device_to_put_offload)
     return state_dict
@@ -370,14 +378,18 @@ def load_state_dict(checkpoint_file: Any, device_map: Any = None) -> dict[str, T
     if device_map is None:
         return state
     weight_devices = {}
-    for name in state:
-        weight_devices[name] = device_map.get(
-            maps.owner_in(device_map, name) or "", "cpu"
+    for weight_name in state:
+        weight_devices[weight_name] = device_map.get(
+            maps.owner_in(device_map, weight_name) or "", "cpu"
         )
     placed_weights = {}
-    for name, weight in state.items():
-        placed_weights[name] = weight.to(
-            device_of("cpu" if weight_devices[name] == "disk" else weight_devices[name])
+    for weight_name, weight in state.items():
+        placed_weights[weight_name] = weight.to(
+            device_of(
+                "cpu"
+                if weight_devices[weight_name] == "disk"
+                else weight_devices[weight_name]
+            )
         )
     return placed_weights
 
@@ -402,9 +414,9 @@ def extract_submodules_state_dict(
     state_dict: Mapping[str, Tensor], submodule_names: list[str]
 ) -> dict[str, Tensor]:
     submodule_tensors = {}
-    for name in submodule_names:
+    for submodule_name in submodule_names:
         for key, tensor in state_dict.items():
-            if f"{key}.".startswith(f"{name}."):
+            if f"{key}.".startswith(f"{submodule_name}."):
                 submodule_tensors[key] = tensor
     return submodule_tensors
 

@@ -67,8 +67,8 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     else:
         compile_child = compile_regions
     compiled_children = {}
-    for name, child in module.named_children():
-        compiled_children[name] = compile_child(child, **compile_kwargs)
+    for child_name, child in module.named_children():
+        compiled_children[child_name] = compile_child(child, **compile_kwargs)
     for child in compiled_children.values():
         child.__dict__.pop("_orig_mod", None)  # the outermost module shows the original
     compiled_copy.__dict__.update(_modules=compiled_children, _orig_mod=module)
@@ -148,8 +148,8 @@ def _unwrap_parallel(model: Any, everywhere: bool = False) -> Any:
     for submodule in list(model.modules()) if everywhere else ():
         submodule.__dict__["_modules"].update(
             {
-                name: _unwrap_parallel(child)
-                for name, child in submodule.named_children()
+                child_name: _unwrap_parallel(child)
+                for child_name, child in submodule.named_children()
             }
         )
     return model
@@ -172,20 +172,20 @@ def tell_shared(tensors: Mapping[str, torch.Tensor]) -> Collection[str]:
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors, each stored once: names that share memory are reduced to the first of them."""
     tensors = {}
-    for name, tensor_or_object in state_dict.items():
+    for tensor_name, tensor_or_object in state_dict.items():
         if isinstance(tensor_or_object, torch.Tensor):
-            tensors[name] = tensor_or_object.contiguous()
+            tensors[tensor_name] = tensor_or_object.contiguous()
     repeated = tell_shared(
         {
-            name: tensor_or_object
-            for name, tensor_or_object in state_dict.items()
-            if name in tensors
+            tensor_name: tensor_or_object
+            for tensor_name, tensor_or_object in state_dict.items()
+            if tensor_name in tensors
         }
     )
     unshared_tensors = {}
-    for name, tensor_or_object in state_dict.items():
-        if name not in repeated:
-            unshared_tensors[name] = tensors.get(name, tensor_or_object)
+    for tensor_name, tensor_or_object in state_dict.items():
+        if tensor_name not in repeated:
+            unshared_tensors[tensor_name] = tensors.get(tensor_name, tensor_or_object)
     return unshared_tensors
 
 

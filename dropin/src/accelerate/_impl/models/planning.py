@@ -85,11 +85,11 @@ def compute_module_sizes(
     named_tensors = list(model.named_buffers())
     if not buffers_only:
         named_tensors[:0] = model.named_parameters()
-    for name, tensor in named_tensors:
+    for tensor_name, tensor in named_tensors:
         path, num_bytes = (
-            name.split("."),
+            tensor_name.split("."),
             tensor.numel()
-            * _element_width(name, tensor, maps.as_dtype(dtype), special_dtypes),
+            * _element_width(tensor_name, tensor, maps.as_dtype(dtype), special_dtypes),
         )
         for length in range(len(path) + 1):
             sizes[".".join(path[:length])] += num_bytes
@@ -116,12 +116,14 @@ def compute_module_total_buffer_size(
 
 def get_module_leaves(module_sizes: dict[str, int]) -> list[str]:
     leaf_names = []
-    for name in module_sizes:
+    for module_name in module_sizes:
         if (
-            not any(inner_name.startswith(f"{name}.") for inner_name in module_sizes)
-            and name
+            not any(
+                inner_name.startswith(f"{module_name}.") for inner_name in module_sizes
+            )
+            and module_name
         ):
-            leaf_names.append(name)
+            leaf_names.append(module_name)
     return leaf_names
 
 
@@ -129,10 +131,16 @@ def get_max_layer_size(
     modules: Any, module_sizes: Any, no_split_module_classes: Any
 ) -> tuple[int, list[str]]:
     layers: list[str] = []
-    for name, module in modules:
-        layers.extend(_iterate_layers(name, module, no_split_module_classes or ()))
-    largest = max((module_sizes.get(name, 0) for name in layers), default=0)
-    return largest, [name for name in layers if module_sizes.get(name, 0) == largest]
+    for layer_name, module in modules:
+        layers.extend(
+            _iterate_layers(layer_name, module, no_split_module_classes or ())
+        )
+    largest = max((module_sizes.get(layer_name, 0) for layer_name in layers), default=0)
+    return largest, [
+        layer_name
+        for layer_name in layers
+        if module_sizes.get(layer_name, 0) == largest
+    ]
 
 
 def _iterate_layers(
@@ -185,7 +193,7 @@ def get_module_size_with_ties(
             module_size += module_sizes[owner[0]] - module_sizes[tied_name]
     return (
         module_size,
-        [name for name, _ in tied_modules],
+        [module_name for module_name, _ in tied_modules],
         [named_module for _, named_module in tied_modules],
     )
 
@@ -220,16 +228,19 @@ def fallback_allocate(
         no_split_module_classes or [],
         tied_parameters or [],
     )
-    for index, (name, module) in enumerate(modules):
+    for index, (module_name, module) in enumerate(modules):
         if (
             get_module_size_with_ties(
-                _tied_outside(name, ties), module_sizes[name], module_sizes, modules
+                _tied_outside(module_name, ties),
+                module_sizes[module_name],
+                module_sizes,
+                modules,
             )[0]
             <= limit
         ):
-            return name, module, [*modules[:index], *modules[index + 1 :]]
+            return module_name, module, [*modules[:index], *modules[index + 1 :]]
         fitting_name, fitting_module, remaining_modules = fallback_allocate(
-            _split_module(name, module, unsplit_classes),
+            _split_module(module_name, module, unsplit_classes),
             module_sizes,
             limit,
             unsplit_classes,
@@ -277,13 +288,17 @@ def clean_device_map(
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     """Raise unless every tensor of the state dict has a device; warn about names that are no modules."""
-    module_names = {name for name, _ in model.named_modules()}
-    if unknown_names := [name for name in device_map if name not in module_names]:
+    module_names = {tensor_name for tensor_name, _ in model.named_modules()}
+    if unknown_names := [
+        tensor_name for tensor_name in device_map if tensor_name not in module_names
+    ]:
         warnings.warn(
             f"The following device_map keys do not match any submodules in the model: {unknown_names}"
         )
     if unplaced_names := [
-        name for name in model.state_dict() if maps.owner_in(device_map, name) is None
+        tensor_name
+        for tensor_name in model.state_dict()
+        if maps.owner_in(device_map, tensor_name) is None
     ]:
         names = ", ".join(unplaced_names)
         raise ValueError(
@@ -319,10 +334,14 @@ def check_tied_parameters_on_same_device(
     tied_params: list[list[str]], device_map: Mapping[str, Any]
 ) -> None:
     for group in tied_params:
-        owners = {name: maps.owner_in(device_map, name) for name in group}
+        owners = {
+            tied_name: maps.owner_in(device_map, tied_name) for tied_name in group
+        }
         if None in owners.values():
             raise ValueError("The `device_map` does not contain the module .")
-        tied_devices = {name: device_map[owner or ""] for name, owner in owners.items()}
+        tied_devices = {
+            tied_name: device_map[owner or ""] for tied_name, owner in owners.items()
+        }
         if len(set(tied_devices.values())) > 1:
             logger.warning(message("ties_apart", tied_devices))
 
@@ -382,9 +401,9 @@ class _Packing:
 
     def run(self) -> None:
         while self.waiting:
-            name, module = self.waiting.pop(0)
-            self._log_line(f"\nTreating module {name}.")
-            tied = _tied_outside(name, self.ties)
+            module_name, module = self.waiting.pop(0)
+            self._log_line(f"\nTreating module {module_name}.")
+            tied = _tied_outside(module_name, self.ties)
             if tied:
                 groups = []
                 for group in self.ties:
@@ -395,31 +414,42 @@ class _Packing:
                     f"  So those parameters need to be taken into account {tied}"
                 )
             joint_size, names, tied_modules = get_module_size_with_ties(
-                tied, self.sizes[name], self.sizes, self.waiting
+                tied, self.sizes[module_name], self.sizes, self.waiting
             )
             owners = list(zip(names, tied_modules, strict=True))
-            device, self.reserve = self.devices[self.at], self._reserve_bytes(name)
+            device, self.reserve = (
+                self.devices[self.at],
+                self._reserve_bytes(module_name),
+            )
             if device == "disk":
                 free_bytes = None
             else:
                 free_bytes = self.limits[device] - self.used[device] - self.reserve
             if free_bytes is None or joint_size <= free_bytes:
-                self._put_modules([(name, module), *owners], joint_size, free_bytes)
+                self._put_modules(
+                    [(module_name, module), *owners], joint_size, free_bytes
+                )
                 continue
-            fits_alone = self.sizes[name] <= free_bytes
-            subject = f"{name} and {names}" if fits_alone else name
+            fits_alone = self.sizes[module_name] <= free_bytes
+            subject = f"{module_name} and {names}" if fits_alone else module_name
             if fits_alone:
                 size = f"needed size {joint_size}"
             else:
-                size = f"module size {self.sizes[name]}"
+                size = f"module size {self.sizes[module_name]}"
             self._log_line(
                 f"Not enough space on {device} to put {subject} (space available {free_bytes}, {size})."
             )
             candidates = [
                 *(owners if fits_alone else ()),
-                *([] if self.sizes[name] < free_bytes else [(name, module)]),
+                *(
+                    []
+                    if self.sizes[module_name] < free_bytes
+                    else [(module_name, module)]
+                ),
             ]
-            self._split_candidate((name, module), candidates, joint_size, free_bytes)
+            self._split_candidate(
+                (module_name, module), candidates, joint_size, free_bytes
+            )
 
     def _log_line(self, text: str) -> None:
         if self.verbose:
@@ -450,7 +480,7 @@ class _Packing:
     ) -> None:
         device = self.devices[self.at]
         names, available = (
-            [name for name, _ in named_modules],
+            [module_name for module_name, _ in named_modules],
             "" if free_bytes is None else f" (available={free_bytes})",
         )
         if names[1:]:
@@ -477,13 +507,13 @@ class _Packing:
     ) -> None:
         """Replace one of the modules by what is in it; if none can be split, go to the next device."""
         queue = [first, *self.waiting]
-        for name, module in candidates:
-            if inside := _split_module(name, module, self.whole):
-                self._log_line(f"Splitting {name}.")
+        for candidate_name, module in candidates:
+            if inside := _split_module(candidate_name, module, self.whole):
+                self._log_line(f"Splitting {candidate_name}.")
                 index = next(
                     number
                     for number, named_module in enumerate(queue)
-                    if named_module[0] == name
+                    if named_module[0] == candidate_name
                 )
                 self.waiting = [*queue[:index], *inside, *queue[index + 1 :]]
                 self._measure_layers()
@@ -511,11 +541,11 @@ class _Packing:
             and not self.used[device]
             and limit >= 0
         ):
-            name, module, remaining_modules = fallback_allocate(
+            module_name, module, remaining_modules = fallback_allocate(
                 queue[1:], self.sizes, limit, self.whole, self.ties
             )
-            if name is not None:
-                self.waiting = [(name, module), queue[0], *remaining_modules]
+            if module_name is not None:
+                self.waiting = [(module_name, module), queue[0], *remaining_modules]
                 self._measure_layers()
                 return
         self.at += 1
@@ -532,7 +562,9 @@ class _Packing:
     def check_buffers(self, model: nn.Module, dtype: Any, special_dtypes: Any) -> None:
         """Warn if the buffers of offloaded modules, which stay on a GPU, do not fit the memory left there."""
         sizes = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
-        resident_bytes = sum(sizes.get(name, 0) for name in self.offloaded)
+        resident_bytes = sum(
+            sizes.get(buffer_name, 0) for buffer_name in self.offloaded
+        )
         if self.gpus and resident_bytes > max(
             0, *(self.left[device] for device in self.gpus)
         ):
@@ -622,18 +654,27 @@ def _spread_limits(
 def _device_slack(model: nn.Module, sizes: Mapping[str, int], no_split: Any) -> int:
     """Return the bytes a device gets beyond its share, so that a module on the border fits: a quarter more than a usual one."""
     class_sizes = {}
-    for name in reversed(list(sizes)):
-        if name:
-            class_sizes[type(attrgetter(name)(model)).__name__] = sizes[name]
+    for layer_name in reversed(list(sizes)):
+        if layer_name:
+            class_sizes[type(attrgetter(layer_name)(model)).__name__] = sizes[
+                layer_name
+            ]
     tensors = set(get_module_leaves(dict(sizes)))
     layers = get_module_leaves(
-        {name: size for name, size in sizes.items() if name not in tensors}
+        {
+            layer_name: size
+            for layer_name, size in sizes.items()
+            if layer_name not in tensors
+        }
     )
-    mean = int(sum(sizes[name] for name in layers) / max(len(layers), 1))
+    mean = int(sum(sizes[layer_name] for layer_name in layers) / max(len(layers), 1))
     if isinstance(no_split, str):
         unsplit_classes = [no_split]
     else:
         unsplit_classes = no_split or []
     return int(
-        1.25 * max([mean, *(class_sizes.get(name, 0) for name in unsplit_classes)])
+        1.25
+        * max(
+            [mean, *(class_sizes.get(layer_name, 0) for layer_name in unsplit_classes)]
+        )
     )

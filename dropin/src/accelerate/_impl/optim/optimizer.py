@@ -58,12 +58,12 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):
 
     def rejoin(self) -> None:
         """Follow the windows of the latest Accelerator, unless this is a copy that follows its original's."""
-        for name, plain in (
+        for attribute_name, plain in (
             ("_clock", ambient.run_clock()),
             ("_precision", FullPrecision()),
             ("scaler", None),
         ):
-            vars(self).setdefault(name, plain)
+            vars(self).setdefault(attribute_name, plain)
         self._scaled = self._precision.scaler is not None
         self._clock.register_optimizer(self)
 

@@ -45,16 +45,16 @@ def load_config_from_file(config_file: str | None) -> "BaseConfig":
 def config_from(values: dict[str, Any], source: str) -> "BaseConfig":
     """Return the settings of a mapping. Raises: ValueError for unknown keys."""
     cloud = values.get("compute_environment") == "AMAZON_SAGEMAKER"
-    kind: type[BaseConfig] = SageMakerConfig if cloud else ClusterConfig
+    config_class: type[BaseConfig] = SageMakerConfig if cloud else ClusterConfig
     field_names, values = (
-        {config_field.name for config_field in fields(kind)},
+        {config_field.name for config_field in fields(config_class)},
         BaseConfig.process_config(dict(values)),
     )
     if cloud:
         values.pop("num_processes", None)
     if unknown := sorted(set(values) - field_names):
         raise ValueError(message("unknown_keys", source, unknown))
-    return kind(**values)
+    return config_class(**values)
 
 
 @dataclass
@@ -68,9 +68,9 @@ class BaseConfig:
     def __post_init__(self) -> None:
         self.compute_environment = ComputeEnvironment(self.compute_environment)
         cloud = self.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER
-        kind: Any = SageMakerDistributedType if cloud else DistributedType
+        type_enum: Any = SageMakerDistributedType if cloud else DistributedType
         if self.distributed_type is not False:  # a bare NO in YAML
-            self.distributed_type = kind(
+            self.distributed_type = type_enum(
                 "XLA" if self.distributed_type == "TPU" else self.distributed_type
             )
         for config_field in fields(self):
@@ -85,15 +85,15 @@ class BaseConfig:
         for config_field in fields(self):
             values[config_field.name] = getattr(self, config_field.name)
         plain = {}
-        for name, value in values.items():
-            if isinstance(value, Enum):
-                plain[name] = value.value
+        for setting_name, setting_value in values.items():
+            if isinstance(setting_value, Enum):
+                plain[setting_name] = setting_value.value
             else:
-                plain[name] = value
+                plain[setting_name] = setting_value
         set_values = {}
-        for name, value in plain.items():
-            if value is not None and value != {}:
-                set_values[name] = value
+        for setting_name, setting_value in plain.items():
+            if setting_value is not None and setting_value != {}:
+                set_values[setting_name] = setting_value
         return set_values
 
     @staticmethod
@@ -122,9 +122,9 @@ class BaseConfig:
         }
         config_dict.update(
             {
-                name: value
-                for name, value in required_values.items()
-                if name not in config_dict
+                setting_name: setting_value
+                for setting_name, setting_value in required_values.items()
+                if setting_name not in config_dict
             }
         )
         return config_dict

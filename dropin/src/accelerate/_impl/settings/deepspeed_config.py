@@ -37,8 +37,8 @@ class HfDeepSpeedConfig:
         """Return the mapping that holds a dotted key, or None, and the key's last part."""
         *path, last = ds_key_long.split(".")
         node: Any = self.config
-        for name in path:
-            node = node.get(name)
+        for section_name in path:
+            node = node.get(section_name)
             if node is None:
                 return None, last
         return node, last
@@ -62,8 +62,8 @@ class HfDeepSpeedConfig:
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        value = self.get_value(ds_key_long)
-        return value is not None and not bool(value)
+        option_value = self.get_value(ds_key_long)
+        return option_value is not None and not bool(option_value)
 
     def is_zero2(self) -> bool:
         return bool(self._stage == 2)

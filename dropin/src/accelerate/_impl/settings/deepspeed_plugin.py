@@ -103,75 +103,84 @@ class DeepSpeedPlugin:
             raise ValueError(
                 "Please specify the ZeRO optimization config in the DeepSpeed config."
             )
-        names = [*_OPTIONS, "mixed_precision"]
-        if any(name in requested_fields for name in names):
-            names[5], names[6] = names[6], names[5]  # as the original names them
-            raise ValueError(message("deepspeed_fields_ignored", names))
-        for name, (key, _) in _OPTIONS.items():
-            self.fill_match(key, must_match=False, **{key: getattr(self, name)})
-            setattr(self, name, self.hf_ds_config.get_value(key, getattr(self, name)))
+        option_names = [*_OPTIONS, "mixed_precision"]
+        if any(option_name in requested_fields for option_name in option_names):
+            option_names[5], option_names[6] = (
+                option_names[6],
+                option_names[5],
+            )  # as the original names them
+            raise ValueError(message("deepspeed_fields_ignored", option_names))
+        for option_name, (config_key, _) in _OPTIONS.items():
+            self.fill_match(
+                config_key, must_match=False, **{config_key: getattr(self, option_name)}
+            )
+            setattr(
+                self,
+                option_name,
+                self.hf_ds_config.get_value(config_key, getattr(self, option_name)),
+            )
         self.hf_ds_config.set_stage_and_offload()
 
     def _fill_options(self) -> None:
         """Fill options that were not given, from variables or with defaults."""
-        for name, (_, default) in _OPTIONS.items():
-            if name.startswith("gradient"):
+        for option_name, (_, default) in _OPTIONS.items():
+            if option_name.startswith("gradient"):
                 prefix = "ACCELERATE_"
             else:
                 prefix = "ACCELERATE_DEEPSPEED_"
-            if name == "gradient_clipping":
+            if option_name == "gradient_clipping":
                 read: Callable[[str], Any] = _read_clipping
             else:
                 read = partial(_parse_variable, default=default)
-            fill_from_variables(self, prefix, **{name: (read, default)})
+            fill_from_variables(self, prefix, **{option_name: (read, default)})
         assert self.zero_stage is not None, "settled above"
         self.zero_stage = int(self.zero_stage)
 
     def _single_options(self) -> dict[str, Any]:
-        config: dict[str, Any] = {
+        engine_config: dict[str, Any] = {
             "train_batch_size": AUTO,
             "train_micro_batch_size_per_gpu": AUTO,
         }
-        for name, (key, _) in _OPTIONS.items():
-            *path, last = key.split(".")
+        for option_name, (config_key, _) in _OPTIONS.items():
+            *path, last = config_key.split(".")
             reduce(
                 lambda node, path_segment: node.setdefault(path_segment, {}),
                 path,
-                config,
-            )[last] = getattr(self, name)
+                engine_config,
+            )[last] = getattr(self, option_name)
         for offload_section in (
-            config[_ZERO]["offload_optimizer"],
-            config[_ZERO]["offload_param"],
+            engine_config[_ZERO]["offload_optimizer"],
+            engine_config[_ZERO]["offload_param"],
         ):
             if offload_section["device"] != "nvme":
                 offload_section["nvme_path"] = None
-        return config
+        return engine_config
 
     # -- what a run takes from it ---------------------------------------------------------------------------------
     def to_hasten(self) -> hasten.DeepSpeedPlugin:
-        names = self.transformer_moe_cls_names or environment().get(_MOE)
+        class_names = self.transformer_moe_cls_names or environment().get(_MOE)
         return hasten.DeepSpeedPlugin(
             hf_ds_config=self._for_the_engine(),
             is_train_batch_min=self.is_train_batch_min,
             zero3_init_flag=bool(self.zero3_init_flag) and self.hf_ds_config.is_zero3(),
             transformer_moe_cls_names=None
-            if names is None
-            else tuple(name.strip() for name in names.split(",")),
+            if class_names is None
+            else tuple(class_name.strip() for class_name in class_names.split(",")),
         )
 
     def _for_the_engine(self) -> dict[str, Any]:
         """Return the configuration without what the loop does itself."""
-        config = deepcopy(self.deepspeed_config)
-        config.pop("steps_per_print", None)  # infinity: never
+        engine_config = deepcopy(self.deepspeed_config)
+        engine_config.pop("steps_per_print", None)  # infinity: never
         # the loop's clock accumulates, or a library that says 1
-        config["gradient_accumulation_steps"] = AUTO
-        if config.get("train_micro_batch_size_per_gpu", AUTO) != AUTO:
-            config["train_batch_size"] = AUTO
+        engine_config["gradient_accumulation_steps"] = AUTO
+        if engine_config.get("train_micro_batch_size_per_gpu", AUTO) != AUTO:
+            engine_config["train_batch_size"] = AUTO
         for section_name in ("offload_optimizer", "offload_param"):
-            section = config.get(_ZERO, {}).get(section_name)
+            section = engine_config.get(_ZERO, {}).get(section_name)
             if section is not None and section.get("device", "none") == "none":
-                del config[_ZERO][section_name]
-        return config
+                del engine_config[_ZERO][section_name]
+        return engine_config
 
     @property
     def accumulation(self) -> int | None:
@@ -247,9 +256,9 @@ class DeepSpeedPlugin:
             self.deepspeed_config,
             "bf16" if mixed_precision == "fp8" else mixed_precision,
         )
-        for name, other_precision in (("fp16", "bf16"), ("bf16", "fp16")):
+        for precision_name, other_precision in (("fp16", "bf16"), ("bf16", "fp16")):
             if (
-                precision == name
+                precision == precision_name
                 and self.get_value(f"{other_precision}.enabled") is True
             ):
                 raise ValueError(
@@ -260,11 +269,13 @@ class DeepSpeedPlugin:
                     )
                 )
             wide = {
-                "enabled": precision == name,
-                **({"auto_cast": True} if precision == name == "fp16" else {}),
+                "enabled": precision == precision_name,
+                **(
+                    {"auto_cast": True} if precision == precision_name == "fp16" else {}
+                ),
             }
-            if config.setdefault(name, wide).get("enabled") == AUTO:
-                config[name]["enabled"] = precision == name
+            if config.setdefault(precision_name, wide).get("enabled") == AUTO:
+                config[precision_name]["enabled"] = precision == precision_name
 
     def set_deepspeed_weakref(self) -> None:
         """Let transformers build models partitioned while this plugin lives, where `zero3_init_flag` says so."""
@@ -294,13 +305,13 @@ class DeepSpeedPlugin:
 
     def _partition_config(self) -> dict[str, Any]:
         halves = []
-        for name in ("bf16", "fp16"):
-            if self.get_value(f"{name}.enabled") is True:
-                halves.append(name)
-        options: dict[str, Any] = reading.building(
+        for precision_name in ("bf16", "fp16"):
+            if self.get_value(f"{precision_name}.enabled") is True:
+                halves.append(precision_name)
+        engine_options: dict[str, Any] = reading.building(
             self.to_hasten(), halves[0] if halves else "no"
         )
-        return options
+        return engine_options
 
     def _join_context(self, context: ProcessContext | None) -> None:
         """Let DeepSpeed use the processes of the run: transformers partitions a model before an engine starts."""
@@ -316,14 +327,14 @@ class DeepSpeedPlugin:
         for submodule in model.modules():
             kinds[type(submodule).__name__] = type(submodule)
         names = []
-        for name in (class_names or "").split(","):
-            if name.strip():
-                names.append(name.strip())
-        if missing := [name for name in names if name not in kinds]:
+        for class_name in (class_names or "").split(","):
+            if class_name.strip():
+                names.append(class_name.strip())
+        if missing := [class_name for class_name in names if class_name not in kinds]:
             raise Exception(message("moe_class_missing", missing[0]))
         if names:
             need("deepspeed.utils").set_z3_leaf_modules(
-                model, [kinds[name] for name in names]
+                model, [kinds[class_name] for class_name in names]
             )
 
     def _set_selected(self, value: bool) -> None:

@@ -13,10 +13,12 @@ Reading = tuple[Callable[[str], Any], Any]
 
 def fill_from_variables(settings: object, prefix: str, **readings: Reading) -> None:
     """Give attributes that are None what the variables of their names behind `prefix` say, or their defaults."""
-    for name, (read, default) in readings.items():
-        if getattr(settings, name) is None:
-            word = environment().get(f"{prefix}{name.upper()}")
-            setattr(settings, name, read(word) if word else default)
+    for field_name, (read, default) in readings.items():
+        if getattr(settings, field_name) is None:
+            variable_text = environment().get(f"{prefix}{field_name.upper()}")
+            setattr(
+                settings, field_name, read(variable_text) if variable_text else default
+            )
 
 
 def is_yes(word: str) -> bool:

@@ -190,9 +190,13 @@ class FullyShardedDataParallelPlugin:
         if self.fsdp_version == 2:
             if self.forward_prefetch is not None:
                 raise ValueError(message("fsdp2_forward_prefetch"))
-            for name in [name for name in _GONE if getattr(self, name) is not None]:
-                log.warning(_GONE[name])
-                setattr(self, name, None)
+            for option_name in [
+                option_name
+                for option_name in _GONE
+                if getattr(self, option_name) is not None
+            ]:
+                log.warning(_GONE[option_name])
+                setattr(self, option_name, None)
             return
         fill_from_variables(
             self,
@@ -212,8 +216,8 @@ class FullyShardedDataParallelPlugin:
         """Return the plugin that shows settings which came from flags, the environment or a file."""
         shown = "reshard_after_forward cpu_offload ignored_modules state_dict_type transformer_cls_names_to_wrap min_num_params"
         plugin_fields = {}
-        for name in (*shown.split(), *_SWITCHES[:2]):
-            plugin_fields[name] = getattr(settings, name)
+        for option_name in (*shown.split(), *_SWITCHES[:2]):
+            plugin_fields[option_name] = getattr(settings, option_name)
         if settings.auto_wrap_policy == "auto":
             plugin_fields["auto_wrap_policy"] = None
         else:
@@ -253,14 +257,16 @@ class FullyShardedDataParallelPlugin:
             if self.whole_checkpoints
             else ("Sharded", {})
         )
-        for name, config_kind in (
+        for attribute_name, config_kind in (
             ("state_dict_config", ""),
             ("optim_state_dict_config", "Optim"),
         ):
             config_object = getattr(fsdp, f"{kind}{config_kind}StateDictConfig")(
                 offload_to_cpu=True, **rank0
             )
-            setattr(self, name, getattr(self, name) or config_object)
+            setattr(
+                self, attribute_name, getattr(self, attribute_name) or config_object
+            )
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
         """Bind the policy to the model's classes. Raises: ValueError for a class that the model has not."""
@@ -286,30 +292,32 @@ class FullyShardedDataParallelPlugin:
         buffer_autocast: bool = False,
         override: bool = False,
     ) -> None:
-        kind, names = self._wrap_policy()
+        policy_class, dtype_names = self._wrap_policy()
         if isinstance(dtype := mixed_precision, str) and dtype not in _DTYPES:
             raise ValueError(
                 f"Invalid mixed precision: {dtype}. Must be one of {list(_DTYPES)}"
             )
         dtype = _DTYPES[dtype] if isinstance(dtype, str) else dtype
         if isinstance(policy := self.mixed_precision_policy, dict):
-            self.mixed_precision_policy = kind(**_check_dtypes(policy, names))
+            self.mixed_precision_policy = policy_class(
+                **_check_dtypes(policy, dtype_names)
+            )
         elif policy is None or override:
             if buffer_autocast and self.fsdp_version == 1:
                 last = torch.float32
             else:
                 last = dtype
-            self.mixed_precision_policy = kind(
-                **dict(zip(names, (dtype, dtype, last), strict=True))
+            self.mixed_precision_policy = policy_class(
+                **dict(zip(dtype_names, (dtype, dtype, last), strict=True))
             )
 
     def _wrap_policy(self) -> tuple[Any, list[str]]:
         """Return the version's class of precision policies and its dtypes."""
         if self.fsdp_version == 1:
-            kind = fsdp.MixedPrecision
+            policy_class = fsdp.MixedPrecision
         else:
-            kind = fsdp.MixedPrecisionPolicy
-        return kind, [
+            policy_class = fsdp.MixedPrecisionPolicy
+        return policy_class, [
             "param_dtype",
             "reduce_dtype",
             "buffer_dtype" if self.fsdp_version == 1 else "output_dtype",
@@ -317,9 +325,11 @@ class FullyShardedDataParallelPlugin:
 
     def validate_mixed_precision_policy(self) -> None:
         """Raise a ValueError for a policy of another class than the version's."""
-        if not isinstance(self.mixed_precision_policy, kind := self._wrap_policy()[0]):
+        if not isinstance(
+            self.mixed_precision_policy, policy_class := self._wrap_policy()[0]
+        ):
             raise ValueError(
-                f"mixed_precision_policy must be an instance of `torch.distributed.fsdp.{kind.__name__}`."
+                f"mixed_precision_policy must be an instance of `torch.distributed.fsdp.{policy_class.__name__}`."
             )
 
     def set_cpu_offload(self) -> None:
@@ -337,14 +347,14 @@ class FullyShardedDataParallelPlugin:
     def validate_cpu_offload(self) -> None:
         """Raise a ValueError for a policy of another class than the version's."""
         if self.fsdp_version == 1:
-            kind = fsdp.CPUOffload
+            offload_class = fsdp.CPUOffload
         else:
-            kind = fsdp.OffloadPolicy
-        if not isinstance(self.cpu_offload, kind):
+            offload_class = fsdp.OffloadPolicy
+        if not isinstance(self.cpu_offload, offload_class):
             raise ValueError(
                 message(
                     "fsdp_cpu_offload",
-                    kind.__name__,
+                    offload_class.__name__,
                     self.fsdp_version,
                     self.cpu_offload,
                 )
@@ -358,7 +368,7 @@ class FullyShardedDataParallelPlugin:
     def to_hasten(self, say: bool = True) -> hasten.FullyShardedDataParallelPlugin:
         """Return the same in hasten's terms; what FSDP1 alone knew is translated, and said unless it has been before."""
         values: dict[str, Any] = {
-            name: bool(getattr(self, name)) for name in _SWITCHES
+            switch_name: bool(getattr(self, switch_name)) for switch_name in _SWITCHES
         } | self._placed_parameters()
         if isinstance(policy := self.mixed_precision_policy, fsdp.MixedPrecision):
             policy = fsdp.MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype)
@@ -376,7 +386,11 @@ class FullyShardedDataParallelPlugin:
             values["state_dict_type"] = "SHARDED_STATE_DICT"
         values |= {**self._block_classes(), **self._translate_fsdp1(say)}
         return hasten.FullyShardedDataParallelPlugin(
-            **{n: value for n, value in values.items() if value is not None}
+            **{
+                n: option_value
+                for n, option_value in values.items()
+                if option_value is not None
+            }
         )
 
     def _placed_parameters(self) -> dict[str, Any]:
@@ -409,29 +423,42 @@ class FullyShardedDataParallelPlugin:
     def _translate_fsdp1(self, say: bool) -> dict[str, Any]:
         """Return the settings that FSDP1 knew by other names."""
         old = {}
-        for name in _FSDP1.split():
-            old[name] = getattr(getattr(self, name), "name", getattr(self, name))
+        for option_name in _FSDP1.split():
+            old[option_name] = getattr(
+                getattr(self, option_name), "name", getattr(self, option_name)
+            )
         if old["reshard_after_forward"] is not None and self.fsdp_version == 1:
             del old["sharding_strategy"]  # a default
         translated, log_sentences = hasten.fsdp_from_fsdp1(
-            {name: value for name, value in old.items() if value is not None}
+            {
+                option_name: option_value
+                for option_name, option_value in old.items()
+                if option_value is not None
+            }
         )
         for sentence in log_sentences if say else ():
             log.info(sentence)
-        names = ("reshard_after_forward", "hybrid_shard", "forward_prefetch_depth")
-        return {name: getattr(translated, name) for name in names}
+        option_names = (
+            "reshard_after_forward",
+            "hybrid_shard",
+            "forward_prefetch_depth",
+        )
+        return {
+            option_name: getattr(translated, option_name)
+            for option_name in option_names
+        }
 
 
 def _enum_member(kind: Any, member_or_word: Any, **names: Any) -> Any:
     """Return the member of a torch enum that a word or a number in a word stands for; other values as they are."""
     if not isinstance(member_or_word, str):
         return member_or_word
-    word = member_or_word.upper()
-    if word.isdigit():
-        return kind(int(word))
-    if word in names:
-        return names[word]
-    return kind[word]
+    member_name = member_or_word.upper()
+    if member_name.isdigit():
+        return kind(int(member_name))
+    if member_name in names:
+        return names[member_name]
+    return kind[member_name]
 
 
 def _check_dtypes(policy: dict[str, Any], names: list[str]) -> dict[str, Any]:
@@ -445,9 +472,13 @@ def _check_dtypes(policy: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 def _find_layer_classes(model: torch.nn.Module, names: Any) -> set[Any]:
     layer_classes = {}
-    for name in _variable_words(names):
-        layer_classes[name] = get_module_class_from_name(model, name)
-    if missing := [name for name, kind in layer_classes.items() if kind is None]:
+    for class_name in _variable_words(names):
+        layer_classes[class_name] = get_module_class_from_name(model, class_name)
+    if missing := [
+        class_name
+        for class_name, layer_class in layer_classes.items()
+        if layer_class is None
+    ]:
         raise ValueError(
             f"Could not find the transformer layer class {missing[0]} in the model."
         )
@@ -456,8 +487,8 @@ def _find_layer_classes(model: torch.nn.Module, names: Any) -> set[Any]:
 
 def _variable_words(names: Any) -> list[str]:
     class_names = []
-    for word in names.split(",") if isinstance(names, str) else names:
-        class_names.append(word.strip())
+    for class_name in names.split(",") if isinstance(names, str) else names:
+        class_names.append(class_name.strip())
     return class_names
 
 

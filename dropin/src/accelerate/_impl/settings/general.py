@@ -58,20 +58,22 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
     def over(self, make: Callable[..., Any]) -> Any:
-        names = (
+        field_names = (
             "project_dir",
             "logging_dir",
             "total_limit",
             "iteration",
             "save_on_each_node",
         )
-        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        values: dict[str, Any] = {
+            field_name: getattr(self, field_name) for field_name in field_names
+        }
         return make(
             **values
             | {
-                name: str(values[name])
-                for name in names[:2]
-                if values[name] is not None
+                field_name: str(values[field_name])
+                for field_name in field_names[:2]
+                if values[field_name] is not None
             }
         )
 
@@ -164,10 +166,12 @@ class BnbQuantizationConfig:
     keep_in_fp32_modules: list[str] | None = None
 
     def __post_init__(self) -> None:
-        for names, kind, words in _KINDS:
-            for name in names.split():
-                if not isinstance(getattr(self, name), kind):
-                    raise ValueError(f"{name.replace('fp32', 'fp_32')} must be {words}")
+        for field_names, field_type, words in _KINDS:
+            for field_name in field_names.split():
+                if not isinstance(getattr(self, field_name), field_type):
+                    raise ValueError(
+                        f"{field_name.replace('fp32', 'fp_32')} must be {words}"
+                    )
         self._check_bits()
         self.bnb_4bit_compute_dtype = _dtype_of(
             "bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype

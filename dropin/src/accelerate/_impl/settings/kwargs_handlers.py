@@ -43,21 +43,21 @@ class KwargsHandler:
     def to_kwargs(self) -> dict[str, Any]:
         plain = type(self)().to_dict()
         changed_values = {}
-        for name, value in self.to_dict().items():
-            if plain[name] != value:
-                changed_values[name] = value
+        for option_name, option_value in self.to_dict().items():
+            if plain[option_name] != option_value:
+                changed_values[option_name] = option_value
         return changed_values
 
     def to_hasten(self) -> Any:
-        if (kind := getattr(hasten, type(self).__name__, None)) is None:
+        if (handler_class := getattr(hasten, type(self).__name__, None)) is None:
             left_out.refuse_use(
                 f"utils.{type(self).__name__}", "no part of hasten has such settings"
             )
-        return kind(
+        return handler_class(
             **{
-                name: value
-                for name, value in self._set_values().items()
-                if value is not None
+                option_name: option_value
+                for option_name, option_value in self._set_values().items()
+                if option_value is not None
             }
         )
 
@@ -89,9 +89,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
         ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option"),
     ) -> dict[str, Any]:
         ddp_options = {}
-        for name, value in super().to_dict().items():
-            if name not in ignore_keys:
-                ddp_options[name] = value
+        for option_name, option_value in super().to_dict().items():
+            if option_name not in ignore_keys:
+                ddp_options[option_name] = option_value
         return ddp_options
 
     def register_comm_hook(self, model: Any) -> None:
@@ -172,9 +172,9 @@ class ProfileKwargs(KwargsHandler):
     def build(self) -> profile:
         """torch's profiler with these options; `Accelerator.profile` also writes the traces."""
         profile_options = {}
-        for name, option in vars(self).items():
-            if name.startswith(("on", "record", "profile", "with")):
-                profile_options[name] = option
+        for option_name, option in vars(self).items():
+            if option_name.startswith(("on", "record", "profile", "with")):
+                profile_options[option_name] = option
         if self.activities is None:
             activities = None
         else:
@@ -274,16 +274,16 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     def __post_init__(self) -> None:
         warnings.warn(message("fp8_recipe_deprecated"), FutureWarning, stacklevel=3)
         fill_from_variables(self, "ACCELERATE_FP8_", backend=(str, "TE"))
-        kind: Any = str(self.backend).upper()
-        if kind not in ("MSAMP", "TE"):
+        backend_name: Any = str(self.backend).upper()
+        if backend_name not in ("MSAMP", "TE"):
             raise ValueError(message("fp8_backend"))
-        self.backend = kind
+        self.backend = backend_name
         super().__post_init__()
 
     def to_hasten(self) -> Any:
-        names = [recipe_field.name for recipe_field in fields(TERecipeKwargs)]
+        option_names = [recipe_field.name for recipe_field in fields(TERecipeKwargs)]
         return TERecipeKwargs(
-            **{name: getattr(self, name) for name in names}
+            **{option_name: getattr(self, option_name) for option_name in option_names}
         ).to_hasten()
 
 
@@ -324,9 +324,9 @@ class TorchDynamoPlugin(KwargsHandler):
         )
         del values["use_regional_compilation"]
         changed_values = {}
-        for name, value in values.items():
-            if value not in (None, plain.get(name, False)):
-                changed_values[name] = value
+        for option_name, option_value in values.items():
+            if option_value not in (None, plain.get(option_name, False)):
+                changed_values[option_name] = option_value
         return changed_values
 
     def _set_values(self) -> dict[str, Any]:

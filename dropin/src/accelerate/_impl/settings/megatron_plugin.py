@@ -20,29 +20,31 @@ _DEFAULTS = {
 class _Options:
     def __post_init__(self) -> None:
         variables = environment()
-        for name, default in _DEFAULTS.items():
-            word = variables.get(f"MEGATRON_LM_{name.upper()}")
+        for option_name, default in _DEFAULTS.items():
+            variable_text = variables.get(f"MEGATRON_LM_{option_name.upper()}")
             if (
-                word
-                and getattr(self, name) == default
+                variable_text
+                and getattr(self, option_name) == default
                 and isinstance(default, bool | int | float)
             ):
                 setattr(
                     self,
-                    name,
-                    bool(str_to_bool(word))
+                    option_name,
+                    bool(str_to_bool(variable_text))
                     if isinstance(default, bool)
-                    else type(default)(word),
+                    else type(default)(variable_text),
                 )
 
     def to_hasten(self) -> hasten.MegatronLMPlugin:
         """Return the options that say something else than hasten does by itself."""
-        option_values = {name: getattr(self, name) for name in _DEFAULTS}
+        option_values = {
+            option_name: getattr(self, option_name) for option_name in _DEFAULTS
+        }
         return hasten.MegatronLMPlugin(
             **{
-                name: value
-                for name, value in option_values.items()
-                if value is not None and value != _DEFAULTS[name]
+                option_name: option_value
+                for option_name, option_value in option_values.items()
+                if option_value is not None and option_value != _DEFAULTS[option_name]
             }
         )
 

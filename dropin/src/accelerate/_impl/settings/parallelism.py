@@ -100,10 +100,13 @@ class ParallelismConfig:
             )
         if self.cp_enabled and self.sp_enabled:
             raise ValueError(message("cp_and_sp", self.cp_size, self.sp_size))
-        for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
-            if getattr(self, name) != only:
+        for backend_name, only in (
+            ("cp_backend", "torch"),
+            ("sp_backend", "deepspeed"),
+        ):
+            if getattr(self, backend_name) != only:
                 raise ValueError(
-                    f"{name} must be one of ['{only}'], but got {getattr(self, name)}"
+                    f"{backend_name} must be one of ['{only}'], but got {getattr(self, backend_name)}"
                 )
         if (
             (self.tp_enabled or self.cp_enabled)
@@ -123,7 +126,7 @@ class ParallelismConfig:
         setattr(self, f"{parallelism}_size", size)
 
     def __repr__(self) -> str:
-        names = [
+        field_names = [
             "dp_replicate_size",
             "dp_shard_size",
             "tp_size",
@@ -132,7 +135,10 @@ class ParallelismConfig:
             "sp_size",
             "sp_backend",
         ]
-        lines = "".join(f"\t{name}={getattr(self, name)},\n" for name in names)
+        lines = "".join(
+            f"\t{field_name}={getattr(self, field_name)},\n"
+            for field_name in field_names
+        )
         handlers = f"\ttp_handler={self.tp_handler},\n\tcp_handler={self.cp_handler})\n"
         return f"ParallelismConfig(\n {lines}\ttotal_size={self.total_size}\n{handlers}"
 
@@ -196,25 +202,27 @@ class ParallelismConfig:
     )
 
     def _get_mesh(self) -> Any:
-        names = self._enabled_axes(*_AXES)
-        if names:
-            return (tuple(names), tuple(self._sizes[axis] for axis in names))
+        axis_names = self._enabled_axes(*_AXES)
+        if axis_names:
+            return (tuple(axis_names), tuple(self._sizes[axis] for axis in axis_names))
         return ()
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Torch's mesh of these sizes. Ranks: every rank."""
         if not self._get_mesh():
             return None
-        names, sizes = self._get_mesh()
-        mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        axis_names, sizes = self._get_mesh()
+        mesh = device_mesh.init_device_mesh(
+            device_type, sizes, mesh_dim_names=axis_names
+        )
         joint = {
             "dp": self.dp_dim_names,
             "dp_shard_cp": self.dp_shard_cp_dim_names,
             "dp_cp": self.dp_cp_dim_names,
         }
-        for name, axes in joint.items():
+        for joint_name, axes in joint.items():
             if axes:
-                mesh[axes]._flatten(name)
+                mesh[axes]._flatten(joint_name)
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
@@ -225,8 +233,8 @@ class ParallelismConfig:
                     "You need to pass a device_type e.g cuda to build the device mesh"
                 )
             self.device_mesh = self.build_device_mesh(device_type)
-        elif device_type not in (None, kind := self.device_mesh.device_type):
-            raise ValueError(message("mesh_of_another_device", kind, device_type))
+        elif device_type not in (None, mesh_type := self.device_mesh.device_type):
+            raise ValueError(message("mesh_of_another_device", mesh_type, device_type))
         return self.device_mesh
 
     def _validate_accelerator(self, accelerator: Any) -> None:

@@ -49,14 +49,16 @@ class FollowedPlugin:
             return
         current_settings = self.plugin.to_hasten(say=False)
         # that may change freely
-        names = []
-        for name in current_settings.__dataclass_fields__:
-            if name != "state_dict_type":
-                names.append(name)
+        field_names = []
+        for field_name in current_settings.__dataclass_fields__:
+            if field_name != "state_dict_type":
+                field_names.append(field_name)
         changed = {}
-        for name in names:
-            if getattr(self._taken, name) != getattr(current_settings, name):
-                changed[name] = getattr(current_settings, name)
+        for field_name in field_names:
+            if getattr(self._taken, field_name) != getattr(
+                current_settings, field_name
+            ):
+                changed[field_name] = getattr(current_settings, field_name)
         if "hybrid_shard" in changed:
             raise ValueError(message("strategy_too_late"))
         if changed:
@@ -89,10 +91,10 @@ class FollowedSections:
 
         Raises: ValueError when a model has been prepared already.
         """
-        for name, current_value in self._current_sections().items():
-            if current_value != self._taken[name]:
-                self._accelerator._reconfigure(**{name: current_value})
-                self._taken[name] = current_value
+        for section_name, current_value in self._current_sections().items():
+            if current_value != self._taken[section_name]:
+                self._accelerator._reconfigure(**{section_name: current_value})
+                self._taken[section_name] = current_value
 
 
 def chosen_plugins(plugin: Any, several: Any) -> Plugins:  # Any: what the script gave

@@ -78,12 +78,14 @@ class SpannedAttention:
             raise PrepareError(
                 message("attention_not_replaceable", type(model).__name__, self._ranks)
             )
-        if (kind := attention_kind or inner.config._attn_implementation) not in (
+        if (
+            attention_name := attention_kind or inner.config._attn_implementation
+        ) not in (
             "sdpa",
             SPANNING_ATTENTION,
         ):
             raise PrepareError(
-                message("attention_by_another_kernel", kind, self._ranks)
+                message("attention_by_another_kernel", attention_name, self._ranks)
             )
         transformers = need("transformers", ">=5", "ParallelismConfig(sp_size=...)")
         transformers.AttentionInterface.register(SPANNING_ATTENTION, self)

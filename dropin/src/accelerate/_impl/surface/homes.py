@@ -53,8 +53,8 @@ class Face(ModuleType):
             original, rooms = replaced.setdefault(
                 name, (vars(self)[name], self._rooms(name))
             )
-            for names in rooms:
-                names[name] = value
+            for room_names in rooms:
+                room_names[name] = value
             if value is original:
                 del replaced[name]
             elif isinstance(original, FunctionType) and not self._called_names(
@@ -67,8 +67,8 @@ class Face(ModuleType):
 
     def __delattr__(self, name: str) -> None:
         original, rooms = vars(self).get("__replaced__", {}).pop(name, (None, ()))
-        for names in rooms:
-            names[name] = original
+        for room_names in rooms:
+            room_names[name] = original
         super().__delattr__(name)
 
     def _called_names(self, name: str, rooms: list[dict[str, Any]]) -> bool:
@@ -83,8 +83,8 @@ class Face(ModuleType):
             is_imported or name in _CALLED_BY_ORIGINAL
         ):
             return True  # a module that only shows it
-        for names in (*rooms, *self._rooms_behind()):
-            if name in _names_looked_up(names["__file__"]):
+        for room_names in (*rooms, *self._rooms_behind()):
+            if name in _names_looked_up(room_names["__file__"]):
                 return True
         return False
 
@@ -151,7 +151,7 @@ class Rooms(SourceFileLoader):
 @cache
 def _names_looked_up(file: str) -> frozenset[str]:
     """Return the names, attributes and words that the functions of a file use."""
-    names: set[str] = set()
+    looked_names: set[str] = set()
     unread = [compile(Path(file).read_text(), file, "exec")]
     while unread:
         code = unread.pop()
@@ -160,22 +160,22 @@ def _names_looked_up(file: str) -> frozenset[str]:
                 unread.append(constant)
         # else a module or a class, which stores what it defines under these names
         if code.co_flags & CO_OPTIMIZED:
-            names.update(
+            looked_names.update(
                 code.co_names,
                 [constant for constant in code.co_consts if isinstance(constant, str)],
             )
-    return frozenset(names)
+    return frozenset(looked_names)
 
 
 def _settle_home(room: ModuleType, face: str) -> None:
     """Make `face` the home of the room's public classes and functions: messages name it, pickles find them there."""
-    for name, member in vars(room).items():
+    for member_name, member in vars(room).items():
         if (
-            name.startswith("_")
+            member_name.startswith("_")
             or not isinstance(member, type | FunctionType)
             or member.__module__ != room.__name__
         ):
             continue
         if "<" in member.__qualname__:  # made inside of another function, from a table
-            member.__name__ = member.__qualname__ = name
+            member.__name__ = member.__qualname__ = member_name
         member.__module__ = face

@@ -78,17 +78,17 @@ def lazy(face: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
 def _defined_names(module: str) -> list[str]:
     """Return the names a face's modules and rooms define: not what a module shows of another face or of hasten."""
     members = {}
-    for name, member in vars(import_module(module)).items():
+    for member_name, member in vars(import_module(module)).items():
         if not isinstance(member, ModuleType):
-            members[name] = member
+            members[member_name] = member
     rooms = (module.rpartition(".")[0], "accelerate._impl")
     homes = {}
-    for name, member in members.items():
-        homes[name] = str(getattr(member, "__module__", module))
+    for member_name, member in members.items():
+        homes[member_name] = str(getattr(member, "__module__", module))
     public_names = []
-    for name, home in homes.items():
-        if home.startswith(rooms) and not name.startswith("_"):
-            public_names.append(name)
+    for member_name, home in homes.items():
+        if home.startswith(rooms) and not member_name.startswith("_"):
+            public_names.append(member_name)
     return public_names
 
 
@@ -98,11 +98,13 @@ def imported_names() -> dict[str, dict[str, str]]:
     names_by_face: dict[str, dict[str, str]] = {}
     for line in Path(__file__).with_name("elsewhere.txt").read_text().splitlines():
         face, home, *names = line.split()
-        for name, _, module in (word.partition("=") for word in names):
+        for imported_name, _, module in (word.partition("=") for word in names):
             if home == "-":
-                names_by_face.setdefault(face, {})[name] = module
+                names_by_face.setdefault(face, {})[imported_name] = module
             else:
-                names_by_face.setdefault(face, {})[name] = f"{home}:{name}"
+                names_by_face.setdefault(face, {})[imported_name] = (
+                    f"{home}:{imported_name}"
+                )
     return names_by_face
 
 

@@ -33,10 +33,14 @@ _run_slow_tests = parse_flag_from_env("RUN_SLOW")
 
 def get_backend() -> tuple[str, int, Callable[..., Any]]:
     """Return the kind of device, how many there are, and what counts its allocated memory."""
-    kind = choose_device(0).type
-    if kind == "cpu":
+    device_type = choose_device(0).type
+    if device_type == "cpu":
         return "cpu", 1, lambda: 0
-    return kind, torch.accelerator.device_count(), torch.accelerator.memory_allocated
+    return (
+        device_type,
+        torch.accelerator.device_count(),
+        torch.accelerator.memory_allocated,
+    )
 
 
 torch_device, device_count, memory_allocated_func = get_backend()
@@ -44,9 +48,13 @@ torch_device, device_count, memory_allocated_func = get_backend()
 
 def get_launch_command(**kwargs: Any) -> list[str]:
     command = ["accelerate", "launch"]
-    for key, value in kwargs.items():
-        if value is not None:
-            command.append(f"--{key}" if value is True else f"--{key}={value}")
+    for flag_name, flag_value in kwargs.items():
+        if flag_value is not None:
+            command.append(
+                f"--{flag_name}"
+                if flag_value is True
+                else f"--{flag_name}={flag_value}"
+            )
     return command
 
 

@@ -39,17 +39,17 @@ def compare_against_test(
     secondary_filename: str | None = None,
 ) -> list[str]:
     """Return what a feature's example adds to `nlp_example.py` and the complete example, or the second file's function, lacks."""
-    name = "main" if parser_only else "training_function"
+    function_name = "main" if parser_only else "training_function"
     plain, known_lines = (
-        _cleaned_lines(_PLAIN, name),
-        {*_cleaned_lines(base_filename, name)},
+        _cleaned_lines(_PLAIN, function_name),
+        {*_cleaned_lines(base_filename, function_name)},
     )
     if secondary_filename is not None:
         known_lines |= {*Path(_PLAIN).read_text().splitlines(keepends=True)}.difference(
-            _cleaned_lines(secondary_filename, name)
+            _cleaned_lines(secondary_filename, function_name)
         )
     new_lines = []
-    for line in _added_lines(_cleaned_lines(feature_filename, name), plain):
+    for line in _added_lines(_cleaned_lines(feature_filename, function_name), plain):
         if line not in known_lines:
             new_lines.append(line)
     return new_lines

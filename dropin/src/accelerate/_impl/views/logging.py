@@ -33,17 +33,21 @@ class MultiProcessAdapter(RankLogger):
             kwargs.pop("main_process_only", True),
             kwargs.pop("in_order", False),
         )
-        state, turns = PartialState(), in_order and not main_only
+        process_state, turns = PartialState(), in_order and not main_only
         named, passed = self.process(msg, kwargs)
-        for turn in range(state.num_processes) if turns else (state.process_index,):
+        for turn in (
+            range(process_state.num_processes)
+            if turns
+            else (process_state.process_index,)
+        ):
             if (
-                turn == state.process_index
+                turn == process_state.process_index
                 and self.isEnabledFor(level)
                 and self._should_log(main_only)
             ):
                 self.logger.log(level, named, *args, **passed)
             if turns:
-                state.wait_for_everyone()
+                process_state.wait_for_everyone()
 
     warning_once = cache(RankLogger.warning)  # whose cache_clear() tests call
 

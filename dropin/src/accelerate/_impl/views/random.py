@@ -40,5 +40,5 @@ def synchronize_rng_states(
     rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None
 ) -> None:
     """Give every process the states the main process has. Ranks: every rank."""
-    for kind in rng_types:
-        synchronize_rng_state(RNGType(kind), generator=generator)
+    for rng_type in rng_types:
+        synchronize_rng_state(RNGType(rng_type), generator=generator)

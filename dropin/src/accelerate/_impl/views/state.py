@@ -221,8 +221,10 @@ def fill_partial(
         local_process_index=topology.local_rank,
         fork_launched=parse_flag_from_env("FORK_LAUNCHED"),
     )
-    state = PartialState()
-    state.backend, state.distributed_type = state._prepare_backend(cpu)
+    partial_state = PartialState()
+    partial_state.backend, partial_state.distributed_type = (
+        partial_state._prepare_backend(cpu)
+    )
     if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
         set_numa_affinity(topology.local_rank)
 
@@ -340,8 +342,8 @@ class AcceleratorState(_Shared):
         return self._named_plugins(name)[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        for key, plugin in self._named_plugins(name).items():
-            plugin._unselect_plugin() if key != name else plugin.select(
+        for plugin_name, plugin in self._named_plugins(name).items():
+            plugin._unselect_plugin() if plugin_name != name else plugin.select(
                 _from_accelerator_state=True
             )
 

@@ -173,9 +173,9 @@ def _resumed_batches(
     for number, _ in enumerate(loader):
         if number == 0:
             if folder:
-                state = accelerator.save_state(folder)
+                loader_state = accelerator.save_state(folder)
             else:
-                state = loader.state_dict()
+                loader_state = loader.state_dict()
     everything = _batch_sizes(loader)
     if folder:
         accelerator.load_state(folder)
@@ -183,7 +183,7 @@ def _resumed_batches(
         loader = create_dataloader(
             accelerator, NUM_ELEMENTS, BATCH_SIZE, iterable=iterable
         )
-        loader.load_state_dict(state)
+        loader.load_state_dict(loader_state)
     assert _batch_sizes(loader) == everything[1:], (
         "the loader did not go on behind its first batch"
     )

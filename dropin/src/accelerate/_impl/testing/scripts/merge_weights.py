@@ -59,8 +59,8 @@ def check_weights(
 ) -> None:
     """Raise unless two state dictionaries are the `same`, or `diff`erent, as `operation` says."""
     are_equal = all(
-        torch.allclose(weight.cpu(), state_2[name].cpu())
-        for name, weight in state_1.items()
+        torch.allclose(weight.cpu(), state_2[weight_name].cpu())
+        for weight_name, weight in state_1.items()
     )
     assert are_equal == (operation == "same"), f"weights should be {operation}"
 

@@ -116,8 +116,10 @@ def test_gather_for_metrics_drop_last() -> None:
 
 def main() -> None:
     for split, dispatch in itertools.product((False, True), repeat=2):
-        config = DataLoaderConfiguration(split_batches=split, dispatch_batches=dispatch)
-        accelerator = Accelerator(dataloader_config=config)
+        loader_config = DataLoaderConfiguration(
+            split_batches=split, dispatch_batches=dispatch
+        )
+        accelerator = Accelerator(dataloader_config=loader_config)
         for samples in (82, 99, 512):
             test_torch_metrics(accelerator, samples, dispatch, split)
     test_gather_for_metrics_with_iterable_dataset()

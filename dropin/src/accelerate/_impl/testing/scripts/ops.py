@@ -118,8 +118,8 @@ def test_copy_tensor_to_devices(state: Any) -> None:
 
 
 def main() -> None:
-    state = PartialState()
-    state.print(f"State: {state}")
+    process_state = PartialState()
+    process_state.print(f"State: {process_state}")
     checks = (
         *(
             test_gather,
@@ -137,5 +137,5 @@ def main() -> None:
         ),
     )
     for check in checks:
-        state.print(f"testing {check.__name__.removeprefix('test_')}")
-        check(state)
+        process_state.print(f"testing {check.__name__.removeprefix('test_')}")
+        check(process_state)

@@ -72,30 +72,30 @@ print_on = _make_print(
 def process_execution_check() -> None:
     """Check that decorated functions run on their process only, and that the first process enters a block first."""
     accelerator = Accelerator()
-    state, last = accelerator.state, accelerator.num_processes - 1
+    process_state, last = accelerator.state, accelerator.num_processes - 1
     cases: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = [
         (
             accelerator.on_main_process(print_main),
-            (state,),
+            (process_state,),
             accelerator.is_main_process,
         ),
         (
             accelerator.on_local_main_process(print_local_main),
-            (state,),
+            (process_state,),
             accelerator.is_local_main_process,
         ),
         (
             accelerator.on_last_process(print_last),
-            (state,),
+            (process_state,),
             accelerator.process_index == last,
         ),
     ]
-    for index in range(accelerator.num_processes):
+    for process_index in range(accelerator.num_processes):
         cases.append(
             (
-                accelerator.on_process(print_on, process_index=index),
-                (state, index),
-                accelerator.process_index == index,
+                accelerator.on_process(print_on, process_index=process_index),
+                (process_state, process_index),
+                accelerator.process_index == process_index,
             )
         )
     for function, args, runs_here in cases:
@@ -110,24 +110,24 @@ def process_execution_check() -> None:
 
 
 def init_state_check() -> None:
-    state = AcceleratorState()
-    state.print(state)
+    process_state = AcceleratorState()
+    process_state.print(process_state)
 
 
 def rng_sync_check() -> None:
     """Check that random states are equal on every process after they were synchronised."""
-    state = AcceleratorState()
-    torch.manual_seed(state.process_index)
+    process_state = AcceleratorState()
+    torch.manual_seed(process_state.process_index)
     synchronize_rng_states(["torch"])
     assert are_the_same_tensors(torch.get_rng_state()), (
         "the states of torch differ between processes"
     )
-    generator = torch.Generator().manual_seed(state.process_index)
+    generator = torch.Generator().manual_seed(process_state.process_index)
     synchronize_rng_states(["generator"], generator=generator)
     assert are_the_same_tensors(generator.get_state()), (
         "the states of the generator differ between processes"
     )
-    state.print("All rng are properly synched.")
+    process_state.print("All rng are properly synched.")
 
 
 def _gather_rows(loader: Any) -> torch.Tensor:
@@ -135,12 +135,12 @@ def _gather_rows(loader: Any) -> torch.Tensor:
 
 
 def _loaders_checked(dispatch_batches: bool) -> None:
-    state: Any = AcceleratorState()
-    length = 32 * state.num_processes
+    process_state: Any = AcceleratorState()
+    length = 32 * process_state.num_processes
     for shuffle in (False, True):
         for split_batches in (False, True):
-            size = 8 * (state.num_processes if split_batches else 1)
-            plain = DataLoader(range(length), batch_size=size, shuffle=shuffle)  # type: ignore[arg-type, var-annotated]
+            batch_size = 8 * (process_state.num_processes if split_batches else 1)
+            plain = DataLoader(range(length), batch_size=batch_size, shuffle=shuffle)  # type: ignore[arg-type, var-annotated]
             loader_options: Any = {
                 "put_on_device": True,
                 "split_batches": split_batches,
@@ -149,9 +149,9 @@ def _loaders_checked(dispatch_batches: bool) -> None:
             loaded_rows = _gather_rows(
                 prepare_data_loader(
                     plain,
-                    state.device,
-                    state.num_processes,
-                    state.process_index,
+                    process_state.device,
+                    process_state.num_processes,
+                    process_state.process_index,
                     **loader_options,
                 )
             )
@@ -165,10 +165,12 @@ def _loaders_checked(dispatch_batches: bool) -> None:
                 "rows were not shuffled"
             )
         if dispatch_batches:
-            kind = "central dataloader"
+            loader_name = "central dataloader"
         else:
-            kind = "dataloader"
-        state.print(f"{'Shuffled' if shuffle else 'Non-shuffled'} {kind} passing.")
+            loader_name = "dataloader"
+        process_state.print(
+            f"{'Shuffled' if shuffle else 'Non-shuffled'} {loader_name} passing."
+        )
 
 
 def dl_preparation_check() -> None:
@@ -181,25 +183,25 @@ def central_dl_preparation_check() -> None:
 
 
 def custom_sampler_check() -> None:
-    state: Any = AcceleratorState()
-    rows = list(range(16 * state.num_processes))
+    process_state: Any = AcceleratorState()
+    rows = list(range(16 * process_state.num_processes))
     loader: DataLoader[Any] = DataLoader(
         rows,  # type: ignore[arg-type]
         batch_sampler=BatchSampler(rows[::-1], 4, False),
     )
     prepared = prepare_data_loader(
         loader,
-        state.device,
-        state.num_processes,
-        state.process_index,
+        process_state.device,
+        process_state.num_processes,
+        process_state.process_index,
         put_on_device=True,
     )
     assert _gather_rows(prepared).tolist() == rows[::-1]
 
 
 def _shuffled_reader(**options: Any) -> Callable[[], list[Any]]:
-    config = DataLoaderConfiguration(use_seedable_sampler=True, **options)
-    loader = Accelerator(dataloader_config=config).prepare(
+    loader_config = DataLoaderConfiguration(use_seedable_sampler=True, **options)
+    loader = Accelerator(dataloader_config=loader_config).prepare(
         DataLoader(range(16), batch_size=4, shuffle=True)  # type: ignore[arg-type]
     )
     return lambda: [batch.tolist() for batch in loader]
@@ -221,8 +223,8 @@ def check_seedable_sampler_with_data_seed() -> None:
 
 
 def check_seedable_sampler_in_batch_sampler_shard() -> None:
-    config = DataLoaderConfiguration(use_seedable_sampler=True)
-    accelerator: Any = Accelerator(dataloader_config=config)
+    loader_config = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator: Any = Accelerator(dataloader_config=loader_config)
     plain: DataLoader[Any] = DataLoader(range(64), batch_size=4, shuffle=True)  # type: ignore[arg-type]
     prepared = prepare_data_loader(
         plain, accelerator.device, 2, 0, put_on_device=True, use_seedable_sampler=True
@@ -268,9 +270,11 @@ def _train_model(
     **options: Any,
 ) -> Any:
     precision = options.pop("mixed_precision", None)
-    config = DataLoaderConfiguration(use_seedable_sampler=seedable, **options)
+    loader_config = DataLoaderConfiguration(use_seedable_sampler=seedable, **options)
     AcceleratorState._reset_state()
-    accelerator = Accelerator(mixed_precision=precision, dataloader_config=config)
+    accelerator = Accelerator(
+        mixed_precision=precision, dataloader_config=loader_config
+    )
     set_seed(42)
     generator.manual_seed(42)
     loader: Any = generate_baseline_dataloader(data, generator, size, seedable)
@@ -284,14 +288,16 @@ def _train_model(
 
 def training_check(use_seedable_sampler: bool = False) -> None:
     """Check that training gives the weights of one process, with either way to split batches and in each precision."""
-    state: Any = AcceleratorState()
-    generator, size, n = torch.Generator(), 8, state.num_processes
-    data, plain = mock_training(size * 4 * n, size * n, generator, use_seedable_sampler)
+    process_state: Any = AcceleratorState()
+    generator, batch_size, n = torch.Generator(), 8, process_state.num_processes
+    data, plain = mock_training(
+        batch_size * 4 * n, batch_size * n, generator, use_seedable_sampler
+    )
     for split, split_text in ((False, "no batch split"), (True, "batch split")):
         trained = _train_model(
             data,
             generator,
-            size * n if split else size,
+            batch_size * n if split else batch_size,
             use_seedable_sampler,
             split_batches=split,
         )
@@ -301,12 +307,12 @@ def training_check(use_seedable_sampler: bool = False) -> None:
             assert torch.allclose(
                 plain_parameter, trained_parameter, atol=ATOL, rtol=RTOL
             ), f"{split_text}: {trained_parameter} instead of {plain_parameter}"
-        state.print(
+        process_state.print(
             f"Training yielded the same results on one CPU or distributed setup with {split_text}."
         )
     for precision in ("bf16", "fp16"):
         trained = _train_model(
-            data, generator, size, use_seedable_sampler, mixed_precision=precision
+            data, generator, batch_size, use_seedable_sampler, mixed_precision=precision
         )
         for plain_parameter, trained_parameter in zip(
             plain.parameters(), trained.parameters(), strict=True
@@ -314,35 +320,36 @@ def training_check(use_seedable_sampler: bool = False) -> None:
             assert torch.allclose(plain_parameter, trained_parameter, atol=0.1), (
                 f"{precision}: {trained_parameter}, far from {plain_parameter}"
             )
-        state.print(f"{precision.upper()} training check.")
+        process_state.print(f"{precision.upper()} training check.")
     AcceleratorState._reset_state()
     Accelerator()
 
 
 def test_split_between_processes_list() -> None:
-    state = AcceleratorState()
-    with state.split_between_processes(
-        list(range(2 * state.num_processes))
+    process_state = AcceleratorState()
+    with process_state.split_between_processes(
+        list(range(2 * process_state.num_processes))
     ) as own_share:
-        assert own_share == [2 * state.process_index, 2 * state.process_index + 1], (
-            own_share
-        )
-    if state.num_processes > 1:
-        with state.split_between_processes(
-            list(range(3 * state.num_processes - 1)), apply_padding=True
+        assert own_share == [
+            2 * process_state.process_index,
+            2 * process_state.process_index + 1,
+        ], own_share
+    if process_state.num_processes > 1:
+        with process_state.split_between_processes(
+            list(range(3 * process_state.num_processes - 1)), apply_padding=True
         ) as own_share:
             assert len(own_share) == 3, own_share
 
 
 def test_split_between_processes_nested_dict() -> None:
-    state = AcceleratorState()
-    count, rank = 2 * state.num_processes, state.process_index
+    process_state = AcceleratorState()
+    count, rank = 2 * process_state.num_processes, process_state.process_index
     full_dict: dict[str, Any] = {
         "a": list(range(count)),
         "b": list(map(str, range(count))),
         "c": torch.arange(count),
     }
-    with state.split_between_processes(full_dict) as own_share:
+    with process_state.split_between_processes(full_dict) as own_share:
         assert own_share["a"] == [2 * rank, 2 * rank + 1] and own_share["b"] == [
             str(2 * rank),
             str(2 * rank + 1),
@@ -351,19 +358,22 @@ def test_split_between_processes_nested_dict() -> None:
 
 
 def test_split_between_processes_tensor() -> None:
-    state = AcceleratorState()
-    rows = torch.arange(4 * state.num_processes).view(state.num_processes, 4)
-    with state.split_between_processes(rows) as own_rows:
+    process_state = AcceleratorState()
+    rows = torch.arange(4 * process_state.num_processes).view(
+        process_state.num_processes, 4
+    )
+    with process_state.split_between_processes(rows) as own_rows:
         assert torch.equal(
-            own_rows.cpu(), rows[state.process_index : state.process_index + 1]
+            own_rows.cpu(),
+            rows[process_state.process_index : process_state.process_index + 1],
         ), own_rows
 
 
 def test_split_between_processes_evenly() -> None:
     """Check that every element is given to one process, and that shares differ by one at most."""
-    state = AcceleratorState()
+    process_state = AcceleratorState()
     everything = list(range(17))
-    with state.split_between_processes(everything) as own_share:
+    with process_state.split_between_processes(everything) as own_share:
         shares_of_ranks = gather_object([list(own_share)])
     assert (
         sorted(element for each in shares_of_ranks for element in each) == everything
@@ -374,14 +384,14 @@ def test_split_between_processes_evenly() -> None:
 
 
 def test_split_between_processes_dataset(datasets_Dataset: Any) -> None:  # noqa: N803  the original's name
-    state = AcceleratorState()
+    process_state = AcceleratorState()
     full_dataset = datasets_Dataset.from_list(
-        [{"k": number} for number in range(2 * state.num_processes)]
+        [{"k": number} for number in range(2 * process_state.num_processes)]
     )
-    with state.split_between_processes(full_dataset) as own_share:
+    with process_state.split_between_processes(full_dataset) as own_share:
         assert own_share["k"][:] == [
-            2 * state.process_index,
-            2 * state.process_index + 1,
+            2 * process_state.process_index,
+            2 * process_state.process_index + 1,
         ], own_share
 
 
@@ -406,8 +416,8 @@ def test_reinstantiated_state() -> None:
 
 
 def main() -> None:
-    state: Any = Accelerator().state
-    state.print("**Initialization**")
+    process_state: Any = Accelerator().state
+    process_state.print("**Initialization**")
     init_state_check()
     checks: list[Callable[..., None]] = [
         process_execution_check,
@@ -430,15 +440,17 @@ def main() -> None:
     ]
     checks += [check_seedable_sampler_in_batch_sampler_shard]
     for check in checks:
-        state.print(f"\n**{check.__name__}**")
+        process_state.print(f"\n**{check.__name__}**")
         check()
     if is_datasets_available():
         test_split_between_processes_dataset(need("datasets").Dataset)
     for seedable in (False, True):
-        state.print(f"\n**Training integration test, use_seedable_sampler={seedable}**")
+        process_state.print(
+            f"\n**Training integration test, use_seedable_sampler={seedable}**"
+        )
         training_check(seedable)
-    state = PartialState()
-    state.print("\n**Breakpoint trigger test**")
+    process_state = PartialState()
+    process_state.print("\n**Breakpoint trigger test**")
     test_trigger()
-    state.print("\n**Test reinstantiated state**")
+    process_state.print("\n**Test reinstantiated state**")
     test_reinstantiated_state()

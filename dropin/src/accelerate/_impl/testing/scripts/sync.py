@@ -152,13 +152,15 @@ def test_distributed_sync_multiple_fwd(accelerator: Any) -> None:
 def _make_accelerator(
     split_batches: bool, dispatch_batches: bool, sync_each_batch: bool
 ) -> Accelerator:
-    config = DataLoaderConfiguration(
+    loader_config = DataLoaderConfiguration(
         split_batches=split_batches, dispatch_batches=dispatch_batches
     )
     plugin = GradientAccumulationPlugin(
         num_steps=_EVERY, sync_each_batch=sync_each_batch
     )
-    return Accelerator(dataloader_config=config, gradient_accumulation_plugin=plugin)
+    return Accelerator(
+        dataloader_config=loader_config, gradient_accumulation_plugin=plugin
+    )
 
 
 def test_gradient_accumulation(
@@ -246,21 +248,25 @@ def test_dataloader_break() -> None:
 
 def main() -> None:
     accelerator = Accelerator()
-    state = accelerator.state
-    state.print("**Test `accumulate` gradient accumulation with dataloader break**")
+    process_state = accelerator.state
+    process_state.print(
+        "**Test `accumulate` gradient accumulation with dataloader break**"
+    )
     test_dataloader_break()
-    if state.num_processes == 1:
-        state.print("**Test NOOP `no_sync` context manager**")
+    if process_state.num_processes == 1:
+        process_state.print("**Test NOOP `no_sync` context manager**")
         test_noop_sync(accelerator)
     else:
-        state.print("**Test Distributed `no_sync` context manager**")
+        process_state.print("**Test Distributed `no_sync` context manager**")
         test_distributed_sync(accelerator)
         test_distributed_sync_multiple_fwd(accelerator)
     kinds: list[tuple[bool, ...]] = [(False, False, False)]
-    if state.num_processes > 1:
+    if process_state.num_processes > 1:
         kinds = list(itertools.product((False, True), repeat=3))
     for split, dispatch, each in kinds:
         option_text = f"`split_batches={split}`, `dispatch_batches={dispatch}`, `sync_each_batch={each}`"
-        state.print(f"**Test `accumulate` gradient accumulation, {option_text}**")
+        process_state.print(
+            f"**Test `accumulate` gradient accumulation, {option_text}**"
+        )
         test_gradient_accumulation(split, dispatch, each)
         test_gradient_accumulation_with_opt_and_scheduler(split, dispatch, each)
