@@ -205,19 +205,13 @@ def estimate_command(args: Any) -> int | None:
         sizes.append((dtype, *row_sizes, max(uses.values())))
     rows = []
     for dtype, *row_sizes in sizes:
-        rows.append(
-            [
-                dtype,
-                *(
-                    "N/A" if num_bytes < 0 else convert_bytes(num_bytes)
-                    for num_bytes in row_sizes
-                ),
-            ]
-        )
+        row = [dtype]
+        for num_bytes in row_sizes:
+            row.append("N/A" if num_bytes < 0 else convert_bytes(num_bytes))
+        rows.append(row)
     headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
-    print(
-        create_ascii_table(headers, rows, f"Memory Usage for loading `{library_name}`")
-    )  # noqa: T201  the answer
+    title = f"Memory Usage for loading `{library_name}`"
+    print(create_ascii_table(headers, rows, title))  # noqa: T201  the answer
     return None
 
 
