@@ -219,10 +219,3 @@ class OfferedOffload:
 def is_trainable(model: nn.Module) -> bool:
     """Return whether any parameter of the model requires gradients."""
     return any(parameter.requires_grad for parameter in model.parameters())
-
-
-def parameter_device(model: nn.Module) -> torch.device | None:
-    """Return the device of the model's first parameter or buffer, or None when there is neither."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return None
