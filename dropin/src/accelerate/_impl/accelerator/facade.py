@@ -216,10 +216,7 @@ class Accelerator(SavingFace):
             raise ValueError(message("map_on_several"))
         if device_placement is not None and len(device_placement) != len(args):
             raise ValueError(message("placement_of_each", len(args)))
-        if self._sequences is None:
-            models = []
-        else:
-            models = self._sequences.attach(args)
+        models = [] if self._sequences is None else self._sequences.attach(args)
         prepared = self._prepare_all(args, device_placement)
         if self._sequences is not None and models:
             self._sequences.join(prepared)
@@ -266,47 +263,38 @@ class Accelerator(SavingFace):
         """Prepare together what no subclass and no patch has a method of its own for, and the others by these methods."""
         placements = dict(zip(map(id, args), self._placement, strict=False))
         own_steps = [self._has_own_step(value, engine) for value in args]
-        optimizers = []
-        for value in args:
-            if isinstance(value, torch.optim.Optimizer):
-                optimizers.append(value)
-        prepared = list(args)
+        optimizers = [
+            value for value in args if isinstance(value, torch.optim.Optimizer)
+        ]
+        prepared, joint_indices = list(args), []
         for argument_index, value in enumerate(args):
+            if not own_steps[argument_index]:
+                joint_indices.append(argument_index)
+                continue
             prepare = partial(
                 self._prepare_one,
                 first_pass=True,
                 device_placement=placements.get(id(value)),
             )
-            if (
-                own_steps[argument_index]
-                and self.is_fsdp2
-                and isinstance(value, nn.Module)
-            ):
+            if self.is_fsdp2 and isinstance(value, nn.Module):
                 prepared[argument_index] = self._preparer.with_renewed_optimizers(
                     prepare, value, optimizers
                 )
-            elif own_steps[argument_index]:
+            else:
                 prepared[argument_index] = prepare(value)
-        joint_indices = [
-            argument_index
-            for argument_index, is_own in enumerate(own_steps)
-            if not is_own
-        ]
-        joint_placements = [
-            placements.get(id(args[argument_index])) for argument_index in joint_indices
-        ]
+        joint_arguments = tuple(args[index] for index in joint_indices)
         jointly_prepared = self._preparer.prepare(
-            tuple(args[argument_index] for argument_index in joint_indices),
-            joint_placements,
+            joint_arguments, [placements.get(id(value)) for value in joint_arguments]
         )
         for argument_index, value in zip(joint_indices, jointly_prepared, strict=True):
             prepared[argument_index] = value
-        return tuple(
-            self._prepare_one(value, device_placement=placements.get(id(argument)))
-            if is_own
-            else value
-            for value, argument, is_own in zip(prepared, args, own_steps, strict=True)
-        )
+        for argument_index, argument in enumerate(args):
+            if own_steps[argument_index]:
+                prepared[argument_index] = self._prepare_one(
+                    prepared[argument_index],
+                    device_placement=placements.get(id(argument)),
+                )
+        return tuple(prepared)
 
     def _has_own_step(self, value: Any, engine: bool) -> bool:
         """Return whether a subclass or a patch has replaced the method that prepares this object."""
@@ -657,19 +645,14 @@ class Accelerator(SavingFace):
         self, *args: Any, drop_refs: bool = False
     ) -> dict[str, Any]:
         """Return the parameters of models by name, or their addresses."""
-        models = []
+        parameters: dict[str, Any] = {}
         for value in args:
             if isinstance(value, nn.Module):
-                models.append(extract_model_from_parallel(value))
-        parameters = {}
-        for model in models:
-            parameters.update(model.named_parameters())
-        if not drop_refs:
-            return parameters
-        addresses_by_name = {}
-        for parameter_name, value in parameters.items():
-            addresses_by_name[parameter_name] = local_tensor(value).data_ptr()
-        return addresses_by_name
+                parameters.update(extract_model_from_parallel(value).named_parameters())
+        if drop_refs:
+            for parameter_name, parameter in parameters.items():
+                parameters[parameter_name] = local_tensor(parameter).data_ptr()
+        return parameters
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:  # type: ignore[override]  # this package's class
