@@ -145,3 +145,84 @@ def test_batches_are_counted_for_each_rank_of_a_replica() -> None:
     assert ledger.amounts("a", 2) == (6, 6)
     assert ledger.amounts("b", 2) == (6, 5)
     assert ledger.amounts("b") == (3, 3)
+
+
+def test_a_ledger_begins_with_nothing() -> None:
+    ledger = Ledger(10, 2)
+    assert ledger.encoded() == {
+        "size": 10,
+        "rows": 2,
+        "drop_last": False,
+        "seed": 0,
+        "step": 0,
+        "lineage": "",
+        "epoch": 0,
+        "members": (),
+        "following": 0,
+        "returned": [],
+        "rounds": [],
+        "unused": {},
+    }
+    ledger.begin(1)
+    assert ledger.unused == {}, "an epoch that nobody began has no unused samples"
+    assert (ledger.epoch, ledger.following) == (1, 0)
+
+
+def test_an_epoch_that_was_begun_is_reported_from_its_first_sample_on() -> None:
+    ledger = Ledger(4, 1, members=("a",))
+    assert ledger.deal() == {"a": [(0, 1)]}
+    ledger.begin(1)
+    assert ledger.unused == {0: [(0, 4)]}
+    assert Ledger.decoded(json.loads(json.dumps(ledger.encoded()))) == ledger
+    assert list(ledger.encoded()["unused"]) == ["0"]
+    assert ledger.deal() == {"a": [(0, 1)]}
+
+
+def test_returned_samples_stay_in_order() -> None:
+    ledger = Ledger(20, 3, members=("a",), returned=[(0, 5), (8, 11)], following=12)
+    assert ledger.deal() == {"a": [(0, 3)]}
+    assert ledger.returned == [(3, 5), (8, 11)]
+    assert ledger.deal() == {"a": [(3, 5), (8, 9)]}
+    assert ledger.returned == [(9, 11)]
+    assert ledger.deal() == {"a": [(9, 11), (12, 13)]}
+    assert ledger.returned == []
+    ledger.returned = [(13, 16)]
+    assert ledger.deal() == {"a": [(13, 16)]}
+    assert ledger.returned == []
+
+
+@pytest.mark.parametrize(
+    ("left", "members", "exhausted"),
+    [
+        (5, 2, True),
+        (6, 2, False),
+        (2, 1, True),
+        (3, 1, False),
+        (2, 0, True),
+        (3, 0, False),
+    ],
+)
+def test_drop_last_needs_a_batch_for_each_member(
+    left: int, members: int, exhausted: bool
+) -> None:
+    names = tuple("ab"[:members])
+    assert Ledger(left, 3, drop_last=True, members=names).exhausted is exhausted
+    assert not Ledger(left, 3, members=names).exhausted
+
+
+def test_the_digest_of_a_history_is_frozen_because_replicas_compare_it() -> None:
+    ledger = Ledger(100, 5, members=("a", "b"))
+    ledger.deal()
+    ledger.commit(["b", "a"], ["c", "a"])
+    assert (ledger.step, ledger.members) == (1, ("a", "c"))
+    assert ledger.lineage == "5da12f344b48ce17"
+    ledger.deal()
+    ledger.commit(["a"], ["a"])
+    assert ledger.step == 2
+
+
+def test_ranges_of_ranks_are_never_empty() -> None:
+    for num_ranks in range(1, 5):
+        for rank in range(num_ranks):
+            ranges = rank_positions([(0, 1), (3, 5), (9, 12)], rank, num_ranks)
+            assert all(start < end for start, end in ranges)

@@ -66,3 +66,6 @@ def test_names_of_all_members_after_healing() -> None:
     assert roles.source_of("a").name == "b"
     assert [healed.name for healed in roles.healed_by("b")] == ["a"]
     assert not roles.is_active("a")
+    assert roles.is_active("b") is True
+    assert roles.contributors == ("b",)
+    assert divide_members([member("b"), member("a")]).contributors == ("a", "b")

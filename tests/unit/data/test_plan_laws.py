@@ -9,7 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hasten.data.batch_plan import LoaderPlan, plan_batches, plan_rows, split_units
+from hasten.data.batch_plan import (
+    SINGLE_RANK,
+    DataRanks,
+    LoaderPlan,
+    plan_batches,
+    plan_rows,
+    split_units,
+)
 from hasten.errors import ConfigError
 
 
@@ -103,7 +110,9 @@ def test_every_index_once_for_all_sizes_batches_worlds_and_settings(
 def test_a_batch_that_cannot_be_split_is_refused_with_the_sizes_that_can() -> None:
     for batch, world in itertools.product(range(1, 10), range(1, 9)):
         if batch % world:
-            with pytest.raises(ConfigError, match="Set batch_size to"):
+            smaller = batch - batch % world
+            sizes = f"{smaller} or {smaller + world}, or" if smaller else f"{world}"
+            with pytest.raises(ConfigError, match=rf"Set batch_size to {sizes}\b"):
                 plans_of_ranks(batch, world, split=True, drop_last=False, even=True)
         if batch < world:
             with pytest.raises(ConfigError, match=f"Set batch_size to {world}"):
@@ -157,6 +166,35 @@ def test_a_resumed_plan_reads_exactly_the_rest_on_any_world() -> None:
                 for unit in row[: plan.share(size, number, start).real]
             )
             assert remaining_units == list(range(start, size))
+
+
+def test_steps_are_counted_from_any_start() -> None:
+    for size, start, batch, world in itertools.product(
+        range(0, 30, 3), range(0, 34, 2), (1, 2, 5), (1, 2, 3)
+    ):
+        for drop_last, even in itertools.product((False, True), repeat=2):
+            for plan in plans_of_ranks(
+                batch, world, split=False, drop_last=drop_last, even=even
+            ):
+                assert plan.steps(size, start) == len(read_rows(plan, size, start))
+
+
+def test_plans_of_one_rank_take_everything_in_order() -> None:
+    plan = LoaderPlan(num_shards=1, shard=0, global_batch=2)
+    assert (plan.drop_last, plan.even, plan.pad) == (False, True, "least")
+    assert read_rows(plan, 5) == [[0, 1], [2, 3], [4]]
+    assert DataRanks(shard=0, num_shards=1, shard_of=(0,)) == SINGLE_RANK
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape"),
+    [(1, (8192, 1)), (3, (2730, 3)), (8192, (1, 8192)), (9000, (1, 9000))],
+)
+def test_positions_come_in_arrays_of_about_8192(
+    batch: int, shape: tuple[int, int]
+) -> None:
+    plan = plans_of_ranks(batch, 1, split=False, drop_last=False, even=True)[0]
+    assert next(plan.assign(100_000)).shape == shape
 
 
 def test_one_step_costs_the_same_at_any_world_size() -> None:

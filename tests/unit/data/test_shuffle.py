@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+import zlib
 
 import numpy as np
 import pytest
@@ -53,6 +54,39 @@ def test_the_order_is_frozen_because_saved_positions_mean_it() -> None:
         6482454976,
         7686664977,
     ]
+
+
+@pytest.mark.parametrize(
+    ("size", "seed", "epoch", "checksum"),
+    [
+        (1, 0, 0, 1696784233),
+        (10, 0, 0, 343921361),
+        (1000, 7, 2, 660042047),
+        # around the largest table, and around powers of two
+        (4095, 1, 1, 2214416523),
+        (4096, 1, 1, 2195380610),
+        (4097, 1, 1, 1273462863),
+        (4098, 1, 1, 1017458984),
+        (8192, 1, 1, 3859182189),
+        (8193, 1, 1, 412447209),
+        (70_000, 3, 5, 3502737470),
+        # two numbers have hashes with the same first half
+        (4096, 1338, 0, 235216320),
+        (4096, 2794, 0, 3875768794),
+    ],
+)
+def test_whole_orders_are_frozen(
+    size: int, seed: int, epoch: int, checksum: int
+) -> None:
+    order = Shuffle(size, seed, epoch).at(np.arange(size))
+    assert order.dtype == np.int64
+    assert zlib.crc32(order.tobytes()) == checksum
+
+
+def test_shuffles_are_equal_if_their_numbers_are() -> None:
+    assert Shuffle(10, 2, 3) == Shuffle(10, 2, 3)
+    assert Shuffle(10, 2, 3) != Shuffle(10, 2, 4)
+    assert repr(Shuffle(9999, 2, 3)) == "Shuffle(size=9999, seed=2, epoch=3)"
 
 
 @pytest.mark.parametrize("size", [7, 100, 4096, 4097, 8191, 70_000])
