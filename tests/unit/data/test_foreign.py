@@ -98,10 +98,10 @@ class Wrapper(IterableDataset[Any]):
     """A dataset of the user's around a stream."""
 
     def __init__(self, inner: Any) -> None:
-        self.parts = [inner]
+        self.streams = [inner]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.parts[0])
+        return iter(self.streams[0])
 
 
 def test_a_buffer_inside_a_dataset_of_the_users_is_found() -> None:
