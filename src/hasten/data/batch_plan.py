@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -23,7 +23,6 @@ _SPREAD: Final = np.uint32(0x846CA68B)
 _FOLD: Final = np.uint32(15)
 
 
-@dataclass(frozen=True)
 class Shuffle:
     """A permutation of `range(size)` that depends only on (seed, epoch).
 
@@ -32,22 +31,22 @@ class Shuffle:
     The order is part of the format of saved positions: it must not change between versions.
     """
 
-    size: int
-    seed: int
-    epoch: int
-    _keys: NDArray[np.uint32] = field(init=False, repr=False, compare=False)
-    _table: Indices | None = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.size < 1 << 62, (
-            f"a shuffle of {self.size} samples is out of range"
-        )
-        keys = np.array(
-            _key_stream(self.seed, self.epoch, 2 * _ROUNDS), dtype=np.uint64
-        ).astype(np.uint32)
-        object.__setattr__(self, "_keys", keys)
-        table = _sorted_by_hash(self.size, keys) if self.size <= _TABLE_SIZE else None
-        object.__setattr__(self, "_table", table)
+    def __init__(self, size: int, seed: int, epoch: int) -> None:
+        assert 0 <= size < 1 << 62, f"a shuffle of {size} samples is out of range"
+        self.size = size
+        self._keys = np.zeros(2 * _ROUNDS, dtype=np.uint32)
+        key_state = derive_seed(seed, epoch)
+        for key_index in range(2 * _ROUNDS):
+            key_state = (key_state + _GOLDEN) & _MASK
+            self._keys[key_index] = _mix_bits(key_state) & 0xFFFFFFFF
+        self._table: Indices | None = None
+        if size <= _TABLE_SIZE:
+            keys, positions = self._keys, np.arange(size, dtype=np.uint32)
+            high_bits = _hash_bits(positions ^ keys[0], keys[1], keys[2], 31)
+            low_bits = _hash_bits(positions ^ keys[3], keys[4], keys[5], 31)
+            # 62 bits
+            hashes = (high_bits.astype(np.uint64) << np.uint64(31)) | low_bits
+            self._table = np.argsort(hashes).astype(np.int64)
 
     def at(self, positions: Indices) -> Indices:
         """Return the dataset index at each position."""
@@ -112,28 +111,6 @@ def _hash_bits(
     return hashes
 
 
-def _sorted_by_hash(size: int, keys: NDArray[np.uint32]) -> Indices:
-    """Return `range(size)` sorted by a 62-bit hash of each number."""
-    positions = np.arange(size, dtype=np.uint32)
-    high_bits, low_bits = (
-        _hash_bits(
-            positions ^ keys[key_index], keys[key_index + 1], keys[key_index + 2], 31
-        )
-        for key_index in (0, 3)
-    )
-    return np.argsort((high_bits.astype(np.uint64) << np.uint64(31)) | low_bits).astype(
-        np.int64
-    )
-
-
-def _key_stream(seed: int, epoch: int, num_keys: int) -> list[int]:
-    key_seed = derive_seed(seed, epoch)
-    return [
-        _mix_bits((key_seed + (key_index + 1) * _GOLDEN) & _MASK)
-        for key_index in range(num_keys)
-    ]
-
-
 def _mix_bits(number: int) -> int:
     """Apply the finaliser of splitmix64: every input bit affects every output bit."""
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -181,32 +158,15 @@ class LoaderPlan:
     even: bool = True
     pad: Pad = "least"
 
-    def __post_init__(self) -> None:
-        assert 0 <= self.shard < self.num_shards, (
-            f"shard {self.shard} of {self.num_shards}"
-        )
-        assert self.global_batch > 0, f"a step of {self.global_batch} units"
-        assert self.even or self.global_batch >= self.num_shards, (
-            f"{self.global_batch} units for {self.num_shards}"
-        )
-        assert not self.even or self.global_batch % self.num_shards == 0, (
-            "an even plan has equal shares"
-        )
-
     @property
     def rows(self) -> int:
         """Number of units this rank takes in a full step."""
         return self.part(self.global_batch).rows
 
     @property
-    def whole(self) -> int | None:
-        """Units of a full step, if short steps are cut like it; None when their units are spread over the ranks."""
-        return self.global_batch if self.pad == "full" else None
-
-    @property
     def max_padding(self) -> int:
         """Maximum number of units from the start of an epoch that pad its end."""
-        return self.whole or self.num_shards
+        return self.global_batch if self.pad == "full" else self.num_shards
 
     def steps(self, size: int, start: int = 0) -> int:
         """Return the number of batches this rank reads from position `start` of an epoch of `size` units."""
@@ -266,7 +226,8 @@ class LoaderPlan:
             self.num_shards,
             self.shard if shard is None else shard,
             self.even,
-            self.whole,
+            # short steps are cut like full ones, or their units spread over the ranks
+            self.global_batch if self.pad == "full" else None,
         )
         return share._replace(first=first + share.first)
 

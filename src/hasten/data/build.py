@@ -70,7 +70,6 @@ def prepare_loader(
     """
     if isinstance(loader, Loader):
         return loader
-    _refuse_what_is_lost(loader)
     if config.use_stateful_dataloader:
         log.info(
             "use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict"
@@ -86,6 +85,7 @@ def prepare_loader(
     engine = copy_loader(loader, pin_memory=True) if is_pinned else loader
     iteration = LoaderIteration(Position(seed=agreement.seed))
     shown_attributes: dict[str, Any] = {"pin_memory": True} if is_pinned else {}
+    move, ahead = _choose_move(device, config, transfer)
     source: BatchSource
     if isinstance(loader.dataset, IterableDataset):
         cutting = _plan_cutting(engine, config, data_ranks)
@@ -99,14 +99,14 @@ def prepare_loader(
         if assignment.form != "items":
             planned_sampler = PlannedSampler(assignment, loader.sampler, iteration)
             shown_attributes["batch_sampler"] = planned_sampler
-        depth = _choose_depth(device, config, transfer)
-        ahead = _choose_read_ahead(depth, device, transfer)
         shard = data_ranks.shard if is_sharded else None
-        source = IndexedSource(engine, assignment, ctx.rank, ahead=ahead, shard=shard)
+        source = IndexedSource(
+            engine, assignment, ctx.topology.rank, ahead=ahead, shard=shard
+        )
         if config.dispatch_batches:
             num_shards = data_ranks.num_shards
             reading_source = IndexedSource(
-                engine, assignment, ctx.rank, num_shards, "always"
+                engine, assignment, ctx.topology.rank, num_shards, "always"
             )
             source = DispatchSource(
                 reading_source, IndexedReader(), ctx.world, data_ranks
@@ -117,7 +117,7 @@ def prepare_loader(
         source=source,
         clock=clock,
         iteration=iteration,
-        move=_choose_move(device, config, transfer),
+        move=move,
         shard=data_ranks.shard,
         total_batch_size=global_batch_size,
         equalise=_make_equaliser(rng_types, loader, ctx)
@@ -126,7 +126,10 @@ def prepare_loader(
     )
     if getattr(loader.batch_sampler, "drop_last", loader.drop_last):
         _warn_if_empty(source, data_ranks.num_shards, global_batch_size)
-    return Loader.made(loader, loader_parts, **shown_attributes)
+    prepared = Loader.__new__(Loader)
+    prepared.__dict__.update(loader.__dict__)
+    prepared.__dict__.update(_iterator=None, parts=loader_parts, **shown_attributes)
+    return prepared
 
 
 def _find_data_ranks(ctx: ProcessContext) -> DataRanks:
@@ -143,7 +146,17 @@ def _agree_with_ranks(
     seed: int,
     already_sharded: bool | None,
 ) -> LoaderAgreement:
-    """Return the facts that the ranks agree on, after refusing incompatible settings."""
+    """Return the facts that the ranks agree on, after refusing settings that are incompatible or would be lost."""
+    if not getattr(loader, "in_order", True):
+        raise PrepareError(
+            "the loader has in_order=False, so batches arrive in the order in which workers finish, and end of epoch, padding and "
+            "position are unknown. Build it with in_order=True."
+        )
+    if getattr(loader, "next_iter_state", None) is not None:
+        raise PrepareError(
+            "the StatefulDataLoader has a loaded state for its next iteration, which prepare() would lose. Prepare the loader first, "
+            "then load the state_dict() of a prepared loader into it."
+        )
     if config.data_seed is not None:
         seed = config.data_seed
     elif isinstance(loader.generator, torch.Generator):
@@ -170,8 +183,8 @@ def _agree_with_ranks(
             "dispatch_batches=True with data that is already sharded: the reading rank would only see its part, and the rest would "
             "never be read. Remove one of the two."
         )
-    has_batch_size = is_exactly(loader.batch_sampler, BatchSampler)
-    if is_sharded and config.split_batches and not has_batch_size:
+    is_split = is_sharded and config.split_batches
+    if is_split and not is_exactly(loader.batch_sampler, BatchSampler):
         raise ConfigError(
             "split_batches=True with data that is already sharded and a custom batch sampler: no rank has rows of another rank's "
             "batches. Set split_batches=False, or give the loader a batch_size."
@@ -213,20 +226,6 @@ def _warn_if_empty(
             source.unit,
             num_shards,
             global_batch_size or num_shards,
-        )
-
-
-def _refuse_what_is_lost(loader: DataLoader[Any]) -> None:
-    """Raise PrepareError for a loader with settings that a prepared one cannot preserve."""
-    if not getattr(loader, "in_order", True):
-        raise PrepareError(
-            "the loader has in_order=False, so batches arrive in the order in which workers finish, and end of epoch, padding and "
-            "position are unknown. Build it with in_order=True."
-        )
-    if getattr(loader, "next_iter_state", None) is not None:
-        raise PrepareError(
-            "the StatefulDataLoader has a loaded state for its next iteration, which prepare() would lose. Prepare the loader first, "
-            "then load the state_dict() of a prepared loader into it."
         )
 
 
@@ -347,51 +346,32 @@ def _needs_pinning(
     return bool(config.pin_memory)
 
 
-def _choose_depth(
-    device: torch.device | None,
-    config: DataLoaderConfiguration,
-    transfer: MakeMove | None = None,
-) -> int:
-    """Return the number of batches read ahead of the one in use."""
-    if device is None:
-        return 0
-    if device.type == "cpu":
-        return config.prefetch or 0
-    depth = _DEFAULT_DEPTH if config.prefetch is None else config.prefetch
-    if transfer is not None or kind_of(device).side_streams:
-        return depth
-    return 0
-
-
-def _choose_read_ahead(
-    depth: int, device: torch.device | None, transfer: MakeMove | None
-) -> Ahead:
-    """Return the read-ahead mode: only large batches are read ahead if a side stream copies them."""
-    if not depth:
-        return "never"
-    reads_all = transfer is not None or device is None or device.type == "cpu"
-    return "always" if reads_all else "when large"
-
-
 def _choose_move(
     device: torch.device | None,
     config: DataLoaderConfiguration,
     transfer: MakeMove | None = None,
-) -> Move | None:
-    """Return the function that moves batches to the device; None when they are not moved."""
+) -> tuple[Move | None, Ahead]:
+    """Return the function that moves batches to the device, None if none does, and the batches that are read ahead of it."""
     if device is None:
-        return None
-    depth = _choose_depth(device, config, transfer)
-    if transfer is not None:
-        return transfer(depth, config.prefetch_skip_keys or ())
+        return None, "never"
     if device.type == "cpu":
-        return LookAhead(depth) if depth else None
+        depth = config.prefetch or 0
+    elif transfer is not None or kind_of(device).side_streams:
+        depth = _DEFAULT_DEPTH if config.prefetch is None else config.prefetch
+    else:
+        depth = 0
+    if transfer is not None:
+        move = transfer(depth, config.prefetch_skip_keys or ())
+        return move, "always" if depth else "never"
+    if device.type == "cpu":
+        return (LookAhead(depth), "always") if depth else (None, "never")
     if depth:
-        return Prefetch(device, depth, config.prefetch_skip_keys)
+        # a side stream copies; only large batches are worth it
+        return Prefetch(device, depth, config.prefetch_skip_keys), "when large"
 
     def put(batch: Any) -> Any:  # Any: a batch of the user's
         return trees.to_device(
             batch, device, config.non_blocking, config.prefetch_skip_keys
         )
 
-    return move_on_request(put)
+    return move_on_request(put), "never"

@@ -177,7 +177,7 @@ class IndexedReader:
                     if index_batch is not None
                 )
 
-        items = source.read(flat(), position)
+        items = source.open(position, flat())
         for first_item in items:
             round_batches, has_more = planned_rounds.popleft()
             following_items = islice(

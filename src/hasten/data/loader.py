@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.data.batch_plan import derive_seed
 from hasten.data.position import Position, decode, encode
-from hasten.data.source import BatchSource, Item, count_last_samples, forward_epoch
+from hasten.data.source import BatchSource, Item, count_last_samples
 from hasten.errors import ArgumentError, PrepareError
 from hasten.optim.clock import LoaderCursor, StepClock
 
@@ -69,13 +69,8 @@ class LoaderIteration:
 
     def enter(self, position: Position) -> None:
         """Record that an iteration starts at `position`."""
-        self.start, self.steps, self.source_state, self.fresh, self.iterator = (
-            position,
-            0,
-            None,
-            False,
-            None,
-        )
+        self.start, self.steps, self.source_state = position, 0, None
+        self.fresh, self.iterator = False, None
 
     def place(self, position: Position) -> None:
         """Make the next iteration start at `position`."""
@@ -123,16 +118,6 @@ class Loader(DataLoader[Any]):
         raise TypeError(
             "a Loader is created by prepare(), not directly: call accelerator.prepare(DataLoader(...))"
         )
-
-    @classmethod
-    def made(
-        cls, user: DataLoader[Any], components: LoaderParts, **shown: Any
-    ) -> Loader:
-        """Return a loader with the user's attributes, except those in `shown`."""
-        loader = cls.__new__(cls)
-        loader.__dict__.update(user.__dict__)
-        loader.__dict__.update(_iterator=None, parts=components, **shown)
-        return loader
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and "parts" in self.__dict__:
@@ -202,33 +187,25 @@ class Loader(DataLoader[Any]):
         # a resumed epoch has saved states
         if components.equalise is not None and position.consumed == 0:
             components.equalise()
-        self._set_seeds(position)
-        position = components.source.begin(position)
+        source = components.source
+        if source.engine is not self:
+            seed = derive_seed(position.seed, position.epoch, components.shard, 1)
+            source.engine.generator = torch.Generator().manual_seed(seed)
+        set_epoch = getattr(self.dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(position.epoch)
+        position = source.begin(position)
         components.iteration.enter(position)
-        items = components.source.open(position)
+        items = source.open(position)
         cursor = components.cursor
-        cursor.epoch, cursor.batch, cursor.at_end, cursor.num_real, cursor.num_rows = (
-            position.epoch,
-            0,
-            False,
-            None,
-            None,
-        )
-        num_units, global_batch_size = (
-            components.source.size(),
-            components.total_batch_size,
-        )
-        # the length of a stream is not asked for
-        is_length_known = num_units is not None and global_batch_size is not None
-        num_steps = components.source.steps() if is_length_known else None
-        if num_steps is None:
-            cursor.pads_like = None
-        else:
+        cursor.epoch, cursor.batch, cursor.at_end = position.epoch, 0, False
+        cursor.num_real = cursor.num_rows = cursor.pads_like = None
+        num_units = source.size()
+        if num_units is not None and components.total_batch_size is not None:
             cursor.pads_like = (
                 num_units,
                 position.consumed,
-                global_batch_size,
-                num_steps,
+                components.total_batch_size,
             )
         if not cursor.opened:
             components.clock.loaders.record_start(cursor)
@@ -286,15 +263,6 @@ class Loader(DataLoader[Any]):
                     clock.keep_position(cursor)
             if iteration.start is pass_start:
                 iteration.place(pass_start.begin(pass_start.epoch + 1))
-
-    def _set_seeds(self, position: Position) -> None:
-        components = self.parts
-        engine = components.source.engine
-        if engine is not self:
-            engine.generator = torch.Generator().manual_seed(
-                derive_seed(position.seed, position.epoch, components.shard, 1)
-            )
-        forward_epoch(self.dataset, position.epoch)
 
     def current(self) -> tuple[Position, int]:
         """Return the start of the pass, and the number of batches since then: the latest is the one in use."""

@@ -89,12 +89,11 @@ class Assignment:
     ) -> Iterator[IndexBatch]:
         """Yield this rank's batches from `position` to the end of its epoch.
 
-        Without `ends` none is marked as the last, and no unit is drawn before it is needed.
+        Without `looks_ahead` none is marked as the last, and no unit is drawn before it is needed.
 
         Raises: DataError when the position cannot be reached with the user's DistributedSampler.
         """
-        first_unit = self._start(position)
-        index_at = self._seek(position)
+        first_unit, index_at = self._find_start(position)
         if index_at is not None:
             computed_batches = self._compute_batches(index_at, first_unit)
             if isinstance(self.order, PartOrder):
@@ -118,10 +117,11 @@ class Assignment:
 
     def batch_of(self, position: Position, step: int) -> list[int] | None:
         """Return the dataset indices of this rank's `step`-th batch from `position`, without padding; None if unknown."""
-        index_at, size = self._seek(position), self.order.size()
+        size = self.order.size()
+        first_unit, index_at = self._find_start(position)
         if index_at is None or size is None:
             return None
-        share = self.plan.share(size, step, self._start(position))
+        share = self.plan.share(size, step, first_unit)
         num_real = self._num_real(share.real, share.first)
         indices: list[int] = index_at(
             np.arange(share.first, share.first + num_real, dtype=np.int64)
@@ -130,8 +130,7 @@ class Assignment:
 
     def rounds(self, position: Position) -> Iterator[list[IndexBatch | None]]:
         """Yield the batches of all ranks, step by step, for the rank that reads for all; None for ranks without one."""
-        first_unit = self._start(position)
-        index_at = self._seek(position)
+        first_unit, index_at = self._find_start(position)
         if index_at is not None:
             shards = range(self.plan.num_shards)
             return map(
@@ -150,7 +149,10 @@ class Assignment:
             return rounds
         return map(self._shares_of, rounds)
 
-    def _start(self, position: Position) -> int:
+    def _find_start(
+        self, position: Position
+    ) -> tuple[int, Callable[[Indices], Indices] | None]:
+        """Return the first unit to read, and the function from positions to indices; None if units must be drawn."""
         if position.consumed:
             self._check_part(position.part)
         if position.consumed % self.stride:
@@ -159,7 +161,10 @@ class Assignment:
                 f"DistributedSampler splits over, so samples would be lost or read twice. Resume on a number of processes "
                 f"that divides {position.consumed}, or remove the sampler: prepare() shards the loader."
             )
-        return position.consumed // self.stride
+        index_at = None
+        if self.form != "batches":
+            index_at = self.order.seek(position)
+        return position.consumed // self.stride, index_at
 
     def _check_part(self, saved: Part | None) -> None:
         """Raise DataError unless a position inside an epoch refers to this rank's shard."""
@@ -203,30 +208,29 @@ class Assignment:
             )
             num_done += self.plan.rows
 
-    def _seek(self, position: Position) -> Callable[[Indices], Indices] | None:
-        if self.form != "batches":
-            return self.order.seek(position)
-        return None
-
     def _compute_batches(
-        self, seek: Callable[[Indices], Indices], start: int, shard: int | None = None
+        self,
+        index_at: Callable[[Indices], Indices],
+        first_unit: int,
+        shard: int | None = None,
     ) -> Iterator[IndexBatch]:
         plan = self.plan if shard is None else replace(self.plan, shard=shard)
         size = self.order.size()
         assert size is not None, "an order that can be computed has a size"
         has_rows = self.form == "rows"
-        num_left, tail_share = plan.steps(size, start), plan.tail(size, start)
-        for positions in plan.assign(size, start):
-            index_rows = seek(positions.reshape(-1)).reshape(positions.shape)
+        num_left = max(size - first_unit, 0) // plan.global_batch
+        num_real_in_tail = None
+        tail_share = plan.tail(size, first_unit)
+        if tail_share is not None:
+            num_left += 1
+            if tail_share.real != tail_share.rows:
+                num_real_in_tail = tail_share.real
+        for positions in plan.assign(size, first_unit):
+            index_rows = index_at(positions.reshape(-1)).reshape(positions.shape)
             for indices in cast(list[list[int]], index_rows.tolist()):
                 num_left -= 1
-                if num_left:
-                    yield (indices if has_rows else indices[0], None, False)
-                else:
-                    num_real = None
-                    if tail_share is not None and tail_share.real != tail_share.rows:
-                        num_real = tail_share.real
-                    yield (indices if has_rows else indices[0], num_real, True)
+                num_real = None if num_left else num_real_in_tail
+                yield (indices if has_rows else indices[0], num_real, num_left == 0)
 
     def _draw_rounds(
         self,
@@ -325,7 +329,7 @@ class Assignment:
         plan = self.plan
         if not block or (len(block) < plan.global_batch and plan.drop_last):
             return [], 0
-        share = split_units(len(block), plan.num_shards, shard, plan.even, plan.whole)
+        share = plan.part(len(block), shard=shard)
         own_units = block[share.first : share.first + share.rows]
         pad_positions = range(max(share.first, len(block)), share.first + share.rows)
         own_units.extend(
@@ -396,9 +400,10 @@ def assign_indices(
     Ranks: every rank. Raises: ConfigError or DataError when the loader cannot be split this way.
     """
     dispatch, split = bool(config.dispatch_batches), config.split_batches
-    batch_sampler = loader.batch_sampler
-    sampler: Any = loader.sampler if batch_sampler is None else batch_sampler
-    if is_exactly(batch_sampler, BatchSampler):
+    batch_sampler: Any = loader.batch_sampler
+    is_plain = is_exactly(batch_sampler, BatchSampler)
+    sampler = loader.sampler if batch_sampler is None else batch_sampler
+    if is_plain:
         sampler = batch_sampler.sampler
     # the rank that reads for all, and a rank with a separate shard, draw independently
     comm = LocalComm() if dispatch or sharded else ctx.world
@@ -410,14 +415,12 @@ def assign_indices(
         )
         stride, data_ranks, split = data_ranks.num_shards, SINGLE_RANK, False
     elif sharded:
-        group, fit = (
-            ctx.groups(*BATCH),
-            choose_fit(config.even_batches, _drops_last(batch_sampler)),
-        )
+        group = ctx.groups(*BATCH)
+        fit = choose_fit(config.even_batches, _drops_last(batch_sampler))
         part_sizes = group.all_gather_object(order.size())
         stride, order = data_ranks.num_shards, PartOrder(order, group, part_sizes, fit)
         order.size()  # raises on every rank if the parts do not fit together
-    if not is_exactly(batch_sampler, BatchSampler):
+    if not is_plain:
         return _assign_batches(
             order,
             batch_sampler,
@@ -426,30 +429,8 @@ def assign_indices(
             split,
             stride,
         )
-    batch_size = batch_sampler.batch_size
-    if isinstance(order, PartOrder):  # the rank's rows of each step, all from its shard
-        batch_size, data_ranks, split = (
-            _plan_rows(batch_size, batch_sampler, config, data_ranks, split).rows,
-            SINGLE_RANK,
-            False,
-        )
-    return Assignment(
-        order,
-        _plan_rows(batch_size, batch_sampler, config, data_ranks, split),
-        "rows",
-        stride=stride,
-    )
-
-
-def _plan_rows(
-    batch_size: int,
-    batch_sampler: BatchSampler,
-    config: DataLoaderConfiguration,
-    data_ranks: DataRanks,
-    split: bool,
-) -> LoaderPlan:
-    return plan_rows(
-        batch_size=batch_size,
+    plan = plan_rows(
+        batch_size=batch_sampler.batch_size,
         num_shards=data_ranks.num_shards,
         shard=data_ranks.shard,
         split=split,
@@ -457,6 +438,9 @@ def _plan_rows(
         even=config.even_batches,
         pad=config.pad,
     )
+    if isinstance(order, PartOrder):  # the rank's rows of each step, all from its shard
+        plan = replace(plan, num_shards=1, shard=0, global_batch=plan.rows)
+    return Assignment(order, plan, "rows", stride=stride)
 
 
 def _assign_batches(
@@ -512,10 +496,6 @@ def refuse_full_padding(config: DataLoaderConfiguration, description: str) -> No
         )
 
 
-SeededIndices = tuple[list[Any], int]
-"""A batch of indices, and the seed for drawing its samples. A plain tuple: one is pickled for every batch."""
-
-
 class PlannedSampler(BatchSampler):
     """The batch sampler that a prepared loader shows: this rank's batches of the coming epoch."""
 
@@ -543,44 +523,3 @@ class PlannedSampler(BatchSampler):
     def set_epoch(self, epoch: int) -> None:
         """Start at `epoch` when iterated next."""
         self._position.set_epoch(epoch)
-
-
-class Feed:
-    """Index source of the engine: yields batches of indices and records each until its batch arrives."""
-
-    def __init__(self, batched: bool) -> None:
-        self.notes: deque[IndexBatch] = deque()
-        self._batched = batched
-        self._index_batches: Iterator[IndexBatch] = iter(())
-        self._seeds: Iterator[int] | None = None
-
-    def load(
-        self, index_batches: Iterator[IndexBatch], seeds: Iterator[int] | None
-    ) -> deque[IndexBatch]:
-        """Make the next iteration yield `index_batches`, with seeds for workers; return the queue of its records."""
-        self.notes = deque()
-        self._index_batches, self._seeds = index_batches, seeds
-        return self.notes
-
-    def __iter__(self) -> Iterator[Any]:
-        # bound now, not at the first draw
-        return self._hand_out(self.notes, self._index_batches, self._seeds)
-
-    def _hand_out(
-        self,
-        notes: deque[IndexBatch],
-        index_batches: Iterator[IndexBatch],
-        seeds: Iterator[int] | None,
-    ) -> Iterator[Any]:
-        if seeds is None:
-            for index_batch in index_batches:
-                notes.append(index_batch)
-                yield index_batch[0]
-            return
-        for index_batch in index_batches:
-            notes.append(index_batch)
-            seeded_indices: SeededIndices = (
-                index_batch[0] if self._batched else [index_batch[0]],
-                next(seeds),
-            )
-            yield seeded_indices

@@ -19,7 +19,7 @@ from hasten.data.foreign import is_torchdata
 from hasten.data.order import PartOrder, SharedOrder
 from hasten.data.position import Position, Unit
 from hasten.data.random_states import RandomStates, seed_everything
-from hasten.data.sampler import Assignment, Feed, IndexBatch, SeededIndices
+from hasten.data.sampler import Assignment, IndexBatch
 from hasten.errors import DataError
 from hasten.optim.loader_progress import LoaderCursor
 
@@ -112,6 +112,20 @@ class OuterSource:
         self._inner.change(name, value)
 
 
+class _Feed:
+    """Index source of the engine, which takes an iterator of indices when it starts a pass."""
+
+    def __init__(self) -> None:
+        self.indices: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.indices
+
+
+SeededIndices = tuple[list[Any], int]
+"""A batch of indices, and the seed for drawing its samples. A plain tuple: one is pickled for every batch."""
+
+
 class IndexedSource:
     """Source of map-style data, read on this rank through a DataLoader that is fed this rank's indices."""
 
@@ -132,7 +146,7 @@ class IndexedSource:
         self._loader = loader
         self._rank = rank
         self._batches_per_step = batches_per_step
-        self._feed = Feed(batched=assignment.form != "items")
+        self._feed = _Feed()
         engine_settings: dict[str, Any] = {"batch_sampler": self._feed}
         if assignment.form == "items":
             engine_settings = {"batch_sampler": None, "sampler": self._feed}
@@ -155,18 +169,18 @@ class IndexedSource:
 
     def remember(self, position: Position) -> Position:
         if position.generator is None:
-            return self.begin(position)
+            return self.assignment.order.begin(position)
         return position
 
-    def open(self, position: Position) -> Generator[Item]:
-        return self.read(self.assignment.index_batches(position), position)
-
-    def read(
-        self, index_batches: Iterator[IndexBatch], position: Position
+    def open(
+        self, position: Position, index_batches: Iterator[IndexBatch] | None = None
     ) -> Generator[Item]:
-        """Yield the batches of the given batches of indices, which start at `position`."""
+        """Yield the batches from `position`, or those of the given batches of indices, which start there."""
+        if index_batches is None:
+            index_batches = self.assignment.index_batches(position)
+        expected_batches: deque[IndexBatch] = deque()
         if not self._loader.num_workers and self._ahead == "never":
-            expected_batches = self._feed.load(index_batches, None)
+            self._feed.indices = self._hand_out(index_batches, expected_batches)
             return self._read(iter(self.engine), expected_batches, position)
         plan = self.assignment.plan
         first_number = (
@@ -181,21 +195,29 @@ class IndexedSource:
             plan.shard if self._shard is None else self._shard,
         )
         if self._loader.num_workers:
-            expected_batches = self._feed.load(
-                index_batches, map(seed_of, count(first_number))
-            )
+            seeds = map(seed_of, count(first_number))
+            self._feed.indices = self._hand_out(index_batches, expected_batches, seeds)
             return self._read(iter(self.engine), expected_batches, position)
-        expected_batches, batches = (
-            self._feed.load(index_batches, None),
-            iter(self.engine),
-        )
+        self._feed.indices = self._hand_out(index_batches, expected_batches)
         switch = ReadAhead(position.ahead) if self._ahead == "when large" else None
-        return self._read(
-            self._read_seeded(batches, seed_of, first_number, switch),
-            expected_batches,
-            position,
-            switch,
-        )
+        batches = self._read_seeded(iter(self.engine), seed_of, first_number, switch)
+        return self._read(batches, expected_batches, position, switch)
+
+    def _hand_out(
+        self,
+        index_batches: Iterator[IndexBatch],
+        expected_batches: deque[IndexBatch],
+        seeds: Iterator[int] | None = None,
+    ) -> Iterator[Any]:
+        """Yield the indices of each batch, with a seed for workers, and record the batch as expected until it arrives."""
+        is_whole_batch = self.assignment.form == "items"
+        for index_batch in index_batches:
+            expected_batches.append(index_batch)
+            indices = index_batch[0]
+            if seeds is None:
+                yield indices
+            else:
+                yield [indices] if is_whole_batch else indices, next(seeds)
 
     def _read_seeded(
         self,
@@ -260,12 +282,12 @@ class IndexedSource:
     def _read(
         self,
         batches: Iterator[Any],
-        notes: deque[IndexBatch],
+        expected_batches: deque[IndexBatch],
         position: Position,
         switch: ReadAhead | None = None,
     ) -> Generator[Item]:
         is_whole_batch = self.assignment.form == "items"
-        take_expected = notes.popleft
+        take_expected = expected_batches.popleft
         num_read = 0
         while True:
             try:
@@ -274,8 +296,8 @@ class IndexedSource:
                 return
             # of the user's dataset or a worker: any type, re-raised unchanged
             except Exception as error:
-                self._raise_explained(error, notes, position, num_read)
-            if not notes:
+                self._raise_explained(error, expected_batches, position, num_read)
+            if not expected_batches:
                 raise DataError(
                     f"{type(self._loader).__name__} returned an unexpected batch (rank {self._rank}, batch "
                     f"{num_read}): it overrides how a DataLoader iterates, so samples cannot be split over ranks. "
@@ -283,25 +305,21 @@ class IndexedSource:
                 )
             indices, num_real, is_last = take_expected()
             num_read += 1
-            yield (
-                batch,
-                None
-                if num_real is None
-                else Padding(num_real, None if is_whole_batch else len(indices)),
-                is_last,
-                switch,
-            )
+            padding = None
+            if num_real is not None:
+                padding = Padding(num_real, None if is_whole_batch else len(indices))
+            yield batch, padding, is_last, switch
 
     def _raise_explained(
         self,
         error: Exception,
-        notes: deque[IndexBatch],
+        expected_batches: deque[IndexBatch],
         position: Position,
         number: int,
     ) -> NoReturn:
         """Add rank, epoch, batch and indices to the error as a note, and re-raise it."""
         location = f"rank {self._rank}, epoch {position.epoch}, batch {number} after position {position.consumed}"
-        indices = notes[0][0] if notes else "unknown"
+        indices = expected_batches[0][0] if expected_batches else "unknown"
         if isinstance(indices, list) and len(indices) > _SHOWN_INDICES:
             indices = (
                 f"{indices[:_SHOWN_INDICES]} and {len(indices) - _SHOWN_INDICES} more"
@@ -413,13 +431,6 @@ def count_last_samples(
     if num_real is None or not batch_size:
         return total
     return min(num_real * total // batch_size, total)
-
-
-def forward_epoch(target: object, epoch: int) -> None:
-    """Call the dataset's `set_epoch`, if it has one."""
-    set_epoch = getattr(target, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
 
 
 # Any: a batch of the user's

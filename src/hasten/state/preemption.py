@@ -93,25 +93,21 @@ class Preemption(RunPart):
             self.pass_ends(cursor)
 
     def pass_ends(self, cursor: LoaderCursor) -> None:
-        """End the first window with its loop."""
+        """End the first window: signals have their default effect again, also one that was held, unless there was a query."""
         if self._clock is not None:
             self._clock.parts.forget(self, "pass_begins", "batch", "pass_ends")
-        self._release_signals()
-
-    def _release_signals(self) -> None:
-        """Give signals their default effect again, and to one that was held, unless there was a query."""
-        if not self._holds_signals:
-            return
-        self._holds_signals = False
-        self.end()
-        if self._received is not None and self._received > 0:
-            signal.raise_signal(self._received)
+        if self._holds_signals:
+            self.end()
+            if self._received is not None and self._received > 0:
+                signal.raise_signal(self._received)
 
     def _receive(self, signal_number: int, frame: FrameType | None) -> None:
         is_repeated = self._received is not None
         self._received = signal_number
-        if is_repeated:  # a loop that hangs in its first window can be ended
-            self._release_signals()
+        # a loop that hangs in its first window can be ended
+        if is_repeated and self._holds_signals:
+            self.end()
+            signal.raise_signal(signal_number)
 
     def set(self) -> None:
         """Request a stop without a signal. Ranks: any."""
@@ -153,6 +149,7 @@ class Preemption(RunPart):
 
     def end(self) -> None:
         """Restore the previous handlers."""
+        self._holds_signals = False
         previous_handlers, self._previous = self._previous, {}
         if threading.current_thread() is threading.main_thread():
             for signal_number, handler in previous_handlers.items():

@@ -132,7 +132,7 @@ def test_the_move_is_chosen_by_device_and_setting() -> None:
         return build._choose_move(
             None if device is None else torch.device(device),
             DataLoaderConfiguration(**settings),
-        )
+        )[0]
 
     assert move_for(None) is None
     assert move_for("cpu") is None

@@ -138,7 +138,7 @@ class _ReadAhead:
         """Return this rank's part of the batch at these positions, and whether it is expected to be the epoch's last."""
         for _ in range(2):
             if self._items is None:
-                self._items = self._inner.read(self._index_batches(ranges), self._at)
+                self._items = self._inner.open(self._at, self._index_batches(ranges))
             read_item = next(self._items, None)
             if read_item is not None:
                 expected_ranges, is_last = self._expected.popleft()

@@ -22,7 +22,7 @@ from accelerate._impl.loaders.samplers import (
     IterableDatasetShard,
     get_sampler,
 )
-from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
+from accelerate._impl.loaders.torch_source import OneAhead, TorchSource, forward_epoch
 from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown_property
@@ -39,7 +39,7 @@ from hasten.data.dispatch import DispatchSource
 from hasten.data.loader import Loader, LoaderIteration, LoaderParts, Move
 from hasten.data.position import Position
 from hasten.data.skipping import SkippingLoader
-from hasten.data.source import BatchSource, Item, forward_epoch, move_on_request
+from hasten.data.source import BatchSource, Item, move_on_request
 from hasten.optim.clock import LoaderCursor, StepClock
 from hasten.optional import need
 from hasten.runtime.mesh_plan import BATCH

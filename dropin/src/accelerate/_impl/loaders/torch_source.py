@@ -14,10 +14,17 @@ from hasten.data.loader import Loader
 from hasten.data.position import Position, Unit
 from hasten.data.prefetch import InLine, Queue, with_next
 from hasten.data.skipping import skip_first_batches
-from hasten.data.source import Item, forward_epoch
+from hasten.data.source import Item
 from hasten.runtime.devices import kind_of
 
 # Any in this file: batches and samplers are objects of the user.
+
+
+def forward_epoch(target: object, epoch: int) -> None:
+    """Call the `set_epoch` of a dataset or sampler, if it has one."""
+    set_epoch = getattr(target, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
 
 
 class TorchSource:
