@@ -38,23 +38,13 @@ class PrepareArguments:
     earlier: list[nn.Module] = field(default_factory=list)
     """The user's modules from earlier calls; optimizers of this call may hold their parameters."""
 
-    @classmethod
-    def sort(cls, objects: tuple[Any, ...], place: list[bool]) -> PrepareArguments:
-        """Return the bundle of these objects. Raises: PrepareError naming an object of an unsupported kind."""
-        return cls(
-            [
-                Item(kind_of(value), value, may_move)
-                for value, may_move in zip(objects, place, strict=True)
-            ]
-        )
-
     def of(self, kind: Kind) -> list[Item]:
         """Return the items of one kind, in call order."""
-        return [item for item in self.items if item.kind == kind]
-
-    def in_call_order(self) -> tuple[Any, ...]:
-        """Return the prepared values in the order their originals were given."""
-        return tuple(item.value for item in self.items)
+        items = []
+        for item in self.items:
+            if item.kind == kind:
+                items.append(item)
+        return items
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
+from types import NoneType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -449,22 +450,14 @@ class Accelerator:
             arguments.check_type(
                 "prepare(device_placement)", bool, requirement, *device_placement
             )
-        if objects and all(value is None for value in objects):
+        if set(map(type, objects)) == {NoneType}:
             raise PrepareError(
                 "prepare() got nothing but None, so nothing is prepared; give a model, optimizer or loader."
             )
-        prepared = self._prepare(objects, device_placement)
+        for replace_objects in self._clock.parts.preparing:
+            objects = replace_objects(objects)
+        prepared = self._preparer.prepare(objects, device_placement)
         return prepared[0] if len(prepared) == 1 else prepared
-
-    def _prepare(
-        self,
-        objects: Objects,
-        placement: Sequence[bool] | None = None,
-        train: bool = True,
-    ) -> Objects:
-        for replace in self._clock.parts.preparing:
-            objects = replace(objects)
-        return self._preparer.prepare(objects, placement, train)
 
     def prepare_model(
         self,
@@ -474,8 +467,11 @@ class Accelerator:
     ) -> nn.Module:
         """Prepare one model; with `evaluation_mode` it is placed, cast and compiled, but not wrapped for training."""
         placement = None if device_placement is None else [device_placement]
-        prepared: nn.Module = self._prepare(
-            (model,), placement, train=not evaluation_mode
+        objects: Objects = (model,)
+        for replace_objects in self._clock.parts.preparing:
+            objects = replace_objects(objects)
+        prepared: nn.Module = self._preparer.prepare(
+            objects, placement, train=not evaluation_mode
         )[0]
         return prepared
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -23,10 +24,9 @@ from hasten.optim.scheduler import (
     LoopLength,
     PreparedScheduler,
     explain_wrong_length,
-    schedule_length,
 )
 from hasten.precision.base import Precision
-from hasten.prepare_args import Item, PrepareArguments, PreparedObjects
+from hasten.prepare_args import Item, PrepareArguments, PreparedObjects, kind_of
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh_plan import BATCH
@@ -103,26 +103,26 @@ class Preparer:
         precision: Precision,
         clock: StepClock,
     ) -> None:
-        self._config = config
         self._ctx = ctx
-        self._strategy = strategy
         self._precision = precision
         self._clock = clock
         self.done = PreparedObjects()
-        self._before_loaders: list[Any] = []
-        """Schedulers created before the first loader was prepared, and not yet compared with a loader."""
+        self._before_loaders: list[PreparedScheduler] = []
+        """Schedulers prepared before the first loader, and not yet compared with a loader."""
         self.right_lengths = set[int]()
         """Lengths of schedules that are right: results of `num_updates`, and the length of a Trainer's training."""
         self.on_call: Callable[[nn.Module], None] | None = None
         """Called with each prepared model, to add hooks to its calls."""
+        self._rng_types = frozenset[str]()
         if config.rng_types:
             self._rng_types = checked_rng_types(config.rng_types, ctx.device)
-        else:
-            self._rng_types = frozenset[str]()
+        self.reconfigure(config, strategy)
 
     def reconfigure(self, config: Config, strategy: Strategy) -> None:
         """Use other settings for later calls of `prepare()`."""
         self._config, self._strategy = config, strategy
+        self._offload = offload_of(config)
+        self._fuses = config.performance.fused and chooses_speed(config.performance)
 
     def prepare(
         self,
@@ -130,60 +130,57 @@ class Preparer:
         placement: Sequence[bool] | None = None,
         train: bool = True,
     ) -> Objects:
-        """Return the prepared objects, in call order. Ranks: every rank, with the same kinds in the same order."""
-        if placement is not None and len(placement) != len(objects):
+        """Return the prepared objects, in call order. Ranks: every rank, with the same kinds in the same order.
+
+        Raises: PrepareError naming an object of an unsupported kind.
+        """
+        if placement is None:
+            placement = [self._config.device_placement] * len(objects)
+        elif len(placement) != len(objects):
             raise PrepareError(
                 f"device_placement has {len(placement)} entries for {len(objects)} objects; give one for each."
             )
-        placements = list(placement or [self._config.device_placement] * len(objects))
-        prepare_arguments = PrepareArguments.sort(objects, placements)
-        for prepare_item in prepare_arguments.items:
-            if self.done.holds(prepare_item.value):
-                prepare_item.kind = "nothing"
+        arguments = PrepareArguments()
+        for value, may_move in zip(objects, placement, strict=True):
+            kind = "nothing" if self.done.holds(value) else kind_of(value)
+            arguments.items.append(Item(kind, value, may_move))
         if "bitsandbytes" in sys.modules:
             # only for quantized models
             from hasten.modules.quantized import restore_states_on_load
 
-            for prepare_item in prepare_arguments.of("model"):
-                restore_states_on_load(prepare_item.value)
-        prepare_arguments.earlier = [
-            self._strategy.unwrap(model) for model in self.done.models
-        ]
+            for item in arguments.of("model"):
+                restore_states_on_load(item.value)
         # Models are transformed, in the order of their strategy's transforms, and optimizers get their new parameters.
-        self._strategy.prepare(prepare_arguments, self._ctx, self._precision, train)
-        for prepare_item in prepare_arguments.of("model"):
-            self.done.models.append(prepare_item.value)
+        arguments.earlier = list(map(self._strategy.unwrap, self.done.models))
+        self._strategy.prepare(arguments, self._ctx, self._precision, train)
+        for item in arguments.of("model"):
+            self.done.models.append(item.value)
             if self.on_call is not None:
-                self.on_call(prepare_item.value)
+                self.on_call(item.value)
         # Optimizers follow the accumulation window, schedulers their optimizers, and loaders read this rank's share.
-        for prepare_item in prepare_arguments.of("optimizer"):
-            prepare_item.value = self._prepare_optimizer(prepare_item.value)
+        for item in arguments.of("optimizer"):
+            item.value = self._prepare_optimizer(item.value)
         self._note_unowned()
-        for prepare_item in prepare_arguments.of("scheduler"):
-            prepare_item.value = self._prepare_scheduler(prepare_item.value)
-        self._prepare_loaders(prepare_arguments.of("loader"))
-        return self._replace_prepared(prepare_arguments.in_call_order())
-
-    def _replace_prepared(self, objects: Objects) -> Objects:
-        """Return what the parts of the run put in place of prepared objects."""
+        for item in arguments.of("scheduler"):
+            item.value = self._prepare_scheduler(item.value)
+        for item in arguments.of("loader"):
+            item.value = self.loader(item.value, item.place)
+        prepared: Objects = tuple(map(attrgetter("value"), arguments.items))
         for replace_objects in self._clock.parts.prepared:
-            objects = replace_objects(objects)
-        return objects
+            prepared = replace_objects(prepared)
+        return prepared
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        performance = self._config.performance
-        if performance.fused and chooses_speed(performance) and not is_fused(optimizer):
+        if self._fuses and not is_fused(optimizer):
             message = _make_fused(optimizer, self._ctx.device)
             if self._ctx.is_main:
                 log.info("performance: %s", message)
-        offload_strategy = offload_of(self._config)
-        if offload_strategy is not None:
+        if self._offload is not None:
+            models: list[nn.Module] = []
             # hooks on compiled blocks would be compiled with them; less memory is then used for state on its way
-            if compiles_models(self._config):
-                models = []
-            else:
-                models = [self._strategy.unwrap(model) for model in self.done.models]
-            offload_strategy.stream_updates(
+            if not compiles_models(self._config):
+                models = list(map(self._strategy.unwrap, self.done.models))
+            self._offload.stream_updates(
                 optimizer, self._config, self._ctx, lambda: self._clock.boundary, models
             )
         prepared = PreparedOptimizer(optimizer, self._clock, self._precision)
@@ -192,57 +189,37 @@ class Preparer:
 
     def _note_unowned(self) -> None:
         """Tell the clock whether a trained parameter is in no optimizer."""
-        owned_ids = {
-            id(parameter)
-            for optimizer in self.done.optimizers
-            for parameter in optimizer.parameters
-        }
-        self._clock.has_unowned = bool(owned_ids) and any(
-            parameter.requires_grad and id(parameter) not in owned_ids
-            for model in self.done.models
-            for parameter in model.parameters()
-        )
+        owned_ids = set[int]()
+        for optimizer in self.done.optimizers:
+            owned_ids.update(map(id, optimizer.parameters))
+        self._clock.has_unowned = False
+        for model in self.done.models if owned_ids else ():
+            for parameter in model.parameters():
+                if parameter.requires_grad and id(parameter) not in owned_ids:
+                    self._clock.has_unowned = True
 
     # Any: schedulers share no base class
     def _prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         scheduled_optimizer = getattr(scheduler, "optimizer", None)
-        schedule_owner = next(
-            (
-                prepared_optimizer
-                for prepared_optimizer in self.done.optimizers
-                if scheduled_optimizer
-                in (prepared_optimizer, prepared_optimizer.optimizer)
-            ),
-            None,
-        )
-        if schedule_owner is None:
+        for owner in self.done.optimizers:
+            if scheduled_optimizer in (owner, owner.optimizer):
+                break
+        else:
             raise PrepareError(
                 f"{type(scheduler).__name__} schedules an optimizer that is not prepared, so it could not follow its "
                 "updates; pass the optimizer to prepare() too, before or together with the scheduler."
             )
         prepared = PreparedScheduler(
-            scheduler, schedule_owner, self._config.step_scheduler_with_optimizer
+            scheduler, owner, self._config.step_scheduler_with_optimizer
         )
-        if not self.done.loaders:
-            self._before_loaders.append(scheduler)
-        elif (steps := self.done.loaders[0].parts.source.steps()) is not None:
-            self._warn_of_length(scheduler, self._length_of(steps, steps))
         self.done.schedulers.append(prepared)
+        if not self.done.loaders:
+            self._before_loaders.append(prepared)
+        elif prepared.length is not None:
+            num_batches = self.done.loaders[0].parts.source.steps()
+            if num_batches is not None:
+                self._warn_of_length(prepared, num_batches, num_batches)
         return prepared
-
-    def _prepare_loaders(self, prepare_items: list[Item]) -> None:
-        if not prepare_items:
-            return
-        seed = self._shared_seed()
-        for prepare_item in prepare_items:
-            prepare_item.value = self.loader(
-                prepare_item.value, prepare_item.place, seed
-            )
-
-    def _shared_seed(self) -> int:
-        """Return the seed of the first rank, which all ranks shuffle with."""
-        world, own_seed = self._ctx.world, torch.initial_seed()
-        return own_seed if world.size == 1 else int(world.broadcast_object(own_seed))
 
     def prepare_loader(
         self,
@@ -254,16 +231,13 @@ class Preparer:
         if self.done.holds(loader):
             return loader
         if moves_batches is None:
-            moves_to_device = self._config.device_placement
-        else:
-            moves_to_device = moves_batches
-        if loader is None:
-            prepared = None
-        else:
-            prepared = self.loader(
-                loader, moves_to_device, self._shared_seed(), already_sharded
-            )
-        return self._replace_prepared((prepared,))[0]
+            moves_batches = self._config.device_placement
+        prepared: Objects = (None,)
+        if loader is not None:
+            prepared = (self.loader(loader, moves_batches, already_sharded),)
+        for replace_objects in self._clock.parts.prepared:
+            prepared = replace_objects(prepared)
+        return prepared[0]
 
     def join(
         self, joinables: Sequence[Any], even_batches: bool | None
@@ -304,10 +278,9 @@ class Preparer:
         self,
         loader: Any,
         moves_batches: bool,
-        seed: int,
         already_sharded: bool | None = None,
     ) -> Any:
-        """Prepare a loader."""
+        """Prepare a loader, and warn about schedules that were made for its length before that. Ranks: every rank."""
         from hasten.data.build import prepare_loader  # on first use
 
         wraps = () if self.done.loaders else self._clock.parts.source
@@ -318,7 +291,7 @@ class Preparer:
             config=config.replace(prefetch=0) if wraps else config,
             clock=self._clock,
             device=self._ctx.device if moves_batches else None,
-            seed=seed,
+            seed=torch.initial_seed(),
             rng_types=self._rng_types,
             transfer=self._strategy.caps.transfer,
             already_sharded=already_sharded,
@@ -326,7 +299,12 @@ class Preparer:
         for wrap in wraps:
             prepared.parts = replace(prepared.parts, source=wrap(prepared.parts.source))
         self.done.loaders.append(prepared)
-        self._compare_schedules(loader, prepared)
+        schedulers, self._before_loaders = self._before_loaders, []
+        for scheduler in schedulers:
+            # an iterable dataset may have no length
+            with suppress(TypeError):
+                if scheduler.length is not None:
+                    self._warn_of_length(scheduler, len(loader), len(prepared))
         return prepared
 
     def num_updates(self, loader: Loader, epochs: int) -> int:
@@ -345,20 +323,14 @@ class Preparer:
             self._clock.sync_with_dataloader,
         )
 
-    def _compare_schedules(self, loader: Any, prepared: Loader) -> None:
-        """Warn about schedules whose length is that of the loader before it was prepared, or its number of batches."""
-        schedules, self._before_loaders = self._before_loaders, []
-        try:
-            loop_length = self._length_of(len(loader), len(prepared))
-        except TypeError:  # an iterable dataset without a length
+    def _warn_of_length(
+        self, scheduler: PreparedScheduler, num_batches: int, num_prepared: int
+    ) -> None:
+        """Warn if a schedule is as long as a loader of so many batches before and after it was prepared."""
+        if not self._ctx.is_main or scheduler.length in self.right_lengths:
             return
-        for schedule in schedules:
-            self._warn_of_length(schedule, loop_length)
-
-    def _warn_of_length(self, schedule: Any, loop_length: LoopLength) -> None:
-        if not self._ctx.is_main or schedule_length(schedule) in self.right_lengths:
-            return
-        if length_warning := explain_wrong_length(schedule, loop_length):
+        loop_length = self._length_of(num_batches, num_prepared)
+        if length_warning := explain_wrong_length(scheduler.scheduler, loop_length):
             warnings.warn(length_warning, HastenWarning, stacklevel=user_stacklevel())
 
 

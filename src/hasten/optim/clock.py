@@ -146,10 +146,11 @@ class StepClock:
 
     def register_optimizer(self, holder: Holder) -> None:
         """Register an optimizer with the clock."""
-        self._holders = [
-            holder_ref for holder_ref in self._holders if holder_ref() is not None
-        ]
-        self._holders.append(weakref.ref(holder))
+        holders = []
+        for holder_ref in self._holders:
+            if holder_ref() is not None:
+                holders.append(holder_ref)
+        self._holders = [*holders, weakref.ref(holder)]
         self.has_one_optimizer = len(self._holders) < 2
 
     def holders(self) -> Iterator[Holder]:

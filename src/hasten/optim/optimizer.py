@@ -282,11 +282,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters of all groups."""
-        return [
-            parameter
-            for param_group in self.optimizer.param_groups
-            for parameter in param_group["params"]
-        ]
+        parameters: list[Tensor] = []
+        for param_group in self.optimizer.param_groups:
+            parameters += param_group["params"]
+        return parameters
 
     def settled_in(self, serial: int) -> bool:
         """Return True if the gradients are unscaled and normalised for this window."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -149,32 +149,19 @@ def schedule_length(scheduler: Any) -> int | None:
         if scheduler.end_factor < scheduler.start_factor:
             return int(scheduler.total_iters)
         return None
+    lengths: list[object] = []
     if isinstance(scheduler, torch_schedules.LambdaLR):
-        return next(
-            (
-                total
-                for total in map(_length_of_function, scheduler.lr_lambdas)
-                if total is not None
-            ),
-            None,
-        )
-    num_steps = next(
-        (
-            getattr(scheduler, name)
-            for kind, name in _LENGTHS
-            if isinstance(scheduler, kind)
-        ),
-        None,
-    )
-    return int(num_steps) if isinstance(num_steps, int | float) else None
-
-
-def _length_of_function(user_function: Callable[..., Any]) -> int | None:
-    """Return the length in a function of transformers: its argument num_training_steps."""
-    if not isinstance(user_function, functools.partial):
-        return None
-    total = user_function.keywords.get("num_training_steps")
-    return int(total) if isinstance(total, int | float) else None
+        for function in scheduler.lr_lambdas:
+            # transformers' functions have the length as an argument
+            if isinstance(function, functools.partial):
+                lengths.append(function.keywords.get("num_training_steps"))
+    for kind, name in _LENGTHS:
+        if isinstance(scheduler, kind):
+            lengths.append(getattr(scheduler, name))
+    for length in lengths:
+        if isinstance(length, int | float):
+            return int(length)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Strategies that spread a model over processes: transforms that compose, or an engine that replaces the training step.
 
-Start with `base.py` (the protocol), `choose.py` (from settings to a strategy) and `native.py` (torch's parallelisms, composed). Each parallelism
-has a folder; engines are extensions. `placing.py`, `recompute.py` and `compiling.py` hold transforms that all native strategies share,
+Start with `base.py` (the protocol), `choose.py` (from settings to a strategy) and `native.py` (torch's parallelisms, composed, and the transforms of a single process). Each parallelism
+has a folder; engines are extensions. `recompute.py` and `compiling.py` hold transforms that all native strategies share,
 `weight_sources.py` and `sharded_updates.py` the weights and updates of sharded models.
 
 To add a parallelism of torch: a folder with `strategy.py` (a `Transform`, or a `DistributionTransform` if it wraps the model), a line in `choose.py`,

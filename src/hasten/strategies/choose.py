@@ -27,8 +27,7 @@ from hasten.strategies.base import (
     Transform,
 )
 from hasten.strategies.blocks import blocks_by_class
-from hasten.strategies.native import Alone, NativeStrategy
-from hasten.strategies.placing import Convert, PlaceOnDevice
+from hasten.strategies.native import Alone, Convert, NativeStrategy, PlaceOnDevice
 
 log = logging.getLogger(__name__)
 
@@ -138,18 +137,13 @@ def _replicated_strategy(config: Config, ctx: ProcessContext) -> Strategy:
         place_parameters, stream_parameters = offload.parameter_transforms()
         streaming_transforms = [
             place_parameters,
-            Convert(config.master_weights),
             *common_transforms(config),
             stream_parameters,
         ]
         return NativeStrategy(
             "single", Alone(), streaming_transforms, Caps(synchronises=False)
         )
-    transforms: list[Transform] = [
-        PlaceOnDevice(),
-        Convert(config.master_weights),
-        *common_transforms(config),
-    ]
+    transforms: list[Transform] = [PlaceOnDevice(), *common_transforms(config)]
     has_automatic_speed = chooses_speed(config.performance)
     if compiles_models(config) and config.dynamo.backend == "no":
         transforms.append(_compiled_automatically())
@@ -166,10 +160,7 @@ def _replicated_strategy(config: Config, ctx: ProcessContext) -> Strategy:
 
 
 def _sharded_strategy(config: Config, ctx: ProcessContext) -> Strategy:
-    transforms: list[Transform] = [
-        Convert(config.master_weights),
-        *common_transforms(config),
-    ]
+    transforms = common_transforms(config)
     mesh = WorldMesh()
     if ctx.mesh.size(Axis.TP) > 1:
         if (
@@ -270,8 +261,10 @@ def _refuse_with_experts(config: Config, ctx: ProcessContext) -> None:
 
 
 def common_transforms(config: Config) -> list[Transform]:
-    """Return the transforms that all native strategies share: recompute and compile."""
+    """Return the transforms that all native strategies share: compute precision, recompute and compile."""
     transforms: list[Transform] = []
+    if config.mixed_precision != "no":
+        transforms.append(Convert(config.master_weights))
     if config.recompute:
         # only runs that recompute activations need it
         from hasten.strategies.recompute import Recompute

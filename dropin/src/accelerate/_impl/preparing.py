@@ -34,7 +34,6 @@ from hasten.extensions.deepspeed.placeholders import DummyOptim, DummyScheduler
 from hasten.modules.names import plain_name
 from hasten.optim.engine import EngineOptimizer
 from hasten.optim.optimizer import PreparedOptimizer
-from hasten.prepare_args import Item
 
 # Any in this file: the user's objects.
 _SCHEDULERS = (LRScheduler, AcceleratedScheduler, DummyScheduler)
@@ -230,15 +229,10 @@ class EstablishedPreparer(Preparer):
         self.done.schedulers.append(prepared)
         return prepared
 
-    def _prepare_loaders(self, items: list[Item]) -> None:
-        for item in items:
-            item.value = self.loader(item.value, item.place, 0)
-
     def loader(
         self,
         loader: Any,
         puts_on_device: bool,
-        seed: int,
         already_sharded: bool | None = None,
         slice_fn: Any = None,
     ) -> Any:

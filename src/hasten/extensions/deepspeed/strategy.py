@@ -43,8 +43,7 @@ from hasten.precision.base import Precision
 from hasten.prepare_args import Item, PrepareArguments
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import Caps, OfferedStrategy, PrepareRequest, Weigh
-from hasten.strategies.native import make_optimizers
-from hasten.strategies.placing import Convert, PlaceOnDevice
+from hasten.strategies.native import Convert, PlaceOnDevice, make_optimizers
 from hasten.trees import Tree
 
 log = logging.getLogger(__name__)

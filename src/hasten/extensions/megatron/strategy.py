@@ -39,8 +39,7 @@ from hasten.runtime.mesh_plan import LOSS, Axis
 from hasten.strategies.base import Caps, OfferedStrategy, PrepareRequest, Weigh
 from hasten.strategies.context.ops import gather_parts
 from hasten.strategies.micro_batches import broadcast_output, check_rows
-from hasten.strategies.native import make_optimizers
-from hasten.strategies.placing import Convert, PlaceOnDevice
+from hasten.strategies.native import Convert, PlaceOnDevice, make_optimizers
 from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 from hasten.trees import Tree
 

@@ -24,7 +24,7 @@ from hasten.runtime.host_pool import HostPool
 from hasten.runtime.streams import HostLanes, Mark, lanes_for
 from hasten.strategies.base import PrepareRequest, Stage, is_trainable
 from hasten.strategies.blocks import repeated_blocks
-from hasten.strategies.placing import refuse_meta
+from hasten.strategies.native import refuse_meta
 
 _HOST_PARAMETER_ATTRIBUTE: Final = "_hasten_host_parameter"
 _NUM_AHEAD: Final = 2  # blocks fetched while one computes

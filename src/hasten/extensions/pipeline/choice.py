@@ -16,12 +16,10 @@ from hasten.strategies.base import (
     DistributionTransform,
     OfferedStrategy,
     Strategy,
-    Transform,
 )
 from hasten.strategies.choose import common_transforms, recompute_blocks
 from hasten.strategies.fsdp.strategy import ShardModel
-from hasten.strategies.native import Alone, NativeStrategy
-from hasten.strategies.placing import Convert, PlaceOnDevice
+from hasten.strategies.native import Alone, NativeStrategy, PlaceOnDevice
 from hasten.strategies.tensor.strategy import SplitLayers
 
 
@@ -41,10 +39,7 @@ def create_pipeline(config: Config, ctx: ProcessContext) -> Strategy:
             "with sharded stages are not supported in this version. Use '1f1b' or 'interleaved_1f1b', or replicas instead of shards."
         )
     mesh = WorldMesh()
-    transforms: list[Transform] = [
-        Convert(config.master_weights),
-        *common_transforms(config),
-    ]
+    transforms = common_transforms(config)
     within: DistributionTransform = Alone()
     if sharded:
         within = ShardModel(

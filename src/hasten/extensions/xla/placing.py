@@ -19,7 +19,7 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import PrepareRequest, Stage
 from hasten.strategies.blocks import repeated_blocks
-from hasten.strategies.placing import PlaceOnDevice
+from hasten.strategies.native import PlaceOnDevice
 
 AXIS: Final = "data"
 

@@ -41,8 +41,7 @@ from hasten.strategies.base import (
     Stage,
     is_trainable,
 )
-from hasten.strategies.native import Alone, NativeStrategy
-from hasten.strategies.placing import Convert
+from hasten.strategies.native import Alone, Convert, NativeStrategy
 
 log = get_logger(__name__)
 

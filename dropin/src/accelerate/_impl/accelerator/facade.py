@@ -353,7 +353,7 @@ class Accelerator(SavingFace):
         else:
             puts_on_device = device_placement
         return self._preparer.loader(
-            data_loader, puts_on_device, 0, slice_fn=slice_fn_for_dispatch
+            data_loader, puts_on_device, slice_fn=slice_fn_for_dispatch
         )
 
     def share_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
