@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP: Final = "hasten.extensions"
 """Entry-point group of packages that extend hasten; each entry point is an `Extension`."""
 
+SEVERAL_RANKS: Final = "several ranks"
+"""In place of the setting of a part of a run: the part belongs to every run of several ranks."""
+
 Kind = Literal[
     "strategies",
     "offload_modes",
@@ -95,8 +98,8 @@ class Extension:
     command_help: Mapping[str, str] = field(default_factory=dict)
     """One line of help for each command."""
     run_part_settings: Mapping[str, str] = field(default_factory=dict)
-    """The dotted setting or section that turns a part of a run on if it is not the default, or a $VARIABLE that does if it is set; a part
-    without one belongs to every run."""
+    """The dotted setting or section that turns a part of a run on if it is not the default, a $VARIABLE that does if it is set, or
+    `SEVERAL_RANKS`; a part without one belongs to every run."""
     strategy_packages: Mapping[str, str] = field(default_factory=dict)
     """The package that each strategy imports, which a launch needs on this machine."""
     strategy_variables: Mapping[str, str] = field(default_factory=dict)

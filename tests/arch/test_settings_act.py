@@ -19,7 +19,7 @@ import pytest
 import hasten
 import hasten.extensions.bigmodel
 import hasten.extensions.trainer
-from hasten.config import absent
+from hasten.config import checks
 from hasten.config.base import Section
 from hasten.config.resolve import resolve
 from hasten.config.root import Config
@@ -195,7 +195,7 @@ def alternative_values(info: FieldInfo) -> list[Any]:  # Any: values of every ty
 def refusals(info: FieldInfo, value: Any) -> list[ConfigError]:
     entry = SettingEntry(info.path, value, SettingSource("code", info.path[-1]))
     try:
-        absent.check({info.path: entry})
+        checks.refuse_absent({info.path: entry})
     except ConfigError as error:
         return [error]
     return []
@@ -209,7 +209,7 @@ def test_every_setting_acts_or_is_refused(info: FieldInfo) -> None:
     for value in values:
         complaints = refusals(info, value)
         assert complaints, (
-            f"{info.name}={value!r} has no reader in the library and no row in config/absent.py refuses it"
+            f"{info.name}={value!r} has no reader in the library and no row in config/checks.py refuses it"
         )
         assert str(complaints[0]).startswith(f"{info.name}=")
         assert "\n" not in str(complaints[0])
@@ -217,7 +217,7 @@ def test_every_setting_acts_or_is_refused(info: FieldInfo) -> None:
 
 
 def test_every_row_of_the_table_refuses_something() -> None:
-    for path, row in absent.ABSENT:
+    for path, row in checks.ABSENT:
         below = [
             info
             for info in FIELDS
@@ -225,7 +225,7 @@ def test_every_row_of_the_table_refuses_something() -> None:
         ]
         assert below, f"{path} is no setting"
         assert any(
-            absent.refuses(
+            checks.refuses(
                 row,
                 SettingEntry(info.path, value, SettingSource("code", info.name)),
             )
@@ -284,10 +284,10 @@ def test_settings_of_code_and_files_are_refused_alike(tmp_path: Path) -> None:
     ):
         resolved = resolve(code={name: value})
         with pytest.raises(ConfigError, match=words):
-            absent.check(resolved.entries)
+            checks.refuse_absent(resolved.entries)
     # of another tool, for a strategy not chosen
     leftover = resolve(env={"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"})
-    absent.check(leftover.entries)
+    checks.refuse_absent(leftover.entries)
 
 
 # ---------------------------------------------------------------- parameters of the public surface

@@ -189,12 +189,11 @@ class Accelerator:
         context: ProcessContext | None = None,
         **extension_settings: Any,  # Any: sections, mappings, names and numbers
     ) -> None:
-        given_settings = {
-            name: value
-            for name, value in locals().items()
-            if name not in ("self", "context", "extension_settings")
-            and value is not None
-        }
+        arguments_by_name, given_settings = locals(), dict[str, Any]()
+        for name, value in arguments_by_name.items():
+            is_setting = name not in ("self", "context", "extension_settings")
+            if is_setting and value is not None:
+                given_settings[name] = value
         settings = resolve_settings(given_settings | extension_settings)
         self.config: Config = settings.config
         self.ctx = join_world(settings.config, context)
@@ -337,7 +336,9 @@ class Accelerator:
             load("run_parts", "checkpoint_in_memory")  # an error if nothing provides it
         if self._run_log is not None:
             run_part_members.append(RunLogPart(self._run_log, self._clock))
-        run_part_members += parts_of_every_run() or parts_of_extensions(settings)
+        run_part_members += parts_of_every_run() or parts_of_extensions(
+            settings, self.ctx.world.size
+        )
         run_parts = self._clock.parts
         run_parts.add(*run_part_members)
         for begin_event in run_parts.built:

@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -21,14 +22,14 @@ from hasten.accelerator.components import Components, components
 from hasten.comm.agreement import agree
 from hasten.comm.collective_log import CollectiveRecord
 from hasten.comm.process_group import ProcessGroupComm
-from hasten.config import absent
+from hasten.config.checks import refuse_absent
 from hasten.config.handoff import unpack_settings
 from hasten.config.masking import masked, masked_value
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
 from hasten.config.source import SettingEntry, shown
 from hasten.errors import ArgumentError, ConfigError
-from hasten.extension import Offer, installed
+from hasten.extension import SEVERAL_RANKS, Offer, installed
 from hasten.optim.clock import StepClock
 from hasten.optim.loader_progress import LoaderCursor
 from hasten.optim.run_part import RunPart, parts_of_every_run
@@ -64,8 +65,9 @@ def open_run_log(
     """Return the log of this rank; None without a local project folder, or with `run_log` off."""
     config = settings.config
     folder = config.project.project_dir
-    is_first = _writes_run(config)
-    if not is_first or folder is None or not config.project.run_log or "://" in folder:
+    if folder is None or not config.project.run_log or "://" in folder:
+        return None
+    if not _writes_run(config):
         return None
 
     def facts() -> dict[str, Any]:  # Any: JSON values
@@ -194,20 +196,23 @@ class RunLogPart(RunPart):
             log.warning("the run log could not note a save or load: %s", error)
 
 
-def parts_of_extensions(settings: Resolved) -> list[RunPart]:
-    """Return the parts of a run that extensions offer and the settings ask for."""
+def parts_of_extensions(settings: Resolved, num_ranks: int) -> list[RunPart]:
+    """Return the parts of a run of so many ranks that extensions offer and the settings ask for."""
     parts: list[RunPart] = []
     for extension in installed():
         for name, place in extension.run_parts.items():
-            if _is_set(extension.run_part_settings.get(name), settings):
+            setting = extension.run_part_settings.get(name)
+            if setting == SEVERAL_RANKS:
+                is_part = num_ranks > 1
+            else:
+                is_part = setting is None or _is_set(setting, settings)
+            if is_part:
                 parts.append(Offer("run_parts", name, place, extension.name).load()())
     return parts
 
 
-def _is_set(setting: str | None, settings: Resolved) -> bool:
+def _is_set(setting: str, settings: Resolved) -> bool:
     """Return whether a setting or section differs from its default, or a $VARIABLE is set."""
-    if setting is None:
-        return True
     if setting.startswith("$"):
         return bool(env.snapshot().get(setting[1:]))
     path = tuple(setting.split("."))
@@ -240,7 +245,7 @@ def resolve_settings(given: Mapping[str, Any]) -> Resolved:
         env=variables,
         handed=() if handed is None else unpack_settings(handed),
     )
-    absent.check(resolved.entries)
+    refuse_absent(resolved.entries)
     if resolved.config.debug:
         show_logs()
     for note in resolved.notes:
@@ -266,12 +271,16 @@ def join_world(config: Config, context: ProcessContext | None) -> ProcessContext
         from hasten.runtime.affinity import set_affinity
 
         log.info("cpu affinity: %s", set_affinity(pci_address(device)))
-    return bootstrap.start(
-        topology,
-        device,
-        partial(mesh_of, config, topology.local_world_size),
-        _group(config),
-    )
+    group = config.process_group
+    group_settings = GroupSettings(group.backend, group.init_method)
+    if group.init_timeout is not None:
+        init_timeout_s = group.init_timeout.total_seconds()
+        group_settings = replace(group_settings, init_timeout_s=init_timeout_s)
+    if group.timeout is not None:
+        timeout_s = group.timeout.total_seconds()
+        group_settings = replace(group_settings, timeout_s=timeout_s)
+    mesh_of_world = partial(mesh_of, config, topology.local_world_size)
+    return bootstrap.start(topology, device, mesh_of_world, group_settings)
 
 
 def reports_in(config: Config, kind: str) -> Path:
@@ -321,8 +330,9 @@ def open_trackers(
     folder = config.project.logging_dir or config.project.project_dir
     requested_trackers = log_with if log_with is not None else config.tracking.log_with
     trackers: list[Tracker] = []
-    is_main = ctx.topology.rank == 0 and _writes_run(config)
+    is_main = ctx.topology.rank == 0
     if requested_trackers != ():
+        is_main = is_main and _writes_run(config)
         with agree(ctx.world, "loading the trackers"):
             # only a run with trackers needs it
             from hasten.tracking.registry import build_trackers
@@ -337,18 +347,4 @@ def open_trackers(
         is_main=is_main,
         directory=Path(folder) if folder else None,
         fetch=fetch_scalars,
-    )
-
-
-def _group(settings: Config) -> GroupSettings:
-    plain, config = GroupSettings(), settings.process_group
-    return GroupSettings(
-        backend=config.backend,
-        init_method=config.init_method,
-        init_timeout_s=plain.init_timeout_s
-        if config.init_timeout is None
-        else config.init_timeout.total_seconds(),
-        timeout_s=plain.timeout_s
-        if config.timeout is None
-        else config.timeout.total_seconds(),
     )

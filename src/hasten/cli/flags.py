@@ -12,8 +12,8 @@ from importlib import import_module
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, Literal, NoReturn, Union, get_args, get_origin
 
+from hasten.config.checks import nearest_name
 from hasten.config.established import SWITCHES
-from hasten.config.layers import nearest_name
 from hasten.config.legacy import OLD_NAMES
 from hasten.config.schema import SETTABLE, FieldInfo
 from hasten.config.source import Path, SettingEntry, SettingSource

@@ -1,19 +1,81 @@
-"""Checks of settings that contradict each other: every rule is a function from the settings to errors."""
+"""Checks of settings: problems collected for the user, contradictions as functions from settings to errors, and settings without effect."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from importlib import import_module
 from math import prod
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Final, get_args
 
-from hasten.config.layers import Problems, nearest_name
+from hasten.config.base import Absent, default_of
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, SECTIONS
 from hasten.config.sections.loop import DynamoBackend
 from hasten.config.source import DEFAULT, Path, SettingEntry, dotted_name, shown
 from hasten.errors import ConfigError, ContradictionError, SettingValueError
 from hasten.extension import offers
+
+_MOST_SHOWN: Final = 50
+
+
+@dataclass(slots=True)
+class Problems:
+    """Collected errors in the settings, reported to the user all at once."""
+
+    found: list[ConfigError] = field(default_factory=list)
+
+    @property
+    def worth_a_hint(self) -> bool:
+        """True if the next problem will be shown, since finding the nearest name takes milliseconds."""
+        return len(self.found) < _MOST_SHOWN
+
+    def add(self, error: ConfigError) -> None:
+        """Add one problem, or the several inside a collected one."""
+        self.found.extend(error.problems or (error,))
+
+    @contextmanager
+    def catching(self) -> Iterator[None]:
+        """Context manager that records a ConfigError raised in its block."""
+        try:
+            yield
+        except ConfigError as error:
+            self.add(error)
+
+    def settle(self) -> None:
+        """Raise the recorded problems: a single one as itself, several as one ConfigError that lists them."""
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            self.found.sort(key=_line_number)
+            lines = "\n".join(
+                f"  {number}. {error}"
+                for number, error in enumerate(self.found[:_MOST_SHOWN], start=1)
+            )
+            if (num_hidden := len(self.found) - _MOST_SHOWN) > 0:
+                lines += f"\n  … and {num_hidden} more"
+            raise ConfigError(
+                f"{len(self.found)} settings are wrong:\n{lines}",
+                problems=tuple(self.found),
+            )
+
+
+def _line_number(error: ConfigError) -> int:
+    """Return the line number of the file at the start of a message; 0 for others."""
+    line_match = re.match(r"[^\n]*?:(\d+): ", str(error))
+    return int(line_match[1]) if line_match else 0
+
+
+def nearest_name(setting_name: str, names: Iterable[str]) -> str:
+    """Return the most similar name, or an empty string if none is similar."""
+    similar_names = get_close_matches(
+        setting_name.lower(), list(names), n=1, cutoff=0.6
+    )
+    return similar_names[0] if similar_names else ""
+
 
 Winners = dict[Path, SettingEntry]
 Shadowed = dict[Path, tuple[SettingEntry, ...]]
@@ -39,7 +101,7 @@ def settle_choices(
     winning_entries: Winners, overridden_entries: Shadowed, problems: Problems
 ) -> tuple[Winners, Shadowed, list[str]]:
     """Return the entries after exclusive choices were made, with notes about the choices."""
-    if _EXCLUSIVE.isdisjoint(setting_path[0] for setting_path in winning_entries):
+    if _EXCLUSIVE.isdisjoint(map(itemgetter(0), winning_entries)):
         return winning_entries, overridden_entries, []
     winning_entries, overridden_entries, notes = (
         dict(winning_entries),
@@ -549,3 +611,77 @@ RULES: Final = MappingProxyType[str, tuple[Rule, ...]](
     }
 )
 """The rules by the section without whose settings no rule can be broken."""
+
+
+# -- settings without effect ---------------------------------------------------------------------------------------------
+_CORE: Final[tuple[Absent, ...]] = (
+    Absent(
+        "parallelism.tp_handler.enable_async_tp",
+        "this option of tensor parallelism",
+        "leave it out to split layers without it",
+    ),
+    Absent(
+        "parallelism.cp_handler.cp_comm_strategy",
+        "attention around a ring of ranks",
+        "use allgather, or ulysses where cp_size divides the heads",
+        values=("ring", "alltoall"),
+    ),
+    Absent(
+        "parallelism.sp_handler",
+        "choosing lengths or attention kernels for sequence parallelism",
+        "sequences may have any length that sp_size divides, and the kernel is that of scaled_dot_product_attention; leave it out",
+    ),
+    Absent(
+        "fp8.te.interval",
+        "an interval between scaling factors",
+        "Transformer Engine computes them in every step",
+    ),
+    Absent(
+        "gradient_accumulation.adjust_scheduler",
+        "counting micro-steps in schedulers",
+        "schedulers step once per update; leave it out",
+    ),
+)
+ABSENT: Final[tuple[tuple[Path, Absent], ...]] = (
+    *((tuple(row.name.split(".")), row) for row in _CORE),
+    *(
+        ((*path, *row.name.split(".")) if row.name else path, row)
+        for path, section in SECTIONS.items()
+        for row in section.absent
+    ),
+)
+"""Settings that the schema accepts but this version does not support, each with the path of its setting or section.
+
+Remove a row when its feature is added. `tests/arch/test_settings_act.py` checks that every setting is either read by the library
+or refused by a row here.
+"""
+
+
+def refuse_absent(entries: Mapping[Path, SettingEntry]) -> None:
+    """Raise unless this version supports every setting.
+
+    Variables of other tools are ignored: they may set options of a strategy that was not chosen.
+    Raises: ConfigError for the first unsupported setting.
+    """
+    for row_path, row in ABSENT:
+        for setting_path, setting_entry in entries.items():
+            if setting_path[: len(row_path)] != row_path or not refuses(
+                row, setting_entry
+            ):
+                continue
+            source = setting_entry.source
+            if source.kind == "environment" and not source.detail.startswith("HASTEN_"):
+                continue
+            raise ConfigError(
+                f"{setting_entry.name}={shown(setting_entry.value)} ({source}) cannot be honoured, because {row.what} is not in this version; {row.instead}."
+            )
+
+
+def refuses(row: Absent, setting_entry: SettingEntry) -> bool:
+    """Return whether a row refuses the value of a setting below its path."""
+    if setting_entry.path[-1] in row.but:
+        return False
+    if row.values:
+        return setting_entry.value in row.values
+    owner = BY_PATH[setting_entry.path].owner
+    return bool(setting_entry.value != default_of(owner, setting_entry.path[-1]))

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
+from hasten.config.checks import Problems, nearest_name
 from hasten.config.decode import Mismatch, to_bool
-from hasten.config.layers import Problems, nearest_name
 from hasten.config.legacy import OLD_NAMES
 from hasten.config.root import Config
 from hasten.config.schema import SETTABLE

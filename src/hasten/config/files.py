@@ -11,12 +11,12 @@ from typing import Any, Final
 import yaml
 
 from hasten.config.base import Section, default_of, meta_of
+from hasten.config.checks import Problems
 from hasten.config.decode import encode
 from hasten.config.established import MARKS, from_accelerate
 from hasten.config.handoff import VARIABLE, unpack_settings
-from hasten.config.layers import Problems, from_tree
 from hasten.config.masking import masked_tree
-from hasten.config.resolve import Resolved, decode_all, resolve
+from hasten.config.resolve import Resolved, decode_all, from_tree, resolve
 from hasten.config.root import Config
 from hasten.config.schema import subsection
 from hasten.config.source import Marked, SettingEntry

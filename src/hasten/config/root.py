@@ -1,6 +1,6 @@
 """The tree of all settings."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from hasten.config.base import Section, setting, settings, with_extensions
 from hasten.config.sections.launch import InitProcessGroupKwargs, LaunchConfig
@@ -26,12 +26,14 @@ from hasten.config.sections.parallel import (
 from hasten.config.sections.trust import TrustSettings
 from hasten.extension import offers
 
+TORCH_STRATEGIES: Final = ("auto", "none", "ddp", "fsdp")
+"""Values of the setting `strategy` that no extension provides."""
 OffloadMode = Literal["optimizer", "parameters", "all"]
 
 if TYPE_CHECKING:
     StrategyName = str
 else:
-    StrategyName = Literal[("auto", "none", "ddp", "fsdp", *offers("strategies"))]
+    StrategyName = Literal[(*TORCH_STRATEGIES, *offers("strategies"))]
 
 
 @settings

@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, assert_never, cast
 
-from hasten.config import absent, handoff
+from hasten.config import handoff
+from hasten.config.checks import refuse_absent
 from hasten.config.files import effective_settings
 from hasten.config.resolve import Resolved
 from hasten.config.root import Config
@@ -102,7 +103,7 @@ def prepare(
     variables = dict(host.env)
     variables.pop(handoff.VARIABLE, None)
     resolved = effective_settings(variables, config_file, settings)
-    absent.check(resolved.entries)
+    refuse_absent(resolved.entries)
     launch_settings = resolved.config.launch
     if not words:
         raise ConfigError(

@@ -182,7 +182,8 @@ def start(
     Raises: CommError when the ranks do not all join within the init timeout; TopologyError when their world sizes differ.
     """
     settings = settings or GroupSettings()
-    use_device(device)
+    if device.index is not None:
+        use_device(device)
     if not dist.is_initialized() and topology.world_size > 1:
         _init_group(topology, device, settings)
     if dist.is_initialized() and dist.get_world_size() > 1:

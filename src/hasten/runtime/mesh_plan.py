@@ -9,7 +9,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Final, Self
 
-from hasten.config.root import Config
+from hasten.config.root import TORCH_STRATEGIES, Config
 from hasten.errors import ConfigError
 
 FILL: Final = -1
@@ -293,9 +293,10 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
         else:
             shard_size = -1 if replicate_size != -1 else 1
     engine_degrees: Mapping[str, int] = {}
-    for section in config.sections():
-        if section.section_names.strategy == config.strategy:
-            engine_degrees = section.mesh_degrees()
+    if config.strategy not in TORCH_STRATEGIES:
+        for section in config.sections():
+            if section.section_names.strategy == config.strategy:
+                engine_degrees = section.mesh_degrees()
     return MeshSpec.build(
         world_size,
         pp=engine_degrees.get("pp", sizes.pp_size),

@@ -9,10 +9,10 @@ from typing import Final
 import torch
 
 from hasten.config.base import given
-from hasten.config.root import Config
+from hasten.config.root import TORCH_STRATEGIES, Config
 from hasten.config.sections.loop import PerformanceSettings, TorchDynamoPlugin
 from hasten.errors import ConfigError
-from hasten.extension import load, offers, strategy_by_environment
+from hasten.extension import load, strategy_by_environment
 from hasten.runtime import env
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import choose_device
@@ -37,9 +37,9 @@ BACKEND: Final = "inductor"
 
 def choose_strategy(config: Config, ctx: ProcessContext) -> Strategy:
     """Return the strategy the settings ask for. Raises: ConfigError for settings that cannot be combined."""
-    if ctx.mesh.size(Axis.CP) > 1 and config.dynamo.backend != "no":
+    if ctx.mesh.cp > 1 and config.dynamo.backend != "no":
         raise ConfigError(
-            f"cp_size={ctx.mesh.size(Axis.CP)} replaces attention while a block runs, and dynamo backend "
+            f"cp_size={ctx.mesh.cp} replaces attention while a block runs, and dynamo backend "
             f"{config.dynamo.backend!r} compiles it once; the compiled model would only attend within each rank's part of a sequence. "
             "Set dynamo_backend=no, or cp_size=1."
         )
@@ -51,11 +51,11 @@ def choose_strategy(config: Config, ctx: ProcessContext) -> Strategy:
     extension_strategy = _extension_strategy(config)
     if extension_strategy is not None:
         return extension_strategy.create(config, ctx)
-    if ctx.mesh.size(Axis.PP) > 1:
+    if ctx.mesh.pp > 1:
         pipeline: OfferedStrategy = load("mesh_axes", Axis.PP)
         return pipeline.create(config, ctx)
     if config.strategy == "fsdp" or (
-        config.strategy == "auto" and ctx.mesh.size(Axis.DP_SHARD) > 1
+        config.strategy == "auto" and ctx.mesh.dp_shard > 1
     ):
         return _sharded_strategy(config, ctx)
     return _replicated_strategy(config, ctx)
@@ -85,7 +85,7 @@ def _extension_strategy(config: Config) -> OfferedStrategy | None:
             log.info(
                 "strategy=auto selects %s, because of the environment", strategy_name
             )
-    if strategy_name is None or strategy_name not in offers("strategies"):
+    if strategy_name is None or strategy_name in TORCH_STRATEGIES:
         return None
     extension_strategy: OfferedStrategy = load("strategies", strategy_name)
     return extension_strategy
@@ -120,16 +120,16 @@ def compiles_models(config: Config) -> bool:
 
 def _replicated_strategy(config: Config, ctx: ProcessContext) -> Strategy:
     is_single_process = ctx.mesh.size(*LOSS) == 1
-    if (ctx.mesh.size(Axis.TP) > 1 or ctx.mesh.ep > 1) and config.strategy != "none":
+    if (ctx.mesh.tp > 1 or ctx.mesh.ep > 1) and config.strategy != "none":
         return _sharded_strategy(config, ctx)
     if config.strategy == "none" and not is_single_process:
         raise ConfigError(
             f"strategy='none' is not supported with {ctx.world.size} processes; their models would diverge. "
             "Use strategy='ddp', or start one process."
         )
-    if ctx.mesh.size(Axis.DP_SHARD) > 1:
+    if ctx.mesh.dp_shard > 1:
         raise ConfigError(
-            f"strategy={config.strategy!r} does not shard models, but dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)} requests sharding; "
+            f"strategy={config.strategy!r} does not shard models, but dp_shard_size={ctx.mesh.dp_shard} requests sharding; "
             "use strategy='fsdp', or set dp_shard_size=1."
         )
     offload = offload_of(config)
@@ -145,7 +145,8 @@ def _replicated_strategy(config: Config, ctx: ProcessContext) -> Strategy:
         )
     transforms: list[Transform] = [PlaceOnDevice(), *common_transforms(config)]
     has_automatic_speed = chooses_speed(config.performance)
-    if compiles_models(config) and config.dynamo.backend == "no":
+    is_compiled = has_automatic_speed and config.performance.compile
+    if is_compiled and config.dynamo.backend == "no":
         transforms.append(_compiled_automatically())
     if is_single_process:
         return NativeStrategy("single", Alone(), transforms, Caps(synchronises=False))
@@ -162,7 +163,7 @@ def _replicated_strategy(config: Config, ctx: ProcessContext) -> Strategy:
 def _sharded_strategy(config: Config, ctx: ProcessContext) -> Strategy:
     transforms = common_transforms(config)
     mesh = WorldMesh()
-    if ctx.mesh.size(Axis.TP) > 1:
+    if ctx.mesh.tp > 1:
         if (
             config.dynamo.backend != "no"
             and config.parallelism.tp_handler.loss_parallel
@@ -183,7 +184,7 @@ def _sharded_strategy(config: Config, ctx: ProcessContext) -> Strategy:
     if config.fsdp.activation_checkpointing and not config.recompute:
         transforms.append(recompute_blocks(config))
     if (
-        ctx.mesh.size(Axis.TP) == ctx.world.size > 1
+        ctx.mesh.tp == ctx.world.size > 1
         and config.strategy != "fsdp"
         and not given(config.fsdp)
     ):
@@ -208,17 +209,15 @@ def _sharded_strategy(config: Config, ctx: ProcessContext) -> Strategy:
         mesh,
         keep_outputs=config.autocast.output_dtype == "keep",
     )
-    caps = Caps(
-        sharded_state=True, hides_gradients=ctx.mesh.size(Axis.DP_REPLICATE) > 1
-    )
+    caps = Caps(sharded_state=True, hides_gradients=ctx.mesh.dp_replicate > 1)
     return NativeStrategy("fsdp", distribution, transforms, caps)
 
 
 def _compiled_shards(config: Config, ctx: ProcessContext) -> list[Transform]:
     """Return the transform that compiles sharded blocks; empty, with the reason logged, where it has not been tested."""
     untested = {
-        "tensor parallelism": ctx.mesh.size(Axis.TP) > 1,
-        "context parallelism": ctx.mesh.size(Axis.CP) > 1,
+        "tensor parallelism": ctx.mesh.tp > 1,
+        "context parallelism": ctx.mesh.cp > 1,
         "expert parallelism": ctx.mesh.ep > 1,
         "parameters in host memory": config.fsdp.cpu_offload
         or _offloads_parameters(config),

@@ -13,6 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,11 @@ class TrackerManager:
         max_pending: int = 1024,
     ) -> None:
         """Manage `trackers`; `fetch` reads many scalar tensors at once."""
-        self.names = tuple(tracker.name for tracker in trackers)
+        self.names = tuple(map(attrgetter("name"), trackers))
         self._notices: deque[str] = deque()
-        self._tracker_writers = [
-            TrackerWriter(tracker, self._notices.append)
-            for tracker in (trackers if is_main else ())
-        ]
+        self._tracker_writers: list[TrackerWriter] = []
+        for tracker in trackers if is_main else ():
+            self._tracker_writers.append(TrackerWriter(tracker, self._notices.append))
         self._directory, self._fetch = directory, fetch
         self._flush_every_s, self._max_pending = flush_every_s, max_pending
         self._writer = Writer(self._send_older, flush_every_s / 2)

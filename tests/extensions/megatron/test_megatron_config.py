@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from hasten.config import absent
+from hasten.config.checks import refuse_absent
 from hasten.config.root import Config
 from hasten.config.schema import FIELDS
 from hasten.config.sections.launch import LaunchConfig
@@ -129,7 +129,7 @@ def test_every_option_acts_or_is_refused_with_a_reason(info: Any) -> None:
     with pytest.raises(
         ConfigError, match=rf"^megatron\.{name}=.*is not in this version; "
     ):
-        absent.check({info.path: entry})
+        refuse_absent({info.path: entry})
 
 
 def test_degrees_are_axes_of_the_mesh() -> None:

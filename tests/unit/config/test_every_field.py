@@ -17,10 +17,17 @@ import pytest
 from hasten.cli.flags import SettingsParser
 from hasten.config import files, handoff
 from hasten.config.base import Section, default_of, fit, given, meta_of
+from hasten.config.checks import Problems
 from hasten.config.decode import Mismatch, decode, encode
 from hasten.config.established import from_established_environment
-from hasten.config.layers import Problems, from_code, from_environment
-from hasten.config.resolve import build_section, decode_all, merge_entries, resolve
+from hasten.config.resolve import (
+    build_section,
+    decode_all,
+    from_code,
+    from_environment,
+    merge_entries,
+    resolve,
+)
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, FIELDS, SETTABLE, FieldInfo, subsection
 from hasten.config.source import PRECEDENCE, SettingEntry, SettingSource, SourceKind

@@ -13,8 +13,14 @@ import pytest
 from hasten import Accelerator, FullyShardedDataParallelPlugin, TrustSettings
 from hasten.config.base import Section, given
 from hasten.config.files import read
-from hasten.config.layers import ARGUMENTS, HANDLERS, MOVED, argument_names, from_code
-from hasten.config.resolve import resolve
+from hasten.config.resolve import (
+    ARGUMENTS,
+    HANDLERS,
+    MOVED,
+    argument_names,
+    from_code,
+    resolve,
+)
 from hasten.config.root import Config
 from hasten.config.schema import section_at
 from hasten.errors import ConfigError, UnknownSettingError

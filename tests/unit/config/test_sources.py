@@ -13,9 +13,8 @@ from hasten.config import files, handoff
 from hasten.config.decode import Mismatch, decode
 from hasten.config.established import established_variables
 from hasten.config.files import parse_yaml
-from hasten.config.layers import OTHER_VARIABLES
 from hasten.config.legacy import fsdp_from_fsdp1
-from hasten.config.resolve import Resolved, resolve
+from hasten.config.resolve import OTHER_VARIABLES, Resolved, resolve
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, BY_VARIABLE
 from hasten.config.sections.loop import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hasten.extension import Extension
+from hasten.extension import SEVERAL_RANKS, Extension
 
 extension: Final = Extension(
     name="watch",
@@ -13,7 +13,7 @@ extension: Final = Extension(
         "stalls": "hasten.extensions.watch.part:StallWatch",
         "status": "hasten.extensions.watch.status_server:StatusPart",
     },
-    run_part_settings={"status": "$HASTEN_CONFIG"},
+    run_part_settings={"stalls": SEVERAL_RANKS, "status": "$HASTEN_CONFIG"},
     commands={
         "top": "hasten.extensions.watch.command:main",
     },

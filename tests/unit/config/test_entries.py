@@ -12,15 +12,14 @@ from hasten import (
     GradientAccumulationPlugin,
     TrustSettings,
 )
+from hasten.config.checks import Problems, nearest_name
 from hasten.config.files import read_text
-from hasten.config.layers import (
-    Problems,
+from hasten.config.resolve import (
     argument_names,
     first_names,
     from_code,
     from_environment,
     from_tree,
-    nearest_name,
     spelled_in_code,
     unknown_argument,
     unknown_setting,
