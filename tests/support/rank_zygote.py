@@ -46,7 +46,7 @@ def serve(path: str, modules: list[str]) -> None:
     import torch.distributed.fsdp
     from torch import nn
 
-    import hasten.checkpoint.writer  # noqa: F401
+    import hasten.checkpoint.save  # noqa: F401
     from hasten import Accelerator
 
     for module in modules:

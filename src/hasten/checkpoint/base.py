@@ -6,18 +6,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from hasten.checkpoint.format.manifest import FileRecord, Manifest
-from hasten.errors import CheckpointError
-from hasten.modules.names import is_dtensor
-from hasten.optional import need
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Format = Literal["safetensors", "torch"]
@@ -56,14 +49,6 @@ class Component:
     main_only: frozenset[str] = frozenset()
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensors held on this rank."""
-        total_bytes = 0
-        for tensor in self.tensors.values():
-            total_bytes += num_bytes(tensor)
-        return total_bytes
-
-    @property
     def sliced(self) -> bool:
         """True if any tensor is a piece of a larger one."""
         return Slice in map(type, self.tensors.values())
@@ -85,88 +70,6 @@ class StateTree:
 def local_data(tensor: Tensor | Slice) -> Tensor:
     """Return the tensor this rank holds."""
     return tensor.data if isinstance(tensor, Slice) else tensor
-
-
-def num_bytes(tensor: Tensor | Slice) -> int:
-    """Return the number of bytes that this rank holds of a tensor."""
-    local_tensor = local_data(tensor)
-    return local_tensor.numel() * local_tensor.element_size()
-
-
-def as_stored(tensor: Tensor) -> Tensor | Slice:
-    """Return a tensor in the form that checkpoints store: distributed tensors become slices, others are unchanged."""
-    # the engine stores the weights elsewhere
-    if (stored_slice := getattr(tensor, "stored_slice", None)) is not None:
-        engine_slice: Slice = stored_slice(tensor)
-        return engine_slice
-    return dtensor_slice(tensor) if is_dtensor(tensor) else tensor.detach()
-
-
-def dtensor_slice(tensor: DTensor) -> Slice:
-    """Return the slice of a distributed tensor that this rank holds, with the flag whether this rank writes it.
-
-    Raises: CheckpointError for tensors with partial placements.
-    """
-    mesh, placements = tensor.device_mesh, tensor.placements
-    if any(placement.is_partial() for placement in placements):
-        raise CheckpointError(
-            f"a tensor with placements {placements} holds partial sums, which are not a state that can be saved; reduce it before saving "
-            "(call redistribute with Replicate or Shard)."
-        )
-    local_tensor: Tensor = tensor.to_local()
-    # already imported wherever a DTensor exists
-    layout_module = need("torch.distributed.tensor._utils")
-    local_shape, global_offset = layout_module.compute_local_shape_and_global_offset(
-        tensor.shape, mesh, placements
-    )
-    assert tuple(local_shape) == tuple(local_tensor.shape), (
-        f"local shape {tuple(local_tensor.shape)}, but the layout says {tuple(local_shape)}"
-    )
-    mesh_coordinate = mesh.get_coordinate()
-    assert mesh_coordinate is not None, "this rank holds no part of the tensor's mesh"
-    is_first = all(
-        axis_index == 0
-        for axis_index, p in zip(mesh_coordinate, placements, strict=True)
-        if p.is_replicate()
-    )
-    if (
-        local_tensor.numel() == 0
-    ):  # an empty shard at the end of an uneven split has no offset
-        global_offset = tuple(
-            min(start, dim_size)
-            for start, dim_size in zip(global_offset, tensor.shape, strict=True)
-        )
-        is_first = False
-    is_owned = is_first and _is_first_on_other_axes(mesh)
-    return Slice(
-        local_tensor.detach(),
-        tuple(tensor.shape),
-        tuple(global_offset),
-        is_owned,
-        tuple(mesh.mesh_dim_names or ()),
-        is_first,
-    )
-
-
-def _is_first_on_other_axes(mesh: DeviceMesh) -> bool:
-    """Return True if this rank is the first of those that hold the same tensor on separate submeshes.
-
-    Where layers are split over `tp`, the other parameters are sharded over the data-parallel axes of each `tp` rank
-    identically. Pipeline stages (`pp`) hold different parameters.
-    """
-    root_mesh = mesh._get_root_mesh()
-    root_coordinate, root_axes, mesh_axes = (
-        root_mesh.get_coordinate(),
-        root_mesh.mesh_dim_names,
-        mesh.mesh_dim_names,
-    )
-    if root_coordinate is None or root_axes is None or mesh_axes is None:
-        return True
-    return all(
-        axis_index == 0
-        for axis_index, axis in zip(root_coordinate, root_axes, strict=True)
-        if axis not in (*mesh_axes, "pp")
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hasten.checkpoint.base import Slice, as_stored, dtensor_slice, local_data
+from hasten.checkpoint.base import Slice, local_data
+from hasten.checkpoint.format.formats import as_stored, dtensor_slice
 from hasten.errors import CheckpointError
 from hasten.modules.names import is_dtensor
 from hasten.optional import need

@@ -14,8 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hasten.checkpoint.base import Blob, Component, Format, Slice, as_stored
+from hasten.checkpoint.base import Blob, Component, Format, Slice
 from hasten.checkpoint.format.formats import (
+    as_stored,
     encode_safetensors,
     load_torch,
     read_tensors,
@@ -28,6 +29,7 @@ from hasten.checkpoint.format.manifest import (
     resolve_inside,
 )
 from hasten.checkpoint.reshard import join_pieces
+from hasten.checkpoint.save import FileLayout, encode_file, hub_index, plan_component
 from hasten.checkpoint.state_dicts import LoadReport, first_names, names_of_other_stages
 from hasten.checkpoint.store.disk import Disk, cannot_write, write_files
 from hasten.checkpoint.store.local_store import temporary_draft
@@ -37,7 +39,6 @@ from hasten.checkpoint.store.occupied import (
     check_unlisted,
     exported_weights,
 )
-from hasten.checkpoint.writer import FileLayout, encode_file, hub_index, plan_component
 from hasten.errors import (
     CheckpointError,
     ConfigError,

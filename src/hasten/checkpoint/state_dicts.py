@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.checkpoint.base import Component, Format, Json, Slice, as_stored, local_data
+from hasten.checkpoint.base import Component, Format, Json, Slice, local_data
 from hasten.checkpoint.eight_bit import (
     eight_bit_entries,
     from_entries,
     is_eight_bit,
     is_entries,
 )
-from hasten.checkpoint.format.formats import Piece
+from hasten.checkpoint.format.formats import Piece, as_stored
 from hasten.checkpoint.format.packing import TAG, pack, unpack
 from hasten.checkpoint.reader import StoredComponent
 from hasten.checkpoint.reshard import Copy, join_pieces, plan_copies

@@ -29,7 +29,7 @@ from hasten.checkpoint.ownership import (
 )
 from hasten.checkpoint.reader import open_checkpoint, read_one_version
 from hasten.checkpoint.retention import retire_expired
-from hasten.checkpoint.save import Save
+from hasten.checkpoint.save import FileLayout, Save
 from hasten.checkpoint.state_dicts import LoadReport
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import (
@@ -38,7 +38,6 @@ from hasten.checkpoint.store.locate import (
     locate,
     open_store,
 )
-from hasten.checkpoint.writer import FileLayout
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.config.sections.loop import ProjectConfiguration
 from hasten.errors import CheckpointError, ConfigError, MismatchError

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hasten.checkpoint.base import dtensor_slice
+from hasten.checkpoint.format.formats import dtensor_slice
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.errors import MismatchError, PrepareError
 from hasten.runtime.context import ProcessContext

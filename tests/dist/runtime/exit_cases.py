@@ -23,7 +23,7 @@ import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-import hasten.checkpoint.writer  # noqa: F401 - loaded once, before the forks
+import hasten.checkpoint.save  # noqa: F401 - loaded once, before the forks
 from hasten import Accelerator
 
 CASES = ("first_0", "first_1", "gone_0", "fails_0", "killed_1")

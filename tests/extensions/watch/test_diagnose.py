@@ -477,7 +477,7 @@ def test_users_code_inside_a_loader_or_a_save_is_known_as_such() -> None:
     assert place_of(dataset).in_dataset
     saving = [
         StackCall("/home/me/ema.py", 9, "state_dict"),
-        StackCall(f"{HASTEN}checkpoint/writer.py", 1, "write"),
+        StackCall(f"{HASTEN}checkpoint/save.py", 1, "write"),
     ]
     assert place_of(saving).kind == "checkpoint"
 

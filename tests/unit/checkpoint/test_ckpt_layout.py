@@ -7,7 +7,7 @@ import json
 import torch
 
 from hasten.checkpoint.base import Component, Slice
-from hasten.checkpoint.writer import FileLayout, hub_index, plan_component
+from hasten.checkpoint.save import FileLayout, hub_index, plan_component
 
 
 def byte_tensors(n: int, size: int = 10) -> dict[str, torch.Tensor | Slice]:

@@ -11,13 +11,15 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from io import RawIOBase
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.serialization import skip_data
 
 from hasten.checkpoint.base import Blob, Json, Slice
@@ -28,8 +30,12 @@ from hasten.checkpoint.format.manifest import (
 )
 from hasten.checkpoint.format.packing import from_native, to_native
 from hasten.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
-from hasten.modules.names import local_tensor
+from hasten.modules.names import is_dtensor, local_tensor
+from hasten.optional import need
 from hasten.runtime.devices import kind_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _METADATA = "__metadata__"
 _METADATA_KEY = "hasten"
@@ -112,6 +118,81 @@ class TensorFile:
     pieces: Mapping[str, Piece]
     aliases: Mapping[str, str] = field(default_factory=dict)
     data: Json = None
+
+
+def as_stored(tensor: Tensor) -> Tensor | Slice:
+    """Return a tensor in the form that checkpoints store: distributed tensors become slices, others are unchanged."""
+    # the engine stores the weights elsewhere
+    if (stored_slice := getattr(tensor, "stored_slice", None)) is not None:
+        engine_slice: Slice = stored_slice(tensor)
+        return engine_slice
+    if is_dtensor(tensor):
+        return dtensor_slice(tensor)
+    return tensor.detach()
+
+
+def dtensor_slice(tensor: DTensor) -> Slice:
+    """Return the slice of a distributed tensor that this rank holds, with the flag whether this rank writes it.
+
+    Raises: CheckpointError for tensors with partial placements.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(placement.is_partial() for placement in placements):
+        raise CheckpointError(
+            f"a tensor with placements {placements} holds partial sums, which are not a state that can be saved; reduce it before saving "
+            "(call redistribute with Replicate or Shard)."
+        )
+    local_shard: Tensor = tensor.to_local()
+    # already imported wherever a DTensor exists
+    layout_module = need("torch.distributed.tensor._utils")
+    local_shape, global_offset = layout_module.compute_local_shape_and_global_offset(
+        tensor.shape, mesh, placements
+    )
+    assert tuple(local_shape) == tuple(local_shard.shape), (
+        f"local shape {tuple(local_shard.shape)}, but the layout says {tuple(local_shape)}"
+    )
+    mesh_coordinate = mesh.get_coordinate()
+    assert mesh_coordinate is not None, "this rank holds no part of the tensor's mesh"
+    is_first = all(
+        axis_index == 0
+        for axis_index, p in zip(mesh_coordinate, placements, strict=True)
+        if p.is_replicate()
+    )
+    # an empty shard at the end of an uneven split has no offset
+    if local_shard.numel() == 0:
+        global_offset = tuple(
+            min(start, dim_size)
+            for start, dim_size in zip(global_offset, tensor.shape, strict=True)
+        )
+        is_first = False
+    is_owned = is_first and _is_first_on_other_axes(mesh)
+    return Slice(
+        local_shard.detach(),
+        tuple(tensor.shape),
+        tuple(global_offset),
+        is_owned,
+        tuple(mesh.mesh_dim_names or ()),
+        is_first,
+    )
+
+
+def _is_first_on_other_axes(mesh: DeviceMesh) -> bool:
+    """Return True if this rank is the first of those that hold the same tensor on separate submeshes.
+
+    Where layers are split over `tp`, the other parameters are sharded over the data-parallel axes of each `tp` rank
+    identically. Pipeline stages (`pp`) hold different parameters.
+    """
+    root_mesh = mesh._get_root_mesh()
+    root_coordinate = root_mesh.get_coordinate()
+    root_axes = root_mesh.mesh_dim_names
+    mesh_axes = mesh.mesh_dim_names
+    if root_coordinate is None or root_axes is None or mesh_axes is None:
+        return True
+    return all(
+        axis_index == 0
+        for axis_index, axis in zip(root_coordinate, root_axes, strict=True)
+        if axis not in (*mesh_axes, "pp")
+    )
 
 
 def make_dense(tensor: Tensor, tensor_name: str) -> Tensor:
@@ -381,10 +462,23 @@ def encode_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> Bl
         torch.save(nested_state, archive)
     storage_ids: dict[int, None] = {}
     _find_storages(nested_state, storage_ids)
-    blob: Blob = archive.fill_tensors(
-        [owned_tensors[blank_id] for blank_id in storage_ids]
-    )
-    return blob
+    stored_tensors = []
+    for blank_id in storage_ids:
+        if owned_tensors[blank_id].numel():
+            stored_tensors.append(owned_tensors[blank_id])
+    stored_tensors.reverse()
+    segments: list[bytes | Tensor] = []
+    for archive_part in archive.parts:
+        if isinstance(archive_part, bytearray):
+            segments.append(bytes(archive_part))
+            continue
+        tensor = stored_tensors.pop()
+        assert archive_part == tensor.nbytes, (
+            f"torch left {archive_part} bytes for a tensor of {tensor.nbytes}"
+        )
+        segments.append(tensor)
+    assert not stored_tensors, "torch left space for every tensor"
+    return Blob(segments, archive.size)
 
 
 def _find_storages(nested_state: Any, storage_ids: dict[int, None]) -> None:
@@ -400,51 +494,34 @@ def _find_storages(nested_state: Any, storage_ids: dict[int, None]) -> None:
             _find_storages(inner_state, storage_ids)
 
 
-class _BlankArchive:
+@dataclass(slots=True, eq=False)
+class _BlankArchive(RawIOBase):
     """File object that records what `torch.save` writes, without the bytes of the tensors, which are skipped."""
 
-    def __init__(self) -> None:
-        self._archive_parts: list[bytearray | int] = [bytearray()]
-        self._size = 0
+    parts: list[bytearray | int] = field(default_factory=list)
+    """Bytes of the archive, and numbers of bytes reserved for tensors."""
+    size: int = 0
 
-    def write(self, data: memoryview) -> int:
+    # Any: buffers of torch
+    def write(self, data: Any) -> int:
         """Append bytes of the archive."""
-        if not isinstance(self._archive_parts[-1], bytearray):
-            self._archive_parts.append(bytearray())
-        last_bytes = self._archive_parts[-1]
-        assert isinstance(last_bytes, bytearray), "it was just added"
-        last_bytes += data
-        self._size += len(data)
+        last_part = self.parts[-1] if self.parts else 0
+        if isinstance(last_part, bytearray):
+            last_part += data
+        else:
+            self.parts.append(bytearray(data))
+        self.size += len(data)
         return len(data)
 
-    def seek(self, num_bytes: int, whence: int) -> int:
+    def seek(self, num_bytes: int, whence: int = os.SEEK_SET) -> int:
         """Reserve space for the bytes of the next tensor."""
         assert whence == os.SEEK_CUR, (
             f"torch moved to {num_bytes} ({whence}) in an archive that it writes in order"
         )
         if num_bytes:
-            self._archive_parts.append(num_bytes)
-            self._size += num_bytes
-        return self._size
-
-    def flush(self) -> None:
-        """Do nothing: there is no buffer to flush."""
-
-    def fill_tensors(self, ordered_tensors: list[Tensor]) -> Blob:
-        """Return the file with the tensors, in the order of the archive, in their reserved space."""
-        segments: list[bytes | Tensor] = []
-        tensors = iter([tensor for tensor in ordered_tensors if tensor.numel()])
-        for archive_part in self._archive_parts:
-            if isinstance(archive_part, bytearray):
-                segments.append(bytes(archive_part))
-                continue
-            tensor = next(tensors)
-            assert archive_part == tensor.nbytes, (
-                f"torch left {archive_part} bytes for a tensor of {tensor.nbytes}"
-            )
-            segments.append(tensor)
-        assert next(tensors, None) is None, "torch left space for every tensor"
-        return Blob(segments, self._size)
+            self.parts.append(num_bytes)
+            self.size += num_bytes
+        return self.size
 
 
 def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
@@ -455,20 +532,17 @@ def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
     try:
         loaded_state = load_torch(path, allow_pickle)
         packed_state, tensors = from_native(loaded_state)
-        pieces, is_flat = {}, isinstance(loaded_state, dict)
-        loaded_tensors = [item for item in tensors.values() if isinstance(item, Tensor)]
-        mapped_file = _find_mapping(path, loaded_tensors)
+        mapped_file = _find_mapping(path, tensors)
+        pieces = {}
         for tensor_name, tensor in tensors.items():
             if isinstance(tensor, Tensor):
                 pieces[tensor_name] = Piece(
                     tensor, tuple(tensor.shape), (0,) * tensor.dim(), mapped_file
                 )
-        for tensor_name, tensor in (
-            loaded_state.items() if isinstance(loaded_state, dict) else ()
-        ):
-            is_flat = (
-                is_flat and type(tensor_name) is str and isinstance(tensor, Tensor)
-            )
+        is_flat = isinstance(loaded_state, dict)
+        for state_key, state_value in loaded_state.items() if is_flat else ():
+            if type(state_key) is not str or not isinstance(state_value, Tensor):
+                is_flat = False
     except FORGED as error:
         raise CorruptCheckpointError(
             f"{path}: not a valid torch file ({type(error).__name__}: {_shorten(error)}). Nothing was loaded; use "
@@ -477,34 +551,36 @@ def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
     return TensorFile(pieces, {}, None if is_flat else packed_state)
 
 
-def _find_mapping(path: Path, tensors: list[Tensor]) -> MappedFile | None:
+def _find_mapping(
+    path: Path, tensors: Mapping[str, Tensor | Slice]
+) -> MappedFile | None:
     """Return the file that torch has mapped, so that tensors are read from it in parallel; None if they are elsewhere.
 
     The first and the last record of the archive must be as far apart as the first and the last storage in memory.
     """
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor.numel()]
-    addresses = sorted({storage.data_ptr() for storage in storages})
+    addresses = []
+    for tensor in tensors.values():
+        if isinstance(tensor, Tensor) and tensor.numel():
+            addresses.append(tensor.untyped_storage().data_ptr())
     if not addresses or not zipfile.is_zipfile(path):
         return None
+    record_offsets = []
     with zipfile.ZipFile(path) as archive:
-        records = [
-            record
-            for record in archive.infolist()
-            if "/data/" in record.filename and record.file_size
-        ]
-    if not records:
+        for record in archive.infolist():
+            if "/data/" in record.filename and record.file_size:
+                record_offsets.append(record.header_offset)
+    if not record_offsets:
         return None
-    records.sort(key=lambda record: record.header_offset)
+    data_offsets = []
     with open_outside(path) as torch_file:
-        offsets = []
-        for record in (records[0], records[-1]):
-            torch_file.seek(record.header_offset + _NAME_LENGTH_OFFSET)
+        for record_offset in (min(record_offsets), max(record_offsets)):
+            torch_file.seek(record_offset + _NAME_LENGTH_OFFSET)
             name_length, extra_length = struct.unpack("<HH", torch_file.read(4))
             header_length = _NAME_LENGTH_OFFSET + 4 + name_length + extra_length
-            offsets.append(record.header_offset + header_length)
-    if addresses[-1] - addresses[0] != offsets[1] - offsets[0]:
+            data_offsets.append(record_offset + header_length)
+    if max(addresses) - min(addresses) != data_offsets[1] - data_offsets[0]:
         return None
-    return MappedFile(path, path.stat().st_size, addresses[0] - offsets[0])
+    return MappedFile(path, path.stat().st_size, min(addresses) - data_offsets[0])
 
 
 def load_torch(path: Path, allow_pickle: bool = False) -> Any:  # Any: any saved object

@@ -41,10 +41,16 @@ def _pack(
         return state  # type: ignore[no-any-return]  # one of three JSON types
     if isinstance(state, str):
         return str(state)
-    if state_class is float:
-        return _pack_number(state)
+    if state_class is float and math.isfinite(state):
+        return state  # type: ignore[no-any-return]  # a JSON number
     if isinstance(state, (Tensor, Slice)):
-        return {TAG: "tensor", "key": _add_tensor(state, state_path, tensors)}
+        # equal paths are made unique
+        tensor_key, suffix_number = state_path, 0
+        while tensor_key in tensors:
+            suffix_number += 1
+            tensor_key = f"{state_path}#{suffix_number}"
+        tensors[tensor_key] = state
+        return {TAG: "tensor", "key": tensor_key}
     inner_path = f"{state_path}/" if state_path else ""
     if state_class in (list, tuple):
         packed_list: list[Json] = []
@@ -102,21 +108,11 @@ def _pack_tagged(
     return _pack_scalar(state, state_path, tensors)
 
 
-def _add_tensor(
-    tensor: Tensor | Slice, state_path: str, tensors: dict[str, Tensor | Slice]
-) -> str:
-    """Add a tensor under its path, made unique, and return its key."""
-    unique_path, suffix_number = state_path, 0
-    while unique_path in tensors:
-        suffix_number += 1
-        unique_path = f"{state_path}#{suffix_number}"
-    tensors[unique_path] = tensor
-    return unique_path
-
-
 def _pack_scalar(
     scalar: Any, state_path: str, tensors: dict[str, Tensor | Slice]
 ) -> Json:
+    if type(scalar) is float:
+        return _pack_number(scalar)
     if isinstance(scalar, (bytes, bytearray)):
         return {TAG: "bytes", "of": base64.b64encode(scalar).decode()}
     if isinstance(scalar, complex):
@@ -131,7 +127,8 @@ def _pack_scalar(
             scalar.shape
         )
         array_kind = "ndarray" if isinstance(scalar, np.ndarray) else "npscalar"
-        return {TAG: array_kind, "key": _add_tensor(array_tensor, state_path, tensors)}
+        packed_array: Any = _pack(array_tensor, state_path, tensors, keep_tags=False)
+        return {TAG: array_kind, "key": packed_array["key"]}
     if isinstance(scalar, dt.datetime):
         return {TAG: "datetime", "of": scalar.isoformat()}
     if isinstance(scalar, dt.timedelta):

@@ -25,7 +25,7 @@ by_hand = Deferred("accelerate._impl.checkpoints.by_hand")
 fsdp = Deferred("accelerate._impl.checkpoints.fsdp")
 modeling = Deferred("accelerate._impl.models.modeling")
 manifests = Deferred("accelerate._impl.checkpoints.manifests")
-writer = Deferred("hasten.checkpoint.writer")
+writer = Deferred("hasten.checkpoint.save")
 # the original has no such files
 _HIDDEN = frozenset({"loader", "object", "progress", "random"})
 
