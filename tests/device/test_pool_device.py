@@ -32,7 +32,7 @@ def test_state_of_the_device_generator_is_restored(ctx: ProcessContext) -> None:
     state = RngState.capture(ctx.device)
     expected = torch.rand(4, device=ctx.device), torch.rand(4)
     set_seed(9)
-    RngState.from_tree(state.to_tree()).restore(ctx.device)
+    RngState.from_tree(state.tree).restore(ctx.device)
     assert torch.equal(torch.rand(4, device=ctx.device), expected[0])
     assert torch.equal(torch.rand(4), expected[1])
 

@@ -14,7 +14,7 @@ import pytest
 
 from hasten.checkpoint.base import CheckpointStore
 from hasten.checkpoint.format.manifest import Manifest
-from hasten.checkpoint.store.locate import open_store
+from hasten.checkpoint.store.local_store import open_store
 from hasten.errors import CheckpointError
 from tests.survive.driving import SURVIVE_TESTS, finish, recent, wait_for
 from tests.survive.reading import results

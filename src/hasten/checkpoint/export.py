@@ -32,8 +32,7 @@ from hasten.checkpoint.reshard import join_pieces
 from hasten.checkpoint.save import FileLayout, encode_file, hub_index, plan_component
 from hasten.checkpoint.state_dicts import LoadReport, first_names, names_of_other_stages
 from hasten.checkpoint.store.disk import Disk, cannot_write, write_files
-from hasten.checkpoint.store.local_store import temporary_draft
-from hasten.checkpoint.store.locate import check_local, check_path
+from hasten.checkpoint.store.local_store import check_local, check_path, temporary_draft
 from hasten.checkpoint.store.occupied import (
     check_no_checkpoint,
     check_unlisted,

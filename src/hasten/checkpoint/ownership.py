@@ -229,15 +229,15 @@ SliceLayout = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 """Offset and local shape of every slice, by `component/name`."""
 
 
+@dataclass(slots=True)
 class MachineOwners:
     """Ownership of slices per machine: the first rank that holds a slice owns it.
 
     The ranks exchange their layouts when one has changed.
     """
 
-    def __init__(self) -> None:
-        self._layout: SliceLayout | None = None
-        self._owned: frozenset[str] = frozenset()
+    _layout: SliceLayout | None = None
+    _owned: frozenset[str] = frozenset()
 
     def owned(
         self, tree: StateTree, machine_ranks: Sequence[int], agreement: Agreement

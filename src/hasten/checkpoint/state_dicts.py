@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from hasten.checkpoint.base import Component, Format, Json, Slice, local_data
+from hasten.checkpoint.base import Component, Format, Json, Slice
 from hasten.checkpoint.eight_bit import (
     eight_bit_entries,
     from_entries,
@@ -31,6 +31,8 @@ from hasten.modules.quantized import (
     to_bytes,
 )
 
+_PLAIN_CLASSES: Final = (Tensor, nn.Parameter)
+
 
 # -- models --------------------------------------------------------------------------------------------------------
 def model_component(
@@ -41,21 +43,19 @@ def model_component(
     """Return the model's state as a component; `weights` replace the state when a save hook has edited it."""
     tensors: dict[str, Tensor | Slice] = {}
     extra_values: dict[str, Any] = {}
-    for state_key, state_value in (
-        model.state_dict(keep_vars=True) if weights is None else weights
-    ).items():
-        if isinstance(state_value, Tensor):
-            tensors[plain_name(state_key)] = (
-                to_bytes(state_value)[0]
-                if is_torchao(state_value)
-                else as_stored(state_value)
-            )
+    if weights is None:
+        weights = model.state_dict(keep_vars=True)
+    for state_key, state_value in weights.items():
+        tensor_name = plain_name(state_key)
+        if not isinstance(state_value, Tensor):
+            extra_values[tensor_name] = state_value
+        elif type(state_value) not in _PLAIN_CLASSES and is_torchao(state_value):
+            tensors[tensor_name] = to_bytes(state_value)[0]
         else:
-            extra_values[plain_name(state_key)] = state_value
+            tensors[tensor_name] = as_stored(state_value)
     packed_state = None
-    if (
-        extra_values and file_format == "torch"
-    ):  # the file then holds the state dict unchanged
+    # the file then holds the state dict unchanged
+    if extra_values and file_format == "torch":
         packed_state, tensors = pack({**tensors, **extra_values})
     elif extra_values:
         packed_state, extra_tensors = pack(extra_values, "extra_state")
@@ -170,7 +170,7 @@ def _plan_tensor(
     strict: bool,
 ) -> None:
     pieces = stored_component.pieces_of(tensor_name)
-    if is_torchao(live_tensor):
+    if type(live_tensor) not in _PLAIN_CLASSES and is_torchao(live_tensor):
         tensor_bytes, byte_layout = to_bytes(live_tensor)
         model_plan.quantized.append((live_tensor, tensor_bytes, byte_layout))
         live_tensor = tensor_bytes
@@ -243,13 +243,13 @@ def model_names(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, nn.Modu
 def parameter_names(models: Sequence[nn.Module]) -> dict[int, str]:
     """Return canonical names by parameter id; from the second model on, names are prefixed with the model's number."""
     names_by_id: dict[int, str] = {}
-    for _, prefix, model in model_names(models):
+    for index, model in enumerate(models):
+        prefix = f"model_{index}." if index else ""
         stage = stage_part(model)
         for local_name, parameter in model.named_parameters():
-            if stage is None:
-                parameter_name = plain_name(local_name)
-            else:
-                parameter_name = stage.whole_name(plain_name(local_name))
+            parameter_name = plain_name(local_name)
+            if stage is not None:
+                parameter_name = stage.whole_name(parameter_name)
             names_by_id.setdefault(id(parameter), prefix + parameter_name)
     return names_by_id
 
@@ -286,18 +286,21 @@ def optimizer_component(
     """Return the optimizer's state keyed by parameter names, as `torch.load("optimizer.bin")` shows it."""
     names_of_groups = _group_names(optimizer, names_by_id)
     flat_names = list(chain.from_iterable(names_of_groups))
-    by_name = optimizer.state_dict()
-    state_by_name, group_options = {}, []
-    for state_key, parameter_state in by_name["state"].items():
-        state_by_name[_name_of_key(flat_names, state_key)] = _as_stored_state(
-            parameter_state
-        )
+    live_state = optimizer.state_dict()
+    state_by_name = {}
+    group_options = []
+    for state_key, parameter_state in live_state["state"].items():
+        # torch uses indices; custom optimizers may add keys
+        parameter_name = str(state_key)
+        if isinstance(state_key, int) and 0 <= state_key < len(flat_names):
+            parameter_name = flat_names[state_key]
+        state_by_name[parameter_name] = _as_stored_state(parameter_state)
     for group, group_names in zip(
-        by_name["param_groups"], names_of_groups, strict=True
+        live_state["param_groups"], names_of_groups, strict=True
     ):
         group_options.append({**group, "params": group_names})
     packed_state, tensors = pack(
-        {**by_name, "state": state_by_name, "param_groups": group_options}
+        {**live_state, "state": state_by_name, "param_groups": group_options}
     )
     return Component(tensors, packed_state, "optimizer", "torch")
 
@@ -332,7 +335,10 @@ def _as_stored_state(state_value: Any) -> Any:  # Any: state is nested freely
         if type(state_value) is not Tensor and is_eight_bit(state_value):
             return eight_bit_entries(state_value)
         stored_tensor = as_stored(state_value)
-        if hasattr(local_tensor := local_data(stored_tensor), "__tensor_flatten__"):
+        local_tensor = stored_tensor
+        if isinstance(stored_tensor, Slice):
+            local_tensor = stored_tensor.data
+        if hasattr(local_tensor, "__tensor_flatten__"):
             raise CheckpointError(
                 f"the optimizer's state holds a {type(local_tensor).__name__}, a tensor of {type(local_tensor).__module__.partition('.')[0]} that "
                 "checkpoints cannot hold, so a resumed run would lose it; use an optimizer with plain tensors as state, such as "

@@ -83,13 +83,13 @@ class Flag:
 Failure = tuple[str, str, str]
 
 
+@dataclass(slots=True)
 class Agreement:
     """Exchange of values and errors inside an `agreeing` block."""
 
-    def __init__(self, comm: Comm, label: str) -> None:
-        self.comm = comm
-        self.label = label
-        """Description of the ranks' work, for messages; may be changed within the block."""
+    comm: Comm
+    label: str
+    """Description of the ranks' work, for messages; may be changed within the block."""
 
     def share(self, value: Any = None) -> list[Any]:  # Any: plain values of the caller
         """Return every rank's value, in order of rank. Ranks: every rank, at the same point of the block.

@@ -91,61 +91,54 @@ def _process_rank() -> int:
 class RngState:
     """State of every generator of one process: tensors, numbers and strings only, so no pickle is needed.
 
-    `to_tree()` returns
+    The tree is
         {"python": {"version": int, "words": int64[625], "gauss": float | None},
          "numpy":  {"kind": "MT19937", "words": int64[624], "position": int, "has_gauss": int, "gauss": float},
          "torch":  uint8[n],
          "device": {"type": "cuda", "state": uint8[n]} | None}
     """
 
-    python: Mapping[str, Any]  # Any: tensors and numbers, as listed above
-    numpy: Mapping[str, Any]
-    cpu: Tensor
-    device: Mapping[str, Any] | None
+    tree: Mapping[str, Any]  # Any: tensors and numbers, as listed above
 
     @classmethod
-    def capture(cls, device: torch.device | str = "cpu") -> RngState:
-        """Return the current state of all generators; of the devices, only that of `device`, used by this process."""
-        torch_device = torch.device(device)
-        numpy_state = np.random.get_state(legacy=False)
-        return cls.of(
-            random.getstate(),
-            numpy_state,
-            torch.get_rng_state(),
-            torch_device,
-            device_state(torch_device),
-        )
-
-    @classmethod
-    def of(
+    def capture(
         cls,
-        python: tuple[Any, ...],
-        numpy: Mapping[str, Any],
-        cpu: Tensor,
-        device: torch.device,
-        on_device: Tensor | None,
+        device: torch.device | str = "cpu",
+        host_states: tuple[Tensor, tuple[Any, ...], Mapping[str, Any]] | None = None,
+        device_bytes: Tensor | None = None,
     ) -> RngState:
-        """Return the state of generators from what `random.getstate`, `np.random.get_state` and the others returned."""
-        version, python_words, gauss = python
+        """Return the current state of all generators; of the devices, only that of `device`, used by this process.
+
+        `host_states` (of torch, python and numpy) and `device_bytes` are states that were read earlier.
+        """
+        torch_device = torch.device(device)
+        if host_states is None:
+            numpy_now = np.random.get_state(legacy=False)
+            host_states = torch.get_rng_state(), random.getstate(), numpy_now
+            if torch_device.type != "cpu":
+                device_bytes = device_state(torch_device)
+        cpu_bytes, (version, python_words, gauss), numpy_state = host_states
+        key_words = np.asarray(numpy_state["state"]["key"]).astype(np.int64)
+        device_tree = None
+        if device_bytes is not None:
+            device_tree = {"type": torch_device.type, "state": device_bytes}
         return cls(
-            python={
-                "version": version,
-                "words": torch.tensor(python_words, dtype=torch.int64),
-                "gauss": gauss,
-            },
-            numpy={
-                "kind": str(numpy["bit_generator"]),
-                "words": torch.from_numpy(
-                    np.asarray(numpy["state"]["key"]).astype(np.int64)
-                ),
-                "position": int(numpy["state"]["pos"]),
-                "has_gauss": int(numpy["has_gauss"]),
-                "gauss": float(numpy["gauss"]),
-            },
-            cpu=cpu,
-            device=None
-            if on_device is None
-            else {"type": device.type, "state": on_device},
+            {
+                "python": {
+                    "version": version,
+                    "words": torch.tensor(python_words, dtype=torch.int64),
+                    "gauss": gauss,
+                },
+                "numpy": {
+                    "kind": str(numpy_state["bit_generator"]),
+                    "words": torch.from_numpy(key_words),
+                    "position": int(numpy_state["state"]["pos"]),
+                    "has_gauss": int(numpy_state["has_gauss"]),
+                    "gauss": float(numpy_state["gauss"]),
+                },
+                "torch": cpu_bytes,
+                "device": device_tree,
+            }
         )
 
     def restore(
@@ -160,40 +153,30 @@ class RngState:
         Raises: DeviceError in that case, unless `missing` is "warn".
         """
         torch_device = torch.device(device)
-        if self.device is None:
-            saved_type = "cpu"
-        else:
-            saved_type = str(self.device["type"])
         self.check_device(torch_device, missing)
-        random.setstate(
-            (
-                self.python["version"],
-                tuple(self.python["words"].tolist()),
-                self.python["gauss"],
-            )
-        )
-        numpy_state = self.numpy
+        python_tree, numpy_tree = self.tree["python"], self.tree["numpy"]
+        python_words = tuple(python_tree["words"].tolist())
+        random.setstate((python_tree["version"], python_words, python_tree["gauss"]))
         np.random.set_state(
             (
-                numpy_state["kind"],
-                numpy_state["words"].numpy().astype(np.uint32),
-                numpy_state["position"],
-                numpy_state["has_gauss"],
-                numpy_state["gauss"],
+                numpy_tree["kind"],
+                numpy_tree["words"].numpy().astype(np.uint32),
+                numpy_tree["position"],
+                numpy_tree["has_gauss"],
+                numpy_tree["gauss"],
             )
         )
-        torch.set_rng_state(self.cpu)
-        if self.device is not None and saved_type == torch_device.type:
-            _set_device_state(torch_device, self.device["state"])
+        torch.set_rng_state(self.tree["torch"])
+        device_tree = self.tree["device"]
+        if device_tree is not None and device_tree["type"] == torch_device.type:
+            _set_device_state(torch_device, device_tree["state"])
 
     def check_device(
         self, device: torch.device, missing: Literal["error", "warn"] = "error"
     ) -> None:
         """Raise DeviceError, or warn, if the state was captured on another kind of device."""
-        if self.device is None:
-            saved_type = "cpu"
-        else:
-            saved_type = str(self.device["type"])
+        device_tree = self.tree["device"]
+        saved_type = "cpu" if device_tree is None else device_tree["type"]
         if saved_type == device.type:
             return
         message = (
@@ -206,49 +189,39 @@ class RngState:
             )
         log.warning("%s.", message)
 
-    def to_tree(self) -> dict[str, Any]:  # Any: a tree of tensors and JSON values
-        """Return the state as nested dicts of tensors and JSON values."""
-        device_tree = None if self.device is None else dict(self.device)
-        return {
-            "python": dict(self.python),
-            "numpy": dict(self.numpy),
-            "torch": self.cpu,
-            "device": device_tree,
-        }
-
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> RngState:
-        """Return the state in `tree`, as created by `to_tree`.
+        """Return the state in a tree that was saved, after checking it.
 
         Raises: CorruptCheckpointError if `tree` is not such a state.
         """
         try:
-            python_tree, numpy_tree, device_tree = (
-                tree["python"],
-                tree["numpy"],
-                tree["device"],
-            )
-            gauss = python_tree["gauss"]
-            return cls(
-                python={
-                    "version": int(python_tree["version"]),
-                    "words": _checked_vector(python_tree["words"], torch.int64, 625),
-                    "gauss": None if gauss is None else float(gauss),
-                },
-                numpy={
-                    "kind": str(numpy_tree["kind"]),
-                    "words": _checked_vector(numpy_tree["words"], torch.int64, 624),
-                    "position": int(numpy_tree["position"]),
-                    "has_gauss": int(numpy_tree["has_gauss"]),
-                    "gauss": float(numpy_tree["gauss"]),
-                },
-                cpu=_checked_vector(tree["torch"], torch.uint8, None),
-                device=None
-                if device_tree is None
-                else {
+            python_tree, numpy_tree = tree["python"], tree["numpy"]
+            gauss, device_tree = python_tree["gauss"], tree["device"]
+            if device_tree is not None:
+                device_tree = {
                     "type": str(device_tree["type"]),
                     "state": _checked_vector(device_tree["state"], torch.uint8, None),
-                },
+                }
+            return cls(
+                {
+                    "python": {
+                        "version": int(python_tree["version"]),
+                        "words": _checked_vector(
+                            python_tree["words"], torch.int64, 625
+                        ),
+                        "gauss": None if gauss is None else float(gauss),
+                    },
+                    "numpy": {
+                        "kind": str(numpy_tree["kind"]),
+                        "words": _checked_vector(numpy_tree["words"], torch.int64, 624),
+                        "position": int(numpy_tree["position"]),
+                        "has_gauss": int(numpy_tree["has_gauss"]),
+                        "gauss": float(numpy_tree["gauss"]),
+                    },
+                    "torch": _checked_vector(tree["torch"], torch.uint8, None),
+                    "device": device_tree,
+                }
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptCheckpointError(
@@ -345,15 +318,14 @@ def synchronize_rng_states(
         )
     rng_state = RngState.capture(comm.device)
     local_states: dict[str, Any] = {}
-    for rng_type in ("python", "numpy", "torch", "device"):
-        if rng_type in rng_types:
-            local_states[rng_type] = rng_state.to_tree()[rng_type]
+    for rng_type in rng_types - {"generator"}:
+        local_states[rng_type] = rng_state.tree[rng_type]
     if "generator" in rng_types and generator is not None:
         local_states["generator"] = generator.get_state()
     source_states: dict[str, Any] = comm.broadcast_object(local_states, src)
     if generator is not None and "generator" in source_states:
         generator.set_state(source_states.pop("generator"))
-    RngState.from_tree({**rng_state.to_tree(), **source_states}).restore(comm.device)
+    RngState.from_tree({**rng_state.tree, **source_states}).restore(comm.device)
 
 
 def checked_rng_types(types: Sequence[str], device: torch.device) -> frozenset[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from hasten.errors import StepError
@@ -28,18 +28,18 @@ class _Loop:
     """True if a state was loaded that has not taken effect yet."""
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class EpochLoops:
     """The epoch loops of a run, identified by their order. A loop resumes in the epoch of its loaders' positions."""
 
-    def __init__(self, objects: PreparedObjects, clock: StepClock) -> None:
-        self._objects = objects
-        self._clock = clock
-        self._loops: list[_Loop] = []
-        self._num_begun = 0
-        """Number of loops that this process has started; the loops after them were loaded."""
-        self._running: _Loop | None = None
-        self._left: tuple[int, list[int]] = 0, []
-        """Backward passes of the run when a loop ended, and the complete passes over loaders in its last body."""
+    _objects: PreparedObjects
+    _clock: StepClock
+    loops: list[_Loop] = field(default_factory=list)
+    _num_begun: int = 0
+    """Number of loops that this process has started; the loops after them were loaded."""
+    _running: _Loop | None = None
+    _left: tuple[int, list[int]] = field(default_factory=lambda: (0, []))
+    """Backward passes of the run when a loop ended, and the complete passes over loaders in its last body."""
 
     def over(self, num_epochs: int) -> Iterator[int]:
         """Yield the epochs from 0, or from the resumed epoch, to `num_epochs` - 1.
@@ -51,10 +51,10 @@ class EpochLoops:
                 "accelerator.epochs() was called inside another loop over epochs, and a checkpoint holds the epoch of one. Use range() "
                 "for the outer or the inner loop."
             )
-        if self._num_begun == len(self._loops):
-            self._loops.append(_Loop())
+        if self._num_begun == len(self.loops):
+            self.loops.append(_Loop())
         self._num_begun += 1
-        loop = self._running = self._loops[self._num_begun - 1]
+        loop = self._running = self.loops[self._num_begun - 1]
         loop.num_epochs = num_epochs
         try:
             while self._next(loop) < num_epochs:
@@ -67,7 +67,7 @@ class EpochLoops:
 
     def share(self) -> float | None:
         """Return the completed share of the newest loop; None before the first. Any thread may call it."""
-        begun_loops = self._loops[: self._num_begun]
+        begun_loops = self.loops[: self._num_begun]
         if not begun_loops or not begun_loops[-1].num_epochs:
             return None
         newest = begun_loops[-1]
@@ -101,21 +101,15 @@ class EpochLoops:
         loop.inside, loop.num_passes = True, self._clock.num_passes
         return loop.epoch
 
-    def _midway(self) -> list[int]:
-        """Return the indices of the loaders that are inside an epoch."""
-        loader_indices = []
-        for index, loader in enumerate(self._objects.loaders):
-            if loader.is_midway():
-                loader_indices.append(index)
-        return loader_indices
-
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as JSON values: the epoch at which each loop resumes, and its body's complete passes."""
-        loaders_midway = self._midway()
-        return {
-            "loops": [self._state(loop, loaders_midway) for loop in self._loops],
-            "ended": self._ended() if loaders_midway else [],
-        }
+        is_midway = False
+        for loader in self._objects.loaders:
+            is_midway = is_midway or loader.is_midway()
+        loop_states = []
+        for loop in self.loops:
+            loop_states.append(self._describe_loop(loop, is_midway))
+        return {"loops": loop_states, "ended": self._ended() if is_midway else []}
 
     def _ended(self) -> list[int]:
         """Return the number of passes over each loader that a resume of the current or last body must not repeat."""
@@ -134,17 +128,17 @@ class EpochLoops:
                 )
         return num_passes_of_loaders
 
-    def _state(self, loop: _Loop, loaders_midway: list[int]) -> dict[str, Any]:
+    def _describe_loop(self, loop: _Loop, is_midway: bool) -> dict[str, Any]:
         has_trained = loop.trained or self._clock.num_passes > loop.num_passes
         if not loop.inside:
             return _begin_at(loop.epoch)
-        if not loop.loaded and self._over(has_trained, loaders_midway):
+        if not loop.loaded and self._is_over(has_trained, is_midway):
             return _begin_at(loop.epoch + 1)
         return {"epoch": loop.epoch, "inside": True, "trained": has_trained}
 
-    def _over(self, has_trained: bool, loaders_midway: list[int]) -> bool:
+    def _is_over(self, has_trained: bool, is_midway: bool) -> bool:
         """Return True if a resume starts after the running body: it has trained, and no loader is inside an epoch."""
-        if loaders_midway:
+        if is_midway:
             return False
         if self._objects.optimizers:
             return has_trained
@@ -152,28 +146,26 @@ class EpochLoops:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the loops continue from `state`, once the loaders have their positions."""
-        self._load(state["loops"])
+        self._num_begun = 0
+        if self._running is not None:
+            self._num_begun = self.loops.index(self._running) + 1
+        # the next loop to start is the first that is not running
+        saved_loops = state["loops"]
+        del self.loops[max(len(saved_loops), self._num_begun) :]
+        while len(self.loops) < len(saved_loops):
+            self.loops.append(_Loop())
+        for index, loop in enumerate(self.loops):
+            saved = saved_loops[index] if index < len(saved_loops) else _begin_at(0)
+            loop.epoch, loop.inside = saved["epoch"], saved["inside"]
+            loop.trained = saved["trained"]
+            loop.num_passes = self._clock.num_passes
+            loop.loaded = True
         self._left = 0, []
         num_ended_of_loaders = [*state["ended"], *[0] * len(self._objects.loaders)]
         for loader, num_ended in zip(
             self._objects.loaders, num_ended_of_loaders, strict=False
         ):
             loader.parts.cursor.num_ended, loader.parts.cursor.num_again = 0, num_ended
-
-    def _load(self, saved_loops: Sequence[Mapping[str, Any]]) -> None:
-        """Load the states of the loops; the next loop to start is the first that is not running."""
-        self._num_begun = 0
-        if self._running is not None:
-            self._num_begun = self._loops.index(self._running) + 1
-        del self._loops[max(len(saved_loops), self._num_begun) :]
-        while len(self._loops) < len(saved_loops):
-            self._loops.append(_Loop())
-        for index, loop in enumerate(self._loops):
-            state = saved_loops[index] if index < len(saved_loops) else _begin_at(0)
-            loop.epoch, loop.inside = state["epoch"], state["inside"]
-            loop.trained = state["trained"]
-            loop.num_passes = self._clock.num_passes
-            loop.loaded = True
 
 
 def _begin_at(epoch: int) -> dict[str, Any]:

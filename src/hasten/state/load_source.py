@@ -7,15 +7,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hasten.checkpoint.base import CheckpointStore
-from hasten.checkpoint.store.locate import (
-    find_newest_of_all,
+from hasten.checkpoint.format.manifest import MANIFEST_NAME, checkpoint_number
+from hasten.checkpoint.store.local_store import (
+    LocalStore,
     join_location,
-    locate_existing,
+    locate,
     open_store,
 )
 from hasten.comm.agreement import Agreement
 from hasten.config.sections.loop import ProjectConfiguration
-from hasten.errors import ConfigError, IncompleteCheckpointError
+from hasten.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -91,3 +97,110 @@ def find_source(
             "load_state(must_exist=False) in a script that also makes the first start."
         )
     return None
+
+
+def locate_existing(location: str | Path) -> tuple[CheckpointStore, str]:
+    """Return the store and name of a checkpoint to be read.
+
+    Raises: IncompleteCheckpointError when its folder does not exist or is a file.
+    """
+    store, name = locate(location)
+    if isinstance(store, LocalStore):
+        checkpoint_path = store.folder(name)
+        if checkpoint_path.is_file():
+            has_manifest = (checkpoint_path.parent / MANIFEST_NAME).is_file()
+            if has_manifest:
+                hint = f"give the folder it is in, {checkpoint_path.parent}"
+            else:
+                hint = "give such a folder"
+            raise IncompleteCheckpointError(
+                f"{location} is a file; a checkpoint is a folder with {MANIFEST_NAME} in it, as save_state writes it: {hint}."
+            )
+        if not checkpoint_path.exists():
+            raise IncompleteCheckpointError(
+                f"{location} does not exist, so there is no checkpoint to load. Check the path (the current folder is "
+                f"{Path.cwd()}); `hasten ckpt list {checkpoint_path.parent}` shows what is there."
+            )
+    return store, name
+
+
+def find_newest(store: CheckpointStore, log_level: int = logging.WARNING) -> str | None:
+    """Return the name of the newest complete numbered checkpoint; incomplete and damaged ones are skipped, which is logged.
+
+    Only a place without any numbered checkpoint gives None.
+    Raises: IncompleteCheckpointError when none of them is complete; CheckpointError for a newer one that cannot be read now, and
+    CheckpointVersionError for one of another version of hasten, because an older one would take the run back.
+    """
+    numbers_by_name = {
+        checkpoint_name: checkpoint_number(checkpoint_name)
+        for checkpoint_name in store.names()
+    }
+    checkpoint_names = sorted(
+        (
+            checkpoint_name
+            for checkpoint_name in numbers_by_name
+            if numbers_by_name[checkpoint_name] is not None
+        ),
+        key=lambda checkpoint_name: numbers_by_name[checkpoint_name] or 0,
+        reverse=True,
+    )
+    load_errors: list[CheckpointError] = []
+    for checkpoint_name in checkpoint_names:
+        try:
+            store.check(checkpoint_name)
+        except (IncompleteCheckpointError, CorruptCheckpointError) as error:
+            load_errors.append(error)
+            continue
+        if load_errors:
+            log.log(
+                log_level,
+                "using %s in %s and skipping newer ones: %s",
+                checkpoint_name,
+                store.address,
+                " ".join(str(load_error) for load_error in load_errors),
+            )
+        return checkpoint_name
+    if not checkpoint_names:
+        return None
+    raise IncompleteCheckpointError(
+        f"{store.address} has checkpoints ({', '.join(checkpoint_names[:4])}) and none is complete: {load_errors[0]} The run does not start anew over "
+        f"them. `hasten ckpt verify` names all faults; delete {store.address} to start anew, or give the path of another checkpoint."
+    )
+
+
+def find_newest_of_all(store: CheckpointStore, agreement: Agreement) -> str | None:
+    """Return the newest checkpoint that every rank has; None if no rank has any. Ranks: every rank.
+
+    Raises: as `newest`; CheckpointError when ranks have none in common.
+    """
+    log_level = logging.WARNING if agreement.comm.rank == 0 else logging.DEBUG
+    names_of_ranks: list[str | None] = agreement.share(find_newest(store, log_level))
+    if len(set(names_of_ranks)) == 1:
+        return names_of_ranks[0]
+    # machines with separate disks
+    numbers_of_ranks = [
+        -1 if checkpoint_name is None else checkpoint_number(checkpoint_name) or 0
+        for checkpoint_name in names_of_ranks
+    ]
+    oldest_name = names_of_ranks[numbers_of_ranks.index(min(numbers_of_ranks))]
+    if oldest_name is None or not all(agreement.share(is_complete(store, oldest_name))):
+        raise CheckpointError(
+            f"ranks see different newest checkpoints ({sorted(map(str, set(names_of_ranks)))}), and have none in common. Give the path of "
+            "one that every machine has."
+        )
+    if agreement.comm.rank == 0:
+        log.warning(
+            "ranks see different newest checkpoints (%s); %s is loaded, which all have",
+            set(names_of_ranks),
+            oldest_name,
+        )
+    return oldest_name
+
+
+def is_complete(store: CheckpointStore, checkpoint_name: str) -> bool:
+    """Return True if the manifest is readable and every file has its size."""
+    try:
+        store.check(checkpoint_name)
+    except CheckpointError:  # loading it by name reports the problem
+        return False
+    return True

@@ -69,19 +69,14 @@ class Randomness:
     def capture(self, generators: Generators | None = None) -> dict[str, Any]:
         """Return the states of all generators, now or as they were read, and the seed of the run."""
         if generators is None:
-            return {
-                "seed": torch.initial_seed(),
-                "generators": RngState.capture(self._device).to_tree(),
-            }
-        process_states = generators.process
-        rng_state = RngState.of(
-            process_states.python,
-            process_states.numpy,
-            process_states.torch,
-            self._device,
-            generators.device,
-        )
-        return {"seed": generators.seed, "generators": rng_state.to_tree()}
+            seed = torch.initial_seed()
+            rng_state = RngState.capture(self._device)
+        else:
+            seed = generators.seed
+            rng_state = RngState.capture(
+                self._device, generators.process, generators.device
+            )
+        return {"seed": seed, "generators": dict(rng_state.tree)}
 
     def restoring(self, saved_states: Any, strict: bool = True) -> Callable[[], None]:
         """Return a function that restores a saved state.
@@ -143,8 +138,7 @@ class RunObjects:
         """
         clock = self.clock
         if not clock.is_open or clock.read_position is None:
-            # random generators are captured after save hooks, which may draw
-            return replace(self.read_position(at_window=False), generators=None)
+            return self.read_position(at_window=False)
         position = clock.position
         if not isinstance(position, LoopPosition):
             raise StepError(
@@ -170,17 +164,20 @@ class RunObjects:
             loader_states.append(loader.saved_state(has_trained))
         registered_states = {}
         buffer_copies: Mapping[str, Tensor] = {}
+        # else they are captured after save hooks, which may draw
+        generators = None
         if at_window:
+            generators = self.randomness.read()
             for index, registered_object in enumerate(self.registered):
                 if getattr(registered_object, "follows_data", False):
                     registered_states[index] = registered_object.state_dict()
             buffer_copies = self.buffers.copy_changing(self.plain_models())
         epochs_state: Mapping[str, Any] = {"loops": [], "ended": []}
-        if self.epochs is not None:
+        if self.epochs is not None and self.epochs.loops:
             epochs_state = self.epochs.state_dict()
         return LoopPosition(
             loader_states,
-            self.randomness.read(),
+            generators,
             self.clock.state_dict(),
             epochs_state,
             None if self.trackers is None else self.trackers.step,
@@ -219,11 +216,12 @@ def collect_state(
     for index, (model, model_weights) in enumerate(zip(models, weights, strict=True)):
         if model_weights is None or len(model_weights):
             component_name = numbered_name("model", index)
-            components[component_name] = _with_buffers(
-                model_component(model, file_format, model_weights),
-                loop_position.buffers,
-                f"{component_name}/",
-            )
+            component = model_component(model, file_format, model_weights)
+            if loop_position.buffers:
+                component = _with_buffers(
+                    component, loop_position.buffers, f"{component_name}/"
+                )
+            components[component_name] = component
     for index, optimizer in enumerate(prepared_objects.optimizers):
         inner_optimizer = getattr(optimizer, "optimizer", optimizer)
         components[numbered_name("optimizer", index)] = optimizer_component(
@@ -282,17 +280,14 @@ def _collect_progress(
     """Return the counters of the run."""
     optimizer_counts = []
     for optimizer in run_objects.objects.optimizers:
-        num_attempts, num_optimizer_updates = (
-            getattr(optimizer, "num_attempts", 0),
-            getattr(optimizer, "num_updates", 0),
-        )
         optimizer_counts.append(
             {
-                "num_attempts": int(num_attempts),
-                "num_updates": int(num_optimizer_updates),
+                "num_attempts": int(getattr(optimizer, "num_attempts", 0)),
+                "num_updates": int(getattr(optimizer, "num_updates", 0)),
             }
         )
-    num_seen, schedule_lengths = [], []
+    num_seen = []
+    schedule_lengths = []
     for scheduler in run_objects.objects.schedulers:
         num_seen.append(int(getattr(scheduler, "_seen", 0)))
         schedule_lengths.append(getattr(scheduler, "length", None))

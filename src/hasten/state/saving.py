@@ -31,13 +31,7 @@ from hasten.checkpoint.reader import open_checkpoint, read_one_version
 from hasten.checkpoint.retention import retire_expired
 from hasten.checkpoint.save import FileLayout, Save
 from hasten.checkpoint.state_dicts import LoadReport
-from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.locate import (
-    check_naming,
-    join_location,
-    locate,
-    open_store,
-)
+from hasten.checkpoint.store.local_store import LocalStore, locate, open_store
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.config.sections.loop import ProjectConfiguration
 from hasten.errors import CheckpointError, ConfigError, MismatchError
@@ -200,14 +194,15 @@ class Saving:
         if not blocking and self._writer().comm is None:
             agreement.share()
             self._writer().comm = self._ctx.world.twin()
-        metric_values = self._checked(metrics)
+        metric_values = self._check_metrics(metrics) if metrics else {}
         with ExitStack() as draft_owner:
             save = draft_owner.enter_context(self._start(output_dir, agreement))
             checkpoint_name = save.draft.name
-            checkpoint_path = join_location(save.store.address, checkpoint_name)
             agreement.label = f"collecting the state for {checkpoint_name!r}"
             manifest_header = self._header(checkpoint_name, metric_values)
-            state_tree = self._tree(save, safe_serialization, agreement, loop_position)
+            state_tree = self._collect_tree(
+                save, safe_serialization, agreement, loop_position
+            )
             write_files = partial(
                 self._write, save, manifest_header, output_dir is None
             )
@@ -218,11 +213,21 @@ class Saving:
                 self._write_in_background(
                     save, state_tree, write_files, agreement, draft_owner
                 )
-        return checkpoint_path
+        return save.location
 
     def _start(self, output_dir: str | Path | None, agreement: Agreement) -> Save:
         """Start a save into a folder, or under the next free number."""
-        check_naming(output_dir, self.project.automatic_checkpoint_naming)
+        is_automatic = self.project.automatic_checkpoint_naming
+        if output_dir is not None and is_automatic:
+            raise ConfigError(
+                f"automatic_checkpoint_naming=True numbers every checkpoint under project_dir, but save_state({str(output_dir)!r}) "
+                "names a folder; call save_state() without one, or leave automatic_checkpoint_naming out."
+            )
+        if output_dir is None and is_automatic is False:
+            raise ConfigError(
+                "save_state() got no folder and automatic_checkpoint_naming=False forbids a numbered one, so there is no place for "
+                'the checkpoint; call save_state("folder"), or leave automatic_checkpoint_naming out.'
+            )
         checkpoint_name: str | None = None
         if output_dir is None:
             store = open_store(automatic_root(self.project))
@@ -230,16 +235,12 @@ class Saving:
             store, checkpoint_name = locate(output_dir)
         save = Save(store, self._ctx.world, self.layout)
         with save:
-            each_node, node_index = (
-                self.project.save_on_each_node,
-                self._ctx.topology.node_rank,
-            )
             save.start(
                 agreement,
                 checkpoint_name,
                 self.iteration,
-                node=node_index,
-                each_node=each_node,
+                node=self._ctx.topology.node_rank,
+                each_node=self.project.save_on_each_node,
             )
         save.draft.keeps_exports = self.keeps_exports
         checkpoint_index = checkpoint_number(save.draft.name)
@@ -288,7 +289,7 @@ class Saving:
             announce(sum(blob.size for blob in save.blobs.values()))
             save.write(self._header(checkpoint_name, {}), agreement)
 
-    def _tree(
+    def _collect_tree(
         self,
         save: Save,
         safe_serialization: bool,
@@ -342,8 +343,7 @@ class Saving:
         """Write and commit; after a numbered save, delete the checkpoints of this run that have expired."""
         with save:
             manifest = save.write(manifest_header, agreement)
-        checkpoint_path = join_location(save.store.address, save.draft.name)
-        self._newest = checkpoint_path
+        self._newest = save.location
         if manifest.number is not None:
             self.iteration = max(self.iteration, manifest.number + 1)
         if is_numbered and save.is_main and self.project.total_limit is not None:
@@ -353,7 +353,7 @@ class Saving:
             except (OSError, CheckpointError) as error:
                 log.warning(
                     "after saving %s, old checkpoints could not be deleted: %s",
-                    checkpoint_path,
+                    save.location,
                     error,
                 )
         for report_save in self._run_objects.clock.parts.saved:
@@ -362,7 +362,7 @@ class Saving:
                 max(time.time() - manifest_header.created_s, 0.0),
             )
         if self._rank == 0:
-            log.info("saved %s (%.1f MB)", checkpoint_path, manifest.num_bytes / 1e6)
+            log.info("saved %s (%.1f MB)", save.location, manifest.num_bytes / 1e6)
 
     def _is_own(self, manifest: Manifest) -> bool:
         """Return True for a checkpoint that this run, or one that it continues, has written."""
@@ -410,13 +410,11 @@ class Saving:
             notes={**self._notes, _RUNS_NOTE: [*self._lineage, self._run_id]},
         )
 
-    def _checked(self, metrics: Mapping[str, float] | None) -> dict[str, float | None]:
+    def _check_metrics(self, metrics: Mapping[str, float]) -> dict[str, float | None]:
         """Return the metrics as finite numbers; nan and inf become None.
 
         Raises: CheckpointError for other values; ConfigError if `best_metric` is not among them.
         """
-        if not metrics:
-            return {}
         try:
             metric_values = {
                 str(metric_name): float(metric_value)
@@ -546,7 +544,7 @@ class Saving:
                 restore_plan.apply(agreement)
                 checkpoint_index = checkpoint.manifest.number
                 self._lineage = _read_run_ids(checkpoint.manifest)
-            checkpoint_path = join_location(store.address, checkpoint_name)
+            checkpoint_path = f"{store.address.rstrip('/')}/{checkpoint_name}"
             if self._rank == 0:
                 log.info(
                     "loaded %s%s",

@@ -22,7 +22,6 @@ from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.retention import retire_expired
 from hasten.checkpoint.save import Save, save_tree
 from hasten.checkpoint.store.local_store import LocalDraft, LocalStore
-from hasten.checkpoint.store.locate import find_newest
 from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import ProjectConfiguration
@@ -30,6 +29,7 @@ from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.errors import CheckpointError, HookError, MismatchError, MissingRanksError
 from hasten.extensions.remote.remote_store import RemoteStore
 from hasten.runtime.context import ProcessContext
+from hasten.state.load_source import find_newest
 from hasten.state.preemption import PREEMPTED_EXIT_CODE
 from hasten.state.saving import Saving
 from hasten.testing.pool import Pool, ranks

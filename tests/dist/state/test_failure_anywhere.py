@@ -21,9 +21,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hasten
 from hasten import Accelerator
-from hasten.checkpoint.store.locate import is_complete, locate
+from hasten.checkpoint.store.local_store import locate
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.runtime.context import ProcessContext
+from hasten.state.load_source import is_complete
 from hasten.testing.pool import ranks
 
 pytestmark = pytest.mark.timed

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hasten import Accelerator
-from hasten.checkpoint.store.locate import locate, open_store
+from hasten.checkpoint.store.local_store import locate, open_store
 from hasten.errors import CheckpointError
 from hasten.optional import need
 

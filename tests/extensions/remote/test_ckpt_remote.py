@@ -16,13 +16,13 @@ from hasten.checkpoint.base import Blob, Component, StateTree
 from hasten.checkpoint.format.manifest import Manifest, numbered_checkpoint
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.save import Save
-from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.locate import find_newest, is_complete, locate, open_store
+from hasten.checkpoint.store.local_store import LocalStore, locate, open_store
 from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm
 from hasten.errors import ConfigError, CorruptCheckpointError, IncompleteCheckpointError
 from hasten.extensions.remote.remote_store import RemoteStore
 from hasten.optional import available
+from hasten.state.load_source import find_newest, is_complete
 
 fsspec = pytest.importorskip("fsspec")
 SCRIPT = Path(__file__).parent / "remote_run.py"

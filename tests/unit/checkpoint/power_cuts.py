@@ -35,9 +35,9 @@ from hasten.checkpoint.save import Save
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.drafts import draft_of
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.locate import find_newest
 from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm
+from hasten.state.load_source import find_newest
 
 DEATH_KINDS = ("before", "after", "half", "power")
 SIZES = (3000, 700)

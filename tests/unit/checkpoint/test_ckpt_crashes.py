@@ -21,9 +21,9 @@ from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.locate import find_newest
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError
+from hasten.state.load_source import find_newest
 
 TEST_FOLDER = Path(__file__).parent
 KILLS = {"numbered": 160, "overwriting": 300, "halfway": 150}

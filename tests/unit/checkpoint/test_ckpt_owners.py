@@ -29,11 +29,11 @@ from hasten.checkpoint.retention import retire_expired
 from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.drafts import DRAFT_PREFIX, LOCK_NAME, TRASH_PREFIX
-from hasten.checkpoint.store.local_store import LocalStore, folder_lock
-from hasten.checkpoint.store.locate import is_complete, open_store
+from hasten.checkpoint.store.local_store import LocalStore, folder_lock, open_store
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointBusyError, CheckpointError
 from hasten.extension import offers
+from hasten.state.load_source import is_complete
 
 TREE = StateTree(
     {

@@ -17,13 +17,13 @@ from torch import nn
 from hasten import Accelerator
 from hasten.checkpoint import reader
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.locate import find_newest, is_complete
 from hasten.errors import (
     CheckpointError,
     ConfigError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
 )
+from hasten.state.load_source import find_newest, is_complete
 from hasten.state.preemption import stop_reason
 
 

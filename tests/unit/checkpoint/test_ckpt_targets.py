@@ -22,8 +22,7 @@ from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.save import Save
 from hasten.checkpoint.store.disk import Disk
-from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.locate import locate
+from hasten.checkpoint.store.local_store import LocalStore, locate
 from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError, UnsafeCheckpointError

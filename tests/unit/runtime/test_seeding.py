@@ -89,7 +89,7 @@ def test_state_round_trip_is_exact(drawn_before: int) -> None:
     state = RngState.capture()
     expected = [draw_from_all() for _ in range(3)]
     set_seed(99)
-    RngState.from_tree(state.to_tree()).restore()
+    RngState.from_tree(state.tree).restore()
     assert [draw_from_all() for _ in range(3)] == expected
 
 
@@ -115,7 +115,7 @@ def test_state_is_tensors_and_json(tmp_path: Path) -> None:
     set_seed(11)
     random.gauss(0, 1)
     np.random.randn()
-    tensors, json_values = split_tree(RngState.capture().to_tree())
+    tensors, json_values = split_tree(dict(RngState.capture().tree))
     expected = draw_from_all()
     safetensors.torch.save_file(tensors, tmp_path / "t.safetensors")
     data = json.loads(json.dumps(json_values))
@@ -142,13 +142,13 @@ def test_state_is_tensors_and_json(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_state_is_refused(change: dict[str, Any], match: str) -> None:
-    tree = {**RngState.capture().to_tree(), **change}
+    tree = {**RngState.capture().tree, **change}
     with pytest.raises(CorruptCheckpointError, match=match):
         RngState.from_tree(tree)
 
 
 def test_short_words_are_refused() -> None:
-    tree = RngState.capture().to_tree()
+    tree = RngState.capture().tree
     tree["python"]["words"] = tree["python"]["words"][:-1]
     with pytest.raises(CorruptCheckpointError, match=r"vector of 625, found .*624"):
         RngState.from_tree(tree)
@@ -159,7 +159,7 @@ def test_state_of_another_kind_of_device_is_an_error_unless_accepted(
 ) -> None:
     set_seed(1)
     tree = {
-        **RngState.capture().to_tree(),
+        **RngState.capture().tree,
         "device": {"type": "cuda", "state": torch.zeros(16, dtype=torch.uint8)},
     }
     expected = draw_from_all()

@@ -225,7 +225,12 @@ def find_tied_names(tensors: Mapping[str, Tensor | Slice]) -> dict[str, str]:
     first_names: dict[tuple[Any, ...], str] = {}
     aliases = {}
     for tensor_name, tensor in tensors.items():
-        local_data = tensor.data if isinstance(tensor, Slice) else local_tensor(tensor)
+        if isinstance(tensor, Slice):
+            local_data = tensor.data
+        elif type(tensor) is Tensor:
+            local_data = tensor
+        else:
+            local_data = local_tensor(tensor)
         if (
             local_data.numel() == 0
             or local_data.layout is not torch.strided

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: hidden drafts, made visible by one rename under a lock; a crash at any point loses nothing."""
+"""Checkpoints in a folder: hidden drafts, made visible by one rename under a lock; and the store of a path or URL."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import secrets
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from hasten.checkpoint.base import Blob
+from hasten.checkpoint.base import Blob, CheckpointStore
 from hasten.checkpoint.format.manifest import (
     CHUNK_BYTES,
     MANIFEST_NAME,
@@ -50,10 +50,13 @@ from hasten.checkpoint.store.drafts import (
     replace_content,
 )
 from hasten.errors import (
+    ArgumentError,
     CheckpointBusyError,
     CheckpointError,
+    ConfigError,
     IncompleteCheckpointError,
 )
+from hasten.extension import load
 
 log = logging.getLogger(__name__)
 _LOCK_TIMEOUT_S: Final = 60.0
@@ -124,9 +127,11 @@ def folder_lock(
 
 # -- drafts -------------------------------------------------------------------------------------------------------
 def _create_draft(
-    base_folder: Path, choose_name: Callable[[], str], disk: Disk
+    base_folder: Path, checkpoint_name: str | None, disk: Disk, at_least: int = 0
 ) -> tuple[Path, int | None]:
     """Create a draft inside a folder, after removing leftovers of interrupted saves; return it and its lock.
+
+    Without a name, the checkpoint gets the next free number from `at_least` on.
 
     It is a folder for the files, with the final name, in a hidden one, whose lock shows that the writer is alive.
     """
@@ -134,8 +139,13 @@ def _create_draft(
     with folder_lock(base_folder, disk):
         if any(base_folder.glob(LEFTOVERS)):
             remove_leftovers(base_folder, disk)
+        if checkpoint_name is None:
+            used_names = LocalStore(base_folder).names()
+            for path in base_folder.glob(f"{DRAFT_PREFIX}*/*"):
+                used_names.append(path.name)
+            checkpoint_name = numbered_checkpoint(next_number(used_names, at_least))
         hidden_folder = base_folder / f"{DRAFT_PREFIX}{secrets.token_hex(6)}"
-        draft_folder = hidden_folder / choose_name()
+        draft_folder = hidden_folder / checkpoint_name
         disk.make_folder(hidden_folder)
         draft_lock = _try_lock(hidden_folder / LOCK_NAME, disk)
         disk.make_folder(draft_folder)
@@ -145,7 +155,7 @@ def _create_draft(
 @contextmanager
 def temporary_draft(folder: Path, disk: Disk) -> Iterator[Path]:
     """Context manager for files that are renamed from a draft into `folder` one by one; what is left is removed."""
-    draft_folder, draft_lock = _create_draft(folder, lambda: "files", disk)
+    draft_folder, draft_lock = _create_draft(folder, "files", disk)
     try:
         yield draft_folder
     finally:
@@ -354,22 +364,15 @@ class LocalStore:
                 # the folder may be in one that cannot be written to
                 with suppress(OSError), folder_lock(self._root, self._disk):
                     remove_leftovers(self._root, self._disk)
-            draft = _create_draft(base_folder, lambda: name, self._disk)
+            draft = _create_draft(base_folder, name, self._disk)
         except OSError as error:
             raise self._explain_start(name, error) from error
         return LocalDraft(target, *draft, self._disk, self._threads)
 
     def begin_numbered(self, at_least: int) -> LocalDraft:
         """Return a new draft with the next free number, which no other process gets."""
-
-        def choose_name() -> str:
-            used_names = self.names()
-            for draft_folder in self._root.glob(f"{DRAFT_PREFIX}*/*"):
-                used_names.append(draft_folder.name)
-            return numbered_checkpoint(next_number(used_names, at_least))
-
         try:
-            folder, lock = _create_draft(self._root, choose_name, self._disk)
+            folder, lock = _create_draft(self._root, None, self._disk, at_least)
         except OSError as error:
             raise self._explain_start(numbered_checkpoint(at_least), error) from error
         target = self._root / folder.name
@@ -497,3 +500,98 @@ class LocalStore:
                 trash_folder,
                 error,
             )
+
+
+# -- paths and URLs -----------------------------------------------------------------------------------------------
+def check_path(path: object, caller: str) -> None:
+    """Check that `path` can name a file or folder.
+
+    Raises: ArgumentError for another type, for empty text, or text that no file system accepts.
+    """
+    path_text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(path_text, str):
+        raise ArgumentError(
+            f"{caller} got {path!r:.80} of type {type(path).__qualname__}, which names no place to read or write; give a path as a "
+            f"string or pathlib.Path."
+        )
+    if not path_text.strip():
+        raise ArgumentError(
+            f'{caller} got the empty path {path_text!r}, which would be the current folder; give the name of a folder or file, or "." if it is '
+            "meant."
+        )
+    if "\0" in path_text:
+        raise ArgumentError(
+            f"{caller} got the path {path_text!r:.200}, which contains a NUL character, and no file system accepts one; remove it."
+        )
+
+
+def check_local(path: str | os.PathLike[str], caller: str) -> Path:
+    """Return the path of a target on a local disk.
+
+    Raises: ArgumentError as `check_path`, and for a URL.
+    """
+    check_path(path, caller)
+    scheme, url_mark, url_path = os.fspath(path).partition("://")
+    if url_mark and scheme == "file":
+        return Path(url_path).expanduser()
+    if url_mark and len(scheme) > 1:
+        raise ArgumentError(
+            f"{caller} got the URL {path}, and it writes to local folders only: a folder called {scheme}: would appear here. Write to a local "
+            "folder and upload it; save_state takes URLs."
+        )
+    return Path(path).expanduser()
+
+
+def is_url(location: str) -> bool:
+    """Return True if `place` is a URL rather than a path."""
+    scheme, url_mark, _ = location.partition("://")
+    return bool(url_mark) and len(scheme) > 1
+
+
+def join_location(location: str, *path_parts: str) -> str:
+    """Return a path or URL with further parts appended."""
+    if is_url(location):
+        return "/".join((location.rstrip("/"), *path_parts))
+    return str(Path(location).joinpath(*path_parts))
+
+
+def open_store(location: str | Path) -> CheckpointStore:
+    """Return the store at a folder or URL (`file://` is a folder)."""
+    check_path(location, "the checkpoint folder")
+    location_text = str(location)
+    if location_text.startswith("file://"):
+        return LocalStore(location_text.removeprefix("file://"))
+    if is_url(location_text):
+        return _open_url(location_text)
+    return LocalStore(Path(location_text))
+
+
+def _open_url(url: str) -> CheckpointStore:
+    store: CheckpointStore = load("stores", "url")(url)
+    return store
+
+
+def locate(location: str | Path) -> tuple[CheckpointStore, str]:
+    """Return the store and name of one checkpoint, given its path or URL."""
+    check_path(location, "the checkpoint folder")
+    location_text = str(location).rstrip("/")
+    if location_text.startswith("file://"):
+        location_text = location_text.removeprefix("file://")
+    if is_url(location_text):
+        parent_url, _, name = location_text.rpartition("/")
+        if not name or parent_url.endswith((":/", ":")):
+            raise ConfigError(
+                f"{location} names no folder in the storage; give a URL such as s3://bucket/run/checkpoint."
+            )
+        return _open_url(parent_url), name
+    try:
+        checkpoint_path = Path(location_text or "/").expanduser().resolve()
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{location} cannot be followed: {error}. Give the path of a folder."
+        ) from error
+    if not checkpoint_path.name:
+        raise ConfigError(
+            f"{location} is the root of the file system; give a folder for the checkpoint."
+        )
+    return LocalStore(checkpoint_path.parent), checkpoint_path.name

@@ -25,13 +25,7 @@ from hasten.checkpoint.reader import (
 )
 from hasten.checkpoint.reshard import join_pieces
 from hasten.checkpoint.save import save_tree
-from hasten.checkpoint.store.locate import (
-    check_local,
-    find_newest,
-    is_url,
-    locate,
-    open_store,
-)
+from hasten.checkpoint.store.local_store import check_local, is_url, locate, open_store
 from hasten.checkpoint.store.occupied import (
     FOREIGN_FILE,
     WEIGHT_FILE,
@@ -49,6 +43,7 @@ from hasten.extensions.checkpoint_tools.torch_folder import (
     is_torch_folder,
     whole_tensors,
 )
+from hasten.state.load_source import find_newest
 
 
 @dataclass(frozen=True, slots=True)

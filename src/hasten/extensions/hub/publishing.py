@@ -17,7 +17,7 @@ from torch import nn
 
 from hasten.accelerator.arguments import PushOptions
 from hasten.checkpoint.export import save_model
-from hasten.checkpoint.store.locate import is_url
+from hasten.checkpoint.store.local_store import is_url
 from hasten.comm.agreement import agreeing
 from hasten.comm.base import Comm
 from hasten.errors import ArgumentError, HubError

@@ -8,17 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hasten.checkpoint.store.locate import (
-    check_local,
-    find_newest,
-    join_location,
-    open_store,
-)
+from hasten.checkpoint.store.local_store import check_local, join_location, open_store
 from hasten.checkpoint.store.occupied import check_no_checkpoint
 from hasten.comm.agreement import agree, agreeing
 from hasten.config.masking import masked_tree
 from hasten.errors import ConfigError
 from hasten.extensions.trainer.interface import TrainerInterface
+from hasten.state.load_source import find_newest
 
 
 def save_checkpoint(trainer: TrainerInterface, metrics: Mapping[str, float]) -> str:
