@@ -61,25 +61,18 @@ class StoredComponent:
         return set(self.pieces) | set(self.aliases)
 
 
+@dataclass(slots=True, eq=False)
 class Checkpoint:
     """An open checkpoint. Files are memory-mapped and read when copied from."""
 
-    def __init__(
-        self,
-        name: str,
-        manifest: Manifest,
-        folder: Path,
-        allow_pickle: bool = False,
-        is_current: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """Open a checkpoint; `is_current` returns False once another save has replaced it."""
-        self.name = name
-        self.manifest = manifest
-        self.folder = folder
-        self._allow_pickle = allow_pickle
-        self._stamps: Mapping[str, FileStamp] = {}
-        """Identities of the verified files; a file that was replaced since is refused."""
-        self.is_current = is_current
+    name: str
+    manifest: Manifest
+    folder: Path
+    _allow_pickle: bool = False
+    is_current: Callable[[], bool] = lambda: True
+    """Returns False once another save has replaced the checkpoint."""
+    _stamps: Mapping[str, FileStamp] = field(default_factory=dict)
+    """Identities of the verified files; a file that was replaced since is refused."""
 
     def same_data(self, world_size: int, mesh: Mapping[str, int]) -> bool:
         """Return True if each rank of a run reads the samples that the same rank read in the saved run."""
@@ -95,12 +88,8 @@ class Checkpoint:
         Raises: IncompleteCheckpointError when the checkpoint has no such component.
         """
         component_record = self.manifest.components.get(name)
-        file_records = self.manifest.files_of(
-            name,
-            rank
-            if component_record is not None and component_record.per_rank
-            else None,
-        )
+        is_per_rank = component_record is not None and component_record.per_rank
+        file_records = self.manifest.files_of(name, rank if is_per_rank else None)
         if component_record is None or not file_records:
             rank_words = f" of rank {rank}" if component_record is not None else ""
             raise IncompleteCheckpointError(
@@ -123,8 +112,6 @@ class Checkpoint:
             aliases.update(tensor_file.aliases)
             if tensor_file.data is not None:
                 packed_state = tensor_file.data
-            else:
-                packed_state = packed_state
         return StoredComponent(
             name, component_record.kind, pieces, aliases, packed_state
         )
@@ -137,11 +124,9 @@ class Checkpoint:
             file_stamps[file_record.name] = file_stamp(self.folder / file_record.name)
         # every rank has taken its stamps before any rank starts to verify
         agreement.share()
-        rank_share = (
-            file_records
-            if agreement.comm.size == 1
-            else _share_of(file_records, agreement.comm)
-        )
+        rank_share: Sequence[FileRecord] = file_records
+        if agreement.comm.size > 1:
+            rank_share = _share_of(file_records, agreement.comm)
         problems = verify_files(self.folder, rank_share)
         if problems:
             self.check_current()

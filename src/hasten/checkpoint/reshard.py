@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,18 +51,19 @@ class Copy:
     source: Tensor
     file: MappedFile | None = None
 
-    def file_offset(self) -> int | None:
-        """Return the offset of the bytes in the file, if they can be read without conversion."""
+    def find_offset(self) -> int | None:
+        """Return the offset of the bytes in the file, if they can be read from it without conversion."""
         target, source = self.target, self.source
-        is_readable = (
-            type(target) is Tensor
-            and is_plain(target)
-            and source.is_contiguous()
-            and target.dtype == source.dtype
-        )
-        if self.file is not None and is_readable:
-            return self.file.offset_of(source)
-        return None
+        if (
+            self.file is None
+            or type(target) is not Tensor
+            or not is_plain(target)
+            or not source.is_contiguous()
+            or target.dtype != source.dtype
+        ):
+            return None
+        file_offset = source.data_ptr() - self.file.address
+        return file_offset if 0 <= file_offset < self.file.size else None
 
 
 Region = tuple[tuple[int, int], ...]  # (start, length) per dim
@@ -98,13 +99,9 @@ def plan_copies(
     """
     live_tensor = target.data if isinstance(target, Slice) else target.detach()
     if isinstance(target, Slice):
-        global_shape = target.shape
+        global_shape, global_offset = target.shape, target.offset
     else:
-        global_shape = tuple(live_tensor.shape)
-    if isinstance(target, Slice):
-        global_offset = target.offset
-    else:
-        global_offset = (0,) * live_tensor.dim()
+        global_shape, global_offset = tuple(live_tensor.shape), (0,) * live_tensor.dim()
     for piece in pieces:
         if piece.shape != global_shape:
             raise OtherModelError(
@@ -183,18 +180,12 @@ class _FileRange:
     device_parts: list[tuple[int, int, Tensor]] = field(default_factory=list)
     """Bytes from..to of the range, and the part of a target to copy them to, if a target is on a device."""
 
-    def prepare_device_parts(self) -> None:
-        """Compute what depends on all targets."""
-        self.devices = devices_of(target for _, target, _, _ in self.targets)
-        if self.devices:
-            self.device_parts = [
-                (
-                    offset - self.start,
-                    offset - self.start + high - low,
-                    as_bytes(target)[low:high],
-                )
-                for offset, target, low, high in self.targets
-            ]
+    def prepare_device_copies(self) -> None:
+        """Compute what depends on all targets, if any tensor is on a device."""
+        self.devices = devices_of([target for _, target, _, _ in self.targets])
+        for offset, target, low, high in self.targets if self.devices else ():
+            start = offset - self.start
+            self.parts.append((start, start + high - low, as_bytes(target)[low:high]))
 
     def copy_from(self, staged_bytes: Tensor) -> None:
         """Start the copies from a buffer that holds the range, and wait for them."""
@@ -207,18 +198,21 @@ class _FileRange:
         finish_copies(self.devices)
 
 
+@dataclass(slots=True, eq=False)
 class _DiskReadAhead:
     """Daemon threads that request ranges from the disk in file order, some distance ahead of the threads that read them.
 
     A request blocks while the disk's queue is full, so it would hold up the thread that reads.
     """
 
-    def __init__(self, file_ranges: Sequence[_FileRange]) -> None:
-        self._ranges = iter(file_ranges)
-        self._lock = threading.Lock()
-        self._distance = threading.Semaphore(_MAX_RANGES_AHEAD)
-        self._threads: list[threading.Thread] = []
-        self._is_stopped = False
+    _ranges: Iterator[_FileRange]
+    num_allowed: threading.Semaphore = field(
+        default_factory=lambda: threading.Semaphore(_MAX_RANGES_AHEAD)
+    )
+    """Number of ranges that may be requested now; it is released for every range that was read."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _is_stopped: bool = False
 
     def start(self) -> None:
         """Start the threads; without effect if they were started before."""
@@ -234,20 +228,16 @@ class _DiskReadAhead:
         for thread in self._threads:
             thread.start()
 
-    def advance(self) -> None:
-        """Note that a range was read, so that another may be requested."""
-        self._distance.release()
-
     def stop(self) -> None:
         """End the threads."""
         self._is_stopped = True
-        self._distance.release(_NUM_THREADS_AHEAD)
+        self.num_allowed.release(_NUM_THREADS_AHEAD)
         for thread in self._threads:
             thread.join()
 
     def _request_ranges(self) -> None:
         while True:
-            self._distance.acquire()
+            self.num_allowed.acquire()
             with self._lock:
                 file_range = next(self._ranges, None)
             if file_range is None or self._is_stopped:
@@ -270,22 +260,29 @@ def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
         source_tensors.append(copy.source)
     devices = devices_of([*target_tensors, *source_tensors])
     copy_groups, file_ranges = _group_copies(copies)
-    host_buffer, disk_read_ahead = (
-        HostBuffer(bool(devices)),
-        _DiskReadAhead(file_ranges),
-    )
-    copy_jobs: list[Callable[[], int]] = [
-        partial(_copy_group, copy_group, host_buffer) for copy_group in copy_groups
-    ]
-    copy_jobs += [
-        partial(_fill_range, file_range, host_buffer, disk_read_ahead)
-        for file_range in file_ranges
-    ]
+    for file_range in file_ranges if devices else ():
+        file_range.prepare_device_copies()
+    host_buffer = HostBuffer(bool(devices))
+    disk_read_ahead = _DiskReadAhead(iter(file_ranges))
+    copy_jobs: list[Future[None]] = []
     try:
         with worker_pool("hasten-read", devices, threads) as thread_pool:
-            for job_result in thread_pool.map(_run_guarded, copy_jobs):
-                if isinstance(job_result, CheckpointError):
-                    raise job_result
+            for copy_group in copy_groups:
+                copy_jobs.append(
+                    thread_pool.submit(_copy_group, copy_group, host_buffer)
+                )
+            for file_range in file_ranges:
+                copy_jobs.append(
+                    thread_pool.submit(
+                        _fill_range, file_range, host_buffer, disk_read_ahead
+                    )
+                )
+            for copy_job in copy_jobs:
+                copy_job.result()
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"copying a tensor from the checkpoint failed: {error}"
+        ) from error
     finally:
         disk_read_ahead.stop()
         increment_version(target_tensors)  # as an in-place operation of torch does
@@ -297,10 +294,8 @@ def _group_copies(copies: Sequence[Copy]) -> tuple[list[list[Copy]], list[_FileR
     file_places: list[tuple[str, int, int, int]] = []
     group_bytes = 0
     for copy_index, copy in enumerate(copies):
-        target_bytes, file_offset = (
-            copy.target.numel() * copy.target.element_size(),
-            copy.file_offset(),
-        )
+        target_bytes = copy.target.nbytes
+        file_offset = copy.find_offset()
         if copy.file is not None and file_offset is not None:
             file_places.append(
                 (str(copy.file.path), file_offset, copy_index, target_bytes)
@@ -316,10 +311,8 @@ def _group_copies(copies: Sequence[Copy]) -> tuple[list[list[Copy]], list[_FileR
         mapped_file, target = copies[copy_index].file, copies[copy_index].target
         assert mapped_file is not None, "only copies from a file are read"
         for low in range(0, target_bytes, _MAX_READ_BYTES):
-            read_start, high = (
-                file_offset + low,
-                min(low + _MAX_READ_BYTES, target_bytes),
-            )
+            read_start = file_offset + low
+            high = min(low + _MAX_READ_BYTES, target_bytes)
             last_range = file_ranges[-1] if file_ranges else None
             if (
                 last_range is None
@@ -331,28 +324,15 @@ def _group_copies(copies: Sequence[Copy]) -> tuple[list[list[Copy]], list[_FileR
                 last_range = _FileRange(mapped_file, read_start, read_start)
                 file_ranges.append(last_range)
             last_range.targets.append((read_start, target, low, high))
-            last_range.end = file_offset + high
-    for file_range in file_ranges:
-        file_range.prepare_device_parts()
+            last_range.stop = file_offset + high
     return copy_groups, file_ranges
 
 
-def _run_guarded(job: Callable[[], int]) -> CheckpointError | int:
-    """Run a job; return the number of bytes copied, or the error."""
-    try:
-        with torch.no_grad():
-            return job()
-    except RuntimeError as error:
-        return CheckpointError(f"copying a tensor from the checkpoint failed: {error}")
-    except CheckpointError as error:
-        return error
-
-
-def _copy_group(copies: Sequence[Copy], host_buffer: HostBuffer) -> int:
-    num_bytes, target_tensors = 0, []
+@torch.no_grad()
+def _copy_group(copies: Sequence[Copy], host_buffer: HostBuffer) -> None:
+    target_tensors = []
     for copy in copies:
         target, source = copy.target, copy.source
-        num_bytes += target.numel() * target.element_size()
         target_tensors.append(target)
         if (
             target.device.type == "cpu"
@@ -363,7 +343,6 @@ def _copy_group(copies: Sequence[Copy], host_buffer: HostBuffer) -> int:
         else:
             target.copy_(source)
     finish_copies(devices_of(target_tensors))
-    return num_bytes
 
 
 def _needs_buffer(target: Tensor, source: Tensor) -> bool:
@@ -384,40 +363,48 @@ def _copy_to_host(target: Tensor, source: Tensor, host_buffer: HostBuffer) -> No
         copy_bytes(target[low : low + source_part.numel()], staged_bytes)
 
 
+@torch.no_grad()
 def _fill_range(
     file_range: _FileRange, host_buffer: HostBuffer, disk_read_ahead: _DiskReadAhead
-) -> int:
+) -> None:
     """Read a range and copy it to its tensors; from the mapping, if the file has lost its name."""
-    descriptor, range_bytes = (
-        file_range.file.open_again(),
-        file_range.end - file_range.start,
-    )
+    descriptor = file_range.file.open()
+    range_bytes = file_range.stop - file_range.start
     if descriptor is None:
         for offset, target, low, high in file_range.targets:
             as_bytes(target)[low:high].copy_(
                 file_range.file.data[offset : offset + high - low]
             )
         finish_copies(file_range.devices)
-        return range_bytes
-    staged_bytes = host_buffer.take(range_bytes) if file_range.devices else None
-    if staged_bytes is None:
-        views = _views_to_fill(file_range, host_buffer)
+        return
+    views: list[memoryview] = []
+    staged_bytes: Tensor | None = None
+    if file_range.devices:
+        staged_bytes = host_buffer.take(range_bytes)
+        views.append(staged_bytes.numpy().data)
     else:
-        views = [staged_bytes.numpy().data]
+        # the tensors' memory; gaps between them go to the buffer
+        reached_offset = file_range.start
+        for offset, target, low, high in file_range.targets:
+            if offset > reached_offset:
+                gap = host_buffer.take(offset - reached_offset)
+                views.append(gap.numpy().data)
+            views.append(host_memory(target, low, high))
+            reached_offset = offset + high - low
     try:
         num_read = read_cached(descriptor, views, file_range.start)
         if num_read < range_bytes:
             disk_read_ahead.start()
-        num_read += read_all(
-            descriptor, skip_bytes(views, num_read), file_range.start + num_read
-        )
+            num_read += read_all(
+                descriptor, skip_bytes(views, num_read), file_range.start + num_read
+            )
     except OSError as error:
         raise CheckpointError(
             f"{file_range.file.path}: cannot be read any more ({error}). Check the disk, and load this or another checkpoint."
         ) from error
     finally:
         os.close(descriptor)
-        disk_read_ahead.advance()
+        disk_read_ahead.num_allowed.release()
     if num_read != range_bytes:
         raise CorruptCheckpointError(
             f"{file_range.file.path}: {num_read} of {range_bytes} bytes at {file_range.start} could be read, so it was cut off while "
@@ -425,16 +412,3 @@ def _fill_range(
         )
     if staged_bytes is not None:
         file_range.copy_from(staged_bytes)
-    return range_bytes
-
-
-def _views_to_fill(file_range: _FileRange, host_buffer: HostBuffer) -> list[memoryview]:
-    """Return the memory to read the byte range into, piece by piece; gaps between tensors go to the buffer."""
-    views, reached_offset = [], file_range.start
-    for offset, target, low, high in file_range.targets:
-        if offset > reached_offset:
-            gap = host_buffer.take(offset - reached_offset)
-            views.append(gap.numpy().data)
-        views.append(host_memory(target, low, high))
-        reached_offset = offset + high - low
-    return views

@@ -269,13 +269,12 @@ def names_elsewhere(
 ) -> frozenset[str]:
     """Return the checkpoint names of the parameters that only other pipeline stages hold."""
     stage_names: set[str] = set()
-    for _, prefix, model in model_names(models):
+    for index, model in enumerate(models):
         stage = stage_part(model)
-        stage_names |= (
-            set()
-            if stage is None
-            else {prefix + parameter_name for parameter_name in stage.parameters}
-        )
+        for parameter_name in () if stage is None else stage.parameters:
+            stage_names.add(
+                f"model_{index}.{parameter_name}" if index else parameter_name
+            )
     return frozenset(stage_names - set(own_names.values()))
 
 

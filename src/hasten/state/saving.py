@@ -27,14 +27,19 @@ from hasten.checkpoint.ownership import (
     gather_slices,
     owned_by_axes,
 )
-from hasten.checkpoint.reader import open_checkpoint, read_one_version
+from hasten.checkpoint.reader import MAX_READ_ATTEMPTS, open_checkpoint
 from hasten.checkpoint.retention import retire_expired
 from hasten.checkpoint.save import FileLayout, Save
 from hasten.checkpoint.state_dicts import LoadReport
 from hasten.checkpoint.store.local_store import LocalStore, locate, open_store
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.config.sections.loop import ProjectConfiguration
-from hasten.errors import CheckpointError, ConfigError, MismatchError
+from hasten.errors import (
+    CheckpointError,
+    CheckpointReplacedError,
+    ConfigError,
+    MismatchError,
+)
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, Axis
 from hasten.state.load_source import NewerStates, automatic_root, find_source
@@ -488,11 +493,16 @@ class Saving:
             with agreeing(world, "load_state", arrival_s):
                 for begin_event in run_parts.before_load:
                     begin_event()
-                reports = read_one_version(
-                    lambda: self._load(
-                        input_dir, strict, allow_pickle, verify, must_exist
-                    )
-                )
+                # again if another save replaces the checkpoint meanwhile
+                for num_attempts in range(1, MAX_READ_ATTEMPTS + 1):
+                    try:
+                        reports = self._load(
+                            input_dir, strict, allow_pickle, verify, must_exist
+                        )
+                        break
+                    except CheckpointReplacedError:
+                        if num_attempts == MAX_READ_ATTEMPTS:
+                            raise
                 if reports is None:
                     return []
                 for end_event in run_parts.after_load:
@@ -515,11 +525,10 @@ class Saving:
         with agreeing(world, "load_state") as agreement:
             if self._background is not None:
                 self.wait_for_saves()
-            if (
-                load_source := find_source(
-                    self.project, self.newer_states, agreement, input_dir, must_exist
-                )
-            ) is None:
+            load_source = find_source(
+                self.project, self.newer_states, agreement, input_dir, must_exist
+            )
+            if load_source is None:
                 return None
             store, checkpoint_name, from_memory = load_source
             verify = verify and not from_memory  # memory copies are verified already

@@ -25,6 +25,7 @@ from hasten import ProjectConfiguration
 from hasten.checkpoint.base import Component, StateTree
 from hasten.checkpoint.format.manifest import (
     Manifest,
+    draft_of,
     numbered_checkpoint,
     read_manifest,
 )
@@ -33,7 +34,6 @@ from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.retention import retire_expired
 from hasten.checkpoint.save import Save
 from hasten.checkpoint.store.disk import Disk
-from hasten.checkpoint.store.drafts import draft_of
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm

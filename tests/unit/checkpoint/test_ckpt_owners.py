@@ -21,6 +21,7 @@ from torch import nn
 from hasten import Accelerator, ProjectConfiguration
 from hasten.checkpoint.base import Blob, CheckpointStore, Component, StateTree
 from hasten.checkpoint.format.manifest import (
+    DRAFT_PREFIX,
     Manifest,
     checkpoint_number,
     numbered_checkpoint,
@@ -28,7 +29,7 @@ from hasten.checkpoint.format.manifest import (
 from hasten.checkpoint.retention import retire_expired
 from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.disk import Disk
-from hasten.checkpoint.store.drafts import DRAFT_PREFIX, LOCK_NAME, TRASH_PREFIX
+from hasten.checkpoint.store.drafts import LOCK_NAME, TRASH_PREFIX
 from hasten.checkpoint.store.local_store import LocalStore, folder_lock, open_store
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointBusyError, CheckpointError

@@ -68,11 +68,12 @@ DTYPE_NAMES: Final = MappingProxyType({dtype: name for name, dtype in DTYPES.ite
 
 
 class MappedFile:
-    """A memory-mapped file, readable also after it was deleted; `address` is that of a mapping which exists already."""
+    """A memory-mapped file, readable also after it was deleted."""
 
     def __init__(self, path: Path, size: int, address: int | None = None) -> None:
+        """Map a file, unless the `address` of a mapping of it is given."""
         self.path = path
-        self._size = size
+        self.size = size
         file_status = path.stat()
         self._identity = file_status.st_dev, file_status.st_ino
         self.data = torch.empty(0, dtype=torch.uint8)
@@ -81,12 +82,7 @@ class MappedFile:
             storage: Any = torch.UntypedStorage.from_file(str(path), False, size)
             self.data = self.data.set_(storage)
             address = self.data.data_ptr()
-        self._address = address
-
-    def offset_of(self, tensor: Tensor) -> int | None:
-        """Return the offset in the file at which a tensor begins; None when the tensor is a copy."""
-        start_offset = tensor.data_ptr() - self._address
-        return start_offset if 0 <= start_offset < self._size else None
+        self.address = address
 
     def open_again(self) -> int | None:
         """Return a descriptor of the same file; None when the file is no longer there under its name."""
@@ -319,69 +315,61 @@ def read_safetensors(path: Path) -> TensorFile:
     Raises: CorruptCheckpointError naming the file and the problem.
     """
     try:
-        return _read_safetensors(path)
+        file_size = size_of(path)
+        with open_outside(path) as header_file:
+            header_length = int.from_bytes(header_file.read(8), "little")
+            if file_size < 8 or not 2 <= header_length <= min(
+                _MAX_HEADER_BYTES, file_size - 8
+            ):
+                raise ValueError(
+                    f"header length {header_length} in a file of {file_size} bytes"
+                )
+            header = json.loads(header_file.read(header_length))
+        own_metadata = json.loads(header.pop(_METADATA, {}).get(_METADATA_KEY, "{}"))
+        mapped_file = MappedFile(path, file_size)
+        slice_positions = own_metadata.get("slices", {})
+        data_start = reached_offset = 8 + header_length
+        tensor_offsets = []
+        for tensor_name, tensor_entry in header.items():
+            start_offset, end_offset = tensor_entry["data_offsets"]
+            tensor_offsets.append((int(start_offset), int(end_offset), tensor_name))
+        pieces = {}
+        for start_offset, end_offset, tensor_name in sorted(tensor_offsets):
+            if data_start + start_offset != reached_offset:
+                raise ValueError(
+                    f"{tensor_name!r} begins at byte {data_start + start_offset} instead of {reached_offset}"
+                )
+            pieces[tensor_name] = _map_piece(
+                mapped_file,
+                tensor_name,
+                header[tensor_name]["dtype"],
+                header[tensor_name]["shape"],
+                data_start + start_offset,
+                slice_positions.get(tensor_name),
+            )
+            reached_offset = data_start + end_offset
+            tensor = pieces[tensor_name].data
+            if end_offset - start_offset != tensor.numel() * tensor.element_size():
+                raise ValueError(
+                    f"{tensor_name!r} of shape {list(tensor.shape)} has {end_offset - start_offset} bytes"
+                )
+        if reached_offset != file_size:
+            raise ValueError(
+                f"{file_size - reached_offset} bytes after the last tensor"
+            )
+        aliases = {}
+        for alias, first_name in own_metadata.get("aliases", {}).items():
+            if first_name not in pieces or alias in pieces:
+                raise ValueError(
+                    f"alias {alias!r} of {first_name!r}, which is not in the file"
+                )
+            aliases[str(alias)] = str(first_name)
+        return TensorFile(pieces, aliases, own_metadata.get("data"))
     except FORGED as error:
         raise CorruptCheckpointError(
             f"{path}: not a valid safetensors file ({type(error).__name__}: {_shorten(error)}). Nothing was loaded; use another "
             "checkpoint."
         ) from error
-
-
-def _read_safetensors(path: Path) -> TensorFile:
-    file_size = size_of(path)
-    with open_outside(path) as header_file:
-        header_length = int.from_bytes(header_file.read(8), "little")
-        if file_size < 8 or not 2 <= header_length <= min(
-            _MAX_HEADER_BYTES, file_size - 8
-        ):
-            raise ValueError(
-                f"header length {header_length} in a file of {file_size} bytes"
-            )
-        header = json.loads(header_file.read(header_length))
-    own_metadata = json.loads(header.pop(_METADATA, {}).get(_METADATA_KEY, "{}"))
-    mapped_file, data_start = MappedFile(path, file_size), 8 + header_length
-    slice_positions, reached_offset, tensor_entries = (
-        own_metadata.get("slices", {}),
-        data_start,
-        [],
-    )
-    for tensor_name, tensor_entry in header.items():
-        start_offset, end_offset = tensor_entry["data_offsets"]
-        tensor_entries.append(
-            (int(start_offset), int(end_offset), tensor_name, tensor_entry)
-        )
-    pieces = {}
-    for start_offset, end_offset, tensor_name, tensor_entry in sorted(
-        tensor_entries, key=itemgetter(0, 1)
-    ):
-        if data_start + start_offset != reached_offset:
-            raise ValueError(
-                f"{tensor_name!r} begins at byte {data_start + start_offset} instead of {reached_offset}"
-            )
-        pieces[tensor_name] = _map_piece(
-            mapped_file,
-            tensor_name,
-            tensor_entry["dtype"],
-            tensor_entry["shape"],
-            data_start + start_offset,
-            slice_positions.get(tensor_name),
-        )
-        reached_offset = data_start + end_offset
-        tensor = pieces[tensor_name].data
-        if end_offset - start_offset != tensor.numel() * tensor.element_size():
-            raise ValueError(
-                f"{tensor_name!r} of shape {list(tensor.shape)} has {end_offset - start_offset} bytes"
-            )
-    if reached_offset != file_size:
-        raise ValueError(f"{file_size - reached_offset} bytes after the last tensor")
-    aliases = {}
-    for alias, first_name in own_metadata.get("aliases", {}).items():
-        if first_name not in pieces or alias in pieces:
-            raise ValueError(
-                f"alias {alias!r} of {first_name!r}, which is not in the file"
-            )
-        aliases[str(alias)] = str(first_name)
-    return TensorFile(pieces, aliases, own_metadata.get("data"))
 
 
 def _map_piece(

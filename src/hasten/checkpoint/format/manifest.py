@@ -56,6 +56,8 @@ _FILE_KINDS: Final = (
 
 
 _NUMBERED: Final = re.compile(r"checkpoint_(\d+)")
+DRAFT_PREFIX: Final = ".hasten-draft."
+"""Start of the names of hidden folders that a save writes into; a token follows."""
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,6 +133,16 @@ def next_number(checkpoint_names: Iterable[str], at_least: int) -> int:
     return free_number
 
 
+def draft_of(manifest: Manifest | None) -> str | None:
+    """Return the path of the draft that a manifest's files are still in; None if they have their final names."""
+    if manifest is None or not manifest.files:
+        return None
+    path_parts = manifest.files[0].name.split("/")
+    if len(path_parts) < 3 or not path_parts[0].startswith(DRAFT_PREFIX):
+        return None
+    return f"{path_parts[0]}/{path_parts[1]}"
+
+
 class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     crc32: str
     manifest: msgspec.Raw
@@ -181,11 +193,6 @@ def decode_manifest(raw_manifest: bytes, manifest_path: str) -> Manifest:
             f"{manifest_path}: not a manifest hasten can read ({error}); the checkpoint is damaged or was written by another "
             "tool. Load another checkpoint, or convert it with `hasten ckpt convert`."
         ) from error
-    _check_manifest(manifest, manifest_path)
-    return manifest
-
-
-def _check_manifest(manifest: Manifest, manifest_path: str) -> None:
     problem = _find_contradiction(manifest) or _find_component_without_files(manifest)
     if problem:
         raise CorruptCheckpointError(
@@ -194,6 +201,7 @@ def _check_manifest(manifest: Manifest, manifest_path: str) -> None:
         )
     for file in manifest.files:
         safe_name(file.name, manifest_path)
+    return manifest
 
 
 def _find_contradiction(manifest: Manifest) -> str | None:
@@ -291,13 +299,33 @@ def checksum(chunk: BytesLike) -> str:
     return xxhash.xxh3_64_hexdigest(chunk)
 
 
-def size_of(path: Path, most_bytes: int | None = None) -> int:
-    """Return the size of a file that other code is about to open by its path.
+def size_of(
+    path: Path,
+    most_bytes: int | None = None,
+    file_status: os.stat_result | None = None,
+) -> int:
+    """Return the size of a file that is about to be opened by its path, or that was opened with this status.
 
     Raises: OSError when it does not exist; UnsafeCheckpointError for a pipe, socket, device or folder, which could
     block the reader or never end; CorruptCheckpointError above `most_bytes`.
     """
-    return _checked_size(path, path.stat(), most_bytes)
+    if file_status is None:
+        file_status = path.stat()
+    if not stat.S_ISREG(file_status.st_mode):
+        file_kind = "a device"
+        for is_kind, kind_words in _FILE_KINDS:
+            if is_kind(file_status.st_mode):
+                file_kind = kind_words
+        raise UnsafeCheckpointError(
+            f"{path} is {file_kind} instead of a file, and reading it could block or never end. Nothing was read. Do not use "
+            "this folder unless you know why it is there."
+        )
+    if most_bytes is not None and file_status.st_size > most_bytes:
+        raise CorruptCheckpointError(
+            f"{path} has {file_status.st_size} bytes, more than the {most_bytes} such a file can have; it was not read, since it would "
+            "fill the memory. Use another copy of the checkpoint."
+        )
+    return file_status.st_size
 
 
 def open_outside(path: Path, most_bytes: int | None = None) -> BinaryIO:
@@ -305,13 +333,11 @@ def open_outside(path: Path, most_bytes: int | None = None) -> BinaryIO:
 
     Raises: as `size_of`.
     """
-    _checked_size(
-        path, path.stat(), most_bytes
-    )  # opening a device may already act on it
+    size_of(path, most_bytes)  # opening a device may already act on it
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     descriptor = os.open(path, flags)
     try:
-        _checked_size(path, os.fstat(descriptor), most_bytes)
+        size_of(path, most_bytes, os.fstat(descriptor))
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -325,30 +351,6 @@ def read_outside(path: Path, most_bytes: int = MAX_TABLE_BYTES) -> bytes:
     """
     with open_outside(path, most_bytes) as file:
         return file.read(most_bytes)
-
-
-def _checked_size(
-    path: Path, file_status: os.stat_result, most_bytes: int | None
-) -> int:
-    if not stat.S_ISREG(file_status.st_mode):
-        file_kind = next(
-            (
-                kind_words
-                for is_kind, kind_words in _FILE_KINDS
-                if is_kind(file_status.st_mode)
-            ),
-            "a device",
-        )
-        raise UnsafeCheckpointError(
-            f"{path} is {file_kind} instead of a file, and reading it could block or never end. Nothing was read. Do not use "
-            "this folder unless you know why it is there."
-        )
-    if most_bytes is not None and file_status.st_size > most_bytes:
-        raise CorruptCheckpointError(
-            f"{path} has {file_status.st_size} bytes, more than the {most_bytes} such a file can have; it was not read, since it would "
-            "fill the memory. Use another copy of the checkpoint."
-        )
-    return file_status.st_size
 
 
 def read_manifest(path: Path) -> Manifest | None:

@@ -14,8 +14,10 @@ import msgspec
 
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.format.manifest import (
+    DRAFT_PREFIX,
     MANIFEST_NAME,
     Manifest,
+    draft_of,
     encode_manifest,
     read_manifest,
 )
@@ -24,11 +26,10 @@ from hasten.checkpoint.store.occupied import exported_weights
 from hasten.errors import CheckpointError
 
 log = logging.getLogger(__name__)
-DRAFT_PREFIX: Final = ".hasten-draft."
 TRASH_PREFIX: Final = ".hasten-trash."
-"""Starts of the names of hidden folders; a token follows."""
+"""Start of the names of checkpoints that are being deleted; a token follows."""
 LEFTOVERS: Final = ".hasten-[dt]*"
-"""Pattern of their names."""
+"""Pattern of the names of drafts and deleted checkpoints."""
 _REPLACED_NOTE: Final = "replaced"
 _NEXT_MANIFEST: Final = "next-manifest.json"
 LOCK_NAME: Final = ".hasten-lock"
@@ -53,16 +54,6 @@ def _is_abandoned(lock_file: Path) -> bool:
     finally:
         os.close(descriptor)
     return True
-
-
-def draft_of(manifest: Manifest | None) -> str | None:
-    """Return the path of the draft that a manifest's files are still in; None if they have their final names."""
-    if manifest is None or not manifest.files:
-        return None
-    path_parts = manifest.files[0].name.split("/")
-    if len(path_parts) < 3 or not path_parts[0].startswith(DRAFT_PREFIX):
-        return None
-    return f"{path_parts[0]}/{path_parts[1]}"
 
 
 def remove_leftovers(folder: Path, disk: Disk, current_draft: str = "") -> None:

@@ -18,12 +18,14 @@ from typing import Final
 from hasten.checkpoint.base import Blob, CheckpointStore
 from hasten.checkpoint.format.manifest import (
     CHUNK_BYTES,
+    DRAFT_PREFIX,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     FileRecord,
     Manifest,
     checkpoint_number,
     decode_manifest,
+    draft_of,
     encode_manifest,
     missing_files,
     next_number,
@@ -41,11 +43,9 @@ from hasten.checkpoint.store.disk import (
     write_files,
 )
 from hasten.checkpoint.store.drafts import (
-    DRAFT_PREFIX,
     LEFTOVERS,
     LOCK_NAME,
     TRASH_PREFIX,
-    draft_of,
     remove_leftovers,
     replace_content,
 )
@@ -422,23 +422,23 @@ class LocalStore:
                 checkpoint_names.append(folder_entry.name)
         return sorted(checkpoint_names)
 
-    def folder(self, name: str) -> Path:
-        """Return the folder with the checkpoint's files, also after a crash while its content was being replaced."""
-        folder = self._root / name
-        draft_path = draft_of(read_manifest(folder / MANIFEST_NAME))
-        return folder if draft_path is None else folder / draft_path
-
     def manifest(self, name: str) -> Manifest:
         """Return the verified manifest."""
+        return self.open_manifest(name)[0]
+
+    def open_manifest(self, name: str) -> tuple[Manifest, Path]:
+        """Return the verified manifest and the folder with its files, also after a crash while content was being replaced."""
+        folder = missing_folder = self._root / name
         while True:
-            folder = self.folder(name)
             manifest_path = folder / MANIFEST_NAME
             try:
-                return decode_manifest(
+                manifest = decode_manifest(
                     read_outside(manifest_path, MAX_MANIFEST_BYTES), str(manifest_path)
                 )
             except FileNotFoundError as error:
-                if self.folder(name) != folder:  # it was being replaced
+                # it was being replaced, unless the same file is missing again
+                if folder != missing_folder:
+                    missing_folder, folder = folder, self._root / name
                     continue
                 raise IncompleteCheckpointError(
                     f"{manifest_path} does not exist, so {manifest_path.parent} is not a complete checkpoint of hasten: it was never "
@@ -452,11 +452,15 @@ class LocalStore:
                 raise CheckpointError(
                     f"{manifest_path} cannot be read: {error}. Check the folder's permissions."
                 ) from error
+            draft_path = draft_of(manifest)
+            if draft_path is None:
+                return manifest, folder
+            folder = self._root / name / draft_path
 
     def check(self, name: str) -> Manifest:
         """Return the manifest after checking that every file has its size. Raises: a CheckpointError otherwise."""
         while True:
-            manifest, folder = self.manifest(name), self.folder(name)
+            manifest, folder = self.open_manifest(name)
             missing_names = missing_files(folder, manifest.files)
             if not missing_names:
                 return manifest
@@ -471,16 +475,15 @@ class LocalStore:
     ) -> bool:
         """Return True if the checkpoint has not been replaced since its manifest, and its folder if given, were read."""
         try:
-            return (
-                folder in (None, self.folder(name)) and self.manifest(name) == manifest
-            )
+            current_manifest, current_folder = self.open_manifest(name)
         except CheckpointError:
             return False
+        return current_manifest == manifest and folder in (None, current_folder)
 
     @contextmanager
     def fetch(self, name: str, manifest: Manifest) -> Iterator[Path]:
         """The checkpoint's folder: local files are read in place."""
-        folder = self.folder(name)
+        _, folder = self.open_manifest(name)
         for file in manifest.files:
             resolve_inside(folder, file.name)
         yield folder

@@ -166,10 +166,7 @@ class MemoryFolder:
             store = LocalStore(ranks_folder)
             for checkpoint_name in store.names():
                 try:
-                    manifest, folder = (
-                        store.manifest(checkpoint_name),
-                        store.folder(checkpoint_name),
-                    )
+                    manifest, folder = store.open_manifest(checkpoint_name)
                     is_sound = not verify_files(folder, manifest.files)
                 # interrupted by the kill that preceded this restart
                 except (CheckpointError, OSError):
