@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -207,7 +208,7 @@ class _DiskReadAhead:
 
     _ranges: Iterator[_FileRange]
     num_allowed: threading.Semaphore = field(
-        default_factory=lambda: threading.Semaphore(_MAX_RANGES_AHEAD)
+        default_factory=partial(threading.Semaphore, _MAX_RANGES_AHEAD)
     )
     """Number of ranges that may be requested now; it is released for every range that was read."""
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -7,19 +7,20 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from numbers import Integral
 from operator import is_
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.data.batch_plan import derive_seed
-from hasten.data.position import Position, decode, encode
-from hasten.data.source import BatchSource, Item, count_last_samples
-from hasten.errors import ArgumentError, PrepareError
+from hasten.data.position import Count, Position, Unit
+from hasten.data.source import BatchSource, Item, count_last_samples, forward_epoch
+from hasten.errors import ArgumentError, DataError, LoaderStateError, PrepareError
 from hasten.optim.clock import LoaderCursor, StepClock
 
 Move = Callable[[Iterator[Item]], Iterator[Item]]
@@ -385,7 +386,7 @@ class Loader(DataLoader[Any]):
         elif iteration.fresh or not iteration.steps:
             position = source.remember(position)
         position = replace(position, batches=iteration.start.batches + num_batches)
-        return encode(position, source.unit, source.size())
+        return _encode_position(position, source.unit, source.size())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue from `state`, also with another world size.
@@ -396,7 +397,7 @@ class Loader(DataLoader[Any]):
 
     def checked(self, state: Mapping[str, Any]) -> Position:
         """Return the position in a state. Raises: DataError when it belongs to other data."""
-        return decode(state, self.parts.source.unit, self.parts.source.size())
+        return decode_position(state, self.parts.source.unit, self.parts.source.size())
 
     @contextmanager
     def even(self, even_batches: bool) -> Iterator[None]:
@@ -418,3 +419,99 @@ class Loader(DataLoader[Any]):
         loader = copy.copy(self)
         loader.__dict__.update(_iterator=None, parts=components)
         return loader
+
+
+# -- positions as JSON values -------------------------------------------------------------------------------------
+_VERSION: Final = 1
+
+
+class _StreamRecord(msgspec.Struct):
+    """Fields of a saved stream's state, as far as they are checked; each list has one value per worker."""
+
+    workers: Count
+    positions: list[Count]
+    turn: Count
+    states: list[Any] | None = None
+    rngs: list[Any] | None = None
+    origins: list[Any] | None = None
+
+
+class _LoaderRecord(msgspec.Struct):
+    """Required fields of a saved loader's state besides those of its position."""
+
+    unit: Unit
+    size: Count | None
+    epoch: Count
+    consumed: Count
+    seed: int
+
+
+def _encode_position(
+    position: Position, unit: Unit, size: int | None
+) -> dict[str, Any]:
+    """Return the position as JSON values, with the facts needed to refuse a loader it does not belong to."""
+    state: dict[str, Any] = {"version": _VERSION, "unit": unit, "size": size}
+    for position_field in fields(position):
+        field_value = getattr(position, position_field.name)
+        if (
+            position_field.name in ("epoch", "consumed", "seed")
+            or field_value != position_field.default
+        ):
+            state[position_field.name] = (
+                list(field_value) if isinstance(field_value, tuple) else field_value
+            )
+    # of other loaders, another world size has another number
+    if unit != "stream" or not position.consumed:
+        state.pop("batches", None)
+    return state
+
+
+def decode_position(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
+    """Return the position that `_encode_position` returned.
+
+    Raises: LoaderStateError for an invalid state; DataError when it was written by a loader with another order.
+    """
+    if not isinstance(state, Mapping):
+        raise LoaderStateError(
+            f"the loader's state is a {type(state).__name__} where a mapping is expected, so there is no position to continue from. "
+            "Pass the state_dict() of a prepared loader."
+        )
+    if state.get("version") != _VERSION:
+        raise LoaderStateError(
+            f"the loader's state has version {state.get('version')}, and this hasten reads version {_VERSION}; continuing could repeat or "
+            "lose samples. Resume with the version of hasten that wrote it, or start a new epoch."
+        )
+    try:
+        msgspec.convert(state, _LoaderRecord)
+        position = msgspec.convert(state, Position)
+        if position.stream is not None:
+            _check_stream(position.stream)
+    except msgspec.ValidationError as error:
+        raise LoaderStateError(
+            f"the loader's state is invalid ({error}), so it is damaged, was edited, or was not written by hasten. Nothing was loaded. "
+            "Pass an unchanged state_dict() of a prepared loader, or start a new epoch."
+        ) from error
+    if state["consumed"] and state["unit"] != unit:
+        raise DataError(
+            f"the loader's state counts {state['unit']}, and this loader counts {unit}: its dataset or batch sampler is of a different "
+            "kind, so the position is invalid. Prepare the loader of the saved run."
+        )
+    # shards are compared when they are read
+    compares_sizes = "part" not in state and (size is not None or unit == "stream")
+    if state["consumed"] and compares_sizes and state["size"] != size:
+        raise DataError(
+            f"the loader's state is {state['consumed']} {unit} into an epoch of {state['size']}, and this loader's "
+            f"epoch has {size}; its order is different, so samples would be repeated or lost. Restore the dataset, "
+            f"or start a new epoch with loader.set_epoch({state['epoch'] + 1}) and no loaded state."
+        )
+    return position
+
+
+def _check_stream(state: Mapping[str, Any]) -> None:
+    """Raise msgspec.ValidationError unless a stream's state has one value per worker."""
+    record = msgspec.convert(state, _StreamRecord)
+    for values in (record.positions, record.states, record.rngs, record.origins):
+        if values is not None and len(values) != record.workers:
+            raise msgspec.ValidationError(
+                f"{len(values)} values for {record.workers} workers - at `$.stream`"
+            )

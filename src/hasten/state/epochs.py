@@ -38,7 +38,7 @@ class EpochLoops:
     _num_begun: int = 0
     """Number of loops that this process has started; the loops after them were loaded."""
     _running: _Loop | None = None
-    _left: tuple[int, list[int]] = field(default_factory=lambda: (0, []))
+    _left: tuple[int, tuple[int, ...]] = (0, ())
     """Backward passes of the run when a loop ended, and the complete passes over loaders in its last body."""
 
     def over(self, num_epochs: int) -> Iterator[int]:
@@ -62,7 +62,9 @@ class EpochLoops:
             loop.inside = False
         finally:
             self._running = None
-            num_ended = [loader.cursor.num_ended for loader in self._objects.loaders]
+            num_ended = tuple(
+                loader.cursor.num_ended for loader in self._objects.loaders
+            )
             self._left = self._clock.num_passes, num_ended
 
     def share(self) -> float | None:
@@ -160,7 +162,7 @@ class EpochLoops:
             loop.trained = saved["trained"]
             loop.num_passes = self._clock.num_passes
             loop.loaded = True
-        self._left = 0, []
+        self._left = 0, ()
         num_ended_of_loaders = [*state["ended"], *[0] * len(self._objects.loaders)]
         for loader, num_ended in zip(
             self._objects.loaders, num_ended_of_loaders, strict=False

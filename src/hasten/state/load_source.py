@@ -106,7 +106,7 @@ def locate_existing(location: str | Path) -> tuple[CheckpointStore, str]:
     """
     store, name = locate(location)
     if isinstance(store, LocalStore):
-        checkpoint_path = store.path(name)
+        checkpoint_path = Path(store.address, name)
         if checkpoint_path.is_file():
             has_manifest = (checkpoint_path.parent / MANIFEST_NAME).is_file()
             if has_manifest:

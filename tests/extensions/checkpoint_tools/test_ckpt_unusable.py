@@ -32,7 +32,7 @@ from hasten.checkpoint.store.disk import Disk, cannot_write
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.cli.main import main
 from hasten.comm.local import LocalComm
-from hasten.data.position import decode as decode_position
+from hasten.data.loader import decode_position
 from hasten.errors import (
     CheckpointError,
     CheckpointReplacedError,

@@ -580,7 +580,8 @@ def locate(location: str | Path) -> tuple[CheckpointStore, str]:
     location_text = str(location).rstrip("/")
     if location_text.startswith("file://"):
         location_text = location_text.removeprefix("file://")
-    if is_url(location_text):
+    scheme, url_mark, _ = location_text.partition("://")
+    if url_mark and len(scheme) > 1:
         parent_url, _, name = location_text.rpartition("/")
         if not name or parent_url.endswith((":/", ":")):
             raise ConfigError(
