@@ -146,13 +146,13 @@ NAMES: Final = (
     Name(
         "torch.distributed.device_mesh:DeviceMesh",
         "_get_root_mesh",
-        ("src/hasten/checkpoint/base.py",),
+        ("src/hasten/checkpoint/format/formats.py",),
         "sharded checkpoints fail",
     ),
     Name(
         "torch.distributed.tensor._utils",
         "compute_local_shape_and_global_offset",
-        ("src/hasten/checkpoint/base.py",),
+        ("src/hasten/checkpoint/format/formats.py",),
         "sharded checkpoints fail",
     ),
     Name(
