@@ -186,7 +186,9 @@ class _FileRange:
         self.devices = devices_of([target for _, target, _, _ in self.targets])
         for offset, target, low, high in self.targets if self.devices else ():
             start = offset - self.start
-            self.parts.append((start, start + high - low, as_bytes(target)[low:high]))
+            self.device_parts.append(
+                (start, start + high - low, as_bytes(target)[low:high])
+            )
 
     def copy_from(self, staged_bytes: Tensor) -> None:
         """Start the copies from a buffer that holds the range, and wait for them."""
@@ -325,7 +327,7 @@ def _group_copies(copies: Sequence[Copy]) -> tuple[list[list[Copy]], list[_FileR
                 last_range = _FileRange(mapped_file, read_start, read_start)
                 file_ranges.append(last_range)
             last_range.targets.append((read_start, target, low, high))
-            last_range.stop = file_offset + high
+            last_range.end = file_offset + high
     return copy_groups, file_ranges
 
 
@@ -369,8 +371,8 @@ def _fill_range(
     file_range: _FileRange, host_buffer: HostBuffer, disk_read_ahead: _DiskReadAhead
 ) -> None:
     """Read a range and copy it to its tensors; from the mapping, if the file has lost its name."""
-    descriptor = file_range.file.open()
-    range_bytes = file_range.stop - file_range.start
+    descriptor = file_range.file.open_again()
+    range_bytes = file_range.end - file_range.start
     if descriptor is None:
         for offset, target, low, high in file_range.targets:
             as_bytes(target)[low:high].copy_(

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.data.batch_plan import derive_seed
 from hasten.data.position import Count, Position, Unit
-from hasten.data.source import BatchSource, Item, count_last_samples, forward_epoch
+from hasten.data.source import BatchSource, Item, count_last_samples
 from hasten.errors import ArgumentError, DataError, LoaderStateError, PrepareError
 from hasten.optim.clock import LoaderCursor, StepClock
 
@@ -386,7 +386,7 @@ class Loader(DataLoader[Any]):
         elif iteration.fresh or not iteration.steps:
             position = source.remember(position)
         position = replace(position, batches=iteration.start.batches + num_batches)
-        return _encode_position(position, source.unit, source.size())
+        return encode_position(position, source.unit, source.size())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue from `state`, also with another world size.
@@ -446,9 +446,7 @@ class _LoaderRecord(msgspec.Struct):
     seed: int
 
 
-def _encode_position(
-    position: Position, unit: Unit, size: int | None
-) -> dict[str, Any]:
+def encode_position(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
     """Return the position as JSON values, with the facts needed to refuse a loader it does not belong to."""
     state: dict[str, Any] = {"version": _VERSION, "unit": unit, "size": size}
     for position_field in fields(position):
@@ -467,7 +465,7 @@ def _encode_position(
 
 
 def decode_position(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
-    """Return the position that `_encode_position` returned.
+    """Return the position that `encode_position` returned.
 
     Raises: LoaderStateError for an invalid state; DataError when it was written by a loader with another order.
     """

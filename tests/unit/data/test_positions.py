@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from hasten.data.position import Position, Unit, decode, encode
+from hasten.data.loader import decode_position, encode_position
+from hasten.data.position import Position, Unit
 from hasten.errors import DataError, LoaderStateError
 
 STREAM: dict[str, Any] = {"workers": 2, "positions": [3, 4], "turn": 1}
@@ -39,7 +40,7 @@ def test_positions_are_read_back(unit: Unit, consumed: int) -> None:
     )
     # the number of batches is that of one world size, and streams alone need it
     has_batches = unit == "stream" and consumed > 0
-    assert encode(full, unit, 9) == {
+    assert encode_position(full, unit, 9) == {
         "version": 1,
         "unit": unit,
         "size": 9,
@@ -52,9 +53,9 @@ def test_positions_are_read_back(unit: Unit, consumed: int) -> None:
         "ahead": True,
         "part": [2, None],
     } | ({"batches": 4} if has_batches else {})
-    written = json.loads(json.dumps(encode(full, unit, 9)))
-    assert decode(written, unit, 9) == replace(full, batches=4 * has_batches)
-    assert encode(Position(), unit, None) == {
+    written = json.loads(json.dumps(encode_position(full, unit, 9)))
+    assert decode_position(written, unit, 9) == replace(full, batches=4 * has_batches)
+    assert encode_position(Position(), unit, None) == {
         "version": 1,
         "unit": unit,
         "size": None,
@@ -77,21 +78,21 @@ def test_positions_inside_an_epoch_belong_to_one_order(
     part: tuple[int, int] | None,
 ) -> None:
     position = Position(epoch=1, consumed=4, part=part)
-    state = encode(position, saved_unit, saved_size)
+    state = encode_position(position, saved_unit, saved_size)
     # a size that is unknown here is not compared, except that of a stream
     is_size_known = size is not None or unit == "stream"
     has_other_size = part is None and is_size_known and size != saved_size
     if unit != saved_unit:
         with pytest.raises(DataError, match=f"counts {saved_unit}, and this loader"):
-            decode(state, unit, size)
+            decode_position(state, unit, size)
     elif has_other_size:
         with pytest.raises(DataError, match=r"4 \w+ into an epoch of .*set_epoch\(2\)"):
-            decode(state, unit, size)
+            decode_position(state, unit, size)
     else:
-        assert decode(state, unit, size) == position
+        assert decode_position(state, unit, size) == position
     # at the start of an epoch any loader may go on
-    start = encode(replace(position, consumed=0), saved_unit, saved_size)
-    assert decode(start, unit, size).epoch == 1
+    start = encode_position(replace(position, consumed=0), saved_unit, saved_size)
+    assert decode_position(start, unit, size).epoch == 1
 
 
 @pytest.mark.parametrize(
@@ -112,15 +113,17 @@ def test_positions_inside_an_epoch_belong_to_one_order(
     ],
 )
 def test_damaged_states_are_refused(change: dict[str, Any], message: str) -> None:
-    state = encode(Position(consumed=4), "stream", 9) | change
+    state = encode_position(Position(consumed=4), "stream", 9) | change
     with pytest.raises(LoaderStateError, match=re.escape(message)):
-        decode(state, "stream", 9)
+        decode_position(state, "stream", 9)
 
 
 def test_a_state_is_complete() -> None:
-    state = encode(Position(), "samples", 9)
+    state = encode_position(Position(), "samples", 9)
     for name in state:
         with pytest.raises(LoaderStateError):
-            decode({key: state[key] for key in state if key != name}, "samples", 9)
+            decode_position(
+                {key: state[key] for key in state if key != name}, "samples", 9
+            )
     with pytest.raises(LoaderStateError, match="is a list where a mapping"):
-        decode(cast(Any, []), "samples", 9)
+        decode_position(cast(Any, []), "samples", 9)
