@@ -120,7 +120,7 @@ class Program:
         loss.register_hook(lambda _: self.work())  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.enter("backward")
         self.accelerator.backward(loss)
-        previous_ledger = ledger.copied()
+        previous_ledger = ledger.make_copy()
         self.first = self.first or previous_ledger.members[0]
         self.enter("exchange")
         self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -167,7 +167,7 @@ class Program:
         report = survival_report(self.accelerator)
         result = {
             "weights": [parameter.tolist() for parameter in self.model.parameters()],
-            "ledger": self.replica.ledger.encoded(),
+            "ledger": self.replica.ledger.to_json(),
             "updates": components(self.accelerator).clock.num_updates,
             "retries": report.num_retries,
             "pause_s": report.longest_pause_s,

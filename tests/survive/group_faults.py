@@ -61,7 +61,7 @@ class Faults:
         model.register_forward_pre_hook(lambda *_: self.reached("forward"))
         optimizer.register_step_pre_hook(lambda *_: self.reached("step"))
         self._before(ReplicaGroup, "_receive", "exchange")
-        self._before(Received, "write", "write")
+        self._before(Received, "write_means", "write")
 
     def in_backward(self, loss: Tensor) -> Tensor:
         """Return the loss, whose backward calls `reached`."""

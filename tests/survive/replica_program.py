@@ -127,7 +127,7 @@ def main() -> None:
                 accelerator.backward(
                     loss, weight=len(x) if options["weighted"] else None
                 )
-                previous_ledger = replica.ledger.copied()
+                previous_ledger = replica.ledger.make_copy()
                 first = first or previous_ledger.members[0]
                 if accelerator.sync_gradients and options["clip"]:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -166,7 +166,7 @@ def main() -> None:
     result = {
         "weights": [whole(parameter).tolist() for parameter in model.parameters()],
         "lr": scheduler.get_last_lr(),
-        "ledger": replica.ledger.encoded(),
+        "ledger": replica.ledger.to_json(),
         "updates": components(accelerator).clock.num_updates,
         "retries": report.num_retries,
         "pause_s": report.longest_pause_s,

@@ -23,7 +23,7 @@ def test_the_first_leads_before_and_after_updates() -> None:
     duties_by_name = several("012")
     assert leaders(duties_by_name) == ["0"]
     for duties in duties_by_name.values():
-        duties.updated("210")
+        duties.record_update("210")
     assert leaders(duties_by_name) == ["0"]
 
 
@@ -31,12 +31,12 @@ def test_a_healed_replica_leads_after_its_next_update_only() -> None:
     """It has run the epochs that were completed without it: what it would save for them is older than what is there."""
     duties_by_name = several("012")
     for name in "12":
-        duties_by_name[name].updated("12")
-    duties_by_name["0"].healed()
+        duties_by_name[name].record_update("12")
+    duties_by_name["0"].record_healing()
     assert leaders(duties_by_name) == ["1"]
     assert duties_by_name["0"].behind
     for duties in duties_by_name.values():
-        duties.updated("012")
+        duties.record_update("012")
     assert leaders(duties_by_name) == ["0"]
     assert not duties_by_name["0"].behind
 
@@ -44,28 +44,28 @@ def test_a_healed_replica_leads_after_its_next_update_only() -> None:
 def test_a_replica_that_is_healed_at_the_end_of_an_epoch_does_not_lead_there() -> None:
     duties_by_name = several("012")
     for name in "12":
-        duties_by_name[name].updated("12")
+        duties_by_name[name].record_update("12")
         # 0 is healed here, and is a member when they meet again
-        duties_by_name[name].met("12", [])
-    duties_by_name["0"].healed()
+        duties_by_name[name].record_epoch_end("12", [])
+    duties_by_name["0"].record_healing()
     for duties in duties_by_name.values():
-        duties.met("012", "0")
+        duties.record_epoch_end("012", "0")
     assert leaders(duties_by_name) == ["1"]
     assert not duties_by_name["0"].behind  # its loop is at the end of the same epoch
 
 
 def test_the_last_replica_leads_even_if_it_was_just_healed() -> None:
     duties = Duties("2", Path("absent"))
-    duties.healed()
-    duties.met("2", [])
+    duties.record_healing()
+    duties.record_epoch_end("2", [])
     assert duties.leads
 
 
 def test_a_lost_leader_is_replaced_at_the_end_of_an_epoch() -> None:
     duties_by_name = several("12")
     for duties in duties_by_name.values():
-        duties.updated("012")
-        duties.met("12", [])
+        duties.record_update("012")
+        duties.record_epoch_end("12", [])
     assert leaders(duties_by_name) == ["1"]
 
 
@@ -78,7 +78,7 @@ def test_a_signal_to_the_whole_run_is_agreed_on_in_an_update(
     tmp_path: Path, healed: bool
 ) -> None:
     duties = Duties("1", tmp_path)
-    duties.updated("01")
+    duties.record_update("01")
     assert asks_and_leaves(duties) == (False, False)
     (tmp_path / STOPPING_FILE).touch()
     assert asks_and_leaves(duties) == (False, False)  # this process has not received it
@@ -86,9 +86,9 @@ def test_a_signal_to_the_whole_run_is_agreed_on_in_an_update(
     assert asks_and_leaves(duties) == (True, False)
     if healed:
         # it has nothing that the others do not have, so it need not wait for an update
-        duties.healed()
+        duties.record_healing()
     else:
-        duties.updated("01", ends_run=True)
+        duties.record_update("01", ends_run=True)
     assert duties.leaves
 
 
@@ -96,13 +96,13 @@ def test_a_replica_learns_the_signal_of_the_others_in_the_update(
     tmp_path: Path,
 ) -> None:
     duties = Duties("1", tmp_path)
-    duties.updated("01", ends_run=True)
+    duties.record_update("01", ends_run=True)
     assert duties.leaves
 
 
 def test_a_signal_to_one_replica_lets_it_leave(tmp_path: Path) -> None:
     duties = Duties("1", tmp_path)
-    duties.updated("01")
+    duties.record_update("01")
     duties.received = lambda: 15
     assert asks_and_leaves(duties) == (False, True)
 
@@ -112,7 +112,7 @@ def test_a_replica_that_receives_the_signal_before_its_launcher_waits_for_the_ot
 ) -> None:
     """Schedulers signal all processes at once; the launcher tells a moment later that the whole run was told to stop."""
     duties = Duties("1", tmp_path)
-    duties.updated("01")
+    duties.record_update("01")
     duties.received = lambda: 15
     launcher = threading.Timer(0.2, (tmp_path / STOPPING_FILE).touch)
     launcher.start()

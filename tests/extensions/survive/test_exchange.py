@@ -42,8 +42,8 @@ class Meeting:
         self, parameters: Sequence[Tensor], *arguments: Any, **named: Any
     ) -> int:
         """Set the gradients to their mean; return what the replicas ask for."""
-        received = self.group.receive(parameters, *arguments, **named)
-        received.write()
+        received = self.group.receive_gradients(parameters, *arguments, **named)
+        received.write_means()
         return received.request
 
     def close(self) -> None:

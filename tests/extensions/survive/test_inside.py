@@ -31,15 +31,15 @@ SETTINGS = SurviveSettings(
 def test_the_ranks_follow_the_first_and_vote(ctx: ProcessContext) -> None:
     inside = Inside(ctx.world, "127.0.0.1", SETTINGS)
     for number in range(20):
-        if inside.first:
+        if inside.is_first:
             time.sleep(0.5 if number == 3 else 0.0)
-            inside.tell({"number": number})
+            inside.send_decision({"number": number})
         else:
-            assert inside.hear() == {"number": number}
+            assert inside.receive_decision() == {"number": number}
     assert inside.vote(True)
     assert not inside.vote(ctx.rank > 0)
     assert not inside.vote(False)
-    assert inside.total(ctx.rank + 1.0) == sum(range(1, ctx.world.size + 1))
+    assert inside.sum_over_ranks(ctx.rank + 1.0) == sum(range(1, ctx.world.size + 1))
     ctx.world.barrier("all have voted")
     inside.close()
 
@@ -48,17 +48,17 @@ def test_the_ranks_follow_the_first_and_vote(ctx: ProcessContext) -> None:
 def test_a_rank_that_is_silent_is_noticed_by_the_first(ctx: ProcessContext) -> None:
     inside = Inside(ctx.world, "127.0.0.1", SETTINGS)
     time.sleep(0.2)
-    if inside.first:
-        assert inside.alive()
+    if inside.is_first:
+        assert inside.has_live_ranks()
     ctx.world.barrier("the heartbeats were seen")
-    if not inside.first:
+    if not inside.is_first:
         inside.close()
     ctx.world.barrier("the second rank is silent")
-    if inside.first:
+    if inside.is_first:
         until = time.monotonic() + 10.0
-        while inside.alive() and time.monotonic() < until:
+        while inside.has_live_ranks() and time.monotonic() < until:
             time.sleep(0.05)
-        assert not inside.alive()
+        assert not inside.has_live_ranks()
     ctx.world.barrier("its silence was noticed")
     inside.close()
 
@@ -84,7 +84,7 @@ def trained(
 
 def values(state: RunState) -> bytes:
     """Return everything that a state holds on this rank."""
-    return healing.pack_state(state.collected())
+    return healing.pack_state(state.collect_state())
 
 
 @ranks(2, mesh={"dp_shard": 2})
@@ -94,8 +94,8 @@ def test_a_rank_receives_the_shards_of_the_same_rank_of_another_replica(
     source, _, _ = trained(ctx, 3, "fsdp")
     target, parameters, optimizer = trained(ctx, 0, "fsdp")
     assert all(hasattr(parameter, "to_local") for parameter in parameters)
-    state = source.collected()
-    target.load(copy.deepcopy(state))
+    state = source.collect_state()
+    target.load_state(copy.deepcopy(state))
     assert values(target) == values(source)
     assert all(
         hasattr(parameter_state["exp_avg"], "to_local")
@@ -107,7 +107,7 @@ def test_a_rank_receives_the_shards_of_the_same_rank_of_another_replica(
 def test_a_replica_with_whole_models_is_healed_as_well(ctx: ProcessContext) -> None:
     source, _, _ = trained(ctx, 3, "ddp")
     target, _, _ = trained(ctx, 0, "ddp")
-    target.load(copy.deepcopy(source.collected()))
+    target.load_state(copy.deepcopy(source.collect_state()))
     assert values(target) == values(source)
 
 
@@ -131,10 +131,10 @@ def test_gradients_of_shards_are_sent_from_local_memory(ctx: ProcessContext) -> 
         parameter.grad = torch.full_like(parameter, float(ctx.rank + 1))
         gradients.append(parameter.grad)
     bucket = Bucket(parameters, rank=0, size=2, tag=1)
-    sent, _ = bucket.filled()
+    sent, _ = bucket.copy_gradients()
     assert set(torch.cat(sent).tolist()) - {0.0} == {ctx.rank + 1.0}
     bucket.sent.mul_(2.5)
-    bucket.write([True] * len(parameters))
+    bucket.write_means([True] * len(parameters))
     for gradient in gradients:
         assert torch.equal(
             gradient.to_local(),

@@ -24,7 +24,7 @@ def test_each_position_is_used_once_with_members_that_change_at_random() -> None
         while not ledger.exhausted:
             for _ in range(rng.randint(1, 3)):
                 if not ledger.exhausted:
-                    ledger.deal()
+                    ledger.deal_batches()
             members = ledger.members
             contributors = [name for name in members if rng.random() < 0.7] or [
                 rng.choice(members)
@@ -40,50 +40,50 @@ def test_each_position_is_used_once_with_members_that_change_at_random() -> None
                 for name in names
                 if name not in contributors and rng.random() < 0.5
             ]
-            ledger.commit(contributors, [*contributors, *newcomers])
+            ledger.commit_update(contributors, [*contributors, *newcomers])
             # as a healed replica receives it
-            ledger = Ledger.decoded(json.loads(json.dumps(ledger.encoded())))
+            ledger = Ledger.from_json(json.loads(json.dumps(ledger.to_json())))
         assert sorted(used) == list(range(ledger.size)), seed
-        ledger.begin(1)
+        ledger.begin_epoch(1)
         assert ledger.unused == {}
 
 
 def test_replicas_get_consecutive_batches_and_share_a_short_end_equally() -> None:
     ledger = Ledger(17, 4, members=("a", "b", "c"))
-    assert ledger.deal() == {"a": [(0, 4)], "b": [(4, 8)], "c": [(8, 12)]}
-    assert ledger.deal() == {"a": [(12, 14)], "b": [(14, 16)], "c": [(16, 17)]}
+    assert ledger.deal_batches() == {"a": [(0, 4)], "b": [(4, 8)], "c": [(8, 12)]}
+    assert ledger.deal_batches() == {"a": [(12, 14)], "b": [(14, 16)], "c": [(16, 17)]}
     assert ledger.exhausted
-    assert ledger.amounts("c") == (2, 2)
+    assert ledger.count_batches("c") == (2, 2)
 
 
 def test_samples_of_a_lost_replica_are_given_out_first() -> None:
     ledger = Ledger(100, 5, members=("a", "b", "c"))
-    ledger.deal()
-    assert ledger.commit(["a", "c"], ["a", "c"]) == [(5, 10)]
-    assert ledger.deal() == {"a": [(5, 10)], "c": [(15, 20)]}
+    ledger.deal_batches()
+    assert ledger.commit_update(["a", "c"], ["a", "c"]) == [(5, 10)]
+    assert ledger.deal_batches() == {"a": [(5, 10)], "c": [(15, 20)]}
 
 
 def test_replicas_without_samples_at_the_end_are_told_so() -> None:
     ledger = Ledger(2, 5, members=("a", "b", "c"))
-    assert ledger.deal() == {"a": [(0, 1)], "b": [(1, 2)], "c": []}
-    assert ledger.amounts("c") == (1, 0)
+    assert ledger.deal_batches() == {"a": [(0, 1)], "b": [(1, 2)], "c": []}
+    assert ledger.count_batches("c") == (1, 0)
 
 
 def test_histories_differ_when_members_or_samples_do() -> None:
     lineages = set()
     for contributors in (["a", "b"], ["a"], ["b"]):
         ledger = Ledger(100, 5, members=("a", "b"))
-        ledger.deal()
-        ledger.commit(contributors, contributors)
+        ledger.deal_batches()
+        ledger.commit_update(contributors, contributors)
         lineages.add(ledger.lineage)
     assert len(lineages) == 3
 
 
 def test_a_loop_that_ends_early_is_reported_with_its_unused_samples() -> None:
     ledger = Ledger(20, 5, members=("a", "b"))
-    ledger.deal()
-    ledger.commit(["a"], ["a"])
-    ledger.begin(1)
+    ledger.deal_batches()
+    ledger.commit_update(["a"], ["a"])
+    ledger.begin_epoch(1)
     assert ledger.unused == {0: [(5, 20)]}
 
 
@@ -93,18 +93,18 @@ def test_drop_last_leaves_a_short_end_out(
 ) -> None:
     ledger = Ledger(size, 5, drop_last=True, members=("a", "b"))
     while not ledger.exhausted:
-        ledger.deal()
-        ledger.commit(["a", "b"], ["a", "b"])
-    ledger.begin(1)
+        ledger.deal_batches()
+        ledger.commit_update(["a", "b"], ["a", "b"])
+    ledger.begin_epoch(1)
     assert ledger.unused == unused
 
 
 def test_a_preview_is_what_members_get_while_they_stay_the_same() -> None:
     ledger = Ledger(50, 4, members=("a", "b", "c"), returned=[(3, 9)], following=20)
     last_flags = []
-    for ranges, last in ledger.preview("b"):
-        assert ledger.deal()["b"] == ranges
-        ledger.commit(ledger.members, ledger.members)
+    for ranges, last in ledger.preview_batches("b"):
+        assert ledger.deal_batches()["b"] == ranges
+        ledger.commit_update(ledger.members, ledger.members)
         last_flags.append(last)
     assert ledger.exhausted
     assert last_flags == [False, False, True]
@@ -139,17 +139,17 @@ def test_the_ranks_of_a_replica_share_its_positions() -> None:
 
 def test_batches_are_counted_for_each_rank_of_a_replica() -> None:
     ledger = Ledger(19, 4, members=("a", "b"))
-    ledger.deal()
-    ledger.deal()
-    ledger.deal()  # two samples for the first replica, one for the second
-    assert ledger.amounts("a", 2) == (6, 6)
-    assert ledger.amounts("b", 2) == (6, 5)
-    assert ledger.amounts("b") == (3, 3)
+    ledger.deal_batches()
+    ledger.deal_batches()
+    ledger.deal_batches()  # two samples for the first replica, one for the second
+    assert ledger.count_batches("a", 2) == (6, 6)
+    assert ledger.count_batches("b", 2) == (6, 5)
+    assert ledger.count_batches("b") == (3, 3)
 
 
 def test_a_ledger_begins_with_nothing() -> None:
     ledger = Ledger(10, 2)
-    assert ledger.encoded() == {
+    assert ledger.to_json() == {
         "size": 10,
         "rows": 2,
         "drop_last": False,
@@ -163,31 +163,31 @@ def test_a_ledger_begins_with_nothing() -> None:
         "rounds": [],
         "unused": {},
     }
-    ledger.begin(1)
+    ledger.begin_epoch(1)
     assert ledger.unused == {}, "an epoch that nobody began has no unused samples"
     assert (ledger.epoch, ledger.following) == (1, 0)
 
 
 def test_an_epoch_that_was_begun_is_reported_from_its_first_sample_on() -> None:
     ledger = Ledger(4, 1, members=("a",))
-    assert ledger.deal() == {"a": [(0, 1)]}
-    ledger.begin(1)
+    assert ledger.deal_batches() == {"a": [(0, 1)]}
+    ledger.begin_epoch(1)
     assert ledger.unused == {0: [(0, 4)]}
-    assert Ledger.decoded(json.loads(json.dumps(ledger.encoded()))) == ledger
-    assert list(ledger.encoded()["unused"]) == ["0"]
-    assert ledger.deal() == {"a": [(0, 1)]}
+    assert Ledger.from_json(json.loads(json.dumps(ledger.to_json()))) == ledger
+    assert list(ledger.to_json()["unused"]) == ["0"]
+    assert ledger.deal_batches() == {"a": [(0, 1)]}
 
 
 def test_returned_samples_stay_in_order() -> None:
     ledger = Ledger(20, 3, members=("a",), returned=[(0, 5), (8, 11)], following=12)
-    assert ledger.deal() == {"a": [(0, 3)]}
+    assert ledger.deal_batches() == {"a": [(0, 3)]}
     assert ledger.returned == [(3, 5), (8, 11)]
-    assert ledger.deal() == {"a": [(3, 5), (8, 9)]}
+    assert ledger.deal_batches() == {"a": [(3, 5), (8, 9)]}
     assert ledger.returned == [(9, 11)]
-    assert ledger.deal() == {"a": [(9, 11), (12, 13)]}
+    assert ledger.deal_batches() == {"a": [(9, 11), (12, 13)]}
     assert ledger.returned == []
     ledger.returned = [(13, 16)]
-    assert ledger.deal() == {"a": [(13, 16)]}
+    assert ledger.deal_batches() == {"a": [(13, 16)]}
     assert ledger.returned == []
 
 
@@ -212,12 +212,12 @@ def test_drop_last_needs_a_batch_for_each_member(
 
 def test_the_digest_of_a_history_is_frozen_because_replicas_compare_it() -> None:
     ledger = Ledger(100, 5, members=("a", "b"))
-    ledger.deal()
-    ledger.commit(["b", "a"], ["c", "a"])
+    ledger.deal_batches()
+    ledger.commit_update(["b", "a"], ["c", "a"])
     assert (ledger.step, ledger.members) == (1, ("a", "c"))
     assert ledger.lineage == "5da12f344b48ce17"
-    ledger.deal()
-    ledger.commit(["a"], ["a"])
+    ledger.deal_batches()
+    ledger.commit_update(["a"], ["a"])
     assert ledger.step == 2
 
 

@@ -37,14 +37,14 @@ class Holder:
     def __init__(self) -> None:
         self.ledger = Ledger(0, 1)
 
-    def opened(self, size: int, rows: int, drop_last: bool, seed: int) -> None:
+    def open_ledger(self, size: int, rows: int, drop_last: bool, seed: int) -> None:
         self.ledger = Ledger(size, rows, drop_last, seed, members=("0",))
 
-    def enter(self, epoch: int) -> None:
+    def enter_epoch(self, epoch: int) -> None:
         self.ledger.epoch = epoch
 
     def round(self, epoch: int) -> list[PositionRange] | None:
-        return None if self.ledger.exhausted else self.ledger.deal()[self.name]
+        return None if self.ledger.exhausted else self.ledger.deal_batches()[self.name]
 
 
 class Stream(IterableDataset[int]):

@@ -96,24 +96,26 @@ def test_machines_learn_what_the_others_know_and_the_end() -> None:
         connected = client(meeting, 1)
         assert (connected.rank, connected.lighthouse) == (1, "here:1")
         notes = MachineNotes(running=2, joined=["2"], agreed="4 x")
-        wait_until(lambda: connected.exchange(notes, None).joined == ["2"])
-        wait_until(lambda: server.exchange(MachineNotes(joined=["0"]), 15).running == 2)
-        wait_until(lambda: connected.exchange(notes, None).stop == 15)
-        assert connected.exchange(notes, None).agreed == "4 x"
+        wait_until(lambda: connected.exchange_notes(notes, None).joined == ["2"])
+        wait_until(
+            lambda: server.exchange_notes(MachineNotes(joined=["0"]), 15).running == 2
+        )
+        wait_until(lambda: connected.exchange_notes(notes, None).stop == 15)
+        assert connected.exchange_notes(notes, None).agreed == "4 x"
         assert connected.broken_s == 0.0
         server.close(85)
-        wait_until(lambda: connected.exchange(notes, None).code == 85)
+        wait_until(lambda: connected.exchange_notes(notes, None).code == 85)
         connected.close(85)
 
 
 def test_a_machine_that_closes_its_connection_is_forgotten_and_may_return() -> None:
     with serving() as (server, meeting, messages):
         first_client = client(meeting, None)
-        first_client.exchange(MachineNotes(running=2, joined=["1"]), None)
-        wait_until(lambda: server.exchange(MachineNotes(), None).joined == ["1"])
+        first_client.exchange_notes(MachineNotes(running=2, joined=["1"]), None)
+        wait_until(lambda: server.exchange_notes(MachineNotes(), None).joined == ["1"])
         first_client.close(1)
-        wait_until(lambda: server.exchange(MachineNotes(), None).running == 0)
-        assert server.exchange(MachineNotes(), None).joined == []
+        wait_until(lambda: server.exchange_notes(MachineNotes(), None).running == 0)
+        assert server.exchange_notes(MachineNotes(), None).joined == []
         second_client = client(meeting, None, "host-c")
         third_client = client(meeting, None)
         assert {second_client.rank, third_client.rank} == {1, 2}

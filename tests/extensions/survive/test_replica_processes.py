@@ -44,7 +44,7 @@ def started(folder: Path, *programs: str) -> ReplicaProcesses:
 def ended(replica: ReplicaProcesses) -> tuple[int, int] | None:
     """Return what ended the replica, within some seconds."""
     until = time.monotonic() + 20.0
-    while (outcome := replica.look()) is None and time.monotonic() < until:
+    while (outcome := replica.find_ended_rank()) is None and time.monotonic() < until:
         time.sleep(0.02)
     return outcome
 
@@ -52,7 +52,7 @@ def ended(replica: ReplicaProcesses) -> tuple[int, int] | None:
 def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
     replica = started(tmp_path, WAITS, "import os; os.kill(os.getpid(), 9)")
     assert ended(replica) == (1, -9)
-    replica.end()
+    replica.kill_processes()
     assert [process.poll() for process in replica.processes] == [-9, -9]
 
 
@@ -62,7 +62,7 @@ def test_a_killed_rank_rather_than_an_error_ended_the_replica(tmp_path: Path) ->
     )
     for process in replica.processes:
         process.wait(20)
-    assert replica.look() == (1, -9)
+    assert replica.find_ended_rank() == (1, -9)
 
 
 def test_of_two_errors_the_first_one_ended_the_replica(tmp_path: Path) -> None:
@@ -70,14 +70,14 @@ def test_of_two_errors_the_first_one_ended_the_replica(tmp_path: Path) -> None:
     for process in replica.processes:
         process.wait(20)
     (tmp_path / "1.json").write_text("{}")
-    assert replica.look() == (1, 3)
+    assert replica.find_ended_rank() == (1, 3)
 
 
 def test_a_replica_has_ended_when_all_of_its_ranks_have(tmp_path: Path) -> None:
     replica = started(tmp_path, "pass", WAITS)
     replica.processes[0].wait(20)
-    assert replica.look() is None
-    replica.end()
+    assert replica.find_ended_rank() is None
+    replica.kill_processes()
     assert ended(started(tmp_path, "pass", "pass")) == (0, 0)
 
 
@@ -134,7 +134,10 @@ def test_all_replicas_start_anew_when_the_last_holder_of_the_state_is_lost(
     proc = Proc(argv=(sys.executable, "-c", HOLDS_OR_WAITS), env={})
     config = Config().replace(survive=SurviveSettings(replicas=2))
     common = {**os.environ, "HASTEN_SURVIVE_FOLDER": str(tmp_path)}
-    assert Crew(proc, common, tmp_path, config, range(2), OneMachine("")).run() == 0
+    assert (
+        Crew(proc, common, tmp_path, config, range(2), OneMachine("")).run_replicas()
+        == 0
+    )
     assert "every replica that held the run's state is lost" in capfd.readouterr().err
     starts = [path.name.split("-")[1] for path in tmp_path.glob("started-*")]
     assert starts.count("1") == 2, (

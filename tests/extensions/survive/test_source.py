@@ -37,10 +37,10 @@ class Pair:
         self.ledger = Ledger(0, 1)
         self._lost_after = lost_after
 
-    def opened(self, size: int, rows: int, drop_last: bool, seed: int) -> None:
+    def open_ledger(self, size: int, rows: int, drop_last: bool, seed: int) -> None:
         self.ledger = Ledger(size, rows, drop_last, seed, members=("0", "1"))
 
-    def enter(self, epoch: int) -> None:
+    def enter_epoch(self, epoch: int) -> None:
         self.ledger.epoch = epoch
 
     def round(self, epoch: int) -> list[PositionRange] | None:
@@ -51,8 +51,8 @@ class Pair:
                 if self._lost_after is not None and ledger.step >= self._lost_after
                 else ("0", "1")
             )
-            ledger.commit(contributors, contributors)
-        return None if ledger.exhausted else ledger.deal()[self.name]
+            ledger.commit_update(contributors, contributors)
+        return None if ledger.exhausted else ledger.deal_batches()[self.name]
 
 
 def read(lost_after: int | None) -> tuple[list[list[int]], Counter[int]]:

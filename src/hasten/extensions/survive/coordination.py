@@ -43,12 +43,12 @@ class Quorum:
         self.members = members
         self.roles = divide_members(members)
 
-    def encoded(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the quorum as JSON values."""
         return {"key": self.key, "members": self.members}
 
     @classmethod
-    def decoded(cls, decision: Mapping[str, Any]) -> Quorum:
+    def from_json(cls, decision: Mapping[str, Any]) -> Quorum:
         """Return the quorum that `encoded` has described."""
         return cls(
             decision["key"],
@@ -68,11 +68,11 @@ class Coordinator:
         """`alive` returns False while a rank of this replica is silent: the replica then sends no heartbeats."""
         torchft = need("torchft.coordination", TORCHFT_VERSIONS, TORCHFT_PURPOSE)
         self._settings = settings
-        self._card = describe_replica
+        self._describe_replica = describe_replica
         self._ranks_are_alive = ranks_are_alive
         self._address = to_url(settings.lighthouse or "")
         self._connect_s = timedelta(seconds=settings.timeout_s)
-        self._client = self._connect(torchft)
+        self._client = self._connect_client(torchft)
         self._torchft = torchft
         self._requests: queue.SimpleQueue[tuple[Member, Future[Quorum]] | None] = (
             queue.SimpleQueue()
@@ -86,14 +86,14 @@ class Coordinator:
                 daemon=True,
             ),
             threading.Thread(
-                target=self._serve, name="hasten-survive-quorum", daemon=True
+                target=self._serve_requests, name="hasten-survive-quorum", daemon=True
             ),
         ]
         for thread in self._threads:
             thread.start()
         atexit.register(self.close)
 
-    def _connect(self, torchft: Any) -> Any:  # Any: torchft's client
+    def _connect_client(self, torchft: Any) -> Any:  # Any: torchft's client
         try:
             return torchft.LighthouseClient(self._address, self._connect_s)
         # torchft raises plain RuntimeError and others: all of them mean the same here
@@ -103,14 +103,14 @@ class Coordinator:
                 "`hasten launch --replicas`, or check survive.lighthouse."
             ) from error
 
-    def ask(self) -> Future[Quorum]:
+    def ask_for_quorum(self) -> Future[Quorum]:
         """Ask for the members of the next update; the answer comes when all live replicas have asked."""
         quorum_future: Future[Quorum] = Future()
         self._last_ask_s = time.monotonic()
-        self._requests.put((self._card(), quorum_future))
+        self._requests.put((self._describe_replica(), quorum_future))
         return quorum_future
 
-    def wait(self, quorum_future: Future[Quorum]) -> Quorum:
+    def wait_for_quorum(self, quorum_future: Future[Quorum]) -> Quorum:
         """Return the quorum when it has formed; reports a long wait. Raises: CommError when the lighthouse cannot be reached."""
         began_s, report_due_s = time.monotonic(), _FIRST_REPORT_S
         while True:
@@ -136,9 +136,11 @@ class Coordinator:
             thread.join(_CLOSE_TIMEOUT_S)
 
     def _send_heartbeats(self) -> None:
-        client = self._connect(self._torchft)  # a client serves one call at a time
+        client = self._connect_client(
+            self._torchft
+        )  # a client serves one call at a time
         interval_s = self._settings.heartbeat_timeout_s / _HEARTBEATS_PER_TIMEOUT
-        replica_name = self._card().name
+        replica_name = self._describe_replica().name
         while not self._closed.wait(interval_s):
             if (
                 time.monotonic() - self._last_ask_s > self._settings.hang_timeout_s
@@ -154,7 +156,7 @@ class Coordinator:
             except Exception as error:
                 log.debug("survive: a heartbeat was lost: %s", error)
 
-    def _serve(self) -> None:
+    def _serve_requests(self) -> None:
         while (quorum_request := self._requests.get()) is not None:
             own_member, quorum_future = quorum_request
             try:

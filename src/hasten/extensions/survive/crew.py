@@ -68,20 +68,20 @@ class Crew:
     _last_failure: Failure | None = None
     _run: RunNotes = field(default_factory=RunNotes)
 
-    def run(self) -> int:
+    def run_replicas(self) -> int:
         """Start this machine's replicas, and lost ones again, until the run is over."""
         self._due_starts = dict.fromkeys(self.numbers, (0, 0.0))
         try:
             while self._is_running():
                 self._collect_ended_replicas()
                 self._exchange_notes()
-                self._start_anew()
+                self._restart_without_holders()
                 self._pass_signal_on()
                 self._kill_late_replicas()
                 time.sleep(_POLL_INTERVAL_S)
         finally:
             self._kill_replicas()
-        return self._result()
+        return self._find_exit_code()
 
     def _is_running(self) -> bool:
         """Return False when the run is over for this machine."""
@@ -112,7 +112,7 @@ class Crew:
 
     def _collect_ended_replicas(self) -> None:
         for replica_number, worker in list(self.workers.items()):
-            ended_rank = worker.look()
+            ended_rank = worker.find_ended_rank()
             may_save = self.stopped_by is not None or (
                 ended_rank is not None and ended_rank[1] == PREEMPTED
             )
@@ -120,7 +120,7 @@ class Crew:
             if ended_rank is None or (may_save and worker.running):
                 continue
             rank, exit_code = ended_rank
-            worker.end()  # a replica trains with all of its ranks, or not at all
+            worker.kill_processes()  # a replica trains with all of its ranks, or not at all
             del self.workers[replica_number]
             (self.folder / f"{JOINED_PREFIX}{replica_number}").unlink(missing_ok=True)
             if exit_code == 0:
@@ -128,9 +128,9 @@ class Crew:
                 (self.folder / FINISHED_FILE).touch()
             elif self.stopped_by is not None:
                 self._exit_codes.append(exit_code)
-                self._last_failure = worker.failure(rank, exit_code)
+                self._last_failure = worker.read_failure_of(rank, exit_code)
             elif self._finished_at_s is None:
-                self._lost(replica_number, worker, rank, exit_code)
+                self._plan_restart(replica_number, worker, rank, exit_code)
         if self._finished_at_s is not None or self.stopped_by is not None:
             self._due_starts = {}
         for replica_number, (num_quick_failures, due_s) in list(
@@ -140,7 +140,7 @@ class Crew:
                 self._start_replica(replica_number, num_quick_failures)
                 del self._due_starts[replica_number]
 
-    def _start_anew(self) -> None:
+    def _restart_without_holders(self) -> None:
         """End and start the replicas that are left once the last one that held the run's state was lost.
 
         They have the state with which their scripts began; new ones load the newest checkpoint, if the script loads any.
@@ -161,14 +161,14 @@ class Crew:
             "it calls load_state(must_exist=False), and from the beginning otherwise"
         )
         for replica_number, worker in self.workers.items():
-            worker.end()
+            worker.kill_processes()
             self._due_starts[replica_number] = (0, 0.0)
         self.workers.clear()
 
-    def _lost(
+    def _plan_restart(
         self, replica_number: int, worker: ReplicaProcesses, rank: int, exit_code: int
     ) -> None:
-        self._last_failure = worker.failure(rank, exit_code)
+        self._last_failure = worker.read_failure_of(rank, exit_code)
         is_programs_error = exit_code > 0 and exit_code != PREEMPTED
         is_quick = time.monotonic() - worker.began_s < _QUICK_FAILURE_S
         num_quick_failures = worker.quick + 1 if is_programs_error and is_quick else 0
@@ -196,7 +196,7 @@ class Crew:
     # -- other machines --------------------------------------------------------------------------------------------
     def _exchange_notes(self) -> None:
         """Tell the other machines what the replicas of this one have noted in the folder, and note what the others have told."""
-        run_notes = self._run = self.network.exchange(
+        run_notes = self._run = self.network.exchange_notes(
             self._collect_notes(), self.stopped_by
         )
         agreed_file = self.folder / AGREED_FILE
@@ -247,7 +247,7 @@ class Crew:
         for worker in self.workers.values():
             if not worker.signalled:
                 worker.signalled = True
-                worker.send(self.stopped_by)
+                worker.send_signal(self.stopped_by)
 
     def _kill_late_replicas(self) -> None:
         """End replicas that are still there long after the run was finished, or after a signal."""
@@ -269,7 +269,7 @@ class Crew:
         for worker in self.workers.values():
             kill_groups(worker.groups)
 
-    def _result(self) -> int:
+    def _find_exit_code(self) -> int:
         if self._run.code is not None:
             return self._run.code
         if self._finished_at_s is not None:
@@ -309,10 +309,10 @@ class Crew:
         return 128 + signal_number
 
     @contextmanager
-    def stopping(self) -> Iterator[None]:
+    def handle_signals(self) -> Iterator[None]:
         """Context manager in which signals end all replicas; a second signal kills them, unless schedulers repeat it."""
 
-        def receive(signal_number: int, frame: FrameType | None) -> None:
+        def receive_signal(signal_number: int, frame: FrameType | None) -> None:
             if self.stopped_by in SAVING and signal_number in SAVING:
                 return  # a repeated signal must not interrupt a save
             if self.stopped_by is not None:
@@ -321,7 +321,7 @@ class Crew:
             self.stopped_by, self._stopped_at_s = signal_number, time.monotonic()
 
         old_handlers = {
-            signal_number: signal.signal(signal_number, receive)
+            signal_number: signal.signal(signal_number, receive_signal)
             for signal_number in guard.STOPPING
         }
         try:

@@ -39,19 +39,23 @@ class Duties:
         """True on the replica that prints, saves and logs."""
         return self._leader == self._name
 
-    def updated(self, contributors: Iterable[str], ends_run: bool = False) -> None:
+    def record_update(
+        self, contributors: Iterable[str], ends_run: bool = False
+    ) -> None:
         """Record an update of these replicas; with `stops`, one of them has asked to end the run after it."""
         self._leader, self.behind = min(contributors), False
         self._run_ends = self._run_ends or ends_run
 
-    def met(self, members: Iterable[str], healed_replicas: Iterable[str]) -> None:
+    def record_epoch_end(
+        self, members: Iterable[str], healed_replicas: Iterable[str]
+    ) -> None:
         """Record the members at the end of an epoch, and those that were healed there: they do not lead before an update."""
         member_names, healed_names = set(members), set(healed_replicas)
         self.behind = False
         if self._leader is not None or member_names == {self._name}:
             self._leader = min(member_names - healed_names or member_names)
 
-    def healed(self) -> None:
+    def record_healing(self) -> None:
         """Record that this replica has received the run's state."""
         self._leader, self.behind = None, True
 

@@ -32,11 +32,11 @@ class Received(NamedTuple):
     request: int
     """1 if a replica wants to ask for the members of the next update, 2 to end the run as well; equal on all replicas."""
 
-    def write(self) -> None:
+    def write_means(self) -> None:
         """Set the gradients to their mean; it cannot fail."""
         has_gradient = iter(self.has_gradient)
         for bucket in self.buckets:
-            bucket.write([next(has_gradient) for parameter in bucket.parameters])
+            bucket.write_means([next(has_gradient) for parameter in bucket.parameters])
 
 
 class ReplicaGroup:
@@ -84,7 +84,7 @@ class ReplicaGroup:
             ]
         return self._buckets
 
-    def receive(
+    def receive_gradients(
         self,
         parameters: Sequence[Tensor],
         weight: float,
@@ -102,7 +102,8 @@ class ReplicaGroup:
         """
         buckets = self._fill_buckets(parameters)
         pending_works = [
-            self._start_exchange(bucket.tag, *bucket.filled()) for bucket in buckets
+            self._start_exchange(bucket.tag, *bucket.copy_gradients())
+            for bucket in buckets
         ]
         has_local_gradient = [
             parameter.grad is not None
@@ -133,7 +134,7 @@ class ReplicaGroup:
         """Return these numbers of all replicas, in the order of their names."""
         sent_header = torch.tensor(own_header, dtype=torch.float64)
         header_rows = sent_header.repeat(self.size, 1)
-        self._wait(
+        self._wait_for_works(
             self._start_exchange(
                 _HEADER_TAG, [sent_header] * self.size, list(header_rows)
             )
@@ -150,12 +151,12 @@ class ReplicaGroup:
         """Wait for the gradients of this replica's slices, sum them, and exchange the sums."""
         pending_sums: list[dist.Work] = []
         for bucket, bucket_works in zip(buckets, pending_works, strict=True):
-            self._wait(bucket_works)
+            self._wait_for_works(bucket_works)
             slice_sum = weighted_sum(list(bucket.rows), factors, bucket.sent[self.rank])
             pending_sums += self._start_exchange(
                 bucket.tag + 1, [slice_sum] * self.size, list(bucket.sent)
             )
-        self._wait(pending_sums)
+        self._wait_for_works(pending_sums)
 
     def _compare_facts(self, facts_by_replica: list[list[float]]) -> None:
         if any(
@@ -187,7 +188,7 @@ class ReplicaGroup:
         except RuntimeError as error:  # the connection to a member is closed already
             raise LostReplicaError(_first_line(error)) from error
 
-    def _wait(self, pending_works: Sequence[dist.Work]) -> None:
+    def _wait_for_works(self, pending_works: Sequence[dist.Work]) -> None:
         timeout = timedelta(seconds=self.timeout_s)
         try:
             for work in pending_works:
@@ -222,10 +223,10 @@ class Bucket:
         """The slices of this replica's gradients; after the exchange, those of the mean."""
         self.rows = torch.zeros_like(self.sent)
         """This replica's slice, of the gradients of each replica."""
-        self._views = self._parts(self.sent.view(-1))
+        self._views = self._split_vector(self.sent.view(-1))
 
     @torch.no_grad()
-    def filled(self) -> tuple[list[Tensor], list[Tensor]]:
+    def copy_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """Copy the gradients of this replica into the bucket, with zeros for missing ones.
 
         Returns: what is sent to each replica, and where its own is received.
@@ -239,7 +240,7 @@ class Bucket:
         return list(self.sent), list(self.rows)
 
     @torch.no_grad()
-    def write(self, has_gradient: Sequence[bool]) -> None:
+    def write_means(self, has_gradient: Sequence[bool]) -> None:
         """Set the gradients to their mean, where some replica has one."""
         for parameter, mean_gradient, has_one in zip(
             self.parameters, self._views, has_gradient, strict=True
@@ -249,7 +250,7 @@ class Bucket:
                     parameter.grad = torch.empty_like(parameter)
                 local_tensor(parameter.grad).copy_(mean_gradient)
 
-    def _parts(self, flat_gradients: Tensor) -> list[Tensor]:
+    def _split_vector(self, flat_gradients: Tensor) -> list[Tensor]:
         """Return the views of a vector that belong to the parameters."""
         split_gradients = torch.split(flat_gradients[: self._num_elements], self._sizes)
         return [

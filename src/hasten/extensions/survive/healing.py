@@ -70,7 +70,7 @@ class HealingPort:
                 )
                 if (
                     self._server in ready_sockets
-                    and (state := self._accept(quorum_key, timeout_s)) is not None
+                    and (state := self._accept_state(quorum_key, timeout_s)) is not None
                 ):
                     return state
                 if witness in ready_sockets and self._server not in ready_sockets:
@@ -79,7 +79,7 @@ class HealingPort:
                     )
         raise NotHealedError(f"{source_address} sent nothing for {patience_s:.0f} s")
 
-    def _accept(self, quorum_key: str, timeout_s: float) -> RunStateDict | None:
+    def _accept_state(self, quorum_key: str, timeout_s: float) -> RunStateDict | None:
         """Return the state of the next connection; None for one that carries none."""
         connection, _ = self._server.accept()
         with connection:

@@ -62,18 +62,18 @@ class Inside:
             ).start()
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """True on the rank that decides for the replica."""
         return self.rank == 0
 
-    def tell(self, decision: dict[str, Any]) -> None:
+    def send_decision(self, decision: dict[str, Any]) -> None:
         """Send a decision of the first rank to the others. Ranks: the first."""
         if self.size > 1:
             self._store.set(f"decision {self._num_decisions}", json.dumps(decision))
             self._store.delete_key(f"decision {self._num_decisions - _PAST_DECISIONS}")
             self._num_decisions += 1
 
-    def hear(self) -> dict[str, Any]:
+    def receive_decision(self) -> dict[str, Any]:
         """Return the next decision of the first rank; waits for it without limit. Ranks: all but the first.
 
         Raises: CommError when the first rank is lost.
@@ -86,15 +86,15 @@ class Inside:
             except dist.DistStoreError:  # the time is up
                 continue
             except RuntimeError as error:
-                raise self._lost(error) from error
+                raise self._make_loss_error(error) from error
             self._num_decisions += 1
             return decision
 
     def vote(self, success: bool) -> bool:
         """Return True if all ranks of this replica give True. Ranks: every rank. Raises: CommError when one is lost."""
-        return self.total(not success) == 0.0
+        return self.sum_over_ranks(not success) == 0.0
 
-    def total(self, local_value: float) -> float:
+    def sum_over_ranks(self, local_value: float) -> float:
         """Return the sum of the value over the ranks of this replica. Ranks: every rank. Raises: CommError when one is lost."""
         if self.size == 1:
             return local_value
@@ -102,10 +102,10 @@ class Inside:
         try:
             self._group.allreduce([tensor]).wait()
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._make_loss_error(error) from error
         return float(tensor)
 
-    def _lost(self, error: Exception) -> CommError:
+    def _make_loss_error(self, error: Exception) -> CommError:
         if str(error):
             first_line = str(error).splitlines()[0][:200]
         else:
@@ -128,7 +128,7 @@ class Inside:
                 heartbeat_number += 1
                 heartbeat_store.set(f"heartbeat {self.rank}", str(heartbeat_number))
 
-    def alive(self) -> bool:
+    def has_live_ranks(self) -> bool:
         """Return False if another rank of this replica has been silent for half of the time after which the replica counts as lost.
 
         Ranks: the first, from one thread.

@@ -211,8 +211,8 @@ def run_replicas(launch_plan: LaunchPlan, config: Config, host: Host) -> int:
         crew = Crew(proc, variables, Path(folder), config, replica_numbers, network)
         crew.num_devices = num_devices
         crew.patience_s = meeting.join_timeout_s
-        with crew.stopping():
-            exit_code = crew.run()
+        with crew.handle_signals():
+            exit_code = crew.run_replicas()
         network.close(exit_code)
         return exit_code
 

@@ -59,7 +59,7 @@ class Ledger:
             self.drop_last and self.left < self.rows * max(1, len(self.members))
         )
 
-    def deal(self) -> dict[str, list[PositionRange]]:
+    def deal_batches(self) -> dict[str, list[PositionRange]]:
         """Give out one batch to each member and return the positions of each; an empty list at a short end."""
         num_samples = self.rows * len(self.members)
         batch_sizes = [self.rows] * len(self.members)
@@ -69,13 +69,13 @@ class Ledger:
                 equal_share + (index < num_larger) for index in range(len(self.members))
             ]
         ranges_by_name = {
-            name: self._take(batch_size)
+            name: self._take_positions(batch_size)
             for name, batch_size in zip(self.members, batch_sizes, strict=True)
         }
         self.rounds.append(ranges_by_name)
         return ranges_by_name
 
-    def _take(self, num_samples: int) -> list[PositionRange]:
+    def _take_positions(self, num_samples: int) -> list[PositionRange]:
         taken_ranges: list[PositionRange] = []
         while num_samples and self.returned:
             start, end = self.returned.pop(0)
@@ -89,7 +89,7 @@ class Ledger:
             self.following += num_samples
         return merge_ranges(taken_ranges)
 
-    def amounts(self, name: str, num_ranks: int = 1) -> tuple[int, int]:
+    def count_batches(self, name: str, num_ranks: int = 1) -> tuple[int, int]:
         """Return the number of batches of this window on the ranks of a replica, and the number of those that have samples."""
         round_sizes = [
             sum(end - start for start, end in dealt_round.get(name, []))
@@ -99,7 +99,7 @@ class Ledger:
             min(round_size, num_ranks) for round_size in round_sizes
         )
 
-    def commit(
+    def commit_update(
         self, contributors: Sequence[str], members: Iterable[str]
     ) -> list[PositionRange]:
         """Record an applied update of these replicas; return the positions of the others, which are given out again."""
@@ -116,12 +116,12 @@ class Ledger:
         self.members = tuple(sorted(members))
         return merge_ranges(lost_ranges)
 
-    def begin(self, epoch: int) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """Start an epoch; what is left of the current one is recorded as unused."""
-        self.close()
+        self.close_epoch()
         self.epoch, self.following, self.returned, self.rounds = epoch, 0, [], []
 
-    def close(self) -> None:
+    def close_epoch(self) -> None:
         """Record the samples of this epoch that no applied update has used."""
         open_ranges = [
             open_range
@@ -141,24 +141,24 @@ class Ledger:
         ):
             self.unused[self.epoch] = unused_ranges
 
-    def preview(self, name: str) -> Iterator[tuple[list[PositionRange], bool]]:
+    def preview_batches(self, name: str) -> Iterator[tuple[list[PositionRange], bool]]:
         """Return the replica's next batches, with a flag for the epoch's last, as they will be if the members stay the same.
 
         Later changes of the ledger do not change them.
         """
-        return _preview_batches(self.copied(), name)
+        return _preview_batches(self.make_copy(), name)
 
-    def copied(self) -> Ledger:
+    def make_copy(self) -> Ledger:
         """Return an independent copy."""
         return deepcopy(self)
 
-    def encoded(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the ledger as JSON values."""
         encoded_ledger: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
         return encoded_ledger
 
     @classmethod
-    def decoded(cls, encoded_ledger: Mapping[str, Any]) -> Ledger:
+    def from_json(cls, encoded_ledger: Mapping[str, Any]) -> Ledger:
         """Return the ledger that `encoded` has described."""
         return msgspec.convert(encoded_ledger, cls, str_keys=True)
 
@@ -168,7 +168,7 @@ def _preview_batches(
 ) -> Iterator[tuple[list[PositionRange], bool]]:
     """Yield the batches that the ledger gives to the replica, up to the epoch's end; it is changed by that."""
     while not ledger.exhausted:
-        ranges = ledger.deal().get(name, [])
+        ranges = ledger.deal_batches().get(name, [])
         ledger.rounds.clear()
         yield ranges, ledger.exhausted
 

@@ -173,7 +173,7 @@ class Survive(RunPart):
 
     def gradients(self, optimizer: Holder) -> bool:
         """Average the gradients over the replicas; skip the update of a replica that was healed."""
-        return self.replica.exchange(optimizer)
+        return self.replica.exchange_gradients(optimizer)
 
     def before_save(self) -> str | None:
         """Let the first of the present replicas save: all hold the same state."""
@@ -186,8 +186,8 @@ class Survive(RunPart):
 
     def status(self) -> Mapping[str, float | str]:
         """Return the replicas of the run."""
-        return self.replica.report.status(self.replica.name)
+        return self.replica.report.list_status(self.replica.name)
 
     def end(self) -> None:
         """Leave the run, which has ended."""
-        self.replica.finish()
+        self.replica.finish_run()

@@ -85,7 +85,9 @@ class Replica:
             ctx.world.all_gather_object(self._port.address)
         )
         self._coordinator = (
-            Coordinator(settings, self._card, inside.alive) if inside.first else None
+            Coordinator(settings, self._describe_member, inside.has_live_ranks)
+            if inside.is_first
+            else None
         )
         self._quorum_future: Future[Quorum] | None = None
         self._standing: tuple[Quorum, Roles] | None = None
@@ -105,7 +107,7 @@ class Replica:
         self.note: Callable[..., None] = lambda event_kind, **details: None
         """Called with each event of the run's report, and its details."""
 
-    def _card(self) -> Member:
+    def _describe_member(self) -> Member:
         ledger = self.ledger
         return Member(
             self.name,
@@ -122,7 +124,7 @@ class Replica:
         return not self._inside.vote(not self.duties.leaves)
 
     # -- samples ---------------------------------------------------------------------------------------------------
-    def opened(
+    def open_ledger(
         self, num_samples: int, batch_rows: int, drop_last: bool, seed: int
     ) -> None:
         """Create the ledger for a loader of these settings, or compare it with the ledger of the run."""
@@ -139,12 +141,12 @@ class Replica:
                 "positions would mean other samples. Prepare the same training loader first, on all replicas and after a resume."
             )
 
-    def enter(self, epoch: int) -> None:
+    def enter_epoch(self, epoch: int) -> None:
         """Join the run if this replica has not, and start the epoch if it is new."""
         if self._fresh:
-            self._join()
+            self._join_run()
         if epoch > self.ledger.epoch:
-            self.ledger.begin(epoch)
+            self.ledger.begin_epoch(epoch)
 
     def round(self, epoch: int) -> list[PositionRange] | None:
         """Return the positions of this replica's next batch, on all ranks; None when the epoch is over, here or for the run."""
@@ -162,8 +164,8 @@ class Replica:
                 and self._standing is None
                 and self._coordinator is not None
             ):
-                self._quorum_future = self._coordinator.ask()
-            return ledger.deal()[self.name]
+                self._quorum_future = self._coordinator.ask_for_quorum()
+            return ledger.deal_batches()[self.name]
         return None
 
     def _meet_at_epoch_end(self) -> bool:
@@ -175,10 +177,10 @@ class Replica:
         while True:
             _, roles = self._meet_members()
             if not roles.is_active(self.name):
-                if self._heal(roles):
+                if self._receive_state(roles):
                     return False
                 continue
-            self.duties.met(roles.contributors, healed_names)
+            self.duties.record_epoch_end(roles.contributors, healed_names)
             healed_names += self._note_joined(roles)
             self.ledger.members = roles.names
             self._to_heal = roles.healed_by(self.name)
@@ -188,7 +190,7 @@ class Replica:
                 return True
 
     # -- updates ---------------------------------------------------------------------------------------------------
-    def exchange(self, holder: Holder) -> bool:
+    def exchange_gradients(self, holder: Holder) -> bool:
         """Set the gradients to their mean over the replicas, once in each window.
 
         Returns: True if this replica was healed instead: it has the run's newest state, and the update must be skipped.
@@ -207,7 +209,7 @@ class Replica:
         while True:
             quorum, roles = self._meet_members(may_stand=True)
             if not roles.is_active(self.name):
-                if not self._heal(roles, in_step=True):
+                if not self._receive_state(roles, in_step=True):
                     continue
                 self._done, self._skips_update = (
                     (self._clock.serial, self._clock.num_updates),
@@ -215,7 +217,7 @@ class Replica:
                 )
                 return True
             try:
-                self._update(holder, quorum, roles, timeout_s)
+                self._write_mean_gradients(holder, quorum, roles, timeout_s)
                 break
             except LostReplicaError as error:
                 num_retries, timeout_s = num_retries + 1, self._settings.timeout_s
@@ -223,7 +225,7 @@ class Replica:
                     "survive: update %d of replica %s is repeated: %s",
                     *(self.ledger.step, self.name, error),
                 )
-                self._ungroup()
+                self._close_group()
         self.report.num_retries += num_retries
         self._done, self._skips_update = window_key, False
         has_lost_members = self._commit_update(roles)
@@ -241,7 +243,7 @@ class Replica:
         standing_members = self._standing
         if self._coordinator is None:
             members_of_update = self._decode_decision(
-                standing_members, self._inside.hear()
+                standing_members, self._inside.receive_decision()
             )
         else:
             members_of_update = (
@@ -257,12 +259,12 @@ class Replica:
                 if self.duties.asks_to_stop
                 else int(bool(members_of_update[1].healing) or is_late)
             )
-            self._inside.tell(
+            self._inside.send_decision(
                 {
                     "asks": self._next_request,
                     "quorum": None
                     if members_of_update is standing_members
-                    else members_of_update[0].encoded(),
+                    else members_of_update[0].to_json(),
                 }
             )
         self._standing = None
@@ -279,7 +281,7 @@ class Replica:
                 "all ranks of a replica keep the same members"
             )
             return standing_members
-        quorum = Quorum.decoded(encoded_quorum)
+        quorum = Quorum.from_json(encoded_quorum)
         return quorum, quorum.roles
 
     def _wait_for_quorum(self, coordinator: Coordinator) -> tuple[Quorum, Roles]:
@@ -287,12 +289,12 @@ class Replica:
         began_s, is_reported = time.monotonic(), False
         while True:
             quorum_future, self._quorum_future = (
-                self._quorum_future or coordinator.ask(),
+                self._quorum_future or coordinator.ask_for_quorum(),
                 None,
             )
             self.report.waiting_since = self._met_at_s = time.monotonic()
             try:
-                quorum = coordinator.wait(quorum_future)
+                quorum = coordinator.wait_for_quorum(quorum_future)
             finally:
                 self.report.waiting_since = None
             roles = quorum.roles
@@ -323,13 +325,13 @@ class Replica:
 
     def _note_agreed(self) -> None:
         self._agreed_at = self.ledger.step
-        if self.duties.leads and self._inside.first:
+        if self.duties.leads and self._inside.is_first:
             agreed_file = self._folder / AGREED_FILE
             draft_file = agreed_file.with_suffix(f".{self.name}")
-            draft_file.write_text(self._history())
+            draft_file.write_text(self._describe_history())
             draft_file.replace(agreed_file)
 
-    def _history(self) -> str:
+    def _describe_history(self) -> str:
         return f"{self.ledger.step} {self.ledger.lineage}"
 
     def _refuse_to_continue_a_finished_run(self, roles: Roles) -> None:
@@ -338,14 +340,14 @@ class Replica:
         if is_complete or not (self._folder / FINISHED_FILE).exists():
             return
         agreed_file = self._folder / AGREED_FILE
-        if agreed_file.exists() and agreed_file.read_text() == self._history():
+        if agreed_file.exists() and agreed_file.read_text() == self._describe_history():
             return
         raise CommError(
             f"replica {self.name} was away at update {self.ledger.step} while the others finished the run, so the run's result is theirs, and this "
             "replica would use samples again. Nothing has to be done: this replica ends here."
         )
 
-    def _update(
+    def _write_mean_gradients(
         self, holder: Holder, quorum: Quorum, roles: Roles, patience_s: float
     ) -> None:
         """Exchange the gradients of the active replicas and write the mean to the parameters, on all ranks of this replica or on none."""
@@ -356,7 +358,7 @@ class Replica:
         lost_error: LostReplicaError | None = None
         received_gradients: Received | None = None
         try:
-            self._form(quorum, roles)
+            self._connect_group(quorum, roles)
             if self._group is not None:
                 facts = (
                     float(self.ledger.step),
@@ -364,7 +366,7 @@ class Replica:
                     float(len(parameters)),
                 )
                 self._group.timeout_s = patience_s
-                received_gradients = self._group.receive(
+                received_gradients = self._group.receive_gradients(
                     parameters, weight, weight_share, facts, self._next_request
                 )
         except LostReplicaError as error:
@@ -377,21 +379,21 @@ class Replica:
         if received_gradients is None:
             scale_gradients(parameters, weight / weight_share if weight_share else 0.0)
         else:
-            received_gradients.write()
+            received_gradients.write_means()
         if received_gradients is None:
             next_request = self._next_request
         else:
             next_request = received_gradients.request
-        self.duties.updated(roles.contributors, next_request > 1)
+        self.duties.record_update(roles.contributors, next_request > 1)
         self._standing = None if next_request else (quorum, roles)
         self._updated_at_s = time.monotonic()
 
-    def _form(self, quorum: Quorum, roles: Roles) -> None:
+    def _connect_group(self, quorum: Quorum, roles: Roles) -> None:
         """Connect this rank to the same rank of the other active replicas, unless it is. Raises: LostReplicaError."""
         member_names = roles.contributors
         if member_names == self.contributors and self._grouped:
             return
-        self._ungroup()
+        self._close_group()
         if len(member_names) > 1:
             group_key = f"{quorum.key}/{'+'.join(member_names)}/{self._inside.rank}"
             store_address, timeout_s = roles.active[0].store, self._settings.timeout_s
@@ -406,7 +408,7 @@ class Replica:
 
     def _count_weights(self) -> tuple[float, float]:
         """Return the factor of this replica's gradients, and its share of the sum of weights."""
-        num_rounds, num_real = self.ledger.amounts(self.name, self._inside.size)
+        num_rounds, num_real = self.ledger.count_batches(self.name, self._inside.size)
         window_weights = self._clock.window_weights()
         if window_weights is None:
             return (float(num_rounds), float(num_real)) if num_rounds else (1.0, 1.0)
@@ -415,7 +417,7 @@ class Replica:
                 f"a window has {len(window_weights)} weighted losses in each micro-step, and replicas exchange gradients that have one common weight. "
                 "Add the losses before backward()."
             )
-        total_weight = self._inside.total(window_weights[0])
+        total_weight = self._inside.sum_over_ranks(window_weights[0])
         return total_weight, total_weight
 
     def _commit_update(self, roles: Roles) -> bool:
@@ -427,7 +429,7 @@ class Replica:
             for absent_name in ledger.members
             if absent_name not in present_names
         ]
-        returned_ranges = ledger.commit(
+        returned_ranges = ledger.commit_update(
             [member.name for member in roles.active], roles.names
         )
         self._note_joined(roles)
@@ -454,14 +456,14 @@ class Replica:
             self.note("replicas joined", words=words)
         return joined_names
 
-    def _ungroup(self) -> None:
+    def _close_group(self) -> None:
         self._standing = None
         if self._group is not None:
             self._group.close()
         self._group, self._grouped = None, False
 
     # -- healing ---------------------------------------------------------------------------------------------------
-    def _join(self) -> None:
+    def _join_run(self) -> None:
         """Take part in the run: with the state of a replica that has joined, or at the start with that of the first."""
         if len(self._prepared.optimizers) > 1:
             raise StepError(
@@ -473,12 +475,12 @@ class Replica:
             if roles.is_active(self.name):
                 self._fresh = False
                 self._mark_as_joined()
-                self.duties.updated([self.name])
+                self.duties.record_update([self.name])
                 self.ledger.members = roles.names
                 self._to_heal = roles.healed_by(self.name)
                 self._send_state()
             else:
-                self._heal(roles)
+                self._receive_state(roles)
 
     def _held_by_others(self, roles: Roles, waited_s: float) -> list[str]:
         """Return the live replicas that have joined the run and cannot be reached: a second run must not start beside theirs."""
@@ -492,7 +494,7 @@ class Replica:
 
     def _mark_as_joined(self) -> None:
         """Tell later processes of this machine that this one holds the run's state; the launcher undoes it when the process ends."""
-        if self._inside.first:
+        if self._inside.is_first:
             (self._folder / f"{JOINED_PREFIX}{self.name}").touch()
 
     def _send_state(self) -> None:
@@ -501,9 +503,9 @@ class Replica:
         if not waiting_members:
             return
         state: RunStateDict = {
-            "ledger": self.ledger.encoded(),
+            "ledger": self.ledger.to_json(),
             "clock": self._clock.num_updates,
-            **self.state.collected(),
+            **self.state.collect_state(),
         }
         packed_state = healing.pack_state(state)
         for waiting_member in waiting_members:
@@ -523,10 +525,10 @@ class Replica:
                     error,
                 )
 
-    def _heal(self, roles: Roles, in_step: bool = False) -> bool:
+    def _receive_state(self, roles: Roles, in_step: bool = False) -> bool:
         """Receive the run's state from another replica; returns False if that one was lost, and nothing has changed."""
         source_member, survive_settings = roles.source_of(self.name), self._settings
-        self._ungroup()
+        self._close_group()
         received_state: RunStateDict | None = None
         try:
             address = address_of_rank(source_member.heal, self._inside.rank)
@@ -545,17 +547,17 @@ class Replica:
             )
         if not self._inside.vote(received_state is not None) or received_state is None:
             return False
-        self._load(received_state, in_step)
+        self._load_state(received_state, in_step)
         return True
 
-    def _load(self, state: RunStateDict, in_step: bool) -> None:
-        self.state.load(state)
-        self.ledger = Ledger.decoded(state["ledger"])
+    def _load_state(self, state: RunStateDict, in_step: bool) -> None:
+        self.state.load_state(state)
+        self.ledger = Ledger.from_json(state["ledger"])
         # the skipped step is counted when it ends
         self._clock.num_updates = state["clock"] - in_step
         self._fresh = False
         self._mark_as_joined()
-        self.duties.healed()
+        self.duties.record_healing()
         self.report.healed.append(self.ledger.step)
         rank_seeds = [256 + self._inside.rank] if self._inside.rank else []
         torch.manual_seed(
@@ -578,14 +580,14 @@ class Replica:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ledger; it is part of every checkpoint."""
-        return self.ledger.encoded()
+        return self.ledger.to_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the ledger of a checkpoint."""
-        self.ledger = Ledger.decoded(state)
+        self.ledger = Ledger.from_json(state)
         self.ledger.rounds = []
 
-    def finish(self) -> None:
+    def finish_run(self) -> None:
         """Meet the others a last time, so that replicas that are behind are healed, then leave the run."""
         if not self._fresh and self._agreed_at != self.ledger.step and not self.leaves:
             self._meet_at_epoch_end()
@@ -597,6 +599,6 @@ class Replica:
         """Leave the run and close all connections."""
         if self._coordinator is not None:
             self._coordinator.close()
-        self._ungroup()
+        self._close_group()
         self._port.close()
         self._inside.close()

@@ -61,7 +61,7 @@ class MachineNetwork(Protocol):
     rank: int
     lighthouse: str
 
-    def exchange(self, notes: MachineNotes, stop: int | None) -> RunNotes:
+    def exchange_notes(self, notes: MachineNotes, stop: int | None) -> RunNotes:
         """Tell this machine's facts, and return the newest ones of all machines; does not wait."""
         ...
 
@@ -138,7 +138,7 @@ class OneMachine:
     def __init__(self, lighthouse_address: str) -> None:
         self.lighthouse = lighthouse_address
 
-    def exchange(self, notes: MachineNotes, stop: int | None) -> RunNotes:
+    def exchange_notes(self, notes: MachineNotes, stop: int | None) -> RunNotes:
         """Return this machine's facts."""
         return RunNotes(notes.joined, notes.agreed, notes.finished, notes.running, stop)
 
@@ -192,17 +192,19 @@ class MachineServer:
             ) from error
         self._server.settimeout(_MESSAGE_INTERVAL_S)
         self._threads = [
-            threading.Thread(target=self._accept, name="hasten-machines", daemon=True)
+            threading.Thread(
+                target=self._accept_machines, name="hasten-machines", daemon=True
+            )
         ]
         self._threads[0].start()
 
-    def exchange(self, notes: MachineNotes, stop: int | None) -> RunNotes:
+    def exchange_notes(self, notes: MachineNotes, stop: int | None) -> RunNotes:
         """Record this machine's facts; return the facts of all."""
         with self._lock:
             self._own, self._stop = notes, stop
-            return self._run()
+            return self._merge_live_notes()
 
-    def _run(self) -> RunNotes:
+    def _merge_live_notes(self) -> RunNotes:
         now_s = time.monotonic()
         run_notes = merge_notes(
             {
@@ -246,12 +248,12 @@ class MachineServer:
             thread.join(_LAST_NEWS_S)
         self._server.close()
 
-    def _accept(self) -> None:
+    def _accept_machines(self) -> None:
         while not self._closed.is_set():
             with suppress(TimeoutError):
                 connection, _ = self._server.accept()
                 thread = threading.Thread(
-                    target=self._serve,
+                    target=self._serve_machine,
                     args=(connection,),
                     name="hasten-machine",
                     daemon=True,
@@ -259,7 +261,7 @@ class MachineServer:
                 self._threads.append(thread)
                 thread.start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve_machine(self, connection: socket.socket) -> None:
         machine_rank, connection_number = None, 0
         connection.settimeout(60.0)
         with self._lock:
@@ -277,7 +279,7 @@ class MachineServer:
                 _read_message(message_stream), nonce, message_stream
             )
             while machine_rank is not None:
-                self._answer(
+                self._answer_message(
                     machine_rank,
                     connection_number,
                     _read_message(message_stream),
@@ -388,7 +390,7 @@ class MachineServer:
             differences
         ) if differences else ""
 
-    def _answer(
+    def _answer_message(
         self,
         rank: int,
         connection_number: int,
@@ -400,7 +402,7 @@ class MachineServer:
             if machine.connection != connection_number:
                 raise ValueError("a newer connection has taken the place of this one")
             machine.notes, machine.seen = MachineNotes(**message), time.monotonic()
-            run_notes = self._run()
+            run_notes = self._merge_live_notes()
             if run_notes.code is not None:
                 self._informed_ranks.add(rank)
         _write_message(message_stream, asdict(run_notes))
@@ -451,7 +453,7 @@ class MachineClient:
                 "with --machine_rank 0, check that the address is reachable, or raise --rdzv_conf join_timeout=SECONDS."
             )
 
-    def exchange(self, notes: MachineNotes, stop: int | None) -> RunNotes:
+    def exchange_notes(self, notes: MachineNotes, stop: int | None) -> RunNotes:
         """Let the connection tell these facts; return the newest ones of all machines."""
         self._own = notes
         if self._refused:

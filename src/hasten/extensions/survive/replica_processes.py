@@ -38,7 +38,7 @@ class ReplicaProcesses:
         """The process groups, which include the loaders' workers."""
         return [process.pid for process in self.processes]
 
-    def look(self) -> tuple[int, int] | None:
+    def find_ended_rank(self) -> tuple[int, int] | None:
         """Return the rank that ended the replica, and its exit code; None while the replica runs.
 
         A rank that was killed ends it rather than one that has met an error, which may be due to the former; of several errors, the
@@ -64,7 +64,7 @@ class ReplicaProcesses:
         """True if a process has not ended."""
         return any(process.poll() is None for process in self.processes)
 
-    def failure(self, rank: int, exit_code: int) -> Failure:
+    def read_failure_of(self, rank: int, exit_code: int) -> Failure:
         """Return the end of a rank, with the error that it has recorded."""
         pid, error_file = self.processes[rank].pid, self.error_files[rank]
         return read_failure(
@@ -76,14 +76,14 @@ class ReplicaProcesses:
             time=time.time(),
         )
 
-    def send(self, signal_number: int) -> None:
+    def send_signal(self, signal_number: int) -> None:
         """Send a signal to all processes."""
         for process_group in self.groups:
             # a rank that has ended before the others
             with suppress(ProcessLookupError):
                 os.killpg(process_group, signal_number)
 
-    def end(self) -> None:
+    def kill_processes(self) -> None:
         """Kill all processes, and those that they have started."""
         kill_groups(self.groups)
         for process in self.processes:

@@ -33,7 +33,7 @@ class SurvivalReport:
         since = self.waiting_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def status(self, replica: str) -> dict[str, float | str]:
+    def list_status(self, replica: str) -> dict[str, float | str]:
         """Return what `hasten top` shows of this replica and of the others."""
         return {
             "replica": replica,

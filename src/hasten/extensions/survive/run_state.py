@@ -28,7 +28,7 @@ class RunState:
         # Any: objects with state_dict and load_state_dict
         self.registered: Callable[[], list[Any]] = list
 
-    def collected(self) -> RunStateDict:
+    def collect_state(self) -> RunStateDict:
         """Return the state of this rank; it holds no sharded tensors."""
         prepared = self._prepared
         state: RunStateDict = {
@@ -44,7 +44,7 @@ class RunState:
         local: RunStateDict = to_local_shards(state)
         return local
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Load the state of the same rank of another replica."""
         prepared = self._prepared
         for model, saved_values in zip(prepared.models, state["models"], strict=True):

@@ -88,13 +88,13 @@ class LedgerSource(OuterSource):
         num_samples = self._indexed.size()
         assert num_samples is not None, "an order with positions has a size"
         replica, clock = self._replica, self._clock
-        replica.opened(num_samples, self._rows, self._drop_last, position.seed)
-        replica.enter(position.epoch)
-        seek = self._seek(position)
+        replica.open_ledger(num_samples, self._rows, self._drop_last, position.seed)
+        replica.enter_epoch(position.epoch)
+        seek = self._make_seek(position)
         read_ahead = _ReadAhead(self._indexed, replica, position, seek, self._part)
         try:
             while (ranges := replica.round(position.epoch)) is not None:
-                batch, is_last = read_ahead.take(ranges)
+                batch, is_last = read_ahead.take_batch(ranges)
                 is_empty = not self._part(ranges)
                 if is_empty:  # it only keeps this rank's loop in step with the others
                     clock.weights.idle = True
@@ -104,7 +104,7 @@ class LedgerSource(OuterSource):
             clock.weights.idle = False
             read_ahead.close()
 
-    def _seek(self, position: Position) -> Callable[[Indices], Indices]:
+    def _make_seek(self, position: Position) -> Callable[[Indices], Indices]:
         sample_order = self._indexed.assignment.order
         seek = sample_order.seek(replace(position, seed=self._replica.ledger.seed))
         if seek is None:
@@ -134,7 +134,7 @@ class _ReadAhead:
         self._items: Generator[Item] | None = None
         self._expected: deque[tuple[list[PositionRange], bool]] = deque()
 
-    def take(self, ranges: list[PositionRange]) -> tuple[Item, bool]:
+    def take_batch(self, ranges: list[PositionRange]) -> tuple[Item, bool]:
         """Return this rank's part of the batch at these positions, and whether it is expected to be the epoch's last."""
         for _ in range(2):
             if self._items is None:
@@ -151,7 +151,7 @@ class _ReadAhead:
         """Return the indices of the batch at `first`, then of those that follow it if the members stay the same."""
         ledger = self._replica.ledger
         # from the ledger as it is now: it has given out `first` only
-        next_batches = ledger.preview(self._replica.name)
+        next_batches = ledger.preview_batches(self._replica.name)
         return starmap(
             self._index_batch, chain([(first_ranges, ledger.exhausted)], next_batches)
         )
