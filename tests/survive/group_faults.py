@@ -60,7 +60,7 @@ class Faults:
         """Call `reached` in every phase but backward."""
         model.register_forward_pre_hook(lambda *_: self.reached("forward"))
         optimizer.register_step_pre_hook(lambda *_: self.reached("step"))
-        self._before(ReplicaGroup, "_receive", "exchange")
+        self._before(ReplicaGroup, "receive_gradients", "exchange")
         self._before(Received, "write_means", "write")
 
     def in_backward(self, loss: Tensor) -> Tensor:

@@ -171,7 +171,10 @@ class Crew:
         self._last_failure = worker.read_failure_of(rank, exit_code)
         is_programs_error = exit_code > 0 and exit_code != PREEMPTED
         is_quick = time.monotonic() - worker.began_s < _QUICK_FAILURE_S
-        num_quick_failures = worker.quick + 1 if is_programs_error and is_quick else 0
+        if is_programs_error and is_quick:
+            num_quick_failures = worker.quick + 1
+        else:
+            num_quick_failures = 0
         if error_text := self._last_failure.traceback.rstrip():
             print_message(f"the error of replica {replica_number}:\n{error_text}")
         cause = (
@@ -207,10 +210,9 @@ class Crew:
         if run_notes.finished and self._finished_at_s is None:
             self._finished_at_s = time.monotonic()
             (self.folder / FINISHED_FILE).touch()
-        noted_names = {
-            path.name.removeprefix(JOINED_PREFIX)
-            for path in self.folder.glob(f"{JOINED_PREFIX}*")
-        }
+        noted_names = set()
+        for path in self.folder.glob(f"{JOINED_PREFIX}*"):
+            noted_names.add(path.name.removeprefix(JOINED_PREFIX))
         own_names = set(map(str, self.numbers))
         for replica_name in set(run_notes.joined) - noted_names - own_names:
             (self.folder / f"{JOINED_PREFIX}{replica_name}").touch()
@@ -218,13 +220,13 @@ class Crew:
             (self.folder / f"{JOINED_PREFIX}{replica_name}").unlink(missing_ok=True)
 
     def _collect_notes(self) -> MachineNotes:
+        joined_names = []
+        for replica_number in self.workers:
+            if (self.folder / f"{JOINED_PREFIX}{replica_number}").exists():
+                joined_names.append(str(replica_number))
         return MachineNotes(
             running=len(self.workers) + len(self._due_starts),
-            joined=[
-                str(replica_number)
-                for replica_number in self.workers
-                if (self.folder / f"{JOINED_PREFIX}{replica_number}").exists()
-            ],
+            joined=joined_names,
             agreed=_read_agreement(self.folder),
             finished=self._finished_at_s is not None,
         )
@@ -294,11 +296,10 @@ class Crew:
         A replica that the signal ends is one that had no handler yet: it was being started, and the others save without it.
         """
         signal_name = signal.Signals(signal_number).name
-        failed_codes = [
-            exit_code
-            for exit_code in self._exit_codes
-            if exit_code not in (PREEMPTED, -signal_number)
-        ]
+        failed_codes = []
+        for exit_code in self._exit_codes:
+            if exit_code not in (PREEMPTED, -signal_number):
+                failed_codes.append(exit_code)
         if failed_codes:
             return failed_codes[0] if failed_codes[0] > 0 else 128 + signal_number
         if PREEMPTED in self._exit_codes:
@@ -333,7 +334,9 @@ class Crew:
 
 def _read_agreement(folder: Path) -> str:
     """Return the update and the history on which the replicas have agreed last; empty before the first."""
-    return (folder / AGREED_FILE).read_text() if (folder / AGREED_FILE).exists() else ""
+    if (folder / AGREED_FILE).exists():
+        return (folder / AGREED_FILE).read_text()
+    return ""
 
 
 def print_message(message: str) -> None:

@@ -68,20 +68,15 @@ class ReplicaGroup:
 
     def _fill_buckets(self, parameters: Sequence[Tensor]) -> list[Bucket]:
         """Return the buckets of these parameters."""
-        is_unchanged = len(parameters) == len(self._parameters) and all(
-            map(
-                lambda parameter, known_parameter: parameter is known_parameter,
-                parameters,
-                self._parameters,
-            )
-        )
-        if not is_unchanged:
+        # by identity: tensors compare their elements
+        if list(map(id, parameters)) != list(map(id, self._parameters)):
             self._parameters = list(parameters)
-            parameter_runs = enumerate(_split_into_runs(parameters))
-            self._buckets = [
-                Bucket(parameter_run, self.rank, self.size, 2 * run_number + 1)
-                for run_number, parameter_run in parameter_runs
-            ]
+            self._buckets = []
+            for run_number, parameter_run in enumerate(_split_into_runs(parameters)):
+                bucket_tag = 2 * run_number + 1
+                self._buckets.append(
+                    Bucket(parameter_run, self.rank, self.size, bucket_tag)
+                )
         return self._buckets
 
     def receive_gradients(
@@ -105,30 +100,23 @@ class ReplicaGroup:
             self._start_exchange(bucket.tag, *bucket.copy_gradients())
             for bucket in buckets
         ]
-        has_local_gradient = [
-            parameter.grad is not None
-            for bucket in buckets
-            for parameter in bucket.parameters
-        ]
+        has_local_gradient = []
+        for bucket in buckets:
+            for parameter in bucket.parameters:
+                has_local_gradient.append(parameter.grad is not None)
         headers = self._exchange_headers(
             [weight, weight_share, own_request, *facts, *has_local_gradient]
         )
         self._compare_facts([header[3 : 3 + len(facts)] for header in headers])
         total_share = sum(header[1] for header in headers)
-        factors = [
-            header[0] / total_share if total_share and header[1] else 0.0
-            for header in headers
-        ]
+        factors = []
+        for replica_weight, share, *_ in headers:
+            factors.append(replica_weight / total_share if share else 0.0)
         self._sum_slices(buckets, pending_works, factors)
-        has_gradient = [
-            any(gradient_flags)
-            for gradient_flags in zip(
-                *(header[3 + len(facts) :] for header in headers), strict=True
-            )
-        ]
-        return Received(
-            buckets, has_gradient, int(max(header[2] for header in headers))
-        )
+        gradient_flags = [header[3 + len(facts) :] for header in headers]
+        has_gradient = list(map(any, zip(*gradient_flags, strict=True)))
+        largest_request = max(header[2] for header in headers)
+        return Received(buckets, has_gradient, int(largest_request))
 
     def _exchange_headers(self, own_header: Sequence[float]) -> list[list[float]]:
         """Return these numbers of all replicas, in the order of their names."""
@@ -159,9 +147,7 @@ class ReplicaGroup:
         self._wait_for_works(pending_sums)
 
     def _compare_facts(self, facts_by_replica: list[list[float]]) -> None:
-        if any(
-            replica_facts != facts_by_replica[0] for replica_facts in facts_by_replica
-        ):
+        if facts_by_replica.count(facts_by_replica[0]) < len(facts_by_replica):
             raise StepError(
                 f"replicas differ in update, number of batches or number of parameters ({facts_by_replica}), "
                 "so their gradients do not belong together. Run the same script with the same settings on all replicas, without "
@@ -177,14 +163,16 @@ class ReplicaGroup:
         """Start to send a tensor to each other replica, and to receive one from each."""
         other_ranks = [rank for rank in range(self.size) if rank != self.rank]
         try:
-            pending_works = [
-                self._group.recv([received_tensors[rank]], rank, message_tag)
-                for rank in other_ranks
-            ]
-            return pending_works + [
-                self._group.send([sent_tensors[rank]], rank, message_tag)
-                for rank in other_ranks
-            ]
+            pending_works = []
+            for rank in other_ranks:
+                received_tensor = [received_tensors[rank]]
+                pending_works.append(
+                    self._group.recv(received_tensor, rank, message_tag)
+                )
+            for rank in other_ranks:
+                sent_tensor = [sent_tensors[rank]]
+                pending_works.append(self._group.send(sent_tensor, rank, message_tag))
+            return pending_works
         except RuntimeError as error:  # the connection to a member is closed already
             raise LostReplicaError(_first_line(error)) from error
 
@@ -253,10 +241,10 @@ class Bucket:
     def _split_vector(self, flat_gradients: Tensor) -> list[Tensor]:
         """Return the views of a vector that belong to the parameters."""
         split_gradients = torch.split(flat_gradients[: self._num_elements], self._sizes)
-        return [
-            flat_gradient.view(shape)
-            for flat_gradient, shape in zip(split_gradients, self._shapes, strict=True)
-        ]
+        gradient_views = []
+        for flat_gradient, shape in zip(split_gradients, self._shapes, strict=True):
+            gradient_views.append(flat_gradient.view(shape))
+        return gradient_views
 
 
 def weighted_sum(
@@ -266,7 +254,10 @@ def weighted_sum(
 
     Equal factors are applied once, to the sum. With different ones the parts are overwritten. `out` may be the first part.
     """
-    total = torch.empty_like(tensors[0]) if total is None else total
+    if total is None:
+        total = torch.empty_like(tensors[0])
+    else:
+        total = total
     used_tensors = [
         (tensor, tensor_factor)
         for tensor, tensor_factor in zip(tensors, factors, strict=True)
@@ -309,18 +300,16 @@ def _local_dense_gradient(grad: Tensor) -> Tensor:
 def _split_into_runs(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield runs of parameters of one dtype of at least `_BUCKET` elements, where there are as many."""
     parameter_run: list[Tensor] = []
+    num_elements = 0
     for parameter in parameters:
         if parameter_run and parameter_run[0].dtype != parameter.dtype:
             yield parameter_run
             parameter_run = []
+        if not parameter_run:
+            num_elements = 0
         parameter_run.append(parameter)
-        if (
-            sum(
-                local_tensor(run_parameter.detach()).numel()
-                for run_parameter in parameter_run
-            )
-            >= _BUCKET_ELEMENTS
-        ):
+        num_elements += local_tensor(parameter.detach()).numel()
+        if num_elements >= _BUCKET_ELEMENTS:
             yield parameter_run
             parameter_run = []
     if parameter_run:
@@ -328,4 +317,6 @@ def _split_into_runs(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    if str(error):
+        return str(error).splitlines()[0][:200]
+    return type(error).__name__

@@ -190,16 +190,23 @@ def run_replicas(launch_plan: LaunchPlan, config: Config, host: Host) -> int:
         _connect_machines(launch_plan, config, host) as network,
     ):
         (proc,) = launch_plan.procs
+        if meeting.alone:
+            token_variables = secret.job_token(host.env)
+        else:
+            token_variables = {}
         variables = {
             **environment.snapshot(),
             **proc.env,
-            **(secret.job_token(host.env) if meeting.alone else {}),
+            **(token_variables),
             "HASTEN_SURVIVE_LIGHTHOUSE": network.lighthouse,
             "HASTEN_SURVIVE_FOLDER": folder,
             "HASTEN_REPLICAS": str(num_replicas),
             LAUNCHER_PID: str(os.getpid()),
         }
-        num_devices = 0 if config.cpu else host.num_devices
+        if config.cpu:
+            num_devices = 0
+        else:
+            num_devices = host.num_devices
         if 0 < num_devices < proc.count:
             raise ConfigError(
                 f"each replica has {proc.count} processes, and this machine has {num_devices} device(s), so two processes of a replica would share one. Give "

@@ -46,11 +46,7 @@ class Ledger:
     @property
     def left(self) -> int:
         """The number of samples of this epoch that can still be given out."""
-        return (
-            self.size
-            - self.following
-            + sum(range_end - range_start for range_start, range_end in self.returned)
-        )
+        return self.size - self.following + count_positions(self.returned)
 
     @property
     def exhausted(self) -> bool:
@@ -68,10 +64,9 @@ class Ledger:
             batch_sizes = [
                 equal_share + (index < num_larger) for index in range(len(self.members))
             ]
-        ranges_by_name = {
-            name: self._take_positions(batch_size)
-            for name, batch_size in zip(self.members, batch_sizes, strict=True)
-        }
+        ranges_by_name = {}
+        for name, batch_size in zip(self.members, batch_sizes, strict=True):
+            ranges_by_name[name] = self._take_positions(batch_size)
         self.rounds.append(ranges_by_name)
         return ranges_by_name
 
@@ -91,13 +86,10 @@ class Ledger:
 
     def count_batches(self, name: str, num_ranks: int = 1) -> tuple[int, int]:
         """Return the number of batches of this window on the ranks of a replica, and the number of those that have samples."""
-        round_sizes = [
-            sum(end - start for start, end in dealt_round.get(name, []))
-            for dealt_round in self.rounds
-        ]
-        return num_ranks * len(round_sizes), sum(
-            min(round_size, num_ranks) for round_size in round_sizes
-        )
+        num_filled = 0
+        for dealt_round in self.rounds:
+            num_filled += min(count_positions(dealt_round.get(name, [])), num_ranks)
+        return num_ranks * len(self.rounds), num_filled
 
     def commit_update(
         self, contributors: Sequence[str], members: Iterable[str]
@@ -107,7 +99,10 @@ class Ledger:
         used_ranges: list[PositionRange] = []
         for dealt_round in self.rounds:
             for name, ranges in dealt_round.items():
-                (used_ranges if name in contributors else lost_ranges).extend(ranges)
+                if name in contributors:
+                    used_ranges += ranges
+                else:
+                    lost_ranges += ranges
         self.returned = merge_ranges([*self.returned, *lost_ranges])
         self.rounds = []
         self.step += 1
@@ -123,12 +118,11 @@ class Ledger:
 
     def close_epoch(self) -> None:
         """Record the samples of this epoch that no applied update has used."""
-        open_ranges = [
-            open_range
-            for dealt in self.rounds
-            for replica_ranges in dealt.values()
-            for open_range in replica_ranges
-        ]
+        open_ranges = []
+        for dealt in self.rounds:
+            for replica_ranges in dealt.values():
+                for open_range in replica_ranges:
+                    open_ranges.append(open_range)
         if self.following < self.size:
             remaining_ranges = [(self.following, self.size)]
         else:
@@ -189,9 +183,7 @@ def rank_positions(
 ) -> list[PositionRange]:
     """Return the positions of one of a replica's ranks: adjacent ones, and as many as on the other ranks, or one more or fewer."""
     replica_ranges = list(replica_ranges)
-    equal_share, num_larger = divmod(
-        sum(end - start for start, end in replica_ranges), num_ranks
-    )
+    equal_share, num_larger = divmod(count_positions(replica_ranges), num_ranks)
     num_skipped, num_wanted = (
         equal_share * rank + min(rank, num_larger),
         equal_share + (rank < num_larger),
@@ -207,6 +199,11 @@ def rank_positions(
             num_wanted - (last_position - first_position),
         )
     return ranges_of_rank
+
+
+def count_positions(ranges: Iterable[PositionRange]) -> int:
+    """Return the number of positions in these ranges."""
+    return sum(end - start for start, end in ranges)
 
 
 def list_positions(ranges: Iterable[PositionRange]) -> list[int]:

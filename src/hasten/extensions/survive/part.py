@@ -50,14 +50,11 @@ def _list_refused_settings(config: Config) -> list[tuple[str, str, str]]:
         "pp_size",
         "ep_size",
     )
-    mesh_sizes = {
-        size_name: getattr(config.parallelism, size_name) for size_name in size_names
-    }
-    divided_sizes = [
-        f"{size_name}={mesh_size}"
-        for size_name, mesh_size in mesh_sizes.items()
-        if mesh_size not in (None, 1, -1)
-    ]
+    divided_sizes = []
+    for size_name in size_names:
+        mesh_size = getattr(config.parallelism, size_name)
+        if mesh_size not in (None, 1, -1):
+            divided_sizes.append(f"{size_name}={mesh_size}")
     refusals: list[tuple[bool, str, str, str]] = [
         (
             bool(divided_sizes),
@@ -102,7 +99,11 @@ def _list_refused_settings(config: Config) -> list[tuple[str, str, str]]:
             "Leave it out.",
         ),
     ]
-    return [refusal[1:] for refusal in refusals if refusal[0]]
+    refused_settings = []
+    for refusal in refusals:
+        if refusal[0]:
+            refused_settings.append(refusal[1:])
+    return refused_settings
 
 
 def refuse_meshes(ctx: ProcessContext, settings: SurviveSettings) -> None:

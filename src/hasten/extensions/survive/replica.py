@@ -29,7 +29,11 @@ from hasten.extensions.survive.exchange import (
 from hasten.extensions.survive.folder import AGREED_FILE, FINISHED_FILE, JOINED_PREFIX
 from hasten.extensions.survive.healing import HealingPort, NotHealedError, RunStateDict
 from hasten.extensions.survive.inside import Inside, address_of_rank, join_addresses
-from hasten.extensions.survive.ledger_plan import Ledger, PositionRange
+from hasten.extensions.survive.ledger_plan import (
+    Ledger,
+    PositionRange,
+    count_positions,
+)
 from hasten.extensions.survive.report import SurvivalReport
 from hasten.extensions.survive.roles_plan import Member, Roles
 from hasten.extensions.survive.run_state import RunState
@@ -246,27 +250,22 @@ class Replica:
                 standing_members, self._inside.receive_decision()
             )
         else:
-            members_of_update = (
-                self._take_standing() if may_stand else None
-            ) or self._wait_for_quorum(self._coordinator)
+            standing = self._take_standing() if may_stand else None
+            members_of_update = standing or self._wait_for_quorum(self._coordinator)
             now_s = time.monotonic()
             is_late = (
                 now_s - self._met_at_s + 2 * (now_s - self._updated_at_s)
                 > _MAX_STANDING_S
             )
-            self._next_request = (
-                2
-                if self.duties.asks_to_stop
-                else int(bool(members_of_update[1].healing) or is_late)
-            )
-            self._inside.send_decision(
-                {
-                    "asks": self._next_request,
-                    "quorum": None
-                    if members_of_update is standing_members
-                    else members_of_update[0].to_json(),
-                }
-            )
+            quorum, roles = members_of_update
+            if self.duties.asks_to_stop:
+                self._next_request = 2
+            else:
+                self._next_request = int(bool(roles.healing) or is_late)
+            decision: dict[str, Any] = {"asks": self._next_request, "quorum": None}
+            if members_of_update is not standing_members:
+                decision["quorum"] = quorum.to_json()
+            self._inside.send_decision(decision)
         self._standing = None
         self._key = members_of_update[0].key
         return members_of_update
@@ -423,21 +422,15 @@ class Replica:
     def _commit_update(self, roles: Roles) -> bool:
         """Record the update that is about to be applied; returns whether samples were given out again."""
         ledger = self.ledger
-        present_names = {member.name for member in roles.active}
-        absent_names = [
-            absent_name
-            for absent_name in ledger.members
-            if absent_name not in present_names
-        ]
-        returned_ranges = ledger.commit_update(
-            [member.name for member in roles.active], roles.names
-        )
+        present_names = set(roles.contributors)
+        absent_names = [name for name in ledger.members if name not in present_names]
+        returned_ranges = ledger.commit_update(roles.contributors, roles.names)
         self._note_joined(roles)
         self._to_heal = roles.healed_by(self.name)
         if not absent_names:
             return False
         self.report.lost += [(ledger.step, absent_name) for absent_name in absent_names]
-        num_returned = sum(end - start for start, end in returned_ranges)
+        num_returned = count_positions(returned_ranges)
         self.report.num_returned += num_returned
         words = f"{', '.join(absent_names)} in update {ledger.step}; {len(present_names)} left, {num_returned} samples given out again"
         self.note("replicas lost", words=words)
@@ -486,10 +479,9 @@ class Replica:
         """Return the live replicas that have joined the run and cannot be reached: a second run must not start beside theirs."""
         if waited_s > self._settings.hang_timeout_s:
             return []
-        holder_names = [
-            joined_file.name.removeprefix(JOINED_PREFIX)
-            for joined_file in self._folder.glob(f"{JOINED_PREFIX}*")
-        ]
+        holder_names = []
+        for joined_file in self._folder.glob(f"{JOINED_PREFIX}*"):
+            holder_names.append(joined_file.name.removeprefix(JOINED_PREFIX))
         return sorted(set(holder_names) - set(roles.names))
 
     def _mark_as_joined(self) -> None:
@@ -559,7 +551,10 @@ class Replica:
         self._mark_as_joined()
         self.duties.record_healing()
         self.report.healed.append(self.ledger.step)
-        rank_seeds = [256 + self._inside.rank] if self._inside.rank else []
+        if self._inside.rank:
+            rank_seeds = [256 + self._inside.rank]
+        else:
+            rank_seeds = []
         torch.manual_seed(
             derive_seed(
                 self.ledger.seed, self.ledger.step, *self.name.encode(), *rank_seeds

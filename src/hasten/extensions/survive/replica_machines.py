@@ -77,19 +77,14 @@ class MachineNetwork(Protocol):
 
 def merge_notes(all_notes: Mapping[int, MachineNotes]) -> RunNotes:
     """Return the facts of all machines together; of several agreements, the latest one."""
-    machine_notes = list(all_notes.values())
-    return RunNotes(
-        joined=sorted(
-            replica_name for notes in machine_notes for replica_name in notes.joined
-        ),
-        agreed=max(
-            (notes.agreed for notes in machine_notes),
-            key=_step_of_agreement,
-            default="",
-        ),
-        finished=any(notes.finished for notes in machine_notes),
-        running=sum(notes.running for notes in machine_notes),
-    )
+    run_notes = RunNotes()
+    for notes in all_notes.values():
+        run_notes.joined += notes.joined
+        run_notes.agreed = max(run_notes.agreed, notes.agreed, key=_step_of_agreement)
+        run_notes.finished = run_notes.finished or notes.finished
+        run_notes.running += notes.running
+    run_notes.joined.sort()
+    return run_notes
 
 
 def _step_of_agreement(agreed: str) -> int:
@@ -206,18 +201,14 @@ class MachineServer:
 
     def _merge_live_notes(self) -> RunNotes:
         now_s = time.monotonic()
-        run_notes = merge_notes(
-            {
-                0: self._own,
-                **{rank: machine.notes for rank, machine in self._machines.items()},
-            }
-        )
-        silent_machines = [
-            machine
-            for machine in self._machines.values()
-            if now_s - machine.seen > _SILENCE_TIMEOUT_S
-        ]
-        run_notes.running -= sum(machine.notes.running for machine in silent_machines)
+        all_notes = {0: self._own}
+        num_silent = 0
+        for rank, machine in self._machines.items():
+            all_notes[rank] = machine.notes
+            if now_s - machine.seen > _SILENCE_TIMEOUT_S:
+                num_silent += machine.notes.running
+        run_notes = merge_notes(all_notes)
+        run_notes.running -= num_silent
         run_notes.stop, run_notes.code = self._stop, self._code
         return run_notes
 
@@ -230,12 +221,13 @@ class MachineServer:
         deadline_s = time.monotonic() + _LAST_NEWS_S
         while time.monotonic() < deadline_s:
             with self._lock:
-                responding_ranks = {
-                    rank
-                    for rank, machine in self._machines.items()
-                    if machine.connection
-                    and time.monotonic() - machine.seen < _SILENCE_TIMEOUT_S
-                }
+                responding_ranks = set()
+                for rank, machine in self._machines.items():
+                    if (
+                        machine.connection
+                        and time.monotonic() - machine.seen < _SILENCE_TIMEOUT_S
+                    ):
+                        responding_ranks.add(rank)
                 if responding_ranks <= self._informed_ranks:
                     break
             time.sleep(_MESSAGE_INTERVAL_S / 4)
@@ -359,36 +351,29 @@ class MachineServer:
     ) -> tuple[int | None, str]:
         """Return the rank of a machine and the reason to refuse it, empty for none."""
         num_machines, now_s = self._meeting.max_machines, time.monotonic()
-        live_ranks = {
-            rank
-            for rank, machine in self._machines.items()
-            if machine.connection and now_s - machine.seen < _SILENCE_TIMEOUT_S
-        }
-        busy_ranks = {
-            rank for rank in live_ranks if self._machines[rank].launcher != launcher
-        }
-        free_ranks = [rank for rank in range(1, num_machines) if rank not in busy_ranks]
-        returning_ranks = [
-            rank
-            for rank in free_ranks
-            if rank in self._machines and self._machines[rank].host == report.host
-        ]
-        rank = (
-            requested_rank
-            if requested_rank is not None
-            else next(iter([*returning_ranks, *free_ranks]), None)
-        )
+        busy_ranks = set()
+        returning_ranks = []
+        for known_rank, machine in self._machines.items():
+            is_live = machine.connection and now_s - machine.seen < _SILENCE_TIMEOUT_S
+            if is_live and machine.launcher != launcher:
+                busy_ranks.add(known_rank)
+            elif machine.host == report.host:
+                returning_ranks.append(known_rank)
+        rank = requested_rank
+        if rank is None:
+            free_ranks = set(range(1, num_machines)) - busy_ranks
+            rank = min(returning_ranks or free_ranks, default=None)
         if rank is None or rank in busy_ranks or not 0 < rank < num_machines:
             return None, (
                 f"{report.host} wants to be machine {'of any rank' if rank is None else rank} of {num_machines}, and the ranks {sorted({0, *busy_ranks})} are taken; "
                 "each must be different. Correct --machine_rank or --num_machines"
             )
-        differences = (
-            list_differences([self._report, report]) if self._check_in != "off" else []
-        )
-        return rank, "the machines differ: " + "; ".join(
-            differences
-        ) if differences else ""
+        if self._check_in == "off":
+            return rank, ""
+        differences = list_differences([self._report, report])
+        if not differences:
+            return rank, ""
+        return rank, "the machines differ: " + "; ".join(differences)
 
     def _answer_message(
         self,
@@ -446,10 +431,12 @@ class MachineClient:
         self._is_answered.wait(patience_s)
         if self._refused or not self._is_answered.is_set():
             self._closed.set()
+            if self._refused:
+                raise LaunchError(
+                    f"machine 0 at {server_address} has refused this machine: {self._refused}."
+                )
             raise LaunchError(
-                f"machine 0 at {server_address} has refused this machine: {self._refused}."
-                if self._refused
-                else f"machine 0 does not respond at {server_address} for {patience_s:.0f} s, so this machine cannot join the run. Start the same command there "
+                f"machine 0 does not respond at {server_address} for {patience_s:.0f} s, so this machine cannot join the run. Start the same command there "
                 "with --machine_rank 0, check that the address is reachable, or raise --rdzv_conf join_timeout=SECONDS."
             )
 
@@ -466,7 +453,9 @@ class MachineClient:
     def broken_s(self) -> float:
         """Seconds for which machine 0 has not responded; 0 while it does."""
         silence_s = time.monotonic() - self._heard_at_s
-        return silence_s if silence_s > _SILENCE_TIMEOUT_S else 0.0
+        if silence_s > _SILENCE_TIMEOUT_S:
+            return silence_s
+        return 0.0
 
     def close(self, exit_code: int) -> None:
         """Tell the last facts, and close the connection."""

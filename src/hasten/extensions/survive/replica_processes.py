@@ -45,9 +45,10 @@ class ReplicaProcesses:
         one that was recorded first.
         """
         exit_codes = [process.poll() for process in self.processes]
-        failed_ranks = [
-            (rank, exit_code) for rank, exit_code in enumerate(exit_codes) if exit_code
-        ]
+        failed_ranks = []
+        for rank, exit_code in enumerate(exit_codes):
+            if exit_code:
+                failed_ranks.append((rank, exit_code))
         if failed_ranks:
             return min(
                 failed_ranks,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import NamedTuple
 
 
@@ -40,32 +40,25 @@ class Roles:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all members, after healing."""
-        return tuple(
-            sorted(
-                [member.name for member in self.active]
-                + [member.name for member, _ in self.healing]
-            )
-        )
+        healed_names = [member.name for member, _ in self.healing]
+        return tuple(sorted([*self.contributors, *healed_names]))
 
     def is_active(self, name: str) -> bool:
         """Return True if this replica exchanges gradients."""
-        return any(member.name == name for member in self.active)
+        return name in self.contributors
 
     def source_of(self, name: str) -> Member:
         """Return the replica that sends its state to this one."""
-        return next(
-            source_member
-            for healed_member, source_member in self.healing
-            if healed_member.name == name
-        )
+        sources = {healed.name: source for healed, source in self.healing}
+        return sources[name]
 
     def healed_by(self, name: str) -> list[Member]:
         """Return the replicas that receive this one's state."""
-        return [
-            healed_member
-            for healed_member, source_member in self.healing
-            if source_member.name == name
-        ]
+        healed_members = []
+        for healed_member, source_member in self.healing:
+            if source_member.name == name:
+                healed_members.append(healed_member)
+        return healed_members
 
 
 def divide_members(members: Sequence[Member]) -> Roles:
@@ -78,28 +71,20 @@ def divide_members(members: Sequence[Member]) -> Roles:
     ordered_members = sorted(members, key=lambda member: member.name)
     joined_members = [member for member in ordered_members if not member.fresh]
     if joined_members:
-        newest_members = [
-            member
-            for member in joined_members
-            if member.step == max(member.step for member in joined_members)
-        ]
-        lineage_counts = Counter(member.lineage for member in newest_members)
-        chosen_member = max(
-            newest_members, key=lambda member: lineage_counts[member.lineage]
+        newest_step = max(member.step for member in joined_members)
+        members_by_lineage: dict[str, list[Member]] = {}
+        for member in joined_members:
+            if member.step == newest_step:
+                members_by_lineage.setdefault(member.lineage, []).append(member)
+        active_members = max(
+            members_by_lineage.values(), key=len
         )  # the first of equals
-        active_members = [
-            member
-            for member in newest_members
-            if member.lineage == chosen_member.lineage
-        ]
     else:
         active_members = [max(ordered_members, key=lambda member: member.step)]
     active_names = {member.name for member in active_members}
-    outdated_members = [
-        member for member in ordered_members if member.name not in active_names
-    ]
-    healing_pairs = tuple(
-        (member, active_members[index % len(active_members)])
-        for index, member in enumerate(outdated_members)
-    )
-    return Roles(tuple(active_members), healing_pairs)
+    source_members = cycle(active_members)
+    healing_pairs = []
+    for member in ordered_members:
+        if member.name not in active_names:
+            healing_pairs.append((member, next(source_members)))
+    return Roles(tuple(active_members), tuple(healing_pairs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from typing import Any, Final
 
@@ -31,15 +31,14 @@ class RunState:
     def collect_state(self) -> RunStateDict:
         """Return the state of this rank; it holds no sharded tensors."""
         prepared = self._prepared
+        optimizers = prepared.optimizers
         state: RunStateDict = {
-            "models": [self._unwrap(model).state_dict() for model in prepared.models],
-            "optimizers": [
-                stateful.optimizer.state_dict() for stateful in prepared.optimizers
-            ],
-            "updates": [stateful.num_updates for stateful in prepared.optimizers],
-            "schedulers": [stateful.state_dict() for stateful in prepared.schedulers],
-            "averages": [stateful.state_dict() for stateful in prepared.averages],
-            "registered": [stateful.state_dict() for stateful in self.registered()],
+            "models": _state_dicts(map(self._unwrap, prepared.models)),
+            "optimizers": _state_dicts(optimizer.optimizer for optimizer in optimizers),
+            "updates": [optimizer.num_updates for optimizer in optimizers],
+            "schedulers": _state_dicts(prepared.schedulers),
+            "averages": _state_dicts(prepared.averages),
+            "registered": _state_dicts(self.registered()),
         }
         local: RunStateDict = to_local_shards(state)
         return local
@@ -54,18 +53,14 @@ class RunState:
             prepared.optimizers, state["optimizers"], state["updates"], strict=True
         ):
             inner_optimizer = optimizer.optimizer
-            parameters = [
-                parameter
-                for group in inner_optimizer.param_groups
-                for parameter in group["params"]
-            ]
-            state_shards = {
-                parameter_index: {
-                    state_name: to_dtensors(saved_value, parameters[parameter_index])
-                    for state_name, saved_value in of_one.items()
-                }
-                for parameter_index, of_one in saved_values["state"].items()
-            }
+            parameters = []
+            for group in inner_optimizer.param_groups:
+                parameters += group["params"]
+            state_shards = {}
+            for parameter_index, parameter_state in saved_values["state"].items():
+                state_shards[parameter_index] = to_dtensors(
+                    parameter_state, parameters[parameter_index]
+                )
             inner_optimizer.load_state_dict({**saved_values, "state": state_shards})
             optimizer.num_updates = optimizer.num_attempts = num_updates
         for scheduler, saved_values in zip(
@@ -77,11 +72,14 @@ class RunState:
             *zip(prepared.averages, state["averages"], strict=True),
             *zip(self.registered(), state["registered"], strict=True),
         ]:
-            stateful.load_state_dict(
-                to_dtensors(saved_values, stateful.state_dict())
-                if _holds_shards(saved_values)
-                else saved_values
-            )
+            if _holds_shards(saved_values):
+                saved_values = to_dtensors(saved_values, stateful.state_dict())
+            stateful.load_state_dict(saved_values)
+
+
+# Any: objects with a state_dict
+def _state_dicts(stateful_objects: Iterable[Any]) -> list[Any]:
+    return [stateful.state_dict() for stateful in stateful_objects]
 
 
 # Any: state dicts of models, optimizers and users' objects
@@ -92,12 +90,15 @@ def to_local_shards(state_tree: Any) -> Any:
             return {_SHARD_KEY: local_tensor(state_tree).detach()}
         return state_tree
     if isinstance(state_tree, dict):
+        local_shards = {}
+        for name, subtree in state_tree.items():
+            local_shards[name] = to_local_shards(subtree)
         return _copy_with(
             state_tree,
-            {name: to_local_shards(subtree) for name, subtree in state_tree.items()},
+            local_shards,
         )
     if type(state_tree) in (list, tuple):
-        return type(state_tree)(to_local_shards(subtree) for subtree in state_tree)
+        return type(state_tree)(map(to_local_shards, state_tree))
     return state_tree
 
 
@@ -121,18 +122,18 @@ def to_dtensors(state_tree: Any, model_tree: Any) -> Any:  # Any: as above
             local_shard.to(local_tensor(model_tree).device), model_tree
         )
     if isinstance(state_tree, dict):
+        sharded_tensors = {}
+        for name, subtree in state_tree.items():
+            sharded_tensors[name] = to_dtensors(subtree, _value_at(model_tree, name))
         return _copy_with(
             state_tree,
-            {
-                name: to_dtensors(subtree, _value_at(model_tree, name))
-                for name, subtree in state_tree.items()
-            },
+            sharded_tensors,
         )
     if type(state_tree) in (list, tuple):
-        return type(state_tree)(
-            to_dtensors(subtree, _value_at(model_tree, index))
-            for index, subtree in enumerate(state_tree)
-        )
+        sharded_tensors = []
+        for index, subtree in enumerate(state_tree):
+            sharded_tensors.append(to_dtensors(subtree, _value_at(model_tree, index)))
+        return type(state_tree)(sharded_tensors)
     return state_tree
 
 
