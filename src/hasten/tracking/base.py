@@ -19,6 +19,16 @@ Pixels = NDArray[np.uint8]  # height x width x channels, with 1, 3 or 4 channels
 Options = Mapping[str, Any]  # Any: keyword arguments of a foreign package
 
 
+def to_gray(image: Pixels) -> Pixels:
+    """Return an image of one channel as height x width, others unchanged."""
+    return image.squeeze(2) if image.shape[2] == 1 else image
+
+
+def to_rgb(image: Pixels) -> Pixels:
+    """Return an image of one channel with three equal ones, others unchanged."""
+    return image.repeat(3, 2) if image.shape[2] == 1 else image
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
     """Run of a checkpoint: the tracker's id, and the last step logged before the checkpoint."""
@@ -43,10 +53,7 @@ class Run:
     @property
     def shown_config(self) -> dict[str, Any]:
         """The config with credentials masked, for files and pages."""
-        return {
-            value_name: masked_value(value_name, logged_value)
-            for value_name, logged_value in self.config.items()
-        }
+        return {name: masked_value(name, value) for name, value in self.config.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,20 +68,20 @@ class Entry:
     @property
     def numbers(self) -> dict[str, float]:
         """The values that are numbers."""
-        return {
-            value_name: float(logged_value)
-            for value_name, logged_value in self.values.items()
-            if not isinstance(logged_value, str)
-        }
+        numbers = {}
+        for value_name, logged_value in self.values.items():
+            if not isinstance(logged_value, str):
+                numbers[value_name] = float(logged_value)
+        return numbers
 
     @property
     def texts(self) -> dict[str, str]:
         """The values that are strings."""
-        return {
-            value_name: logged_value
-            for value_name, logged_value in self.values.items()
-            if isinstance(logged_value, str)
-        }
+        texts = {}
+        for value_name, logged_value in self.values.items():
+            if isinstance(logged_value, str):
+                texts[value_name] = logged_value
+        return texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,12 +71,11 @@ class SampledScalars:
             self._late.store_values({replica_name: value.detach()})
         elif isinstance(value, int | float):
             self._late.store_values({replica_name: float(value)})
-        sampled_scalars = self._late.read()
-        self.known = {
-            scalar_name: number
-            for scalar_name, number in sampled_scalars.items()
-            if isinstance(number, float)
-        }
+        known_numbers = {}
+        for scalar_name, number in self._late.read().items():
+            if isinstance(number, float):
+                known_numbers[scalar_name] = number
+        self.known = known_numbers
 
 
 class Metrics(RunPart):
@@ -133,9 +132,8 @@ class RankMetrics:
             "strategy": accelerator.strategy,
             "script": Path(sys.argv[0]).name,
         }
-        self._world_size = ctx.world.size * max(
-            1, getattr(_replica_settings(config), "replicas", 1)
-        )
+        num_replicas = getattr(_replica_settings(config), "replicas", 1)
+        self._world_size = ctx.world.size * max(1, num_replicas)
         self._restarts = ctx.topology.restart_count
         self._gauges = {"host": MemoryGauge(torch.device("cpu"))}
         if ctx.device.type != "cpu":
@@ -183,13 +181,20 @@ class RankMetrics:
         if accelerator is None or run_log is None:
             return None
         run_components = components(accelerator)
-        clock, optimizers = (
-            run_components.clock,
-            list(run_components.prepared.optimizers),
-        )
+        clock, prepared = run_components.clock, run_components.prepared
+        step = max([optimizer.num_updates for optimizer in prepared.optimizers] or [0])
         status = clock.parts.read_numbers()
-        last_save, now_s = run_log.last_save, time.time()
-        sizes = {kind: gauge.used_bytes() for kind, gauge in self._gauges.items()}
+        now_s = time.time()
+        save_age_s: float | None = None
+        save_duration_s: float | None = None
+        if run_log.last_save is not None:
+            saved_at_s, save_duration_s = run_log.last_save
+            save_age_s = max(now_s - saved_at_s, 0.0)
+        memory_bytes = {}
+        for kind, gauge in self._gauges.items():
+            num_bytes = gauge.used_bytes()
+            if num_bytes is not None:
+                memory_bytes[kind] = num_bytes
         sampled = self.sampled.known
         # a run whose optimizer is not prepared makes no updates that would
         self.sampled.request()
@@ -197,15 +202,11 @@ class RankMetrics:
         seconds = _seconds_by_cause(run_log, uptime_s)
         return RankReading(
             facts=self._facts,
-            memory_bytes={
-                kind: size for kind, size in sizes.items() if size is not None
-            },
+            memory_bytes=memory_bytes,
             seconds=seconds,
             numbers={
                 "hasten_world_size": self._world_size,
-                "hasten_step": max(
-                    (optimizer.num_updates for optimizer in optimizers), default=0
-                ),
+                "hasten_step": step,
                 "hasten_updates_total": clock.num_updates,
                 "hasten_samples_total": run_log.samples,
                 "hasten_loss": sampled.get("loss"),
@@ -220,12 +221,8 @@ class RankMetrics:
                 "hasten_restarts_total": self._restarts,
                 "hasten_skipped_updates_total": run_log.num_skipped,
                 "hasten_checkpoints_total": run_log.num_saves,
-                "hasten_checkpoint_age_seconds": (
-                    None if last_save is None else max(now_s - last_save[0], 0.0)
-                ),
-                "hasten_checkpoint_duration_seconds": None
-                if last_save is None
-                else last_save[1],
+                "hasten_checkpoint_age_seconds": save_age_s,
+                "hasten_checkpoint_duration_seconds": save_duration_s,
                 "hasten_goodput_ratio": seconds["useful"] / max(uptime_s, 1e-9),
                 "hasten_replicas": status.get("replicas"),
                 "hasten_replicas_lost_total": status.get("replicas_lost"),

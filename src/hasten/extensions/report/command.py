@@ -55,7 +55,8 @@ def write_report(folders: Sequence[str], output: Path) -> None:
 def name_apart(runs: Sequence[RunFolder], folders: Sequence[str]) -> list[RunFolder]:
     """Return the runs, renamed to their whole path where two folders have the same name."""
     names = [run.name for run in runs]
-    return [
-        replace(run, name=folder) if names.count(run.name) > 1 else run
-        for run, folder in zip(runs, folders, strict=True)
-    ]
+    distinct_runs = []
+    for run, folder in zip(runs, folders, strict=True):
+        is_unique = names.count(run.name) == 1
+        distinct_runs.append(run if is_unique else replace(run, name=folder))
+    return distinct_runs

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -60,57 +60,51 @@ def thin_curve(curve: Curve, max_points: int = MOST_POINTS) -> Curve:
 
 def all_charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """Return all charts of the page, in order: metrics first, then throughput and the time of a step by part."""
-    all_charts = [
-        _metric_chart(metric_name, runs) for metric_name in _metric_names(runs)
-    ]
+    charts = [_metric_chart(metric_name, runs) for metric_name in _metric_names(runs)]
     has_several_runs = len(runs) > 1
     throughput = []
     for run in runs:
         for rank_log in main_logs(run):
             throughput.append(_throughput_trace(run, rank_log, has_several_runs))
-    all_charts.append(_time_chart("throughput (samples/s)", throughput))
+    charts.append(_time_chart("throughput (samples/s)", throughput))
     for run in runs:
         if rank_logs := main_logs(run):
             title = "time of a step by part (ms)"
             if has_several_runs:
                 title += f": {run.name}"
             chart = _time_chart(title, _step_parts(run, rank_logs))
-            all_charts.append({**chart, "stacked": True, "run": run.name})
-    return [
-        chart for chart in all_charts if any(trace["y"] for trace in chart["traces"])
-    ]
+            charts.append({**chart, "stacked": True, "run": run.name})
+    return list(filter(_has_points, charts))
+
+
+def _has_points(chart: Mapping[str, Any]) -> bool:
+    return any(trace["y"] for trace in chart["traces"])
 
 
 def main_logs(run: RunFolder) -> list[LoggedRank]:
     """Return the logs of rank 0 that have steps, one for each start of the program."""
-    return [
-        rank_log for rank_log in run.ranks if rank_log.rank == 0 and len(rank_log.steps)
-    ]
+    return _rank_logs(run, 0)
+
+
+def _rank_logs(run: RunFolder, rank: int) -> list[LoggedRank]:
+    return [log for log in run.ranks if log.rank == rank and len(log.steps)]
+
+
+def _union_names(tables: Iterable[Iterable[str]]) -> list[str]:
+    return list(dict.fromkeys(chain.from_iterable(tables)))
 
 
 def _metric_names(runs: Sequence[RunFolder]) -> list[str]:
-    metric_names = dict.fromkeys(
-        metric_name for run in runs for metric_name in run.curves
-    )
-    first = ("loss", "eval_loss", "learning_rate", "grad_norm")
-    ordered = [metric_name for metric_name in first if metric_name in metric_names] + [
-        metric_name for metric_name in metric_names if metric_name not in first
-    ]
-    plain = [
-        metric_name
-        for metric_name in ordered
-        if metric_name in _RATES
-        or (metric_name != "epoch" and not metric_name.endswith(_SECONDS))
-    ]
-    return [
-        metric_name
-        for metric_name in plain
-        if any(
-            len(run.curves[metric_name].values) > 1
-            for run in runs
-            if metric_name in run.curves
-        )
-    ]
+    """Return the names of metrics with several points, the most important first."""
+    drawn_names = set()
+    for run in runs:
+        for metric_name, curve in run.curves.items():
+            is_time = metric_name == "epoch" or metric_name.endswith(_SECONDS)
+            if len(curve.values) > 1 and (metric_name in _RATES or not is_time):
+                drawn_names.add(metric_name)
+    first_names = ("loss", "eval_loss", "learning_rate", "grad_norm")
+    ordered_names = _union_names([first_names, *(run.curves for run in runs)])
+    return list(filter(drawn_names.__contains__, ordered_names))
 
 
 def _metric_chart(metric_name: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
@@ -134,14 +128,14 @@ def _time_chart(title: str, traces: list[dict[str, Any]]) -> dict[str, Any]:
 def _chart_trace(
     metric_name: str, minutes: NDArray[Any], values: NDArray[Any], **extra_fields: Any
 ) -> dict[str, Any]:
-    shown = [
-        None if not np.isfinite(metric_value) else float(f"{metric_value:.6g}")
-        for metric_value in values.tolist()
-    ]
+    shown_values = []
+    for metric_value in values.tolist():
+        is_finite = np.isfinite(metric_value)
+        shown_values.append(float(f"{metric_value:.6g}") if is_finite else None)
     return {
         "name": metric_name,
         "minutes": np.round(minutes, 5).tolist(),
-        "y": shown,
+        "y": shown_values,
         **extra_fields,
     }
 
@@ -150,10 +144,11 @@ def _trace_label(run: RunFolder, rank_log: LoggedRank, has_several_runs: bool) -
     words = [run.name] if has_several_runs else []
     words.append(f"rank {rank_log.rank}")
     began_s = rank_log.started.get("time", 0)
-    if restarts := sum(
-        earlier_log.started.get("time", 0) < began_s for earlier_log in main_logs(run)
-    ):
-        words.append(f"restart {restarts}")
+    num_restarts = 0
+    for earlier_log in main_logs(run):
+        num_restarts += earlier_log.started.get("time", 0) < began_s
+    if num_restarts:
+        words.append(f"restart {num_restarts}")
     return ", ".join(words)
 
 
@@ -165,13 +160,14 @@ def _sum_buckets(
     edges = np.unique(
         np.linspace(0, len(steps), min(_BUCKETS, len(steps)) + 1).astype(int)
     )
-    column_sums = [
-        np.add.reduceat(steps[metric_name].astype(np.float64), edges[:-1])
-        for metric_name in columns
-    ]
-    return steps["time"][edges[1:] - 1], np.stack(
-        [*column_sums, np.diff(edges).astype(np.float64)]
-    )
+    column_sums = np.add.reduceat(_columns(steps, columns), edges[:-1], axis=1)
+    num_steps = np.diff(edges).astype(np.float64)
+    return steps["time"][edges[1:] - 1], np.vstack([column_sums, num_steps])
+
+
+def _columns(steps: NDArray[Any], names: Sequence[str]) -> NDArray[Any]:
+    """Return the columns of a table of steps as the rows of a matrix."""
+    return np.stack([steps[name].astype(np.float64) for name in names])
 
 
 def _minutes_of_run(run: RunFolder, step_times: NDArray[Any]) -> NDArray[Any]:
@@ -193,45 +189,29 @@ def _throughput_trace(
 def _step_parts(
     run: RunFolder, rank_logs: Sequence[LoggedRank]
 ) -> list[dict[str, Any]]:
-    step_sums = [_sum_buckets(rank_log, PARTS) for rank_log in rank_logs]
-    gap = np.array(
-        [[0.0]] * len(PARTS) + [[1.0]]
-    )  # between two starts: where values are missing, stacked areas become ramps
-    step_times = np.concatenate(
-        [
-            np.concatenate(
-                [step_times[:1] - _EDGE_S, step_times, step_times[-1:] + _EDGE_S]
-            )
-            for step_times, _ in step_sums
-        ]
-    )
-    column_sums = np.concatenate(
-        [
-            step_part
-            for _, column_sums in step_sums
-            for step_part in (gap, column_sums, gap)
-        ],
-        axis=1,
-    )
-    return [
-        _chart_trace(
-            step_part,
-            _minutes_of_run(run, step_times),
-            1e3 * column_sums[index] / column_sums[-1],
-        )
-        for index, step_part in enumerate(PARTS)
-    ]
+    # between two starts: where values are missing, stacked areas become ramps
+    gap = np.array([[0.0]] * len(PARTS) + [[1.0]])
+    all_times: list[NDArray[Any]] = []
+    all_sums: list[NDArray[Any]] = []
+    for rank_log in rank_logs:
+        step_times, column_sums = _sum_buckets(rank_log, PARTS)
+        all_times += [step_times[:1] - _EDGE_S, step_times, step_times[-1:] + _EDGE_S]
+        all_sums += [gap, column_sums, gap]
+    minutes = _minutes_of_run(run, np.concatenate(all_times))
+    *part_sums, num_steps = np.concatenate(all_sums, axis=1)
+    traces = []
+    for step_part, part_sum in zip(PARTS, part_sums, strict=True):
+        traces.append(_chart_trace(step_part, minutes, 1e3 * part_sum / num_steps))
+    return traces
 
 
 def last_values(runs: Sequence[RunFolder]) -> list[list[str]]:
     """Return a row per metric: its name, and for each run its last, lowest and highest value."""
-    metric_names = dict.fromkeys(
-        metric_name for run in runs for metric_name in run.curves
-    )
-    return [
-        [metric_name, *(_last_value(run.curves.get(metric_name)) for run in runs)]
-        for metric_name in metric_names
-    ]
+    table_rows = []
+    for metric_name in _union_names(run.curves for run in runs):
+        curves = [run.curves.get(metric_name) for run in runs]
+        table_rows.append([metric_name, *map(_last_value, curves)])
+    return table_rows
 
 
 def _last_value(curve: Curve | None) -> str:
@@ -244,14 +224,10 @@ def _last_value(curve: Curve | None) -> str:
 
 def time_unit(charts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the unit of the time axes, by the longest one: seconds, minutes or hours, and the units per minute."""
-    longest = max(
-        (
-            max(trace["minutes"], default=0.0)
-            for chart in charts
-            for trace in chart["traces"]
-        ),
-        default=0.0,
-    )
+    longest = 0.0
+    for chart in charts:
+        for trace in chart["traces"]:
+            longest = max(longest, *trace["minutes"], 0.0)
     if longest < 3:
         return {"name": "seconds", "per_minute": 60.0}
     if longest < 180:
@@ -269,47 +245,31 @@ def duration_text(minutes: float) -> str:
 
 def run_events(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """Return the events of all runs, with their minutes since the start of the run."""
-    return [
-        {
-            "run": run.name,
-            **logged_event,
-            "minutes": round((logged_event["time"] - run.began_s) / 60, 4),
-        }
-        for run in runs
-        for logged_event in run.events
-    ]
+    timed_events = []
+    for run in runs:
+        for event in run.events:
+            minutes = round((event["time"] - run.began_s) / 60, 4)
+            timed_events.append({"run": run.name, **event, "minutes": minutes})
+    return timed_events
 
 
 def rank_rows(run: RunFolder) -> list[list[str]]:
     """Return a row per rank: steps, mean and 95th percentile of the step time, and the share of each part."""
     table_rows = []
     for rank in sorted({rank_log.rank for rank_log in run.ranks}):
-        rank_logs = [
-            rank_log.steps
-            for rank_log in run.ranks
-            if rank_log.rank == rank and len(rank_log.steps)
-        ]
-        if not rank_logs:
+        rank_steps = [rank_log.steps for rank_log in _rank_logs(run, rank)]
+        if not rank_steps:
             continue
-        steps = np.concatenate(rank_logs)
-        seconds = np.sum(
-            [steps[step_part].astype(np.float64) for step_part in STEP_PARTS], axis=0
-        )
-        total = max(
-            sum(
-                float(steps[step_part].astype(np.float64).sum()) for step_part in PARTS
-            ),
-            1e-9,
-        )
+        steps = np.concatenate(rank_steps)
+        seconds = _columns(steps, STEP_PARTS).sum(axis=0)
+        part_sums = _columns(steps, PARTS).sum(axis=1)
+        shares = part_sums / max(part_sums.sum(), 1e-9)
         cells = [
             f"{1e3 * seconds.mean():.2f}",
             f"{1e3 * np.percentile(seconds, 95):.2f}",
+            *map("{:.1%}".format, shares),
         ]
-        shares = [
-            f"{float(steps[step_part].astype(np.float64).sum()) / total:.1%}"
-            for step_part in PARTS
-        ]
-        table_rows.append([str(rank), str(len(steps)), *cells, *shares])
+        table_rows.append([str(rank), str(len(steps)), *cells])
     return table_rows
 
 
@@ -331,30 +291,24 @@ _MEANINGS: Final = MappingProxyType(
 def cause_rows(step_sums: Goodput) -> list[list[str]]:
     """Return a row per cause of the wall time: its name, time, share and meaning; causes that took no time are left out."""
     wall = max(step_sums.wall_s, 1e-9)
-    return [
-        [cause, duration_text(seconds / 60), f"{seconds / wall:.1%}", _MEANINGS[cause]]
-        for cause, seconds in step_sums.seconds.items()
-        if seconds > 0 or cause == "useful"
-    ]
+    table_rows = []
+    for cause, seconds in step_sums.seconds.items():
+        if seconds > 0 or cause == "useful":
+            share = f"{seconds / wall:.1%}"
+            duration = duration_text(seconds / 60)
+            table_rows.append([cause, duration, share, _MEANINGS[cause]])
+    return table_rows
 
 
 def difference_rows(runs: Sequence[RunFolder]) -> list[list[str]]:
     """Return a row per setting or fact that differs between runs: its name and its value in each."""
-    tables = [
-        {
-            **{
-                setting_name: setting_value
-                for setting_name, (setting_value, _) in run.settings.items()
-            },
-            **run.environment,
-        }
-        for run in runs
-    ]
-    metric_names = dict.fromkeys(
-        metric_name for table in tables for metric_name in table
-    )
-    table_rows = [
-        [metric_name, *(table.get(metric_name, "—") for table in tables)]
-        for metric_name in metric_names
-    ]
-    return [row for row in table_rows if len(set(row[1:])) > 1]
+    tables = []
+    for run in runs:
+        table = {name: setting for name, (setting, _) in run.settings.items()}
+        tables.append(table | run.environment)
+    table_rows = []
+    for name in _union_names(tables):
+        cells = [table.get(name, "—") for table in tables]
+        if len(set(cells)) > 1:
+            table_rows.append([name, *cells])
+    return table_rows

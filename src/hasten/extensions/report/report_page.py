@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ def report_page(runs: Sequence[RunFolder]) -> str:
         "unit": report_data.time_unit(charts),
         "colours": report_data.COLOURS,
     }
+    run_names = ", ".join(run.name for run in runs)
     placeholders = {
-        "__TITLE__": escape(f"hasten report: {', '.join(run.name for run in runs)}"),
+        "__TITLE__": escape(f"hasten report: {run_names}"),
         "__TABLES__": "\n".join(_run_tables(runs)),
         "__DATA__": script_json(content),
         "__DRAWING__": _read_file("report_svg.js"),
@@ -49,8 +50,9 @@ def _read_file(setting_name: str) -> str:
 
 def _run_tables(runs: Sequence[RunFolder]) -> list[str]:
     tables: list[str] = []
+    run_names = [run.name for run in runs]
     if len(runs) > 1:
-        table_heading = ["setting or fact", *(run.name for run in runs)]
+        table_heading = ["setting or fact", *run_names]
         tables.append(
             _table_html(
                 "What differs", table_heading, report_data.difference_rows(runs)
@@ -60,7 +62,7 @@ def _run_tables(runs: Sequence[RunFolder]) -> list[str]:
         tables.append(
             _table_html(
                 "Last values (lowest to highest)",
-                ["metric", *(run.name for run in runs)],
+                ["metric", *run_names],
                 table_rows,
             )
         )
@@ -78,14 +80,10 @@ def _run_tables(runs: Sequence[RunFolder]) -> list[str]:
         if table_rows := report_data.rank_rows(run):
             table_heading = ["rank", "updates", "step (ms)", "95 % below", *PARTS]
             tables.append(_table_html(f"Ranks{of_run}", table_heading, table_rows))
-        events = [
-            [
-                report_data.duration_text(event["minutes"]),
-                str(event["event"]),
-                _event_details(event),
-            ]
-            for event in report_data.run_events([run])
-        ]
+        events = []
+        for event in report_data.run_events([run]):
+            duration = report_data.duration_text(event["minutes"])
+            events.append([duration, str(event["event"]), _event_details(event)])
         if events:
             tables.append(
                 _folded_html(
@@ -94,10 +92,9 @@ def _run_tables(runs: Sequence[RunFolder]) -> list[str]:
                     events[:500],
                 )
             )
-        settings = [
-            [setting_name, value, source]
-            for setting_name, (value, source) in sorted(run.settings.items())
-        ]
+        settings = []
+        for setting_name, (value, source) in sorted(run.settings.items()):
+            settings.append([setting_name, value, source])
         if settings:
             tables.append(
                 _folded_html(
@@ -105,19 +102,17 @@ def _run_tables(runs: Sequence[RunFolder]) -> list[str]:
                 )
             )
         if run.environment:
-            table_rows = [
-                [setting_name, value] for setting_name, value in run.environment.items()
-            ]
+            table_rows = list(map(list, run.environment.items()))
             tables.append(_folded_html(f"Environment{of_run}", ["", ""], table_rows))
     return tables
 
 
 def _event_details(event: dict[str, object]) -> str:
-    return ", ".join(
-        f"{event[key]}{' s' if key == 'seconds' else ''}"
-        for key in ("words", "seconds", "error")
-        if key in event
-    )
+    details = []
+    for key, unit in (("words", ""), ("seconds", " s"), ("error", "")):
+        if key in event:
+            details.append(f"{event[key]}{unit}")
+    return ", ".join(details)
 
 
 def _table_html(
@@ -135,7 +130,12 @@ def _folded_html(
 def _cells_html(
     table_heading: Sequence[str], table_rows: Sequence[Sequence[str]]
 ) -> str:
-    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in table_rows]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in table_heading)
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    lines = [_row_html("th", table_heading)]
+    for table_row in table_rows:
+        lines.append(_row_html("td", table_row))
+    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
+
+
+def _row_html(tag: str, cells: Iterable[str]) -> str:
+    tagged_cells = [f"<{tag}>{escape(cell)}</{tag}>" for cell in cells]
+    return f"<tr>{''.join(tagged_cells)}</tr>"

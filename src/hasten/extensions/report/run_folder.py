@@ -46,86 +46,61 @@ class RunFolder:
     @property
     def began_s(self) -> float:
         """Start of the run, in seconds since 1970."""
-        times = [
-            float(rank_log.started["time"])
-            for rank_log in self.ranks
-            if rank_log.started
-        ]
-        times += [
-            float(curve.times.min())
-            for curve in self.curves.values()
-            if len(curve.times)
-        ]
+        times = []
+        for rank_log in self.ranks:
+            if rank_log.started:
+                times.append(float(rank_log.started["time"]))
+        for curve in self.curves.values():
+            if len(curve.times):
+                times.append(float(curve.times.min()))
         return min(times, default=0.0)
+
+    @property
+    def _latest_start(self) -> Mapping[str, Any]:
+        for rank_log in reversed(self.ranks):
+            if rank_log.rank == 0 and rank_log.started:
+                return rank_log.started
+        return {}
 
     @property
     def settings(self) -> dict[str, tuple[str, str]]:
         """Name -> value and source: the Accelerator's settings, then those of the tracker."""
-        settings_by_name = {
-            value_name: (str(value), "given to init_trackers")
-            for value_name, value in self.config.items()
-        }
-        started_event = next(
-            (
-                rank_log.started
-                for rank_log in reversed(self.ranks)
-                if rank_log.rank == 0 and rank_log.started
-            ),
-            {},
-        )
-        settings_by_name |= {
-            value_name: (str(masked_value(value_name, value)), source)
-            for value_name, (value, source) in started_event.get("settings", {}).items()
-        }
+        settings_by_name = {}
+        for name, value in self.config.items():
+            settings_by_name[name] = (str(value), "given to init_trackers")
+        settings = self._latest_start.get("settings", {})
+        for name, (value, source) in settings.items():
+            settings_by_name[name] = (str(masked_value(name, value)), source)
         return settings_by_name
 
     @property
     def environment(self) -> dict[str, str]:
         """Machine and package versions, as of the latest start."""
-        started_event = next(
-            (
-                rank_log.started
-                for rank_log in reversed(self.ranks)
-                if rank_log.rank == 0 and rank_log.started
-            ),
-            {},
-        )
-        plain = {
-            value_name: started_event.get(value_name)
-            for value_name in ("command", "strategy", "world_size", "device", "host")
-        }
-        facts_by_name = {
-            value_name: masked(str(value))
-            for value_name, value in plain.items()
-            if value is not None
-        }
-        return facts_by_name | {
-            str(value_name): str(value)
-            for value_name, value in started_event.get("versions", {}).items()
-        }
+        started_event = self._latest_start
+        facts_by_name = {}
+        for name in ("command", "strategy", "world_size", "device", "host"):
+            if started_event.get(name) is not None:
+                facts_by_name[name] = masked(str(started_event[name]))
+        for package_name, version in started_event.get("versions", {}).items():
+            facts_by_name[str(package_name)] = str(version)
+        return facts_by_name
 
     @property
     def events(self) -> list[dict[str, Any]]:
         """Events of the main process, by time; starts after the first are called restarts."""
         logged_events: list[dict[str, Any]] = []
-        for number, rank_log in enumerate(
-            rank_log for rank_log in self.ranks if rank_log.rank == 0
-        ):
+        main_logs = [rank_log for rank_log in self.ranks if rank_log.rank == 0]
+        for number, rank_log in enumerate(main_logs):
             for event in rank_log.events:
-                if number and event.get("event") == "started":
+                kind = event.get("event", "")
+                if number and kind == "started":
                     kind = "restarted"
-                else:
-                    kind = event.get("event", "")
-                details: dict[str, Any] = masked_tree(
-                    {
-                        key: event[key]
-                        for key in ("seconds", "error", "words")
-                        if key in event
-                    }
-                )
-                logged_events.append(
-                    {"event": kind, "time": float(event.get("time", 0.0)), **details}
-                )
+                time_s = float(event.get("time", 0.0))
+                shown_event = {"event": kind, "time": time_s}
+                for key in ("seconds", "error", "words"):
+                    if key in event:
+                        shown_event |= masked_tree({key: event[key]})
+                logged_events.append(shown_event)
         return sorted(logged_events, key=lambda event: float(event["time"]))
 
 
@@ -147,10 +122,8 @@ def read_run(folder: str | Path) -> RunFolder:
     for path in files:
         suffix = "" if len(files) == 1 else f" ({path.parent.name})"
         records = _read_records(path)
-        curves |= {
-            f"{value_name}{suffix}": curve
-            for value_name, curve in _read_curves(records).items()
-        }
+        for value_name, curve in _read_curves(records).items():
+            curves[f"{value_name}{suffix}"] = curve
         settings = path.with_name("config.json")
         if settings.exists():
             config |= dict(
@@ -165,9 +138,10 @@ def read_run(folder: str | Path) -> RunFolder:
 
 
 def _metrics_files(root: Path) -> list[Path]:
-    return sorted(
-        {path for depth in _DEPTH for path in root.glob(f"{depth}metrics.jsonl")}
-    )
+    paths: set[Path] = set()
+    for depth in _DEPTH:
+        paths.update(root.glob(f"{depth}metrics.jsonl"))
+    return sorted(paths)
 
 
 def _read_records(path: Path) -> list[dict[str, Any]]:
@@ -180,9 +154,8 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
         except msgspec.DecodeError:  # truncated when its process died
             continue
         if "rewind" in record:
-            logged_records = [
-                row for row in logged_records if row["step"] <= record["rewind"]
-            ]
+            last_step = record["rewind"]
+            logged_records = [row for row in logged_records if row["step"] <= last_step]
         elif "step" in record:
             logged_records.append(record)
     return logged_records
@@ -197,9 +170,7 @@ def _read_curves(records: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
                 points_by_name.setdefault(value_name, []).append(
                     (record["step"], record["time"], float(number))
                 )
-    return {
-        value_name: _curve_of(points) for value_name, points in points_by_name.items()
-    }
+    return {name: _curve_of(points) for name, points in points_by_name.items()}
 
 
 def _curve_of(points: list[tuple[int, float, float]]) -> Curve:
@@ -210,8 +181,7 @@ def _curve_of(points: list[tuple[int, float, float]]) -> Curve:
 def _flatten_config(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
     if not isinstance(tree, dict):
         return [(prefix, tree)]
-    return [
-        pair
-        for key, value in tree.items()
-        for pair in _flatten_config(value, f"{prefix}.{key}" if prefix else str(key))
-    ]
+    flat_config = []
+    for key, subtree in tree.items():
+        flat_config += _flatten_config(subtree, f"{prefix}.{key}" if prefix else key)
+    return flat_config

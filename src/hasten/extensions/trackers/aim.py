@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hasten.optional import need
-from hasten.tracking.base import Entry, ImageEntry, Run, Tracker
+from hasten.tracking.base import Entry, ImageEntry, Run, Tracker, to_gray
 
 
 class AimTracker(Tracker):
@@ -35,10 +35,11 @@ class AimTracker(Tracker):
             "experiment": run.project,
             "capture_terminal_logs": False,
             "force_resume": run.resume is not None,
-            **({"run_hash": run.resume.run_id} if run.resume else {}),
             **self._options,
             **run.options,
         }
+        if run.resume:
+            run_options.setdefault("run_hash", run.resume.run_id)
         self._run = self._aim.Run(**run_options)
         self._run.name = run.run_id
         if run.config:
@@ -61,10 +62,7 @@ class AimTracker(Tracker):
     def log_images(self, entry: ImageEntry) -> None:
         """Track the images of a name as one sequence element."""
         for value_name, images in entry.images.items():
-            aim_images = [
-                self._aim.Image(image.squeeze(2) if image.shape[2] == 1 else image)
-                for image in images
-            ]
+            aim_images = [self._aim.Image(to_gray(image)) for image in images]
             self._run.track(
                 aim_images, name=value_name, step=entry.step, **entry.options
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hasten.optional import need
-from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
+from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker, to_gray
 
 
 class ClearmlTracker(Tracker):
@@ -73,20 +73,20 @@ class ClearmlTracker(Tracker):
         for value_name, images in entry.images.items():
             for index, image in enumerate(images):
                 title, series = _split_title(value_name)
-                series = series if len(images) == 1 else f"{series}_{index}"
-                flat_image = image.squeeze(2) if image.shape[2] == 1 else image
+                if len(images) > 1:
+                    series = f"{series}_{index}"
                 logger.report_image(
                     title=title,
                     series=series,
                     iteration=entry.step,
-                    image=flat_image,
+                    image=to_gray(image),
                     **entry.options,
                 )
 
     def log_table(self, entry: TableEntry) -> None:
         """Report the table with its header."""
         title, series = _split_title(entry.name)
-        table = [list(entry.columns), *(list(row) for row in entry.rows)]
+        table = list(map(list, [entry.columns, *entry.rows]))
         logger = self._task.get_logger()
         logger.report_table(
             title=title,
@@ -113,4 +113,4 @@ class ClearmlTracker(Tracker):
 def _split_title(value_name: str) -> tuple[str, str]:
     """Return the ClearML plot and line of a name: `train/loss` is the line `loss` in the plot `train`."""
     title, slash, series = value_name.partition("/")
-    return (title, series) if slash else (value_name, value_name)
+    return title, series if slash else value_name

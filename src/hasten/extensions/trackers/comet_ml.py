@@ -34,11 +34,9 @@ class CometTracker(Tracker):
         comet = need("comet_ml", why='log_with="comet_ml"')
         start_options = {**self._options, **run.options}
         start_parameters = set(inspect.signature(comet.start).parameters)
-        config_options = {
-            name: start_options.pop(name)
-            for name in list(start_options)
-            if name not in start_parameters
-        }
+        config_options = {}
+        for name in set(start_options) - start_parameters:
+            config_options[name] = start_options.pop(name)
         if "experiment_config" not in start_options:
             # the user's choice takes precedence
             user_folder = environment.snapshot().get("COMET_OFFLINE_DIRECTORY")

@@ -77,18 +77,15 @@ class MlflowTracker(Tracker):
     def _experiment(self, value_name: str) -> str:
         """Return the id of the experiment of this name, which is created if there is none."""
         existing_experiment = self.client.get_experiment_by_name(value_name)
-        return str(
-            existing_experiment.experiment_id
-            if existing_experiment
-            else self.client.create_experiment(value_name, self._artifacts)
-        )
+        if existing_experiment:
+            return str(existing_experiment.experiment_id)
+        return str(self.client.create_experiment(value_name, self._artifacts))
 
     def log_params(self, values: Mapping[str, Any]) -> None:
         """Record settings, in batches that MLflow accepts."""
-        params = [
-            self._mlflow.entities.Param(value_name, str(value))
-            for value_name, value in values.items()
-        ]
+        params = []
+        for value_name, value in values.items():
+            params.append(self._mlflow.entities.Param(value_name, str(value)))
         for batch_start in range(0, len(params), _BATCH):
             self.client.log_batch(
                 self.run_id, params=params[batch_start : batch_start + _BATCH]
@@ -97,18 +94,13 @@ class MlflowTracker(Tracker):
     def log(self, entry: Entry) -> None:
         """Log numbers as metrics and strings as tags, in one call."""
         entities, time_ms = self._mlflow.entities, int(entry.time_s * 1000)
-        metrics = [
-            entities.Metric(value_name, value, time_ms, entry.step)
-            for value_name, value in entry.numbers.items()
-        ]
-        tags = [
-            entities.RunTag(value_name, value)
-            for value_name, value in entry.texts.items()
-        ]
+        metrics = []
+        for value_name, number in entry.numbers.items():
+            metrics.append(entities.Metric(value_name, number, time_ms, entry.step))
+        tags = [entities.RunTag(name, text) for name, text in entry.texts.items()]
         self.client.log_batch(self.run_id, metrics=metrics, tags=tags, **entry.options)
 
     def finish(self, failed: bool) -> None:
         """Set the final status."""
-        self.client.set_terminated(
-            self.run_id, status="FAILED" if failed else "FINISHED"
-        )
+        status = "FAILED" if failed else "FINISHED"
+        self.client.set_terminated(self.run_id, status=status)

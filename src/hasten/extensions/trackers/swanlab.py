@@ -8,7 +8,7 @@ from typing import Any
 
 from hasten.optional import need
 from hasten.runtime import env as environment
-from hasten.tracking.base import Entry, ImageEntry, Run, Tracker
+from hasten.tracking.base import Entry, ImageEntry, Run, Tracker, to_rgb
 
 
 class SwanlabTracker(Tracker):
@@ -58,23 +58,16 @@ class SwanlabTracker(Tracker):
 
     def log(self, entry: Entry) -> None:
         """Log numbers as scalars and strings as texts."""
-        texts = {
-            value_name: self._swanlab.Text(text)
-            for value_name, text in entry.texts.items()
-        }
-        self._run.log({**entry.numbers, **texts}, step=entry.step, **entry.options)
+        values = dict(entry.numbers)
+        for value_name, text in entry.texts.items():
+            values[value_name] = self._swanlab.Text(text)
+        self._run.log(values, step=entry.step, **entry.options)
 
     def log_images(self, entry: ImageEntry) -> None:
         """Log the images of a name together."""
-        media = {
-            value_name: [
-                self._swanlab.Image(
-                    image.repeat(3, 2) if image.shape[2] == 1 else image
-                )
-                for image in images
-            ]
-            for value_name, images in entry.images.items()
-        }
+        media = {}
+        for value_name, images in entry.images.items():
+            media[value_name] = [self._swanlab.Image(to_rgb(image)) for image in images]
         self._run.log(media, step=entry.step, **entry.options)
 
     def finish(self, failed: bool) -> None:

@@ -33,7 +33,7 @@ class TensorboardTracker(Tracker):
         need("tensorboard", why='log_with="tensorboard"')
         self._options = {**self._options, **run.options}
         self._folder = run.directory / run.project / run.run_id
-        self._open(purge_step=run.resume.step + 1 if run.resume else None)
+        self._open_writer(purge_step=run.resume.step + 1 if run.resume else None)
         if run.config and not run.resume:
             self._write_config(run)
         return run.run_id
@@ -60,7 +60,7 @@ class TensorboardTracker(Tracker):
     def rewind(self, step: int) -> None:
         """Open another event file that hides the steps after `step`."""
         self._writer.close()
-        self._open(purge_step=step + 1)
+        self._open_writer(purge_step=step + 1)
 
     def flush(self) -> None:
         """Write pending events."""
@@ -70,7 +70,7 @@ class TensorboardTracker(Tracker):
         """Close the writer."""
         self._writer.close()
 
-    def _open(self, purge_step: int | None) -> None:
+    def _open_writer(self, purge_step: int | None) -> None:
         writer = need("torch.utils.tensorboard").SummaryWriter
         self._writer = writer(
             **{"log_dir": str(self._folder), "purge_step": purge_step, **self._options}
@@ -80,11 +80,9 @@ class TensorboardTracker(Tracker):
         self._writer.add_text(
             "config", f"```json\n{json.dumps(run.shown_config, indent=2)}\n```", 0
         )
-        settings = {
-            value_name: value
-            if isinstance(value, (bool, int, float, str))
-            else json.dumps(value)
-            for value_name, value in flatten_values(run.shown_config)
-        }
+        settings = {}
+        for value_name, value in flatten_values(run.shown_config):
+            is_scalar = isinstance(value, (bool, int, float, str))
+            settings[value_name] = value if is_scalar else json.dumps(value)
         for summary in need("torch.utils.tensorboard.summary").hparams(settings, {}):
             self._writer.file_writer.add_summary(summary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hasten.optional import need
-from hasten.tracking.base import Entry, ImageEntry, Run, Tracker
+from hasten.tracking.base import Entry, ImageEntry, Run, Tracker, to_rgb
 
 
 class TrackioTracker(Tracker):
@@ -50,15 +50,11 @@ class TrackioTracker(Tracker):
 
     def log_images(self, entry: ImageEntry) -> None:
         """Log every image."""
-        media = {
-            run_name
-            if len(images) == 1
-            else f"{run_name}_{index}": self._trackio.Image(
-                image.repeat(3, 2) if image.shape[2] == 1 else image
-            )
-            for run_name, images in entry.images.items()
-            for index, image in enumerate(images)
-        }
+        media = {}
+        for value_name, images in entry.images.items():
+            for index, image in enumerate(images):
+                tag = value_name if len(images) == 1 else f"{value_name}_{index}"
+                media[tag] = self._trackio.Image(to_rgb(image))
         self._run.log(media, step=entry.step, **entry.options)
 
     def finish(self, failed: bool) -> None:

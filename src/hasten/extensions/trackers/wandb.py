@@ -7,7 +7,7 @@ from typing import Any
 
 from hasten.optional import need
 from hasten.runtime import env as environment
-from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
+from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker, to_gray
 
 
 class WandbTracker(Tracker):
@@ -33,11 +33,13 @@ class WandbTracker(Tracker):
         env = environment.snapshot()
         # the user's choice takes precedence
         folder = env.get("WANDB_DIR") or str(run.directory)
+        if run.resume:
+            run_id = run.resume.run_id
+        else:
+            run_id = env.get("WANDB_RUN_ID") or run.run_id
         identity_options = {
             "dir": folder,
-            "id": run.resume.run_id
-            if run.resume
-            else env.get("WANDB_RUN_ID") or run.run_id,
+            "id": run_id,
             "resume": "allow",
             "reinit": "create_new",
         }
@@ -62,20 +64,15 @@ class WandbTracker(Tracker):
 
     def log_images(self, entry: ImageEntry) -> None:
         """Log the images as wandb media."""
-        media = {
-            value_name: [
-                self._wandb.Image(image.squeeze(2) if image.shape[2] == 1 else image)
-                for image in images
-            ]
-            for value_name, images in entry.images.items()
-        }
+        media = {}
+        for value_name, images in entry.images.items():
+            media[value_name] = [self._wandb.Image(to_gray(image)) for image in images]
         self._run.log(media, step=entry.step, **entry.options)
 
     def log_table(self, entry: TableEntry) -> None:
         """Log a wandb Table."""
-        table = self._wandb.Table(
-            columns=list(entry.columns), data=[list(row) for row in entry.rows]
-        )
+        rows = list(map(list, entry.rows))
+        table = self._wandb.Table(columns=list(entry.columns), data=rows)
         self._run.log({entry.name: table}, step=entry.step, **entry.options)
 
     def finish(self, failed: bool) -> None:
