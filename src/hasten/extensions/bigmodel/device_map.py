@@ -144,11 +144,10 @@ def infer_auto_device_map(
     if not offload_buffers:
         devices = _without_buffers(devices, module_groups, model, dtype)
     module_placement = place_modules(module_groups, devices)
-    used_sizes = {
-        device_key: readable(size)
-        for device_key, size in module_placement.used.items()
-        if size
-    }
+    used_sizes = {}
+    for device_key, size in module_placement.used.items():
+        if size:
+            used_sizes[device_key] = readable(size)
     log.info(
         "device map: %s; %s of the first device are reserved for offloaded modules",
         used_sizes,
@@ -194,15 +193,15 @@ def _without_buffers(
         return devices
     offload_keys = {device.key for device in devices if device.offload}
     device_of_module = place_modules(module_groups, devices).places
-    offloaded_prefixes = tuple(
-        f"{buffer_name}."
-        for buffer_name, device_key in device_of_module.items()
-        if device_key in offload_keys
-    )
+    offloaded_prefixes = []
+    for buffer_name, device_key in device_of_module.items():
+        if device_key in offload_keys:
+            offloaded_prefixes.append(f"{buffer_name}.")
+
     buffer_bytes = sum(
         tensor_bytes(buffer, as_dtype(dtype))
         for buffer_name, buffer in model.named_buffers()
-        if buffer_name.startswith(offloaded_prefixes)
+        if buffer_name.startswith(tuple(offloaded_prefixes))
         or device_of_module.get(buffer_name) in offload_keys
     )
     reduced_device = replace(
@@ -226,7 +225,10 @@ def module_nodes(
         return id(tensor), tensor_bytes(tensor, stored_dtype)
 
     def visit(prefix: str, module: nn.Module) -> Iterator[Node]:
-        name_prefix = f"{prefix}." if prefix else ""
+        if prefix:
+            name_prefix = f"{prefix}."
+        else:
+            name_prefix = ""
         direct_tensors = [*module._parameters.items(), *module._buffers.items()]
         yield from (
             Node(name_prefix + tensor_name, frozenset([size(direct_tensor)]))
@@ -266,15 +268,15 @@ def get_balanced_memory(
 ) -> dict[DeviceKey, int]:
     """Return limits that spread the model evenly over the accelerators; `low_zero` leaves the first one to other work."""
     memory_limits = get_max_memory(max_memory)
-    accelerator_keys = [
-        device_key
-        for device_key in memory_limits
-        if device_key not in OFFLOAD and memory_limits[device_key] > 0
-    ]
+    accelerator_keys = []
+    for device_key in memory_limits:
+        if device_key not in OFFLOAD and memory_limits[device_key] > 0:
+            accelerator_keys.append(device_key)
     module_groups = group_modules(module_nodes(model, no_split_module_classes, dtype))
+    device_limits = [memory_limits[device_key] for device_key in accelerator_keys]
     balanced_limits = balance_limits(
         module_groups,
-        [memory_limits[device_key] for device_key in accelerator_keys],
+        device_limits,
         low_zero,
     )
     return {
@@ -303,7 +305,10 @@ def clean_device_map(
             if not entry_name.startswith(name_prefix):
                 short_map[entry_name] = entry_device
         return short_map
-    depth = len(name_prefix.split(".")) if name_prefix else 1
+    if name_prefix:
+        depth = len(name_prefix.split("."))
+    else:
+        depth = 1
     child_names = dict.fromkeys(
         ".".join(entry_name.split(".")[:depth])
         for entry_name in inner_names
@@ -322,11 +327,10 @@ def check_device_map(
 ) -> None:
     """Raise unless every tensor of the model has a device, and every name of the map exists in the model."""
     tensor_names = [entry_name for entry_name, _ in named_tensors(model)]
-    unplaced_names = [
-        entry_name
-        for entry_name in tensor_names
-        if owner_in(device_map, entry_name) is None
-    ]
+    unplaced_names = []
+    for entry_name in tensor_names:
+        if owner_in(device_map, entry_name) is None:
+            unplaced_names.append(entry_name)
     if unplaced_names:
         raise ConfigError(
             f"the device map has no entry for {_list_names(unplaced_names)}, so the model could not run. Add an entry "
@@ -335,9 +339,7 @@ def check_device_map(
     existing_names = {
         entry_name for entry_name, _ in model.named_modules(remove_duplicate=False)
     } | set(tensor_names)
-    unknown_names = [
-        entry_name for entry_name in device_map if entry_name not in existing_names
-    ]
+    unknown_names = [name for name in device_map if name not in existing_names]
     if unknown_names:
         raise ConfigError(
             f"the device map names {_list_names(unknown_names)}, which {type(model).__name__} does not have; the entries would have no effect. Use "
@@ -349,7 +351,9 @@ def owner_in(device_map: Mapping[str, object], tensor_name: str) -> str | None:
     """Return the longest entry of the map that contains `name`, or None."""
     while tensor_name and tensor_name not in device_map:
         tensor_name = tensor_name.rpartition(".")[0]
-    return tensor_name if tensor_name in device_map else None
+    if tensor_name in device_map:
+        return tensor_name
+    return None
 
 
 def _list_names(names: Sequence[str]) -> str:
@@ -378,11 +382,10 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
             continue
         for tensor_name in tied_names:
             owner_module, tensor_key = parent_of(model, tensor_name)
-            table = (
-                owner_module._parameters
-                if tensor_key in owner_module._parameters
-                else owner_module._buffers
-            )
+            if tensor_key in owner_module._parameters:
+                table = owner_module._parameters
+            else:
+                table = owner_module._buffers
             table[tensor_key] = shared_tensor  # type: ignore[assignment]  # a parameter in the one table, a buffer in the other
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from hasten.extensions.bigmodel.device_map import (
     tensor_of,
 )
 from hasten.extensions.bigmodel.offload_files import find_disk_weights
-from hasten.extensions.bigmodel.packs import PackedTensor, Table, mapped_entry
+from hasten.extensions.bigmodel.packs import Pack, PackedTensor, Table, mapped_entry
 from hasten.extensions.bigmodel.placed import (
     PlacedForward,
     StreamedForward,
@@ -67,11 +67,10 @@ def device_of(device_key: Place) -> torch.device:
 
 def main_device_of(device_map: Mapping[str, Place]) -> torch.device:
     """Return the device on which offloaded modules compute: the first accelerator of the map, else the CPU."""
-    device_keys = [
-        device_key
-        for device_key in device_map.values()
-        if str(device_key) not in OFFLOAD
-    ]
+    device_keys = []
+    for device_key in device_map.values():
+        if str(device_key) not in OFFLOAD:
+            device_keys.append(device_key)
     return device_of(device_keys[0]) if device_keys else torch.device("cpu")
 
 
@@ -107,11 +106,10 @@ def dispatch_model(
     device_names = {
         entry_name: str(device_key) for entry_name, device_key in device_map.items()
     }
-    streamed_names = {
-        entry_name
-        for entry_name, device_key in device_names.items()
-        if device_key in offload_kinds
-    }
+    streamed_names = set()
+    for entry_name, device_key in device_names.items():
+        if device_key in offload_kinds:
+            streamed_names.add(entry_name)
     if state_dict:
         _fill_meta_tensors(model, state_dict)
     on_disk = _tensors_on(model, device_names, "disk", offload_buffers)
@@ -119,19 +117,17 @@ def dispatch_model(
     # the index may also list weights that are still to be read into host memory
     if offload_index is not None:
         host_names = _tensors_on(model, device_names, "cpu", offload_buffers)
-        unread_names = [
-            entry_name
-            for entry_name in host_names
-            if entry_name in offload_index and tensor_of(model, entry_name).is_meta
-        ]
+        unread_names = []
+        for entry_name in host_names:
+            if entry_name in offload_index and tensor_of(model, entry_name).is_meta:
+                unread_names.append(entry_name)
         disk_pieces |= find_disk_weights(model, unread_names, None, offload_index)
     _refuse_empty(model, streamed_names, disk_pieces)
     _place_tensors(model, device_map, offload_kinds, compute_device, offload_buffers)
-    resident_kinds = {
-        device_of(device_key).type
-        for entry_name, device_key in device_map.items()
-        if entry_name not in streamed_names
-    }
+    resident_kinds = set()
+    for entry_name, device_key in device_map.items():
+        if entry_name not in streamed_names:
+            resident_kinds.add(device_of(device_key).type)
     if streamed_names or force_hooks or resident_kinds != {"cpu"}:
         _attach_forwards(
             model, device_map, streamed_names, compute_device, skipped_keys
@@ -171,11 +167,11 @@ def _tensors_on(
     tensor_names = (
         named_tensor.name for named_tensor in tensors_in(model, "", buffers)
     )
-    return [
-        name
-        for name in tensor_names
-        if device_names[owner_in(device_names, name) or ""] == device_name
-    ]
+    selected_names = []
+    for name in tensor_names:
+        if device_names[owner_in(device_names, name) or ""] == device_name:
+            selected_names.append(name)
+    return selected_names
 
 
 def _fill_meta_tensors(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
@@ -188,11 +184,11 @@ def _fill_meta_tensors(model: nn.Module, state_dict: Mapping[str, Tensor]) -> No
                 )
                 if tensor is not None and tensor.is_meta and loaded_tensor is not None:
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    tensor_table[tensor_key] = (
-                        nn.Parameter(loaded_tensor, tensor.requires_grad)
-                        if is_parameter
-                        else loaded_tensor
-                    )
+                    if is_parameter:
+                        loaded_tensor = nn.Parameter(
+                            loaded_tensor, tensor.requires_grad
+                        )
+                    tensor_table[tensor_key] = loaded_tensor
 
 
 def _refuse_empty(
@@ -239,11 +235,11 @@ def _place_tensors(
             target_device = device_of(device_key)
         device_copies = copies_by_tensor[id(named_tensor.tensor)]
         if target_device not in device_copies:
-            device_copies[target_device] = (
-                _copy_to(named_tensor.tensor, target_device)
-                if device_copies
-                else _move_to(named_tensor.tensor, target_device)
-            )
+            if device_copies:
+                device_copy = _copy_to(named_tensor.tensor, target_device)
+            else:
+                device_copy = _move_to(named_tensor.tensor, target_device)
+            device_copies[target_device] = device_copy
         named_tensor.table[named_tensor.key] = device_copies[target_device]
     for named_tensor in waiting_tensors:
         device_copies = copies_by_tensor[id(named_tensor.tensor)]
@@ -320,12 +316,25 @@ def _attach_forwards(
 def _called_modules(module: nn.Module) -> list[nn.Module]:
     """Return the module itself, or the items of a module list, which is never called."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return [
-            called_module
-            for child_module in module.children()
-            for called_module in _called_modules(child_module)
-        ]
+        called_modules = []
+        for child_module in module.children():
+            called_modules += _called_modules(child_module)
+        return called_modules
     return [module]
+
+
+def _rest_in_pool(packs: Sequence[Pack], host_pool: HostPool) -> None:
+    """Move the tensors that rest in host memory into the pool."""
+    unpinned_bytes = 0
+    for pack in packs:
+        for entry in pack.entries:
+            rests_in_memory = entry.piece is None or entry.to_host
+            if rests_in_memory and host_pool.adopt(entry.resting_tensor) is None:
+                unpinned_bytes += aligned_bytes(entry.num_bytes)
+    if unpinned_bytes:
+        host_pool.reserve(unpinned_bytes)
+    for pack in packs:
+        pack.move_to_host(host_pool)
 
 
 def _start_streaming(
@@ -340,11 +349,8 @@ def _start_streaming(
         return owner_in(device_names, name) in streamed_names
 
     named_tensors = list(tensors_in(model, "", buffers=True))
-    resident_ids = {
-        id(model_tensor.tensor)
-        for model_tensor in named_tensors
-        if not streams(model_tensor.name)
-    }
+    resident_tensors = [named for named in named_tensors if not streams(named.name)]
+    resident_ids = {id(named.tensor) for named in resident_tensors}
     unit_cuts = cut_into_units(
         model,
         lambda name: streams(name) and id(tensor_of(model, name)) not in resident_ids,
@@ -366,21 +372,7 @@ def _start_streaming(
     units = make_units(unit_cuts, entry_of)
     unit_packs = list(dict.fromkeys(pack for unit in units for pack in unit.packs))
     host_pool = HostPool(compute_device.type != "cpu")
-    host_entries = [
-        entry
-        for pack in unit_packs
-        for entry in pack.entries
-        if entry.piece is None or entry.to_host
-    ]
-    unpinned_bytes = sum(
-        aligned_bytes(entry.num_bytes)
-        for entry in host_entries
-        if host_pool.adopt(entry.resting_tensor) is None
-    )
-    if unpinned_bytes:
-        host_pool.reserve(unpinned_bytes)
-    for pack in unit_packs:
-        pack.move_to_host(host_pool)
+    _rest_in_pool(unit_packs, host_pool)
     streamer = Streamer(compute_device, units, options.resident)
     for index, unit in enumerate(units):
         forwarding.replace(unit.module, StreamedForward(streamer, index, options.skip))
@@ -495,9 +487,9 @@ class CpuOffload(ModelHook):
         execution_device: Place | None = None,
         prev_module_hook: UserCpuOffloadHook | None = None,
     ) -> None:
-        self.execution_device = (
-            choose_device(0) if execution_device is None else execution_device
-        )
+        if execution_device is None:
+            execution_device = choose_device(0)
+        self.execution_device = execution_device
         self.prev_module_hook = prev_module_hook
 
     def init_hook(self, module: nn.Module) -> nn.Module:

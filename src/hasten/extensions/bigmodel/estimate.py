@@ -104,9 +104,9 @@ def _shape_of_factory(target: str) -> ModelShape:
         raise ConfigError(
             f"{target!r} cannot be built: {error}. Write module:function, found from this folder."
         ) from error
-    return shape_of_model(
-        built_model[0] if isinstance(built_model, tuple) else built_model, target
-    )
+    if isinstance(built_model, tuple):
+        built_model = built_model[0]
+    return shape_of_model(built_model, target)
 
 
 def _has_weights(path: Path) -> bool:
@@ -141,10 +141,9 @@ def shape_of_model(model: nn.Module, name: str) -> ModelShape:
     blocks = {type(block).__name__ for block in repeated_blocks(model)}
     width = next((parameter.element_size() for parameter in model.parameters()), 4)
     count = sum(parameter.numel() for parameter in model.parameters())
-    sizes = [
-        module_group.num_bytes // width
-        for module_group in group_modules(module_nodes(model, blocks))
-    ]
+    sizes = []
+    for module_group in group_modules(module_nodes(model, blocks)):
+        sizes.append(module_group.num_bytes // width)
     return ModelShape(name, count, max(sizes, default=0))
 
 

@@ -251,16 +251,15 @@ def _compare_names(
     checkpoint: str | Path,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the missing and the unexpected names, after checking that shapes agree."""
-    model_names = {
-        named_tensor.name
-        for tied_tensors in tensor_groups
-        for named_tensor in tied_tensors
-    }
-    missing_names = tuple(
-        tied_tensors[0].name
-        for tied_tensors in tensor_groups
-        if not any(named_tensor.name in stored_pieces for named_tensor in tied_tensors)
-    )
+    model_names = set()
+    for tied_tensors in tensor_groups:
+        for named_tensor in tied_tensors:
+            model_names.add(named_tensor.name)
+    missing_names = []
+    for tied_tensors in tensor_groups:
+        if not any(named_tensor.name in stored_pieces for named_tensor in tied_tensors):
+            missing_names.append(tied_tensors[0].name)
+
     unexpected_names = tuple(name for name in stored_pieces if name not in model_names)
     for tied_tensors in tensor_groups:
         for named_tensor in tied_tensors:
@@ -282,7 +281,7 @@ def _compare_names(
             checkpoint,
             _list_names(missing_names),
         )
-    return missing_names, unexpected_names
+    return tuple(missing_names), unexpected_names
 
 
 def _target_tensor(
@@ -416,6 +415,5 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _list_names(names: Sequence[str]) -> str:
     if not names:
         return "nothing"
-    return ", ".join(names[:3]) + (
-        f" and {len(names) - 3} more" if len(names) > 3 else ""
-    )
+    remainder = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + remainder

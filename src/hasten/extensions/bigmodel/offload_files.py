@@ -265,11 +265,11 @@ def _write_missing(
             file_piece is None or file_piece.data.shape != tensor.shape
         ):
             continue  # tensors without values are reported by the caller
-        written_tensors[name] = (
-            file_piece.data.to(tensor.dtype)
-            if tensor.is_meta and file_piece is not None
-            else tensor.detach().cpu()
-        )
+        if tensor.is_meta and file_piece is not None:
+            written_tensor = file_piece.data.to(tensor.dtype)
+        else:
+            written_tensor = tensor.detach().cpu()
+        written_tensors[name] = written_tensor
     if not written_tensors:
         return {}
     target_folder = Path(folder)

@@ -68,9 +68,10 @@ class Pack:
 
     def move_to_host(self, host_pool: HostPool) -> None:
         """Move tensors that rest in host memory into the pool; the model's tensor objects stay the same where possible."""
-        file_copies = [
-            _plan_read(entry, host_pool) for entry in self.entries if entry.to_host
-        ]
+        file_copies = []
+        for entry in self.entries:
+            if entry.to_host:
+                file_copies.append(_plan_read(entry, host_pool))
         if file_copies:
             run_copies(file_copies)
         for entry in self.entries:
@@ -108,9 +109,9 @@ class Pack:
             or [view.requires_grad for view in pack_views] != gradient_flags
         ):
             with torch.inference_mode(False), torch.no_grad():
-                pack_views = [
-                    _make_view(entry, buffer, start_byte) for entry in self.entries
-                ]
+                pack_views = []
+                for entry in self.entries:
+                    pack_views.append(_make_view(entry, buffer, start_byte))
             if len(self.views) >= _VIEWS_KEPT:
                 self.views.pop(next(iter(self.views)))
             self.views[start_byte] = pack_views
@@ -186,11 +187,9 @@ def _move_to_pool(entry: PackedTensor, host_pool: HostPool) -> None:
         )
         shaped_tensor.copy_(resting_tensor)
         if resting_tensor.is_inference():
-            resting_tensor = entry.resting_tensor = (
-                _make_parameter(shaped_tensor, resting_tensor)
-                if isinstance(resting_tensor, nn.Parameter)
-                else shaped_tensor
-            )
+            if isinstance(resting_tensor, nn.Parameter):
+                shaped_tensor = _make_parameter(shaped_tensor, resting_tensor)
+            resting_tensor = entry.resting_tensor = shaped_tensor
             entry.replace_in_model(resting_tensor)
         else:
             resting_tensor.data = shaped_tensor
@@ -234,10 +233,10 @@ def _pinned_segments(entries: Sequence[PackedTensor]) -> list[tuple[int, Tensor]
                 joined_ranges[-1] = (offset, host_slab, first, stop_byte)
                 continue
         joined_ranges.append((entry.offset, host_slab, start_byte, stop_byte))
-    return [
-        (offset, host_slab[start_byte:stop_byte])
-        for offset, host_slab, start_byte, stop_byte in joined_ranges
-    ]
+    host_ranges = []
+    for offset, host_slab, start_byte, stop_byte in joined_ranges:
+        host_ranges.append((offset, host_slab[start_byte:stop_byte]))
+    return host_ranges
 
 
 def mapped_entry(

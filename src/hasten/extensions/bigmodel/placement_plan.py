@@ -88,13 +88,12 @@ def place_modules(
     reserve = 0
     device_indices = _fill_devices(module_groups, devices, reserve)
     while True:
-        spilled_sizes = [
-            module_group.num_bytes
-            for module_group, device_index in zip(
-                module_groups, device_indices, strict=False
-            )
-            if devices[device_index].offload
-        ]
+        spilled_sizes = []
+        for module_group, device_index in zip(
+            module_groups, device_indices, strict=False
+        ):
+            if devices[device_index].offload:
+                spilled_sizes.append(module_group.num_bytes)
         needed_reserve = STREAMED_AT_ONCE * max(spilled_sizes, default=0)
         if needed_reserve <= reserve:
             break
@@ -164,7 +163,10 @@ def balance_limits(
     With `low_first` the first device gets only the modules that the others cannot hold. The last device keeps its limit. If even
     the full limits do not hold the model, they are returned unchanged.
     """
-    spread_limits = memory_limits[1:] if low_first else memory_limits
+    if low_first:
+        spread_limits = memory_limits[1:]
+    else:
+        spread_limits = memory_limits
     if len(spread_limits) < 2 and not (low_first and len(memory_limits) > 1):
         return list(memory_limits)
     total_bytes = sum(module_group.num_bytes for module_group in module_groups)
@@ -214,9 +216,9 @@ def _smallest_first_limit(
 def _fit_limits(
     module_groups: Sequence[ModuleGroup], memory_limits: Sequence[int]
 ) -> bool:
-    devices = [
-        Device(device_index, limit) for device_index, limit in enumerate(memory_limits)
-    ]
+    devices = []
+    for device_index, limit in enumerate(memory_limits):
+        devices.append(Device(device_index, limit))
     return len(_fill_devices(module_groups, devices, 0)) == len(module_groups)
 
 
@@ -225,6 +227,8 @@ def readable(num_bytes: int) -> str:
     size = float(num_bytes)
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.3g} {unit}"
+            if unit == "bytes":
+                return f"{size:.0f} {unit}"
+            return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.4g} TB"

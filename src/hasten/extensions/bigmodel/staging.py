@@ -30,11 +30,10 @@ class Ring:
         self, key: Hashable, size: int, keep: Collection[Hashable]
     ) -> tuple[Span, list[Hashable]] | None:
         """Return a range for `key` and the evicted keys; None if the keys in `keep` leave no space."""
-        fixed_spans = [
-            fixed_span
-            for held_key, fixed_span in self.spans_by_key.items()
-            if held_key in keep
-        ]
+        fixed_spans = []
+        for held_key, fixed_span in self.spans_by_key.items():
+            if held_key in keep:
+                fixed_spans.append(fixed_span)
         fixed_stops = sorted(fixed_span.stop for fixed_span in fixed_spans)
         for start in (self._next, 0, *fixed_stops):
             span = Span(start, start + size)
@@ -42,11 +41,10 @@ class Ring:
                 continue
             if any(span.meets(fixed_span) for fixed_span in fixed_spans):
                 continue
-            evicted_keys = [
-                held_key
-                for held_key, held_span in self.spans_by_key.items()
-                if held_span.meets(span)
-            ]
+            evicted_keys = []
+            for held_key, held_span in self.spans_by_key.items():
+                if held_span.meets(span):
+                    evicted_keys.append(held_key)
             self.drop(evicted_keys)
             self.spans_by_key[key] = span
             self._next = span.stop

@@ -98,11 +98,10 @@ class Streamer:
     @property
     def device_bytes(self) -> int:
         """Device memory held for weights."""
-        home_sizes = (
-            pack_state.home.numel()
-            for pack_state in self._states.values()
-            if pack_state.home is not None
-        )
+        home_sizes = []
+        for pack_state in self._states.values():
+            if pack_state.home is not None:
+                home_sizes.append(pack_state.home.numel())
         return self._arena.numel() + sum(home_sizes)
 
     @property
@@ -115,9 +114,10 @@ class Streamer:
         )
 
     def _keep_some(self, budget: int) -> None:
-        outer_packs = [
-            pack for unit in self.units if unit.resident for pack in unit.packs
-        ]
+        outer_packs = []
+        for unit in self.units:
+            if unit.resident:
+                outer_packs += unit.packs
         for pack in outer_packs:
             self._give_home(pack)
         unplaced_packs = [
@@ -249,11 +249,10 @@ class Streamer:
 
     def _fixed(self, sooner_packs: Sequence[Pack]) -> set[Pack]:
         """Return the packs that must not be evicted."""
-        used_packs = {
-            pack
-            for pack, pack_state in self._states.items()
-            if pack_state.span is not None and pack_state.users
-        }
+        used_packs = set()
+        for pack, pack_state in self._states.items():
+            if pack_state.span is not None and pack_state.users:
+                used_packs.add(pack)
         return used_packs | set(self._unpacked) | set(sooner_packs)
 
     def _take_span(self, pack: Pack, fixed_packs: set[Pack]) -> bool:
@@ -279,10 +278,11 @@ class Streamer:
             return
         computed_mark = self._lanes.mark()
         if pack.segments:
-            copy_pairs = [
-                (target_memory[pack_offset : pack_offset + source.numel()], source)
-                for pack_offset, source in pack.segments
-            ]
+            copy_pairs = []
+            for pack_offset, source in pack.segments:
+                copy_pairs.append(
+                    (target_memory[pack_offset : pack_offset + source.numel()], source)
+                )
             pack_state.ready = self._lanes.fetch(copy_pairs, computed_mark)
             return
         if self._thread is None:

@@ -106,11 +106,11 @@ def set_tensor(
 def _constructor_options(parameter: Tensor) -> dict[str, Any]:
     """Return the attributes of a parameter that its class takes as arguments."""
     class_arguments = signature(type(parameter)).parameters
-    return {
-        name: attribute_value
-        for name, attribute_value in parameter.__dict__.items()
-        if name in class_arguments
-    }
+    arguments = {}
+    for name, attribute_value in parameter.__dict__.items():
+        if name in class_arguments:
+            arguments[name] = attribute_value
+    return arguments
 
 
 def set_module_tensor_to_device(
@@ -157,9 +157,10 @@ def align_module_device(
     if target_device is None:
         yield
         return
-    original_params = {
-        name: param for name, param in module._parameters.items() if param is not None
-    }
+    original_params = {}
+    for name, param in module._parameters.items():
+        if param is not None:
+            original_params[name] = param
     try:
         for name, param in original_params.items():
             if param.device != target_device:

@@ -34,11 +34,10 @@ class Unit:
         if len(module_parameters) == self.num_parameters or self.resident:
             return
         self.num_parameters = len(module_parameters)
-        packed_ids = {
-            id(entry.resting_tensor)
-            for pack in self.packs
-            for entry in (*pack.entries, *pack.loose)
-        }
+        packed_ids = set()
+        for pack in self.packs:
+            for entry in (*pack.entries, *pack.loose):
+                packed_ids.add(id(entry.resting_tensor))
         for parameter in module_parameters:
             if (
                 id(parameter) not in packed_ids
@@ -51,19 +50,18 @@ class Unit:
 def put_loose(entry: PackedTensor, device: torch.device) -> None:
     """Make the model use a copy of a tensor that is not plain memory, moved with `Tensor.to`."""
     moved: Any = entry.resting_tensor.detach().to(device)
-    entry.replace_in_model(
-        nn.Parameter(moved, requires_grad=False)
-        if isinstance(entry.resting_tensor, nn.Parameter)
-        else moved
-    )
+    if isinstance(entry.resting_tensor, nn.Parameter):
+        moved = nn.Parameter(moved, requires_grad=False)
+    entry.replace_in_model(moved)
 
 
 def refresh_weight_lists(recurrent: Sequence[nn.RNNBase]) -> None:
     """Refresh the weight lists of recurrent modules with their current weights."""
     for module in recurrent:
-        module._flat_weights = [
-            getattr(module, name, None) for name in module._flat_weights_names
-        ]
+        flat_weights = []
+        for name in module._flat_weights_names:
+            flat_weights.append(getattr(module, name, None))
+        module._flat_weights = flat_weights
 
 
 def largest_window_bytes(
@@ -123,7 +121,10 @@ def tensors_in(
     )
     for module_path, submodule in named_modules:
         name_prefix = ".".join(word for word in (prefix, module_path) if word)
-        name_prefix = f"{name_prefix}." if name_prefix else ""
+        if name_prefix:
+            name_prefix = f"{name_prefix}."
+        else:
+            name_prefix = ""
         tables: list[Table] = [submodule._parameters]  # type: ignore[list-item]
         if buffers:
             tables.append(submodule._buffers)
@@ -159,11 +160,10 @@ def cut_into_units(
             or isinstance(module, _WHOLE)
         )
         is_undivided = is_one_unit or not any(True for _ in module.children())
-        offloaded_tensors = [
-            named_tensor
-            for named_tensor in tensors_in(module, name, buffers, recurse=is_undivided)
-            if offloaded(named_tensor.name)
-        ]
+        offloaded_tensors = []
+        for named_tensor in tensors_in(module, name, buffers, recurse=is_undivided):
+            if offloaded(named_tensor.name):
+                offloaded_tensors.append(named_tensor)
         if isinstance(module, _NEVER_CALLED) and parent_cut is not None:
             parent_cut.tensors += offloaded_tensors
             module_cut = parent_cut
@@ -200,14 +200,14 @@ def make_units(
 ) -> list[Unit]:
     """Return the units with their packs; tensors shared by the same units form a separate pack, fetched once for all."""
     places_by_tensor: dict[int, list[tuple[Table, str]]] = {}
+    known_places: set[tuple[int, str]] = set()
     users_by_tensor: dict[int, list[int]] = {}
     for cut_index, unit_cut in enumerate(unit_cuts):
         for tensor in unit_cut.tensors:
             tensor_places = places_by_tensor.setdefault(id(tensor.tensor), [])
-            if not any(
-                table is tensor.table and key == tensor.key
-                for table, key in tensor_places
-            ):
+            # by identity: tables compare their tensors
+            if (id(tensor.table), tensor.key) not in known_places:
+                known_places.add((id(tensor.table), tensor.key))
                 tensor_places.append((tensor.table, tensor.key))
             if cut_index not in users_by_tensor.setdefault(id(tensor.tensor), []):
                 users_by_tensor[id(tensor.tensor)].append(cut_index)
@@ -220,11 +220,10 @@ def make_units(
             user_indices = tuple(users_by_tensor[id(tensor.tensor)])
             pack = shared_packs.get(user_indices)
             if pack is None:
-                pack = shared_packs[user_indices] = Pack(
-                    unit_cut.name
-                    if len(user_indices) == 1
-                    else f"shared by {len(user_indices)} blocks"
-                )
+                num_users = len(user_indices)
+                shared_name = f"shared by {num_users} blocks"
+                pack_name = unit_cut.name if num_users == 1 else shared_name
+                pack = shared_packs[user_indices] = Pack(pack_name)
             if id(tensor.tensor) not in entries_by_tensor:
                 entries_by_tensor[id(tensor.tensor)] = entry = entry_of(
                     tensor, places_by_tensor[id(tensor.tensor)]
@@ -232,11 +231,8 @@ def make_units(
                 pack.add(entry)
             if pack not in unit_packs:
                 unit_packs.append(pack)
-        recurrent = [
-            submodule
-            for submodule in unit_cut.module.modules()
-            if isinstance(submodule, nn.RNNBase)
-        ]
+        submodules = unit_cut.module.modules()
+        recurrent = [module for module in submodules if isinstance(module, nn.RNNBase)]
         units.append(
             Unit(
                 unit_cut.module,

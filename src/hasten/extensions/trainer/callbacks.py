@@ -202,11 +202,11 @@ class CallbackList:
     def _find_listeners(self) -> None:
         for event in EVENTS:
             base_method = getattr(TrainerCallback, event)
-            self._listeners[event] = [
-                getattr(callback, event)
-                for callback in self.callbacks
-                if getattr(type(callback), event) is not base_method
-            ]
+            listeners = []
+            for callback in self.callbacks:
+                if getattr(type(callback), event) is not base_method:
+                    listeners.append(getattr(callback, event))
+            self._listeners[event] = listeners
 
     def call(self, event: str, **kwargs: Any) -> None:  # Any: keywords of the event
         """Call an event of every callback that overrides it, in the order they were added."""
@@ -351,17 +351,16 @@ class ProgressCallback(TrainerCallback):
         if self._bar is None:
             return
         logs = kwargs["logs"]
-        if bar_values := {
-            metric_name: logged_value
-            for metric_name, logged_value in logs.items()
-            if metric_name in ("loss", args.best_metric)
-        }:
+        bar_values = {}
+        for metric_name, logged_value in logs.items():
+            if metric_name in ("loss", args.best_metric):
+                bar_values[metric_name] = logged_value
+        if bar_values:
             self._bar.show(**bar_values)
-        value_words = [
-            f"{metric_name} {_value_words(logged_value)}"
-            for metric_name, logged_value in logs.items()
-            if not metric_name.endswith(_TIMES)
-        ]
+        value_words = []
+        for metric_name, logged_value in logs.items():
+            if not metric_name.endswith(_TIMES):
+                value_words.append(f"{metric_name} {_value_words(logged_value)}")
         log_line = " | ".join(
             [f"step {state.global_step}/{state.max_steps}", *value_words]
         )

@@ -27,11 +27,10 @@ def default_data_collator(features: list[Any]) -> Any:  # Any: samples of any ty
         return default_collate(features)
     batch = {}
     for column_name in features[0]:
-        column_values = [
-            torch.as_tensor(feature[column_name])
-            for feature in features
-            if feature[column_name] is not None
-        ]
+        column_values = []
+        for feature in features:
+            if feature[column_name] is not None:
+                column_values.append(torch.as_tensor(feature[column_name]))
         if len(column_values) != len(features):
             continue  # a column that some samples lack cannot be used
         if len({column_value.shape for column_value in column_values}) > 1:
@@ -85,17 +84,15 @@ class DataCollatorWithPadding:
             for column_name in features[0]
         }
         if "input_ids" in columns and "attention_mask" not in columns:
-            columns["attention_mask"] = [
-                torch.ones_like(ids) for ids in columns["input_ids"]
-            ]
+            columns["attention_mask"] = list(map(torch.ones_like, columns["input_ids"]))
         batch = {}
         for column_name, column_values in columns.items():
             batch_key = "labels" if column_name in _RENAMED else column_name
-            batch[batch_key] = (
-                torch.stack(column_values)
-                if column_values[0].ndim == 0
-                else self._pad_values(column_values, self._padding_value(batch_key))
-            )
+            if column_values[0].ndim == 0:
+                batch[batch_key] = torch.stack(column_values)
+            else:
+                padding_value = self._padding_value(batch_key)
+                batch[batch_key] = self._pad_values(column_values, padding_value)
         return batch
 
     def _padding_value(self, batch_key: str) -> int:
@@ -133,11 +130,10 @@ LABELS: Final = ("labels", "label", "label_ids")
 def taken_by(model: nn.Module, label_names: Sequence[str]) -> frozenset[str] | None:
     """Return the argument names of the model's forward, and the label names; None if it accepts any name."""
     parameters = inspect.signature(model.forward).parameters.values()
-    parameter_names = [
-        parameter.name
-        for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    ]
+    parameter_names = []
+    for parameter in parameters:
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            parameter_names.append(parameter.name)
     if not parameter_names:
         return None
     return frozenset([*parameter_names, *LABELS, *label_names])

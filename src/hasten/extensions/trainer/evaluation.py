@@ -88,26 +88,20 @@ def run_evaluation(
         metrics["loss"] = loss_sum / weight
     if trainer.compute_metrics is not None and labels is not None and not loss_only:
         computed_metrics = trainer.compute_metrics(EvalPrediction(predictions, labels))
-        metrics.update(
-            {
-                metric_name: getattr(
-                    metric_value, "item", lambda metric_value=metric_value: metric_value
-                )()
-                for metric_name, metric_value in computed_metrics.items()
-            }
-        )
+        for metric_name, metric_value in computed_metrics.items():
+            if hasattr(metric_value, "item"):
+                metric_value = metric_value.item()
+            metrics[metric_name] = metric_value
     seconds = slowest_rank_s(accelerator, time.perf_counter() - began_s)
     metrics |= {
         "runtime": round(seconds, 4),
         "samples_per_second": round(num_samples / seconds, 3),
         "steps_per_second": round(num_batches / seconds, 3),
     }
-    prefixed_metrics = {
-        metric_name
-        if metric_name.startswith(f"{prefix}_")
-        else f"{prefix}_{metric_name}": metric_value
-        for metric_name, metric_value in metrics.items()
-    }
+    prefixed_metrics = {}
+    for metric_name, metric_value in metrics.items():
+        bare_name = metric_name.removeprefix(f"{prefix}_")
+        prefixed_metrics[f"{prefix}_{bare_name}"] = metric_value
     return PredictionOutput(predictions, labels, prefixed_metrics)
 
 
@@ -169,9 +163,9 @@ def _collect_rows(
         values,
     )
     if accelerator.num_processes > 1:
-        widths = [
-            tensor.shape[1] if tensor.ndim > 1 else 0 for tensor in trees.tensors(rows)
-        ]
+        widths = []
+        for tensor in trees.tensors(rows):
+            widths.append(tensor.shape[1] if tensor.ndim > 1 else 0)
         most = iter(
             accelerator.reduce(
                 torch.tensor(widths, device=accelerator.device), "max", axes=BATCH

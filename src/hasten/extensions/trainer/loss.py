@@ -53,11 +53,10 @@ def loss_in(outputs: Any, unlabelled: bool = False) -> Tensor:
 def outputs_besides_loss(outputs: Any, has_loss: bool) -> Any:
     """Return a model's output without its loss: a single tensor alone, several as a tuple, None for nothing."""
     if isinstance(outputs, Mapping):
-        model_outputs = tuple(
-            value
-            for key, value in outputs.items()
-            if key not in ("loss", "past_key_values")
-        )
+        outputs = dict(outputs)
+        outputs.pop("loss", None)
+        outputs.pop("past_key_values", None)
+        model_outputs = tuple(outputs.values())
     elif isinstance(outputs, (tuple, list)):
         model_outputs = tuple(outputs[1:] if has_loss else outputs)
     else:
@@ -70,9 +69,10 @@ def labels_in(inputs: Any, names: Sequence[str]) -> Tensor | None:
     """Return the first label tensor of a batch."""
     if not isinstance(inputs, Mapping):
         return None
-    return next(
-        (inputs[name] for name in names if isinstance(inputs.get(name), Tensor)), None
-    )
+    for name in names:
+        if isinstance(inputs.get(name), Tensor):
+            return inputs[name]
+    return None
 
 
 def num_items(labels: Tensor | None, shifted: bool) -> Tensor | None:

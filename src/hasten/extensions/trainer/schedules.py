@@ -143,9 +143,10 @@ def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer:
 
     Raises: SettingValueError for a name without an optimizer.
     """
-    trained_parameters = [
-        parameter for parameter in model.parameters() if parameter.requires_grad
-    ]
+    trained_parameters = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            trained_parameters.append(parameter)
     param_groups = [
         {
             "params": [p for p in trained_parameters if p.ndim >= 2],
@@ -153,9 +154,7 @@ def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer:
         },
         {"params": [p for p in trained_parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    param_groups = [
-        param_group for param_group in param_groups if param_group["params"]
-    ]
+    param_groups = [group for group in param_groups if group["params"]]
     # Any: numbers and pairs
     adam_options: dict[str, Any] = {
         "lr": args.learning_rate,

@@ -93,11 +93,10 @@ def job_sockets(socket_folder: Path, job: int | None) -> list[Path]:
 
 def _of_job(socket_folder: Path, job: int) -> list[Path]:
     """Return the sockets of a job: of several Accelerators in a process, the newest one's."""
-    newest = {
-        (address.rank, address.pid): socket_path
-        for address, socket_path in sorted(live_sockets(socket_folder))
-        if address.job == job
-    }
+    newest = {}
+    for address, socket_path in sorted(live_sockets(socket_folder)):
+        if address.job == job:
+            newest[(address.rank, address.pid)] = socket_path
     return list(newest.values())
 
 

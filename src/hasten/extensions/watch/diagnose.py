@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Final, Literal
 
-from hasten.extensions.watch.state import IDLE_SHARE, Cause, ObservedRank, State
+from hasten.extensions.watch.state import (
+    IDLE_SHARE,
+    Cause,
+    ObservedRank,
+    State,
+    Status,
+)
 from hasten.runtime.nodelist import ranks_in_words
 
 
@@ -97,91 +106,63 @@ def diagnose_stall(
     observed_ranks: Sequence[ObservedRank], io_patience_s: float = 60.0
 ) -> Diagnosis | None:
     """Return the cause of a wait; None if no rank waits, or all missing ranks are expected to take long."""
-    present_states = {
-        observed_rank.rank: observed_rank.state
-        for observed_rank in observed_ranks
-        if observed_rank.status == "here" and observed_rank.state is not None
-    }
-    rank_states = {
-        rank: rank_state
-        for rank, rank_state in present_states.items()
-        if not rank_state.moves
-    }
+    ranks_by_status: dict[Status, list[ObservedRank]] = defaultdict(list)
+    for observed_rank in observed_ranks:
+        ranks_by_status[observed_rank.status].append(observed_rank)
+    silent_ranks = ranks_by_status.pop("silent", [])
+    present_ranks = ranks_by_status.pop("here", [])
+    lost_ranks = list(chain(*ranks_by_status.values()))
+    present_states = [rank.state for rank in present_ranks if rank.state is not None]
+    moving_states = [rank_state for rank_state in present_states if rank_state.moves]
+    rank_states = {state.rank: state for state in present_states if not state.moves}
     groups_ahead = _groups_ahead(rank_states)
-    waiting_ranks = tuple(
-        rank
-        for rank, rank_state in rank_states.items()
-        if rank_state.waits or (groups_ahead[rank] and rank_state.kind == "device")
-    )
-    if not waiting_ranks:
+    waiting_states = []
+    working_states = []
+    for rank, rank_state in rank_states.items():
+        waits_on_device = rank_state.kind == "device" and groups_ahead[rank]
+        if rank_state.waits or waits_on_device:
+            waiting_states.append(rank_state)
+        else:
+            working_states.append(rank_state)
+    if not waiting_states:
         return None
-    lost_ranks = [
-        observed_rank
-        for observed_rank in observed_ranks
-        if observed_rank.status in ("left", "failed", "gone", "stopped")
-    ]
-    working_states = [
-        rank_state
-        for rank, rank_state in rank_states.items()
-        if rank not in waiting_ranks
-    ]
-    if needed_ranks := [
-        observed_rank
-        for observed_rank in lost_ranks
-        if _is_needed(
-            observed_rank,
-            [rank_states[rank] for rank in waiting_ranks],
-            bool(working_states),
-        )
-    ]:
+    waiting_ranks = tuple(rank_state.rank for rank_state in waiting_states)
+    is_needed = partial(_is_needed, waiting_states, bool(working_states))
+    if needed_ranks := list(filter(is_needed, lost_ranks)):
         return _diagnose_lost(waiting_ranks, needed_ranks)
-    silent_ranks = [
-        observed_rank
-        for observed_rank in observed_ranks
-        if observed_rank.status == "silent"
-    ]
     if working_states:
         return _diagnose_uneven(
             rank_states, waiting_ranks, groups_ahead, working_states
         ) or _diagnose_working(waiting_ranks, working_states, io_patience_s)
     if silent_ranks:
         return _diagnose_silent(waiting_ranks, silent_ranks)
-    if moving_states := [
-        rank_state for rank_state in present_states.values() if rank_state.moves
-    ]:
-        return _diagnose_moving(
-            waiting_ranks,
-            [rank_state for rank_state in moving_states if not rank_state.block],
-        )
+    if moving_states:
+        unblocked_states = [state for state in moving_states if not state.block]
+        return _diagnose_moving(waiting_ranks, unblocked_states)
     return _diagnose_all_waiting(rank_states, groups_ahead)
 
 
 def _groups_ahead(rank_states: Mapping[int, State]) -> dict[int, set[str]]:
     """Return, for each rank, the groups in which it has started a collective that another rank has not."""
     groups_ahead: dict[int, set[str]] = {rank: set() for rank in rank_states}
-    for group_name in {
-        group_name
-        for rank_state in rank_states.values()
-        for group_name in rank_state.counts
-    }:
-        collective_counts = {
-            rank: rank_state.counts[group_name]
-            for rank, rank_state in rank_states.items()
-            if group_name in rank_state.counts
-        }
-        if group_name.startswith(_BARRIER_PREFIX):
-            collective_counts = {
-                rank: rank_state.counts.get(group_name, 0)
-                for rank, rank_state in rank_states.items()
-            }
+    for group_name in _group_names(rank_states.values()):
+        is_barrier = group_name.startswith(_BARRIER_PREFIX)
+        collective_counts = {}
+        for rank, rank_state in rank_states.items():
+            if is_barrier or group_name in rank_state.counts:
+                collective_counts[rank] = rank_state.counts.get(group_name, 0)
         for rank, collective_count in collective_counts.items():
             if collective_count > min(collective_counts.values()):
                 groups_ahead[rank].add(group_name)
     return groups_ahead
 
 
+def _group_names(rank_states: Iterable[State]) -> set[str]:
+    return set().union(*(rank_state.counts for rank_state in rank_states))
+
+
 def _is_needed(
-    observed_rank: ObservedRank, waiting_ranks: Sequence[State], others_work: bool
+    waiting_ranks: Sequence[State], others_work: bool, observed_rank: ObservedRank
 ) -> bool:
     """Return whether ranks wait for this one.
 
@@ -192,43 +173,34 @@ def _is_needed(
         return True
     if observed_rank.note is None or observed_rank.note.counts is None:
         return not others_work
-    collective_counts = observed_rank.note.counts
-    return any(
-        rank_state.barrier
-        or any(
-            group_name in collective_counts
-            and collective_count > collective_counts[group_name]
-            for group_name, collective_count in rank_state.counts.items()
-        )
-        for rank_state in waiting_ranks
-    )
+    final_counts = observed_rank.note.counts
+    for rank_state in waiting_ranks:
+        if rank_state.barrier or _is_ahead(rank_state.counts, final_counts):
+            return True
+    return False
+
+
+def _is_ahead(counts: Mapping[str, int], other_counts: Mapping[str, int]) -> bool:
+    """Return whether more collectives were started in a group that both counts have."""
+    common_groups = counts.keys() & other_counts.keys()
+    return any(counts[group] > other_counts[group] for group in common_groups)
 
 
 def _diagnose_lost(
     waiting_ranks: tuple[int, ...], lost_ranks: Sequence[ObservedRank]
 ) -> Diagnosis:
-    status = next(
-        status
-        for status in ("failed", "stopped", "gone", "left")
-        if any(observed_rank.status == status for observed_rank in lost_ranks)
-    )
-    lost_alike = [
-        observed_rank for observed_rank in lost_ranks if observed_rank.status == status
-    ]
-    rank_numbers = tuple(observed_rank.rank for observed_rank in lost_alike)
+    statuses = [observed_rank.status for observed_rank in lost_ranks]
+    status = min(statuses, key=("failed", "stopped", "gone", "left").index)
+    lost_alike = [lost_rank for lost_rank in lost_ranks if lost_rank.status == status]
+    rank_numbers = tuple(lost_rank.rank for lost_rank in lost_alike)
     rank_words = ranks_in_words(rank_numbers)
-    end_words = next(
-        (
-            observed_rank.note.ended
-            for observed_rank in lost_alike
-            if observed_rank.note is not None and observed_rank.note.ended
-        ),
-        "",
-    )
+    notes = [lost_rank.note for lost_rank in lost_alike if lost_rank.note]
+    end_words = next(filter(None, (note.ended for note in notes)), "")
     match status:
         case "stopped":
             sentence = f"{rank_words} {_is_or_are(rank_numbers)} stopped (SIGSTOP, Ctrl-Z or a debugger)"
-            cure = f"resume it with `kill -CONT {lost_alike[0].note.pid if lost_alike[0].note else 'PID'}`, or find out why it was stopped."
+            pid = lost_alike[0].note.pid if lost_alike[0].note else "PID"
+            cure = f"resume it with `kill -CONT {pid}`, or find out why it was stopped."
         case "left":
             sentence = f"{rank_words} ended without an error{end_words and f' {end_words}'}, while other ranks still needed it"
             cure = (
@@ -260,14 +232,11 @@ def _diagnose_uneven(
     working: Sequence[State],
 ) -> Diagnosis | None:
     """Return a diagnosis if ranks have reached the end of training while others wait for them in a step."""
-    ending_states = [
-        rank_state for rank_state in working if rank_state.kind == "ending"
-    ]
-    training_states = [
-        rank_states[rank]
-        for rank in waiting_ranks
-        if rank_states[rank].kind in _TRAINING_KINDS and groups_ahead[rank]
-    ]
+    ending_states = [state for state in working if state.kind == "ending"]
+    training_states = []
+    for rank in waiting_ranks:
+        if rank_states[rank].kind in _TRAINING_KINDS and groups_ahead[rank]:
+            training_states.append(rank_states[rank])
     if not ending_states or not training_states:
         return None
     rank_numbers = tuple(sorted(rank_state.rank for rank_state in ending_states))
@@ -294,25 +263,25 @@ def _diagnose_uneven(
 def _diagnose_working(
     waiting_ranks: tuple[int, ...], working: Sequence[State], io_patience_s: float
 ) -> Diagnosis | None:
-    busy_states = [
-        rank_state
-        for rank_state in working
-        if not _may_take_its_time(rank_state, io_patience_s)
-    ]
+    busy_states = []
+    for rank_state in working:
+        if not _may_take_its_time(rank_state, io_patience_s):
+            busy_states.append(rank_state)
     if not busy_states:
         return None
-    rank_state = max(busy_states, key=lambda rank_state: rank_state.quiet_s)
-    cause, activity, remedy = describe_occupation(rank_state)
-    if rank_state.last:
-        last_collective = f"; its last collective was {rank_state.last.words()}, {rank_state.last_ago_s:.0f} s ago"
+    quietest = max(busy_states, key=lambda rank_state: rank_state.quiet_s)
+    cause, activity, remedy = describe_occupation(quietest)
+    if quietest.last:
+        last_collective = f"; its last collective was {quietest.last.words()}, {quietest.last_ago_s:.0f} s ago"
     else:
         last_collective = ""
+    busy_ranks = sorted(rank_state.rank for rank_state in busy_states)
     return Diagnosis(
         cause,
         waiting_ranks,
-        tuple(sorted(rank_state.rank for rank_state in busy_states)),
+        tuple(busy_ranks),
         wait_end="perhaps",
-        sentence=f"rank {rank_state.rank} {activity} ({rank_state.quiet_s:.0f} s){last_collective}",
+        sentence=f"rank {quietest.rank} {activity} ({quietest.quiet_s:.0f} s){last_collective}",
         cure=remedy,
     )
 
@@ -330,15 +299,12 @@ def _diagnose_silent(
     waiting_ranks: tuple[int, ...], silent: Sequence[ObservedRank]
 ) -> Diagnosis:
     rank_numbers = tuple(observed_rank.rank for observed_rank in silent)
-    process_words = ", ".join(
-        f"pid {observed_rank.note.pid} on {observed_rank.note.host}"
-        for observed_rank in silent[:4]
-        if observed_rank.note is not None
-    )
-    if all(observed_rank.note is None for observed_rank in silent):
+    notes = [observed_rank.note for observed_rank in silent if observed_rank.note]
+    if not notes:
         silence_words = f"{ranks_in_words(rank_numbers)} has not created an Accelerator yet, or its machine has failed"
     else:
-        silence_words = f"{ranks_in_words(rank_numbers)} ({process_words}) does not respond: native code that holds the GIL, or a failed machine"
+        processes = ", ".join(f"pid {note.pid} on {note.host}" for note in notes[:4])
+        silence_words = f"{ranks_in_words(rank_numbers)} ({processes}) does not respond: native code that holds the GIL, or a failed machine"
     return Diagnosis(
         "silent",
         waiting_ranks,
@@ -359,6 +325,7 @@ def _diagnose_moving(
     if not moving:
         return None
     rank_numbers = tuple(rank_state.rank for rank_state in moving)
+    subject = "it has" if len(rank_numbers) == 1 else "they have"
     return Diagnosis(
         "elsewhere",
         waiting_ranks,
@@ -366,7 +333,7 @@ def _diagnose_moving(
         wait_end="perhaps",
         sentence=(
             f"{ranks_in_words(rank_numbers)} {_is_or_are(rank_numbers)} busy with other collectives, now at {moving[0].spot.words()}, while others wait in one "
-            f"that {'it has' if len(rank_numbers) == 1 else 'they have'} not started"
+            f"that {subject} not started"
         ),
         cure=(
             "make the same calls in the same order on every rank of a group; if only some ranks have work, use main_process_first(), or "
@@ -383,9 +350,8 @@ def _diagnose_all_waiting(
     # then the same call from different lines is one collective
     is_even = not any(groups_ahead.values())
     for rank, rank_state in rank_states.items():
-        ranks_by_place.setdefault(
-            ("" if is_even else rank_state.spot.site, rank_state.spot.call), []
-        ).append(rank)
+        site = "" if is_even else rank_state.spot.site
+        ranks_by_place.setdefault((site, rank_state.spot.call), []).append(rank)
     all_ranks = tuple(sorted(rank_states))
     if len(ranks_by_place) == 1:
         return _diagnose_same_call(rank_states, all_ranks)
@@ -398,11 +364,9 @@ def _diagnose_all_waiting(
         rank_states[rank_groups[1][0]],
     )
     step_difference = ""
-    if len({rank_state.step for rank_state in rank_states.values()}) > 1:
-        least_advanced, most_advanced = (
-            pick(rank_states.values(), key=lambda rank_state: rank_state.step)
-            for pick in (min, max)
-        )
+    least_advanced = min(rank_states.values(), key=lambda rank_state: rank_state.step)
+    most_advanced = max(rank_states.values(), key=lambda rank_state: rank_state.step)
+    if least_advanced.step < most_advanced.step:
         step_difference = f"; rank {least_advanced.rank} has made {least_advanced.step} updates and rank {most_advanced.rank} {most_advanced.step}"
     return Diagnosis(
         "other call",
@@ -441,68 +405,49 @@ def _wait_ends(
     rank_states: Mapping[int, State], groups_ahead: Mapping[int, set[str]]
 ) -> WaitEnd:
     """Return whether a wait of ranks in different calls can end."""
-    if any(
-        not groups_ahead[rank]
-        and (
-            rank_state.kind == "device"
-            or (
-                rank_state.kind in _TRAINING_KINDS
-                and _is_behind(rank_state, rank_states)
-            )
-        )
-        for rank, rank_state in rank_states.items()
-    ):
+    for rank, rank_state in rank_states.items():
         # a device computes without the CPU, and a step may still reach the collective of the others
-        return "perhaps"
+        may_continue = rank_state.kind == "device" or (
+            rank_state.kind in _TRAINING_KINDS and _is_behind(rank_state, rank_states)
+        )
+        if may_continue and not groups_ahead[rank]:
+            return "perhaps"
     return "never" if _is_deadlock(rank_states, groups_ahead) else "hardly"
 
 
 def _is_behind(rank_state: State, rank_states: Mapping[int, State]) -> bool:
     """Return whether another rank has started a collective of a common group that this one has not."""
-    return any(
-        other_rank_state.counts.get(group_name, 0) > collective_count
-        for other_rank_state in rank_states.values()
-        for group_name, collective_count in rank_state.counts.items()
-        if not group_name.startswith(_BARRIER_PREFIX)
-    )
+    group_names = set(filter(_is_collective, rank_state.counts))
+    counts = {group_name: rank_state.counts[group_name] for group_name in group_names}
+    return any(_is_ahead(state.counts, counts) for state in rank_states.values())
+
+
+def _is_collective(group_name: str) -> bool:
+    return not group_name.startswith(_BARRIER_PREFIX)
 
 
 def _is_deadlock(
     rank_states: Mapping[int, State], groups_ahead: Mapping[int, set[str]]
 ) -> bool:
     """Return whether ranks in different calls are deadlocked: no rank is still receiving data that another has sent."""
-    barrier_ranks = [
-        rank for rank, rank_state in rank_states.items() if rank_state.barrier
-    ]
-    group_ranks = [rank for rank in rank_states if rank not in barrier_ranks]
-    if any(
-        rank_states[rank].kind != "collective" and not groups_ahead[rank]
-        for rank in group_ranks
-    ):
-        return False  # a backward may still be computing
+    group_ranks = []
+    for rank, rank_state in rank_states.items():
+        if rank_state.barrier:
+            continue
+        if rank_state.kind != "collective" and not groups_ahead[rank]:
+            return False  # a backward may still be computing
+        group_ranks.append(rank)
     if not group_ranks:
         return True
-    if barrier_ranks:
-        return all(
-            any(
-                not group_name.startswith(_BARRIER_PREFIX)
-                for group_name in groups_ahead[rank]
-            )
-            for rank in group_ranks
-        )
-    groups = {
-        group_name
-        for rank_state in rank_states.values()
-        for group_name in rank_state.counts
-        if not group_name.startswith(_BARRIER_PREFIX)
-    }
+    if len(group_ranks) < len(rank_states):
+        return all(any(map(_is_collective, groups_ahead[rank])) for rank in group_ranks)
+    groups = set(filter(_is_collective, _group_names(rank_states.values())))
     if len(groups) > 1:
         return all(groups_ahead[rank] for rank in group_ranks)
     (group_name,) = groups
     # a rank behind may still receive data
-    return (
-        len({rank_states[rank].counts.get(group_name, 0) for rank in group_ranks}) == 1
-    )
+    counts = [rank_states[rank].counts.get(group_name, 0) for rank in group_ranks]
+    return len(set(counts)) == 1
 
 
 def _is_or_are(rank_numbers: Sequence[int]) -> str:

@@ -73,13 +73,12 @@ class Evidence:
         self, diagnosis: Diagnosis, observed_ranks: Sequence[ObservedRank]
     ) -> bool:
         """Return whether the states in `world` confirm the previous diagnosis; the next call compares with them."""
-        observations = {
-            observed_rank.rank: _observe_rank(
-                observed_rank.state, observed_rank.rank in diagnosis.waiting
-            )
-            for observed_rank in observed_ranks
-            if observed_rank.state is not None
-        }
+        observations = {}
+        for observed_rank in observed_ranks:
+            if observed_rank.state is not None:
+                observations[observed_rank.rank] = _observe_rank(
+                    observed_rank.state, observed_rank.rank in diagnosis.waiting
+                )
         is_same = diagnosis.key == self._diagnosis_key and {
             rank: observation.wait for rank, observation in observations.items()
         } == {
@@ -97,9 +96,11 @@ class Evidence:
 
 
 def _observe_rank(rank_state: State, waits: bool) -> _FirstObservation:
+    wait: tuple[object, ...] = ()
+    if waits:
+        counts = tuple(sorted(rank_state.counts.items()))
+        wait = (rank_state.spot, rank_state.kind, counts)
     return _FirstObservation(
         rank_state.turn,
-        (rank_state.spot, rank_state.kind, tuple(sorted(rank_state.counts.items())))
-        if waits
-        else (),
+        wait,
     )

@@ -93,10 +93,9 @@ def thread_state(thread_number: int, faults_per_s: float) -> Thread:
 
 def lost_neighbours(rank_notes: Iterable[Note]) -> dict[int, Status]:
     """Return the ranks of this machine that are stopped or gone."""
-    statuses = {
-        rank_note.rank: status_of(rank_note.pid, rank_note.started)
-        for rank_note in rank_notes
-    }
+    statuses = {}
+    for rank_note in rank_notes:
+        statuses[rank_note.rank] = status_of(rank_note.pid, rank_note.started)
     return {rank: status for rank, status in statuses.items() if status != "here"}
 
 
@@ -149,10 +148,9 @@ class Observer:
 
     def counts(self) -> dict[str, int]:
         """Return the number of collectives started by every group of this process, including torch's."""
-        barriers = {
-            f"barrier/{name}": turn
-            for name, turn in self.collectives.turns.copy().items()
-        }
+        barriers = {}
+        for name, turn in self.collectives.turns.copy().items():
+            barriers[f"barrier/{name}"] = turn
         return barriers | count_collectives(self.device_type)
 
     def start_looking(self) -> None:

@@ -151,11 +151,10 @@ def place_of(calls: Sequence[StackCall]) -> StackFrame:
         max(0, len(calls) - 1),
     )
     user_call = calls[user_index] if calls else StackCall("?", 0, "?")
-    inner_calls = [
-        stack_call
-        for stack_call in calls[:user_index]
-        if not stack_call.file.startswith("<")
-    ]
+    inner_calls = []
+    for stack_call in calls[:user_index]:
+        if not stack_call.file.startswith("<"):
+            inner_calls.append(stack_call)
     kind: Kind = "user"
     if is_over(calls):
         kind = "over"
@@ -183,11 +182,10 @@ def place_of(calls: Sequence[StackCall]) -> StackFrame:
         "/hasten/checkpoint/" in stack_call.file for stack_call in outer_calls
     ):
         kind = "checkpoint"  # the user's state_dict(), called by a save
-    named_functions = [
-        stack_call.function
-        for stack_call in inner_calls
-        if stack_call.function not in _GENERIC_FUNCTIONS
-    ]
+    named_functions = []
+    for stack_call in inner_calls:
+        if stack_call.function not in _GENERIC_FUNCTIONS:
+            named_functions.append(stack_call.function)
     return StackFrame(
         kind,
         named_functions[-1] if named_functions and kind != "user" else "",

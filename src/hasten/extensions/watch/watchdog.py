@@ -187,15 +187,14 @@ class Watchdog:
         if verdict := self._stall_store.read_verdict():
             # after the reporting rank, whose error the launcher prints
             self._end_job(verdict, 2.5)
-        neighbours = [
-            rank_note
-            for rank, rank_note in self._stall_store.read_notes(
-                self._local_ranks
-            ).items()
-            if rank != self._observer.rank
-            and not rank_note.ended
-            and _is_local(rank_note)
-        ]
+        neighbours = []
+        for rank, rank_note in self._stall_store.read_notes(self._local_ranks).items():
+            if (
+                rank != self._observer.rank
+                and not rank_note.ended
+                and _is_local(rank_note)
+            ):
+                neighbours.append(rank_note)
         self._stall_store.post_state(
             self._observer.observe_thread(
                 quiet_s, self._counts, processes.lost_neighbours(neighbours)
@@ -278,14 +277,14 @@ class Watchdog:
             )
         if ends_job:
             self._stall_store.set_verdict(diagnosis.sentence)
+            local_notes = []
+            for observed_rank in observed_ranks:
+                if observed_rank.note and _is_local(observed_rank.note):
+                    local_notes.append(observed_rank.note)
             self._end_job(
                 diagnosis.sentence,
                 1.0,
-                [
-                    observed_rank.note
-                    for observed_rank in observed_ranks
-                    if observed_rank.note and _is_local(observed_rank.note)
-                ],
+                local_notes,
             )
 
     def _limit_s(self, diagnosis: Diagnosis) -> float:
@@ -308,9 +307,8 @@ class Watchdog:
         self._settings.notify_stall(waited_s, False)
         text = words.render_report(diagnosis, observed_ranks, waited_s, consequence)
         socket_path = _write_report(text, self._settings.folder)
-        log.error(
-            "%s%s", text, f"\n  this report: {socket_path}" if socket_path else ""
-        )
+        report_line = f"\n  this report: {socket_path}" if socket_path else ""
+        log.error("%s%s", text, report_line)
 
     def _describe_consequence(self, ends_job: bool, limit_s: float) -> str:
         if ends_job:
@@ -358,10 +356,12 @@ def _post_end_of_process(ref: weakref.ref[Watchdog], pid: int) -> None:
         return
     error = getattr(sys, "last_value", None)
     end_time_words = f"at {time.strftime('%H:%M:%S')}"
+    if error is None:
+        end_words = end_time_words
+    else:
+        end_words = f"{end_time_words} with {describe_error(error)}"
     watchdog.close(
-        end_time_words
-        if error is None
-        else f"{end_time_words} with {describe_error(error)}",
+        end_words,
         failed=error is not None,
     )
 
@@ -381,11 +381,9 @@ def _statuses_of(
     exit_codes: dict[int, int],
 ) -> list[ObservedRank]:
     """Return every rank's status: from its posted end, the launcher, its neighbours, or its posted state."""
-    seen_by_others = {
-        rank: status
-        for rank_state in rank_states.values()
-        for rank, status in rank_state.peers.items()
-    }
+    seen_by_others = {}
+    for rank_state in rank_states.values():
+        seen_by_others |= rank_state.peers
     observed_ranks = []
     for rank in rank_numbers:
         rank_note, rank_state = rank_notes.get(rank), rank_states.get(rank)

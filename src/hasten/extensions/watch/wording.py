@@ -20,11 +20,10 @@ def render_report(
     consequence: str,
 ) -> str:
     """Return the whole report: the stall, every rank in a line, cause, cure and consequence, and the stacks."""
-    rank_states = {
-        observed_rank.rank: observed_rank.state
-        for observed_rank in observed_ranks
-        if observed_rank.state is not None
-    }
+    rank_states = {}
+    for observed_rank in observed_ranks:
+        if observed_rank.state is not None:
+            rank_states[observed_rank.rank] = observed_rank.state
     report_lines = [
         f"stalled: {ranks_in_words(diagnosis.waiting)} of {len(observed_ranks)} waited {waited_s:.0f} s for other ranks",
         *_describe_ranks(observed_ranks),
@@ -49,10 +48,9 @@ def _describe_ranks(observed_ranks: Sequence[ObservedRank]) -> list[str]:
         groups.setdefault(_describe_activity(observed_rank), []).append(
             observed_rank.rank
         )
-    report_lines = [
-        f"  {ranks_in_words(rank_numbers)}: {words}"
-        for words, rank_numbers in groups.items()
-    ]
+    report_lines = []
+    for words, numbers in groups.items():
+        report_lines.append(f"  {ranks_in_words(numbers)}: {words}")
     if len(report_lines) > _SHOWN_RANKS:
         report_lines = [
             *report_lines[:_SHOWN_RANKS],

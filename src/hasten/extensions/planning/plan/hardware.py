@@ -67,11 +67,10 @@ def _make_entry(
     path: str,
 ) -> AcceleratorEntry:
     similar_name = field_values.pop("like", None)
-    field_names = [
-        field_spec.name
-        for field_spec in fields(AcceleratorEntry)
-        if field_spec.name != "name"
-    ]
+    field_names = []
+    for field_spec in fields(AcceleratorEntry):
+        if field_spec.name != "name":
+            field_names.append(field_spec.name)
     for field_name, field_value in field_values.items():
         if field_name not in field_names:
             raise ConfigError(

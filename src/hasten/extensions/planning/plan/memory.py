@@ -59,11 +59,11 @@ class MemoryNeed:
             "communication",
             "margin",
         )
-        return ", ".join(
-            f"{kind} {format_bytes(getattr(self, kind))}"
-            for kind in kinds
-            if getattr(self, kind)
-        )
+        kind_texts = []
+        for kind in kinds:
+            if getattr(self, kind):
+                kind_texts.append(f"{kind} {format_bytes(getattr(self, kind))}")
+        return ", ".join(kind_texts)
 
 
 def local_numel(kind: ParameterKind, layout: Candidate, rank: int = 0) -> int:
@@ -115,13 +115,17 @@ def predict_memory(
     buffers = _count_buffers(model_trace, layout, gradient_bytes)
     peak_moment = _find_peak(model_trace, layout, variant, gradient_bytes)
     activation_bytes = _count_activations(model_trace, layout, peak_moment)
-    backward_gradients = gradient_bytes * (
-        1.0 if layout.micro_steps > 1 else peak_moment.gradients
-    )
+    if layout.micro_steps > 1:
+        gradient_share = 1.0
+    else:
+        gradient_share = peak_moment.gradients
+    backward_gradients = gradient_bytes * gradient_share
     trained_bytes = gradient_bytes  # as many bytes as the trained parameters
-    update_bytes = gradient_bytes + (
-        0.0 if layout.offload else trained_bytes * model_trace.optimizer.passing
-    )
+    if layout.offload:
+        passing_bytes = 0.0
+    else:
+        passing_bytes = trained_bytes * model_trace.optimizer.passing
+    update_bytes = gradient_bytes + passing_bytes
     on_device = 0.0 if layout.offload else parameter_bytes + optimizer_bytes
     if layout.offload:
         backward_gradients = update_bytes = 0.0

@@ -170,7 +170,10 @@ def list_layouts(
 ) -> Iterator[Candidate]:
     """Yield every strategy on every mesh, in every precision, with and without recompute, resharding and offload."""
     for mesh, is_sharded in _list_meshes(model_trace, plan_request):
-        reshard_choices = (True, False) if is_sharded and mesh.dp_shard > 1 else (True,)
+        if is_sharded and mesh.dp_shard > 1:
+            reshard_choices = (True, False)
+        else:
+            reshard_choices = (True,)
         offload_choices: tuple[bool, ...] = (False, True) if is_sharded else (False,)
         # sharding over one rank only makes sense for offload
         if is_sharded and mesh.world_size == 1:
@@ -197,13 +200,13 @@ def _list_meshes(
 ) -> Iterator[tuple[MeshSpec, bool]]:
     """Yield the meshes of all GPUs, and whether parameters are sharded on them."""
     num_gpus, node_gpus = plan_request.gpus, plan_request.accelerator.per_node
+    divisors = []
+    for tp_size in model_trace.tp_sizes:
+        if tp_size <= node_gpus and num_gpus % tp_size == 0:
+            divisors.append(tp_size)
     tp_sizes = [
         1,
-        *(
-            tp_size
-            for tp_size in model_trace.tp_sizes
-            if tp_size <= node_gpus and num_gpus % tp_size == 0
-        ),
+        *divisors,
     ]
     for tp_size in tp_sizes:
         data_ranks = num_gpus // tp_size

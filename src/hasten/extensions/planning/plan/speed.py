@@ -62,12 +62,12 @@ class UpdateTime:
             "update": self.update,
             "communication": self.exposed,
         }
+        relevant_causes = []
+        for cause, cause_s in seconds_by_cause.items():
+            if cause_s > 0.005 * self.total:
+                relevant_causes.append((cause_s, cause))
         relevant_causes = sorted(
-            (
-                (cause_s, cause)
-                for cause, cause_s in seconds_by_cause.items()
-                if cause_s > 0.005 * self.total
-            ),
+            relevant_causes,
             reverse=True,
         )
         return ", ".join(

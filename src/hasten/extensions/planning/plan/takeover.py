@@ -142,11 +142,10 @@ class ScriptPlanner(RunPart):
     # -- in the parent process --------------------------------------------------------------------------------------
     def preparing(self, objects: Objects) -> Objects:
         """Fork once per variant where the first model is prepared, and continue only in the forks, with fake tensors."""
-        models = [
-            prepared_object
-            for prepared_object in objects
-            if isinstance(prepared_object, nn.Module)
-        ]
+        models = []
+        for prepared_object in objects:
+            if isinstance(prepared_object, nn.Module):
+                models.append(prepared_object)
         # the Accelerator is rebuilt for the variant, and continues
         if self._run is None and models:
             self._anatomy = self._inspect(models)
@@ -163,11 +162,11 @@ class ScriptPlanner(RunPart):
         if self._run is not None:
             self._make_fake(objects)
             self._preparing.enter_context(self._mode)
-        self._loaders = {
-            index: prepared_object
-            for index, prepared_object in enumerate(objects)
-            if isinstance(prepared_object, DataLoader)
-        }
+        loaders = {}
+        for index, prepared_object in enumerate(objects):
+            if isinstance(prepared_object, DataLoader):
+                loaders[index] = prepared_object
+        self._loaders = loaders
         return tuple(
             None if index in self._loaders else prepared_object
             for index, prepared_object in enumerate(objects)
@@ -231,11 +230,11 @@ class ScriptPlanner(RunPart):
     def settings(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arguments of an Accelerator in place of the script's."""
         if self._run is None:
-            self.own |= {
-                name: given[name]
-                for name in SCRIPT_SETTINGS
-                if given.get(name) is not None
-            }
+            script_settings = {}
+            for name in SCRIPT_SETTINGS:
+                if given.get(name) is not None:
+                    script_settings[name] = given[name]
+            self.own |= script_settings
         planned_arguments: dict[str, Any] = {
             "cpu": True,
             "trust": "off",
@@ -243,9 +242,8 @@ class ScriptPlanner(RunPart):
         }
         # everything is on the CPU, and torch cannot move fake tensors
         planned_arguments["device_placement"] = False
-        planned_arguments["mixed_precision"] = (
-            "no" if self._run is None else self._run.precision
-        )
+        precision = "no" if self._run is None else self._run.precision
+        planned_arguments["mixed_precision"] = precision
         if self._run is not None and self._run.recompute:
             planned_arguments["recompute"] = self._run.recompute
         return planned_arguments
@@ -265,10 +263,12 @@ class ScriptPlanner(RunPart):
             if isinstance(prepared_object, Optimizer)
         ):
             for group in optimizer.param_groups:
-                group["params"] = [
-                    self._swapped.get(id(parameter), parameter)
-                    for parameter in group["params"]
-                ]
+                swapped_parameters = []
+                for parameter in group["params"]:
+                    swapped_parameters.append(
+                        self._swapped.get(id(parameter), parameter)
+                    )
+                group["params"] = swapped_parameters
                 if (
                     "foreach" in group
                     and group["foreach"] is None
@@ -387,10 +387,10 @@ def _decode_step(encoded_step: bytes, script_run: ScriptRun) -> TracedStep:
 def _thin_moments(live_bytes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Return the highest moment of each of a few hundred equal intervals."""
     interval_length = max(1, -(-len(live_bytes) // _NUM_MOMENTS))
-    return [
-        max(live_bytes[start : start + interval_length], key=sum)
-        for start in range(0, len(live_bytes), interval_length)
-    ]
+    intervals = []
+    for start in range(0, len(live_bytes), interval_length):
+        intervals.append(max(live_bytes[start : start + interval_length], key=sum))
+    return intervals
 
 
 def _measure_optimizer(
@@ -399,30 +399,23 @@ def _measure_optimizer(
     bytes_before: tuple[int, int, int],
 ) -> OptimizerFacts:
     """Return an optimizer's memory: its state after the first update, and temporary allocations during the update."""
-    trained_parameters = [
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.requires_grad
-    ]
+    trained_parameters = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                trained_parameters.append(parameter)
     state_item_sizes: tuple[int, ...] = ()
     counter_bytes = 0
     for parameter in trained_parameters[:1]:
-        state_tensors = [
-            state_tensor
-            for state_tensor in optimizer.state.get(parameter, {}).values()
-            if isinstance(state_tensor, Tensor)
-        ]
-        state_item_sizes = tuple(
-            state_tensor.element_size()
-            for state_tensor in state_tensors
-            if state_tensor.shape == parameter.shape
-        )
-        counter_bytes = sum(
-            state_tensor.numel() * state_tensor.element_size()
-            for state_tensor in state_tensors
-            if state_tensor.shape != parameter.shape
-        )
+        item_sizes = []
+        counter_bytes = 0
+        for state_tensor in optimizer.state.get(parameter, {}).values():
+            if isinstance(state_tensor, Tensor):
+                if state_tensor.shape == parameter.shape:
+                    item_sizes.append(state_tensor.element_size())
+                else:
+                    counter_bytes += state_tensor.numel() * state_tensor.element_size()
+        state_item_sizes = tuple(item_sizes)
     parameter_bytes = sum(p.numel() * p.element_size() for p in trained_parameters) or 1
     state_bytes = sum(p.numel() for p in trained_parameters) * sum(state_item_sizes)
     peak_bytes = (

@@ -99,20 +99,14 @@ def _from_factory(target: str, sequence: int | None) -> tuple[nn.Module, Sample]
         and isinstance(factory_output[0], nn.Module)
     ):
         model, *inputs = factory_output
-        keyword_inputs = {
-            module_name: value
-            for model_input in inputs
-            if isinstance(model_input, dict)
-            for module_name, value in model_input.items()
-        }
-        return model, (
-            tuple(
-                model_input
-                for model_input in inputs
-                if not isinstance(model_input, dict)
-            ),
-            keyword_inputs,
-        )
+        positional_inputs = []
+        keyword_inputs: dict[str, Any] = {}
+        for model_input in inputs:
+            if isinstance(model_input, dict):
+                keyword_inputs |= model_input
+            else:
+                positional_inputs.append(model_input)
+        return model, (tuple(positional_inputs), keyword_inputs)
     raise ConfigError(
         f"{target!r} returns {type(factory_output).__name__}; return the model, or the model and the inputs of one sample."
     )
@@ -167,16 +161,13 @@ class _Rows(Dataset[Any]):
 def _train_plainly(model: nn.Module, sample: Sample) -> None:
     """Train a model in a plain loop with AdamW; if its output is not and has no loss, the mean of the output is the loss."""
     positional_inputs, keyword_inputs = sample
-    tensor_inputs = {
-        name: model_input
-        for name, model_input in keyword_inputs.items()
-        if isinstance(model_input, Tensor)
-    }
-    fixed_inputs = {
-        name: model_input
-        for name, model_input in keyword_inputs.items()
-        if name not in tensor_inputs
-    }
+    tensor_inputs = {}
+    fixed_inputs = {}
+    for name, model_input in keyword_inputs.items():
+        if isinstance(model_input, Tensor):
+            tensor_inputs[name] = model_input
+        else:
+            fixed_inputs[name] = model_input
     accelerator = Accelerator()
     optimizer = AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(_Rows([list(positional_inputs), tensor_inputs]), batch_size=2)

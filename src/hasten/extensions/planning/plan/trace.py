@@ -66,8 +66,9 @@ def trace_step(
             )
             break
     script_settings = tuple(sorted(planner.own.items()))
+    completed_steps = [step for step in traced_steps if not step.error]
     return replace(
-        structure.join_steps(name, [step for step in traced_steps if not step.error]),
+        structure.join_steps(name, completed_steps),
         script_settings=script_settings,
     )
 
@@ -110,11 +111,10 @@ class ModelStructure:
         )
         self.num_blocks = len(blocks)
         self._measure_largest(blocks)
-        rowwise_layers = [
-            largest_model.get_submodule(name)
-            for name, style in layer_split.styles.items()
-            if style.startswith("rowwise")
-        ]
+        rowwise_layers = []
+        for name, style in layer_split.styles.items():
+            if style.startswith("rowwise"):
+                rowwise_layers.append(largest_model.get_submodule(name))
         self.roles = ModuleRoles(
             blocks=frozenset(id(block) for block in blocks),
             block_classes=tuple(sorted({type(block).__name__ for block in blocks})),
@@ -156,9 +156,10 @@ class ModelStructure:
         for layer_name, style in layer_split.styles.items():
             layer = matrix_of(model.get_submodule(layer_name))
             if layer is not None:
-                self.tp_summed += (
-                    layer.outputs if style.startswith("rowwise") else layer.inputs
-                )
+                if style.startswith("rowwise"):
+                    self.tp_summed += layer.outputs
+                else:
+                    self.tp_summed += layer.inputs
         return layer_split
 
     def join_steps(self, name: str, traced_steps: Sequence[TracedStep]) -> ModelTrace:
@@ -216,12 +217,11 @@ def _same_variant(first_step: TracedStep, second_step: TracedStep) -> bool:
 
 
 def _outermost_blocks(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    nested_ids = {
-        id(submodule)
-        for block in blocks
-        for submodule in block.modules()
-        if submodule is not block
-    }
+    nested_ids = set()
+    for block in blocks:
+        for submodule in block.modules():
+            if submodule is not block:
+                nested_ids.add(id(submodule))
     return [block for block in blocks if id(block) not in nested_ids]
 
 
@@ -281,11 +281,13 @@ def _fit_moments(
             [max(two_samples, key=sum, default=(0, 0, 0))],
         )
     gradient_bytes = max((gradients for _, _, gradients in one_sample), default=0) or 1
-    return [
-        Moment(
-            activations=LinearCost.from_measurements(first[0], second[0]),
-            copies=LinearCost.from_measurements(first[1], second[1]),
-            gradients=first[2] / gradient_bytes,
+    moments = []
+    for first, second in zip(one_sample, two_samples, strict=True):
+        moments.append(
+            Moment(
+                activations=LinearCost.from_measurements(first[0], second[0]),
+                copies=LinearCost.from_measurements(first[1], second[1]),
+                gradients=first[2] / gradient_bytes,
+            )
         )
-        for first, second in zip(one_sample, two_samples, strict=True)
-    ]
+    return moments

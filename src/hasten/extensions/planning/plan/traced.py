@@ -118,14 +118,10 @@ class ModelTrace:
 
     def variant(self, precision: str, recompute: bool) -> Variant | None:
         """Return the variant of this kind, if it was traced."""
-        return next(
-            (
-                variant
-                for variant in self.variants
-                if variant.precision == precision and variant.recompute == recompute
-            ),
-            None,
-        )
+        for variant in self.variants:
+            if variant.precision == precision and variant.recompute == recompute:
+                return variant
+        return None
 
     @property
     def num_parameters(self) -> int:

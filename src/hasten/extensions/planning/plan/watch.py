@@ -42,16 +42,13 @@ class StepWatch(TorchDispatchMode):
         self.measured = Watched()
         self._modules = {id(module) for model in models for module in model.modules()}
         self.stack: list[nn.Module] = []
-        self._parameters = {
-            id(parameter.untyped_storage())
-            for model in models
-            for parameter in model.parameters()
-        }
-        self._pinned = [
-            parameter.untyped_storage()
-            for model in models
-            for parameter in model.parameters()
-        ]  # an id is valid only while its object is alive
+        self._parameters = set()
+        self._pinned = []  # an id is valid only while its object is alive
+        for model in models:
+            for parameter in model.parameters():
+                storage = parameter.untyped_storage()
+                self._parameters.add(id(storage))
+                self._pinned.append(storage)
         self._models = models
         self._allocations: dict[int, tuple[weakref.ref[Any], AllocationKind, int]] = {}
         self._bytes: dict[AllocationKind, int] = {

@@ -151,14 +151,15 @@ def _report_results(tuning_run: Tuning, arguments: argparse.Namespace) -> None:
     if arguments.output:
         files.write(config, arguments.output)
     if arguments.json:
-        trials = [
-            {
-                "values": dict(trial.values),
-                "verdict": trial.verdict,
-                **asdict(trial.outcome),
-            }
-            for trial in tuning_run.trials
-        ]
+        trials = []
+        for trial in tuning_run.trials:
+            trials.append(
+                {
+                    "values": dict(trial.values),
+                    "verdict": trial.verdict,
+                    **asdict(trial.outcome),
+                }
+            )
         json_report = {
             "trials": trials,
             "best": dict(best_trial.values),
@@ -202,11 +203,8 @@ def describe_result(
         )
     lines += [f"  in the script: {line}" for line in script_changes]
     if output_path:
-        lines.append(
-            f"written: {output_path}"
-            if changes_settings
-            else f"written: {output_path}, which changes no setting"
-        )
+        remark = "" if changes_settings else ", which changes no setting"
+        lines.append(f"written: {output_path}{remark}")
     return lines
 
 
@@ -221,9 +219,8 @@ def make_table(trials: Sequence[Trial]) -> Table:
     """Return a table with one row per trial."""
     trial_table = Table(title="measured")
     for title in ("values", "step", "memory", "verdict"):
-        trial_table.add_column(
-            title, justify="left" if title in ("values", "verdict") else "right"
-        )
+        alignment = "left" if title in ("values", "verdict") else "right"
+        trial_table.add_column(title, justify=alignment)
     for trial in trials:
         outcome = trial.outcome
         trial_table.add_row(

@@ -77,11 +77,9 @@ class ScriptTrial(RunPart):
                 script_object, "get_output_embeddings", lambda: None
             )()
             self.computes_loss = type(output_layer) is nn.Linear
-            return (
-                script_object.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-                if setting_values.get("channels_last")
-                else script_object
-            )
+            if setting_values.get("channels_last"):
+                return script_object.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+            return script_object
         if isinstance(script_object, DataLoader) and "num_workers" in setting_values:
             script_object.num_workers = setting_values["num_workers"]
             script_object.prefetch_factor = 2
@@ -144,11 +142,13 @@ class ScriptTrial(RunPart):
         except RuntimeError as wrong:
             error = error or describe_error(wrong)
         has_cuda = torch.cuda.is_available()
+        if has_cuda:
+            peak_bytes = torch.cuda.max_memory_allocated()
+        else:
+            peak_bytes = _peak_resident_bytes()
         return TrialOutcome(
             step_s=step_s,
-            peak_bytes=torch.cuda.max_memory_allocated()
-            if has_cuda
-            else _peak_resident_bytes(),
+            peak_bytes=peak_bytes,
             losses=tuple(loss_values),
             convolutions=self.convolutions,
             precision=self.precision,

@@ -168,9 +168,10 @@ class Tuning:
     def gain(self) -> float:
         """Speedup of the best values over the fastest run of the unchanged script."""
         assert self.best is not None, "the baseline comes first"
-        unchanged_steps_s = [
-            trial.outcome.step_s for trial in self.trials if not trial.values
-        ]
+        unchanged_steps_s = []
+        for trial in self.trials:
+            if not trial.values:
+                unchanged_steps_s.append(trial.outcome.step_s)
         if self.best.values:
             return min(unchanged_steps_s) / self.best.outcome.step_s
         return 1.0
@@ -333,11 +334,11 @@ def list_script_changes(
     setting_values: SettingValues, tried_knobs: Sequence[Knob]
 ) -> list[str]:
     """Return the changes of the script for values that are not settings."""
-    return [
-        knob.advice.format(setting_values[knob.name])
-        for knob in tried_knobs
-        if knob.advice and knob.name in setting_values
-    ]
+    advice = []
+    for knob in tried_knobs:
+        if knob.advice and knob.name in setting_values:
+            advice.append(knob.advice.format(setting_values[knob.name]))
+    return advice
 
 
 def parse_duration(duration_text: str) -> float:
