@@ -52,10 +52,9 @@ def line_fields(reading: MeterReading) -> list[str]:
     if reading.mfu is not None:
         shown_fields.append(f"mfu {reading.mfu:.1%}")
     if reading.memory_bytes is not None:
+        of_total = ""
         if reading.memory_total_bytes:
             of_total = f"/{gigabytes_text(reading.memory_total_bytes)}"
-        else:
-            of_total = ""
         shown_fields.append(f"mem {gigabytes_text(reading.memory_bytes)}{of_total} GB")
     eta = "" if reading.total is None else f"<{clock_time(reading.eta_s)}"
     shown_fields.append(f"{clock_time(reading.elapsed_s)}{eta}")

@@ -155,7 +155,7 @@ class Pool:
 
         Workers are forked from the process that imports them, so that existing workers are replaced.
         """
-        loaded = [self._zygote.load(module) for module in modules]
+        loaded = list(map(self._zygote.load, modules))
         if any(loaded):
             self._await_cleanup()
             self._discard_workers(self._idle)
@@ -234,7 +234,7 @@ class Pool:
         dead_workers = [worker for worker in self._idle if worker.pipe.poll()]
         self._discard_workers(dead_workers)
         self._idle = [worker for worker in self._idle if worker not in dead_workers]
-        return [self._worker_for(rank) for rank in range(num_ranks)]
+        return list(map(self._worker_for, range(num_ranks)))
 
     def _await_cleanup(self) -> None:
         """Wait for workers that clean up; those that cannot are replaced."""

@@ -70,9 +70,7 @@ class _RunStart:
     @property
     def finished(self) -> bool:
         """True if `end_training()` was called: the time until the next start is not part of the run."""
-        return any(
-            logged_event.get("event") == "ended" for logged_event in self.log.events
-        )
+        return any(event.get("event") == "ended" for event in self.log.events)
 
 
 def account_time(rank_logs: Sequence[LoggedRank]) -> Goodput:
@@ -102,11 +100,10 @@ def account_time(rank_logs: Sequence[LoggedRank]) -> Goodput:
 
 
 def _run_start(rank_log: LoggedRank) -> _RunStart:
-    times = [
-        float(logged_event["time"])
-        for logged_event in rank_log.events
-        if "time" in logged_event
-    ]
+    times = []
+    for logged_event in rank_log.events:
+        if "time" in logged_event:
+            times.append(float(logged_event["time"]))
     last_s = float(rank_log.steps["time"][-1]) if len(rank_log.steps) else 0.0
     began_s = float(rank_log.started.get("process_began", rank_log.started["time"]))
     return _RunStart(
@@ -146,25 +143,25 @@ def _losses_of_start(run_start: _RunStart) -> dict[str, float]:
 def _mark_void_steps(run_starts: Sequence[_RunStart], index: int) -> None:
     """Mark the steps that the loads of one start have made void; a start that loads nothing makes all earlier steps void."""
     logged_events = run_starts[index].log.events
-    loads = [
-        logged_event
-        for logged_event in logged_events
-        if logged_event.get("event") == "loaded" and "step" in logged_event
-    ]
+    loads = []
+    for logged_event in logged_events:
+        if logged_event.get("event") == "loaded" and "step" in logged_event:
+            loads.append(logged_event)
     steps = run_starts[index].log.steps
     kinds = {logged_event.get("event") for logged_event in logged_events}
     if index and "loaded" not in kinds and (len(steps) or "begun" in kinds):
         for run_start in run_starts[:index]:
             run_start.void[:] = True
     for load in loads:
-        saved_times = [
-            logged_event["time"]
-            for run_start in run_starts[: index + 1]
-            for logged_event in run_start.log.events
-            if logged_event.get("event") == "saved"
-            and logged_event.get("step") == load["step"]
-            and logged_event["time"] <= load["time"]
-        ]
+        saved_times = []
+        for run_start in run_starts[: index + 1]:
+            for logged_event in run_start.log.events:
+                if (
+                    logged_event.get("event") == "saved"
+                    and logged_event.get("step") == load["step"]
+                    and logged_event["time"] <= load["time"]
+                ):
+                    saved_times.append(logged_event["time"])
         if saved_times:
             for run_start in run_starts[: index + 1]:
                 times = run_start.log.steps["time"]
@@ -193,14 +190,10 @@ def goodput_of_run(ranks: Sequence[LoggedRank]) -> Goodput | None:
 
     Ranks wait for each other, so the rank with the lowest share names the cause.
     """
-    goodputs = [
-        account_time([rank_log for rank_log in ranks if rank_log.rank == rank])
-        for rank in sorted({rank_log.rank for rank_log in ranks})
-    ]
-    goodputs = [
-        goodput
-        for goodput in goodputs
-        if goodput.wall_s > 0
-        and goodput.seconds["useful"] + goodput.seconds["replayed"] > 0
-    ]
+    goodputs = []
+    for rank in sorted({rank_log.rank for rank_log in ranks}):
+        goodput = account_time([log for log in ranks if log.rank == rank])
+        trained_s = goodput.seconds["useful"] + goodput.seconds["replayed"]
+        if goodput.wall_s > 0 and trained_s > 0:
+            goodputs.append(goodput)
     return min(goodputs, key=lambda goodput: goodput.ratio, default=None)

@@ -81,7 +81,7 @@ class JsonlTracker(Tracker):
 
     def log_table(self, entry: TableEntry) -> None:
         """Write the table as one line."""
-        value_rows = [[_json_safe(cell) for cell in row] for row in entry.rows]
+        value_rows = [list(map(_json_safe, row)) for row in entry.rows]
         self._write(
             step=entry.step,
             time=entry.time_s,

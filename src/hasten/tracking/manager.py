@@ -152,12 +152,11 @@ class TrackerManager:
         run_ids: Mapping[str, str] = resumed_state.get("runs", {})
         for tracker_writer in self._tracker_writers:
             tracker_name = tracker_writer.tracker.name
+            resume = None
             if tracker_name in run_ids:
                 resume = Resume(
                     run_id=run_ids[tracker_name], step=int(resumed_state["step"])
                 )
-            else:
-                resume = None
             tracker_writer.start(
                 replace(
                     tracker_run,
@@ -241,7 +240,7 @@ class TrackerManager:
             return
         if dataframe is not None:
             columns, data = (
-                [str(column) for column in dataframe.columns],
+                list(map(str, dataframe.columns)),
                 dataframe.values.tolist(),
             )
         if columns is None or data is None:

@@ -70,7 +70,7 @@ def build_trackers(
         names, missing_policy = (
             (installed_trackers(), "warn") if name == "all" else ([name], missing)
         )
-        tracker_classes = [tracker_class(tracker_name) for tracker_name in names]
+        tracker_classes = list(map(tracker_class, names))
         trackers += [
             tracker()
             for tracker in tracker_classes

@@ -157,7 +157,7 @@ def _plain_json(logged_value: Any) -> Any:
         case Mapping():
             return {str(key): _plain_json(inner) for key, inner in logged_value.items()}
         case list() | tuple() | set() | frozenset():
-            return [_plain_json(inner) for inner in logged_value]
+            return list(map(_plain_json, logged_value))
         case _ if dataclasses.is_dataclass(logged_value) and not isinstance(
             logged_value, type
         ):
@@ -170,7 +170,7 @@ def plain_rows(
     value_name: str, columns: Sequence[str], data: Sequence[Sequence[Any]]
 ) -> list[list[Scalar | None]]:
     """Return the rows of a table as plain values. Raises: TrackerError unless a row has one cell per column."""
-    rows = [[plain_cell(logged_value) for logged_value in row] for row in data]
+    rows = [list(map(plain_cell, row)) for row in data]
     for row in rows:
         if len(row) != len(columns):
             raise TrackerError(

@@ -34,20 +34,21 @@ def model_memory(
     models: Iterable[nn.Module], optimizers: Iterable[Any]
 ) -> dict[str, int]:
     """Return the bytes on this rank that persist from step to step, by use."""
-    parameters = list(
-        dict.fromkeys(parameter for model in models for parameter in model.parameters())
-    )
+    parameters: list[Tensor] = []
+    buffers: list[Tensor] = []
+    for model in models:
+        parameters += model.parameters()
+        buffers += model.buffers()
+    parameters = list(dict.fromkeys(parameters))
+    gradients = [parameter.grad for parameter in parameters]
+    state_tensors: list[Tensor] = []
+    for optimizer in optimizers:
+        state_tensors += trees.tensors(dict(optimizer.state))
     return {
-        "parameters": _bytes(parameters),
-        "gradients": _bytes(
-            parameter.grad for parameter in parameters if parameter.grad is not None
-        ),
-        "optimizer state": _bytes(
-            tensor
-            for optimizer in optimizers
-            for tensor in trees.tensors(dict(optimizer.state))
-        ),
-        "buffers": _bytes(buffer for model in models for buffer in model.buffers()),
+        "parameters": _count_bytes(parameters),
+        "gradients": _count_bytes(grad for grad in gradients if grad is not None),
+        "optimizer state": _count_bytes(state_tensors),
+        "buffers": _count_bytes(buffers),
     }
 
 
@@ -82,15 +83,17 @@ def words(size: int) -> str:
 def _bars(sizes: Mapping[str, int]) -> list[str]:
     largest_bytes, width = (
         max(sizes.values(), default=0),
-        max((len(name) for name in sizes), default=0),
+        max(map(len, sizes), default=0),
     )
-    return [
-        f"    {name:<{width}}  {words(size):>10}  {'█' * round(_BAR_WIDTH * size / largest_bytes) if largest_bytes else ''}".rstrip()
-        for name, size in sizes.items()
-    ]
+    bars = []
+    for name, size in sizes.items():
+        bars.append(
+            f"    {name:<{width}}  {words(size):>10}  {'█' * round(_BAR_WIDTH * size / largest_bytes) if largest_bytes else ''}".rstrip()
+        )
+    return bars
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def _count_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of this rank's shards of the tensors, counting each storage once."""
     storages: dict[int, int] = {}
     for tensor in tensors:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         content = {
             "model": shape.name,
             "parameters": shape.num_parameters,
-            "estimates": [asdict(row) for row in rows],
+            "estimates": list(map(asdict, rows)),
         }
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
         return 0

@@ -48,8 +48,7 @@ def get_max_memory(
     for device_key in memory_limits:
         if device_key not in valid_keys:
             device_names = (
-                ", ".join(str(device_index) for device_index in range(_num_devices()))
-                or "no accelerator"
+                ", ".join(map(str, range(_num_devices()))) or "no accelerator"
             )
             raise ConfigError(
                 f"max_memory names device {device_key!r}, which this machine does not have ({device_names}, 'cpu', 'disk'). "
@@ -225,10 +224,9 @@ def module_nodes(
         return id(tensor), tensor_bytes(tensor, stored_dtype)
 
     def visit(prefix: str, module: nn.Module) -> Iterator[Node]:
+        name_prefix = ""
         if prefix:
             name_prefix = f"{prefix}."
-        else:
-            name_prefix = ""
         direct_tensors = [*module._parameters.items(), *module._buffers.items()]
         yield from (
             Node(name_prefix + tensor_name, frozenset([size(direct_tensor)]))
@@ -305,10 +303,9 @@ def clean_device_map(
             if not entry_name.startswith(name_prefix):
                 short_map[entry_name] = entry_device
         return short_map
+    depth = 1
     if name_prefix:
         depth = len(name_prefix.split("."))
-    else:
-        depth = 1
     child_names = dict.fromkeys(
         ".".join(entry_name.split(".")[:depth])
         for entry_name in inner_names
@@ -364,7 +361,7 @@ def _list_names(names: Sequence[str]) -> str:
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
     """Return the groups of names that refer to the same parameter."""
-    return [sorted(tied_names) for tied_names in tied_groups(model)]
+    return list(map(sorted, tied_groups(model)))
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:

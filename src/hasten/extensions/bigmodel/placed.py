@@ -124,10 +124,9 @@ class PlacedForward(forwarding.Forward):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        first_input = None
         if self.return_to_input:
             first_input = next(iter(tensors((args, kwargs))), None)
-        else:
-            first_input = None
         args, kwargs = self.inputs(args, kwargs)
         forward_output = self.inner(*args, **kwargs)
         if first_input is not None and not first_input.is_meta:
@@ -175,7 +174,7 @@ class StreamedForward(PlacedForward):
 
     def _own(self, forward_output: Any) -> Any:
         """Return the output, with copies of views of weights that are about to be overwritten."""
-        if not any(self.streamer.holds(tensor) for tensor in tensors(forward_output)):
+        if not any(map(self.streamer.holds, tensors(forward_output))):
             return forward_output
         return map_tensors(
             lambda tensor: tensor.clone() if self.streamer.holds(tensor) else tensor,

@@ -39,7 +39,7 @@ class Ring:
             span = Span(start, start + size)
             if span.stop > self.capacity:
                 continue
-            if any(span.meets(fixed_span) for fixed_span in fixed_spans):
+            if any(map(span.meets, fixed_spans)):
                 continue
             evicted_keys = []
             for held_key, held_span in self.spans_by_key.items():

@@ -70,10 +70,9 @@ def set_tensor(
         )
     source_tensor = current_tensor if value is None else value
     source_address = 0 if source_tensor.is_meta else source_tensor.data_ptr()
+    shared_copy = None
     if tied is not None and source_address:
         shared_copy = tied.get(source_address, {}).get(device)
-    else:
-        shared_copy = None
     with torch.no_grad():
         if shared_copy is None:
             moved_tensor: Any = source_tensor.to(
@@ -148,10 +147,9 @@ def align_module_device(
     Without a device, offloaded parameters move to their compute device, and others stay.
     """
     streamers = streamers_of(module)
+    target_device = None
     if execution_device is not None:
         target_device = device_of(execution_device)
-    else:
-        target_device = None
     if target_device is None and streamers:
         target_device = streamers[0].device
     if target_device is None:

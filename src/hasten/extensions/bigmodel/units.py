@@ -146,7 +146,7 @@ def cut_into_units(
 
     Repeated blocks and modules of the classes in `whole` form one unit each; others are divided into the modules that own weights.
     """
-    block_ids = {id(block) for block in repeated_blocks(model)}
+    block_ids = set(map(id, repeated_blocks(model)))
     visited_ids: set[int] = set()
     unit_cuts: list[UnitCut] = []
 
@@ -247,7 +247,7 @@ def make_units(
 
 
 def _holds_units(unit_cut: UnitCut, unit_cuts: list[UnitCut], cut_index: int) -> bool:
-    submodule_ids = {id(submodule) for submodule in unit_cut.module.modules()}
+    submodule_ids = set(map(id, unit_cut.module.modules()))
     return any(
         id(other_cut.module) in submodule_ids
         for index, other_cut in enumerate(unit_cuts)

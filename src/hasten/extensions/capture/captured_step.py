@@ -46,11 +46,7 @@ class StepGraph:
     ) -> None:
         self._models, self._optimizers = models, optimizers
         self._inputs = [tensor.clone() for tensor in trees.tensors(inputs)]
-        self._rates = [
-            _LearningRate(param_group)
-            for optimizer in optimizers
-            for param_group in optimizer.param_groups
-        ]
+        self._rates = list(map(_LearningRate, self._param_groups()))
         self._graph = torch.cuda.CUDAGraph()
         static_inputs = trees.replace_tensors(inputs, self._inputs)
         with (
@@ -69,20 +65,18 @@ class StepGraph:
     @property
     def stale(self) -> bool:
         """True if options or addresses have changed since the capture."""
-        groups = [
-            param_group
-            for optimizer in self._optimizers
-            for param_group in optimizer.param_groups
-        ]
+        captured_groups = [group_rate.group for group_rate in self._rates]
         return (
-            len(self._rates) != len(groups)
-            or any(
-                group_rate.group is not param_group
-                for group_rate, param_group in zip(self._rates, groups, strict=True)
-            )
+            list(map(id, captured_groups)) != list(map(id, self._param_groups()))
             or self._options != [group_rate.options() for group_rate in self._rates]
             or self._captured_addresses != self._tensor_addresses()
         )
+
+    def _param_groups(self) -> list[dict[str, Any]]:
+        param_groups: list[dict[str, Any]] = []
+        for optimizer in self._optimizers:
+            param_groups += optimizer.param_groups
+        return param_groups
 
     def replay(self, inputs: Tree) -> Tree:
         """Run the step on other inputs of the same shapes; return its result in new tensors."""
@@ -100,18 +94,15 @@ class StepGraph:
 
     def _tensor_addresses(self) -> list[int]:
         """Return the addresses of all tensors that a step reads and writes besides its inputs."""
-        addresses = [
-            tensor.data_ptr()
-            for model in self._models
-            for tensor in (*model.parameters(), *model.buffers())
-        ]
+        addresses = []
+        for model in self._models:
+            for tensor in (*model.parameters(), *model.buffers()):
+                addresses.append(tensor.data_ptr())
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
-                addresses += [
-                    state_value.data_ptr()
-                    for state_value in state.values()
-                    if isinstance(state_value, Tensor)
-                ]
+                for state_value in state.values():
+                    if isinstance(state_value, Tensor):
+                        addresses.append(state_value.data_ptr())
         return addresses
 
 
@@ -126,11 +117,10 @@ class _LearningRate:
 
     def options(self) -> dict[str, Any]:  # Any: torch's options of an optimizer
         """Return the options that are constants in a graph, and the number of parameters."""
-        constant_options = {
-            name: state_value
-            for name, state_value in self.group.items()
-            if name not in ("lr", "params", "initial_lr")
-        }
+        constant_options = {}
+        for name, state_value in self.group.items():
+            if name not in ("lr", "params", "initial_lr"):
+                constant_options[name] = state_value
         return {**constant_options, "params": len(self.group["params"])}
 
     def follow(self) -> None:
@@ -144,10 +134,11 @@ class _LearningRate:
 @contextmanager
 def _capturable_optimizers(rates: Sequence[_LearningRate]) -> Iterator[None]:
     """Context manager in which optimizers can be captured: they read learning rates from the device."""
-    group_options = [
-        (group_rate.group["lr"], group_rate.group.get("capturable"))
-        for group_rate in rates
-    ]
+    group_options = []
+    for group_rate in rates:
+        group_options.append(
+            (group_rate.group["lr"], group_rate.group.get("capturable"))
+        )
     for group_rate in rates:
         group_rate.group["lr"] = group_rate.tensor
         if "capturable" in group_rate.group:
@@ -226,10 +217,13 @@ class CapturedStep(Generic[P, R]):
 
     def _key(self, inputs: tuple[Any, Any]) -> object:
         """Return the lookup key of a graph: shapes and dtypes of tensors, all other inputs, and the models' training modes."""
-        descriptions = [
-            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
-            for leaf in trees.leaves(inputs)
-        ]
+        descriptions = []
+        for leaf in trees.leaves(inputs):
+            descriptions.append(
+                (leaf.shape, leaf.dtype, leaf.device)
+                if isinstance(leaf, Tensor)
+                else leaf
+            )
         try:
             hash(
                 graph_key := (
@@ -252,22 +246,20 @@ class CapturedStep(Generic[P, R]):
             getattr(prepared_object, "last_epoch", None)
             for prepared_object in self._prepared.schedulers
         ]
-        attempts_before = [
-            prepared_object.num_attempts
-            for prepared_object in self._prepared.optimizers
-        ]
+        attempts_before = []
+        for prepared_object in self._prepared.optimizers:
+            attempts_before.append(prepared_object.num_attempts)
         with torch.cuda.stream(stream):
             detached_result = _detach_tensors(self._function(*inputs[0], **inputs[1]))
         torch.cuda.current_stream().wait_stream(stream)
         for tensor in trees.tensors(detached_result):
             tensor.record_stream(torch.cuda.current_stream())
-        stepped_optimizers = [
-            prepared_object
-            for prepared_object, num_before in zip(
-                self._prepared.optimizers, attempts_before, strict=True
-            )
-            if prepared_object.num_attempts != num_before
-        ]
+        stepped_optimizers = []
+        for prepared_object, num_before in zip(
+            self._prepared.optimizers, attempts_before, strict=True
+        ):
+            if prepared_object.num_attempts != num_before:
+                stepped_optimizers.append(prepared_object)
         if epochs_before != [
             getattr(prepared_object, "last_epoch", None)
             for prepared_object in self._prepared.schedulers
@@ -387,10 +379,9 @@ class CapturedStep(Generic[P, R]):
         """Return a function that restores all counters of the host to their current values."""
         clock = self._clock
         clock_counts = clock.num_passes, clock.num_updates
-        optimizer_counts = [
-            (optimizer, optimizer.update_counts())
-            for optimizer in self._prepared.optimizers
-        ]
+        optimizer_counts = []
+        for optimizer in self._prepared.optimizers:
+            optimizer_counts.append((optimizer, optimizer.update_counts()))
 
         def restore_counters() -> None:
             clock.start_new_window()

@@ -118,10 +118,9 @@ def _load_inspect() -> Any:  # Any: a module
 
 def _run_list(arguments: argparse.Namespace) -> int:
     inspect = _load_inspect()
-    rows = [
-        inspect.make_row(*checkpoint_place)
-        for checkpoint_place in inspect.find_all(arguments.folder)
-    ]
+    rows = []
+    for checkpoint_place in inspect.find_all(arguments.folder):
+        rows.append(inspect.make_row(*checkpoint_place))
     if arguments.json:
         shown_fields = (
             "name",
@@ -152,11 +151,11 @@ def _run_list(arguments: argparse.Namespace) -> int:
         else:
             saved_time = "-"
         state_text = "complete" if row.complete else f"INCOMPLETE: {row.problem}"
-        metrics_text = " ".join(
-            f"{metric_name}={metric_value:g}"
-            for metric_name, metric_value in (row.metrics or {}).items()
-            if metric_value is not None
-        )
+        metric_words = []
+        for metric_name, metric_value in (row.metrics or {}).items():
+            if metric_value is not None:
+                metric_words.append(f"{metric_name}={metric_value:g}")
+        metrics_text = " ".join(metric_words)
         step = "-" if row.step is None else row.step
         ranks = "-" if row.world_size is None else row.world_size
         _write_line(
@@ -177,7 +176,8 @@ def _run_verify(arguments: argparse.Namespace) -> int:
             inspect.make_row(store, checkpoint_name).num_bytes,
         ) as advance:
             problems = inspect.verify(store, checkpoint_name, advance)
-        _write_line(f"{checkpoint_name}: {'sound' if not problems else 'DAMAGED'}")
+        verdict = "DAMAGED" if problems else "sound"
+        _write_line(f"{checkpoint_name}: {verdict}")
         for problem in problems:
             _write_line(f"  {problem}")
         num_damaged += bool(problems)
@@ -282,7 +282,9 @@ def _format_size(num_bytes: int) -> str:
         if scaled_size < 1000:
             break
         scaled_size, unit = scaled_size / 1000, larger_unit
-    return f"{scaled_size:.1f} {unit}" if unit != "B" else f"{num_bytes} B"
+    if unit != "B":
+        return f"{scaled_size:.1f} {unit}"
+    return f"{num_bytes} B"
 
 
 def _write_line(line: str) -> None:

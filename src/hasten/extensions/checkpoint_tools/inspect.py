@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +75,11 @@ def find_all(location: str) -> list[tuple[CheckpointStore, str]]:
                 checkpoint_name,
             ),
         )
-        checkpoints += [
-            (store, checkpoint_name) for checkpoint_name in checkpoint_names
-        ]
+        checkpoints += zip(repeat(store), checkpoint_names)
     if not checkpoints:
         store, checkpoint_name = locate(location)
-        checkpoints += (
-            [(store, checkpoint_name)] if checkpoint_name in store.names() else []
-        )
+        if checkpoint_name in store.names():
+            checkpoints.append((store, checkpoint_name))
     return checkpoints
 
 
@@ -166,10 +164,11 @@ def _describe_version(store: CheckpointStore, checkpoint_name: str) -> dict[str,
         store, checkpoint_name, LocalComm(), verify=False
     ) as checkpoint:
         manifest = checkpoint.manifest
-        components = {
-            component_name: _describe_component(checkpoint, manifest, component_name)
-            for component_name in manifest.components
-        }
+        components = {}
+        for component_name in manifest.components:
+            components[component_name] = _describe_component(
+                checkpoint, manifest, component_name
+            )
     return {
         "name": checkpoint_name,
         "where": store.address,
@@ -193,10 +192,9 @@ def _describe_component(
     stored_component = checkpoint.component(
         component_name, manifest.ranks[0] if component_record.per_rank else None
     )
-    first_pieces = {
-        tensor_name: pieces[0]
-        for tensor_name, pieces in sorted(stored_component.pieces.items())
-    }
+    first_pieces = {}
+    for tensor_name, pieces in sorted(stored_component.pieces.items()):
+        first_pieces[tensor_name] = pieces[0]
     return {
         "kind": component_record.kind,
         "per_rank": component_record.per_rank,
@@ -225,14 +223,11 @@ def diff(first: str, second: str, component: str = "model") -> list[TensorDiffer
         tensors_of(first, component),
         tensors_of(second, component),
     )
-    differences = [
-        TensorDifference(tensor_name, "only in the first")
-        for tensor_name in sorted(first_tensors.keys() - second_tensors.keys())
-    ]
-    differences += [
-        TensorDifference(tensor_name, "only in the second")
-        for tensor_name in sorted(second_tensors.keys() - first_tensors.keys())
-    ]
+    differences = []
+    for tensor_name in sorted(first_tensors.keys() - second_tensors.keys()):
+        differences.append(TensorDifference(tensor_name, "only in the first"))
+    for tensor_name in sorted(second_tensors.keys() - first_tensors.keys()):
+        differences.append(TensorDifference(tensor_name, "only in the second"))
     for tensor_name in sorted(first_tensors.keys() & second_tensors.keys()):
         first_tensor, second_tensor = (
             first_tensors[tensor_name],
@@ -313,10 +308,8 @@ def merge(
         _refuse_occupied(model_folder)
         weights = whole_tensors(Path(location))
         if all(tensor_name.startswith("model.") for tensor_name in weights):
-            weights = {
-                tensor_name.removeprefix("model."): weights[tensor_name]
-                for tensor_name in weights
-            }
+            bare_names = [name.removeprefix("model.") for name in weights]
+            weights = dict(zip(bare_names, weights.values(), strict=True))
         return save_model(weights, model_folder, max_shard_size, safe_serialization)
     store, checkpoint_name = find(location)
     manifest = store.manifest(checkpoint_name)
@@ -432,11 +425,10 @@ def _read_component(path: Path, allow_pickle: bool) -> Component:
         component_kind = path.stem.rstrip("_0123456789")
     loaded_state = load_torch(path, allow_pickle)
     packed_state, tensors = pack(loaded_state)
-    plain_tensors = {
-        tensor_name: tensor
-        for tensor_name, tensor in tensors.items()
-        if isinstance(tensor, torch.Tensor)
-    }
+    plain_tensors = {}
+    for tensor_name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            plain_tensors[tensor_name] = tensor
     return Component(
         plain_tensors,
         packed_state,

@@ -210,18 +210,16 @@ def whole_tensors(folder: Path) -> dict[str, Tensor]:
     """Return every tensor of a folder by name, unsharded. Ranks: any one process."""
     reader = PlainReader(folder)
     table = reader.read_metadata().state_dict_metadata
-    tensor_table = {
-        name: tensor_metadata
-        for name, tensor_metadata in table.items()
-        if isinstance(tensor_metadata, TensorStorageMetadata)
-    }
+    tensor_table = {}
+    for name, tensor_metadata in table.items():
+        if isinstance(tensor_metadata, TensorStorageMetadata):
+            tensor_table[name] = tensor_metadata
     try:
-        empty_tensors = {
-            name: torch.empty(
+        empty_tensors = {}
+        for name, tensor_metadata in tensor_table.items():
+            empty_tensors[name] = torch.empty(
                 tensor_metadata.size, dtype=tensor_metadata.properties.dtype
             )
-            for name, tensor_metadata in tensor_table.items()
-        }
     except (RuntimeError, MemoryError) as error:
         raise CheckpointError(
             f"{folder}: its {len(tensor_table)} tensors do not fit into the memory of this machine ({error}). Nothing was loaded. Merge it on a "
@@ -260,10 +258,10 @@ def _load_folder(state: Mapping[str, Any], reader: PlainReader, no_dist: bool) -
         )
         if own_error is not None:
             raise own_error from error
-        causes_text = "; ".join(
-            f"rank {rank}: {type(cause).__name__}: {cause}"
-            for rank, cause in causes_by_rank.items()
-        )
+        cause_texts = []
+        for rank, cause in causes_by_rank.items():
+            cause_texts.append(f"rank {rank}: {type(cause).__name__}: {cause}")
+        causes_text = "; ".join(cause_texts)
         raise CorruptCheckpointError(
             f"{reader.path}: the files do not hold what their table says ({causes_text}). The tensors may be filled in part; use another "
             "copy of the folder."

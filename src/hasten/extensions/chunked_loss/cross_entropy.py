@@ -50,7 +50,9 @@ class LogitsChange(NamedTuple):
         """Return the changed logits, differentiable."""
         if self.capped:
             return (logits * self.inner_scale).tanh() * self.outer_scale
-        return logits if self.outer_scale == 1.0 else logits * self.outer_scale
+        if self.outer_scale == 1.0:
+            return logits
+        return logits * self.outer_scale
 
     def apply_(self, logits: Tensor) -> Tensor:
         """Change the logits in place; returns them."""
@@ -68,7 +70,9 @@ class LogitsChange(NamedTuple):
             )
             slope = changed_logits.div_(self.outer_scale).square_().neg_().add_(1)
             grad.mul_(slope).mul_(self.inner_scale)
-        return grad if self.outer_scale == 1.0 else grad.mul_(self.outer_scale)
+        if self.outer_scale == 1.0:
+            return grad
+        return grad.mul_(self.outer_scale)
 
 
 class _LossSettings(NamedTuple):
@@ -137,7 +141,9 @@ def _chunk_losses(
     """Compute the losses of a chunk of tokens. Ranks: those that share the vocabulary."""
     logits = F.linear(hidden.to(settings.compute), weight, bias)
     logits = settings.change.apply_(logits.to(settings.sums))
-    changed_logits = logits.clone() if settings.change.capped else None
+    changed_logits = None
+    if settings.change.capped:
+        changed_logits = logits.clone()
     largest_logit = logits.amax(-1)
     if settings.group is not None:
         dist.all_reduce(largest_logit, dist.ReduceOp.MAX, group=settings.group)
@@ -192,16 +198,16 @@ class _Gradients:
     ) -> None:
         self._settings, self._needs_gradient = settings, needs_gradient
         self.hidden = torch.empty_like(hidden) if needs_gradient[0] else None
-        self.weight = (
-            torch.zeros(weight.shape, dtype=settings.sums, device=weight.device)
-            if needs_gradient[1]
-            else None
-        )
-        self.bias = (
-            torch.zeros(bias.shape, dtype=settings.sums, device=bias.device)
-            if bias is not None and needs_gradient[2]
-            else None
-        )
+        weight_sums = None
+        if needs_gradient[1]:
+            weight_sums = torch.zeros(
+                weight.shape, dtype=settings.sums, device=weight.device
+            )
+        self.weight = weight_sums
+        bias_sums = None
+        if bias is not None and needs_gradient[2]:
+            bias_sums = torch.zeros(bias.shape, dtype=settings.sums, device=bias.device)
+        self.bias = bias_sums
 
     def add(
         self, rows: slice, logit_grad: Tensor, hidden: Tensor, weight: Tensor
@@ -287,12 +293,13 @@ class _TokenLosses(torch.autograd.Function):
         )
         with _without_autocast(hidden):
             chunk_ranges = settings.chunks(hidden.shape[0])
-            loss_parts = [
-                _chunk_losses(
-                    hidden[rows], cast_weight, cast_bias, target[rows], settings
-                ).losses
-                for rows in chunk_ranges
-            ]
+            loss_parts = []
+            for rows in chunk_ranges:
+                loss_parts.append(
+                    _chunk_losses(
+                        hidden[rows], cast_weight, cast_bias, target[rows], settings
+                    ).losses
+                )
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.how, ctx.wanted = settings, needs_gradient
         if loss_parts:

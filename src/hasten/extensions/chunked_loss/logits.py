@@ -280,13 +280,19 @@ class LazyLogits(Tensor):
             and not isinstance(operand, bool)
             and func in _PRODUCTS | _QUOTIENTS
         ):
-            factor = float(operand) if func in _PRODUCTS else 1 / float(operand)
+            if func in _PRODUCTS:
+                factor = float(operand)
+            else:
+                factor = 1 / float(operand)
             return self._with_changes(
                 head=self.head._replace(change=change.scaled(factor))
             )
         if func in _SUMS and self._is_bias(operand):
             flat_bias = operand.flatten()
-            bias = flat_bias if self.head.bias is None else self.head.bias + flat_bias
+            if self.head.bias is None:
+                bias = flat_bias
+            else:
+                bias = self.head.bias + flat_bias
             dtype = torch.promote_types(self.plain.dtype, operand.dtype)
             return self._with_changes(head=self.head._replace(bias=bias), dtype=dtype)
         return NotImplemented
@@ -383,7 +389,7 @@ def _compute_logits(values: Any) -> Any:
     if isinstance(values, LazyLogits):
         return values.compute()
     if isinstance(values, (list, tuple)):
-        return type(values)([_compute_logits(value) for value in values])
+        return type(values)(list(map(_compute_logits, values)))
     if isinstance(values, dict):
         return {key: _compute_logits(value) for key, value in values.items()}
     return values
@@ -473,11 +479,10 @@ def _find_head(model: nn.Module, head: nn.Module | str | None) -> tuple[nn.Modul
             output_layer: nn.Module | None = unwrapped_model.get_output_embeddings()
             head = output_layer
     if head is None:
-        linear_names = [
-            layer_name
-            for layer_name, module in model.named_modules()
-            if isinstance(module, nn.Linear)
-        ]
+        linear_names = []
+        for layer_name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                linear_names.append(layer_name)
         raise PrepareError(
             f"{type(model).__name__} does not say which layer computes its logits (it has no method get_output_embeddings), so nothing can be "
             f"computed in chunks. Name the layer with head=; its last linear layer is {(linear_names or ['none'])[-1]!r}."

@@ -143,11 +143,10 @@ def building(plugin: DeepSpeedPlugin, mixed_precision: str) -> dict[str, Any]:
     _fill_precision(draft_config, run_facts)
     _fill_bucket_sizes(draft_config, run_facts)
     section_names = ("zero_optimization", "aio", *_HALF_PRECISIONS)
-    config = {
-        section_name: draft_config.config[section_name]
-        for section_name in section_names
-        if section_name in draft_config.config
-    }
+    config = {}
+    for section_name in section_names:
+        if section_name in draft_config.config:
+            config[section_name] = draft_config.config[section_name]
     zero_options = config["zero_optimization"]
     # torch's linear function stays until an engine computes
     zero_options["memory_efficient_linear"] = False
@@ -200,7 +199,10 @@ def _fill_zero(draft_config: _DraftConfig, plugin: DeepSpeedPlugin) -> int:
         if offload_device == "cpu" and (
             stage == 0 or (offload_kind == "param" and stage < 3)
         ):
-            needed_stage = "stage 3" if offload_kind == "param" else "stage 1, 2 or 3"
+            if offload_kind == "param":
+                needed_stage = "stage 3"
+            else:
+                needed_stage = "stage 1, 2 or 3"
             raise ConfigError(
                 f"zero_optimization.offload_{offload_kind}.device='cpu' needs {needed_stage}, but the stage is {stage}, so nothing would be "
                 f"offloaded. Set zero_optimization.stage, or remove offload_{offload_kind}."
@@ -249,9 +251,13 @@ def _fill_precision(draft_config: _DraftConfig, run_facts: RunFacts) -> None:
         )
         enabled = draft_config.section(precision_name)["enabled"]
         if bool(enabled) != (precision_name == mixed_precision):
+            if enabled:
+                matching_precision = precision_name
+            else:
+                matching_precision = "no"
             raise ConfigError(
                 f"DeepSpeed's configuration has {precision_name}.enabled={enabled}, but the run has mixed_precision={mixed_precision!r}; they "
-                f"would compute in different precisions. Set mixed_precision={precision_name if enabled else 'no'!r}, or "
+                f"would compute in different precisions. Set mixed_precision={matching_precision!r}, or "
                 f'{precision_name}.enabled to "auto".'
             )
     if mixed_precision == "fp16":
@@ -430,9 +436,8 @@ def _find_autos(
     nested_value: Any, key_path: Sequence[str] = ()
 ) -> list[str]:  # Any: nested settings
     if isinstance(nested_value, Mapping):
-        return [
-            auto_path
-            for key, item in nested_value.items()
-            for auto_path in _find_autos(item, (*key_path, str(key)))
-        ]
+        auto_paths = []
+        for key, item in nested_value.items():
+            auto_paths += _find_autos(item, (*key_path, str(key)))
+        return auto_paths
     return [".".join(key_path)] if nested_value == AUTO_VALUE else []

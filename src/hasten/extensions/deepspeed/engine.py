@@ -93,14 +93,14 @@ def start_engine(
     _mark_leaf_modules(deepspeed, model, plugin.transformer_moe_cls_names or ())
     engine_inputs: dict[str, Any] = {"optimizer": optimizer}
     if isinstance(optimizer, Placeholder):
-        parameter_groups = [
-            {"params": group["params"]} for group in optimizer.param_groups
-        ]
-        engine_inputs = {
-            "model_parameters": parameter_groups
-            if len(parameter_groups) > 1
-            else parameter_groups[0]["params"]
-        }
+        parameter_groups = []
+        for group in optimizer.param_groups:
+            parameter_groups.append({"params": group["params"]})
+        if len(parameter_groups) > 1:
+            model_parameters = parameter_groups
+        else:
+            model_parameters = parameter_groups[0]["params"]
+        engine_inputs = {"model_parameters": model_parameters}
     with env.restored_environment(), warnings.catch_warnings():
         # deprecations of torch that DeepSpeed still uses
         warnings.simplefilter("ignore")
@@ -249,10 +249,9 @@ def partition_while_building(
 
     zero_init._zero_init_param = partition_and_note
     # Importing transformers takes seconds; a script that builds one of its models has imported transformers already.
+    registered_config = None
     if "transformers" in sys.modules:
         registered_config = RegisteredConfig(config)
-    else:
-        registered_config = None
     try:
         with (
             torchs_linear(),

@@ -23,6 +23,7 @@ from hasten.extensions.deepspeed.shards import (
 )
 from hasten.optim import clip
 from hasten.optim.engine import EngineOptimizer, put_where_used, refuse_late_backward
+from hasten.optim.groups import list_groups_of_parameters, list_parameters, options_of
 from hasten.precision.base import APPLIED, StepResult
 
 log = logging.getLogger(__name__)
@@ -138,31 +139,20 @@ class DeepSpeedOptimizer(EngineOptimizer):
                 self.loss_scale,
             )
         self._reset()
-        return StepResult(
-            applied=applied, scale=previous_scale if previous_scale != 1.0 else None
-        )
+        shown_scale = None
+        if previous_scale != 1.0:
+            shown_scale = previous_scale
+        return StepResult(applied=applied, scale=shown_scale)
 
     def give_options(self) -> None:
         """Copy the options that schedulers and the script have set to the engine's groups. Local."""
         for loop_group, engine_group in self._paired_groups():
-            engine_group.update(
-                {
-                    option: option_value
-                    for option, option_value in loop_group.items()
-                    if option != "params"
-                }
-            )
+            engine_group.update(options_of(loop_group))
 
     def take_options(self) -> None:
         """Copy the options of the engine's groups, which the engine has created or loaded, to the loop's. Local."""
         for loop_group, engine_group in self._paired_groups():
-            loop_group.update(
-                {
-                    option: option_value
-                    for option, option_value in engine_group.items()
-                    if option != "params"
-                }
-            )
+            loop_group.update(options_of(engine_group))
 
     def _paired_groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         return zip(
@@ -199,9 +189,10 @@ class DeepSpeedOptimizer(EngineOptimizer):
         )
         with torch.no_grad():
             for gradient in rank_gradients:
-                gradient.mul_(
-                    factor.to(gradient.device) if isinstance(factor, Tensor) else factor
-                )
+                if isinstance(factor, Tensor):
+                    gradient.mul_(factor.to(gradient.device))
+                else:
+                    gradient.mul_(factor)
         # offload computes norms while it copies gradients to the host
         copied_norms = getattr(self.engine.optimizer, "norm_for_param_grads", {})
         for parameter_id, copied_norm in copied_norms.items():
@@ -265,14 +256,12 @@ class DeepSpeedOptimizer(EngineOptimizer):
     def _shards_by_index(self) -> dict[int, ZeroShard]:
         """Return the shards by the index of their parameter in the groups."""
         shard_of_parameter = self._shard_of_parameter()
-        parameters = [
-            parameter for group in self.param_groups for parameter in group["params"]
-        ]
-        return {
-            index: shard_of_parameter[id(parameter)]
-            for index, parameter in enumerate(parameters)
-            if id(parameter) in shard_of_parameter
-        }
+        parameters = list_parameters(self.param_groups)
+        shards = {}
+        for index, parameter in enumerate(parameters):
+            if id(parameter) in shard_of_parameter:
+                shards[index] = shard_of_parameter[id(parameter)]
+        return shards
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by the index of the parameter: this rank's slices, whole tensors and scalars. Local."""
@@ -288,22 +277,21 @@ class DeepSpeedOptimizer(EngineOptimizer):
                     and state_value.shape == shard.flat.shape
                     and state_value.ndim > 0
                 )
-                parameter_state[state_key] = (
-                    shard.stored(state_value) if laid_out else state_value
-                )
+                if laid_out:
+                    state_value = shard.stored(state_value)
+                parameter_state[state_key] = state_value
             if parameter_state:
                 state[parameter_index] = parameter_state
         loss_scaler = self._loss_scaler()
+        scaler_state = {}
+        if loss_scaler is not None:
+            for scaler_field, scale_value in vars(loss_scaler).items():
+                if type(scale_value) in (bool, int, float):
+                    scaler_state[scaler_field] = scale_value
         return {
             "state": state,
             "param_groups": self.numbered_groups(),
-            _SCALE_KEY: {}
-            if loss_scaler is None
-            else {
-                scaler_field: scale_value
-                for scaler_field, scale_value in vars(loss_scaler).items()
-                if type(scale_value) in (bool, int, float)
-            },
+            _SCALE_KEY: scaler_state,
         }
 
     def state_room(
@@ -323,9 +311,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict made of slices in this rank's layout. Local."""
         inner_state = self.engine.basic_optimizer.state
-        group_of_parameter = [
-            group for group in self.param_groups for _ in group["params"]
-        ]
+        group_of_parameter = list_groups_of_parameters(self.param_groups)
         shards_by_tensor: dict[Tensor, list[tuple[int, ZeroShard]]] = defaultdict(list)
         for parameter_index, shard in self._shards_by_index().items():
             shards_by_tensor[shard.flat].append((parameter_index, shard))
@@ -352,13 +338,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         for param_group, saved_group in zip(
             self.param_groups, state_dict["param_groups"], strict=True
         ):
-            param_group.update(
-                {
-                    state_key: state_value
-                    for state_key, state_value in saved_group.items()
-                    if state_key != "params"
-                }
-            )
+            param_group.update(options_of(saved_group))
         loss_scaler = self._loss_scaler()
         for state_key, state_value in state_dict.get(_SCALE_KEY, {}).items():
             if loss_scaler is not None:
@@ -397,10 +377,11 @@ class DeepSpeedOptimizer(EngineOptimizer):
 
 
 def _local_norm(gradients: list[Tensor]) -> Tensor:
-    gradient_norms = [
-        torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
-        for gradient in gradients
-    ]
+    gradient_norms = []
+    for gradient in gradients:
+        gradient_norms.append(
+            torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
+        )
     total_norm: Tensor = torch.linalg.vector_norm(torch.stack(gradient_norms))
     return total_norm
 

@@ -59,11 +59,11 @@ class DummyScheduler:
             "warmup_num_steps": warmup_num_steps,
             **kwargs,
         }
-        self.options = {
-            option_name: option_value
-            for option_name, option_value in named_options.items()
-            if option_value is not None
-        }
+        options = {}
+        for option_name, option_value in named_options.items():
+            if option_value is not None:
+                options[option_name] = option_value
+        self.options = options
 
     def step(self) -> None:
         """Raise StepError: the placeholder has no schedule."""

@@ -170,11 +170,11 @@ def gradients_of(engine: Any, stage: int) -> list[Tensor]:
     """Return the gradients that this rank uses in the next step; at stage 0 they are the same on every rank."""
     optimizer = engine.optimizer
     if stage == 0:
-        return [
-            parameter.grad
-            for parameter in engine.module.parameters()
-            if parameter.grad is not None
-        ]
+        gradients = []
+        for parameter in engine.module.parameters():
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        return gradients
     if stage == 3:
         if optimizer.offload_optimizer:
             return [
@@ -186,12 +186,12 @@ def gradients_of(engine: Any, stage: int) -> list[Tensor]:
             flat_tensor.grad
             for flat_tensor in optimizer.single_partition_of_fp32_groups
         ]
-    return [
-        gradient
-        for gradient_group in optimizer.averaged_gradients.values()
-        for gradient in gradient_group or ()
-        if gradient is not None
-    ]
+    gradients = []
+    for gradient_group in optimizer.averaged_gradients.values():
+        for gradient in gradient_group or ():
+            if gradient is not None:
+                gradients.append(gradient)
+    return gradients
 
 
 class EngineNorm:

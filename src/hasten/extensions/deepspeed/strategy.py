@@ -38,6 +38,7 @@ from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 from hasten.extensions.deepspeed.shards import weight_slice
 from hasten.optim.engine import Placeholder
 from hasten.optim.gradients import drop_gradients
+from hasten.optim.groups import list_parameters
 from hasten.optim.window import divide_loss
 from hasten.precision.base import Precision
 from hasten.prepare_args import Item, PrepareArguments
@@ -170,9 +171,10 @@ class DeepSpeedStrategy:
         if ctx.is_main:
             for config_note in engine_config.notes:
                 log.info("deepspeed: %s", config_note)
-        parameter_groups = [
-            dict(group) for group in user_optimizer.param_groups if group["params"]
-        ]
+        parameter_groups = []
+        for group in user_optimizer.param_groups:
+            if group["params"]:
+                parameter_groups.append(dict(group))
         engine, linear_switch = deepspeed_engine.start_engine(
             model, user_optimizer, engine_config, self._plugin, ctx
         )
@@ -199,17 +201,15 @@ class DeepSpeedStrategy:
         bundle: PrepareArguments,
         ctx: ProcessContext,
     ) -> RunFacts:
-        batch_sizes = [
-            batch_size
-            for item in bundle.of("loader")
-            if (batch_size := getattr(item.value, "batch_size", None))
-        ]
+        batch_sizes = []
+        for item in bundle.of("loader"):
+            if batch_size := getattr(item.value, "batch_size", None):
+                batch_sizes.append(batch_size)
         choose_size = min if self._plugin.is_train_batch_min else max
-        dummy_schedulers = [
-            item.value
-            for item in bundle.of("scheduler")
-            if isinstance(item.value, DummyScheduler)
-        ]
+        dummy_schedulers = []
+        for item in bundle.of("scheduler"):
+            if isinstance(item.value, DummyScheduler):
+                dummy_schedulers.append(item.value)
         return RunFacts(
             mixed_precision=self._config.mixed_precision,
             accumulation=self._config.gradient_accumulation.num_steps,
@@ -322,9 +322,9 @@ class DeepSpeedStrategy:
 
     def _scale(self) -> float:
         """Return the loss scale of the engines that this loss may come from."""
-        loss_scales = {
-            engine.optimizer.loss_scale for engine in self.engines if engine.ran
-        } or {engine.optimizer.loss_scale for engine in self.engines}
+        ran_engines = [engine for engine in self.engines if engine.ran]
+        engines = ran_engines or self.engines
+        loss_scales = {engine.optimizer.loss_scale for engine in engines}
         if len(loss_scales) > 1:
             raise StepError(
                 f"backward() was called after the forward of several engines whose loss scales differ ({sorted(loss_scales)}), so some "
@@ -350,15 +350,11 @@ class DeepSpeedStrategy:
 
     def _optimizer_of(self, parameters: Sequence[Tensor]) -> DeepSpeedOptimizer:
         """Return the optimizer of the engine that trains exactly these parameters. Raises: StepError if there is none."""
-        clipped_ids = {id(parameter) for parameter in parameters}
+        clipped_ids = set(map(id, parameters))
         clipped_engines = [
             engine for engine in self.engines if clipped_ids & _trained_ids(engine)
         ]
-        trained_ids = {
-            parameter_id
-            for engine in clipped_engines
-            for parameter_id in _trained_ids(engine)
-        }
+        trained_ids = set().union(*map(_trained_ids, clipped_engines))
         if len(clipped_engines) != 1 or not trained_ids <= clipped_ids:
             raise StepError(
                 f"clip_grad_norm_() got {len(clipped_ids)} parameters, of {len(clipped_engines)} engines with {len(trained_ids)} parameters in all; an engine stores "
@@ -513,11 +509,7 @@ def _show_slices(parameters: Iterable[Any], shown: bool) -> None:
 
 
 def _trained_ids(trained_engine: Engine) -> set[int]:
-    return {
-        id(parameter)
-        for parameter_group in trained_engine.optimizer.param_groups
-        for parameter in parameter_group["params"]
-    }
+    return set(map(id, list_parameters(trained_engine.optimizer.param_groups)))
 
 
 def _match_optimizers(models: list[Item], optimizers: list[Item]) -> dict[int, Item]:
@@ -527,22 +519,16 @@ def _match_optimizers(models: list[Item], optimizers: list[Item]) -> dict[int, I
     """
     optimizer_of_model: dict[int, Item] = {}
     for optimizer in optimizers:
-        optimized_ids = {
-            id(parameter)
-            for parameter_group in optimizer.value.param_groups
-            for parameter in parameter_group["params"]
-        }
+        optimized_ids = set(map(id, list_parameters(optimizer.value.param_groups)))
         class_name = type(optimizer.value).__name__
         owner_items = [
             item
             for item in models
-            if optimized_ids & {id(parameter) for parameter in item.value.parameters()}
+            if optimized_ids & set(map(id, item.value.parameters()))
         ]
-        owned_ids = {
-            id(parameter)
-            for item in owner_items
-            for parameter in item.value.parameters()
-        }
+        owned_ids: set[int] = set()
+        for item in owner_items:
+            owned_ids.update(map(id, item.value.parameters()))
         if (
             len(owner_items) != 1
             or not optimized_ids <= owned_ids
@@ -551,9 +537,13 @@ def _match_optimizers(models: list[Item], optimizers: list[Item]) -> dict[int, I
             has_other_optimizer = (
                 bool(owner_items) and id(owner_items[0]) in optimizer_of_model
             )
+            if has_other_optimizer:
+                reason = ", one of which has another optimizer"
+            else:
+                reason = ""
             raise PrepareError(
                 f"{class_name} has parameters of {len(owner_items)} of the {len(models)} models in this prepare()"
-                f"{', one of which has another optimizer' if has_other_optimizer else ''}; a DeepSpeed engine trains one model with one optimizer. "
+                f"{reason}; a DeepSpeed engine trains one model with one optimizer. "
                 "Prepare each model together with an optimizer over its own parameters."
             )
         optimizer_of_model[id(owner_items[0])] = optimizer

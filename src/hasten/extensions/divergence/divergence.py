@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -110,10 +111,8 @@ class Divergence:
     def message(self, consequence: str) -> str:
         """Return the report as text; `then` describes the consequence."""
         first_difference, other_differences = self.differences[0], self.differences[1:]
-        other_ranks = sorted(
-            {rank for rank_group in first_difference.groups for rank in rank_group}
-            - set(first_difference.odd)
-        )
+        all_ranks = set(chain(*first_difference.groups))
+        other_ranks = sorted(all_ranks - set(first_difference.odd))
         reason, remedy = _CAUSES[self.cause]
         if self.agreed_at is not None:
             last_agreement = f"all agreed at update {self.agreed_at}"
@@ -124,21 +123,19 @@ class Divergence:
             f"  {_name_parties(first_difference.odd, other_ranks)}",
         ]
         if any(first_difference.texts_by_rank.values()):
-            report_lines.append(
-                "  "
-                + "; ".join(
-                    f"rank {rank}: {text}"
-                    for rank, text in sorted(first_difference.texts_by_rank.items())[:8]
-                )
-            )
+            rank_texts = []
+            for rank, text in sorted(first_difference.texts_by_rank.items())[:8]:
+                rank_texts.append(f"rank {rank}: {text}")
+            report_lines.append("  " + "; ".join(rank_texts))
         if other_differences:
-            shown_differences = ", ".join(
-                f"{difference.kind} {difference.name!r}"
-                for difference in other_differences[:_MOST_SHOWN]
-            )
-            report_lines.append(
-                f"  also: {shown_differences}{f' and {len(other_differences) - _MOST_SHOWN} more' if len(other_differences) > _MOST_SHOWN else ''}"
-            )
+            difference_texts = []
+            for difference in other_differences[:_MOST_SHOWN]:
+                difference_texts.append(f"{difference.kind} {difference.name!r}")
+            shown_differences = ", ".join(difference_texts)
+            remainder = ""
+            if len(other_differences) > _MOST_SHOWN:
+                remainder = f" and {len(other_differences) - _MOST_SHOWN} more"
+            report_lines.append(f"  also: {shown_differences}{remainder}")
         return "\n".join(
             [
                 *report_lines,
@@ -165,9 +162,10 @@ def find_divergence(
 ) -> Divergence | None:
     """Return the divergence in the ranks' records; None if all values that must be equal are equal."""
     differences = list(_find_differences(records, mesh))
-    harmful_differences = [
-        difference for difference in differences if difference.kind not in EVIDENCE
-    ]
+    harmful_differences = []
+    for difference in differences:
+        if difference.kind not in EVIDENCE:
+            harmful_differences.append(difference)
     if not harmful_differences:
         return None
     cause, telling_kind = _find_cause(differences, agreed_at)
@@ -179,17 +177,17 @@ def find_divergence(
         ),
         harmful_differences[0],
     )
+    other_differences = []
+    for difference in harmful_differences:
+        if difference is not first_difference:
+            other_differences.append(difference)
     return Divergence(
         cause,
         update_number,
         agreed_at,
         (
             first_difference,
-            *(
-                difference
-                for difference in harmful_differences
-                if difference is not first_difference
-            ),
+            *other_differences,
         ),
     )
 
@@ -206,19 +204,16 @@ def _find_differences(
         odd_ranks: list[int] = []
         differing_groups: list[tuple[int, ...]] = []
         for rank_group in mesh.groups(*map(Axis, any_record.axes)):
-            if any(rank in records_by_rank for rank in rank_group) and (
-                minority_ranks := _minority_ranks(rank_group, records_by_rank)
-            ):
+            if records_by_rank.keys().isdisjoint(rank_group):
+                continue
+            minority_ranks = _minority_ranks(rank_group, records_by_rank)
+            if minority_ranks:
                 odd_ranks += minority_ranks
                 differing_groups.append(rank_group)
         if odd_ranks:
-            texts_by_rank = {
-                rank: records_by_rank[rank].value_text
-                if rank in records_by_rank
-                else ""
-                for rank_group in differing_groups
-                for rank in rank_group
-            }
+            texts_by_rank = dict.fromkeys(chain(*differing_groups), "")
+            for rank in texts_by_rank.keys() & records_by_rank.keys():
+                texts_by_rank[rank] = records_by_rank[rank].value_text
             yield RankDifference(
                 kind,
                 name,
@@ -234,18 +229,16 @@ def _minority_ranks(
     """Return the ranks outside the majority; of groups of equal size, the one with the lowest rank is the majority."""
     ranks_by_value: dict[int | None, list[int]] = defaultdict(list)
     for rank in rank_group:
-        ranks_by_value[
-            records_by_rank[rank].value if rank in records_by_rank else None
-        ].append(rank)
+        value = records_by_rank[rank].value if rank in records_by_rank else None
+        ranks_by_value[value].append(rank)
     majority_ranks = max(
         ranks_by_value.values(), key=lambda ranks: (len(ranks), -ranks[0])
     )
-    return [
-        rank
-        for ranks in ranks_by_value.values()
-        if ranks is not majority_ranks
-        for rank in ranks
-    ]
+    minority: list[int] = []
+    for ranks in ranks_by_value.values():
+        if ranks is not majority_ranks:
+            minority += ranks
+    return minority
 
 
 def _find_cause(

@@ -29,7 +29,7 @@ from hasten.runtime.mesh_plan import BATCH, SHARD, Axis
 Kind = Literal["updates", "setting", "gradient", "state", "parameter", "buffer"]
 COMPARED: Final = frozenset({Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP})
 """Axes along which values can be equal; pipeline stages hold different layers."""
-_AXES: Final = frozenset(str(axis) for axis in Axis)
+_AXES: Final = frozenset(map(str, Axis))
 _PLAIN: Final = frozenset({Tensor, nn.Parameter})
 _STATISTICS: Final = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
@@ -257,7 +257,7 @@ def _unsynchronised_by_ddp(model: nn.Module) -> tuple[frozenset[str], frozenset[
                 for full_name in module.parameters_to_ignore
             )
             if module.broadcast_buffers:
-                synchronised_modules.update(id(inner) for inner in module.modules())
+                synchronised_modules.update(map(id, module.modules()))
     return frozenset(ignored_names), frozenset(synchronised_modules)
 
 

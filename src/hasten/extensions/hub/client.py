@@ -134,9 +134,7 @@ def download(target: HubRepository) -> Path:
         remote_names = list(
             client.list_repo_files(target.repo_id, revision=target.revision)
         )
-        weight_names = [
-            file_name for file_name in remote_names if WEIGHT_FILE.fullmatch(file_name)
-        ]
+        weight_names = list(filter(WEIGHT_FILE.fullmatch, remote_names))
         safetensors_names = [
             file_name for file_name in weight_names if ".safetensors" in file_name
         ]
@@ -182,7 +180,7 @@ def _stale_weights(
     remote_names: Sequence[str], sent_names: set[str]
 ) -> list[str] | None:
     """Return the repository's weight files that a commit with other weight files makes obsolete."""
-    if not any(WEIGHT_FILE.fullmatch(file_name) for file_name in sent_names):
+    if not any(map(WEIGHT_FILE.fullmatch, sent_names)):
         return None
     return [
         file_name

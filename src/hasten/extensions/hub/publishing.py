@@ -140,12 +140,11 @@ class Publishing:
         Raises: ArgumentError for an invalid address; HubError if the download fails.
         """
         hub_repository = hub.parse_address(address)
+        call = None
         if downloads:
             call = BackgroundCall(
                 lambda: hub.download(hub_repository), "hasten-download"
             )
-        else:
-            call = None
         model_folder: Path | None = finish_together(comm, call, "load_model")
         # reads the cache that the machine's first rank filled
         return hub.download(hub_repository) if model_folder is None else model_folder

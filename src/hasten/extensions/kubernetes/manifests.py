@@ -46,7 +46,7 @@ def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
         documents = [_jobset_object(pods)]
     else:
         documents = [_training_runtime(pods), _trainjob_object(pods)]
-    manifest_text = "---\n".join(_dump_yaml(document) for document in documents)
+    manifest_text = "---\n".join(map(_dump_yaml, documents))
     header = (
         "# Written by `hasten launch --submit kubernetes`; docs/kubernetes.md explains the fields.\n"
         f"# Submit: kubectl apply -f {manifest_path}\n"
@@ -262,7 +262,7 @@ def _pod_template(pods: PodPlan, container: JsonObject) -> JsonObject:
 
 
 def _escaped_command(pods: PodPlan) -> list[str]:
-    return [_escape_dollars(word) for word in pods.command]
+    return list(map(_escape_dollars, pods.command))
 
 
 def _escape_dollars(text: str) -> str:

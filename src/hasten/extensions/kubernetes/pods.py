@@ -231,7 +231,7 @@ def _without_label_keys(json_value: Any) -> Any:  # Any: JSON values
             if field_name != "key"
         }
     if isinstance(json_value, list | tuple):
-        return [_without_label_keys(element) for element in json_value]
+        return list(map(_without_label_keys, json_value))
     return json_value
 
 

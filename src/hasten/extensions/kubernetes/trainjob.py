@@ -260,10 +260,9 @@ class TrainJobPart(RunPart):
     # Any: the components of the Accelerator, in an upper layer
     def built(self, run: Any) -> None:
         """Start the thread, which holds the Accelerator weakly."""
+        endpoint = None
         if run.accelerator.ctx.rank == 0:
             endpoint = StatusEndpoint.from_env(env.snapshot())
-        else:
-            endpoint = None
         if endpoint is None:
             return
         clock_ref, epochs_ref = weakref.ref(run.clock), weakref.ref(run.epochs)

@@ -136,11 +136,10 @@ _SIZES: Final = MappingProxyType(
 
 def _describe_sizes(parallel_sizes: Mapping[str, int | None]) -> str:
     """Return the parallel sizes that are not 1, by the names of the plugin's fields."""
-    shown_sizes = [
-        f"{field}={parallel_sizes[keyword]}"
-        for field, keyword in _SIZES.items()
-        if parallel_sizes[keyword] not in (None, 1)
-    ]
+    shown_sizes = []
+    for field, keyword in _SIZES.items():
+        if parallel_sizes[keyword] not in (None, 1):
+            shown_sizes.append(f"{field}={parallel_sizes[keyword]}")
     return ", ".join(shown_sizes) or "data parallel ranks only"
 
 

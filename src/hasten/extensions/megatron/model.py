@@ -121,10 +121,10 @@ class MegatronModel(nn.Module):
     ) -> dict[str, Any]:
         """Return the parameters, or whole weights in the Hub layout while those may be written. Any: torch's signature."""
         state = dict(self.held) if self.hub is None else self.hub
-        return {
-            prefix + name: value if keep_vars else value.detach()
-            for name, value in state.items()
-        }
+        shown_state = {}
+        for name, value in state.items():
+            shown_state[prefix + name] = value if keep_vars else value.detach()
+        return shown_state
 
     def place_of(self, parameter: Tensor, rank: int | None = None) -> ShardLocation:
         """Return the position in the whole tensor of a rank's shard of a parameter; by default of this rank's shard."""

@@ -21,6 +21,7 @@ from hasten.extensions.megatron.package import (
 )
 from hasten.extensions.megatron.weights import slice_of
 from hasten.optim.engine import EngineOptimizer, put_where_used, refuse_late_backward
+from hasten.optim.groups import list_groups_of_parameters, list_parameters, options_of
 from hasten.precision.base import APPLIED, StepResult
 
 
@@ -116,11 +117,10 @@ def parts_of(
     """
     if not shares_state:
         for parameter in parameters:
-            main_tensor = (
-                parameter
-                if parameter.dtype == torch.float32
-                else getattr(parameter, "main_param")  # noqa: B009
-            )
+            if parameter.dtype == torch.float32:
+                main_tensor = parameter
+            else:
+                main_tensor = getattr(parameter, "main_param")  # noqa: B009
             yield ShardPart(model, parameter, main_tensor)
         return
     main_tensors: dict[int, Tensor] = {}
@@ -132,10 +132,7 @@ def parts_of(
         (inner_optimizer.model_fp32_groups, inner_optimizer.shard_fp32_groups),
     ):
         for group, group_shards in zip(models, shards, strict=True):
-            main_tensors |= {
-                id(parameter): shard
-                for parameter, shard in zip(group, group_shards, strict=True)
-            }
+            main_tensors.update(zip(map(id, group), group_shards, strict=True))
     for parameter in parameters:
         main_tensor = main_tensors.get(id(parameter))
         span = (0, 0)
@@ -251,13 +248,7 @@ class MegatronOptimizer(EngineOptimizer):
         for param_group, inner_group in zip(
             self.param_groups, self.inner.optimizer.param_groups, strict=True
         ):
-            inner_group.update(
-                {
-                    option: option_value
-                    for option, option_value in param_group.items()
-                    if option != "params"
-                }
-            )
+            inner_group.update(options_of(param_group))
         with hide_engine_warnings():
             applied = not self._has_overflow and bool(
                 self.inner.step_with_ready_grads()
@@ -281,9 +272,7 @@ class MegatronOptimizer(EngineOptimizer):
 
     # -- state ----------------------------------------------------------------------------------------------------
     def _shard_parts(self) -> list[ShardPart]:
-        parameters = [
-            parameter for group in self.param_groups for parameter in group["params"]
-        ]
+        parameters = list_parameters(self.param_groups)
         return list(parts_of(self.model, parameters, self.inner, self._shares_state))
 
     def state_dict(self) -> dict[str, Any]:
@@ -309,11 +298,9 @@ class MegatronOptimizer(EngineOptimizer):
                 for state_key, state_value in inner_state.get(
                     shard_part.main, {}
                 ).items():
-                    parameter_state[state_key] = (
-                        shard_part.stored(state_value)
-                        if shard_part.laid_out(state_value)
-                        else state_value
-                    )
+                    if shard_part.laid_out(state_value):
+                        state_value = shard_part.stored(state_value)
+                    parameter_state[state_key] = state_value
             if parameter_state:
                 state[parameter_index] = parameter_state
         return {
@@ -351,16 +338,8 @@ class MegatronOptimizer(EngineOptimizer):
         for param_group, saved_group in zip(
             self.param_groups, state_dict["param_groups"], strict=True
         ):
-            param_group.update(
-                {
-                    option: option_value
-                    for option, option_value in saved_group.items()
-                    if option != "params"
-                }
-            )
-        group_of_parameter = [
-            group for group in self.param_groups for _ in group["params"]
-        ]
+            param_group.update(options_of(saved_group))
+        group_of_parameter = list_groups_of_parameters(self.param_groups)
         for parameter_index, shard_part in enumerate(self._shard_parts()):
             if shard_part.main is None:
                 continue
@@ -372,19 +351,16 @@ class MegatronOptimizer(EngineOptimizer):
                     shard_part.inside(shard_part.main).copy_(local_data(master_weights))
             inner_state.pop(shard_part.main, None)
             if saved_state:
-                inner_state[shard_part.main] = {
-                    option: _to_inner_state(
+                inner_values = {}
+                for option, option_value in saved_state.items():
+                    inner_values[option] = _to_inner_state(
                         shard_part,
                         option,
                         option_value,
                         group_of_parameter[parameter_index],
                     )
-                    for option, option_value in saved_state.items()
-                }
-        self.draws = [
-            int(parameter_index)
-            for parameter_index in state_dict.get(_DROPOUT_KEY, self.draws)
-        ]
+                inner_state[shard_part.main] = inner_values
+        self.draws = list(map(int, state_dict.get(_DROPOUT_KEY, self.draws)))
 
     def reload(self) -> None:
         """Copy the model's weights to the master weights. Local."""
@@ -452,21 +428,15 @@ def _state_on_other_ranks(
     shard_part: ShardPart, sample_state: Mapping[str, Any]
 ) -> dict[str, Any]:  # Any: arbitrarily nested state
     """Return the state of a parameter that other data-parallel ranks update: the keys of the others, with empty slices."""
-    empty_state: dict[str, Any] = {
-        state_key: state_value
-        for state_key, state_value in sample_state.items()
-        if not isinstance(state_value, Tensor) or not state_value.ndim
-    }
+    empty_state: dict[str, Any] = {}
     device = shard_part.parameter.device
     if shard_part.has_master:
         empty_state[MASTER] = shard_part.stored(torch.empty(0, device=device))
-    empty_state |= {
-        state_key: shard_part.stored(
-            torch.empty(0, dtype=state_value.dtype, device=device)
-        )
-        for state_key, state_value in sample_state.items()
-        if isinstance(state_value, Tensor) and state_value.ndim
-    }
+    for state_key, state_value in sample_state.items():
+        if isinstance(state_value, Tensor) and state_value.ndim:
+            empty_tensor = torch.empty(0, dtype=state_value.dtype, device=device)
+            state_value = shard_part.stored(empty_tensor)
+        empty_state[state_key] = state_value
     return empty_state
 
 

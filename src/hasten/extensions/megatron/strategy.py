@@ -31,6 +31,7 @@ from hasten.extensions.megatron.settings import MegatronLMPlugin
 from hasten.extensions.megatron.weights import shard_of_whole, to_hub, unpadded_shard
 from hasten.modules.names import StagePart
 from hasten.optim.gradients import drop_gradients
+from hasten.optim.groups import list_parameters
 from hasten.optim.window import backpropagate
 from hasten.precision.base import Precision
 from hasten.prepare_args import Item, PrepareArguments
@@ -67,21 +68,20 @@ def find_trained_model(
     """Return the model to train. Raises: PrepareError unless there is one optimizer for one model."""
     if not optimizers:
         return None
-    optimized_ids = {
-        id(parameter)
-        for item in optimizers
-        for parameter_group in item.value.param_groups
-        for parameter in parameter_group["params"]
-    }
+    optimized_ids: set[int] = set()
+    for item in optimizers:
+        optimized_ids.update(map(id, list_parameters(item.value.param_groups)))
     trained_models = [
-        item
-        for item in models
-        if optimized_ids & {id(parameter) for parameter in item.value.parameters()}
+        item for item in models if optimized_ids & set(map(id, item.value.parameters()))
     ]
     if len(trained_models) != 1 or len(optimizers) != 1 or is_trained_already:
+        if is_trained_already:
+            reason = ", after another one"
+        else:
+            reason = ""
         raise PrepareError(
             f"{len(optimizers)} optimizers with parameters of {len(trained_models)} models were prepared"
-            f"{', after another one' if is_trained_already else ''}; an engine trains one model with one optimizer. Prepare one model together "
+            f"{reason}; an engine trains one model with one optimizer. Prepare one model together "
             "with an optimizer over its parameters."
         )
     return trained_models[0]
@@ -92,11 +92,10 @@ def groups_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, int | N
 
     Raises: PrepareError for a trainable parameter that is in no group.
     """
-    group_of_parameter = {
-        id(p): group_index
-        for group_index, parameter_group in enumerate(optimizer.param_groups)
-        for p in parameter_group["params"]
-    }
+    group_of_parameter = {}
+    for group_index, parameter_group in enumerate(optimizer.param_groups):
+        for parameter in parameter_group["params"]:
+            group_of_parameter[id(parameter)] = group_index
     group_of_name: dict[str, int | None] = {}
     for parameter_name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad and id(parameter) not in group_of_parameter:
@@ -116,11 +115,10 @@ def bind_optimizer(
     """Put this rank's parameters into the optimizer's groups of the tensors they were made from."""
     parameters_by_group: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
     for parameter_name, parameter in model.held.items():
-        hub_groups = {
-            groups[hub_name]
-            for hub_name in model.entries[parameter_name].hub
-            if hub_name in groups
-        }
+        hub_groups = set()
+        for hub_name in model.entries[parameter_name].hub:
+            if hub_name in groups:
+                hub_groups.add(groups[hub_name])
         if len(hub_groups) != 1:
             raise PrepareError(
                 f"{', '.join(model.entries[parameter_name].hub)} are one tensor in the engine, but are in different parameter groups (or only "
@@ -189,12 +187,11 @@ class MegatronStrategy:
     ) -> None:
         models, optimizers = bundle.of("model"), bundle.of("optimizer")
         make_optimizers(optimizers, [item.value for item in models])
+        trained_model = None
         if train:
             trained_model = find_trained_model(
                 models, optimizers, self.model is not None
             )
-        else:
-            trained_model = None
         for item in models:
             if item is trained_model:
                 self._start_engine(item, optimizers[0])
@@ -326,14 +323,15 @@ class MegatronStrategy:
             )
         num_micro_batches = self._plugin.num_micro_batches
         micro_batch_size = check_rows(trees.batch_size(batch), num_micro_batches)
-        micro_batches = [
-            trees.slice_rows(
-                batch,
-                slice(index * micro_batch_size, (index + 1) * micro_batch_size),
-                micro_batch_size * num_micro_batches,
+        micro_batches = []
+        for index in range(num_micro_batches):
+            micro_batches.append(
+                trees.slice_rows(
+                    batch,
+                    slice(index * micro_batch_size, (index + 1) * micro_batch_size),
+                    micro_batch_size * num_micro_batches,
+                )
             )
-            for index in range(num_micro_batches)
-        ]
         loss_factor = weigh(torch.ones((), device=self._ctx.device))
         optimizer.passed()
         self._seed_batch()
@@ -348,12 +346,11 @@ class MegatronStrategy:
         losses = self._schedule(
             trained_model, micro_batches, forward_step, forward_only=False
         )
+        stage_loss = None
         if trained_model.built.last:
             stage_loss = torch.stack(
                 [loss_values["loss"].float() for loss_values in losses]
             ).mean()
-        else:
-            stage_loss = None
         return _broadcast_from_last_stage(stage_loss, self._pp, self._ctx.device)
 
     # Any: an output of transformers
@@ -421,8 +418,8 @@ class MegatronStrategy:
                 "ranks; remove norm_type."
             )
         local_ids, clipped_ids = (
-            {id(parameter) for parameter in model.held.values()},
-            {id(parameter) for parameter in parameters},
+            set(map(id, model.held.values())),
+            set(map(id, parameters)),
         )
         if local_ids != clipped_ids:
             raise StepError(
@@ -448,10 +445,9 @@ class MegatronStrategy:
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         if not isinstance(model, MegatronModel):
             return dict(self.unwrap(model).state_dict())
-        whole_tensors = {
-            parameter_name: gather_whole(model, parameter)
-            for parameter_name, parameter in model.held.items()
-        }
+        whole_tensors = {}
+        for parameter_name, parameter in model.held.items():
+            whole_tensors[parameter_name] = gather_whole(model, parameter)
         if self._pp.size > 1:
             assert isinstance(self._pp, ProcessGroupComm), (
                 "a pipeline has several ranks"
@@ -462,12 +458,12 @@ class MegatronStrategy:
                     self._pp,
                     stage,
                 )
+        host_tensors = {}
+        for parameter_name, tensor in whole_tensors.items():
+            host_tensors[parameter_name] = tensor.cpu()
         return to_hub(
             model.entries.values(),
-            {
-                parameter_name: tensor.cpu()
-                for parameter_name, tensor in whole_tensors.items()
-            },
+            host_tensors,
             model.facts,
         )
 
@@ -476,10 +472,9 @@ class MegatronStrategy:
         if not isinstance(model, MegatronModel) or self.optimizer is None:
             yield
             return
-        hub_weights = {
-            weight_name: tensor.clone()
-            for weight_name, tensor in self.full_state_dict(model).items()
-        }
+        hub_weights = {}
+        for weight_name, tensor in self.full_state_dict(model).items():
+            hub_weights[weight_name] = tensor.clone()
         model.hub = hub_weights
         try:
             yield
@@ -533,10 +528,9 @@ def _allocate_meta_tensors(module: nn.Module, device: torch.device) -> None:
 
 def _token_ids_of(micro_batch: Any) -> Tensor:  # Any: a micro-batch of the user
     """Return the token ids of a micro-batch: `input_ids`, or its first 2-D tensor."""
+    input_ids = None
     if isinstance(micro_batch, Mapping):
         input_ids = micro_batch.get("input_ids")
-    else:
-        input_ids = None
     for tensor in (input_ids, *trees.tensors(micro_batch)):
         if isinstance(tensor, Tensor) and tensor.ndim == 2:
             return tensor

@@ -89,12 +89,13 @@ def _rows_of_group(model_facts: ModelFacts, num_kinds: int) -> tuple[int, ...]:
 def _interleave_groups(projections: list[Tensor], model_facts: ModelFacts) -> Tensor:
     """Interleave queries, keys and values by group of heads."""
     inner_shape = projections[0].shape[1:]
-    grouped_projections = [
-        projection.reshape(model_facts.groups, rows, *inner_shape)
-        for projection, rows in zip(
-            projections, _rows_of_group(model_facts, len(projections)), strict=True
+    grouped_projections = []
+    for projection, rows in zip(
+        projections, _rows_of_group(model_facts, len(projections)), strict=True
+    ):
+        grouped_projections.append(
+            projection.reshape(model_facts.groups, rows, *inner_shape)
         )
-    ]
     return torch.cat(grouped_projections, 1).flatten(0, 1)
 
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -51,7 +52,7 @@ def group_by_folder(folders: Sequence[str]) -> list[tuple[int, ...]]:
     ranks_by_folder: dict[str, list[int]] = {}
     for rank, folder in enumerate(folders):
         ranks_by_folder.setdefault(folder, []).append(rank)
-    return [tuple(ranks) for ranks in ranks_by_folder.values()]
+    return list(map(tuple, ranks_by_folder.values()))
 
 
 def neighbour_of(machine: int, count: int) -> int:
@@ -64,30 +65,18 @@ def newest_common(
 ) -> MemoryChoice | None:
     """Return the step to resume from, given the copies that each machine holds; None when some state is lost."""
     world_size = sum(map(len, machines))
-    for step in sorted(
-        {copy.step for copies in copies_of_machines for copy in copies}, reverse=True
-    ):
+    steps = {copy.step for copy in chain(*copies_of_machines)}
+    for step in sorted(steps, reverse=True):
         sources = []
         for machine, ranks in enumerate(machines):
             wanted_copy = MemoryCopy(ranks, world_size, step)
-            machines_own_first = sorted(
-                range(len(copies_of_machines)),
-                key=lambda machine_index: machine_index != machine,
-            )
-            sources.append(
-                next(
-                    (
-                        machine_index
-                        for machine_index in machines_own_first
-                        if wanted_copy in copies_of_machines[machine_index]
-                    ),
-                    None,
-                )
-            )
-        if None not in sources:
-            return MemoryChoice(
-                step, tuple(source for source in sources if source is not None)
-            )
+            has_copy = [wanted_copy in copies for copies in copies_of_machines]
+            if has_copy[machine]:
+                sources.append(machine)
+            elif any(has_copy):
+                sources.append(has_copy.index(True))
+        if len(sources) == len(machines):
+            return MemoryChoice(step, tuple(sources))
     return None
 
 
@@ -95,15 +84,14 @@ def explain_loss(
     copies_of_machines: Sequence[Collection[MemoryCopy]], machines: MachineRanks
 ) -> str:
     """Return the reason why no step is available to resume from, as text."""
-    all_copies = {copy for copies in copies_of_machines for copy in copies}
+    all_copies = set(chain(*copies_of_machines))
     if not all_copies:
         return "no machine holds a copy of it"
     world_size = sum(map(len, machines))
-    fitting_copies = {
-        copy
-        for copy in all_copies
-        if copy.world_size == world_size and copy.ranks in machines
-    }
+    fitting_copies = set()
+    for copy in all_copies:
+        if copy.world_size == world_size and copy.ranks in machines:
+            fitting_copies.add(copy)
     if not fitting_copies:
         world_sizes = sorted({copy.world_size for copy in all_copies})
         return (
@@ -111,15 +99,12 @@ def explain_loss(
             f"on {len(machines)} machines"
         )
     newest_step = max(copy.step for copy in fitting_copies)
-    lost_machines = [
-        machine_index
-        for machine_index, ranks in enumerate(machines)
-        if not any(
-            fitting_copy.ranks == ranks and fitting_copy.step == newest_step
-            for fitting_copy in fitting_copies
-        )
-    ]
-    return f"no machine holds the state that machine {', '.join(map(str, lost_machines))} had after update {newest_step}"
+    held_ranks = {copy.ranks for copy in fitting_copies if copy.step == newest_step}
+    lost_machines = []
+    for machine_index, ranks in enumerate(machines):
+        if ranks not in held_ranks:
+            lost_machines.append(str(machine_index))
+    return f"no machine holds the state that machine {', '.join(lost_machines)} had after update {newest_step}"
 
 
 _ARRIVING_FOLDER: Final = ".arriving"
@@ -185,11 +170,7 @@ class MemoryFolder:
     def keep_only(self, steps: Collection[int]) -> None:
         """Delete the states of all other steps. Ranks: the first of the machine."""
         for ranks_folder in self.root.glob("ranks_*"):
-            for step_folder in [
-                folder_entry
-                for folder_entry in ranks_folder.iterdir()
-                if folder_entry.is_dir()
-            ]:
+            for step_folder in filter(Path.is_dir, list(ranks_folder.iterdir())):
                 if (
                     step := checkpoint_number(step_folder.name)
                 ) is not None and step not in steps:

@@ -110,9 +110,7 @@ class MemoryCopies(RunPart):
         ) as agreement:
             machine = self._machine_group(agreement)
             if self._first(machine):
-                self._folder.keep_only(
-                    {self._newest} if self._newest is not None else ()
-                )
+                self._folder.keep_only({self._newest} - {None})
             self._saving.write_machine(
                 self._folder.store(machine.ranks),
                 numbered_checkpoint(step),
@@ -135,14 +133,8 @@ class MemoryCopies(RunPart):
     def _machine_group(self, agreement: Agreement) -> CopyHolder:
         if self._machine is None:
             machines = tuple(group_by_folder(agreement.share(str(self._folder.root))))
-            self._machine = CopyHolder(
-                next(
-                    machine_index
-                    for machine_index, ranks in enumerate(machines)
-                    if self._ctx.rank in ranks
-                ),
-                machines,
-            )
+            holds_rank = [self._ctx.rank in ranks for ranks in machines]
+            self._machine = CopyHolder(holds_rank.index(True), machines)
         return self._machine
 
     def _first(self, machine: CopyHolder) -> bool:
@@ -187,9 +179,9 @@ class MemoryCopies(RunPart):
         transfers = []
         for source, ranks in enumerate(machine.all):
             target = neighbour_of(source, len(machine.all))
-            target_files = {
-                (file.name, file.size, file.sums) for file in manifests[target].files
-            }
+            target_files = set()
+            for file in manifests[target].files:
+                target_files.add((file.name, file.size, file.sums))
             alike = []
             for file in manifests[source].files:
                 if file.size and (file.name, file.size, file.sums) in target_files:
@@ -219,9 +211,10 @@ class MemoryCopies(RunPart):
     ) -> None:
         """Transfer states between machines. Ranks: every rank."""
         if self._first(machine):
-            own_transfers = [
-                transfer for transfer in transfers if transfer.target == machine.index
-            ]
+            own_transfers = []
+            for transfer in transfers:
+                if transfer.target == machine.index:
+                    own_transfers.append(transfer)
         else:
             own_transfers = []
         with ExitStack() as arriving:
@@ -251,11 +244,10 @@ class MemoryCopies(RunPart):
                 machine.all[transfer.source],
                 machine.all[transfer.target],
             )
-            files_to_send = [
-                file
-                for file in transfer.manifest.files
-                if file.size and file not in transfer.alike
-            ]
+            files_to_send = []
+            for file in transfer.manifest.files:
+                if file.size and file not in transfer.alike:
+                    files_to_send.append(file)
             for index, file in enumerate(files_to_send):
                 sender, receiver = (
                     senders[index % len(senders)],
@@ -309,11 +301,10 @@ class MemoryCopies(RunPart):
         """Return store and name of the state here, after transfers to machines without it. Ranks: every rank."""
         machine, size = self._machine_group(agreement), self._ctx.world.size
         agreement.label = f"fetching the state of update {choice.step} from the memory of other machines"
-        moves = [
-            (source, target)
-            for target, source in enumerate(choice.sources)
-            if source != target
-        ]
+        moves = []
+        for target, source in enumerate(choice.sources):
+            if source != target:
+                moves.append((source, target))
         if moves:
             own_manifests: dict[int, bytes] = {}
             for source, target in moves:

@@ -88,9 +88,7 @@ class Muon(Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:  # Any: a group's options
-        parameters = [
-            parameter for parameter in group["params"] if parameter.grad is not None
-        ]
+        parameters = [member for member in group["params"] if member.grad is not None]
         parameters_by_layout: dict[object, list[Tensor]] = {}
         for parameter in parameters:
             parameters_by_layout.setdefault(_shard_layout(parameter), []).append(
@@ -105,7 +103,7 @@ class Muon(Optimizer):
             learning_rate = group["lr"] * _rate_factor(
                 group["adjust_lr_fn"], first.shape
             )
-            weights = [local_tensor(parameter) for parameter in members]
+            weights = list(map(local_tensor, members))
             if group["weight_decay"]:
                 torch._foreach_mul_(weights, 1.0 - group["lr"] * group["weight_decay"])
             for weight, update in zip(weights, orthogonal_shards, strict=True):
@@ -242,10 +240,11 @@ def _orthogonalise_shards(
     # Any: shards have a dimension, other placements none
     axis_placements: list[Any] = [like.placements[axis] for axis in sharded_axes]
     # whole matrices on each rank
-    if like.ndim == 3 and all(
+    shards_stack = [
         type(placement) is shard_class and placement.dim == 0
         for placement in axis_placements
-    ):
+    ]
+    if like.ndim == 3 and all(shards_stack):
         return list(_orthogonalise_stack(torch.stack(list(directions)), iteration))
     if len(sharded_axes) == 1 and type(axis_placements[0]) is shard_class:
         group = like.device_mesh.get_group(sharded_axes[0])
@@ -257,11 +256,11 @@ def _orthogonalise_shards(
 
 def _sharded_axes(parameter: DTensor) -> list[int]:
     axis_placements = parameter.placements
-    return [
-        axis
-        for axis, placement in enumerate(axis_placements)
-        if not placement.is_replicate() and parameter.device_mesh.size(axis) > 1
-    ]
+    sharded_axes = []
+    for axis, placement in enumerate(axis_placements):
+        if not placement.is_replicate() and parameter.device_mesh.size(axis) > 1:
+            sharded_axes.append(axis)
+    return sharded_axes
 
 
 def _orthogonalise_stack(stacked: Tensor, iteration: _Iteration) -> Tensor:
@@ -283,10 +282,9 @@ class _Exchange:
     def run(self, directions: Sequence[Tensor]) -> list[Tensor]:
         """Return the local shards of the orthogonalised matrices. Ranks: every rank of the group."""
         num_ranks = self.group.size()
-        rounds = [
-            directions[start : start + num_ranks]
-            for start in range(0, len(directions), num_ranks)
-        ]
+        rounds = []
+        for start in range(0, len(directions), num_ranks):
+            rounds.append(directions[start : start + num_ranks])
         local_shards: list[Tensor] = []
         sending = self._send(rounds[0])
         returning: tuple[dist.Work, Tensor, int] | None = None
@@ -308,10 +306,11 @@ class _Exchange:
         """Return the extent of each rank's shard along the sharded dimension, as torch splits it."""
         full_extent, num_ranks = self.shape[self.dim], self.group.size()
         shard_extent = -(-full_extent // num_ranks)
-        return [
-            max(0, min(shard_extent, full_extent - shard_rank * shard_extent))
-            for shard_rank in range(num_ranks)
-        ]
+        sizes = []
+        for shard_rank in range(num_ranks):
+            remaining_extent = full_extent - shard_rank * shard_extent
+            sizes.append(max(0, min(shard_extent, remaining_extent)))
+        return sizes
 
     def _numel(self, extent: int) -> int:
         return math.prod(self.shape) // max(1, self.shape[self.dim]) * extent
@@ -324,14 +323,12 @@ class _Exchange:
         )
         num_own_values = self._numel(self._sizes()[own_rank])
         if own_rank < len(members):
-            receive_sizes = [self._numel(extent) for extent in self._sizes()]
+            receive_sizes = list(map(self._numel, self._sizes()))
         else:
             receive_sizes = [0] * self.group.size()
         receive_buffer = send_buffer.new_empty(sum(receive_sizes))
-        send_sizes = [
-            num_own_values if peer < len(members) else 0
-            for peer in range(self.group.size())
-        ]
+        send_sizes = [num_own_values] * len(members)
+        send_sizes += [0] * (self.group.size() - len(members))
         work = dist.all_to_all_single(
             receive_buffer,
             send_buffer,
@@ -351,14 +348,12 @@ class _Exchange:
         work.wait()
         if self.group.rank() >= num_matrices:
             return None
-        shards = torch.split(
-            receive_buffer, [self._numel(extent) for extent in self._sizes()]
-        )
+        shards = torch.split(receive_buffer, list(map(self._numel, self._sizes())))
+        shard_views = []
+        for shard, extent in zip(shards, self._sizes(), strict=True):
+            shard_views.append(shard.view(self._shard_shape(extent)))
         return torch.cat(
-            [
-                shard.view(self._shard_shape(extent))
-                for shard, extent in zip(shards, self._sizes(), strict=True)
-            ],
+            shard_views,
             dim=self.dim,
         )
 
@@ -379,17 +374,13 @@ class _Exchange:
                 [0] * num_ranks,
             )
         else:
-            send_buffer = torch.cat(
-                [
-                    shard.reshape(-1)
-                    for shard in torch.split(matrix, self._sizes(), dim=self.dim)
-                ]
-            )
-            send_sizes = [self._numel(extent) for extent in self._sizes()]
+            shards = torch.split(matrix, self._sizes(), dim=self.dim)
+            send_buffer = torch.cat([shard.reshape(-1) for shard in shards])
+            send_sizes = list(map(self._numel, self._sizes()))
         receive_buffer = send_buffer.new_empty(num_own_values * num_matrices)
-        receive_sizes = [
-            num_own_values if peer < num_matrices else 0 for peer in range(num_ranks)
-        ]
+        num_senders = min(num_matrices, num_ranks)
+        receive_sizes = [num_own_values] * num_senders
+        receive_sizes += [0] * (num_ranks - num_senders)
         work = dist.all_to_all_single(
             receive_buffer,
             send_buffer,
@@ -422,10 +413,11 @@ def _orthogonalise_gathered(
     local_shards: list[Tensor] = []
     for start in range(0, len(directions), num_ranks):
         members = directions[start : start + num_ranks]
-        matrices = [
-            _gather_matrix(member.to(iteration.device, iteration.dtype), like)
-            for member in members
-        ]
+        matrices = []
+        for member in members:
+            matrices.append(
+                _gather_matrix(member.to(iteration.device, iteration.dtype), like)
+            )
         if rank_index < len(members):
             own_update = _orthogonalise_stack(matrices[rank_index][None], iteration)
         else:

@@ -61,10 +61,7 @@ class ParameterSplit:
                     parameter_name
                 )
             for reason, parameter_names in by_reason.items():
-                num_values = sum(
-                    members[parameter_name].numel()
-                    for parameter_name in parameter_names
-                )
+                num_values = sum(members[name].numel() for name in parameter_names)
                 num_hidden_text = ""
                 if len(parameter_names) > _SHOWN:
                     num_hidden_text = f", and {len(parameter_names) - _SHOWN} more"
@@ -118,23 +115,16 @@ def optimizers(
             )
         )
     if split.adamw:
+        decayed_parameters = []
+        free_parameters = []
+        for parameter_name, parameter in split.adamw.items():
+            if parameter.ndim >= 2:
+                decayed_parameters.append((parameter_name, parameter))
+            else:
+                free_parameters.append((parameter_name, parameter))
         groups = [
-            {
-                "params": [
-                    (parameter_name, parameter)
-                    for parameter_name, parameter in split.adamw.items()
-                    if parameter.ndim >= 2
-                ],
-                "weight_decay": weight_decay,
-            },
-            {
-                "params": [
-                    (parameter_name, parameter)
-                    for parameter_name, parameter in split.adamw.items()
-                    if parameter.ndim < 2
-                ],
-                "weight_decay": 0.0,
-            },
+            {"params": decayed_parameters, "weight_decay": weight_decay},
+            {"params": free_parameters, "weight_decay": 0.0},
         ]
         can_fuse = all(
             parameter.device.type == "cuda" for parameter in split.adamw.values()
@@ -175,13 +165,10 @@ def split_parameters(model: nn.Module, adamw: Sequence[str] = ()) -> ParameterSp
         split.reasons[parameter_name] = reason or (
             "hidden matrix" if parameter.ndim == 2 else "stack of hidden matrices"
         )
-    unused_patterns = [
-        pattern
-        for pattern in adamw
-        if not any(
-            re.search(pattern, parameter_name) for parameter_name in split.reasons
-        )
-    ]
+    unused_patterns = []
+    for pattern in adamw:
+        if not any(map(re.compile(pattern).search, split.reasons)):
+            unused_patterns.append(pattern)
     if unused_patterns:
         raise ConfigError(
             f"optimizers(adamw={list(adamw)}): {unused_patterns[0]!r} matches no trainable parameter of {type(model).__name__}, such as "
@@ -225,11 +212,9 @@ def _find_special_parameters(model: nn.Module) -> Iterator[tuple[int, str]]:
                 heads.append(module)
     output_layer = getattr(model, "get_output_embeddings", lambda: None)()
     heads += [module for module in (output_layer,) if isinstance(module, nn.Module)]
-    heads += [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and module.out_features in vocabulary_sizes
-    ]
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.out_features in vocabulary_sizes:
+            heads.append(module)
     if not heads and last_layer is not None:
         heads = [last_layer]
     for module in heads:

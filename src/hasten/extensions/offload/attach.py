@@ -20,6 +20,7 @@ from hasten.extensions.offload.weights import (
     is_streamed,
 )
 from hasten.modules.names import is_dtensor
+from hasten.optim.groups import list_parameters
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import Axis
 from hasten.runtime.streams import lanes_for
@@ -58,11 +59,10 @@ def _refuse_with_parameters(
     config: Config, ctx: ProcessContext, offload_setting: str, compiles: bool
 ) -> None:
     """Raise for settings with which parameters cannot be in host memory."""
-    axis_sizes = {
-        str(axis): ctx.mesh.size(axis)
-        for axis in (Axis.PP, Axis.TP, Axis.CP)
-        if ctx.mesh.size(axis) > 1
-    }
+    axis_sizes = {}
+    for axis in (Axis.PP, Axis.TP, Axis.CP):
+        if ctx.mesh.size(axis) > 1:
+            axis_sizes[str(axis)] = ctx.mesh.size(axis)
     if axis_sizes or ctx.mesh.ep > 1:
         shown_sizes = (
             ", ".join(
@@ -104,11 +104,8 @@ def refuse_unsplittable(optimizer: Optimizer) -> None:
     Raises: PrepareError with alternatives.
     """
     optimizer_name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    is_sharded = any(
-        is_dtensor(parameter)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+    parameters = list_parameters(optimizer.param_groups)
+    is_sharded = any(map(is_dtensor, parameters))
     if type(optimizer) not in (
         ELEMENTWISE if is_sharded else (*ELEMENTWISE, Adafactor, Muon)
     ):
@@ -140,11 +137,8 @@ def stream_updates(
     Blocks of the models ask for the memory of pieces that are still written back, before their activations need it.
     """
     refuse_unsplittable(optimizer)
-    is_streamed_model = any(
-        is_streamed(parameter)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+    parameters = list_parameters(optimizer.param_groups)
+    is_streamed_model = any(map(is_streamed, parameters))
     streamed_update = StreamedUpdate(
         optimizer,
         lanes_for(ctx.device),

@@ -104,9 +104,11 @@ class MemoryBudget:
         )
         if loss_follows and self._peak + held_bytes > self._use.capacity():
             return True
-        return not self._fits(
-            held_bytes, 0, coming_samples[0].used if coming_samples else self._peak
-        )
+        if coming_samples:
+            coming_bytes = coming_samples[0].used
+        else:
+            coming_bytes = self._peak
+        return not self._fits(held_bytes, 0, coming_bytes)
 
     def _fits(self, held_bytes: int, more_bytes: int, coming_bytes: int) -> bool:
         if self._use is None:

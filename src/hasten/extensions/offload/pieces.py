@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hasten.modules.names import local_tensor
+from hasten.optim.groups import list_parameters
 from hasten.runtime.host_pool import aligned_bytes
 from hasten.runtime.streams import Mark
 
@@ -38,13 +39,12 @@ class StateSlot:
     def view(self, memory: Tensor) -> Tensor:
         """Return the tensor in a piece's memory."""
         item_bytes = self.dtype.itemsize
+        num_elements = 0
         if _has_elements(self):
             num_elements = 1 + sum(
                 (dim_size - 1) * dim_stride
                 for dim_size, dim_stride in zip(self.shape, self.stride, strict=True)
             )
-        else:
-            num_elements = 0
         flat_memory = memory[self.start : self.start + num_elements * item_bytes].view(
             self.dtype
         )
@@ -140,9 +140,7 @@ def divide_into_pieces(
     groups: Sequence[Mapping[str, Any]], most_piece_bytes: int | None = None
 ) -> list[UpdatePiece]:
     """Return the pieces of an optimizer's groups, those first whose gradients a backward usually computes first."""
-    total_bytes = sum(
-        num_bytes(parameter) for group in groups for parameter in group["params"]
-    )
+    total_bytes = sum(map(num_bytes, list_parameters(groups)))
     max_bytes = most_piece_bytes or min(
         MOST_PIECE_BYTES, total_bytes // _LEAST_NUM_PIECES
     )
@@ -216,21 +214,14 @@ def _is_dense(tensor: Tensor) -> bool:
 def sort_like_groups(optimizer: Optimizer) -> None:
     """Order the state as the groups are, as a step over all parameters creates it, so that checkpoints are the same."""
     optimizer_state = optimizer.state
-    ordered_parameters = [
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p in optimizer_state
-    ]
-    if len(ordered_parameters) == len(optimizer_state) and any(
-        ordered_parameter is not stored_parameter
-        for ordered_parameter, stored_parameter in zip(
-            ordered_parameters, optimizer_state, strict=True
-        )
-    ):
-        ordered_state = [
-            (parameter, optimizer_state[parameter]) for parameter in ordered_parameters
-        ]
+    parameters = list_parameters(optimizer.param_groups)
+    ordered_parameters = list(filter(optimizer_state.__contains__, parameters))
+    ordered_ids = list(map(id, ordered_parameters))
+    stored_ids = list(map(id, optimizer_state))
+    if len(ordered_ids) == len(stored_ids) and ordered_ids != stored_ids:
+        ordered_state = []
+        for parameter in ordered_parameters:
+            ordered_state.append((parameter, optimizer_state[parameter]))
         optimizer_state.clear()
         optimizer_state.update(ordered_state)
 
@@ -245,17 +236,16 @@ class _Hidden:
 # Any: the state of any optimizer
 def hide_tensors(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the state of a state dict with its tensors hidden from torch, which would move all of them to the device."""
-    return {
-        parameter_index: {
-            state_name: _Hidden(state_value)
-            if isinstance(state_value, Tensor) and state_value.ndim
-            else state_value
-            for state_name, state_value in parameter_state.items()
-        }
-        if isinstance(parameter_state, dict)
-        else parameter_state
-        for parameter_index, parameter_state in state.items()
-    }
+    hidden_state: dict[Any, Any] = {}
+    for parameter_index, parameter_state in state.items():
+        hidden_state[parameter_index] = parameter_state
+        if isinstance(parameter_state, dict):
+            hidden_values = dict(parameter_state)
+            for state_name, state_value in parameter_state.items():
+                if isinstance(state_value, Tensor) and state_value.ndim:
+                    hidden_values[state_name] = _Hidden(state_value)
+            hidden_state[parameter_index] = hidden_values
+    return hidden_state
 
 
 def show_tensors(optimizer: Optimizer) -> None:
@@ -270,9 +260,9 @@ def show_tensors(optimizer: Optimizer) -> None:
                     parameter.is_floating_point()
                     and hidden_tensor.dtype != parameter.dtype
                 )
-                parameter_state[state_name] = (
-                    hidden_tensor.to(parameter.dtype) if is_cast else hidden_tensor
-                )
+                if is_cast:
+                    hidden_tensor = hidden_tensor.to(parameter.dtype)
+                parameter_state[state_name] = hidden_tensor
 
 
 def weakly(method: Callable[Arguments, None]) -> Callable[Arguments, None]:

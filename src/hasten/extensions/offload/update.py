@@ -34,6 +34,7 @@ from hasten.extensions.offload.pieces import (
     weakly,
 )
 from hasten.modules.names import is_dtensor, like_parameter, local_tensor
+from hasten.optim.groups import list_parameters
 from hasten.optim.optimizer import SETTLE_STATE
 from hasten.runtime.host_pool import HostPool
 from hasten.runtime.streams import HostLanes, Mark
@@ -107,9 +108,7 @@ class StreamedUpdate:
     def _plan(self) -> None:
         """Divide the groups into pieces, again if parameters were added since."""
         groups = self._optimizer.param_groups
-        parameter_ids = [
-            id(parameter) for group in groups for parameter in group["params"]
-        ]
+        parameter_ids = list(map(id, list_parameters(groups)))
         if parameter_ids == self._planned:
             return
         self.release()
@@ -195,16 +194,11 @@ class StreamedUpdate:
             )
         self._plan()
         self._lanes.follow_current_stream()
-        self._parameters.rest(
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
-        due_pieces = [
-            piece
-            for piece in self._pieces
-            if any(parameter.grad is not None for parameter in piece.parameters)
-        ]
+        self._parameters.rest(list_parameters(optimizer.param_groups))
+        due_pieces = []
+        for piece in self._pieces:
+            if any(parameter.grad is not None for parameter in piece.parameters):
+                due_pieces.append(piece)
         groups = optimizer.param_groups
         group_parameters = [list(group["params"]) for group in groups]
         try:
@@ -271,11 +265,9 @@ class StreamedUpdate:
         )
         if not self._moves_state:
             return parameter_bytes
-        return parameter_bytes + (
-            int(self._ratio * piece.parameter_bytes)
-            if piece.home is None
-            else piece.home.numel()
-        )
+        if piece.home is None:
+            return parameter_bytes + int(self._ratio * piece.parameter_bytes)
+        return parameter_bytes + piece.home.numel()
 
     def _fetch(self, piece: UpdatePiece) -> None:
         """Start the copies of a piece to the device."""
@@ -360,11 +352,11 @@ class StreamedUpdate:
         assert flight is not None, "the piece is on the device"
         self._lanes.compute_waits(flight.arrived)
         self._lanes.compute_waits(flight.graded)
-        stand_ins = [
-            (index, p, self._stand_in(index, p, flight))
-            for index, p in enumerate(piece.parameters)
-            if p.grad is not None
-        ]
+        stand_ins = []
+        for index, parameter in enumerate(piece.parameters):
+            if parameter.grad is not None:
+                stand_in = self._stand_in(index, parameter, flight)
+                stand_ins.append((index, parameter, stand_in))
         all_groups = optimizer.param_groups
         piece_group = all_groups[piece.group]
         held_states = [
@@ -374,12 +366,12 @@ class StreamedUpdate:
             stand_ins, held_states, strict=True
         ):
             if held_state:
-                optimizer.state[stand_in] = {
-                    state_name: self._usable(
+                stand_in_state = {}
+                for state_name, state_value in held_state.items():
+                    stand_in_state[state_name] = self._usable(
                         flight.state.get((index, state_name), state_value), piece_group
                     )
-                    for state_name, state_value in held_state.items()
-                }
+                optimizer.state[stand_in] = stand_in_state
         piece_group["params"] = [stand_in for _, _, stand_in in stand_ins]
         optimizer.param_groups = [piece_group]
         try:
@@ -415,12 +407,12 @@ class StreamedUpdate:
         """Return the state after an update as it is held between updates; `_store` moves tensors to host memory."""
         if self._moves_state or not is_dtensor(parameter):
             return updated_state
-        return {
-            state_name: like_parameter(state_value, parameter)
-            if isinstance(state_value, Tensor) and state_value.ndim
-            else state_value
-            for state_name, state_value in updated_state.items()
-        }
+        usable_state = {}
+        for state_name, state_value in updated_state.items():
+            if isinstance(state_value, Tensor) and state_value.ndim:
+                state_value = like_parameter(state_value, parameter)
+            usable_state[state_name] = state_value
+        return usable_state
 
     def _stand_in(self, index: int, parameter: Tensor, flight: Flight) -> Tensor:
         """Return the tensor that the optimizer updates: the parameter, or its local memory on the device."""
@@ -495,10 +487,9 @@ class StreamedUpdate:
             flight.num_bytes = sum(
                 map(num_bytes, (*updated_tensors.values(), *flight.parameters.values()))
             )
-            copy_pairs = [
-                (slot.view(piece.home), updated_tensors[slot.key])
-                for slot in state_slots
-            ]
+            copy_pairs = []
+            for slot in state_slots:
+                copy_pairs.append((slot.view(piece.home), updated_tensors[slot.key]))
         assert piece.home is not None, "just allocated"
         known_views = piece.resting if flight.memory is not None else {}
         piece.resting = {}
@@ -506,11 +497,12 @@ class StreamedUpdate:
             index, state_name = slot.key
             parameter = piece.parameters[index]
             resting_view = known_views.get(slot.key)
-            piece.resting[slot.key] = (
-                like_parameter(slot.view(piece.home), parameter)
-                if resting_view is None
-                else resting_view
-            )
+            if resting_view is None:
+                piece.resting[slot.key] = like_parameter(
+                    slot.view(piece.home), parameter
+                )
+            else:
+                piece.resting[slot.key] = resting_view
             self._optimizer.state[parameter][state_name] = piece.resting[slot.key]
         return copy_pairs
 
@@ -526,11 +518,12 @@ class StreamedUpdate:
                 if isinstance(state_value, Tensor) and state_value.ndim:
                     fetched_tensor = flight.state.get((index, state_name))
                     is_unchanged = parameter.grad is None and fetched_tensor is not None
-                    updated_tensors[index, state_name] = (
-                        fetched_tensor
-                        if is_unchanged and fetched_tensor is not None
-                        else local_tensor(state_value).detach()
-                    )
+                    if is_unchanged and fetched_tensor is not None:
+                        updated_tensors[index, state_name] = fetched_tensor
+                    else:
+                        updated_tensors[index, state_name] = local_tensor(
+                            state_value
+                        ).detach()
         return updated_tensors
 
     @staticmethod
@@ -588,10 +581,9 @@ class StreamedUpdate:
         dtype: torch.dtype,
     ) -> Tensor:
         """Return the memory to load a state tensor into: existing memory if it fits, else new memory, not on the device if offloaded."""
+        known_tensor = None
         if state_name:
             known_tensor = self._optimizer.state.get(parameter, {}).get(state_name)
-        else:
-            known_tensor = None
         if (
             isinstance(known_tensor, Tensor)
             and tuple(known_tensor.shape) == shape

@@ -58,7 +58,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             raise ConfigError(
                 f"PackedBatchSampler(balance={balance}) must be 1 or more: the number of ranks that read different batches."
             )
-        sizes = [int(length) for length in lengths]
+        sizes = list(map(int, lengths))
         self._packs = self._pack(sizes, too_long)
         if balance > 1:
             self._packs.sort(
@@ -179,9 +179,7 @@ class PackedCollator:
         fields: dict[str, Any] = {
             name: torch.cat([row[name] for row in rows]) for name in rows[0]
         }
-        fields["position_ids"] = torch.cat(
-            [torch.arange(length) for length in sample_lengths]
-        )
+        fields["position_ids"] = torch.cat(list(map(torch.arange, sample_lengths)))
         num_padding = 0 if self.pad_to is None else self.pad_to - sum(sample_lengths)
         if num_padding < 0:
             raise DataError(

@@ -220,7 +220,7 @@ def _balanced_ranges(
         sum(estimate_work(model.get_submodule(unit_name)) for unit_name in unit_names)
         for unit_names in (first_units, last_units)
     )
-    block_costs = [estimate_work(block_module) for block_module in blocks]
+    block_costs = list(map(estimate_work, blocks))
     if not any(block_costs):
         block_costs = [1.0] * len(blocks)
     return balance_ranges(block_costs, stage_placement.stages, cost_before, cost_after)

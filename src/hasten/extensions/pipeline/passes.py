@@ -169,7 +169,7 @@ def output_shapes(tree: Any) -> Any:  # Any: output of a module
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree
     if type(tree) in (list, tuple):
-        return type(tree)(output_shapes(subtree) for subtree in tree)
+        return type(tree)(map(output_shapes, tree))
     if type(tree) is dict:
         return {key: output_shapes(subtree) for key, subtree in tree.items()}
     raise PrepareError(

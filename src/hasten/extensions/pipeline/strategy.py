@@ -437,6 +437,7 @@ class Pipeline:
             block_chain, forward, micro_batches, learnt_shapes
         )
         last_rank = self._place.rank_of(self._place.stages - 1)
+        whole_output = None
         if self._comm.rank == last_rank:
             whole_output = _join_outputs(
                 micro_outputs,
@@ -445,8 +446,6 @@ class Pipeline:
                     for row_slice in row_slices
                 ],
             )
-        else:
-            whole_output = None
         if forward.gathers_output:
             return broadcast_output(whole_output, self._comm, last_rank)
         return whole_output

@@ -99,14 +99,10 @@ def predict_file(
             accelerator.process_index :: accelerator.num_processes
         ]
         for part_number in accelerator.progress(rank_parts, desc="predict"):
-            row_parts.finish(
-                part_number,
-                [
-                    result
-                    for batch in row_parts.batches(part_number)
-                    for result in predict_batch(predict, rows, batch)
-                ],
-            )
+            results = []
+            for batch in row_parts.batches(part_number):
+                results += predict_batch(predict, rows, batch)
+            row_parts.finish(part_number, results)
     with agree(accelerator.ctx.world, f"writing {output}"):
         if accelerator.is_main_process:
             row_parts.publish()
@@ -115,16 +111,14 @@ def predict_file(
     else:
         process_words = f"{accelerator.num_processes} processes"
     summary_words = [f"{output}: {len(rows)} rows on {process_words}"]
-    summary_words += (
-        [f"{num_finished} of {row_parts.count} parts already existed"]
-        if num_finished
-        else []
-    )
-    summary_words += (
-        [f"parts of another job were removed (different: {changed_facts})"]
-        if changed_facts
-        else []
-    )
+    if num_finished:
+        summary_words.append(
+            f"{num_finished} of {row_parts.count} parts already existed"
+        )
+    if changed_facts:
+        summary_words.append(
+            f"parts of another job were removed (different: {changed_facts})"
+        )
     return "; ".join(summary_words)
 
 

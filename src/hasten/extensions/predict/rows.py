@@ -52,18 +52,20 @@ class RowParts:
             part_number * self.rows_per_part,
             min((part_number + 1) * self.rows_per_part, self.num_rows),
         )
-        return [
-            range(batch_start, min(batch_start + self.batch_size, end_row))
-            for batch_start in range(first_row, end_row, self.batch_size)
-        ]
+        batches = []
+        for batch_start in range(first_row, end_row, self.batch_size):
+            batches.append(
+                range(batch_start, min(batch_start + self.batch_size, end_row))
+            )
+        return batches
 
     def missing(self) -> list[int]:
         """Return the parts that are not finished."""
-        return [
-            part_number
-            for part_number in range(self.count)
-            if not self._part_path(part_number).exists()
-        ]
+        missing_parts = []
+        for part_number in range(self.count):
+            if not self._part_path(part_number).exists():
+                missing_parts.append(part_number)
+        return missing_parts
 
     def begin(self, job: Mapping[str, Any]) -> str:
         """Reuse the parts of the same job, remove those of another; return the facts that differ. Ranks: main only."""
@@ -72,13 +74,11 @@ class RowParts:
         changed_facts = ""
         if self.folder.exists():
             earlier_job = _read_job(job_file)
-            changed_facts = ", ".join(
-                sorted(
-                    name
-                    for name in {*earlier_job, *job}
-                    if earlier_job.get(name) != job.get(name)
-                )
-            )
+            changed_names = []
+            for name in sorted({*earlier_job, *job}):
+                if earlier_job.get(name) != job.get(name):
+                    changed_names.append(name)
+            changed_facts = ", ".join(changed_names)
             if changed_facts:
                 shutil.rmtree(self.folder)
         try:
@@ -135,8 +135,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 def to_json(result: Any) -> str:
     """Return a result as one line of JSON; a value that is not a dict becomes the value of `prediction`."""
+    record = result if isinstance(result, dict) else {"prediction": result}
     return json.dumps(
-        result if isinstance(result, dict) else {"prediction": result},
+        record,
         default=_to_list,
         ensure_ascii=False,
     )

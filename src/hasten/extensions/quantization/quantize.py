@@ -142,11 +142,10 @@ def chosen_linears(model: nn.Module, skip: Collection[str]) -> list[str]:
         for name, linear_layer in named_linears
         if name and not any(skipped_name in name for skipped_name in skip)
     }
-    empty = [
-        name
-        for name, linear_layer in linear_layers.items()
-        if linear_layer.weight.is_meta
-    ]
+    empty = []
+    for name, linear_layer in linear_layers.items():
+        if linear_layer.weight.is_meta:
+            empty.append(name)
     if empty:
         raise PrepareError(
             f"{empty[0]} is on the meta device and has no weights to quantize. Load them first."
@@ -156,10 +155,9 @@ def chosen_linears(model: nn.Module, skip: Collection[str]) -> list[str]:
 
 def _check_groups(model: nn.Module, names: Collection[str], group_size: int) -> None:
     """Raise unless the inputs of all these layers are split evenly into groups. Raises: ConfigError."""
-    input_widths = {
-        name: model.get_submodule(name).get_parameter("weight").shape[1]
-        for name in names
-    }
+    input_widths = {}
+    for name in names:
+        input_widths[name] = model.get_submodule(name).get_parameter("weight").shape[1]
     uneven_names = [name for name, width in input_widths.items() if width % group_size]
     if uneven_names:
         name = min(uneven_names)

@@ -37,10 +37,9 @@ def report(
     """
     train, storage = _train_and_storage("hasten.ray.report")
     # Any: numbers, strings and tensors, as Accelerator.log takes them
-    reported_metrics = {
-        checkpoint_name: _plain_metric(checkpoint_name, value)
-        for checkpoint_name, value in metrics.items()
-    }
+    reported_metrics = {}
+    for checkpoint_name, value in metrics.items():
+        reported_metrics[checkpoint_name] = _plain_metric(checkpoint_name, value)
     if not save:
         train.report(reported_metrics)
         return None

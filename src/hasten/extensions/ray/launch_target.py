@@ -167,12 +167,11 @@ def _count_words(
 
 def _check_settings(request: LaunchRequest) -> None:
     launch_settings, defaults = request.config.launch, LaunchConfig()
-    unsupported_names = [
-        name
-        for name in given(launch_settings)
-        if name not in _SUPPORTED_SETTINGS
-        and getattr(launch_settings, name) != getattr(defaults, name)
-    ]
+    unsupported_names = []
+    for name in given(launch_settings):
+        is_changed = getattr(launch_settings, name) != getattr(defaults, name)
+        if is_changed and name not in _SUPPORTED_SETTINGS:
+            unsupported_names.append(name)
     if unsupported_names:
         raise ConfigError(
             f"--ray places and starts the workers itself, so that {', '.join(sorted(unsupported_names))} would have no effect. Remove them, or "
@@ -275,10 +274,9 @@ def lost_words(lost_workers: Sequence[WorkerEnd]) -> str:
     """Return one message for lost ranks: which, on what machine, the reason that Ray gives, and what to do."""
     ranks_text = ranks_in_words([worker.rank for worker in lost_workers])
     first_worker = lost_workers[0]
+    worker_text = ""
     if len(lost_workers) == 1 and first_worker.host:
         worker_text = f" (Ray actor with pid {first_worker.pid} on {first_worker.host})"
-    else:
-        worker_text = ""
     return (
         f"{ranks_text}{worker_text} was lost: {first_worker.summary}. The other ranks cannot finish a step without it. Look for the kernel's "
         "out-of-memory killer and for a reclaimed machine; with FailureConfig(max_failures=…) or --max_restarts Ray restarts the "
@@ -291,12 +289,17 @@ def verdict_words(failures: Sequence[WorkerEnd]) -> str:
     lost_workers = [failure_end for failure_end in failures if failure_end.lost]
     if lost_workers:
         return lost_words(lost_workers)
-    records = [
-        failure.Failure(
-            failure_end.rank, failure_end.host, 1, 0.0, summary=failure_end.summary
+    records = []
+    for failure_end in failures:
+        records.append(
+            failure.Failure(
+                failure_end.rank,
+                failure_end.host,
+                1,
+                0.0,
+                summary=failure_end.summary,
+            )
         )
-        for failure_end in failures
-    ]
     return failure.failure_words(failure.first_failure(records))
 
 
@@ -308,11 +311,14 @@ def main() -> None:
     ray, train = need("ray", VERSIONS, "--ray"), need("ray.train", VERSIONS, "--ray")
     ray.init(address=ray_run.address)
     variables = environment.snapshot()
-    passed_variables = {
-        variable_name: variables[variable_name]
-        for variable_name in _PASSED_VARIABLES
-        if variables.get(variable_name)
-    }
+    passed_variables = {}
+    for variable_name in _PASSED_VARIABLES:
+        if variables.get(variable_name):
+            passed_variables[variable_name] = variables[variable_name]
+    if ray_run.workers[0] == ray_run.workers[1]:
+        num_workers = ray_run.workers[0]
+    else:
+        num_workers = ray_run.workers
     trainer = need("ray.train.torch", VERSIONS, "--ray").TorchTrainer(
         run_program,
         train_loop_config={
@@ -321,9 +327,7 @@ def main() -> None:
             "folder": ray_run.folder,
         },
         scaling_config=train.ScalingConfig(
-            num_workers=ray_run.workers[0]
-            if ray_run.workers[0] == ray_run.workers[1]
-            else ray_run.workers,
+            num_workers=num_workers,
             use_gpu=ray_run.use_gpu,
             resources_per_worker=dict(ray_run.resources) or None,
         ),

@@ -177,11 +177,10 @@ class RemoteDraft:
     def abort(self) -> None:
         """Remove the uploaded files."""
         self._drop_scratch()
-        uploaded_names = [
-            file_name
-            for file_name in self._store.sizes(self.name)
-            if file_name.startswith(f"{self.token}/")
-        ]
+        uploaded_names = []
+        for file_name in self._store.sizes(self.name):
+            if file_name.startswith(f"{self.token}/"):
+                uploaded_names.append(file_name)
         self._store.remove(self.name, uploaded_names)
 
 
@@ -290,10 +289,12 @@ class RemoteStore:
         if not self.fs.exists(base_path):
             return {}
         prefix = str(self.fs._strip_protocol(base_path)).rstrip("/") + "/"
-        return {
-            str(remote_path).removeprefix(prefix): int(file_entry["size"])
-            for remote_path, file_entry in self.fs.find(base_path, detail=True).items()
-        }
+        remote_sizes = {}
+        for remote_path, file_entry in self.fs.find(base_path, detail=True).items():
+            remote_sizes[str(remote_path).removeprefix(prefix)] = int(
+                file_entry["size"]
+            )
+        return remote_sizes
 
     def listed_files(self, name: str) -> list[str]:
         """Return the files of the committed checkpoint of this name; empty when there is no readable manifest."""
@@ -338,11 +339,10 @@ class RemoteStore:
     def check(self, name: str) -> Manifest:
         """Return the manifest after checking that every file has its size. Raises: a CheckpointError otherwise."""
         manifest, remote_sizes = self.manifest(name), self.sizes(name)
-        missing_names = [
-            file.name
-            for file in manifest.files
-            if remote_sizes.get(_placed_path(manifest, file)) != file.size
-        ]
+        missing_names = []
+        for file in manifest.files:
+            if remote_sizes.get(_placed_path(manifest, file)) != file.size:
+                missing_names.append(file.name)
         if missing_names:
             raise IncompleteCheckpointError(
                 f"{self._url}/{name}: {', '.join(missing_names[:4])} of {len(manifest.files)} files are missing or have another size, so it is "

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 def write_report(folders: Sequence[str], output: Path) -> None:
     """Write the report atomically, so that no browser reads an incomplete file."""
-    runs = name_apart([read_run(folder) for folder in folders], folders)
+    runs = name_apart(list(map(read_run, folders)), folders)
     output.parent.mkdir(parents=True, exist_ok=True)
     draft_path = output.with_name(f".{output.name}.draft")
     draft_path.write_text(report_page(runs), encoding="utf-8")

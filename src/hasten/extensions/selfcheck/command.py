@@ -57,12 +57,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_matrix(arguments: argparse.Namespace) -> int:
-    launch_flags = [
-        entry.name for entry in arguments.settings if entry.path != ("cpu",)
-    ]
-    launch_flags += [
-        name for name in ("config_file", "dry_run", "links") if getattr(arguments, name)
-    ]
+    launch_flags = []
+    for entry in arguments.settings:
+        if entry.path != ("cpu",):
+            launch_flags.append(entry.name)
+    for name in ("config_file", "dry_run", "links"):
+        if getattr(arguments, name):
+            launch_flags.append(name)
     if launch_flags:
         raise ConfigError(
             f"{launch_flags[0]} was given with --matrix, whose cells use fixed settings, so it would have no effect; remove it, or choose "

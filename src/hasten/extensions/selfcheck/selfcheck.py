@@ -121,14 +121,14 @@ def measured_links(accelerator: Accelerator) -> Links:
     )
     topology = accelerator.ctx.topology
     machines = gather_object(topology.node_rank, accelerator.ctx.world)
-    local_ranks = [
-        rank for rank, machine in enumerate(machines) if machine == topology.node_rank
-    ]
+    local_ranks = []
+    for rank, machine in enumerate(machines):
+        if machine == topology.node_rank:
+            local_ranks.append(rank)
     node = _all_reduce(accelerator, local_ranks)[0] if len(local_ranks) > 1 else None
+    network_speed = None
     if len(set(machines)) > 1:
         network_speed = _all_reduce(accelerator, list(range(len(machines))))[0]
-    else:
-        network_speed = None
     rank_words = zip(
         *gather_object((node, network_speed), accelerator.ctx.world), strict=True
     )
@@ -206,18 +206,14 @@ def run_checks(
 
 def _result_lines(name: str, outcomes: list[tuple[bool, str]]) -> list[str]:
     """Return one line for a check that passed on all ranks, else one line per failed rank."""
-    failures = [
-        (rank, check_message)
-        for rank, (passed, check_message) in enumerate(outcomes)
-        if not passed
-    ]
-    if not failures:
+    report_lines = []
+    for rank, (passed, check_message) in enumerate(outcomes):
+        if not passed:
+            report_lines.append(f"FAILED  {name:<12} rank {rank}: {check_message}")
+    if not report_lines:
         rank_words = "rank 0" if len(outcomes) == 1 else f"ranks 0-{len(outcomes) - 1}"
         return [f"passed  {name:<12} {rank_words}: {outcomes[0][1]}"]
-    return [
-        f"FAILED  {name:<12} rank {rank}: {check_message}"
-        for rank, check_message in failures
-    ]
+    return report_lines
 
 
 def _expect_that(holds: bool, otherwise: str) -> None:
@@ -278,10 +274,13 @@ def _train_losses(accelerator: Accelerator, num_rows: int) -> list[float]:
         mesh.index(accelerator.process_index, *BATCH),
     )
     for tensors in _make_batches(num_rows):
-        batch = [
-            tensor.chunk(num_readers)[reader_index].to(accelerator.device, copy=True)
-            for tensor in tensors
-        ]
+        batch = []
+        for tensor in tensors:
+            batch.append(
+                tensor.chunk(num_readers)[reader_index].to(
+                    accelerator.device, copy=True
+                )
+            )
         with (
             accelerator.accumulate(prepared_model),
             accelerator.context_parallel(batch, [1, 1, 1], labels=None),

@@ -53,9 +53,11 @@ def main(argv: Sequence[str]) -> int:
         "settings": _settings_report(environment_variables, arguments.config_file),
     }
     report = masked_tree(report)
-    sys.stdout.write(
-        json.dumps(report, indent=2) + "\n" if arguments.json else _report_text(report)
-    )
+    if arguments.json:
+        text = json.dumps(report, indent=2) + "\n"
+    else:
+        text = _report_text(report)
+    sys.stdout.write(text)
     return 0
 
 
@@ -73,15 +75,15 @@ def _torch_facts() -> dict[str, str]:
         "devices": str(torch.accelerator.device_count()),
         "threads": str(torch.get_num_threads()),
         "backends": ", ".join(
-            variable_name
-            for variable_name in ("gloo", "nccl", "mpi", "ucc", "xccl")
-            if torch.distributed.is_backend_available(variable_name)
+            filter(
+                torch.distributed.is_backend_available,
+                ("gloo", "nccl", "mpi", "ucc", "xccl"),
+            )
         ),
     }
     if torch.cuda.is_available():
         torch_facts["names"] = ", ".join(
-            torch.cuda.get_device_name(device_index)
-            for device_index in range(torch.cuda.device_count())
+            map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
         )
         torch_facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         torch_facts["cudnn"] = str(torch.backends.cudnn.version())
@@ -100,11 +102,11 @@ def _cluster_text(environment_variables: Mapping[str, str]) -> str:
 
 def _training_variables(environment_variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that affect training."""
-    return {
-        variable_name: value
-        for variable_name, value in sorted(environment_variables.items())
-        if _VARIABLES.match(variable_name)
-    }
+    relevant_variables = {}
+    for variable_name, value in sorted(environment_variables.items()):
+        if _VARIABLES.match(variable_name):
+            relevant_variables[variable_name] = value
+    return relevant_variables
 
 
 def _settings_report(
@@ -115,10 +117,11 @@ def _settings_report(
         resolved = effective_settings(environment_variables, config_file)
     except HastenError as error:
         return {"file": str(settings_file), "error": str(error)}
-    values = {
-        ".".join(path): f"{masked_value(path[-1], entry.value)} ({entry.source})"
-        for path, entry in resolved.entries.items()
-    }
+    values = {}
+    for path, entry in resolved.entries.items():
+        values[".".join(path)] = (
+            f"{masked_value(path[-1], entry.value)} ({entry.source})"
+        )
     return {"file": str(settings_file or "none"), **values}
 
 

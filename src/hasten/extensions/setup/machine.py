@@ -42,10 +42,9 @@ class MachineFacts:
         if self.device == "cpu":
             device_text = f"no accelerator; {host}"
         else:
+            memory_bytes = ""
             if self.memory_bytes:
                 memory_bytes = f", {self.memory_bytes / _GIB:.0f} GiB each"
-            else:
-                memory_bytes = ""
             device_text = f"{self.num_devices} x {self.device_name or self.device}{memory_bytes}; {host}"
         return f"{device_text}; under {self.cluster}" if self.cluster else device_text
 
@@ -118,11 +117,10 @@ def _examine_nvidia() -> tuple[int, float]:
 
 def parse_devices(rows: Iterable[str]) -> tuple[int, float]:
     """Return the minimum memory in bytes and the minimum capability of rows such as `143771, 9.0`."""
-    device_rows = [
-        row_match
-        for row in rows
-        if (row_match := re.fullmatch(r"\s*(\d+)\s*,\s*(\d+\.\d+)\s*", row))
-    ]
+    device_rows = []
+    for row in rows:
+        if row_match := re.fullmatch(r"\s*(\d+)\s*,\s*(\d+\.\d+)\s*", row):
+            device_rows.append(row_match)
     if not device_rows:
         return 0, 0.0
     return min(int(row_match[1]) for row_match in device_rows) * 1024**2, min(

@@ -70,11 +70,10 @@ def _device_question(machine_facts: MachineFacts) -> Question:
         "accelerator": "GPUs or other accelerators of another machine",
         "tpu": "TPU of another machine",
     }
-    detected_device = (
-        machine_facts.device
-        if machine_facts.device in ("cpu", "tpu")
-        else "accelerator"
-    )
+    if machine_facts.device in ("cpu", "tpu"):
+        detected_device = machine_facts.device
+    else:
+        detected_device = "accelerator"
     if detected_device != "cpu":
         precision_name = machine_facts.device_name or machine_facts.device
         titles[detected_device] = (
@@ -137,9 +136,11 @@ def _precision_question(machine_facts: MachineFacts, device: str) -> Question:
     if is_elsewhere or device == "tpu":
         best_precision, reason = "bf16", "recommended for recent accelerators"
     else:
-        best_precision, reason = recommended_precision(
-            MachineFacts() if device == "cpu" else machine_facts
-        )
+        if device == "cpu":
+            described_machine = MachineFacts()
+        else:
+            described_machine = machine_facts
+        best_precision, reason = recommended_precision(described_machine)
     choices = [
         (
             precision_name,

@@ -171,10 +171,9 @@ class Crew:
         self._last_failure = worker.read_failure_of(rank, exit_code)
         is_programs_error = exit_code > 0 and exit_code != PREEMPTED
         is_quick = time.monotonic() - worker.began_s < _QUICK_FAILURE_S
+        num_quick_failures = 0
         if is_programs_error and is_quick:
             num_quick_failures = worker.quick + 1
-        else:
-            num_quick_failures = 0
         if error_text := self._last_failure.traceback.rstrip():
             print_message(f"the error of replica {replica_number}:\n{error_text}")
         cause = (

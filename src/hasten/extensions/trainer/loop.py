@@ -226,10 +226,9 @@ class TrainingLoop:
 
     def _set_epoch(self) -> None:
         state, num_batches = self._trainer.state, self._plan.batches_per_epoch
+        epoch_share = 0.0
         if num_batches:
             epoch_share = min(1.0, state.batches_in_epoch / num_batches)
-        else:
-            epoch_share = 0.0
         state.epoch = state.epochs_done + epoch_share
 
     def _act_on_requests(self, stopping: bool = False) -> None:

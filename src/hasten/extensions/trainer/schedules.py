@@ -143,16 +143,16 @@ def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer:
 
     Raises: SettingValueError for a name without an optimizer.
     """
-    trained_parameters = []
+    decayed_parameters = []
+    free_parameters = []
     for parameter in model.parameters():
-        if parameter.requires_grad:
-            trained_parameters.append(parameter)
+        if parameter.requires_grad and parameter.ndim >= 2:
+            decayed_parameters.append(parameter)
+        elif parameter.requires_grad:
+            free_parameters.append(parameter)
     param_groups = [
-        {
-            "params": [p for p in trained_parameters if p.ndim >= 2],
-            "weight_decay": args.weight_decay,
-        },
-        {"params": [p for p in trained_parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": decayed_parameters, "weight_decay": args.weight_decay},
+        {"params": free_parameters, "weight_decay": 0.0},
     ]
     param_groups = [group for group in param_groups if group["params"]]
     # Any: numbers and pairs

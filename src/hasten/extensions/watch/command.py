@@ -184,10 +184,7 @@ def _render_page(
                 for name in added_columns
             ),
             f"{sum(rank_waits) / len(rank_waits):.0%}",
-            *(
-                _describe_bytes(num_bytes)
-                for num_bytes in rank_status["memory"].values()
-            ),
+            *map(_describe_bytes, rank_status["memory"].values()),
             rank_status["at"],
         )
     renderables: list[RenderableType] = [rank_table]

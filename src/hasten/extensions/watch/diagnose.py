@@ -271,10 +271,9 @@ def _diagnose_working(
         return None
     quietest = max(busy_states, key=lambda rank_state: rank_state.quiet_s)
     cause, activity, remedy = describe_occupation(quietest)
+    last_collective = ""
     if quietest.last:
         last_collective = f"; its last collective was {quietest.last.words()}, {quietest.last_ago_s:.0f} s ago"
-    else:
-        last_collective = ""
     busy_ranks = sorted(rank_state.rank for rank_state in busy_states)
     return Diagnosis(
         cause,

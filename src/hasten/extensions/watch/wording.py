@@ -61,10 +61,9 @@ def _describe_ranks(observed_ranks: Sequence[ObservedRank]) -> list[str]:
 
 def _describe_activity(observed_rank: ObservedRank) -> str:
     if observed_rank.status != "here" or observed_rank.state is None:
+        ended = ""
         if observed_rank.note is not None and observed_rank.note.ended:
             ended = f" {observed_rank.note.ended}"
-        else:
-            ended = ""
         words = {
             "left": f"ended without an error{ended}",
             "failed": f"failed{': ' if ended else ''}{ended.strip()}",

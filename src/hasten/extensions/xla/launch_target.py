@@ -155,9 +155,10 @@ def plan_pod(launch_request: LaunchRequest, host: Host) -> LaunchPlan:
     worker = ",".join(xla.tpu_vm or ("all",))
     env = _parse_variables(xla.tpu_env or ())
     _refuse_subset(xla.tpu_name, worker, tpu, tpu_runs_alone(env))
-    flags = [
-        flag for flag in without_submit(launch_request.flags) if flag not in _POD_FLAGS
-    ]
+    flags = []
+    for flag in without_submit(launch_request.flags):
+        if flag not in _POD_FLAGS:
+            flags.append(flag)
     if tpu is not None and tpu.hosts > 1 and worker == "all":
         flags += _rendezvous_flags(launch_request.config.launch, xla.tpu_name, tpu)
     command = shlex.join(
@@ -177,12 +178,11 @@ def plan_pod(launch_request: LaunchRequest, host: Host) -> LaunchPlan:
         f"{line}; " for line in (*_commands_of(xla.command_file), *(xla.commands or ()))
     )
     # sudo does not pass on the variables exported before it
+    sudo = ""
     if xla.tpu_use_sudo:
         sudo = (
             shlex.join(["sudo", *(["env", *assignments] if assignments else [])]) + " "
         )
-    else:
-        sudo = ""
     argv = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", xla.tpu_name]
     argv += ["--zone", xla.tpu_zone] if xla.tpu_zone else []
     argv += ["--worker", worker, "--command", f"{exports}{setup}{sudo}{command}"]
@@ -226,13 +226,13 @@ def _rendezvous_flags(launch: LaunchConfig, name: str, tpu: TpuSlice) -> list[st
         machine_flags = []
     else:
         machine_flags = ["--num_machines", str(tpu.hosts)]
+    if launch.main_process_ip is None and tpu.first:
+        address_flags = ["--main_process_ip", tpu.first]
+    else:
+        address_flags = []
     return [
         *machine_flags,
-        *(
-            ["--main_process_ip", tpu.first]
-            if launch.main_process_ip is None and tpu.first
-            else []
-        ),
+        *address_flags,
     ]
 
 
@@ -281,11 +281,11 @@ def _commands_of(command_file: str | None) -> list[str]:
         raise ConfigError(
             f"tpu_command_file={command_file!r} cannot be read: {error.strerror}. Correct the path, or remove it."
         ) from error
-    return [
-        line
-        for line in text.splitlines()
-        if line.strip() and not line.lstrip().startswith("#")
-    ]
+    commands = []
+    for line in text.splitlines():
+        if line.strip() and not line.lstrip().startswith("#"):
+            commands.append(line)
+    return commands
 
 
 _GCLOUD_TIMEOUT_S: Final = 60.0
@@ -308,11 +308,12 @@ def _find_slice(launch_request: LaunchRequest, host: Host) -> TpuSlice | None:
         return None
     # this machine's worker index is only needed if no rank was given
     if launch.num_machines > 1:
+        worker_index = None
+        if launch.machine_rank is None:
+            worker_index = tpu_hosts.worker_index(host.env)
         return TpuSlice(
             launch.num_machines,
-            worker=tpu_hosts.worker_index(host.env)
-            if launch.machine_rank is None
-            else None,
+            worker=worker_index,
         )
     hosts = tpu_hosts.count_hosts(host.env)
     return None if hosts is None else TpuSlice(hosts)

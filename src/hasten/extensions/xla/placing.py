@@ -132,9 +132,10 @@ class PlaceOnDevices:
 
     def _dim(self, tensor: Tensor) -> int | None:
         """Return the largest dimension that is divisible by the number of devices; None if there is none."""
-        dims = [
-            dim for dim, size in enumerate(tensor.shape) if self._devices.divides(size)
-        ]
+        dims = []
+        for dim, size in enumerate(tensor.shape):
+            if self._devices.divides(size):
+                dims.append(dim)
         return max(dims, key=lambda dim: tensor.shape[dim]) if dims else None
 
 
@@ -207,8 +208,9 @@ class Transfer:
             return self._devices.send(batch) if batch.device.type == "cpu" else batch
         if not trees.is_container(batch):
             return trees.to_device(batch, self._devices.device)
-        sent_parts = [
-            member if key in self._skip_keys else self._send_batch(member)
-            for key, member in trees.children(batch)
-        ]
+        sent_parts = []
+        for key, member in trees.children(batch):
+            sent_parts.append(
+                member if key in self._skip_keys else self._send_batch(member)
+            )
         return trees.rebuild(batch, sent_parts)

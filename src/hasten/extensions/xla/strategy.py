@@ -78,12 +78,12 @@ class FromFirstHost:
                 f"{type(model).__name__} has lazy parameters whose shapes are not known yet, so they cannot be broadcast to all hosts; "
                 "run one batch through the model before prepare()."
             )
+        tensor_descriptions = []
+        for name, tensor in tensors.items():
+            tensor_descriptions.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
         self._compare_models(
             model,
-            [
-                f"{name} {tuple(tensor.shape)} {tensor.dtype}"
-                for name, tensor in tensors.items()
-            ],
+            tensor_descriptions,
         )
         for tensor in tensors.values():
             first_host_tensor = self._hosts.broadcast(tensor)
@@ -142,15 +142,14 @@ class AcrossHosts(Alone):
             parameter.register_post_accumulate_grad_hook(
                 self._hook_of_model(model_index)
             )  # type: ignore[no-untyped-call]  # torch's
+        gradient_sizes = []
+        for parameter in trained_parameters:
+            gradient_sizes.append(parameter.numel() * parameter.element_size())
         log.info(
             "xla: %d hosts average the gradients of %s through host memory, %.1f MiB to and from the devices of each at every update",
             self._hosts.size,
             type(model).__name__,
-            sum(
-                parameter.numel() * parameter.element_size()
-                for parameter in trained_parameters
-            )
-            / 2**20,
+            sum(gradient_sizes) / 2**20,
         )
         return model
 
@@ -179,29 +178,21 @@ class AcrossHosts(Alone):
             set(),
             -1,
         )
-        models = [
-            model
-            for model, model_index in self._model_indices.items()
-            if model_index in reached_models and model not in self._quiet_models
-        ]
+        models = []
+        for model, model_index in self._model_indices.items():
+            if model_index in reached_models and model not in self._quiet_models:
+                models.append(model)
         if models:
             # gradients are read one by one, and each read would otherwise compile a separate program
             need("torch_xla").sync()
         for model in sorted(models, key=self._model_indices.__getitem__):
-            self._average_gradients(
-                [
-                    parameter
-                    for parameter in model.parameters()
-                    if parameter.requires_grad
-                ]
-            )
-            self._copy_buffers(
-                [
-                    buffer
-                    for module in model.modules()
-                    for _, buffer in own_buffers(module, persistent_only=True)
-                ]
-            )
+            parameters = model.parameters()
+            self._average_gradients([p for p in parameters if p.requires_grad])
+            buffers: list[Tensor] = []
+            for module in model.modules():
+                named_buffers = own_buffers(module, persistent_only=True)
+                buffers += [buffer for _, buffer in named_buffers]
+            self._copy_buffers(buffers)
 
     @torch.no_grad()
     def _average_gradients(self, parameters: list[nn.Parameter]) -> None:
@@ -210,15 +201,13 @@ class AcrossHosts(Alone):
             [parameter.grad is not None for parameter in parameters], dtype=torch.uint8
         )
         has_gradient_anywhere = self._hosts.all_reduce(has_gradient, "max").tolist()
-        for bucket in _buckets_of(
-            [
-                parameter
-                for parameter, is_present in zip(
-                    parameters, has_gradient_anywhere, strict=True
-                )
-                if is_present
-            ]
+        trained_parameters = []
+        for parameter, is_present in zip(
+            parameters, has_gradient_anywhere, strict=True
         ):
+            if is_present:
+                trained_parameters.append(parameter)
+        for bucket in _buckets_of(trained_parameters):
             flat_gradients = torch.cat(
                 [_host_gradient(parameter).reshape(-1) for parameter in bucket]
             )
@@ -406,11 +395,15 @@ def create_strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
             "devices of each host. Remove it, and set xla.fsdp_v2."
         )
     devices, shards_parameters = Devices.all(), config.section(XLAConfig).fsdp_v2
+    if shards_parameters:
+        placement = "sharded over them (FSDPv2)"
+    else:
+        placement = "replicated on each"
     log_strategy.info(
         "xla: each batch of this process is split over %d %s device(s); parameters are %s",
         devices.count,
         devices.kind,
-        "sharded over them (FSDPv2)" if shards_parameters else "replicated on each",
+        placement,
     )
     placing = PlaceOnDevices(devices, shards_parameters)
     hosts = ctx.groups(*LOSS)

@@ -71,9 +71,8 @@ def first_bad_module(module_call: ModuleCall, module: nn.Module) -> str:
     def watch_output(name: str, kind: str) -> Any:  # Any: a hook of torch's
         def hook(_module: nn.Module, _args: object, output: object) -> None:
             if not bad_modules and not all_finite(trees.tensors(output)):
-                bad_modules.append(
-                    f"{name!r} ({kind})" if name else f"the model itself ({kind})"
-                )
+                module_words = repr(name) if name else "the model itself"
+                bad_modules.append(f"{module_words} ({kind})")
 
         return hook
 
@@ -83,12 +82,9 @@ def first_bad_module(module_call: ModuleCall, module: nn.Module) -> str:
         input_words = "the batch contains nan or inf; "
     with torch.no_grad(), _as_before(module, module_call):
         try:
-            handles += [
-                inner_module.register_forward_hook(
-                    watch_output(name, type(inner_module).__name__)
-                )
-                for name, inner_module in module.named_modules()
-            ]
+            for module_name, inner_module in module.named_modules():
+                hook = watch_output(module_name, type(inner_module).__name__)
+                handles.append(inner_module.register_forward_hook(hook))
             module(*module_call.args, **module_call.kwargs)
         # the user's forward may raise on such numbers, which is a result too
         except Exception as error:
@@ -96,16 +92,20 @@ def first_bad_module(module_call: ModuleCall, module: nn.Module) -> str:
         finally:
             for handle in handles:
                 handle.remove()
-    return f"{input_words}{bad_modules[0] if bad_modules else 'none: every output was finite, so it was caused by the loss or the backward pass'}"
+    if bad_modules:
+        first_words = bad_modules[0]
+    else:
+        first_words = "none: every output was finite, so it was caused by the loss or the backward pass"
+    return f"{input_words}{first_words}"
 
 
 def all_finite(tensors: Any) -> bool:  # Any: an iterable of tensors
     """Return whether every number of the tensors is finite."""
-    return all(
-        bool(torch.isfinite(tensor).all())
-        for tensor in tensors
-        if tensor.is_floating_point() or tensor.is_complex()
-    )
+    for tensor in tensors:
+        may_be_infinite = tensor.is_floating_point() or tensor.is_complex()
+        if may_be_infinite and not torch.isfinite(tensor).all():
+            return False
+    return True
 
 
 @contextmanager
@@ -124,9 +124,10 @@ def _as_before(module: nn.Module, module_call: ModuleCall) -> Iterator[None]:
 
 def _random_states(model: nn.Module) -> tuple[Tensor, Tensor | None]:
     device = _device(model)
-    return torch.get_rng_state(), torch.cuda.get_rng_state(
-        device
-    ) if device.type == "cuda" else None
+    device_state = None
+    if device.type == "cuda":
+        device_state = torch.cuda.get_rng_state(device)
+    return torch.get_rng_state(), device_state
 
 
 def _set_random_states(model: nn.Module, states: tuple[Tensor, Tensor | None]) -> None:

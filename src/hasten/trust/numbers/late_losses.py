@@ -61,9 +61,13 @@ class LateLosses(Generic[Origin]):
         """Add a loss of update number `step`; return whether it is time to copy the collected losses."""
         # A view would keep its whole base tensor alive.
         needs_copy = self.overwritten or loss._is_view()
+        if needs_copy:
+            stored_loss = loss.detach().clone()
+        else:
+            stored_loss = loss.detach()
         self.collected.append(
             (
-                loss.detach().clone() if needs_copy else loss.detach(),
+                stored_loss,
                 weight,
                 origin,
                 step,
@@ -101,10 +105,8 @@ class LateLosses(Generic[Origin]):
                 for loss, weight, origin, step in loss_records
             ]
         if loss_records:
-            joined_losses = _join_losses(
-                [(loss, weight) for loss, weight, _, _ in loss_records]
-            )
-            self._copying = loss_records, HostCopy(joined_losses)
+            weighted_losses = [(loss, weight) for loss, weight, _, _ in loss_records]
+            self._copying = loss_records, HostCopy(_join_losses(weighted_losses))
         return arrived_updates
 
     def _read_arrived(self) -> list[Update[Origin]]:
@@ -159,16 +161,11 @@ def _join_losses(losses: Sequence[tuple[Tensor, float | Tensor | None]]) -> Tens
     values = torch.stack([_sum_elements(loss) for loss, _ in losses])
     weights = [weight for _, weight in losses]
     if all(isinstance(weight, Tensor) for weight in weights):
-        has_weight = (
-            torch.stack(
-                [
-                    _sum_elements(weight).to(values.device)
-                    for weight in weights
-                    if isinstance(weight, Tensor)
-                ]
-            )
-            != 0
-        )
+        weight_sums = []
+        for weight in weights:
+            if isinstance(weight, Tensor):
+                weight_sums.append(_sum_elements(weight).to(values.device))
+        has_weight = torch.stack(weight_sums) != 0
         return torch.where(has_weight, values, 0)
     for index, weight in enumerate(weights):
         if isinstance(weight, Tensor):

@@ -222,9 +222,9 @@ class NumbersWatch(RunPart):
         findings_by_rank = self._ctx.world.all_gather_object(
             (bad_value.problem, bad_value.samples, bad_value.lines)
         )
-        findings = {
-            rank: BadValue(*fields) for rank, fields in enumerate(findings_by_rank)
-        }
+        findings = {}
+        for rank, fields in enumerate(findings_by_rank):
+            findings[rank] = BadValue(*fields)
         self._react_to_findings(step, findings, optimizer.scaled)
         return not optimizer.scaled
 
@@ -276,8 +276,9 @@ class NumbersWatch(RunPart):
             and optimizer.readable
             and (parameter_names := self._name_bad_gradients(optimizer))
         ):
+            ellipsis = " …" if len(parameter_names) > _MOST_SHOWN else ""
             report_lines.append(
-                f"  gradients that are not finite: {', '.join(parameter_names[:_MOST_SHOWN])}{' …' if len(parameter_names) > _MOST_SHOWN else ''}"
+                f"  gradients that are not finite: {', '.join(parameter_names[:_MOST_SHOWN])}{ellipsis}"
             )
         batch_description = self._describe_batches(update)
         return BadValue(
@@ -287,13 +288,14 @@ class NumbersWatch(RunPart):
         )
 
     def _name_bad_gradients(self, optimizer: Holder) -> list[str]:
-        parameter_ids = {id(parameter) for parameter in optimizer.parameters}
-        return [
-            name
-            for model in self._prepared.models
-            for name, parameter in named_parameters(model)
-            if id(parameter) in parameter_ids and not _has_finite_gradients([parameter])
-        ]
+        parameter_ids = set(map(id, optimizer.parameters))
+        bad_names = []
+        for model in self._prepared.models:
+            for name, parameter in named_parameters(model):
+                is_optimized = id(parameter) in parameter_ids
+                if is_optimized and not _has_finite_gradients([parameter]):
+                    bad_names.append(name)
+        return bad_names
 
     # -- losses -----------------------------------------------------------------------------------------------------
     def _describe_problem(self, loss_values: list[float]) -> str:
@@ -316,11 +318,10 @@ class NumbersWatch(RunPart):
         loss_values = update.values
         report_lines: list[str] = []
         samples: list[int] = []
-        bad_losses = [
-            batch_number
-            for batch_number, loss_value in enumerate(loss_values)
-            if not math.isfinite(loss_value)
-        ]
+        bad_losses = []
+        for batch_number, loss_value in enumerate(loss_values):
+            if not math.isfinite(loss_value):
+                bad_losses.append(batch_number)
         for index in bad_losses or range(len(loss_values)):
             for loader, start, steps in update.losses[index][2]:
                 sample_indices = loader.samples(start, steps)
@@ -331,12 +332,11 @@ class NumbersWatch(RunPart):
                     )
                 else:
                     samples += sample_indices
+                    remaining_words = ""
                     if len(sample_indices) > _MOST_SHOWN:
                         remaining_words = (
                             f" and {len(sample_indices) - _MOST_SHOWN} more"
                         )
-                    else:
-                        remaining_words = ""
                     report_lines.append(
                         f"{batch_words}, dataset indices {', '.join(map(str, sample_indices[:_MOST_SHOWN]))}{remaining_words}"
                     )
@@ -348,9 +348,7 @@ def _render_findings(
 ) -> str:
     """Return the report: the findings by rank, and the consequence."""
     ranks = tuple(rank for rank, bad_value in findings.items() if bad_value.problem)
-    problems = dict.fromkeys(
-        bad_value.problem for bad_value in findings.values() if bad_value.problem
-    )
+    problems = dict.fromkeys(findings[rank].problem for rank in ranks)
     report_lines = [
         f"{' and '.join(problems)} in update {step} on {ranks_in_words(ranks)}"
     ]
@@ -384,22 +382,18 @@ def _has_finite_gradients(parameters: Sequence[Tensor]) -> bool:
                 local_gradient_or_sparse = gradient.to_local()
             else:
                 local_gradient_or_sparse = gradient
-            local_gradients.append(
-                local_gradient_or_sparse.coalesce().values()
-                if local_gradient_or_sparse.is_sparse
-                else local_gradient_or_sparse
-            )
-    norms = [
-        torch.linalg.vector_norm(local_gradient, math.inf)
-        for local_gradient in local_gradients
-        if local_gradient.numel()
-    ]
+            if local_gradient_or_sparse.is_sparse:
+                local_gradient_or_sparse = local_gradient_or_sparse.coalesce().values()
+            local_gradients.append(local_gradient_or_sparse)
+    norms = []
+    for local_gradient in local_gradients:
+        if local_gradient.numel():
+            norms.append(torch.linalg.vector_norm(local_gradient, math.inf))
     if not norms:
         return True
     device = norms[0].device
-    return math.isfinite(
-        float(torch.stack([norm.to(device, torch.float32) for norm in norms]).sum())
-    )
+    host_norms = [norm.to(device, torch.float32) for norm in norms]
+    return math.isfinite(float(torch.stack(host_norms).sum()))
 
 
 def _median(loss_values: Collection[float]) -> float:

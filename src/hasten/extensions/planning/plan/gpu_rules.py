@@ -146,7 +146,7 @@ class _Float32List(TorchFunctionMode):
             finally:
                 self._in_backward = False
         if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args = tuple(_to_float32(argument) for argument in args)
+            args = tuple(map(_to_float32, args))
             kwargs = {name: _to_float32(argument) for name, argument in kwargs.items()}
         return func(*args, **kwargs)
 

@@ -196,8 +196,8 @@ def _bytes_per_second(mesh: MeshSpec, axis: str, gpu_entry: AcceleratorEntry) ->
     """
     if not _spans_nodes(mesh, axis, gpu_entry.per_node):
         return gpu_entry.node_gb_s * _GIGABYTE * gpu_entry.link_share
-    axes = [Axis(name) for name in axis.split("+")]
-    inner_ranks = mesh.size(*AXES[max(AXES.index(name) for name in axes) + 1 :])
+    axes = list(map(Axis, axis.split("+")))
+    inner_ranks = mesh.size(*AXES[max(map(AXES.index, axes)) + 1 :])
     parallel_links = max(
         1, min(gpu_entry.per_node // max(inner_ranks, 1), mesh.size(*axes))
     )
@@ -215,7 +215,7 @@ def _predict_latency(
     else:
         latency_s = _NODE_LATENCY_S
     num_groups = max(1, model_trace.num_blocks) + 1
-    num_ranks = mesh.size(*(Axis(name) for name in axis.split("+")))
+    num_ranks = mesh.size(*map(Axis, axis.split("+")))
     calls_by_axis = {
         Axis.TP: 4 * num_groups,
         Axis.DP_REPLICATE: num_groups / layout.micro_steps,

@@ -42,6 +42,7 @@ from hasten.extensions.planning.plan.watch import (
 )
 from hasten.extensions.planning.tune.tuning import describe_error
 from hasten.modules.meta import init_on_device
+from hasten.optim.groups import list_parameters
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.run_part import Objects, RunPart, in_every_run
 from hasten.optim.window import Holder
@@ -400,10 +401,9 @@ def _measure_optimizer(
 ) -> OptimizerFacts:
     """Return an optimizer's memory: its state after the first update, and temporary allocations during the update."""
     trained_parameters = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                trained_parameters.append(parameter)
+    for parameter in list_parameters(optimizer.param_groups):
+        if parameter.requires_grad:
+            trained_parameters.append(parameter)
     state_item_sizes: tuple[int, ...] = ()
     counter_bytes = 0
     for parameter in trained_parameters[:1]:

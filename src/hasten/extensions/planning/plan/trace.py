@@ -116,9 +116,9 @@ class ModelStructure:
             if style.startswith("rowwise"):
                 rowwise_layers.append(largest_model.get_submodule(name))
         self.roles = ModuleRoles(
-            blocks=frozenset(id(block) for block in blocks),
+            blocks=frozenset(map(id, blocks)),
             block_classes=tuple(sorted({type(block).__name__ for block in blocks})),
-            by_rows=frozenset(id(layer) for layer in rowwise_layers),
+            by_rows=frozenset(map(id, rowwise_layers)),
         )
         return self.roles
 
@@ -234,12 +234,11 @@ def _list_kinds(
         if id(parameter) in kind_by_id:
             continue
         module_path, _, parameter_name = parameter_path.rpartition(".")
+        split_dim = None
         if module_path in layer_styles:
             split_dim = split_dims(
                 model.get_submodule(module_path), layer_styles[module_path]
             ).get(parameter_name)
-        else:
-            split_dim = None
         kind_by_id[id(parameter)] = ParameterKind(
             shape=tuple(parameter.shape),
             item=parameter.element_size(),

@@ -105,7 +105,7 @@ class StepWatch(TorchDispatchMode):
             _list_tensors(args),
             _list_tensors(operator_output),
         )
-        new_tensors = [tensor for tensor in output_tensors if self._is_new(tensor)]
+        new_tensors = list(filter(self._is_new, output_tensors))
         is_cast = operator_name.startswith(_CAST_OPERATOR) and any(
             id(t.untyped_storage()) in self._parameters for t in input_tensors
         )
@@ -151,7 +151,7 @@ class StepWatch(TorchDispatchMode):
         # neither a view nor a metadata query
         elif has_new_tensors or operator_name.partition(".")[0].endswith("_"):
             self.measured.moved += sum(
-                _tensor_bytes(tensor) for tensor in (*input_tensors, *output_tensors)
+                map(_tensor_bytes, (*input_tensors, *output_tensors))
             )
             self.measured.operations += 1
 

@@ -96,7 +96,7 @@ class ScriptTrial(RunPart):
 
     def preparing(self, objects: Objects) -> Objects:
         """Return the script's objects, modified for this trial."""
-        return tuple(self._changed(script_object) for script_object in objects)
+        return tuple(map(self._changed, objects))
 
     def capturing(self) -> None:
         """Record that the script captures its whole step."""
@@ -123,10 +123,9 @@ class ScriptTrial(RunPart):
     def outcome(self, error: str = "") -> TrialOutcome:
         """Return the measurements."""
         timed_marks = self.marks[self.spec.warmup :]
+        step_s = 0.0
         if len(timed_marks) > 1:
             step_s = (timed_marks[-1] - timed_marks[0]) / (len(timed_marks) - 1)
-        else:
-            step_s = 0.0
         if not error and not step_s:
             if self.marks:
                 error = (
@@ -137,7 +136,7 @@ class ScriptTrial(RunPart):
                 error = "it made no update with an Accelerator of hasten's"
         loss_values: list[float] = []
         try:
-            loss_values += [float(loss) for loss in self.losses]
+            loss_values += list(map(float, self.losses))
         # a kernel of the script failed, which surfaces when its result is read
         except RuntimeError as wrong:
             error = error or describe_error(wrong)
