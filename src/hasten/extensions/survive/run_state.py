@@ -130,10 +130,10 @@ def to_dtensors(state_tree: Any, model_tree: Any) -> Any:  # Any: as above
             sharded_tensors,
         )
     if type(state_tree) in (list, tuple):
-        sharded_tensors = []
+        sharded_members = []
         for index, subtree in enumerate(state_tree):
-            sharded_tensors.append(to_dtensors(subtree, _value_at(model_tree, index)))
-        return type(state_tree)(sharded_tensors)
+            sharded_members.append(to_dtensors(subtree, _value_at(model_tree, index)))
+        return type(state_tree)(sharded_members)
     return state_tree
 
 
