@@ -27,7 +27,7 @@ from hasten.errors import (
     IncompleteCheckpointError,
     UnsafeCheckpointError,
 )
-from hasten.extensions.checkpoint_tools.inspect import merge
+from hasten.extensions.checkpoint_tools.inspect import merge_shards
 from hasten.extensions.checkpoint_tools.torch_folder import whole_tensors
 
 # Any in this file: a stand-in of an Accelerator, and peft's models.
@@ -158,7 +158,7 @@ def test_folders_of_torch_are_loaded_and_merged(
         loaded_model,
         folder,
     )
-    merge(str(folder), tmp_path / "hub")
+    merge_shards(str(folder), tmp_path / "hub")
     merged = load_file(tmp_path / "hub" / "model.safetensors")
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, loaded_model.state_dict()[name])

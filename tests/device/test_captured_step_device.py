@@ -172,10 +172,10 @@ def test_replays_give_their_loss_and_norm_to_the_metrics() -> None:
     step: Any = run.step
     assert step._graphs, "nothing was captured"
     for number in (8, 10):
-        metrics.sampled.request()
+        metrics.sampled.request_values()
         (loss,) = run.train(range(number, number + 1))
         torch.cuda.synchronize()
-        metrics.sampled.request()
+        metrics.sampled.request_values()
         # reads the copy of the first loss, and that of the second if it has arrived
         (newer,) = run.train(range(number + 1, number + 2))
         last_sample = metrics.sampled.known

@@ -160,7 +160,7 @@ class Progress(Generic[T]):
         now_s, bar_context = time.perf_counter(), self._context
         if bar_context.watch is not None and bar_context.pulse is not None:
             known_straggler = bar_context.watch.found
-            bar_context.watch.tick(now_s, bar_context.pulse)
+            bar_context.watch.compare_when_due(now_s, bar_context.pulse)
             # checked again, in a step of this bar
             if bar_context.watch.found is not known_straggler:
                 self._hint = str(bar_context.watch.found)

@@ -111,7 +111,7 @@ class StragglerWatch:
         self.named: set[int] = set()
         """Ranks that have been named in lines of text."""
 
-    def tick(self, now_s: float, backward_timer: BackwardTimer) -> None:
+    def compare_when_due(self, now_s: float, backward_timer: BackwardTimer) -> None:
         """Post and compare if it is due."""
         if now_s < self._next_s:
             return

@@ -33,7 +33,7 @@ def waiting_line(
         return
     is_done, begun_s = threading.Event(), time.monotonic()
 
-    def draw() -> None:
+    def draw_line() -> None:
         if is_done.wait(after_s):
             return
         target.write(_NEW_LINE)
@@ -45,7 +45,7 @@ def waiting_line(
         target.write(_BACK)
         target.flush()
 
-    thread = threading.Thread(target=draw, name="hasten-waiting-line", daemon=True)
+    thread = threading.Thread(target=draw_line, name="hasten-waiting-line", daemon=True)
     thread.start()
     try:
         yield

@@ -83,7 +83,7 @@ class _PoolCall:
     device: str
     folder: Path
 
-    def job(self, rank: int, variables: Mapping[str, str]) -> PoolJob:
+    def make_job(self, rank: int, variables: Mapping[str, str]) -> PoolJob:
         if self.num_ranks > 1:
             rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         else:
@@ -201,7 +201,7 @@ class Pool:
             folder.mkdir()
             variables = _worker_variables(num_ranks)
             for rank, worker in enumerate(workers):
-                worker.pipe.send(pool_call.job(rank, variables))
+                worker.pipe.send(pool_call.make_job(rank, variables))
             outcomes = _TeamWatch(workers, pool_call, self._zygote).outcomes()
         # Ctrl-C, or the alarm of a test runner: no worker may be left behind
         except BaseException:
@@ -310,7 +310,7 @@ class _TeamWatch:
     def outcomes(self) -> list[RankOutcome]:
         self._collect_reports(self._call.timeout_s, patience_s=FAILURE_GRACE_S)
         if self._pending:
-            self._stop()
+            self._stop_ranks()
         failed_outcomes = [
             outcome for outcome in self._done.values() if outcome.status != "returned"
         ]
@@ -322,7 +322,7 @@ class _TeamWatch:
             )
             self._done[first_failure.rank] = replace(first_failure, first=True)
         return [
-            replace(self._done[rank], output=self._read("output", rank))
+            replace(self._done[rank], output=self._read_file("output", rank))
             for rank in range(self._call.num_ranks)
         ]
 
@@ -361,7 +361,7 @@ class _TeamWatch:
             skipped=report.skipped,
         )
 
-    def _stop(self) -> None:
+    def _stop_ranks(self) -> None:
         """Record the stacks of the remaining ranks, kill what they have forked, and interrupt them.
 
         The pool kills those that do not stop.
@@ -375,11 +375,11 @@ class _TeamWatch:
             worker.signal(STACK_SIGNAL)
         deadline = time.monotonic() + STACK_TIMEOUT_S
         while time.monotonic() < deadline and not all(
-            self._read("stack", rank) for rank in stopped_workers
+            self._read_file("stack", rank) for rank in stopped_workers
         ):
             time.sleep(0.005)
         rank_stacks = {
-            rank: _without_worker_frames(self._read("stack", rank))
+            rank: _without_worker_frames(self._read_file("stack", rank))
             for rank in stopped_workers
         }
         for worker in stopped_workers.values():
@@ -394,7 +394,7 @@ class _TeamWatch:
                 details=rank_stacks[rank] or "(no stack: busy in C)",
             )
 
-    def _read(self, file_prefix: str, rank: int) -> str:
+    def _read_file(self, file_prefix: str, rank: int) -> str:
         path = self._call.folder / f"{file_prefix}-{rank}"
         if path.exists():
             return path.read_text(errors="replace")[-MAX_OUTPUT_CHARS:]
@@ -469,7 +469,7 @@ def ranks(
     """
     pytest = need("pytest", why="the ranks decorator")
 
-    def decorate(fn: Callable[..., None]) -> Callable[..., None]:
+    def make_test(fn: Callable[..., None]) -> Callable[..., None]:
         argument_names = list(inspect.signature(fn).parameters)
         if not argument_names or argument_names[0] == "self" or not sizes:
             raise ConfigError(
@@ -485,7 +485,7 @@ def ranks(
             )
 
         @functools.wraps(fn)
-        def test(**fixture_values: Any) -> None:  # Any: fixtures and parameters
+        def run_test(**fixture_values: Any) -> None:  # Any: fixtures and parameters
             __tracebackhide__ = True
             pool: Pool = fixture_values.pop("rank_pool")
             num_ranks: int = fixture_values.pop("num_ranks")
@@ -510,7 +510,7 @@ def ranks(
 
         keyword_only = inspect.Parameter.KEYWORD_ONLY
         test_arguments = ["rank_pool", "num_ranks", *argument_names[1:]]
-        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        run_test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [inspect.Parameter(name, keyword_only) for name in test_arguments]
         )
         rank_parameters = [pytest.param(size, id=f"{size}-ranks") for size in sizes]
@@ -519,7 +519,7 @@ def ranks(
             for size in exhaustive
         ]
         parametrize = pytest.mark.parametrize("num_ranks", rank_parameters)
-        parametrized_test: Callable[..., None] = parametrize(test)
+        parametrized_test: Callable[..., None] = parametrize(run_test)
         return parametrized_test
 
-    return decorate
+    return make_test

@@ -98,7 +98,7 @@ class Zygote:
                 [CONTROL_MESSAGE.pack(FORK_VERB, 0)],
                 [worker_socket.fileno()],
             )
-            pid = self._answer(START_TIMEOUT_S)
+            pid = self._read_answer(START_TIMEOUT_S)
         return Worker(pid, Connection(pool_socket.detach()))
 
     def load(self, module: str) -> bool:
@@ -108,12 +108,12 @@ class Zygote:
         self._control.sendall(
             CONTROL_MESSAGE.pack(LOAD_VERB, len(encoded_name)) + encoded_name
         )
-        return bool(self._answer(START_TIMEOUT_S))
+        return bool(self._read_answer(START_TIMEOUT_S))
 
     def exit_code(self, worker: Worker) -> int:
         """Return the exit code of an ending worker, or minus the signal that killed it."""
         self._control.sendall(CONTROL_MESSAGE.pack(WAIT_VERB, worker.pid))
-        return self._answer(STOP_TIMEOUT_S)
+        return self._read_answer(STOP_TIMEOUT_S)
 
     def close(self) -> None:
         """End the process and all its workers."""
@@ -126,10 +126,10 @@ class Zygote:
 
     def _wait_until_ready(self) -> None:
         if not self._ready:
-            self._answer(START_TIMEOUT_S)
+            self._read_answer(START_TIMEOUT_S)
             self._ready = True
 
-    def _answer(self, timeout_s: float) -> int:
+    def _read_answer(self, timeout_s: float) -> int:
         self._control.settimeout(timeout_s)
         try:
             message = self._control.recv(CONTROL_MESSAGE.size, socket.MSG_WAITALL)

@@ -46,17 +46,17 @@ class WorkerInterrupted(BaseException):
     """Raised in a rank when another rank failed or the time is up. Not an Exception, so that `except Exception` ignores it."""
 
 
-def serve(pool: Connection) -> None:
+def serve_pool(pool: Connection) -> None:
     """Run jobs until the pool closes its pipe."""
-    initial_state = _InitialState.remember()
+    initial_state = _InitialState.remember_state()
     interrupt_handler = _InterruptHandler()
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):
         while True:
             job: PoolJob = pool.recv()
-            interrupt_handler.install()
+            interrupt_handler.install_handler()
             pool.send(_run_job(job, interrupt_handler))
             pool.recv()  # every rank has reported, so the group is no longer needed
-            pool.send(initial_state.restore())
+            pool.send(initial_state.restore_state())
 
 
 class _InterruptHandler:
@@ -65,8 +65,8 @@ class _InterruptHandler:
     def __init__(self) -> None:
         self._running = False
 
-    def install(self) -> None:
-        signal.signal(signal.SIGINT, self._handle)
+    def install_handler(self) -> None:
+        signal.signal(signal.SIGINT, self._handle_signal)
 
     @contextmanager
     def armed(self) -> Iterator[None]:
@@ -76,7 +76,7 @@ class _InterruptHandler:
         finally:
             self._running = False
 
-    def _handle(self, signal_number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, signal_number: int, frame: FrameType | None) -> None:
         if self._running:
             self._running = False
             raise WorkerInterrupted("stopped by the pool")
@@ -203,7 +203,7 @@ class _InitialState:
     """Number of imported modules at the last gc.freeze()."""
 
     @classmethod
-    def remember(cls) -> _InitialState:
+    def remember_state(cls) -> _InitialState:
         signal_numbers = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
         return cls(
             env=env.snapshot(),
@@ -219,7 +219,7 @@ class _InitialState:
             num_modules=[0],
         )
 
-    def restore(self) -> bool:
+    def restore_state(self) -> bool:
         """Undo the job's changes; return False if some remain, so that the worker should be replaced."""
         destroy_groups()
         env.replace_environment(self.env)

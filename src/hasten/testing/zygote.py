@@ -27,7 +27,7 @@ from hasten.testing.job import (
     READY_VERB,
     WAIT_VERB,
 )
-from hasten.testing.worker import serve
+from hasten.testing.worker import serve_pool
 
 PRELOADED_MODULES: Final = (
     "torch._dynamo",
@@ -51,7 +51,7 @@ def main(control_fd: int, folder: str) -> None:
     for module_name in OPTIONAL_MODULES:
         if importlib.util.find_spec(module_name.partition(".")[0]):
             importlib.import_module(module_name)  # only where pytest is installed
-    _freeze()
+    _freeze_objects()
     control = socket.socket(fileno=control_fd)
     control.sendall(CONTROL_MESSAGE.pack(READY_VERB, os.getpid()))
     worker_pids: set[int] = set()
@@ -84,7 +84,7 @@ def main(control_fd: int, folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _freeze() -> None:
+def _freeze_objects() -> None:
     """Let the workers' collectors skip the objects that exist now, so that their pages stay shared."""
     gc.collect()
     gc.freeze()
@@ -98,7 +98,7 @@ def _load_module(module_name: str) -> int:
         return 0
     # for its effect, in the forking process only; the caller names it
     importlib.import_module(module_name)
-    _freeze()
+    _freeze_objects()
     return 1
 
 
@@ -123,7 +123,7 @@ def _fork_worker(control: socket.socket, fd: int) -> int:
     status = 1
     try:
         control.close()
-        serve(Connection(fd))
+        serve_pool(Connection(fd))
         status = 0
     finally:
         # never return into the loop above, and skip exit handlers of imported modules

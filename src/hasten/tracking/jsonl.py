@@ -56,7 +56,7 @@ class JsonlTracker(Tracker):
 
     def log(self, entry: Entry) -> None:
         """Write one line with step, time and values."""
-        self._write(
+        self._write_line(
             step=entry.step,
             time=entry.time_s,
             values={
@@ -77,12 +77,12 @@ class JsonlTracker(Tracker):
                 names.setdefault(name, []).append(
                     path.relative_to(self._folder).as_posix()
                 )
-        self._write(step=entry.step, time=entry.time_s, images=names)
+        self._write_line(step=entry.step, time=entry.time_s, images=names)
 
     def log_table(self, entry: TableEntry) -> None:
         """Write the table as one line."""
         value_rows = [list(map(_json_safe, row)) for row in entry.rows]
-        self._write(
+        self._write_line(
             step=entry.step,
             time=entry.time_s,
             table={
@@ -94,7 +94,7 @@ class JsonlTracker(Tracker):
 
     def rewind(self, step: int) -> None:
         """Mark that later lines replace those after `step`."""
-        self._write(rewind=step)
+        self._write_line(rewind=step)
 
     def flush(self) -> None:
         """Flush the lines to the operating system."""
@@ -104,11 +104,11 @@ class JsonlTracker(Tracker):
     def finish(self, failed: bool) -> None:
         """Write the last line and close the file."""
         if self._file is not None:
-            self._write(finished="failed" if failed else "ok")
+            self._write_line(finished="failed" if failed else "ok")
             self._file.close()
             self._file = None
 
-    def _write(self, **record: Any) -> None:
+    def _write_line(self, **record: Any) -> None:
         assert self._file is not None, "start() opens the file"
         self._file.write(msgspec.json.encode(record) + b"\n")
 

@@ -48,7 +48,7 @@ class _Draft:
     time_s: float
     options: Mapping[str, Mapping[str, Any]]
 
-    def entry(self, tracker: str) -> Entry:
+    def make_entry(self, tracker: str) -> Entry:
         """Return the entry for the tracker of this name, after the tensors were read."""
         options = self.options.get(tracker, {})
         return Entry(
@@ -260,7 +260,7 @@ class TrackerManager:
     def flush(self, timeout_s: float = 60.0) -> None:
         """Send everything logged so far to the trackers and wait until they have written it."""
         self.send()
-        if not self._writer.drain(timeout_s):
+        if not self._writer.wait_for_jobs(timeout_s):
             self._warn_once(
                 "slow",
                 f"the trackers did not keep up within {timeout_s:g} s; training continues.",
@@ -345,7 +345,7 @@ class TrackerManager:
                     draft.values[value_name] = next(fetched_numbers)
         self._put_records(
             lambda tracker_writer: [
-                draft.entry(tracker_writer.tracker.name) for draft in drafts
+                draft.make_entry(tracker_writer.tracker.name) for draft in drafts
             ],
             len(drafts),
         )
@@ -353,11 +353,11 @@ class TrackerManager:
     def _put_records(
         self, records_of: Callable[[TrackerWriter], list[Record]], num_records: int
     ) -> None:
-        def writing() -> None:
+        def write_records() -> None:
             for tracker_writer in self._tracker_writers:
                 tracker_writer.write(records_of(tracker_writer))
 
-        if not self._writer.put(writing):
+        if not self._writer.queue_job(write_records):
             for tracker_writer in self._tracker_writers:
                 tracker_writer.lost += num_records
             self._notice_once(
@@ -468,11 +468,11 @@ class TrackerManager:
         self._resume, self._step = state, int(state["step"])
 
     def _rewind_trackers(self, step: int) -> None:
-        def rewinding() -> None:
+        def rewind_all() -> None:
             for tracker_writer in self._tracker_writers:
                 tracker_writer.rewind(step)
 
-        self._writer.put(rewinding)
+        self._writer.queue_job(rewind_all)
 
     # ---- warnings
 

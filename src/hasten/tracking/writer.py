@@ -33,7 +33,7 @@ class Writer:
             )
             self._thread.start()
 
-    def put(self, job: Job) -> bool:
+    def queue_job(self, job: Job) -> bool:
         """Queue `job`; returns False if the queue is full and the job was rejected."""
         self.start()
         try:
@@ -42,12 +42,12 @@ class Writer:
             return False
         return True
 
-    def drain(self, timeout_s: float) -> bool:
+    def wait_for_jobs(self, timeout_s: float) -> bool:
         """Wait until every job queued so far is done; returns False if that takes longer than `timeout_s`."""
         if self._thread is None:
             return True
         is_done = threading.Event()
-        return self.put(is_done.set) and is_done.wait(timeout_s)
+        return self.queue_job(is_done.set) and is_done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Finish the queued jobs and end the thread; returns False if that takes longer than `timeout_s`."""
@@ -99,10 +99,10 @@ class TrackerWriter:
         Raises: MissingPackageError for a package without which it can never start.
         """
 
-        def opening() -> None:
+        def open_tracker() -> None:
             self.run_id = self.tracker.start(run)
 
-        self._try_call("start", opening, "nothing will be logged to it")
+        self._try_call("start", open_tracker, "nothing will be logged to it")
 
     def write(self, records: Sequence[Record]) -> None:
         """Log `records` in order, then flush."""

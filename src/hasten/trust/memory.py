@@ -23,9 +23,9 @@ def memory_report(
 ) -> str:
     """Return the memory use of this rank as lines of text with bars. Local; reads no tensor contents."""
     process = ", ".join(
-        f"{name} {words(size)}" for name, size in process_memory(device).items()
+        f"{name} {format_size(size)}" for name, size in process_memory(device).items()
     )
-    bars = _bars(model_memory(models, optimizers))
+    bars = _draw_bars(model_memory(models, optimizers))
     return "\n".join(["  memory of this rank:", *bars, f"  process: {process}"])
 
 
@@ -70,7 +70,7 @@ def process_memory(device: torch.device) -> dict[str, int]:
     return memory
 
 
-def words(size: int) -> str:
+def format_size(size: int) -> str:
     """Return a size as text: `1.5 GiB`."""
     value = float(size)
     for unit in ("B", "KiB", "MiB"):
@@ -80,7 +80,7 @@ def words(size: int) -> str:
     return f"{value:.1f} GiB"
 
 
-def _bars(sizes: Mapping[str, int]) -> list[str]:
+def _draw_bars(sizes: Mapping[str, int]) -> list[str]:
     largest_bytes, width = (
         max(sizes.values(), default=0),
         max(map(len, sizes), default=0),
@@ -88,7 +88,7 @@ def _bars(sizes: Mapping[str, int]) -> list[str]:
     bars = []
     for name, size in sizes.items():
         bars.append(
-            f"    {name:<{width}}  {words(size):>10}  {'█' * round(_BAR_WIDTH * size / largest_bytes) if largest_bytes else ''}".rstrip()
+            f"    {name:<{width}}  {format_size(size):>10}  {'█' * round(_BAR_WIDTH * size / largest_bytes) if largest_bytes else ''}".rstrip()
         )
     return bars
 

@@ -363,13 +363,13 @@ def test_the_order_is_learned_and_copies_are_not_repeated(
     cpu_offload(model, "cpu")
     (streamer,) = streamers_of(model)
     fetched: list[str] = []
-    fetch = type(streamer)._fetch
+    fetch = type(streamer)._fetch_pack
 
     def counting(self: Any, pack: Any, state: Any) -> None:
         fetched.append(pack.name)
         fetch(self, pack, state)
 
-    monkeypatch.setattr(type(streamer), "_fetch", counting)
+    monkeypatch.setattr(type(streamer), "_fetch_pack", counting)
     with torch.no_grad():
         for _ in range(3):
             model(IDS, order=[0, 2, 4])

@@ -138,7 +138,7 @@ def streamed(
 
 def watching(streamer: Streamer, streams: LateLanes) -> tuple[Any, Any]:
     def acquire(index: int) -> None:
-        streamer.acquire(index)
+        streamer.acquire_unit(index)
         for pack in streamer.units[index].packs:
             for entry in pack.entries:
                 table, name = entry.places[0]
@@ -154,7 +154,7 @@ def watching(streamer: Streamer, streams: LateLanes) -> tuple[Any, Any]:
                 assert view is not None
                 streams.used(view)
         streams.now += 1
-        streamer.release(index)
+        streamer.release_unit(index)
 
     return acquire, release
 

@@ -88,7 +88,7 @@ class HostGraph:
         self.stale = False
         self._static = function(*inputs)
 
-    def replay(self, inputs: Any) -> Any:
+    def replay_step(self, inputs: Any) -> Any:
         """Write the values of other inputs, as the kernels of a graph do."""
         ((x,), _) = inputs
         for tensor, value in zip(self._static, (x.sum(), x.max()), strict=True):
@@ -133,7 +133,7 @@ def test_replays_give_their_loss_and_norm_to_the_parts_of_a_run(
     graph = CapturedStep(step, run.prepared, run.clock, "")
     graph._stream = object()  # type: ignore[assignment]  # no stream on the host
     x = torch.ones(2)
-    graph._seen[graph._key(((x,), {}))] = 3  # the plain calls before a capture
+    graph._seen[graph._make_key(((x,), {}))] = 3  # the plain calls before a capture
     graph(x)  # captures and replays
     graph(torch.tensor([2.0, 3.0]))
     assert (watch.losses, watch.norms) == ([2.0, 5.0], [1.0, 3.0])

@@ -23,7 +23,7 @@ from hasten.errors import (
     MissingPackageError,
     UnsafeCheckpointError,
 )
-from hasten.extensions.hub.client import HubRepository, upload
+from hasten.extensions.hub.client import HubRepository, upload_folder
 from hasten.optional import available
 
 
@@ -129,10 +129,10 @@ def test_save_object_replaces_the_file_at_once(tmp_path: Path) -> None:
 
 def test_pushing_needs_the_package_and_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a folder"):
-        upload(tmp_path / "absent", HubRepository("me/model"), "first")
+        upload_folder(tmp_path / "absent", HubRepository("me/model"), "first")
     if not available("huggingface_hub"):
         with pytest.raises(MissingPackageError, match=r"hasten\[hub\]"):
-            upload(tmp_path, HubRepository("me/model"), "first")
+            upload_folder(tmp_path, HubRepository("me/model"), "first")
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from hasten.extensions.bigmodel.offload_files import (
     OffloadedWeightsLoader,
     offload_state_dict,
 )
-from hasten.extensions.checkpoint_tools.inspect import convert, merge
+from hasten.extensions.checkpoint_tools.inspect import convert_folder, merge_shards
 from hasten.extensions.checkpoint_tools.torch_folder import whole_tensors
 
 Edit = Callable[[Metadata, Path], Any]
@@ -178,7 +178,7 @@ def test_forged_tables_of_torch_folders(
     TABLES[label](table, folder)
     (folder / ".metadata").write_bytes(pickle.dumps(table))
     with pytest.raises(CheckpointError, match=r"\w+ \w+.*\w+") as caught:
-        merge(str(folder), tmp_path / "out")
+        merge_shards(str(folder), tmp_path / "out")
     assert len(str(caught.value)) > 60
     if "path" in label and label.split()[-1] in ("dots", "path", "link"):
         assert isinstance(caught.value, UnsafeCheckpointError)
@@ -204,7 +204,7 @@ def test_tables_that_are_none(raw: bytes, torch_folder: Path, tmp_path: Path) ->
     shutil.copytree(torch_folder, folder)
     (folder / ".metadata").write_bytes(raw)
     with pytest.raises(CheckpointError, match=r"\.metadata"):
-        merge(str(folder), tmp_path / "out")
+        merge_shards(str(folder), tmp_path / "out")
 
 
 def test_a_table_too_large_to_be_one_is_not_read(
@@ -215,7 +215,7 @@ def test_a_table_too_large_to_be_one_is_not_read(
     with (folder / ".metadata").open("ab") as file:
         file.truncate(5 * 10**9)
     with pytest.raises(CorruptCheckpointError, match="more than the"):
-        merge(str(folder), tmp_path / "out")
+        merge_shards(str(folder), tmp_path / "out")
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +256,7 @@ def test_no_file_of_a_checkpoint_is_anything_but_a_file(
     with pytest.raises(CheckpointError, match=name.partition(".")[0]):
         accelerator.load_state(folder)
     with pytest.raises(CheckpointError, match=name.partition(".")[0]):
-        merge(str(folder), tmp_path / "out")
+        merge_shards(str(folder), tmp_path / "out")
     assert all(
         torch.equal(a, b)
         for a, b in zip(initial_parameters, prepared[0].parameters(), strict=True)
@@ -311,7 +311,7 @@ def test_other_tools_folders_hold_files_only(
             read_model(folder)
         return
     with pytest.raises(CheckpointError, match=name.partition(".")[0]):
-        convert(folder, tmp_path / "new")
+        convert_folder(folder, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

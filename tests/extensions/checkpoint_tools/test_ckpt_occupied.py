@@ -16,7 +16,10 @@ from hasten import Accelerator, ProjectConfiguration
 from hasten.checkpoint.export import read_model, save_model
 from hasten.cli.main import main
 from hasten.errors import ArgumentError, CheckpointError
-from hasten.extensions.checkpoint_tools.inspect import find, verify
+from hasten.extensions.checkpoint_tools.inspect import (
+    find_checkpoint,
+    verify_checkpoint,
+)
 from hasten.extensions.remote.remote_store import RemoteStore
 from hasten.extensions.trainer.arguments import TrainingArguments
 from hasten.extensions.trainer.trainer import Trainer
@@ -136,7 +139,7 @@ def test_commands_replace_no_checkpoint_and_no_model(
         assert set(final_content) == {"model.safetensors", "notes.txt"}
     else:
         assert set(final_content) == {"model.safetensors", "manifest.json", "notes.txt"}
-        assert verify(*find(str(target))) == []
+        assert verify_checkpoint(*find_checkpoint(str(target))) == []
 
 
 def test_source_and_target_are_never_one_folder(
@@ -254,7 +257,7 @@ def test_a_linked_checkpoint_is_unlinked_by_retention_and_its_target_stays(
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == [
         "checkpoint_1"
     ]
-    assert verify(*find(str(tmp_path / "elsewhere"))) == []
+    assert verify_checkpoint(*find_checkpoint(str(tmp_path / "elsewhere"))) == []
 
 
 def test_a_save_to_a_url_leaves_the_users_files_alone(run: Run) -> None:

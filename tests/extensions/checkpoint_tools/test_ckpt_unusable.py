@@ -41,7 +41,10 @@ from hasten.errors import (
     IncompleteCheckpointError,
     UnsafeCheckpointError,
 )
-from hasten.extensions.checkpoint_tools.inspect import find, verify
+from hasten.extensions.checkpoint_tools.inspect import (
+    find_checkpoint,
+    verify_checkpoint,
+)
 
 
 def run(folder: Path | None = None, **settings: Any) -> tuple[Accelerator, nn.Module]:
@@ -229,7 +232,7 @@ def test_readers_of_a_folder_that_is_being_replaced_find_one_version(
         version_numbers = read_one_version(values)
         assert len(version_numbers) == 1
         seen_numbers |= version_numbers
-        assert verify(*find(str(tmp_path / "best"))) == []
+        assert verify_checkpoint(*find_checkpoint(str(tmp_path / "best"))) == []
     writer.join()
     assert len(seen_numbers) > 3, "it was replaced meanwhile"
 

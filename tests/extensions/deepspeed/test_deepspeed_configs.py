@@ -13,7 +13,7 @@ from typing import Any, Final
 import pytest
 
 from hasten.errors import ConfigError
-from hasten.extensions.deepspeed.config import RunFacts, translate
+from hasten.extensions.deepspeed.config import RunFacts, make_engine_config
 from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 
 FOLDER: Final = Path(__file__).with_name("golden_configs")
@@ -110,7 +110,7 @@ CASES: Final = MappingProxyType(
 
 def text(name: str) -> str:
     plugin, facts = CASES[name]
-    translated = translate(plugin, facts)
+    translated = make_engine_config(plugin, facts)
     shown = {
         "stage": translated.stage,
         "clipping": translated.clipping,
@@ -204,7 +204,7 @@ def test_contradictions_name_both_sides(
     engine_config: dict[str, Any], facts: RunFacts, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        translate(DeepSpeedPlugin(hf_ds_config=engine_config), facts)
+        make_engine_config(DeepSpeedPlugin(hf_ds_config=engine_config), facts)
 
 
 def test_sections_that_are_one_mapping_are_filled_in_apart() -> None:
@@ -218,7 +218,7 @@ def test_sections_that_are_one_mapping_are_filled_in_apart() -> None:
     }
     separate = json.loads(json.dumps(shared))
     translated, expected = (
-        translate(DeepSpeedPlugin(hf_ds_config=config), RunFacts())
+        make_engine_config(DeepSpeedPlugin(hf_ds_config=config), RunFacts())
         for config in (shared, separate)
     )
     assert translated == expected
@@ -236,14 +236,17 @@ def test_files_are_read_and_explained(tmp_path: Path) -> None:
     good.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     bad.write_text("{")
     list_file.write_text("[]")
-    assert translate(DeepSpeedPlugin(hf_ds_config=str(good)), RunFacts()).stage == 1
+    assert (
+        make_engine_config(DeepSpeedPlugin(hf_ds_config=str(good)), RunFacts()).stage
+        == 1
+    )
     for path, words in (
         (bad, "cannot be read"),
         (list_file, "not a JSON object"),
         (tmp_path / "none.json", "cannot be read"),
     ):
         with pytest.raises(ConfigError, match=words):
-            translate(DeepSpeedPlugin(hf_ds_config=str(path)), RunFacts())
+            make_engine_config(DeepSpeedPlugin(hf_ds_config=str(path)), RunFacts())
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def test_a_tensor_that_some_ranks_lack_differs() -> None:
     divergence = find_divergence(rank_records, mesh, 7, None)
     assert divergence is not None
     assert (divergence.cause, divergence.odd) == ("state", (2,))
-    assert "  rank 2 differs from ranks 0-1\n" in divergence.message("x")
+    assert "  rank 2 differs from ranks 0-1\n" in divergence.describe_report("x")
 
 
 def test_the_cause_comes_before_its_consequences() -> None:
@@ -94,7 +94,7 @@ def test_the_cause_comes_before_its_consequences() -> None:
             "cure:",
             "now:   x",
         ):
-            assert phrase in divergence.message("x")
+            assert phrase in divergence.describe_report("x")
 
 
 def test_gradients_alone_are_no_alarm() -> None:

@@ -139,14 +139,14 @@ def test_statuses_have_the_fields_of_the_controller_and_are_rate_limited(
     status = TrainJobStatus(
         endpoint, lambda: share[0], lambda: round(share[0] * 40), every_s=0.2
     )
-    status.take(
+    status.take_metrics(
         {"loss": torch.tensor(0.15), "name": "x", "ok": True, "bad": float("nan")}
     )
     server.wait(1)
     (tmp_path / "token").write_text("second")
     for percent in range(1, 100):
         share[0] = percent / 100
-        status.take({"loss": 1 / percent})
+        status.take_metrics({"loss": 1 / percent})
         time.sleep(0.01)
     status.close()
     assert not status._thread.is_alive()
@@ -191,9 +191,9 @@ def test_the_outermost_bar_gives_the_share_without_epoch_loops(
 ) -> None:
     status = TrainJobStatus(endpoint, lambda: None, lambda: 1, every_s=0.1)
     outer, inner = object(), object()
-    status.bar(outer, MeterReading(step=1, total=4))
-    status.bar(inner, MeterReading(step=9, total=10, values={"loss": 2.5}))
-    status.bar(inner, MeterReading(step=10, total=10), closed=True)
+    status.take_reading(outer, MeterReading(step=1, total=4))
+    status.take_reading(inner, MeterReading(step=9, total=10, values={"loss": 2.5}))
+    status.take_reading(inner, MeterReading(step=10, total=10), closed=True)
     status.close()
     assert server.wait(1)[-1]["progressPercentage"] == 25
 
@@ -224,7 +224,7 @@ def test_no_trouble_of_the_endpoint_reaches_the_training(
     status = TrainJobStatus(endpoint, lambda: None, lambda: count[0], every_s=0.05)
     start = time.monotonic()
     for count[0] in range(200):
-        status.take({"loss": 1.0})
+        status.take_metrics({"loss": 1.0})
         time.sleep(0.001)
     assert time.monotonic() - start < 5  # the calls never wait for the server
     server.pause.set()

@@ -16,12 +16,12 @@ from hasten.config.sections.launch import LaunchConfig
 from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import ConfigError, PrepareError
 from hasten.extensions.megatron import rules
-from hasten.extensions.megatron.config import translate
+from hasten.extensions.megatron.config import make_engine_settings
 from hasten.extensions.megatron.families import ModelFacts, check_class, model_facts
 from hasten.extensions.megatron.settings import MegatronLMPlugin
 from hasten.extensions.megatron.shard_plan import locate_shard, tensor_entries
 from hasten.extensions.megatron.weights import (
-    fuse,
+    fuse_tensors,
     shard_of_whole,
     to_hub,
     unpadded_shard,
@@ -107,7 +107,9 @@ def plugin(**options: Any) -> MegatronLMPlugin:
 
 def made(model: str = "gpt2", **options: Any) -> dict[str, Any]:
     return dict(
-        translate(plugin(**options), model_facts(MODELS[model]), "no").transformer
+        make_engine_settings(
+            plugin(**options), model_facts(MODELS[model]), "no"
+        ).transformer
     )
 
 
@@ -186,10 +188,13 @@ def test_degrees_divide_the_processes(tp: int, pp: int, fits: bool) -> None:
 
 def test_precisions() -> None:
     facts = model_facts(LLAMA)
-    assert translate(plugin(), facts, "bf16").transformer["params_dtype"] == "bfloat16"
+    assert (
+        make_engine_settings(plugin(), facts, "bf16").transformer["params_dtype"]
+        == "bfloat16"
+    )
     for precision in ("fp16", "fp8"):
         with pytest.raises(ConfigError, match="use 'bf16' or 'no'"):
-            translate(plugin(), facts, precision)
+            make_engine_settings(plugin(), facts, precision)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +284,7 @@ def test_weights_come_back_as_they_went_in(config: Any, ranks: int) -> None:
     hub = hub_weights(facts)
     rebuilt_tensors: dict[str, torch.Tensor] = {}
     for entry in tensor_entries(facts):
-        fused = fuse(entry, hub, facts)
+        fused = fuse_tensors(entry, hub, facts)
         rebuilt = torch.full_like(fused, -1)
         for rank in range(ranks):
             local = list(fused.shape)

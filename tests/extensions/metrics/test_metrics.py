@@ -148,7 +148,7 @@ def test_two_accelerators_in_one_process(
     assert [scraped(served)["hasten_step"] for served in (first, second)] == [1, 2]
     metrics = metrics_of(third)
     assert metrics is not None
-    assert metrics.read() is not None
+    assert metrics.read_metrics() is not None
     for accelerator in (first, second, third):
         accelerator.end_training()
 
@@ -200,7 +200,7 @@ def test_values_are_taken_once_a_second(tmp_path: Path, folder: bool) -> None:
         if number == 4:  # the second of the first update has passed
             log._due_s = 0.0
         if number == 6:
-            metrics.read()
+            metrics.read_metrics()
         accelerator.backward(
             sum((p * 0).sum() for p in model.parameters()) + float(number)
         )
@@ -224,15 +224,15 @@ def test_values_are_taken_once_a_second(tmp_path: Path, folder: bool) -> None:
 
 def test_only_single_numbers_are_taken() -> None:
     sampled = SampledScalars(torch.device("cpu"))
-    sampled.see("loss", torch.tensor(1.0))
+    sampled.store_value("loss", torch.tensor(1.0))
     assert sampled.known == {"loss": 1.0}
     assert (sampled.loss_due, sampled.norm_due) == (False, True)
-    sampled.see("grad_norm", torch.tensor([3.0]))
+    sampled.store_value("grad_norm", torch.tensor([3.0]))
     assert sampled.known == {"loss": 1.0, "grad_norm": 3.0}
-    sampled.see("loss", torch.tensor([1.0, 2.0]))
+    sampled.store_value("loss", torch.tensor([1.0, 2.0]))
     assert sampled.known["loss"] == 1.0
     value = torch.tensor(4.0, requires_grad=True)
-    sampled.see("loss", value * 1)
+    sampled.store_value("loss", value * 1)
     assert sampled.known["loss"] == 4.0
 
 

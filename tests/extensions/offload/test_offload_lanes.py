@@ -246,23 +246,23 @@ def test_the_budget_uses_memory_that_activations_have_left_and_no_more() -> None
     # two blocks begin, two gradients arrive
     step = ((20, True), (110, True), (70, False), (40, False))
     for memory.now, in_forward in step:
-        budget.sample(0, in_forward)
+        budget.record_use(0, in_forward)
     budget.end_step()
     memory.now = 30
-    assert budget.fits(0, 90)
-    assert not budget.fits(0, 91)
+    assert budget.fits_in_update(0, 90)
+    assert not budget.fits_in_update(0, 91)
     memory.now = 20
-    budget.sample(0, in_forward=True)
+    budget.record_use(0, in_forward=True)
     assert budget.is_tight(11)  # the next block begins with 110 of 120
     assert not budget.is_tight(10)
     memory.now = 110
-    budget.sample(0, in_forward=True)
+    budget.record_use(0, in_forward=True)
     assert not budget.is_tight(10)
     memory.now = 70
-    budget.sample(0)
+    budget.record_use(0)
     assert budget.fits_ahead(0, 50)
     assert not budget.fits_ahead(0, 51)
-    assert not MemoryBudget(10, None).fits(8, 3)
+    assert not MemoryBudget(10, None).fits_in_update(8, 3)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -274,10 +274,10 @@ def test_what_is_held_while_the_loss_is_computed_fits_the_device_beside_the_peak
     forward = [(20, True), (60, True)]
     step = [*forward * micro_batches, (50, False), (40, False)]
     for memory.now, in_forward in step:
-        budget.sample(0, in_forward)
+        budget.record_use(0, in_forward)
     budget.end_step()
     for number, (memory.now, in_forward) in enumerate(step[: 2 * micro_batches]):
-        budget.sample(0, in_forward)
+        budget.record_use(0, in_forward)
         if number % 2:  # the loss follows
             for memory.room, tight in (
                 (1000, False),

@@ -123,13 +123,13 @@ def test_parts_of_another_job_are_not_mixed_in(
     ctx: ProcessContext, tmp_path: Path
 ) -> None:
     row_parts = RowParts(tmp_path / "out.jsonl", 5, 2)
-    assert row_parts.begin({"data": "a"}) == ""
-    row_parts.finish(0, [1, 2])
-    assert row_parts.missing() == [1, 2]
-    assert row_parts.begin({"data": "a"}) == ""
-    assert row_parts.missing() == [1, 2]
-    assert row_parts.begin({"data": "b"}) == "data"
-    assert row_parts.missing() == [0, 1, 2]
+    assert row_parts.begin_job({"data": "a"}) == ""
+    row_parts.finish_part(0, [1, 2])
+    assert row_parts.missing_parts() == [1, 2]
+    assert row_parts.begin_job({"data": "a"}) == ""
+    assert row_parts.missing_parts() == [1, 2]
+    assert row_parts.begin_job({"data": "b"}) == "data"
+    assert row_parts.missing_parts() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 512, 513, 5000])
@@ -141,7 +141,7 @@ def test_parts_hold_every_row_once_and_are_not_too_many(
     batches = [
         batch
         for part_index in range(row_parts.count)
-        for batch in row_parts.batches(part_index)
+        for batch in row_parts.list_batches(part_index)
     ]
     assert [row for batch in batches for row in batch] == list(range(num_rows))
     assert row_parts.count <= 512

@@ -15,7 +15,7 @@ from hasten.extensions.setup.config_command import basic_config
 from hasten.extensions.setup.machine import (
     MachineFacts,
     cluster_of,
-    examine,
+    examine_machine,
     parse_devices,
     recommended_precision,
 )
@@ -46,7 +46,7 @@ def test_default_writes_once(home: Path, capsys: pytest.CaptureFixture[str]) -> 
     path = home / "ours" / "config.yaml"
     config = resolve(file=files.read(path).entries).config
     assert config.gradient_accumulation.num_steps == 4
-    assert config.cpu == (examine().device == "cpu")
+    assert config.cpu == (examine_machine().device == "cpu")
     assert f"Written to {path}" in capsys.readouterr().out
     assert main(["config", "default"]) == 2
     assert "already exists; pass --force" in capsys.readouterr().err
@@ -178,7 +178,7 @@ def test_basic_config_suits_the_machine() -> None:
 def test_machine_in_words() -> None:
     assert H200.words == "8 x NVIDIA H200, 150 GiB each; 1 cores, 0 GiB host memory"
     assert "no accelerator" in MachineFacts().words
-    assert examine().cores >= 1
+    assert examine_machine().cores >= 1
     assert cluster_of({"SLURM_JOB_ID": "1"}) == "SLURM"
     assert cluster_of({}) == ""
 

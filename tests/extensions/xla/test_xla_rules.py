@@ -114,5 +114,5 @@ def test_only_even_parts_are_shared() -> None:
         Devices(4, "TPU", torch.device("cpu"), None),
         Devices(1, "TPU", torch.device("cpu"), None),
     )
-    assert [size for size in range(13) if four.divides(size)] == [4, 8, 12]
-    assert not any(single.divides(size) for size in range(13))
+    assert [size for size in range(13) if four.divides_evenly(size)] == [4, 8, 12]
+    assert not any(single.divides_evenly(size) for size in range(13))

@@ -79,7 +79,7 @@ def test_an_output_that_cannot_be_written_is_named(folder: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"--output=file/out\.jsonl cannot be written"
     ):
-        RowParts(Path("file/out.jsonl"), 1, 1).begin({})
+        RowParts(Path("file/out.jsonl"), 1, 1).begin_job({})
 
 
 def test_a_record_that_was_cut_off_is_another_job(folder: Path) -> None:

@@ -300,11 +300,11 @@ def test_ranks_leave_notes_and_the_main_one_finds_the_slow() -> None:
         fake_time[0] = pace
         pulse.backward()
         watch = StragglerWatch(store, rank, 3)
-        watch.tick(far, pulse)
+        watch.compare_when_due(far, pulse)
     assert watch.found is not None
     assert watch.found.rank == 2
     known_straggler = watch.found
-    watch.tick(far, pulse)
+    watch.compare_when_due(far, pulse)
     assert watch.found is known_straggler, "not again before its time"
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hasten import Accelerator
-from hasten.trust.memory import model_memory, process_memory, words
+from hasten.trust.memory import format_size, model_memory, process_memory
 
 
 def test_bytes_are_counted_once_and_by_kind() -> None:
@@ -35,7 +35,7 @@ def test_an_error_for_lack_of_memory_says_what_the_memory_is_used_for() -> None:
 
 
 def test_sizes_in_words() -> None:
-    assert [words(size) for size in (12, 2048, 3 << 20, 5 << 30)] == [
+    assert [format_size(size) for size in (12, 2048, 3 << 20, 5 << 30)] == [
         "12 B",
         "2.0 KiB",
         "3.0 MiB",

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hasten.cli.flags import CommandParser
-from hasten.extensions.bigmodel.placement_plan import readable
+from hasten.extensions.bigmodel.placement_plan import format_bytes
 
 if TYPE_CHECKING:
     pass
@@ -27,7 +27,7 @@ _ABOUT = """target:
 
 def main(argv: Sequence[str]) -> int:
     """Run `hasten estimate-memory …`; return 0 if the model was found."""
-    command_args = _parser().parse_args(argv)
+    command_args = _make_parser().parse_args(argv)
     # this imports torch, which --help does not need
     from hasten.extensions.bigmodel.estimate import estimate_memory, shape_of
 
@@ -49,12 +49,12 @@ def main(argv: Sequence[str]) -> int:
         table.add_column(title, justify="right")
     for row in rows:
         sizes = (row.largest, row.weights, row.training)
-        table.add_row(row.dtype, *map(readable, sizes))
+        table.add_row(row.dtype, *map(format_bytes, sizes))
     Console().print(table)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="hasten estimate-memory",
         description="Estimate the memory a model needs.",

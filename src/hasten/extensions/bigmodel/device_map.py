@@ -16,9 +16,9 @@ from hasten.extensions.bigmodel.placement_plan import (
     ModuleGroup,
     Node,
     balance_limits,
+    format_bytes,
     group_modules,
     place_modules,
-    readable,
 )
 from hasten.modules.names import tied_groups
 from hasten.modules.surgery import module_bytes, named_tensors, parent_of, tensor_bytes
@@ -146,11 +146,11 @@ def infer_auto_device_map(
     used_sizes = {}
     for device_key, size in module_placement.used.items():
         if size:
-            used_sizes[device_key] = readable(size)
+            used_sizes[device_key] = format_bytes(size)
     log.info(
         "device map: %s; %s of the first device are reserved for offloaded modules",
         used_sizes,
-        readable(module_placement.reserved),
+        format_bytes(module_placement.reserved),
     )
     return clean_device_map(dict(module_placement.places))
 
@@ -220,16 +220,16 @@ def module_nodes(
     )
     stored_dtype = as_dtype(dtype)
 
-    def size(tensor: Tensor) -> tuple[int, int]:
+    def sized_tensor(tensor: Tensor) -> tuple[int, int]:
         return id(tensor), tensor_bytes(tensor, stored_dtype)
 
-    def visit(prefix: str, module: nn.Module) -> Iterator[Node]:
+    def visit_module(prefix: str, module: nn.Module) -> Iterator[Node]:
         name_prefix = ""
         if prefix:
             name_prefix = f"{prefix}."
         direct_tensors = [*module._parameters.items(), *module._buffers.items()]
         yield from (
-            Node(name_prefix + tensor_name, frozenset([size(direct_tensor)]))
+            Node(name_prefix + tensor_name, frozenset([sized_tensor(direct_tensor)]))
             for tensor_name, direct_tensor in direct_tensors
             if direct_tensor is not None
         )
@@ -237,7 +237,7 @@ def module_nodes(
             if child is None:
                 continue
             child_tensors = frozenset(
-                size(tensor) for _, tensor in named_tensors(child)
+                sized_tensor(tensor) for _, tensor in named_tensors(child)
             )
             if not child_tensors:
                 continue
@@ -248,13 +248,17 @@ def module_nodes(
             yield Node(
                 name_prefix + child_name,
                 child_tensors,
-                tuple(visit(name_prefix + child_name, child)) if is_splittable else (),
+                tuple(visit_module(name_prefix + child_name, child))
+                if is_splittable
+                else (),
             )
 
     if type(model).__name__ in unsplit_classes:
-        yield Node("", frozenset(size(tensor) for _, tensor in named_tensors(model)))
+        yield Node(
+            "", frozenset(sized_tensor(tensor) for _, tensor in named_tensors(model))
+        )
     else:
-        yield from visit("", model)
+        yield from visit_module("", model)
 
 
 def get_balanced_memory(

@@ -28,7 +28,7 @@ from hasten.extensions.bigmodel.placed import (
     keep_in_place,
     move_tensors,
 )
-from hasten.extensions.bigmodel.placement_plan import readable
+from hasten.extensions.bigmodel.placement_plan import format_bytes
 from hasten.extensions.bigmodel.stream import Streamer
 from hasten.extensions.bigmodel.units import (
     NamedTensor,
@@ -345,15 +345,19 @@ def _start_streaming(
     disk_pieces: Mapping[str, Piece],
     options: _Options,
 ) -> None:
-    def streams(name: str) -> bool:
+    def is_streamed_name(name: str) -> bool:
         return owner_in(device_names, name) in streamed_names
 
     named_tensors = list(tensors_in(model, "", buffers=True))
-    resident_tensors = [named for named in named_tensors if not streams(named.name)]
+    resident_tensors = [
+        named for named in named_tensors if not is_streamed_name(named.name)
+    ]
     resident_ids = {id(named.tensor) for named in resident_tensors}
     unit_cuts = cut_into_units(
         model,
-        lambda name: streams(name) and id(tensor_of(model, name)) not in resident_ids,
+        lambda name: (
+            is_streamed_name(name) and id(tensor_of(model, name)) not in resident_ids
+        ),
         options.buffers,
         options.whole,
     )
@@ -383,7 +387,7 @@ def _start_streaming(
             for tag in (forwarding.PLACED, forwarding.STREAMED)
         )
         if (
-            streams(model_tensor.name)
+            is_streamed_name(model_tensor.name)
             and id(model_tensor.tensor) in resident_ids
             and not is_placed
         ):
@@ -393,11 +397,11 @@ def _start_streaming(
     log.info(
         "%s: %s in %d blocks are streamed to %s (%s page-locked); weights use %s of device memory",
         type(model).__name__,
-        readable(streamer.host_bytes),
+        format_bytes(streamer.host_bytes),
         len(units),
         compute_device,
-        readable(host_pool.pinned_bytes),
-        readable(streamer.device_bytes),
+        format_bytes(host_pool.pinned_bytes),
+        format_bytes(streamer.device_bytes),
     )
 
 

@@ -33,7 +33,7 @@ from hasten.extensions.bigmodel.dispatch import (
     main_device_of,
 )
 from hasten.extensions.bigmodel.offload_files import save_offload_index
-from hasten.extensions.bigmodel.placement_plan import readable
+from hasten.extensions.bigmodel.placement_plan import format_bytes
 from hasten.extensions.bigmodel.units import NamedTensor, tensors_in
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def load_checkpoint_in_model(
     if num_bytes:
         log.info(
             "loaded %s in %.2f s (%.2f GB/s)",
-            readable(num_bytes),
+            format_bytes(num_bytes),
             seconds,
             num_bytes / 1e9 / max(seconds, 1e-9),
         )
@@ -206,10 +206,10 @@ class _LoadPlan:
         return (
             as_stored
             and named_tensor.tensor.is_meta
-            and self.device(named_tensor).type == "cpu"
+            and self.choose_device(named_tensor).type == "cpu"
         )
 
-    def device(self, named_tensor: NamedTensor) -> torch.device:
+    def choose_device(self, named_tensor: NamedTensor) -> torch.device:
         """Return the target device of a weight."""
         if self.keep_device:
             if named_tensor.tensor.is_meta:
@@ -289,7 +289,7 @@ def _target_tensor(
 ) -> Tensor:
     """Return memory for a weight: the model's tensor if it fits, else a new tensor that replaces it."""
     device, dtype, current_tensor = (
-        load_plan.device(tied_tensors[0]),
+        load_plan.choose_device(tied_tensors[0]),
         load_plan.dtype_of(tied_tensors[0]),
         tied_tensors[0].tensor,
     )

@@ -38,12 +38,12 @@ class SavedWeights:
 
     def saved_tensor_hooks(self) -> saved_tensors_hooks:
         """Context manager for a forward whose weights leave the device afterwards."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(self._pack_tensor, self._unpack_value)
 
-    def _pack(self, tensor: Tensor) -> Any:  # Any: the value that autograd saves
-        if not self._streamer.holds(tensor):
+    def _pack_tensor(self, tensor: Tensor) -> Any:  # Any: the value that autograd saves
+        if not self._streamer.holds_tensor(tensor):
             return tensor
-        pack_and_offset = self._streamer.locate(tensor)
+        pack_and_offset = self._streamer.locate_tensor(tensor)
         if pack_and_offset is None:
             return tensor.clone()
         return _WeightReference(
@@ -54,7 +54,9 @@ class SavedWeights:
             tensor.stride(),
         )
 
-    def _unpack(self, saved_value: Any) -> Tensor:  # Any: the value that autograd saved
+    def _unpack_value(
+        self, saved_value: Any
+    ) -> Tensor:  # Any: the value that autograd saved
         if not isinstance(saved_value, _WeightReference):
             saved_tensor: Tensor = saved_value
             return saved_tensor
@@ -149,15 +151,15 @@ class StreamedForward(PlacedForward):
         self.index = index
         # compilers skip this call; the module's forward inside may be compiled
         disable: Callable[..., Any] = torch.compiler.disable  # torch leaves it untyped
-        self._run = disable(self._streamed, recursive=False)
-        self._acquire = disable(streamer.acquire)
-        self._release = disable(streamer.release)
-        self._owned = disable(self._own)
+        self._run = disable(self._fetch_weights, recursive=False)
+        self._acquire = disable(streamer.acquire_unit)
+        self._release = disable(streamer.release_unit)
+        self._owned = disable(self._copy_views)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
 
-    def _streamed(self, *args: Any, **kwargs: Any) -> Any:
+    def _fetch_weights(self, *args: Any, **kwargs: Any) -> Any:
         self._acquire(self.index)
         try:
             args, kwargs = self.inputs(args, kwargs)
@@ -172,12 +174,14 @@ class StreamedForward(PlacedForward):
         finally:
             self._release(self.index)
 
-    def _own(self, forward_output: Any) -> Any:
+    def _copy_views(self, forward_output: Any) -> Any:
         """Return the output, with copies of views of weights that are about to be overwritten."""
-        if not any(map(self.streamer.holds, tensors(forward_output))):
+        if not any(map(self.streamer.holds_tensor, tensors(forward_output))):
             return forward_output
         return map_tensors(
-            lambda tensor: tensor.clone() if self.streamer.holds(tensor) else tensor,
+            lambda tensor: (
+                tensor.clone() if self.streamer.holds_tensor(tensor) else tensor
+            ),
             forward_output,
         )
 

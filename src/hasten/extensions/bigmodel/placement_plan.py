@@ -141,14 +141,14 @@ def _explain_shortage(
     total_bytes = sum(module_group.num_bytes for module_group in module_groups)
     missing_bytes = sum(module_group.num_bytes for module_group in missing_groups)
     limits_text = ", ".join(
-        f"{device.key}: {'any' if device.limit is None else readable(device.limit)}"
+        f"{device.key}: {'any' if device.limit is None else format_bytes(device.limit)}"
         for device in devices
     )
     largest_group = max(missing_groups, key=lambda module_group: module_group.num_bytes)
     return (
-        f"the model needs {readable(total_bytes)}, and with max_memory {{{limits_text}}} {readable(missing_bytes)} of it do not fit ({len(missing_groups)} "
-        f"modules; the largest, {largest_group.names[0]}, takes {readable(largest_group.num_bytes)}). Nothing was "
-        f"placed. Raise a limit by {readable(missing_bytes)}, add 'disk', load in a smaller dtype, or allow "
+        f"the model needs {format_bytes(total_bytes)}, and with max_memory {{{limits_text}}} {format_bytes(missing_bytes)} of it do not fit ({len(missing_groups)} "
+        f"modules; the largest, {largest_group.names[0]}, takes {format_bytes(largest_group.num_bytes)}). Nothing was "
+        f"placed. Raise a limit by {format_bytes(missing_bytes)}, add 'disk', load in a smaller dtype, or allow "
         f"{largest_group.names[0]} to be split."
     )
 
@@ -222,7 +222,7 @@ def _fit_limits(
     return len(_fill_devices(module_groups, devices, 0)) == len(module_groups)
 
 
-def readable(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """Return a number of bytes as readable text: "1.5 GB"."""
     size = float(num_bytes)
     for unit in ("bytes", "kB", "MB", "GB"):

@@ -13,7 +13,7 @@ class Span:
     start: int
     stop: int
 
-    def meets(self, other_span: Span) -> bool:
+    def overlaps(self, other_span: Span) -> bool:
         """Return whether the two ranges overlap."""
         return self.start < other_span.stop and other_span.start < self.stop
 
@@ -26,7 +26,7 @@ class Ring:
         self.spans_by_key: dict[Hashable, Span] = {}
         self._next = 0
 
-    def take(
+    def reserve_range(
         self, key: Hashable, size: int, keep: Collection[Hashable]
     ) -> tuple[Span, list[Hashable]] | None:
         """Return a range for `key` and the evicted keys; None if the keys in `keep` leave no space."""
@@ -39,19 +39,19 @@ class Ring:
             span = Span(start, start + size)
             if span.stop > self.capacity:
                 continue
-            if any(map(span.meets, fixed_spans)):
+            if any(map(span.overlaps, fixed_spans)):
                 continue
             evicted_keys = []
             for held_key, held_span in self.spans_by_key.items():
-                if held_span.meets(span):
+                if held_span.overlaps(span):
                     evicted_keys.append(held_key)
-            self.drop(evicted_keys)
+            self.drop_ranges(evicted_keys)
             self.spans_by_key[key] = span
             self._next = span.stop
             return span, evicted_keys
         return None
 
-    def drop(self, keys: Iterable[Hashable]) -> None:
+    def drop_ranges(self, keys: Iterable[Hashable]) -> None:
         """Remove the ranges of these keys."""
         for key in keys:
             self.spans_by_key.pop(key, None)
@@ -69,13 +69,13 @@ class BlockOrder:
         self._after_two: dict[tuple[int, int], int] = {}
         self._previous_block, self._now = -1, count - 1
 
-    def saw(self, index: int) -> None:
+    def record_use(self, index: int) -> None:
         """Record the use of this block."""
         self._after[self._now] = index
         self._after_two[self._previous_block, self._now] = index
         self._previous_block, self._now = self._now, index
 
-    def ahead(self) -> Iterator[int]:
+    def expected_blocks(self) -> Iterator[int]:
         """Yield the blocks expected next, nearest first; as many as there are blocks."""
         previous_block, current_block = self._previous_block, self._now
         for _ in range(self._count):

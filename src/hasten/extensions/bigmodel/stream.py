@@ -87,7 +87,7 @@ class Streamer:
         self._ring = Ring(
             largest_window_bytes(self.units, streamed_packs, blocks_at_once)
         )
-        self._arena = self._memory(self._ring.capacity)
+        self._arena = self._allocate_memory(self._ring.capacity)
         self._staging_buffers: list[StagingBuffer] = []
         self._storages = {self._arena.untyped_storage().data_ptr()}
         for pack_state in self._states.values():
@@ -132,17 +132,17 @@ class Streamer:
         """Return dedicated memory for the pack."""
         pack_state = self._states[pack]
         if pack_state.home is None:
-            pack_state.home = self._memory(pack.num_bytes)
+            pack_state.home = self._allocate_memory(pack.num_bytes)
             pack.views.clear()
         return pack_state.home
 
-    def _memory(self, num_bytes: int) -> Tensor:
+    def _allocate_memory(self, num_bytes: int) -> Tensor:
         """Allocate memory for weights on the device."""
         with torch.inference_mode(False):
             return self._lanes.empty(num_bytes, outlives_copies=True)
 
     # ---------------------------------------------------------------------------------------------- use and release
-    def acquire(self, index: int) -> None:
+    def acquire_unit(self, index: int) -> None:
         """Make the weights of a unit available, and start to fetch those of the next ones."""
         unit = self.units[index]
         self._lock.acquire()
@@ -153,28 +153,28 @@ class Streamer:
                     f"{unit.name or type(unit.module).__name__} was called after its offloading was removed; dispatch the model again."
                 )
             self._lanes.follow_current_stream()
-            self._order.saw(index)
+            self._order.record_use(index)
             unit.move_others(self.device)
             for pack in unit.packs:
                 self._states[pack].users += 1
                 entered_packs.append(pack)
             for pack in unit.packs:
-                self._demand(pack)
-            self._prefetch(unit.packs)
+                self._demand_pack(pack)
+            self._prefetch_packs(unit.packs)
             for pack in unit.packs:
-                self._await(pack)
+                self._await_pack(pack)
                 self._swap_in(pack)
             refresh_weight_lists(unit.recurrent)
         except BaseException:
-            self._leave(unit, entered_packs)
+            self._leave_unit(unit, entered_packs)
             raise
 
-    def release(self, index: int) -> None:
+    def release_unit(self, index: int) -> None:
         """Restore the resting weights; the unit's memory may be overwritten once it has computed."""
         unit = self.units[index]
-        self._leave(unit, unit.packs)
+        self._leave_unit(unit, unit.packs)
 
-    def _leave(self, unit: Unit, entered_packs: Sequence[Pack]) -> None:
+    def _leave_unit(self, unit: Unit, entered_packs: Sequence[Pack]) -> None:
         try:
             for pack in entered_packs:
                 pack_state = self._states[pack]
@@ -189,20 +189,20 @@ class Streamer:
     def _swap_in(self, pack: Pack) -> None:
         pack_state = self._states[pack]
         for entry, view in zip(
-            pack.entries, self._views(pack, pack_state), strict=True
+            pack.entries, self._make_views(pack, pack_state), strict=True
         ):
             entry.replace_in_model(view)
         for entry in pack.loose:
             put_loose(entry, self.device)
 
-    def _views(self, pack: Pack, pack_state: _PackState) -> list[Tensor]:
+    def _make_views(self, pack: Pack, pack_state: _PackState) -> list[Tensor]:
         if pack_state.home is not None:
             return pack.views_at(pack_state.home, 0)
         assert pack_state.span is not None, "the pack is on the device"
         return pack.views_at(self._arena, pack_state.span.start)
 
     # ---------------------------------------------------------------------------------------------------- fetching
-    def _demand(self, pack: Pack) -> None:
+    def _demand_pack(self, pack: Pack) -> None:
         """Ensure that the pack is on the device or being copied, evicting others if necessary."""
         pack_state = self._states[pack]
         if self._is_current(pack, pack_state):
@@ -211,17 +211,17 @@ class Streamer:
         if (
             pack_state.home is None
             and pack_state.span is None
-            and not self._take_span(pack, self._fixed(()))
+            and not self._take_span(pack, self._fixed_packs(()))
         ):
             # nested units that the buffer cannot hold together
             home_memory = self._give_home(pack)
             self._storages.add(home_memory.untyped_storage().data_ptr())
-        self._fetch(pack, pack_state)
+        self._fetch_pack(pack, pack_state)
 
-    def _prefetch(self, using: Sequence[Pack]) -> None:
+    def _prefetch_packs(self, using: Sequence[Pack]) -> None:
         """Fetch the next packs while there is space that is not needed sooner."""
         sooner_packs: list[Pack] = list(using)
-        for index in islice(self._order.ahead(), _LOOK_AHEAD):
+        for index in islice(self._order.expected_blocks(), _LOOK_AHEAD):
             for pack in self.units[index].packs:
                 pack_state = self._states[pack]
                 if pack in sooner_packs:
@@ -235,10 +235,10 @@ class Streamer:
                 if (
                     pack_state.home is None
                     and pack_state.span is None
-                    and not self._take_span(pack, self._fixed(sooner_packs))
+                    and not self._take_span(pack, self._fixed_packs(sooner_packs))
                 ):
                     return
-                self._fetch(pack, pack_state)
+                self._fetch_pack(pack, pack_state)
 
     def _is_current(self, pack: Pack, pack_state: _PackState) -> bool:
         """Return whether the copy on the device, or the one in progress, equals the pack's current weights."""
@@ -247,7 +247,7 @@ class Streamer:
             *pack.weight_versions(),
         )
 
-    def _fixed(self, sooner_packs: Sequence[Pack]) -> set[Pack]:
+    def _fixed_packs(self, sooner_packs: Sequence[Pack]) -> set[Pack]:
         """Return the packs that must not be evicted."""
         used_packs = set()
         for pack, pack_state in self._states.items():
@@ -256,7 +256,7 @@ class Streamer:
         return used_packs | set(self._unpacked) | set(sooner_packs)
 
     def _take_span(self, pack: Pack, fixed_packs: set[Pack]) -> bool:
-        placed_span = self._ring.take(pack, pack.num_bytes, fixed_packs)
+        placed_span = self._ring.reserve_range(pack, pack.num_bytes, fixed_packs)
         if placed_span is None:
             return False
         self._states[pack].span, evicted_packs = placed_span
@@ -266,7 +266,7 @@ class Streamer:
             evicted_state.span, evicted_state.stamp = None, ()
         return True
 
-    def _fetch(self, pack: Pack, pack_state: _PackState) -> None:
+    def _fetch_pack(self, pack: Pack, pack_state: _PackState) -> None:
         """Queue the copy of a pack after the computations so far, which include all uses of the memory that it overwrites."""
         pack_state.stamp = (0, *pack.weight_versions())
         if pack_state.home is not None:
@@ -295,7 +295,7 @@ class Streamer:
             computed_mark,
         )
 
-    def read(self, pack: Pack, target_memory: Tensor, computed_mark: Mark) -> Mark:
+    def read_pack(self, pack: Pack, target_memory: Tensor, computed_mark: Mark) -> Mark:
         """Fill a pack's memory on the device from files or pageable memory; runs on the fetching thread."""
         with torch.inference_mode(False), torch.no_grad():
             if target_memory.is_cpu:
@@ -322,7 +322,7 @@ class Streamer:
         self._staging_buffers.reverse()
         return self._staging_buffers[0]
 
-    def _await(self, pack: Pack) -> None:
+    def _await_pack(self, pack: Pack) -> None:
         """Make the device compute only after the pack's copy is complete."""
         pack_state = self._states[pack]
         if pack_state.coming is not None:
@@ -335,7 +335,7 @@ class Streamer:
         self._lanes.compute_waits(pack_state.ready)
 
     # ---------------------------------------------------------------------------------------------------- autograd
-    def locate(self, tensor: Tensor) -> tuple[Pack, int] | None:
+    def locate_tensor(self, tensor: Tensor) -> tuple[Pack, int] | None:
         """Return the pack in use that holds a tensor's memory, and the byte offset; None if there is none."""
         address = tensor.data_ptr()
         for pack, pack_state in self._states.items():
@@ -366,15 +366,15 @@ class Streamer:
                 ),
                 pack,
             ][-_LAST_UNPACKED:]
-            self._demand(pack)
-            self._await(pack)
+            self._demand_pack(pack)
+            self._await_pack(pack)
             if pack_state.home is not None:
                 yield pack_state.home
             else:
                 assert pack_state.span is not None, "the pack is on the device"
                 yield self._arena[pack_state.span.start : pack_state.span.stop]
 
-    def holds(self, tensor: Tensor) -> bool:
+    def holds_tensor(self, tensor: Tensor) -> bool:
         """Return whether a tensor refers to memory that other weights will overwrite."""
         if (
             type(tensor) not in (Tensor, nn.Parameter)
@@ -432,4 +432,6 @@ def _read_in_thread(
 ) -> Mark:
     """Run a read on the fetching thread, without keeping the streamer alive."""
     owner = streamer()
-    return None if owner is None else owner.read(pack, target_memory, computed_mark)
+    return (
+        None if owner is None else owner.read_pack(pack, target_memory, computed_mark)
+    )

@@ -207,7 +207,7 @@ def attach_layerwise_casting_hooks(
     else:
         patterns = list(skip_modules_pattern or ())
 
-    def visit(submodule: nn.Module, name: str) -> None:
+    def visit_module(submodule: nn.Module, name: str) -> None:
         skipped = isinstance(submodule, skip_modules_classes or ()) or any(
             re.search(skipped_pattern, name) for skipped_pattern in patterns
         )
@@ -221,9 +221,9 @@ def attach_layerwise_casting_hooks(
             )
             return
         for child_name, child_module in submodule.named_children():
-            visit(child_module, f"{name}.{child_name}" if name else child_name)
+            visit_module(child_module, f"{name}.{child_name}" if name else child_name)
 
-    visit(module, "")
+    visit_module(module, "")
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:

@@ -150,7 +150,7 @@ def cut_into_units(
     visited_ids: set[int] = set()
     unit_cuts: list[UnitCut] = []
 
-    def visit(module: nn.Module, name: str, parent_cut: UnitCut | None) -> None:
+    def visit_module(module: nn.Module, name: str, parent_cut: UnitCut | None) -> None:
         if id(module) in visited_ids:
             return
         visited_ids.add(id(module))
@@ -174,9 +174,11 @@ def cut_into_units(
             unit_cuts.append(module_cut)
         if not is_undivided:
             for child_name, child in module.named_children():
-                visit(child, f"{name}.{child_name}" if name else child_name, module_cut)
+                visit_module(
+                    child, f"{name}.{child_name}" if name else child_name, module_cut
+                )
 
-    visit(model, "", None)
+    visit_module(model, "", None)
     quantized_name = next(
         (
             tensor.name

@@ -60,7 +60,7 @@ class StepGraph:
         self._returned = trees.map_tensors(Tensor.detach, step_result)
         self._outputs = trees.tensors(self._returned)
         self._captured_addresses = self._tensor_addresses()
-        self._options = [group_rate.options() for group_rate in self._rates]
+        self._options = [group_rate.read_options() for group_rate in self._rates]
 
     @property
     def stale(self) -> bool:
@@ -68,7 +68,8 @@ class StepGraph:
         captured_groups = [group_rate.group for group_rate in self._rates]
         return (
             list(map(id, captured_groups)) != list(map(id, self._param_groups()))
-            or self._options != [group_rate.options() for group_rate in self._rates]
+            or self._options
+            != [group_rate.read_options() for group_rate in self._rates]
             or self._captured_addresses != self._tensor_addresses()
         )
 
@@ -78,14 +79,14 @@ class StepGraph:
             param_groups += optimizer.param_groups
         return param_groups
 
-    def replay(self, inputs: Tree) -> Tree:
+    def replay_step(self, inputs: Tree) -> Tree:
         """Run the step on other inputs of the same shapes; return its result in new tensors."""
         for static_input, input_tensor in zip(
             self._inputs, trees.tensors(inputs), strict=True
         ):
             static_input.copy_(input_tensor, non_blocking=True)
         for group_rate in self._rates:
-            group_rate.follow()
+            group_rate.copy_rate()
         self._graph.replay()
         outputs = [tensor.clone() for tensor in self._outputs]
         if outputs:
@@ -115,7 +116,7 @@ class _LearningRate:
         self._last = float(param_group["lr"])
         self.tensor = torch.full((), self._last, dtype=torch.float32, device=device)
 
-    def options(self) -> dict[str, Any]:  # Any: torch's options of an optimizer
+    def read_options(self) -> dict[str, Any]:  # Any: torch's options of an optimizer
         """Return the options that are constants in a graph, and the number of parameters."""
         constant_options = {}
         for name, state_value in self.group.items():
@@ -123,7 +124,7 @@ class _LearningRate:
                 constant_options[name] = state_value
         return {**constant_options, "params": len(self.group["params"])}
 
-    def follow(self) -> None:
+    def copy_rate(self) -> None:
         """Copy the group's current learning rate to the tensor."""
         current_rate = float(self.group["lr"])
         if current_rate != self._last:
@@ -191,7 +192,7 @@ class CapturedStep(Generic[P, R]):
         if self.refusal:
             return _detach_tensors(self._function(*args, **kwargs))
         inputs = (args, kwargs)
-        graph_key = self._key(inputs)
+        graph_key = self._make_key(inputs)
         replayed_step = self._graphs.get(graph_key)
         if replayed_step is not None and replayed_step.graph.stale:
             del self._graphs[graph_key]
@@ -215,7 +216,7 @@ class CapturedStep(Generic[P, R]):
     def _name(self) -> str:
         return f"{getattr(self._function, '__name__', 'the step')}()"
 
-    def _key(self, inputs: tuple[Any, Any]) -> object:
+    def _make_key(self, inputs: tuple[Any, Any]) -> object:
         """Return the lookup key of a graph: shapes and dtypes of tensors, all other inputs, and the models' training modes."""
         descriptions = []
         for leaf in trees.leaves(inputs):
@@ -362,7 +363,7 @@ class CapturedStep(Generic[P, R]):
         return _detach_tensors(self._function(*inputs[0], **inputs[1]))
 
     def _replay_step(self, replayed_step: _ReplayedStep, inputs: tuple[Any, Any]) -> R:
-        detached_result: R = replayed_step.graph.replay(inputs)
+        detached_result: R = replayed_step.graph.replay_step(inputs)
         self._clock.num_passes += replayed_step.num_passes
         run_parts = self._clock.parts
         for watch_loss in run_parts.loss:

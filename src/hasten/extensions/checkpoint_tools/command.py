@@ -46,7 +46,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="command", required=True)
 
-    def add(
+    def add_command(
         command_name: str,
         run: Callable[[argparse.Namespace], int],
         **argument_helps: str,
@@ -57,16 +57,18 @@ def _make_parser() -> argparse.ArgumentParser:
         command_parser.set_defaults(run=run)
         return command_parser
 
-    add("list", _run_list, folder="a folder or URL of checkpoints").add_argument(
-        "--json", action="store_true"
+    add_command(
+        "list", _run_list, folder="a folder or URL of checkpoints"
+    ).add_argument("--json", action="store_true")
+    verify = add_command(
+        "verify", _run_verify, folder="a checkpoint, or a folder of them"
     )
-    verify = add("verify", _run_verify, folder="a checkpoint, or a folder of them")
     verify.add_argument(
         "--all",
         action="store_true",
         help="verify every checkpoint in the folder, not only the newest",
     )
-    show = add(
+    show = add_command(
         "show",
         _run_show,
         folder="a checkpoint, or a folder of them (the newest is shown)",
@@ -77,13 +79,13 @@ def _make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also list every tensor with its type and shape",
     )
-    diff = add(
+    diff = add_command(
         "diff", _run_diff, first="a checkpoint or exported model", second="another one"
     )
     diff.add_argument(
         "--component", default="model", help="model, optimizer, ... (default: model)"
     )
-    merge = add(
+    merge = add_command(
         "merge", _run_merge, folder="a checkpoint", output="the folder for the model"
     )
     merge.add_argument(
@@ -96,7 +98,7 @@ def _make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="write .bin files",
     )
-    convert = add(
+    convert = add_command(
         "convert",
         _run_convert,
         source="a folder that another tool saved",
@@ -168,14 +170,14 @@ def _run_verify(arguments: argparse.Namespace) -> int:
     inspect = _load_inspect()
     checkpoints = inspect.find_all(arguments.folder) if arguments.all else []
     if not checkpoints:
-        checkpoints = [inspect.find(arguments.folder)]
+        checkpoints = [inspect.find_checkpoint(arguments.folder)]
     num_damaged = 0
     for store, checkpoint_name in checkpoints:
         with _progress_bar(
             f"verifying {checkpoint_name}",
             inspect.make_row(store, checkpoint_name).num_bytes,
         ) as advance:
-            problems = inspect.verify(store, checkpoint_name, advance)
+            problems = inspect.verify_checkpoint(store, checkpoint_name, advance)
         verdict = "DAMAGED" if problems else "sound"
         _write_line(f"{checkpoint_name}: {verdict}")
         for problem in problems:
@@ -186,7 +188,9 @@ def _run_verify(arguments: argparse.Namespace) -> int:
 
 def _run_show(arguments: argparse.Namespace) -> int:
     inspect = _load_inspect()
-    description = inspect.describe(*inspect.find(arguments.folder))
+    description = inspect.describe_checkpoint(
+        *inspect.find_checkpoint(arguments.folder)
+    )
     if not arguments.tensors:
         for component in description["components"].values():
             component.pop("tensors")
@@ -220,7 +224,7 @@ def _run_show(arguments: argparse.Namespace) -> int:
 
 
 def _run_diff(arguments: argparse.Namespace) -> int:
-    differences = _load_inspect().diff(
+    differences = _load_inspect().compare_checkpoints(
         arguments.first, arguments.second, arguments.component
     )
     for difference in differences:
@@ -235,7 +239,7 @@ def _run_diff(arguments: argparse.Namespace) -> int:
 
 def _run_merge(arguments: argparse.Namespace) -> int:
     with _progress_bar(f"merging {arguments.folder}", None):
-        file_names = _load_inspect().merge(
+        file_names = _load_inspect().merge_shards(
             arguments.folder,
             arguments.output,
             arguments.component,
@@ -248,7 +252,7 @@ def _run_merge(arguments: argparse.Namespace) -> int:
 
 def _run_convert(arguments: argparse.Namespace) -> int:
     with _progress_bar(f"converting {arguments.source}", None):
-        notes = _load_inspect().convert(
+        notes = _load_inspect().convert_folder(
             arguments.source, arguments.output, arguments.allow_pickle
         )
     for note in notes:

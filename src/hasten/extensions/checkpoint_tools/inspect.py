@@ -100,7 +100,7 @@ def make_row(store: CheckpointStore, checkpoint_name: str) -> CheckpointRow:
     )
 
 
-def find(location: str) -> tuple[CheckpointStore, str]:
+def find_checkpoint(location: str) -> tuple[CheckpointStore, str]:
     """Return the checkpoint at a path: the path itself, or the newest complete one in a folder of checkpoints."""
     store, checkpoint_name = locate(location)
     if checkpoint_name in store.names():
@@ -116,7 +116,7 @@ def find(location: str) -> tuple[CheckpointStore, str]:
     )
 
 
-def verify(
+def verify_checkpoint(
     store: CheckpointStore, name: str, progress: Progress | None = None
 ) -> list[str]:
     """Return the problems of a checkpoint, one line each; checks the sizes, checksums and structure of every file."""
@@ -153,7 +153,9 @@ def _verify_version(
     return problems
 
 
-def describe(store: CheckpointStore, name: str) -> dict[str, Any]:  # Any: JSON to print
+def describe_checkpoint(
+    store: CheckpointStore, name: str
+) -> dict[str, Any]:  # Any: JSON to print
     """Return the metadata of a checkpoint and its components without reading the tensors."""
     return read_one_version(lambda: _describe_version(store, name))
 
@@ -217,7 +219,9 @@ class TensorDifference:
     largest: float | None = None
 
 
-def diff(first: str, second: str, component: str = "model") -> list[TensorDifference]:
+def compare_checkpoints(
+    first: str, second: str, component: str = "model"
+) -> list[TensorDifference]:
     """Return the tensors of a component that differ between two checkpoints or exported models; empty when equal."""
     first_tensors, second_tensors = (
         tensors_of(first, component),
@@ -272,7 +276,7 @@ def tensors_of(location: str, component: str = "model") -> dict[str, Tensor]:
 
 
 def _tensors_of_version(location: str, component: str) -> dict[str, Tensor]:
-    store, checkpoint_name = find(location)
+    store, checkpoint_name = find_checkpoint(location)
     with open_checkpoint(
         store, checkpoint_name, LocalComm(), verify=False
     ) as checkpoint:
@@ -291,7 +295,7 @@ def _tensors_of_version(location: str, component: str) -> dict[str, Tensor]:
     }
 
 
-def merge(
+def merge_shards(
     location: str,
     output: str | Path,
     component: str = "model",
@@ -311,7 +315,7 @@ def merge(
             bare_names = [name.removeprefix("model.") for name in weights]
             weights = dict(zip(bare_names, weights.values(), strict=True))
         return save_model(weights, model_folder, max_shard_size, safe_serialization)
-    store, checkpoint_name = find(location)
+    store, checkpoint_name = find_checkpoint(location)
     manifest = store.manifest(checkpoint_name)
     model_components = []
     for tensor_name, record in sorted(manifest.components.items()):
@@ -322,7 +326,7 @@ def merge(
             f"{location} has no model called {component!r}; it has {model_components}. Choose one with --component."
         )
     _refuse_occupied(model_folder)
-    if problems := verify(store, checkpoint_name):
+    if problems := verify_checkpoint(store, checkpoint_name):
         raise CorruptCheckpointError(
             f"{location}: {problems[0]}. Nothing was written. Merge another checkpoint."
         )
@@ -346,7 +350,7 @@ def _refuse_occupied(target: Path) -> None:
             )
 
 
-def convert(
+def convert_folder(
     source: str | Path,
     target: str | Path,
     allow_pickle: bool = False,

@@ -229,7 +229,7 @@ def whole_tensors(folder: Path) -> dict[str, Tensor]:
     return empty_tensors
 
 
-def fill(state: Mapping[str, Any], folder: Path) -> None:
+def fill_state(state: Mapping[str, Any], folder: Path) -> None:
     """Read a folder into tensors and values of the same names, each rank its shards. Ranks: every rank."""
     _load_folder(state, PlainReader(folder), no_dist=False)
 

@@ -32,7 +32,7 @@ class LogitsChange(NamedTuple):
     capped: bool = False
     outer_scale: float = 1.0
 
-    def scaled(self, factor: float) -> LogitsChange:
+    def add_scale(self, factor: float) -> LogitsChange:
         """Return this change followed by a multiplication."""
         return LogitsChange(
             inner_scale=self.inner_scale,
@@ -40,13 +40,13 @@ class LogitsChange(NamedTuple):
             outer_scale=self.outer_scale * factor,
         )
 
-    def tanh(self) -> LogitsChange | None:
+    def add_tanh(self) -> LogitsChange | None:
         """Return this change followed by a hyperbolic tangent; None after an earlier one."""
         if self.capped:
             return None
         return LogitsChange(inner_scale=self.outer_scale, capped=True)
 
-    def applied(self, logits: Tensor) -> Tensor:
+    def change_logits(self, logits: Tensor) -> Tensor:
         """Return the changed logits, differentiable."""
         if self.capped:
             return (logits * self.inner_scale).tanh() * self.outer_scale
@@ -54,7 +54,7 @@ class LogitsChange(NamedTuple):
             return logits
         return logits * self.outer_scale
 
-    def apply_(self, logits: Tensor) -> Tensor:
+    def change_logits_(self, logits: Tensor) -> Tensor:
         """Change the logits in place; returns them."""
         if self.capped:
             logits.mul_(self.inner_scale).tanh_()
@@ -62,7 +62,7 @@ class LogitsChange(NamedTuple):
             return logits
         return logits.mul_(self.outer_scale)
 
-    def chain_(self, grad: Tensor, changed_logits: Tensor | None) -> Tensor:
+    def chain_gradient_(self, grad: Tensor, changed_logits: Tensor | None) -> Tensor:
         """Turn the gradient of the changed logits into that of the logits, in place; returns it."""
         if self.capped:
             assert changed_logits is not None, (
@@ -92,7 +92,7 @@ class _LossSettings(NamedTuple):
         """Dtype of the softmax and of sums over chunks."""
         return torch.promote_types(self.compute, torch.float32)
 
-    def chunks(self, num_tokens: int) -> Iterator[slice]:
+    def split_rows(self, num_tokens: int) -> Iterator[slice]:
         """Yield the row ranges of `number` tokens."""
         for start in range(0, num_tokens, self.rows):
             yield slice(start, min(start + self.rows, num_tokens))
@@ -123,7 +123,7 @@ class _Chunk(NamedTuple):
         logit_grad.scatter_add_(
             -1, self.local_target.unsqueeze(-1), target_factors.unsqueeze(-1)
         )
-        return settings.change.chain_(logit_grad, self.changed_logits)
+        return settings.change.chain_gradient_(logit_grad, self.changed_logits)
 
 
 def _without_autocast(x: Tensor) -> torch.autocast:
@@ -140,7 +140,7 @@ def _chunk_losses(
 ) -> _Chunk:
     """Compute the losses of a chunk of tokens. Ranks: those that share the vocabulary."""
     logits = F.linear(hidden.to(settings.compute), weight, bias)
-    logits = settings.change.apply_(logits.to(settings.sums))
+    logits = settings.change.change_logits_(logits.to(settings.sums))
     changed_logits = None
     if settings.change.capped:
         changed_logits = logits.clone()
@@ -209,7 +209,7 @@ class _Gradients:
             bias_sums = torch.zeros(bias.shape, dtype=settings.sums, device=bias.device)
         self.bias = bias_sums
 
-    def add(
+    def add_chunk(
         self, rows: slice, logit_grad: Tensor, hidden: Tensor, weight: Tensor
     ) -> None:
         """Add the contribution of a chunk, from the gradient of its logits."""
@@ -246,13 +246,13 @@ class _WeightedSum(torch.autograd.Function):
         loss_sum = torch.zeros((), dtype=settings.sums, device=hidden.device)
         grads = _Gradients(hidden, weight, bias, needs_gradient, settings)
         with _without_autocast(hidden):
-            for rows in settings.chunks(hidden.shape[0]):
+            for rows in settings.split_rows(hidden.shape[0]):
                 chunk = _chunk_losses(
                     hidden[rows], cast_weight, cast_bias, target[rows], settings
                 )
                 loss_sum += (chunk.losses * factors[rows]).sum()
                 if any(needs_gradient):
-                    grads.add(
+                    grads.add_chunk(
                         rows,
                         chunk.gradient_(factors[rows], settings),
                         hidden,
@@ -292,7 +292,7 @@ class _TokenLosses(torch.autograd.Function):
             None if bias is None else bias.to(settings.compute),
         )
         with _without_autocast(hidden):
-            chunk_ranges = settings.chunks(hidden.shape[0])
+            chunk_ranges = settings.split_rows(hidden.shape[0])
             loss_parts = []
             for rows in chunk_ranges:
                 loss_parts.append(
@@ -316,11 +316,11 @@ class _TokenLosses(torch.autograd.Function):
         )
         grads = _Gradients(hidden, weight, bias, ctx.wanted, settings)
         with _without_autocast(hidden):
-            for rows in settings.chunks(hidden.shape[0]):
+            for rows in settings.split_rows(hidden.shape[0]):
                 chunk = _chunk_losses(
                     hidden[rows], cast_weight, cast_bias, target[rows], settings
                 )
-                grads.add(
+                grads.add_chunk(
                     rows,
                     chunk.gradient_(loss_grad[rows].to(settings.sums), settings),
                     hidden,
@@ -527,7 +527,7 @@ class ChunkedCrossEntropyLoss(nn.Module):
         Raises: ArgumentError for shapes that do not fit; ConfigError for a weight sharded over another axis.
         """
         _check_shapes(hidden, weight, target, bias, token_weights)
-        head, hidden = self._head(hidden, weight, bias)
+        head, hidden = self._make_head(hidden, weight, bias)
         flat_weights = None if token_weights is None else token_weights.flatten()
         try:
             loss = compute_loss(
@@ -548,7 +548,7 @@ class ChunkedCrossEntropyLoss(nn.Module):
             return loss.view(target.shape)
         return loss
 
-    def _head(
+    def _make_head(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Head, Tensor]:
         vocabulary = weight.shape[0]

@@ -151,7 +151,9 @@ class LazyLogits(Tensor):
             logits = F.linear(
                 hidden.to(head.compute), head.weight.to(head.compute), bias
             )
-            return head.change.applied(self.source.finish(logits)).to(self.plain.dtype)
+            return head.change.change_logits(self.source.finish(logits)).to(
+                self.plain.dtype
+            )
 
     def _check_weights(self) -> None:
         """Raise if the weights are others than in the forward pass."""
@@ -199,7 +201,7 @@ class LazyLogits(Tensor):
             and getattr(logits, "head", None) is not None
             and logits.computed is None
         ):
-            answer = logits._answer(func, args, kwargs)
+            answer = logits._compute_without_logits(func, args, kwargs)
             if answer is not NotImplemented:
                 return answer
             if _is_in_place(func):
@@ -207,7 +209,7 @@ class LazyLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*_compute_logits(args), **_compute_logits(kwargs))
 
-    def _answer(
+    def _compute_without_logits(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Return the function's result as far as it needs no logits; NotImplemented otherwise."""
@@ -223,7 +225,7 @@ class LazyLogits(Tensor):
         if func in _SAME:
             return self
         if func in _CASTS:
-            return self._cast(func, args[1:], kwargs)
+            return self._cast_logits(func, args[1:], kwargs)
         if func in _SHAPES:
             shape = func(self.plain, *args[1:], **kwargs).shape
             if shape and shape[-1] == self.head.vocabulary:
@@ -235,7 +237,7 @@ class LazyLogits(Tensor):
             return self._with_changes(self.hidden[args[1]])
         return self._change_logits(func, args, kwargs)
 
-    def _cast(
+    def _cast_logits(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         dtypes_by_function = {
@@ -268,7 +270,7 @@ class LazyLogits(Tensor):
         """Return scaled or soft-capped logits, or logits with a bias added; NotImplemented for another function."""
         change = self.head.change
         if func in _TANH and len(args) == 1:
-            capped_change = change.tanh()
+            capped_change = change.add_tanh()
             if capped_change is None:
                 return NotImplemented
             return self._with_changes(head=self.head._replace(change=capped_change))
@@ -285,7 +287,7 @@ class LazyLogits(Tensor):
             else:
                 factor = 1 / float(operand)
             return self._with_changes(
-                head=self.head._replace(change=change.scaled(factor))
+                head=self.head._replace(change=change.add_scale(factor))
             )
         if func in _SUMS and self._is_bias(operand):
             flat_bias = operand.flatten()

@@ -60,7 +60,7 @@ class _DraftConfig:
     config: dict[str, Any]
     notes: list[str] = field(default_factory=list)
 
-    def section(self, name: str) -> dict[str, Any]:
+    def find_section(self, name: str) -> dict[str, Any]:
         """Return the section, created when it is missing."""
         section: dict[str, Any] = self.config.setdefault(name, {})
         if not isinstance(section, dict):
@@ -70,9 +70,9 @@ class _DraftConfig:
             )
         return section
 
-    def fill(self, section: str, key: str, value: Any, batch_reason: str) -> None:
+    def fill_value(self, section: str, key: str, value: Any, batch_reason: str) -> None:
         """Set a value that is missing or "auto"; note the value if it was "auto"."""
-        options = self.section(section) if section else self.config
+        options = self.find_section(section) if section else self.config
         if options.get(key, AUTO_VALUE) == AUTO_VALUE:
             if key in options:
                 self.notes.append(
@@ -105,7 +105,7 @@ def read_config(config: str | Mapping[str, Any]) -> dict[str, Any]:
     return file_content
 
 
-def translate(plugin: DeepSpeedPlugin, run_facts: RunFacts) -> EngineConfig:
+def make_engine_config(plugin: DeepSpeedPlugin, run_facts: RunFacts) -> EngineConfig:
     """Return the configuration of one engine.
 
     Raises: ConfigError where DeepSpeed's file and the run contradict each other, or "auto" has no value.
@@ -128,7 +128,9 @@ def stage_of(plugin: DeepSpeedPlugin) -> int:
 
 
 # Any: DeepSpeed's keys and values
-def building(plugin: DeepSpeedPlugin, mixed_precision: str) -> dict[str, Any]:
+def make_building_config(
+    plugin: DeepSpeedPlugin, mixed_precision: str
+) -> dict[str, Any]:
     """Return the sections of the configuration with which ZeRO-3 partitions a model while it is built.
 
     Raises: ConfigError as `translate` does, and for other stages.
@@ -178,10 +180,10 @@ def _refuse_autos(config: dict[str, Any]) -> None:
 
 
 def _fill_zero(draft_config: _DraftConfig, plugin: DeepSpeedPlugin) -> int:
-    zero_options = draft_config.section("zero_optimization")
+    zero_options = draft_config.find_section("zero_optimization")
     stage = zero_options.setdefault("stage", 0)
     if stage == AUTO_VALUE:
-        draft_config.fill(
+        draft_config.fill_value(
             "zero_optimization", "stage", plugin.zero_stage, "deepspeed.zero_stage"
         )
         stage = zero_options["stage"]
@@ -213,10 +215,10 @@ def _fill_zero(draft_config: _DraftConfig, plugin: DeepSpeedPlugin) -> int:
             "zero_optimization.overlap_comm: False (at stage 1 gradients are reduced when the loop's window ends)"
         )
     # The script chooses its optimizer, and DeepSpeed's CPU optimizers need a compiler at run time.
-    draft_config.fill(
+    draft_config.fill_value(
         "", "zero_allow_untested_optimizer", True, "the script's optimizer is used"
     )
-    draft_config.fill(
+    draft_config.fill_value(
         "", "zero_force_ds_cpu_optimizer", False, "the script's optimizer is used"
     )
     return int(stage)
@@ -243,13 +245,13 @@ def _fill_precision(draft_config: _DraftConfig, run_facts: RunFacts) -> None:
             if precision_name == mixed_precision:
                 draft_config.config[precision_name] = {"enabled": True}
             continue
-        draft_config.fill(
+        draft_config.fill_value(
             precision_name,
             "enabled",
             precision_name == mixed_precision,
             f"mixed_precision={mixed_precision!r}",
         )
-        enabled = draft_config.section(precision_name)["enabled"]
+        enabled = draft_config.find_section(precision_name)["enabled"]
         if bool(enabled) != (precision_name == mixed_precision):
             if enabled:
                 matching_precision = precision_name
@@ -261,14 +263,14 @@ def _fill_precision(draft_config: _DraftConfig, run_facts: RunFacts) -> None:
                 f'{precision_name}.enabled to "auto".'
             )
     if mixed_precision == "fp16":
-        scale_options = draft_config.section("fp16")
+        scale_options = draft_config.find_section("fp16")
         for key, value in (
             ("loss_scale", 0),
             ("initial_scale_power", 16),
             ("loss_scale_window", 1000),
         ):
             if scale_options.get(key) == AUTO_VALUE:
-                draft_config.fill("fp16", key, value, "dynamic scale")
+                draft_config.fill_value("fp16", key, value, "dynamic scale")
     if draft_config.config.get("torch_autocast", {}).get("enabled"):
         raise ConfigError(
             "torch_autocast.enabled=True is not supported: hasten sets the precision from mixed_precision, and DeepSpeed's autocast "
@@ -424,7 +426,7 @@ def _fill_bucket_sizes(draft_config: _DraftConfig, run_facts: RunFacts) -> None:
                 "reduce_bucket_size": hidden_size * hidden_size,
                 "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
             }
-            draft_config.fill(
+            draft_config.fill_value(
                 section,
                 key,
                 value.get(key, 10 * hidden_size),

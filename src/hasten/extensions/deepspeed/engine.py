@@ -261,7 +261,7 @@ def partition_while_building(
             yield
     finally:
         if registered_config is not None:
-            registered_config.forget()
+            registered_config.restore_config()
     for parameter in built_parameters:
         _convert_dtype(parameter, zero_init.dtype)
 
@@ -296,7 +296,7 @@ class RegisteredConfig:
         """Return True; transformers calls this method."""
         return True
 
-    def forget(self) -> None:
+    def restore_config(self) -> None:
         """Restore the configuration that transformers had before."""
         if self._module is not None:
             setattr(self._module, _CONFIG, self._previous_config)

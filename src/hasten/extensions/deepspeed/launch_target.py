@@ -32,7 +32,7 @@ def _is_chosen(request: LaunchRequest) -> bool:
     )
 
 
-def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
+def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return a plan with one `deepspeed` command, which starts the machines of the hostfile through pdsh, MPI or SLURM.
 
     Raises: ConfigError without a hostfile, or with settings DeepSpeed's launcher has no option for.
@@ -94,4 +94,4 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     )
 
 
-TARGET: Final = LaunchTarget(name="deepspeed", is_chosen=_is_chosen, plan=plan)
+TARGET: Final = LaunchTarget(name="deepspeed", is_chosen=_is_chosen, plan=make_plan)

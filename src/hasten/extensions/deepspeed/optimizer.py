@@ -71,7 +71,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
     def _count_passes(self) -> None:
         engine_prologue: Callable[[], None] = self.engine._backward_prologue
 
-        def counted() -> None:
+        def count_and_call() -> None:
             if self.entered:  # a second output of this engine in the same loss
                 return
             if self._gradients_are_final:
@@ -80,7 +80,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
             self.entered = True
             engine_prologue()
 
-        self.engine._backward_prologue = counted
+        self.engine._backward_prologue = count_and_call
 
     # -- one update -----------------------------------------------------------------------------------------------
     @property
@@ -138,7 +138,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
                 previous_scale,
                 self.loss_scale,
             )
-        self._reset()
+        self._start_window()
         shown_scale = None
         if previous_scale != 1.0:
             shown_scale = previous_scale
@@ -170,7 +170,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         if self._norm is None:
             total_norm = _local_norm(rank_gradients)
         else:
-            total_norm = self._norm.scaled().to(device, torch.float32)
+            total_norm = self._norm.scaled_norm().to(device, torch.float32)
         total_norm = total_norm / self.loss_scale
         if max_norm == 0:
             self.multiply_gradients(0.0)
@@ -220,13 +220,13 @@ class DeepSpeedOptimizer(EngineOptimizer):
             optimizer._offload_boundary_param_ids = set()
             if optimizer.offload_optimizer:
                 optimizer.reset_cpu_buffers()
-        self._reset()
+        self._start_window()
 
     def _forget_norm(self) -> None:
         if self._norm is not None:
-            self._norm.forget()
+            self._norm.forget_norm()
 
-    def _reset(self) -> None:
+    def _start_window(self) -> None:
         """Start a new window."""
         self._forget_norm()
         self.num_passes = 0
@@ -270,7 +270,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         for parameter_index, shard in self._shards_by_index().items():
             parameter_state: dict[str, Any] = {}
             if shard.has_master:
-                parameter_state[MASTER] = shard.stored(shard.flat)
+                parameter_state[MASTER] = shard.to_stored(shard.flat)
             for state_key, state_value in inner_state.get(shard.flat, {}).items():
                 laid_out = (
                     isinstance(state_value, Tensor)
@@ -278,7 +278,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
                     and state_value.ndim > 0
                 )
                 if laid_out:
-                    state_value = shard.stored(state_value)
+                    state_value = shard.to_stored(state_value)
                 parameter_state[state_key] = state_value
             if parameter_state:
                 state[parameter_index] = parameter_state
@@ -305,7 +305,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
             or shape == ()
         ):
             return torch.empty(shape, dtype=dtype)
-        return shard.room(dtype)
+        return shard.allocate_slice(dtype)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -322,9 +322,9 @@ class DeepSpeedOptimizer(EngineOptimizer):
                 saved_state = dict(state_dict["state"].get(parameter_index, {}))
                 master_weights = saved_state.pop(MASTER, None)
                 if master_weights is not None and shard.has_master:
-                    shard.part(flat_tensor).copy_(local_data(master_weights))
+                    shard.slice_of(flat_tensor).copy_(local_data(master_weights))
                 elif not shard.whole:
-                    shard.part(flat_tensor).copy_(self._model_weights_of(shard))
+                    shard.slice_of(flat_tensor).copy_(self._model_weights_of(shard))
                 for state_key, state_value in saved_state.items():
                     _store_loaded_value(
                         loaded_state,
@@ -401,7 +401,7 @@ def _store_loaded_value(
             tensor_state[state_key] = torch.zeros_like(
                 shard.flat, dtype=local_data(loaded_value).dtype, requires_grad=False
             )
-        shard.part(tensor_state[state_key]).copy_(local_data(loaded_value))
+        shard.slice_of(tensor_state[state_key]).copy_(local_data(loaded_value))
     else:
         tensor_state[state_key] = put_where_used(
             state_key, loaded_value, group, shard.flat.device

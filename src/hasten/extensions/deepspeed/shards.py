@@ -35,18 +35,18 @@ class ZeroShard:
     has_master: bool = True
     """`flat` is a float32 copy of weights that the model holds in half precision."""
 
-    def part(self, tensor: Tensor) -> Tensor:
+    def slice_of(self, tensor: Tensor) -> Tensor:
         """Return this parameter's slice of a tensor that is laid out like `flat`."""
         return tensor if self.whole else tensor.narrow(0, self.start, self.size)
 
-    def stored(self, tensor: Tensor) -> Tensor | Slice:
+    def to_stored(self, tensor: Tensor) -> Tensor | Slice:
         """Return the slice in the form that checkpoints store."""
-        data = self.part(tensor.detach())
+        data = self.slice_of(tensor.detach())
         if self.whole:
             return data
         return Slice(data, (self.total,), (self.offset,), owned=self.size > 0)
 
-    def room(self, dtype: torch.dtype) -> Tensor | Slice:
+    def allocate_slice(self, dtype: torch.dtype) -> Tensor | Slice:
         """Allocate memory for a slice."""
         if self.whole:
             return torch.empty_like(self.flat, dtype=dtype, requires_grad=False)
@@ -207,13 +207,13 @@ class EngineNorm:
             "deepspeed.runtime.utils"
         ).combine_grad_norm_groups
         self._group_norms: Any = None
-        setattr(optimizer, norm_method, self._take)
+        setattr(optimizer, norm_method, self._take_group_norms)
 
-    def _take(self) -> Any:
+    def _take_group_norms(self) -> Any:
         group_norms, self._group_norms = self._group_norms, None
         return self._compute() if group_norms is None else group_norms
 
-    def scaled(self) -> Tensor:
+    def scaled_norm(self) -> Tensor:
         """Return the norm of the scaled gradients over all ranks; inf if one is not finite. Ranks: every rank."""
         if self._group_norms is None:
             self._group_norms = self._compute()
@@ -221,6 +221,6 @@ class EngineNorm:
             return self._combine(self._group_norms)
         return self._group_norms  # type: ignore[no-any-return]
 
-    def forget(self) -> None:
+    def forget_norm(self) -> None:
         """Discard the value, because the gradients change."""
         self._group_norms = None

@@ -22,10 +22,10 @@ from hasten.extensions.deepspeed import engine as deepspeed_engine
 from hasten.extensions.deepspeed.config import (
     EngineConfig,
     RunFacts,
+    make_engine_config,
     stage_of,
-    translate,
 )
-from hasten.extensions.deepspeed.config import building as partitioning
+from hasten.extensions.deepspeed.config import make_building_config as partitioning
 from hasten.extensions.deepspeed.engine import (
     RegisteredConfig,
     is_partitioned,
@@ -165,7 +165,7 @@ class DeepSpeedStrategy:
                 f"{type(user_optimizer).__name__} has state of earlier steps, which the engine's partitions would not have. Prepare a "
                 "new optimizer, and load the state with load_state()."
             )
-        engine_config = translate(
+        engine_config = make_engine_config(
             self._plugin, self._facts_of_run(model, user_optimizer, bundle, ctx)
         )
         if ctx.is_main:
@@ -296,7 +296,7 @@ class DeepSpeedStrategy:
     # Any: torch's keywords
     def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:
         passes_before = [engine.optimizer.num_passes for engine in self.engines]
-        loss, loss_scale = divide_loss(loss, parts), self._scale()
+        loss, loss_scale = divide_loss(loss, parts), self._find_loss_scale()
         with ExitStack() as exit_stack:
             for engine in self.engines:
                 exit_stack.enter_context(engine.optimizer.in_backward())
@@ -320,7 +320,7 @@ class DeepSpeedStrategy:
         self.backward(weigh(loss, None if weight is None else weight(batch)))
         return loss.detach()
 
-    def _scale(self) -> float:
+    def _find_loss_scale(self) -> float:
         """Return the loss scale of the engines that this loss may come from."""
         ran_engines = [engine for engine in self.engines if engine.ran]
         engines = ran_engines or self.engines

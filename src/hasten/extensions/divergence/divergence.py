@@ -108,7 +108,7 @@ class Divergence:
         """Ranks in the minority."""
         return self.differences[0].odd
 
-    def message(self, consequence: str) -> str:
+    def describe_report(self, consequence: str) -> str:
         """Return the report as text; `then` describes the consequence."""
         first_difference, other_differences = self.differences[0], self.differences[1:]
         all_ranks = set(chain(*first_difference.groups))

@@ -146,7 +146,7 @@ class DivergenceCheck(RunPart):
     def _advance_check(self, check: _Check, update_number: int | None) -> None:
         check_number = check.number
         if check.stage == "taken":
-            self._post(check)
+            self._post_sums(check)
             check.stage = "posted"
         if (
             check.stage == "posted"
@@ -161,7 +161,7 @@ class DivergenceCheck(RunPart):
         if (
             check.stage == "shown"
             and self._ctx.is_main
-            and (records_by_rank := self._store.shown(check_number)) is not None
+            and (records_by_rank := self._store.read_records(check_number)) is not None
         ):
             self._post_answer(check, records_by_rank)
             check.stage = "answered"
@@ -229,7 +229,7 @@ class DivergenceCheck(RunPart):
         )
         self._num_checks += 1
 
-    def _post(self, check: _Check) -> None:
+    def _post_sums(self, check: _Check) -> None:
         """Post one number per set of axes to rank 0."""
         if check.ready is not None:
             check.ready.synchronize()
@@ -243,7 +243,7 @@ class DivergenceCheck(RunPart):
         self._pending_checks.clear()
         self._is_over = True
         if self._settings.reaction == "stop":
-            message = divergence.message(
+            message = divergence.describe_report(
                 "every rank stops here; trust.divergence=report would continue"
             )
             raise DivergenceError(
@@ -254,7 +254,7 @@ class DivergenceCheck(RunPart):
                 divergence.odd,
             )
         if self._ctx.is_main:
-            warning_text = divergence.message(
+            warning_text = divergence.describe_report(
                 "training continues, and the ranks are not compared any more"
             )
             warnings.warn(warning_text, HastenWarning, stacklevel=2)

@@ -41,11 +41,11 @@ class Fingerprints:
         """Return the fingerprint of each tensor, as int64 on `device`. Tensors may be on different devices."""
         fingerprints = [torch.zeros(0, dtype=torch.int64, device=device)]
         for tensor in tensors:
-            fingerprint = self._hash(_view_as_integers(tensor))
+            fingerprint = self._hash_integers(_view_as_integers(tensor))
             fingerprints.append(fingerprint.to(device, non_blocking=True).reshape(1))
         return torch.cat(fingerprints)
 
-    def _hash(self, integers: Tensor) -> Tensor:
+    def _hash_integers(self, integers: Tensor) -> Tensor:
         device = integers.device
         if device not in self._multipliers:
             cpu_multipliers = self._multipliers[torch.device("cpu")]
@@ -103,10 +103,10 @@ class FingerprintStore:
     def read_verdict(self, number: int) -> bool | None:
         """Return whether all ranks that must agree have posted the same; None until rank 0 has all posts."""
         if self._first_peer is None:
-            messages = self._peek(number, ["verdict"])
+            messages = self._peek_messages(number, ["verdict"])
             return None if messages is None else messages[0] == _AGREED
         if number not in self._decided:
-            posts = self._peek(number, range(self._size))
+            posts = self._peek_messages(number, range(self._size))
             if posts is None:
                 return None
             posted_sums = np.stack(
@@ -130,9 +130,11 @@ class FingerprintStore:
             number, f"held/{self._rank}", msgspec.json.encode(records).decode()
         )
 
-    def shown(self, number: int) -> dict[int, list[Record]] | None:
+    def read_records(self, number: int) -> dict[int, list[Record]] | None:
         """Return the full records of every rank; None until all have posted."""
-        posts = self._peek(number, [f"held/{rank}" for rank in range(self._size)])
+        posts = self._peek_messages(
+            number, [f"held/{rank}" for rank in range(self._size)]
+        )
         if posts is None:
             return None
         return {
@@ -146,20 +148,22 @@ class FingerprintStore:
 
     def read_answer(self, number: int) -> str | None:
         """Return rank 0's diagnosis; None until it is posted."""
-        messages = self._peek(number, ["answer"])
+        messages = self._peek_messages(number, ["answer"])
         return None if messages is None else messages[0]
 
-    def _key(self, number: int, message_name: int | str) -> str:
+    def _message_key(self, number: int, message_name: int | str) -> str:
         return f"{self._prefix}/{number % _KEPT_CHECKS}/{message_name}"
 
     def _set_message(self, number: int, message_name: int | str, text: str) -> None:
-        self._store.set(self._key(number, message_name), f"{number}:{text}")
+        self._store.set(self._message_key(number, message_name), f"{number}:{text}")
 
-    def _peek(
+    def _peek_messages(
         self, number: int, message_names: Iterable[int | str]
     ) -> list[str] | None:
         """Return the given messages of a check, or None while one is missing; never waits."""
-        keys = [self._key(number, message_name) for message_name in message_names]
+        keys = [
+            self._message_key(number, message_name) for message_name in message_names
+        ]
         if not self._store.check(keys):
             return None
         notes = [value.decode().partition(":") for value in self._store.multi_get(keys)]

@@ -56,7 +56,7 @@ def parse_address(address: str) -> HubRepository:
     return HubRepository(name, revision=revision or None)
 
 
-def upload(
+def upload_folder(
     folder: str | Path,
     hub_repository: HubRepository,
     message: str,
@@ -74,7 +74,7 @@ def upload(
         )
     client = _hub_client(hub_repository)
 
-    def send() -> str:
+    def send_files() -> str:
         created = client.create_repo(
             hub_repository.repo_id, private=hub_repository.private, exist_ok=True
         )
@@ -115,7 +115,10 @@ def upload(
         )
 
     return _call_guarded(
-        send, hub_repository, f"the upload to {hub_repository.repo_id}", _UPLOAD_FAILED
+        send_files,
+        hub_repository,
+        f"the upload to {hub_repository.repo_id}",
+        _UPLOAD_FAILED,
     )
 
 
@@ -123,14 +126,14 @@ _UPLOAD_FAILED: Final = "The repository still shows its previous commit; push ag
 _DOWNLOAD_FAILED: Final = "Nothing was loaded; check the name, the revision and the connection. Files that have arrived are reused."
 
 
-def download(target: HubRepository) -> Path:
+def download_model(target: HubRepository) -> Path:
     """Download the weight files of a model into the client's cache and return their folder; safetensors come first.
 
     Ranks: one per machine. Raises: HubError if the repository cannot be read or holds no weights.
     """
     client = _hub_client(target)
 
-    def fetch() -> Path:
+    def fetch_files() -> Path:
         remote_names = list(
             client.list_repo_files(target.repo_id, revision=target.revision)
         )
@@ -152,7 +155,7 @@ def download(target: HubRepository) -> Path:
         )
 
     return _call_guarded(
-        fetch, target, f"the download of {target.repo_id}", _DOWNLOAD_FAILED
+        fetch_files, target, f"the download of {target.repo_id}", _DOWNLOAD_FAILED
     )
 
 

@@ -44,10 +44,10 @@ class FolderPush:
     target: HubRepository
     message: str
 
-    def send(self) -> str:
+    def upload_folder(self) -> str:
         """Upload the folder, delete it, and return the commit's URL."""
         try:
-            return hub.upload(self.folder, self.target, self.message)
+            return hub.upload_folder(self.folder, self.target, self.message)
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -60,17 +60,17 @@ class BackgroundCall:
         self.result: Any = None
         self.error: Exception | None = None
         self._call = call
-        self._thread = threading.Thread(target=self._run, name=name, daemon=False)
+        self._thread = threading.Thread(target=self._run_call, name=name, daemon=False)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run_call(self) -> None:
         try:
             self.result = self._call()
         # raised in the main thread at the next push, or at the end
         except Exception as error:
             self.error = error
 
-    def done(self, timeout_s: float) -> bool:
+    def has_ended(self, timeout_s: float) -> bool:
         """Return whether the call has ended, after waiting for it no longer than this."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -87,7 +87,7 @@ def finish_together(
     """
     pause_s = 0.02
     while True:
-        has_ended = background_call is None or background_call.done(pause_s)
+        has_ended = background_call is None or background_call.has_ended(pause_s)
         if comm.size > 1:
             has_ended = bool(
                 comm.all_reduce(
@@ -143,11 +143,13 @@ class Publishing:
         call = None
         if downloads:
             call = BackgroundCall(
-                lambda: hub.download(hub_repository), "hasten-download"
+                lambda: hub.download_model(hub_repository), "hasten-download"
             )
         model_folder: Path | None = finish_together(comm, call, "load_model")
         # reads the cache that the machine's first rank filled
-        return hub.download(hub_repository) if model_folder is None else model_folder
+        return (
+            hub.download_model(hub_repository) if model_folder is None else model_folder
+        )
 
     def wait(self) -> str | None:
         """Wait for the running upload, if any; return the commit's URL on the main process.
@@ -169,9 +171,9 @@ class Publishing:
         """
         if self._is_main and folder_push is not None:
             if blocking:
-                send = folder_push.send
+                send = folder_push.upload_folder
             else:
-                send = partial(_log_failure, folder_push.send)
+                send = partial(_log_failure, folder_push.upload_folder)
             self._running = BackgroundCall(send, "hasten-push")
         self._started = True
         return self.wait() if blocking else None
@@ -205,7 +207,7 @@ class Publishing:
             if self._is_main:
                 folder = self.staging_folder()
                 try:
-                    self._write(folder, model, weights, options)
+                    self._write_folder(folder, model, weights, options)
                     if hasattr(model, "save_pretrained"):
                         library = "transformers"
                     else:
@@ -234,7 +236,7 @@ class Publishing:
                 )
         return self.push(folder_push, blocking)
 
-    def _write(
+    def _write_folder(
         self, folder: Path, model: Any, weights: Mapping[str, Any], options: PushOptions
     ) -> None:
         max_shard_size = options.get("max_shard_size", "10GB")

@@ -85,7 +85,7 @@ class StatusEndpoint:
         )
 
     # Any: JSON values
-    def post(self, status: Mapping[str, Any], timeout_s: float) -> None:
+    def post_status(self, status: Mapping[str, Any], timeout_s: float) -> None:
         """Post a status; certificate and token are read again each time, because both are rotated.
 
         Raises: OSError, ValueError or HTTPException for any failure.
@@ -94,12 +94,12 @@ class StatusEndpoint:
         if self.token is not None:
             headers["Authorization"] = f"Bearer {Path(self.token).read_text().strip()}"
         body = json.dumps({"trainerStatus": status}).encode()
-        with self._opener().open(
+        with self._make_opener().open(
             Request(self.url, body, headers, method="POST"), timeout=timeout_s
         ) as response:
             response.read()
 
-    def _opener(self) -> OpenerDirector:
+    def _make_opener(self) -> OpenerDirector:
         tls_context = ssl.create_default_context(cafile=self.ca_cert)
         return build_opener(
             HTTPSHandler(context=tls_context), ProxyHandler({}), _NoRedirect()
@@ -138,14 +138,14 @@ class TrainJobStatus:
         self._ended = threading.Event()
         self._pid = os.getpid()
         self._thread = threading.Thread(
-            target=self._work, name="hasten-trainjob", daemon=True
+            target=self._post_repeatedly, name="hasten-trainjob", daemon=True
         )
         self._thread.start()
         atexit.register(self.close)
 
     # -- called by the training thread -----------------------------------------------------------------------------
     # Any: of any type; other than numbers are left out
-    def take(self, values: Mapping[str, Any]) -> None:
+    def take_metrics(self, values: Mapping[str, Any]) -> None:
         """Take the newest metrics; tensors are read later, without waiting for their device."""
         self._late.store_values(
             {
@@ -154,9 +154,11 @@ class TrainJobStatus:
                 if _is_number(metric_value)
             }
         )
-        self._read()
+        self._read_tensors()
 
-    def bar(self, key: object, reading: MeterReading, *, closed: bool = False) -> None:
+    def take_reading(
+        self, key: object, reading: MeterReading, *, closed: bool = False
+    ) -> None:
         """Take the reading of a progress bar. The outermost bar gives the share, unless an epoch loop encloses it."""
         if self._leader is None and not closed:
             self._leader = key
@@ -164,9 +166,9 @@ class TrainJobStatus:
             self._bar_share = min(reading.step / reading.total, 1.0)
         if closed and self._leader is key:
             self._leader = None
-        self.take(reading.values)
+        self.take_metrics(reading.values)
 
-    def _read(self) -> None:
+    def _read_tensors(self) -> None:
         now_s = time.monotonic()
         if now_s - self._read_at >= self._every_s / 2:
             self._read_at = now_s
@@ -184,24 +186,26 @@ class TrainJobStatus:
         if self._ended.is_set() or os.getpid() != self._pid:
             return
         self._read_at = -math.inf
-        self._read()
+        self._read_tensors()
         self._ended.set()
         self._thread.join(2 * _TIMEOUT_S)
 
     # -- the thread ------------------------------------------------------------------------------------------------
-    def _work(self) -> None:
+    def _post_repeatedly(self) -> None:
         while not self._ended.wait(self._every_s):
             if self._step() is None:  # the Accelerator is gone
                 return
-            self._post(_TIMEOUT_S)
-        self._post(_LAST_TIMEOUT_S)
+            self._post_status(_TIMEOUT_S)
+        self._post_status(_LAST_TIMEOUT_S)
 
-    def _post(self, timeout_s: float) -> None:
-        status = self._status()
+    def _post_status(self, timeout_s: float) -> None:
+        status = self._make_status()
         if status == self._sent:
             return
         try:
-            self._endpoint.post({**status, "lastUpdatedTime": _utc_now()}, timeout_s)
+            self._endpoint.post_status(
+                {**status, "lastUpdatedTime": _utc_now()}, timeout_s
+            )
         # the training does not depend on its display
         except (OSError, ValueError, HTTPException) as error:
             if isinstance(error, HTTPError):
@@ -216,7 +220,7 @@ class TrainJobStatus:
             return
         self._reachable, self._sent = True, status
 
-    def _status(self) -> dict[str, Any]:  # Any: JSON values
+    def _make_status(self) -> dict[str, Any]:  # Any: JSON values
         """Return the current status in the field names of the TrainJob; values of metrics are strings."""
         completed_share, num_updates = self._completed_share(), self._step()
         status: dict[str, Any] = {}
@@ -275,13 +279,13 @@ class TrainJobPart(RunPart):
     def log(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Report logged values."""
         if self.status_reporter is not None:
-            self.status_reporter.take(values)
+            self.status_reporter.take_metrics(values)
         return values
 
     def progress(self, bar: object, reading: MeterReading, closed: bool) -> None:
         """Report a bar."""
         if self.status_reporter is not None:
-            self.status_reporter.bar(bar, reading, closed=closed)
+            self.status_reporter.take_reading(bar, reading, closed=closed)
 
     def end(self) -> None:
         """Report the last state."""

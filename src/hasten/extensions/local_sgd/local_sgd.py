@@ -85,7 +85,7 @@ class LocalSGD:
     ) -> None:
         self._stack.close()
         if self.enabled and error is None and self._averaged_at != self.num_steps:
-            self._average()
+            self._average_parameters()
 
     def step(self) -> None:
         """Count an update, and average when due; does nothing off the boundary of an accumulation window.
@@ -96,10 +96,10 @@ class LocalSGD:
             return
         self.num_steps += 1
         if self.enabled and self.num_steps % self._every == 0:
-            self._average()
+            self._average_parameters()
 
     @torch.no_grad()
-    def _average(self) -> None:
+    def _average_parameters(self) -> None:
         parameters_by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in self._model.parameters():
             if parameter.requires_grad:

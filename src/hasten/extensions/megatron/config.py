@@ -19,7 +19,7 @@ class EngineArguments:
     model: Mapping[str, Any]
 
 
-def translate(
+def make_engine_settings(
     plugin: MegatronLMPlugin, model_facts: ModelFacts, mixed_precision: str
 ) -> EngineArguments:
     """Return the keywords of the engine's classes.

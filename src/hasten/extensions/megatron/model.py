@@ -33,7 +33,7 @@ from hasten.extensions.megatron.shard_plan import (
     tensor_entries,
 )
 from hasten.extensions.megatron.weights import (
-    fuse,
+    fuse_tensors,
     shard_of_whole,
     slice_of,
     unpadded_shard,
@@ -92,8 +92,8 @@ class MegatronModel(nn.Module):
         for parameter in self.held.values():
             # Any: attributes of megatron-core and of hasten
             marked_parameter: Any = parameter
-            marked_parameter.stored_slice = self.stored  # read by checkpoints
-            marked_parameter.tensor_model_parallel = self.split(
+            marked_parameter.stored_slice = self.to_stored  # read by checkpoints
+            marked_parameter.tensor_model_parallel = self.is_split(
                 parameter
             )  # megatron-core sets it only when it initialises weights
 
@@ -138,30 +138,34 @@ class MegatronModel(nn.Module):
             self.facts.vocab,
         )
 
-    def split(self, parameter: Tensor) -> bool:
+    def is_split(self, parameter: Tensor) -> bool:
         """Return whether a parameter is sharded over tensor-parallel ranks."""
         return (
             self.ranks.tp[1] > 1
             and self.entries[self._names[id(parameter)]].split != "whole"
         )
 
-    def owns(self, parameter: Tensor) -> bool:
+    def writes_shard(self, parameter: Tensor) -> bool:
         """Return whether this rank writes its shard of a parameter into checkpoints."""
-        return self.ranks.first and (self.split(parameter) or self.ranks.tp[0] == 0)
+        return self.ranks.first and (self.is_split(parameter) or self.ranks.tp[0] == 0)
 
-    def stored(self, parameter: Tensor) -> Any:  # Any: a slice, as checkpoints store it
+    def to_stored(
+        self, parameter: Tensor
+    ) -> Any:  # Any: a slice, as checkpoints store it
         """Return this rank's slice of a parameter, as checkpoints store it."""
-        return slice_of(parameter, self.place_of(parameter), self.owns(parameter))
+        return slice_of(
+            parameter, self.place_of(parameter), self.writes_shard(parameter)
+        )
 
     @torch.no_grad()
-    def fill(self, hub_weights: dict[str, Tensor]) -> None:
+    def fill_shards(self, hub_weights: dict[str, Tensor]) -> None:
         """Copy this rank's shards from whole weights in the Hub layout. Local."""
         for name, parameter in self.held.items():
             entry, location = self.entries[name], self.place_of(parameter)
             if location.size != location.view:
                 parameter.zero_()  # rows that pad the vocabulary, never read or trained
             unpadded_shard(parameter.data, location).copy_(
-                shard_of_whole(fuse(entry, hub_weights, self.facts), location)
+                shard_of_whole(fuse_tensors(entry, hub_weights, self.facts), location)
             )
 
     # -- calls ----------------------------------------------------------------------------------------------------
@@ -189,9 +193,9 @@ class MegatronModel(nn.Module):
             return self._calls.through(self, tensors)
         if not self.in_schedule and torch.is_grad_enabled():
             self._calls.draw()
-        return self.run(tensors)
+        return self.run_layers(tensors)
 
-    def run(self, tensors: CallTensors) -> Any:  # Any: an output of transformers
+    def run_layers(self, tensors: CallTensors) -> Any:  # Any: an output of transformers
         """Run this rank's layers. Raises: StageOutput on a stage other than the last."""
         labels = tensors.get("labels")
         with hide_engine_warnings():

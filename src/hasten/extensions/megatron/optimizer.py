@@ -57,13 +57,13 @@ class ShardPart:
             and tuple(value.shape) == tuple(self.main.shape)
         )
 
-    def stored(self, value: Tensor) -> Slice:
+    def to_stored(self, value: Tensor) -> Slice:
         """Return a tensor with the layout of the updated one, as checkpoints store it."""
         if self.span is None:
             return slice_of(
                 value,
                 self.model.place_of(self.parameter),
-                self.model.owns(self.parameter),
+                self.model.writes_shard(self.parameter),
             )
         index, shards = self._tensor_shard()
         start, size = self.span
@@ -75,7 +75,9 @@ class ShardPart:
             owned=is_owned,
         )
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Slice:
+    def allocate_stored(
+        self, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor | Slice:
         """Allocate memory for a stored tensor of the parameter: this rank's slice, or the whole of one with another layout."""
         if self.span is None:
             location = self.model.place_of(self.parameter)
@@ -96,13 +98,13 @@ class ShardPart:
             (index, start),
         )
 
-    def inside(self, tensor: Tensor) -> Tensor:
+    def stored_elements(self, tensor: Tensor) -> Tensor:
         """Return the elements that checkpoints store, of a tensor with the layout of the updated one."""
-        return self.stored(tensor).data
+        return self.to_stored(tensor).data
 
     def _tensor_shard(self) -> tuple[int, int]:
         """Return the index and the number of distinct tensor-parallel shards of the parameter."""
-        return self.model.ranks.tp if self.model.split(self.parameter) else (0, 1)
+        return self.model.ranks.tp if self.model.is_split(self.parameter) else (0, 1)
 
 
 def parts_of(
@@ -183,7 +185,7 @@ class MegatronOptimizer(EngineOptimizer):
         return f"MegatronOptimizer({self.inner.optimizer!r})"
 
     # -- one update -----------------------------------------------------------------------------------------------
-    def passed(self) -> None:
+    def count_pass(self) -> None:
         """Count a backward that is about to reach this engine.
 
         Raises: StepError if the window's gradients were already reduced.
@@ -292,14 +294,14 @@ class MegatronOptimizer(EngineOptimizer):
                 parameter_state = _state_on_other_ranks(shard_part, sample_state)
             else:
                 if shard_part.has_master:
-                    parameter_state = {MASTER: shard_part.stored(shard_part.main)}
+                    parameter_state = {MASTER: shard_part.to_stored(shard_part.main)}
                 else:
                     parameter_state = {}
                 for state_key, state_value in inner_state.get(
                     shard_part.main, {}
                 ).items():
                     if shard_part.laid_out(state_value):
-                        state_value = shard_part.stored(state_value)
+                        state_value = shard_part.to_stored(state_value)
                     parameter_state[state_key] = state_value
             if parameter_state:
                 state[parameter_index] = parameter_state
@@ -317,7 +319,7 @@ class MegatronOptimizer(EngineOptimizer):
         (shard_part,) = parts_of(
             self.model, [parameter], self.inner, self._shares_state
         )
-        allocated = shard_part.room(shape, dtype)
+        allocated = shard_part.allocate_stored(shape, dtype)
         if self._shares_state and shape and isinstance(allocated, Tensor):
             raise CheckpointError(
                 f"{key} of a parameter was stored with shape {shape}, but this run splits the optimizer state "
@@ -348,7 +350,9 @@ class MegatronOptimizer(EngineOptimizer):
             if shard_part.has_master:
                 shard_part.main.copy_(shard_part.weights)
                 if master_weights is not None:
-                    shard_part.inside(shard_part.main).copy_(local_data(master_weights))
+                    shard_part.stored_elements(shard_part.main).copy_(
+                        local_data(master_weights)
+                    )
             inner_state.pop(shard_part.main, None)
             if saved_state:
                 inner_values = {}
@@ -362,7 +366,7 @@ class MegatronOptimizer(EngineOptimizer):
                 inner_state[shard_part.main] = inner_values
         self.draws = list(map(int, state_dict.get(_DROPOUT_KEY, self.draws)))
 
-    def reload(self) -> None:
+    def reload_masters(self) -> None:
         """Copy the model's weights to the master weights. Local."""
         self.inner.reload_model_params()
 
@@ -431,11 +435,11 @@ def _state_on_other_ranks(
     empty_state: dict[str, Any] = {}
     device = shard_part.parameter.device
     if shard_part.has_master:
-        empty_state[MASTER] = shard_part.stored(torch.empty(0, device=device))
+        empty_state[MASTER] = shard_part.to_stored(torch.empty(0, device=device))
     for state_key, state_value in sample_state.items():
         if isinstance(state_value, Tensor) and state_value.ndim:
             empty_tensor = torch.empty(0, dtype=state_value.dtype, device=device)
-            state_value = shard_part.stored(empty_tensor)
+            state_value = shard_part.to_stored(empty_tensor)
         empty_state[state_key] = state_value
     return empty_state
 
@@ -451,5 +455,5 @@ def _to_inner_state(
     state_tensor = torch.zeros_like(
         shard_part.main, dtype=stored_value.data.dtype, requires_grad=False
     )
-    shard_part.inside(state_tensor).copy_(stored_value.data)
+    shard_part.stored_elements(state_tensor).copy_(stored_value.data)
     return state_tensor

@@ -18,7 +18,7 @@ from hasten.config.root import Config
 from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.extensions.megatron import engine as megatron_engine
 from hasten.extensions.megatron.call import CallTensors
-from hasten.extensions.megatron.config import translate
+from hasten.extensions.megatron.config import make_engine_settings
 from hasten.extensions.megatron.families import ModelFacts, check_class, model_facts
 from hasten.extensions.megatron.model import Calls, MegatronModel, StageOutput
 from hasten.extensions.megatron.optimizer import MegatronOptimizer
@@ -48,7 +48,7 @@ from hasten.trees import Tree
 def gather_whole(model: MegatronModel, parameter: Tensor) -> Tensor:
     """Return the whole tensor of a parameter. Ranks: every rank of a stage."""
     location = model.place_of(parameter)
-    if not model.split(parameter):
+    if not model.is_split(parameter):
         return unpadded_shard(parameter.detach(), location)
     group = import_megatron("parallel_state").get_tensor_model_parallel_group()
     whole_tensor = torch.empty(
@@ -215,7 +215,9 @@ class MegatronStrategy:
                 "Prepare a new optimizer, and load the state with load_state()."
             )
         facts = _facts_of(module)
-        engine_arguments = translate(self._plugin, facts, self._config.mixed_precision)
+        engine_arguments = make_engine_settings(
+            self._plugin, facts, self._config.mixed_precision
+        )
         group_of_name = groups_by_name(module, user_optimizer)
         source = source_of(module, self._config.fsdp, self._ctx, buffers=False)
         if source is WeightSource.RANK_0:
@@ -228,12 +230,12 @@ class MegatronStrategy:
         built_engine = megatron_engine.build_engine(
             engine_arguments, facts, source is WeightSource.NO_RANK, seed, shares_state
         )
-        calls = Calls(self._evaluate, self._seed_batch)
+        calls = Calls(self._evaluate_model, self._seed_batch)
         model = MegatronModel(
             built_engine, facts, module.config, own_ranks(), self._plugin, calls
         )
         if source is not WeightSource.NO_RANK:
-            model.fill(dict(module.state_dict()))
+            model.fill_shards(dict(module.state_dict()))
         bind_optimizer(user_optimizer, model, group_of_name)
         self._declare_other_stages(model)
         model.train(module.training)
@@ -298,7 +300,7 @@ class MegatronStrategy:
                 "forward and the backward of the loop by loss = accelerator.forward_backward(model, batch, loss_of), where "
                 "loss_of takes the model and a batch and returns the loss."
             )
-        self._trained_pair()[1].passed()
+        self._trained_pair()[1].count_pass()
         with hide_engine_warnings():
             backpropagate(loss, parts, **kwargs)
 
@@ -333,7 +335,7 @@ class MegatronStrategy:
                 )
             )
         loss_factor = weigh(torch.ones((), device=self._ctx.device))
-        optimizer.passed()
+        optimizer.count_pass()
         self._seed_batch()
 
         def forward_step(micro_batch: Tree) -> tuple[Tensor, Callable[..., Any]]:
@@ -343,7 +345,7 @@ class MegatronStrategy:
                 {"loss": loss_output.detach()},
             )
 
-        losses = self._schedule(
+        losses = self._run_schedule(
             trained_model, micro_batches, forward_step, forward_only=False
         )
         stage_loss = None
@@ -354,7 +356,7 @@ class MegatronStrategy:
         return _broadcast_from_last_stage(stage_loss, self._pp, self._ctx.device)
 
     # Any: an output of transformers
-    def _evaluate(self, model: MegatronModel, tensors: CallTensors) -> Any:
+    def _evaluate_model(self, model: MegatronModel, tensors: CallTensors) -> Any:
         """Return the output of the whole model on every stage. Ranks: every rank of the pipeline."""
         if torch.is_grad_enabled():
             raise StepError(
@@ -364,15 +366,15 @@ class MegatronStrategy:
             )
 
         def forward_step(tensors: CallTensors) -> tuple[Tensor, Callable[..., Any]]:
-            model_output: Any = model.run(tensors)
+            model_output: Any = model.run_layers(tensors)
             return model_output.logits, lambda _, non_loss_data: model_output
 
-        outputs = self._schedule(model, [tensors], forward_step, forward_only=True)
+        outputs = self._run_schedule(model, [tensors], forward_step, forward_only=True)
         last_output = outputs[0] if model.built.last else None
         assert isinstance(self._pp, ProcessGroupComm), "a pipeline has several ranks"
         return broadcast_output(last_output, self._pp, self._pp.size - 1)
 
-    def _schedule(
+    def _run_schedule(
         self,
         model: MegatronModel,
         micro_batches: Sequence[Any],
@@ -480,8 +482,8 @@ class MegatronStrategy:
             yield
         finally:
             model.hub = None
-        model.fill(hub_weights)
-        self.optimizer.reload()
+        model.fill_shards(hub_weights)
+        self.optimizer.reload_masters()
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         if isinstance(model, MegatronModel):

@@ -13,7 +13,7 @@ from hasten.extensions.megatron.families import ModelFacts
 from hasten.extensions.megatron.shard_plan import ShardLocation, TensorEntry
 
 
-def fuse(
+def fuse_tensors(
     entry: TensorEntry, hub: Mapping[str, Tensor], model_facts: ModelFacts
 ) -> Tensor:
     """Return a whole tensor of the engine's model, made from tensors of the Hub layout."""
@@ -50,11 +50,11 @@ def to_hub(
     """Return all tensors of the Hub layout, made from the whole tensors of the engine's model."""
     hub: dict[str, Tensor] = {}
     for entry in entries:
-        hub |= unfuse(entry, tensors[entry.name], model_facts)
+        hub |= split_tensor(entry, tensors[entry.name], model_facts)
     return hub
 
 
-def unfuse(
+def split_tensor(
     entry: TensorEntry, tensor: Tensor, model_facts: ModelFacts
 ) -> dict[str, Tensor]:
     """Return the tensors of the Hub layout that a whole tensor of the engine's model was made from."""

@@ -133,18 +133,18 @@ class MemoryFolder:
             "fewer, or leave checkpoint_in_memory out."
         )
 
-    def store(self, ranks: Sequence[int]) -> LocalStore:
+    def open_store(self, ranks: Sequence[int]) -> LocalStore:
         """Return the store with the states of these ranks."""
-        return LocalStore(self._of(ranks))
+        return LocalStore(self._ranks_folder(ranks))
 
-    def _of(self, ranks: Sequence[int]) -> Path:
+    def _ranks_folder(self, ranks: Sequence[int]) -> Path:
         return self.root / f"ranks_{ranks[0]}-{ranks[-1]}"
 
-    def folder(self, copy: MemoryCopy) -> Path:
+    def state_folder(self, copy: MemoryCopy) -> Path:
         """Return the folder of one state."""
-        return self._of(copy.ranks) / numbered_checkpoint(copy.step)
+        return self._ranks_folder(copy.ranks) / numbered_checkpoint(copy.step)
 
-    def held(self) -> list[MemoryCopy]:
+    def list_states(self) -> list[MemoryCopy]:
         """Return the states that are complete and undamaged: every file is read and its checksums are verified."""
         sound_copies = []
         for ranks_folder in sorted(self.root.glob("ranks_*")):
@@ -163,9 +163,9 @@ class MemoryFolder:
                     )
         return sound_copies
 
-    def manifest(self, copy: MemoryCopy) -> bytes:
+    def read_manifest(self, copy: MemoryCopy) -> bytes:
         """Return the encoded manifest of a state."""
-        return (self.folder(copy) / MANIFEST_NAME).read_bytes()
+        return (self.state_folder(copy) / MANIFEST_NAME).read_bytes()
 
     def keep_only(self, steps: Collection[int]) -> None:
         """Delete the states of all other steps. Ranks: the first of the machine."""
@@ -183,19 +183,23 @@ class MemoryFolder:
         return shutil.disk_usage(self.root).free
 
     # -- states of other machines ---------------------------------------------------------------------------------
-    def arriving(self, copy: MemoryCopy) -> Path:
+    def arriving_folder(self, copy: MemoryCopy) -> Path:
         """Return the folder with the files of a state that is being received."""
-        return self._of(copy.ranks) / _ARRIVING_FOLDER / numbered_checkpoint(copy.step)
+        return (
+            self._ranks_folder(copy.ranks)
+            / _ARRIVING_FOLDER
+            / numbered_checkpoint(copy.step)
+        )
 
     @contextmanager
-    def receive(
+    def receive_state(
         self, copy: MemoryCopy, raw: bytes, alike: Sequence[FileRecord], like: Path
     ) -> Iterator[Manifest]:
         """Context manager for receiving a state: files arrive in the block, except `alike`, linked from `like`.
 
         It becomes visible at the end, if every file matches the manifest. Ranks: the first of the machine.
         """
-        draft = self.arriving(copy)
+        draft = self.arriving_folder(copy)
         shutil.rmtree(draft.parent, ignore_errors=True)
         draft.mkdir(mode=0o700, parents=True)
         manifest = decode_manifest(raw, str(draft / MANIFEST_NAME))
@@ -214,7 +218,7 @@ class MemoryFolder:
                 "after a failure. Look for a faulty network card or memory on both machines."
             )
         (draft / MANIFEST_NAME).write_bytes(raw)
-        target = self.folder(copy)
+        target = self.state_folder(copy)
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)
         draft.parent.rmdir()

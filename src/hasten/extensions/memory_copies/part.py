@@ -109,10 +109,10 @@ class MemoryCopies(RunPart):
             world, "checkpoint_in_memory", self._saving.project.checkpoint_arrival_s
         ) as agreement:
             machine = self._machine_group(agreement)
-            if self._first(machine):
+            if self._is_first_rank(machine):
                 self._folder.keep_only({self._newest} - {None})
             self._saving.write_machine(
-                self._folder.store(machine.ranks),
+                self._folder.open_store(machine.ranks),
                 numbered_checkpoint(step),
                 machine.index,
                 machine.ranks,
@@ -137,7 +137,7 @@ class MemoryCopies(RunPart):
             self._machine = CopyHolder(holds_rank.index(True), machines)
         return self._machine
 
-    def _first(self, machine: CopyHolder) -> bool:
+    def _is_first_rank(self, machine: CopyHolder) -> bool:
         return self._ctx.rank == machine.ranks[0]
 
     def _check_space(self, size: int, agreement: Agreement) -> None:
@@ -168,7 +168,9 @@ class MemoryCopies(RunPart):
     def _send_all(self, machine: CopyHolder, step: int, agreement: Agreement) -> None:
         own_copy = MemoryCopy(machine.ranks, self._ctx.world.size, step)
         manifests_of_ranks: list[bytes | None] = agreement.share(
-            self._folder.manifest(own_copy) if self._first(machine) else None
+            self._folder.read_manifest(own_copy)
+            if self._is_first_rank(machine)
+            else None
         )
         raw_manifests, manifests = [], []
         for ranks in machine.all:
@@ -197,12 +199,12 @@ class MemoryCopies(RunPart):
                     tuple(alike),
                 )
             )
-        self._exchange(
-            transfers, machine, agreement, like=self._folder.folder(own_copy)
+        self._transfer_states(
+            transfers, machine, agreement, like=self._folder.state_folder(own_copy)
         )
 
     # -- moving -----------------------------------------------------------------------------------------------------
-    def _exchange(
+    def _transfer_states(
         self,
         transfers: Sequence[CopyTransfer],
         machine: CopyHolder,
@@ -210,7 +212,7 @@ class MemoryCopies(RunPart):
         like: Path,
     ) -> None:
         """Transfer states between machines. Ranks: every rank."""
-        if self._first(machine):
+        if self._is_first_rank(machine):
             own_transfers = []
             for transfer in transfers:
                 if transfer.target == machine.index:
@@ -220,7 +222,7 @@ class MemoryCopies(RunPart):
         with ExitStack() as arriving:
             for transfer in own_transfers:
                 arriving.enter_context(
-                    self._folder.receive(
+                    self._folder.receive_state(
                         transfer.copy, transfer.raw, transfer.alike, like
                     )
                 )
@@ -258,7 +260,7 @@ class MemoryCopies(RunPart):
                         (
                             receiver,
                             _map_file(
-                                self._folder.folder(transfer.copy) / file.name,
+                                self._folder.state_folder(transfer.copy) / file.name,
                                 file.size,
                                 False,
                             ),
@@ -269,7 +271,7 @@ class MemoryCopies(RunPart):
                         (
                             sender,
                             _map_file(
-                                self._folder.arriving(transfer.copy) / file.name,
+                                self._folder.arriving_folder(transfer.copy) / file.name,
                                 file.size,
                                 True,
                             ),
@@ -282,7 +284,7 @@ class MemoryCopies(RunPart):
         """Return the newest step that all machines can resume from; None, with a logged reason. Ranks: every rank."""
         machine = self._machine_group(agreement)
         copies_of_ranks: list[list[MemoryCopy]] = agreement.share(
-            self._folder.held() if self._first(machine) else []
+            self._folder.list_states() if self._is_first_rank(machine) else []
         )
         copies_of_machines = [copies_of_ranks[ranks[0]] for ranks in machine.all]
         choice = newest_common(copies_of_machines, machine.all)
@@ -308,9 +310,9 @@ class MemoryCopies(RunPart):
         if moves:
             own_manifests: dict[int, bytes] = {}
             for source, target in moves:
-                if source == machine.index and self._first(machine):
+                if source == machine.index and self._is_first_rank(machine):
                     copy = MemoryCopy(machine.all[target], size, choice.step)
-                    own_manifests[target] = self._folder.manifest(copy)
+                    own_manifests[target] = self._folder.read_manifest(copy)
             manifests_of_ranks: list[Mapping[int, bytes]] = agreement.share(
                 own_manifests
             )
@@ -327,12 +329,12 @@ class MemoryCopies(RunPart):
                         decode_manifest(raw_manifest, "the neighbour's manifest"),
                     )
                 )
-            self._exchange(transfers, machine, agreement, like=Path())
+            self._transfer_states(transfers, machine, agreement, like=Path())
             log.info(
                 "machine %s got its state from a neighbour",
                 ", ".join(str(target) for _, target in moves),
             )
-        return self._folder.store(machine.ranks), numbered_checkpoint(choice.step)
+        return self._folder.open_store(machine.ranks), numbered_checkpoint(choice.step)
 
     def loaded(self, step: int | None) -> None:
         """Delete every state except the loaded one (None: one from elsewhere), since later ones are obsolete."""

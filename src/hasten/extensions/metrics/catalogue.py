@@ -55,7 +55,7 @@ class RankCollector(Collector):
         reading = self._read()
         if reading is None:
             return
-        info = self._gauge("hasten_info", "Facts about the rank.", *reading.facts)
+        info = self._make_gauge("hasten_info", "Facts about the rank.", *reading.facts)
         info.add_metric([*self._labels.values(), *reading.facts.values()], 1.0)
         yield info
         for name, value in reading.numbers.items():
@@ -66,7 +66,7 @@ class RankCollector(Collector):
             family = kind(name, HELP[name], labels=list(self._labels))
             family.add_metric(list(self._labels.values()), value)
             yield family
-        memory = self._gauge(
+        memory = self._make_gauge(
             "hasten_memory_bytes",
             "Memory of this process: resident on the host, reserved by torch on the device.",
             "kind",
@@ -74,14 +74,14 @@ class RankCollector(Collector):
         for kind_name, size in reading.memory_bytes.items():
             memory.add_metric([*self._labels.values(), kind_name], size)
         yield memory
-        times = self._gauge(
+        times = self._make_gauge(
             "hasten_time_seconds", "Wall time of the process by cause.", "cause"
         )
         for cause, seconds in reading.seconds.items():
             times.add_metric([*self._labels.values(), cause], seconds)
         yield times
 
-    def _gauge(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    def _make_gauge(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
         return GaugeMetricFamily(name, text, labels=[*self._labels, *labels])
 
 

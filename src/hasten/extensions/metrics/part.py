@@ -53,11 +53,11 @@ class SampledScalars:
         self._late = LateScalars()
         self._lazy = kind_of(device).lazy
 
-    def request(self) -> None:
+    def request_values(self) -> None:
         """Have the next loss and gradient norm stored, in any thread."""
         self.loss_due = self.norm_due = True
 
-    def see(self, replica_name: SampledName, value: object) -> None:
+    def store_value(self, replica_name: SampledName, value: object) -> None:
         """Store the value; the next one of this name is stored after a request."""
         if replica_name == "loss":
             self.loss_due = False
@@ -96,7 +96,7 @@ class Metrics(RunPart):
             run_log = RunLog(None, accelerator.ctx.rank, dict, lambda: None)
             run.clock.parts.add(RunLogPart(run_log, run.clock))
         self.rank = rank = RankMetrics(accelerator, run_log)
-        run_log.every_second = rank.sampled.request
+        run_log.every_second = rank.sampled.request_values
         rank.start(accelerator.config, accelerator.ctx)
         # in a thread: the serving one cannot wait for itself
         closing = threading.Thread(target=rank.close, daemon=True)
@@ -105,12 +105,12 @@ class Metrics(RunPart):
     def loss(self, loss: Tensor, weight: float | Tensor | None) -> None:
         """Store the loss once a second."""
         if self.rank is not None and self.rank.sampled.loss_due:
-            self.rank.sampled.see("loss", loss)
+            self.rank.sampled.store_value("loss", loss)
 
     def clipped(self, norm: Tensor) -> None:
         """Store the norm once a second."""
         if self.rank is not None and self.rank.sampled.norm_due:
-            self.rank.sampled.see("grad_norm", norm)
+            self.rank.sampled.store_value("grad_norm", norm)
 
     def end(self) -> None:
         """Stop the thread."""
@@ -152,7 +152,7 @@ class RankMetrics:
         # needs the optional package
         from hasten.extensions.metrics.catalogue import RankCollector, serve_metrics
 
-        collector = RankCollector(self.read, self._labels)
+        collector = RankCollector(self.read_metrics, self._labels)
         try:
             self.server = serve_metrics(metrics.host, port, collector)
         except (OSError, OverflowError) as error:
@@ -175,7 +175,7 @@ class RankMetrics:
             server.shutdown()
             server.server_close()
 
-    def read(self) -> RankReading | None:
+    def read_metrics(self) -> RankReading | None:
         """Return the numbers of now, without waiting for the training or a device; None if the Accelerator is gone."""
         accelerator, run_log = self._owner(), self._run_log()
         if accelerator is None or run_log is None:
@@ -197,7 +197,7 @@ class RankMetrics:
                 memory_bytes[kind] = num_bytes
         sampled = self.sampled.known
         # a run whose optimizer is not prepared makes no updates that would
-        self.sampled.request()
+        self.sampled.request_values()
         uptime_s = max(now_s - run_log.process_began_s, 0.0)
         seconds = _seconds_by_cause(run_log, uptime_s)
         return RankReading(

@@ -95,10 +95,12 @@ class Muon(Optimizer):
                 parameter
             )
         for members in parameters_by_layout.values():
-            directions = [self._direction(parameter, group) for parameter in members]
+            directions = [
+                self._update_momentum(parameter, group) for parameter in members
+            ]
             first = members[0]
             orthogonal_shards = _orthogonalise_shards(
-                first, directions, _Iteration.of(group, self._dtype, first)
+                first, directions, _Iteration.for_parameter(group, self._dtype, first)
             )
             learning_rate = group["lr"] * _rate_factor(
                 group["adjust_lr_fn"], first.shape
@@ -112,7 +114,7 @@ class Muon(Optimizer):
                 )
 
     # Any: a group's options
-    def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    def _update_momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Update the momentum of a parameter and return the local shard of the matrix to orthogonalise."""
         gradient = parameter.grad
         assert gradient is not None
@@ -181,7 +183,7 @@ class _Iteration:
 
     @classmethod
     # Any: options
-    def of(
+    def for_parameter(
         cls, group: dict[str, Any], dtype: torch.dtype | None, parameter: Tensor
     ) -> _Iteration:
         local_shard = local_tensor(parameter)
@@ -203,7 +205,7 @@ class _Iteration:
             device,
         )
 
-    def run(self, matrices: Tensor) -> Tensor:
+    def orthogonalise_matrices(self, matrices: Tensor) -> Tensor:
         """Return the matrices, stacked along the first dimension, with singular values close to one."""
         is_tall = matrices.shape[-2] > matrices.shape[-1]
         scaled_matrices = matrices.to(self.device, self.dtype)
@@ -250,7 +252,7 @@ def _orthogonalise_shards(
         group = like.device_mesh.get_group(sharded_axes[0])
         return _Exchange(
             group, axis_placements[0].dim, tuple(like.shape), iteration
-        ).run(directions)
+        ).run_rounds(directions)
     return _orthogonalise_gathered(like, directions, iteration)
 
 
@@ -267,7 +269,7 @@ def _orthogonalise_stack(stacked: Tensor, iteration: _Iteration) -> Tensor:
     """Orthogonalise whole matrices, or whole stacks of matrices, stacked along the first dimension."""
     if not stacked.numel():
         return stacked
-    return iteration.run(stacked.flatten(0, -3)).view(stacked.shape)
+    return iteration.orthogonalise_matrices(stacked.flatten(0, -3)).view(stacked.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,30 +281,30 @@ class _Exchange:
     shape: tuple[int, ...]
     iteration: _Iteration
 
-    def run(self, directions: Sequence[Tensor]) -> list[Tensor]:
+    def run_rounds(self, directions: Sequence[Tensor]) -> list[Tensor]:
         """Return the local shards of the orthogonalised matrices. Ranks: every rank of the group."""
         num_ranks = self.group.size()
         rounds = []
         for start in range(0, len(directions), num_ranks):
             rounds.append(directions[start : start + num_ranks])
         local_shards: list[Tensor] = []
-        sending = self._send(rounds[0])
+        sending = self._send_shards(rounds[0])
         returning: tuple[dist.Work, Tensor, int] | None = None
         for round_index, members in enumerate(rounds):
-            matrix = self._receive(sending, len(members))
+            matrix = self._receive_matrix(sending, len(members))
             if round_index + 1 < len(rounds):
                 # under way while this round's matrix is computed
-                sending = self._send(rounds[round_index + 1])
+                sending = self._send_shards(rounds[round_index + 1])
             matrix_update = None
             if matrix is not None:
                 matrix_update = _orthogonalise_stack(matrix[None], self.iteration)[0]
             if returning is not None:
-                local_shards += self._returned(returning)
-            returning = self._return(matrix_update, len(members))
+                local_shards += self._receive_results(returning)
+            returning = self._send_results(matrix_update, len(members))
         assert returning is not None
-        return local_shards + self._returned(returning)
+        return local_shards + self._receive_results(returning)
 
-    def _sizes(self) -> list[int]:
+    def _shard_sizes(self) -> list[int]:
         """Return the extent of each rank's shard along the sharded dimension, as torch splits it."""
         full_extent, num_ranks = self.shape[self.dim], self.group.size()
         shard_extent = -(-full_extent // num_ranks)
@@ -312,18 +314,18 @@ class _Exchange:
             sizes.append(max(0, min(shard_extent, remaining_extent)))
         return sizes
 
-    def _numel(self, extent: int) -> int:
+    def _count_elements(self, extent: int) -> int:
         return math.prod(self.shape) // max(1, self.shape[self.dim]) * extent
 
-    def _send(self, members: Sequence[Tensor]) -> tuple[dist.Work, Tensor]:
+    def _send_shards(self, members: Sequence[Tensor]) -> tuple[dist.Work, Tensor]:
         """Start to send the shard of matrix i to rank i."""
         own_rank = self.group.rank()
         send_buffer = torch.cat([member.reshape(-1) for member in members]).to(
             self.iteration.device, self.iteration.dtype
         )
-        num_own_values = self._numel(self._sizes()[own_rank])
+        num_own_values = self._count_elements(self._shard_sizes()[own_rank])
         if own_rank < len(members):
-            receive_sizes = list(map(self._numel, self._sizes()))
+            receive_sizes = list(map(self._count_elements, self._shard_sizes()))
         else:
             receive_sizes = [0] * self.group.size()
         receive_buffer = send_buffer.new_empty(sum(receive_sizes))
@@ -340,7 +342,7 @@ class _Exchange:
         assert work is not None
         return work, receive_buffer
 
-    def _receive(
+    def _receive_matrix(
         self, sending: tuple[dist.Work, Tensor], num_matrices: int
     ) -> Tensor | None:
         """Return this rank's whole matrix of the round; None if there are fewer matrices than ranks."""
@@ -348,9 +350,11 @@ class _Exchange:
         work.wait()
         if self.group.rank() >= num_matrices:
             return None
-        shards = torch.split(receive_buffer, list(map(self._numel, self._sizes())))
+        shards = torch.split(
+            receive_buffer, list(map(self._count_elements, self._shard_sizes()))
+        )
         shard_views = []
-        for shard, extent in zip(shards, self._sizes(), strict=True):
+        for shard, extent in zip(shards, self._shard_sizes(), strict=True):
             shard_views.append(shard.view(self._shard_shape(extent)))
         return torch.cat(
             shard_views,
@@ -360,12 +364,12 @@ class _Exchange:
     def _shard_shape(self, extent: int) -> tuple[int, ...]:
         return (*self.shape[: self.dim], extent, *self.shape[self.dim + 1 :])
 
-    def _return(
+    def _send_results(
         self, matrix: Tensor | None, num_matrices: int
     ) -> tuple[dist.Work, Tensor, int]:
         """Start to send each rank its shard of this rank's orthogonalised matrix."""
         own_rank, num_ranks = self.group.rank(), self.group.size()
-        num_own_values = self._numel(self._sizes()[own_rank])
+        num_own_values = self._count_elements(self._shard_sizes()[own_rank])
         if matrix is None:
             send_buffer, send_sizes = (
                 torch.empty(
@@ -374,9 +378,9 @@ class _Exchange:
                 [0] * num_ranks,
             )
         else:
-            shards = torch.split(matrix, self._sizes(), dim=self.dim)
+            shards = torch.split(matrix, self._shard_sizes(), dim=self.dim)
             send_buffer = torch.cat([shard.reshape(-1) for shard in shards])
-            send_sizes = list(map(self._numel, self._sizes()))
+            send_sizes = list(map(self._count_elements, self._shard_sizes()))
         receive_buffer = send_buffer.new_empty(num_own_values * num_matrices)
         num_senders = min(num_matrices, num_ranks)
         receive_sizes = [num_own_values] * num_senders
@@ -392,11 +396,13 @@ class _Exchange:
         assert work is not None
         return work, receive_buffer, num_matrices
 
-    def _returned(self, returning: tuple[dist.Work, Tensor, int]) -> list[Tensor]:
+    def _receive_results(
+        self, returning: tuple[dist.Work, Tensor, int]
+    ) -> list[Tensor]:
         """Return this rank's shards of a round's orthogonalised matrices."""
         work, receive_buffer, num_matrices = returning
         work.wait()
-        shape = self._shard_shape(self._sizes()[self.group.rank()])
+        shape = self._shard_shape(self._shard_sizes()[self.group.rank()])
         return [shard.view(shape) for shard in receive_buffer.view(num_matrices, -1)]
 
 

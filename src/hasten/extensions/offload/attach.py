@@ -11,7 +11,7 @@ from torch.optim import Adafactor, Muon, Optimizer, SparseAdam
 from hasten.config.root import Config
 from hasten.errors import ConfigError, PrepareError
 from hasten.extensions.offload.memory_budget import count_memory
-from hasten.extensions.offload.pieces import weakly
+from hasten.extensions.offload.pieces import call_weakly
 from hasten.extensions.offload.update import StreamedUpdate
 from hasten.extensions.offload.weights import (
     PlaceRest,
@@ -149,7 +149,7 @@ def stream_updates(
     )
     model_blocks = [block for model in models for _, block in repeated_blocks(model)]
     streamed_update.drains_in_forward = bool(model_blocks)
-    before_block = weakly(streamed_update.before_block)
+    before_block = call_weakly(streamed_update.before_block)
     for block in model_blocks:
         block.register_forward_pre_hook(lambda module, inputs: before_block())
 

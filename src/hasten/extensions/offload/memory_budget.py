@@ -59,7 +59,7 @@ class MemoryBudget:
         self._previous: list[_Sample] = []
         self._updated = False
 
-    def sample(self, held_bytes: int, in_forward: bool = False) -> None:
+    def record_use(self, held_bytes: int, in_forward: bool = False) -> None:
         """Record the current memory use; `held` bytes of it are fetched state."""
         if self._use is not None:
             used_bytes, peak_bytes = self._use.now_and_most()
@@ -79,12 +79,12 @@ class MemoryBudget:
         ]
         return held_bytes + more_bytes <= self.floor_bytes or (
             bool(coming_samples)
-            and self._fits(held_bytes, more_bytes, max(coming_samples))
+            and self._fits_beside(held_bytes, more_bytes, max(coming_samples))
         )
 
-    def fits(self, held_bytes: int, more_bytes: int) -> bool:
+    def fits_in_update(self, held_bytes: int, more_bytes: int) -> bool:
         """Return whether `more` bytes may be fetched during the update, beside `held` ones."""
-        return held_bytes + more_bytes <= self.floor_bytes or self._fits(
+        return held_bytes + more_bytes <= self.floor_bytes or self._fits_beside(
             held_bytes, more_bytes, 0
         )
 
@@ -108,9 +108,9 @@ class MemoryBudget:
             coming_bytes = coming_samples[0].used
         else:
             coming_bytes = self._peak
-        return not self._fits(held_bytes, 0, coming_bytes)
+        return not self._fits_beside(held_bytes, 0, coming_bytes)
 
-    def _fits(self, held_bytes: int, more_bytes: int, coming_bytes: int) -> bool:
+    def _fits_beside(self, held_bytes: int, more_bytes: int, coming_bytes: int) -> bool:
         if self._use is None:
             return False
         return (

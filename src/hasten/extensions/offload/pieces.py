@@ -265,13 +265,13 @@ def show_tensors(optimizer: Optimizer) -> None:
                 parameter_state[state_name] = hidden_tensor
 
 
-def weakly(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
+def call_weakly(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
     """Return a function that calls a bound method as long as its object exists, and does not keep it alive."""
     method_reference = WeakMethod(method)
 
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+    def call_method(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         bound_method = method_reference()
         if bound_method is not None:
             bound_method(*args, **kwargs)
 
-    return call
+    return call_method

@@ -25,13 +25,13 @@ from hasten.extensions.offload.pieces import (
     OffDevice,
     StateKey,
     UpdatePiece,
+    call_weakly,
     divide_into_pieces,
     hide_tensors,
     lay_out_tensors,
     num_bytes,
     show_tensors,
     sort_like_groups,
-    weakly,
 )
 from hasten.modules.names import is_dtensor, like_parameter, local_tensor
 from hasten.optim.groups import list_parameters
@@ -86,7 +86,7 @@ class StreamedUpdate:
         self._missing = 0
         self.drains_in_forward = False
         """True if `before_block` is called in the forward, so that pieces may still be written back then."""
-        self._plan()
+        self._divide_groups()
         optimizer.register_step_pre_hook(self._before_step)
         after_step_hook = optimizer.register_step_post_hook(self._after_step)
         # torch types it as a dict
@@ -105,7 +105,7 @@ class StreamedUpdate:
 
     # -- planning ---------------------------------------------------------------------------------------------------
     @torch.no_grad()
-    def _plan(self) -> None:
+    def _divide_groups(self) -> None:
         """Divide the groups into pieces, again if parameters were added since."""
         groups = self._optimizer.param_groups
         parameter_ids = list(map(id, list_parameters(groups)))
@@ -122,7 +122,7 @@ class StreamedUpdate:
         self._budget.floor_bytes = int(_NUM_FLOOR_PIECES * largest_bytes * self._ratio)
         self._handles = []
         # Python's collector does not follow references through hooks of a tensor, so they must not own the update
-        gradient_arrived = weakly(self._gradient_arrived)
+        gradient_arrived = call_weakly(self._gradient_arrived)
         for piece in self._pieces:
             first = piece.parameters[0]
             if first.requires_grad and first.is_leaf:
@@ -147,7 +147,7 @@ class StreamedUpdate:
         """
         if not self._boundary():
             return
-        self._budget.sample(self.held_bytes)
+        self._budget.record_use(self.held_bytes)
         missing_pieces = [piece for piece in self._pieces if piece.flight is None]
         if not self._arrived:
             self._missing = len(missing_pieces)
@@ -161,13 +161,13 @@ class StreamedUpdate:
                 self.held_bytes, self._expected_bytes(piece)
             ):
                 return
-            self._fetch(piece)
+            self._fetch_piece(piece)
 
     def before_block(self) -> None:
         """Let go of written pieces as far as the activations of the next block need their memory."""
         self._lanes.follow_current_stream()
         held_bytes = self.held_bytes
-        self._budget.sample(held_bytes, in_forward=True)
+        self._budget.record_use(held_bytes, in_forward=True)
         while held_bytes and self._budget.is_tight(held_bytes):
             piece = self._leaving[0] if self._leaving else self._last_fetched()
             assert piece is not None, "a piece is held"
@@ -192,7 +192,7 @@ class StreamedUpdate:
                 f"{type(optimizer).__name__}.step(closure) is not supported with offload: the update starts before the closure would compute "
                 "the gradients. Call backward() and step() instead, or leave offload out."
             )
-        self._plan()
+        self._divide_groups()
         self._lanes.follow_current_stream()
         self._parameters.rest(list_parameters(optimizer.param_groups))
         due_pieces = []
@@ -206,8 +206,8 @@ class StreamedUpdate:
                 self._fetch_for_update(
                     due_pieces[piece_index : piece_index + 1 + _NUM_AHEAD]
                 )
-                self._update(piece)
-                self._store(piece)
+                self._update_piece(piece)
+                self._store_piece(piece)
         finally:
             optimizer.param_groups = groups
             for group, original_parameters in zip(
@@ -215,7 +215,7 @@ class StreamedUpdate:
             ):
                 group["params"] = original_parameters
         sort_like_groups(optimizer)
-        self._send()
+        self._send_deferred()
         # any code may read parameters in host memory
         self._lanes.host_waits(self._parameters_written)
         self._parameters_written = None
@@ -246,15 +246,15 @@ class StreamedUpdate:
             if flight is None or flight.leaving:
                 more_bytes = self._expected_bytes(piece) if flight is None else 0
                 # also sends them
-                while self._leaving and not self._budget.fits(
+                while self._leaving and not self._budget.fits_in_update(
                     self.held_bytes, more_bytes
                 ):
                     self._let_go(self._leaving[0])
-                if piece is not coming_pieces[0] and not self._budget.fits(
+                if piece is not coming_pieces[0] and not self._budget.fits_in_update(
                     self.held_bytes, more_bytes
                 ):
                     return
-                self._fetch(piece)
+                self._fetch_piece(piece)
             self._fetch_gradients(piece)
 
     def _expected_bytes(self, piece: UpdatePiece) -> int:
@@ -269,7 +269,7 @@ class StreamedUpdate:
             return parameter_bytes + int(self._ratio * piece.parameter_bytes)
         return parameter_bytes + piece.home.numel()
 
-    def _fetch(self, piece: UpdatePiece) -> None:
+    def _fetch_piece(self, piece: UpdatePiece) -> None:
         """Start the copies of a piece to the device."""
         if piece.flight is not None:  # written back, but still on the device
             piece.flight.leaving = False
@@ -346,7 +346,7 @@ class StreamedUpdate:
         if copy_pairs:
             flight.graded = self._lanes.fetch(copy_pairs, self._lanes.mark())
 
-    def _update(self, piece: UpdatePiece) -> None:
+    def _update_piece(self, piece: UpdatePiece) -> None:
         """Run the optimizer's step over one piece on the device."""
         optimizer, flight = self._optimizer, piece.flight
         assert flight is not None, "the piece is on the device"
@@ -368,7 +368,7 @@ class StreamedUpdate:
             if held_state:
                 stand_in_state = {}
                 for state_name, state_value in held_state.items():
-                    stand_in_state[state_name] = self._usable(
+                    stand_in_state[state_name] = self._to_usable(
                         flight.state.get((index, state_name), state_value), piece_group
                     )
                 optimizer.state[stand_in] = stand_in_state
@@ -392,7 +392,7 @@ class StreamedUpdate:
                     optimizer.state[parameter] = held_state
 
     # Any: a value of any optimizer's state
-    def _usable(self, state_value: Any, group: dict[str, Any]) -> Any:
+    def _to_usable(self, state_value: Any, group: dict[str, Any]) -> Any:
         """Return a value of the state as the update needs it: local, and on the device unless it is a counter of the host."""
         if not isinstance(state_value, Tensor) or not (
             state_value.ndim or _counts_on_device(group)
@@ -430,7 +430,7 @@ class StreamedUpdate:
         return stand_in
 
     # -- back to host memory ------------------------------------------------------------------------------------------
-    def _store(self, piece: UpdatePiece) -> None:
+    def _store_piece(self, piece: UpdatePiece) -> None:
         """Start the copies of an updated piece to host memory."""
         flight = piece.flight
         assert flight is not None, "the piece is on the device"
@@ -454,9 +454,9 @@ class StreamedUpdate:
         self._leaving.append(piece)
         self._unsent.append(piece)
         if not flight.parameters:
-            self._send()
+            self._send_deferred()
 
-    def _send(self) -> None:
+    def _send_deferred(self) -> None:
         """Start the copies of state that were deferred, so that parameters, which the host waits for, are written first."""
         for piece in self._unsent:
             if piece.flight is not None and piece.flight.unsent:
@@ -470,7 +470,7 @@ class StreamedUpdate:
         self, piece: UpdatePiece, flight: Flight
     ) -> list[tuple[Tensor, Tensor]]:
         """Make views of host memory the optimizer's state, and return the copies that fill them."""
-        updated_tensors = self._updated(piece)
+        updated_tensors = self._updated_tensors(piece)
         state_slots, size = lay_out_tensors(updated_tensors)
         if (
             flight.memory is not None
@@ -506,7 +506,7 @@ class StreamedUpdate:
             self._optimizer.state[parameter][state_name] = piece.resting[slot.key]
         return copy_pairs
 
-    def _updated(self, piece: UpdatePiece) -> dict[StateKey, Tensor]:
+    def _updated_tensors(self, piece: UpdatePiece) -> dict[StateKey, Tensor]:
         """Return the piece's state tensors on the device after the update; those of parameters without gradient as fetched."""
         updated_tensors: dict[StateKey, Tensor] = {}
         flight = piece.flight
@@ -553,7 +553,7 @@ class StreamedUpdate:
         flight = piece.flight
         assert flight is not None, "the piece is on the device"
         if flight.unsent:
-            self._send()
+            self._send_deferred()
         self._lanes.compute_waits(flight.written if flight.leaving else flight.arrived)
         if flight.leaving:
             self._leaving.remove(piece)
@@ -562,7 +562,7 @@ class StreamedUpdate:
     # -- state that other code reads and loads ------------------------------------------------------------------------
     def settle(self) -> None:
         """Wait until the state in host memory is current."""
-        self._send()
+        self._send_deferred()
         for piece in self._leaving:
             self._lanes.host_waits(piece.written)
 

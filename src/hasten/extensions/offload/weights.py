@@ -65,22 +65,22 @@ class StreamedBlock:
         """True if the device memory holds the block, or copies to it are queued."""
         return self._stamp is not None
 
-    def fetch(self) -> None:
+    def fetch_block(self) -> None:
         """Start the copy of the block to the device."""
-        if self._stamp is not None and self._stamp != self._versions():
+        if self._stamp is not None and self._stamp != self._read_versions():
             self.rest()
         if self._stamp is None:
             self._lanes.grow(self._memory, self._size)
-            self._stamp = self._versions()
+            self._stamp = self._read_versions()
             self._arrived = self._lanes.fetch(
                 [(self._memory, self._home)], self._lanes.mark()
             )
 
-    def use(self) -> None:
+    def use_on_device(self) -> None:
         """Make the parameters tensors on the device."""
         if self.in_use:
             return
-        self.fetch()
+        self.fetch_block()
         self._lanes.compute_waits(self._arrived)
         for parameter, device_view in zip(self.parameters, self._views, strict=True):
             parameter.data = device_view
@@ -102,7 +102,7 @@ class StreamedBlock:
         self.in_use = self.in_backward = False
         self._stamp = None
 
-    def _versions(self) -> tuple[int, ...]:
+    def _read_versions(self) -> tuple[int, ...]:
         """Return the version counters of the host memory, which any write increments."""
         return (
             self._home._version,
@@ -135,7 +135,7 @@ class StreamedWeights:
                 lanes_for(ctx.device),
                 HostPool(pinned=ctx.device.type != "cpu"),
             )
-        streamable_blocks = streamable(model)
+        streamable_blocks = find_streamable(model)
         self._pool.reserve(
             sum(
                 p.numel() * p.element_size()
@@ -190,9 +190,9 @@ class StreamedWeights:
             return
         self._lanes.follow_current_stream()
         with torch.no_grad():
-            blocks[index].use()
+            blocks[index].use_on_device()
             for next_block in blocks[index + 1 : index + 1 + _NUM_AHEAD]:
-                next_block.fetch()
+                next_block.fetch_block()
 
     def _after_forward(
         self,
@@ -214,7 +214,7 @@ class StreamedWeights:
             if index == len(blocks) - 1:  # the backward begins with these
                 with torch.no_grad():
                     for next_block in blocks[-_NUM_AHEAD:]:
-                        next_block.fetch()
+                        next_block.fetch_block()
 
     def _before_backward(
         self, blocks: Sequence[StreamedBlock], index: int, grad: Tensor
@@ -228,9 +228,9 @@ class StreamedWeights:
                 if block.fetched and not index - _NUM_AHEAD <= block_index <= index + 1:
                     block.rest()
             blocks[index].in_backward = True
-            blocks[index].use()
+            blocks[index].use_on_device()
             for next_block in blocks[max(0, index - _NUM_AHEAD) : index][::-1]:
-                next_block.fetch()
+                next_block.fetch_block()
 
 
 class PlaceRest:
@@ -249,7 +249,9 @@ class PlaceRest:
             return model
         refuse_meta(model)
         streamed_parameters = [
-            p for _, _, block_parameters in streamable(model) for p in block_parameters
+            p
+            for _, _, block_parameters in find_streamable(model)
+            for p in block_parameters
         ]
         host_values = [p.data.cpu() for p in streamed_parameters]
         for parameter in streamed_parameters:
@@ -263,7 +265,9 @@ class PlaceRest:
         return model
 
 
-def streamable(model: nn.Module) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
+def find_streamable(
+    model: nn.Module,
+) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
     """Return the repeated blocks of a model with the parameters that no other module has.
 
     Raises: PrepareError if the model has no repeated block.

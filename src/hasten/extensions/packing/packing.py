@@ -59,7 +59,7 @@ class PackedBatchSampler(Sampler[list[int]]):
                 f"PackedBatchSampler(balance={balance}) must be 1 or more: the number of ranks that read different batches."
             )
         sizes = list(map(int, lengths))
-        self._packs = self._pack(sizes, too_long)
+        self._packs = self._pack_samples(sizes, too_long)
         if balance > 1:
             self._packs.sort(
                 key=lambda pack: sum(
@@ -67,7 +67,9 @@ class PackedBatchSampler(Sampler[list[int]]):
                 )
             )
 
-    def _pack(self, lengths: Sequence[int], too_long: TooLong) -> list[list[int]]:
+    def _pack_samples(
+        self, lengths: Sequence[int], too_long: TooLong
+    ) -> list[list[int]]:
         sample_order: Sequence[int] = range(len(lengths))
         if self.shuffle:
             sample_order = torch.randperm(
@@ -172,7 +174,7 @@ class PackedCollator:
     # Any: lists, arrays or tensors
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         rows = [
-            self._fields(sample_index, sample)
+            self._sample_fields(sample_index, sample)
             for sample_index, sample in enumerate(samples)
         ]
         sample_lengths = [len(row["input_ids"]) for row in rows]
@@ -189,7 +191,7 @@ class PackedCollator:
             sample_lengths.append(num_padding)
             for name, field in fields.items():
                 fields[name] = torch.cat(
-                    [field, self._filler(name, num_padding, field.dtype)]
+                    [field, self._make_padding(name, num_padding, field.dtype)]
                 )
         if self.shift_labels:
             fields["shift_labels"] = torch.cat(
@@ -215,7 +217,9 @@ class PackedCollator:
         return packed_batch
 
     # Any: lists, arrays or tensors
-    def _fields(self, number: int, sample: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _sample_fields(
+        self, number: int, sample: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
         if "input_ids" not in sample:
             raise DataError(
                 f"sample {number} of a pack has the fields {sorted(sample)} and no 'input_ids', the tokens to concatenate."
@@ -241,7 +245,7 @@ class PackedCollator:
         labels[:1] = IGNORED
         return {**fields, "labels": labels}
 
-    def _filler(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+    def _make_padding(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
         if name == "position_ids":
             return torch.arange(count)
         value = {"labels": IGNORED, "input_ids": self.pad_token_id}.get(name, 0)
@@ -282,7 +286,7 @@ def packed_block_mask(position_ids: Tensor, causal: bool = True) -> Any:
     sample_ids = sample_numbers(position_ids)
     size = position_ids.shape[-1]
 
-    def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def may_attend(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         is_same_sample = sample_ids[row, query] == sample_ids[row, key]
         if causal:
             return is_same_sample & (query >= key)
@@ -290,5 +294,5 @@ def packed_block_mask(position_ids: Tensor, causal: bool = True) -> Any:
 
     create_mask = need("torch.nn.attention.flex_attention").create_block_mask
     return create_mask(
-        attends, len(position_ids), None, size, size, device=str(position_ids.device)
+        may_attend, len(position_ids), None, size, size, device=str(position_ids.device)
     )

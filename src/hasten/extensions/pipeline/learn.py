@@ -36,7 +36,7 @@ class Learner:
         self._device = device
         self._shapes = WeakKeyDictionary[nn.Module, dict[Signature, LearntShapes]]()
 
-    def learn(
+    def learn_shapes(
         self,
         model: nn.Module,
         block_chain: BlockChain,
@@ -102,7 +102,7 @@ class Learner:
         try:
             stage_output = self._run_checked(
                 block_chain,
-                block_chain.begin(
+                block_chain.begin_pass(
                     stage, hidden_state if stage else None, learnt_shapes.seen
                 ),
                 run_forward,
@@ -123,13 +123,13 @@ class Learner:
         run_forward: Callable[[], Any],
     ) -> Any:
         """Return the output of a stage. Raises: PrepareError if it depends on a value that another stage computes."""
-        stage_output = block_chain.run(running_pass, run_forward)
+        stage_output = block_chain.run_stage(running_pass, run_forward)
         if running_pass.stage and _has_nan(stage_output):
-            second_pass = block_chain.begin(
+            second_pass = block_chain.begin_pass(
                 running_pass.stage, running_pass.received, running_pass.seen_call
             )
             second_pass.fill = 0.0
-            if not _has_nan(block_chain.run(second_pass, run_forward)):
+            if not _has_nan(block_chain.run_stage(second_pass, run_forward)):
                 raise PrepareError(
                     f"pipeline stage {running_pass.stage} uses a value that modules of another stage compute before the blocks, but only the "
                     "hidden state of the blocks is sent between stages. Pass the value through the hidden state, compute it from the "

@@ -107,10 +107,10 @@ class RemoteModule(nn.Module):
                 "model. Call the model itself, under torch.no_grad(), or train with accelerator.forward_backward()."
             )
         if self.index is not None:
-            return self._skip(running_pass, args, kwargs)
-        return self._placeholder(running_pass)
+            return self._skip_block(running_pass, args, kwargs)
+        return self._make_placeholder(running_pass)
 
-    def _skip(
+    def _skip_block(
         self, running_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         hidden_state = _hidden_state_of(args, kwargs, self.name)
@@ -118,7 +118,7 @@ class RemoteModule(nn.Module):
             return (hidden_state, *[None] * (running_pass.seen_call.returns - 1))
         return hidden_state
 
-    def _placeholder(self, running_pass: Pass) -> Any:
+    def _make_placeholder(self, running_pass: Pass) -> Any:
         if (running_pass.stage == 0 and not running_pass.entered_stage) or (
             running_pass.final and running_pass.left_stage
         ):
@@ -255,7 +255,7 @@ class BlockChain:
             if rank not in self.cut.ranks_of(name):
                 swap(model, name, RemoteModule(name, None, outer_module, self))
 
-    def attach(self, model: nn.Module) -> None:
+    def attach_hooks(self, model: nn.Module) -> None:
         """Register the hooks that enter and leave stages; call after all other wrappers have registered their hooks."""
         for stage in self.stages:
             start, stop = self.cut.ranges[stage]
@@ -271,7 +271,7 @@ class BlockChain:
                 outer_module.register_forward_hook(partial(_record_shapes, self, name))
         model.register_forward_hook(partial(_return_hidden, self))
 
-    def run(
+    def run_stage(
         self, running_pass: Pass, call: Callable[[], Any]
     ) -> Any:  # Any: the output of the stage, or the user's result
         """Run `call`, in which the model is called once, for one stage, and return its result."""
@@ -302,7 +302,9 @@ class BlockChain:
                     block_names[block_index], self._blocks[block_index]
                 )
 
-    def begin(self, stage: int, received: Tensor | None, seen_call: SeenCall) -> Pass:
+    def begin_pass(
+        self, stage: int, received: Tensor | None, seen_call: SeenCall
+    ) -> Pass:
         """Create a pass over a stage."""
         start, stop = self.cut.ranges[stage]
         return Pass(

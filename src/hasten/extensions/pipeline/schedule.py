@@ -80,10 +80,10 @@ class _StageModule(nn.Module):
         step_work, block_chain = self.work, self.line
         assert step_work.loss_of is not None, "a step is running"
         micro_batch, loss_of = step_work.micros[int(where)], step_work.loss_of
-        running_pass = block_chain.begin(
+        running_pass = block_chain.begin_pass(
             self.stage, received[0] if self.stage else None, self.seen
         )
-        stage_output = block_chain.run(
+        stage_output = block_chain.run_stage(
             running_pass, lambda: loss_of(self.model, micro_batch)
         )
         if not running_pass.final:

@@ -35,7 +35,7 @@ def balance_ranges(
     cost_sums = [0.0, *accumulate(block_costs)]
     num_blocks = len(block_costs)
 
-    def cost(start: int, stop: int) -> float:
+    def range_cost(start: int, stop: int) -> float:
         return (
             cost_sums[stop]
             - cost_sums[start]
@@ -44,7 +44,7 @@ def balance_ranges(
         )
 
     best_partitions = {
-        stop: ((cost(0, stop), cost(0, stop) ** 2), [(0, stop)])
+        stop: ((range_cost(0, stop), range_cost(0, stop) ** 2), [(0, stop)])
         for stop in range(1, num_blocks - num_ranges + 2)
     }
     for num_parts in range(2, num_ranges + 1):
@@ -53,8 +53,8 @@ def balance_ranges(
             longer_ranges = [
                 (
                     (
-                        max(highest_cost, cost(start, stop)),
-                        spread + cost(start, stop) ** 2,
+                        max(highest_cost, range_cost(start, stop)),
+                        spread + range_cost(start, stop) ** 2,
                     ),
                     [*ranges, (start, stop)],
                 )

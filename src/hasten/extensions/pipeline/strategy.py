@@ -147,7 +147,7 @@ class SharedWeights:
             parameter.grad = None
 
     @torch.no_grad()
-    def exchange(self) -> None:
+    def sum_gradients(self) -> None:
         """Sum the gradients since `set_aside` over the ranks with a copy. Ranks: every rank with a copy."""
         for (parameter, group), earlier_gradient in zip(
             self.members, self._aside, strict=True
@@ -210,7 +210,7 @@ class Pipeline:
         return self  # a copied model runs through the same ranks
 
     # -- preparing ------------------------------------------------------------------------------------------------
-    def cut(self, model: nn.Module) -> nn.Module:
+    def cut_model(self, model: nn.Module) -> nn.Module:
         """Keep only this rank's stages of the model. Ranks: every rank."""
         if forwarding.find(model, TAG) is not None:
             return model
@@ -239,7 +239,7 @@ class Pipeline:
         block_chain = BlockChain(
             model, stage_cut, part_of(model, stage_cut, rank), rank, ctx.device
         )
-        forwarding.replace(model, StageForward(block_chain, self._call))
+        forwarding.replace(model, StageForward(block_chain, self._call_model))
         self._ties[model] = {
             tied_name: tie_groups[ranks] for tied_name, ranks in held_ties.items()
         }
@@ -253,9 +253,9 @@ class Pipeline:
         precision: Precision,
     ) -> nn.Module:
         wrapped_model = self._within.apply(model, request, self._stage_ctx, precision)
-        block_chain = self._line(wrapped_model)
+        block_chain = self._make_line(wrapped_model)
         if wrapped_model not in self._shared:
-            block_chain.attach(wrapped_model)
+            block_chain.attach_hooks(wrapped_model)
             ties, stage_part = self._ties.get(wrapped_model, {}), block_chain.part
             shared_weights = SharedWeights()
             for parameter_name, parameter in named_parameters(wrapped_model):
@@ -282,7 +282,7 @@ class Pipeline:
             counts=lambda parameter: id(parameter) not in self._copies,
         )
 
-    def _line(self, model: nn.Module) -> BlockChain:
+    def _make_line(self, model: nn.Module) -> BlockChain:
         forward = forwarding.find(model, TAG)
         if not isinstance(forward, StageForward):
             raise PrepareError(
@@ -302,7 +302,7 @@ class Pipeline:
     ) -> Tensor:
         """Run forward and backward of a batch in micro-batches; return its loss on every stage. Ranks: every rank."""
         block_chain, num_micro_batches, device = (
-            self._line(model),
+            self._make_line(model),
             self._count,
             self._ctx.device,
         )
@@ -345,7 +345,7 @@ class Pipeline:
         shared_weights = self._shared[model]
         shared_weights.set_aside()
         loss = stepper.step(micro_batches, loss_of, loss_factor, loss_shares)
-        shared_weights.exchange()
+        shared_weights.sum_gradients()
         if not self._is_paused and not self._is_sharded:
             average_gradients(model.parameters(), self._peers)
         own_loss = torch.zeros((), device=device) if loss is None else loss
@@ -363,12 +363,12 @@ class Pipeline:
     ) -> Stepper:
         """Return the schedule for a kind of micro-batch, whose shapes are inferred. Ranks: the whole pipeline."""
 
-        def first() -> Tensor:
+        def run_first() -> Tensor:
             if self._count > 1:
                 _refuse_batch_norm(model, self._count)
             return checked_loss(loss_of(model, micro))
 
-        learnt_shapes = self._learner.learn(model, block_chain, kind, first)
+        learnt_shapes = self._learner.learn_shapes(model, block_chain, kind, run_first)
         return Stepper(
             model,
             block_chain,
@@ -392,7 +392,7 @@ class Pipeline:
             self._is_paused = was_paused
 
     # -- forward only ---------------------------------------------------------------------------------------------
-    def _call(
+    def _call_model(
         self, forward: StageForward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return the output of the whole model; None on ranks that do not receive it. Ranks: every rank of the pipeline."""
@@ -426,7 +426,7 @@ class Pipeline:
         for micro_batch in micro_batches:
             batch_kind = ("forward", model.training, *batch_signature(micro_batch))
             learnt_shapes.append(
-                self._learner.learn(
+                self._learner.learn_shapes(
                     model,
                     block_chain,
                     batch_kind,
@@ -479,10 +479,10 @@ class Pipeline:
                         requires_grad=False,
                     )
                     dist.recv(received_hidden, ranks[rank_of(stage - 1)], group=group)
-                running_pass = block_chain.begin(
+                running_pass = block_chain.begin_pass(
                     stage, received_hidden, learnt_shapes[batch_index].seen
                 )
-                stage_output = block_chain.run(
+                stage_output = block_chain.run_stage(
                     running_pass, partial(forward.through, args, kwargs)
                 )
                 if running_pass.final:
@@ -507,7 +507,7 @@ class Pipeline:
     # Any: tensors and extra state
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the unsharded state of all stages on the CPU of the main process; {} elsewhere. Ranks: every rank."""
-        stage_part = self._line(model).part
+        stage_part = self._make_line(model).part
         own_state: dict[str, Any] = {}
         for state_key, state_tensor in model.state_dict(keep_vars=True).items():
             if is_dtensor(state_tensor):
@@ -578,7 +578,7 @@ class CutStages:
         ctx: ProcessContext,
         precision: Precision,
     ) -> nn.Module:
-        return self._pipeline.cut(model)
+        return self._pipeline.cut_model(model)
 
     def undo(self, model: nn.Module) -> nn.Module:
         return model
@@ -625,10 +625,10 @@ def _refuse_batch_norm(model: nn.Module, num_micro_batches: int) -> None:
 def _allocate_meta_tensors(model: nn.Module, device: torch.device) -> None:
     """Allocate meta tensors on the ranks that hold no values; the values come from rank 0 afterwards."""
 
-    def allocate(tensor: Tensor) -> Tensor:
+    def allocate_tensor(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
-    model._apply(allocate)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    model._apply(allocate_tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 # Any: the model's outputs
@@ -637,7 +637,7 @@ def _join_outputs(outputs: list[Any], row_numbers: list[int]) -> Any:
     if len(outputs) == 1:
         return outputs[0]
 
-    def join(*micro_outputs: Tensor) -> Tensor:
+    def join_parts(*micro_outputs: Tensor) -> Tensor:
         if micro_outputs[0].ndim:
             return torch.cat(micro_outputs)
         row_counts = torch.tensor(
@@ -645,7 +645,7 @@ def _join_outputs(outputs: list[Any], row_numbers: list[int]) -> Any:
         )
         return (torch.stack(micro_outputs) * row_counts).sum() / row_counts.sum()
 
-    return trees.zip_tensors(join, *outputs)
+    return trees.zip_tensors(join_parts, *outputs)
 
 
 def _describe_stages(

@@ -79,7 +79,7 @@ def predict_file(
     changed_facts = ""
     with agree(accelerator.ctx.world, f"preparing {row_parts.folder}"):
         if accelerator.is_main_process:
-            changed_facts = row_parts.begin(
+            changed_facts = row_parts.begin_job(
                 {
                     "target": target,
                     "model": module_digest(target),
@@ -87,9 +87,9 @@ def predict_file(
                     "batch_size": batch_size,
                 }
             )
-    missing_parts: list[int] = accelerator.broadcast_object_list([row_parts.missing()])[
-        0
-    ]
+    missing_parts: list[int] = accelerator.broadcast_object_list(
+        [row_parts.missing_parts()]
+    )[0]
     num_finished = row_parts.count - len(missing_parts)
     with (
         agree(accelerator.ctx.world, f"predicting {len(rows)} rows of {data}"),
@@ -100,12 +100,12 @@ def predict_file(
         ]
         for part_number in accelerator.progress(rank_parts, desc="predict"):
             results = []
-            for batch in row_parts.batches(part_number):
+            for batch in row_parts.list_batches(part_number):
                 results += predict_batch(predict, rows, batch)
-            row_parts.finish(part_number, results)
+            row_parts.finish_part(part_number, results)
     with agree(accelerator.ctx.world, f"writing {output}"):
         if accelerator.is_main_process:
-            row_parts.publish()
+            row_parts.publish_rows()
     if accelerator.num_processes == 1:
         process_words = "1 process"
     else:

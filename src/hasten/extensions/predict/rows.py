@@ -46,7 +46,7 @@ class RowParts:
         """The number of parts."""
         return -(-self.num_rows // self.rows_per_part)
 
-    def batches(self, part_number: int) -> list[range]:
+    def list_batches(self, part_number: int) -> list[range]:
         """Return the row ranges of the batches of a part."""
         first_row, end_row = (
             part_number * self.rows_per_part,
@@ -59,7 +59,7 @@ class RowParts:
             )
         return batches
 
-    def missing(self) -> list[int]:
+    def missing_parts(self) -> list[int]:
         """Return the parts that are not finished."""
         missing_parts = []
         for part_number in range(self.count):
@@ -67,7 +67,7 @@ class RowParts:
                 missing_parts.append(part_number)
         return missing_parts
 
-    def begin(self, job: Mapping[str, Any]) -> str:
+    def begin_job(self, job: Mapping[str, Any]) -> str:
         """Reuse the parts of the same job, remove those of another; return the facts that differ. Ranks: main only."""
         text = json.dumps(dict(job), sort_keys=True)
         job_file = self.folder / _JOB
@@ -92,14 +92,14 @@ class RowParts:
             ) from error
         return changed_facts
 
-    def finish(self, part_number: int, results: Sequence[Any]) -> None:
+    def finish_part(self, part_number: int, results: Sequence[Any]) -> None:
         """Write the results of a part, one per line."""
         write_atomically(
             self._part_path(part_number),
             "".join(f"{to_json(result)}\n" for result in results),
         )
 
-    def publish(self) -> None:
+    def publish_rows(self) -> None:
         """Join all parts in order into the output, and remove them. Ranks: main only, when none is missing."""
         draft_path = self.folder / "output"
         with draft_path.open("wb") as file:

@@ -32,7 +32,7 @@ class BnbSettings:
     """Inputs larger than this are multiplied in 16 bits by layers of the kind llm_int8."""
 
 
-def bnb() -> Any:  # Any: classes of bitsandbytes
+def import_bitsandbytes() -> Any:  # Any: classes of bitsandbytes
     """Import and return bitsandbytes' layers. Raises: MissingPackageError without the package."""
     return need("bitsandbytes.nn", ">=0.45", why="weights in nf4, fp4 or llm_int8")
 
@@ -41,7 +41,7 @@ def replace_linears(
     model: nn.Module, names: Collection[str], settings: BnbSettings
 ) -> nn.Module:
     """Replace the named linear layers of the model by bitsandbytes layers, in place and one after another."""
-    library = bnb()
+    library = import_bitsandbytes()
     for name in names:
         owner_name, _, layer_name = name.rpartition(".")
         setattr(
@@ -111,7 +111,7 @@ def quantize_weights(
             raise ConfigError(
                 f"group_size={group_size} is only supported for 'int8' and 'int4', not for {kind!r}. Remove it."
             )
-        bnb()  # raises for a missing package before weights are examined
+        import_bitsandbytes()  # raises for a missing package before weights are examined
     else:
         need("torchao.quantization", ">=0.12", why="quantized weights")
     if kind in BNB_KINDS:

@@ -86,7 +86,7 @@ def _is_chosen(request: LaunchRequest) -> bool:
     return ray_settings.enabled
 
 
-def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
+def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return a plan with one command, which starts the program on workers of a Ray cluster.
 
     Raises: ConfigError for settings that Ray has no equivalent for.
@@ -143,7 +143,7 @@ def _check_ray_is_installed(request: LaunchRequest, host: Host) -> Host:
 
 
 TARGET: Final = LaunchTarget(
-    name="ray", is_chosen=_is_chosen, plan=plan, survey=_check_ray_is_installed
+    name="ray", is_chosen=_is_chosen, plan=make_plan, survey=_check_ray_is_installed
 )
 
 

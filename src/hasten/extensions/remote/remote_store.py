@@ -81,29 +81,29 @@ class RemoteDraft:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def _path(self, file_name: str) -> str:
+    def _join_path(self, file_name: str) -> str:
         return self._store.join_path(self.name, self.token, file_name)
 
     def put(self, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
         """Upload files, and those of hooks in this rank's local folder, in parallel; return records with checksums."""
-        hook_files = self._hooked(files)
+        hook_files = self._list_hook_files(files)
         with worker_pool("hasten-upload") as thread_pool:
             file_records = dict(
                 zip(
                     files,
                     thread_pool.map(
-                        lambda named_blob: self._upload(*named_blob), files.items()
+                        lambda named_blob: self._upload_file(*named_blob), files.items()
                     ),
                     strict=True,
                 )
             )
             for file_name, path in hook_files.items():
                 file_records[file_name] = describe_file(path, file_name, threads=1)
-                self._store.fs.put_file(str(path), self._path(file_name))
+                self._store.fs.put_file(str(path), self._join_path(file_name))
         self._drop_scratch()
         return file_records
 
-    def _upload(self, file_name: str, blob: Blob) -> FileRecord:
+    def _upload_file(self, file_name: str, blob: Blob) -> FileRecord:
         devices = devices_of(
             [segment for segment in blob.segments if not isinstance(segment, bytes)]
         )
@@ -112,7 +112,7 @@ class RemoteDraft:
             segment_starts(blob),
             [],
         )
-        with self._store.fs.open(self._path(file_name), "wb") as remote_file:
+        with self._store.fs.open(self._join_path(file_name), "wb") as remote_file:
             for start in range(0, blob.size, CHUNK_BYTES):
                 chunk_hash = xxhash.xxh3_64()
                 for view in host_views(
@@ -127,7 +127,7 @@ class RemoteDraft:
                 chunk_sums.append(chunk_hash.hexdigest())
         return FileRecord(name=file_name, size=blob.size, sums=tuple(chunk_sums))
 
-    def _hooked(self, files: Mapping[str, Blob]) -> dict[str, Path]:
+    def _list_hook_files(self, files: Mapping[str, Blob]) -> dict[str, Path]:
         """Return the files of hooks in the local folder, by name."""
         hook_files: dict[str, Path] = {}
         for path in sorted(self.folder.rglob("*")) if self._scratch is not None else ():
@@ -221,11 +221,13 @@ class RemoteStore:
         of them try again; the storage service must list a file as soon as it has been written, as S3, GCS and Azure do.
         """
         with self._explaining_start(numbered_checkpoint(at_least)):
-            for name in set(self._folders()) - set(self.names()):
+            for name in set(self._list_folders()) - set(self.names()):
                 if checkpoint_number(name) is not None:
                     self._remove_abandoned(name)
             while True:
-                next_name = numbered_checkpoint(next_number(self._folders(), at_least))
+                next_name = numbered_checkpoint(
+                    next_number(self._list_folders(), at_least)
+                )
                 draft = self._new_draft(next_name)
                 reservation = f"{draft.token}/{_RESERVATION_FILE}"
                 self.fs.pipe_file(self.join_path(draft.name, reservation), b"")
@@ -271,7 +273,7 @@ class RemoteStore:
         """Return the draft that main started: a URL is visible to every process."""
         return RemoteDraft(self, name, token)
 
-    def _folders(self) -> list[str]:
+    def _list_folders(self) -> list[str]:
         self.fs.invalidate_cache()
         if not self.fs.exists(self._root):
             return []
@@ -313,7 +315,7 @@ class RemoteStore:
         """Return the names of the folders with a manifest."""
         return sorted(
             folder_name
-            for folder_name in self._folders()
+            for folder_name in self._list_folders()
             if self.fs.exists(self.join_path(folder_name, MANIFEST_NAME))
         )
 
@@ -374,7 +376,7 @@ class RemoteStore:
                         "was saved. Nothing was downloaded. Load another checkpoint."
                     )
 
-            def download(file: FileRecord) -> None:
+            def download_file(file: FileRecord) -> None:
                 target = resolve_inside(folder, safe_name(file.name, self._url))
                 target.parent.mkdir(parents=True, exist_ok=True)
                 try:
@@ -387,7 +389,7 @@ class RemoteStore:
                     ) from error
 
             with worker_pool("hasten-download") as thread_pool:
-                list(thread_pool.map(download, manifest.files))
+                list(thread_pool.map(download_file, manifest.files))
             yield folder
 
     def _check_room(self, name: str, folder: Path, num_bytes: int) -> None:

@@ -160,12 +160,12 @@ def _sum_buckets(
     edges = np.unique(
         np.linspace(0, len(steps), min(_BUCKETS, len(steps)) + 1).astype(int)
     )
-    column_sums = np.add.reduceat(_columns(steps, columns), edges[:-1], axis=1)
+    column_sums = np.add.reduceat(_stack_columns(steps, columns), edges[:-1], axis=1)
     num_steps = np.diff(edges).astype(np.float64)
     return steps["time"][edges[1:] - 1], np.vstack([column_sums, num_steps])
 
 
-def _columns(steps: NDArray[Any], names: Sequence[str]) -> NDArray[Any]:
+def _stack_columns(steps: NDArray[Any], names: Sequence[str]) -> NDArray[Any]:
     """Return the columns of a table of steps as the rows of a matrix."""
     return np.stack([steps[name].astype(np.float64) for name in names])
 
@@ -261,8 +261,8 @@ def rank_rows(run: RunFolder) -> list[list[str]]:
         if not rank_steps:
             continue
         steps = np.concatenate(rank_steps)
-        seconds = _columns(steps, STEP_PARTS).sum(axis=0)
-        part_sums = _columns(steps, PARTS).sum(axis=1)
+        seconds = _stack_columns(steps, STEP_PARTS).sum(axis=0)
+        part_sums = _stack_columns(steps, PARTS).sum(axis=1)
         shares = part_sums / max(part_sums.sum(), 1e-9)
         cells = [
             f"{1e3 * seconds.mean():.2f}",

@@ -21,7 +21,11 @@ from hasten.config.root import Config
 from hasten.config.schema import SETTABLE
 from hasten.config.source import SettingEntry, shown
 from hasten.errors import ConfigError
-from hasten.extensions.setup.machine import MachineFacts, examine, recommended_precision
+from hasten.extensions.setup.machine import (
+    MachineFacts,
+    examine_machine,
+    recommended_precision,
+)
 from hasten.runtime import env as environment
 
 log = logging.getLogger(__name__)
@@ -57,7 +61,7 @@ def write_basic_config(
             path,
         )
         return False
-    return write(basic_config(examine(), mixed_precision), path)
+    return write(basic_config(examine_machine(), mixed_precision), path)
 
 
 def explain_values(resolved: Resolved) -> Iterator[str]:
@@ -136,7 +140,7 @@ def run_wizard(argv: Sequence[str]) -> int:
     # the other commands do not need questionary
     from hasten.extensions.setup import wizard
 
-    return wizard.run(examine(), path)
+    return wizard.run_wizard(examine_machine(), path)
 
 
 def write_default(argv: Sequence[str]) -> int:
@@ -164,7 +168,7 @@ def write_default(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"{path} already exists; pass --force to overwrite it, or --config_file to write another file."
         )
-    machine_facts = examine()
+    machine_facts = examine_machine()
     config = with_flags(basic_config(machine_facts), arguments.settings)
     files.write(config, path)
     sys.stdout.write(

@@ -14,7 +14,7 @@ from hasten.config import files
 from hasten.config.files import effective_settings
 from hasten.config.masking import masked_tree, masked_value
 from hasten.errors import HastenError
-from hasten.extensions.setup.machine import examine
+from hasten.extensions.setup.machine import examine_machine
 from hasten.launch.checkin import package_versions
 from hasten.launch.shape import read_allocation
 from hasten.optional import need
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     report: dict[str, Any] = {  # Any: strings, and mappings of them
         "hasten": __version__,
         "platform": platform.platform(),
-        "machine": examine().words,
+        "machine": examine_machine().words,
         "cluster": _cluster_text(environment_variables),
         "packages": package_versions(),
         "torch": _torch_facts(),

@@ -49,7 +49,7 @@ class MachineFacts:
         return f"{device_text}; under {self.cluster}" if self.cluster else device_text
 
 
-def examine() -> MachineFacts:
+def examine_machine() -> MachineFacts:
     """Return the current state of this machine."""
     host = look_at_host()
     memory_bytes, capability = _examine_nvidia() if host.device == "cuda" else (0, 0.0)

@@ -185,7 +185,7 @@ def _problem_of(question: Question, text: str) -> str:
     return f"a whole number of at least {question.minimum}"
 
 
-def run(machine_facts: MachineFacts, path: Path) -> int:
+def run_wizard(machine_facts: MachineFacts, path: Path) -> int:
     """Ask the questions, show the file and write it; return the exit code.
 
     Raises: Abandoned when the user leaves, or there is no terminal.

@@ -50,7 +50,7 @@ class MlflowTracker(Tracker):
             self.run_id = run.resume.run_id
             self.client.update_run(self.run_id, status="RUNNING")
         else:
-            self._create(run, options)
+            self._create_run(run, options)
         return self.run_id
 
     def _default_uri(self, run: Run) -> str:
@@ -66,15 +66,15 @@ class MlflowTracker(Tracker):
         self._artifacts = (folder / "mlartifacts").as_uri()
         return f"sqlite:///{folder / 'mlflow.db'}"
 
-    def _create(self, run: Run, options: dict[str, Any]) -> None:
-        experiment = self._experiment(run.project)
+    def _create_run(self, run: Run, options: dict[str, Any]) -> None:
+        experiment = self._find_experiment(run.project)
         created = self.client.create_run(
             experiment, **{"run_name": run.run_id, **options}
         )
         self.run_id = created.info.run_id
         self.log_params(dict(flatten_values(run.shown_config)))
 
-    def _experiment(self, value_name: str) -> str:
+    def _find_experiment(self, value_name: str) -> str:
         """Return the id of the experiment of this name, which is created if there is none."""
         existing_experiment = self.client.get_experiment_by_name(value_name)
         if existing_experiment:

@@ -62,7 +62,7 @@ class TrainingLoop:
         trainer.callbacks.call("on_train_begin")
         if state.evaluation_due:
             state.evaluation_due = False
-            self._evaluate()
+            self._evaluate_model()
         while not self._is_complete() and not control.should_training_stop:
             control.should_epoch_stop = False
             trainer.callbacks.call("on_epoch_begin")
@@ -132,7 +132,7 @@ class TrainingLoop:
         if self._begins_window:
             call_event("on_step_begin")
         with accelerator.accumulate(model):
-            self._add(*trainer.training_step(model, batch))
+            self._add_loss(*trainer.training_step(model, batch))
             if max_norm:
                 gradient_norm = accelerator.clip_grad_norm_(
                     model.parameters(), max_norm
@@ -151,7 +151,7 @@ class TrainingLoop:
             optimizer.zero_grad()
         self._begins_window = accelerator.sync_gradients
 
-    def _add(self, loss: Tensor, weight: Tensor | None) -> None:
+    def _add_loss(self, loss: Tensor, weight: Tensor | None) -> None:
         """Store a batch's loss for the next log; losses are summed in groups, since each sum costs time."""
         self._losses.append((loss.detach(), weight))
         if len(self._losses) >= _SUMMED_AT_ONCE:
@@ -243,13 +243,13 @@ class TrainingLoop:
             if stopping:  # little time may be left, so it is done after the resume
                 self._trainer.state.evaluation_due = True
             else:
-                metrics = self._evaluate()
+                metrics = self._evaluate_model()
         if control.should_save or stopping:
             control.should_save = False
             self.add_up()
             save_checkpoint(self._trainer, metrics)
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate_model(self) -> dict[str, float]:
         trainer = self._trainer
         metrics = trainer.evaluate()
         if note_best(trainer, metrics) and trainer.args.save_strategy == "best":

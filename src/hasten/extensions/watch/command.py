@@ -121,7 +121,7 @@ def _redraw_table(
     # waiting and working are distinguished by the CPU time between two samples
     request_answers(socket_paths, False)
     time.sleep(min(arguments.interval, 0.1))
-    address = Address.parse(socket_paths[0].name)
+    address = Address.parse_name(socket_paths[0].name)
     job = 0 if address is None else address.job
     with Live(console=console, auto_refresh=False) as live:
         try:

@@ -21,7 +21,7 @@ from hasten.runtime.nodelist import ranks_in_words
 
 def describe_occupation(rank_state: State) -> tuple[Cause, str, str]:
     """Return the cause, a description of the rank's activity, and a remedy."""
-    spot_words = rank_state.spot.words()
+    spot_words = rank_state.spot.describe_line()
     match rank_state.kind:
         case "loader":
             return (
@@ -250,8 +250,8 @@ def _diagnose_uneven(
         rank_numbers,
         wait_end="never",
         sentence=(
-            f"{ranks_in_words(rank_numbers)} {_is_or_are(rank_numbers)} in end_training() at {first_ending.spot.words()} after {first_ending.step} updates, while rank "
-            f"{first_training.rank} waits at {first_training.spot.words()} for one more: the ranks have unequal numbers of batches"
+            f"{ranks_in_words(rank_numbers)} {_is_or_are(rank_numbers)} in end_training() at {first_ending.spot.describe_line()} after {first_ending.step} updates, while rank "
+            f"{first_training.rank} waits at {first_training.spot.describe_line()} for one more: the ranks have unequal numbers of batches"
         ),
         cure=(
             "give every rank the same number of batches (prepare() the loader, or use join_uneven_inputs()), and call "
@@ -273,7 +273,7 @@ def _diagnose_working(
     cause, activity, remedy = describe_occupation(quietest)
     last_collective = ""
     if quietest.last:
-        last_collective = f"; its last collective was {quietest.last.words()}, {quietest.last_ago_s:.0f} s ago"
+        last_collective = f"; its last collective was {quietest.last.describe_line()}, {quietest.last_ago_s:.0f} s ago"
     busy_ranks = sorted(rank_state.rank for rank_state in busy_states)
     return Diagnosis(
         cause,
@@ -331,7 +331,7 @@ def _diagnose_moving(
         rank_numbers,
         wait_end="perhaps",
         sentence=(
-            f"{ranks_in_words(rank_numbers)} {_is_or_are(rank_numbers)} busy with other collectives, now at {moving[0].spot.words()}, while others wait in one "
+            f"{ranks_in_words(rank_numbers)} {_is_or_are(rank_numbers)} busy with other collectives, now at {moving[0].spot.describe_line()}, while others wait in one "
             f"that {subject} not started"
         ),
         cure=(
@@ -373,8 +373,8 @@ def _diagnose_all_waiting(
         (),
         wait_end=_wait_ends(rank_states, groups_ahead),
         sentence=(
-            f"{ranks_in_words(rank_groups[0])} waits at {first_state.spot.words()} while {ranks_in_words(rank_groups[1])} waits at "
-            f"{other_state.spot.words()}: the ranks called different collectives{step_difference}"
+            f"{ranks_in_words(rank_groups[0])} waits at {first_state.spot.describe_line()} while {ranks_in_words(rank_groups[1])} waits at "
+            f"{other_state.spot.describe_line()}: the ranks called different collectives{step_difference}"
         ),
         cure=(
             "every rank must make the same calls in the same order: move the call out of `if is_main_process:` and other "
@@ -392,7 +392,7 @@ def _diagnose_same_call(
         all_ranks,
         (),
         wait_end="perhaps",
-        sentence=f"all ranks wait in the same call, {first_state.spot.words()}: data is not transferred",
+        sentence=f"all ranks wait in the same call, {first_state.spot.describe_line()}: data is not transferred",
         cure=(
             "a slow or broken network, or a firewall between the machines (try `hasten test`, NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME); "
             "increase trust.stall_after_s if the transfer is that large."

@@ -46,7 +46,7 @@ class Evidence:
         self._diagnosis_key: tuple[object, ...] = ()
         self._first_observations: dict[int, _FirstObservation] = {}
 
-    def forget(self) -> None:
+    def forget_observation(self) -> None:
         """Drop the first observation."""
         self._diagnosis_key, self._first_observations = (), {}
 

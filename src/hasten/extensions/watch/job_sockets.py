@@ -37,7 +37,7 @@ class Address:
         return f"{self.job}.{self.rank}.{self.pid}.{self.number}{_SOCKET_SUFFIX}"
 
     @classmethod
-    def parse(cls, name: str) -> Address | None:
+    def parse_name(cls, name: str) -> Address | None:
         """Return the address in a file name; None for other files."""
         name_parts = name.removesuffix(_SOCKET_SUFFIX).split(".")
         if (
@@ -82,7 +82,7 @@ def peer_is_owner(connection: socket.socket) -> bool:
 def live_sockets(folder: Path) -> Iterator[tuple[Address, Path]]:
     """Yield the sockets of live ranks, in order; sockets left by killed processes are removed."""
     for socket_path in sorted(folder.glob(f"*{_SOCKET_SUFFIX}")):
-        address = Address.parse(socket_path.name)
+        address = Address.parse_name(socket_path.name)
         if address is None:
             continue
         if _is_alive(address.pid):

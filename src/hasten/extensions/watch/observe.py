@@ -141,12 +141,12 @@ class Observer:
             ended,
             failed,
             pid_namespace(),
-            self.counts()
+            self.read_counts()
             if ended and count_collectives(self.device_type)
             else None,  # a destroyed group has no counters
         )
 
-    def counts(self) -> dict[str, int]:
+    def read_counts(self) -> dict[str, int]:
         """Return the number of collectives started by every group of this process, including torch's."""
         barriers = {}
         for name, turn in self.collectives.turns.copy().items():

@@ -23,11 +23,11 @@ class StallWatch(RunPart):
         # the watchdog's thread must not keep the Accelerator alive
         clocks = weakref.ref(run.clock)
 
-        def step() -> int:
+        def count_updates() -> int:
             clock = clocks()
             return 0 if clock is None else clock.num_updates
 
-        def noted(seconds: float, over: bool) -> None:
+        def note_stall(seconds: float, over: bool) -> None:
             if (clock := clocks()) is not None:
                 for tell in clock.parts.stalled:
                     tell(seconds, over)
@@ -43,8 +43,8 @@ class StallWatch(RunPart):
             if timeout is None
             else timeout.total_seconds(),
             folder=reports_in(config, "stalls"),
-            notify_stall=noted,
+            notify_stall=note_stall,
         )
         watchdog.start_watchdog(
-            run.accelerator, watchdog=watchdog.watchdog_of(ctx, step, settings)
+            run.accelerator, watchdog=watchdog.watchdog_of(ctx, count_updates, settings)
         )

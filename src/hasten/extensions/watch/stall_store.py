@@ -22,7 +22,7 @@ class StallStore:
         self._rank = rank
         self._turn = 0
 
-    def register(self, rank_note: Note) -> None:
+    def post_note(self, rank_note: Note) -> None:
         """Post this rank's host and process. Called by the training thread at the start."""
         self._store.set(f"{self._prefix}/note/{self._rank}", _encode_message(rank_note))
 
@@ -45,14 +45,14 @@ class StallStore:
         """Return the hosts, processes and ends of ranks."""
         return {
             rank: msgspec.json.decode(data, type=Note)
-            for rank, data in self._read("note", rank_numbers).items()
+            for rank, data in self._read_topic("note", rank_numbers).items()
         }
 
     def read_states(self, rank_numbers: Sequence[int]) -> dict[int, State]:
         """Return the posted states of ranks."""
         return {
             rank: msgspec.json.decode(data, type=State)
-            for rank, data in self._read("state", rank_numbers).items()
+            for rank, data in self._read_topic("state", rank_numbers).items()
         }
 
     def post_heartbeat(self, turn: int) -> None:
@@ -61,7 +61,7 @@ class StallStore:
 
     def read_reporter(self) -> str:
         """Return the reporting rank and its heartbeat counter; empty if there is none."""
-        return self._get("speaker")
+        return self._get_value("speaker")
 
     def stop_reporting(self) -> None:
         """Stop being the reporting rank."""
@@ -73,15 +73,15 @@ class StallStore:
 
     def read_verdict(self) -> str:
         """Return the reason why the job ends; empty if it does not."""
-        return self._get("verdict")
+        return self._get_value("verdict")
 
-    def _get(self, key: str) -> str:
+    def _get_value(self, key: str) -> str:
         store = self._own_connection()
         if store.check([f"{self._prefix}/{key}"]):
             return store.get(f"{self._prefix}/{key}").decode()
         return ""
 
-    def _read(self, topic: str, rank_numbers: Sequence[int]) -> dict[int, bytes]:
+    def _read_topic(self, topic: str, rank_numbers: Sequence[int]) -> dict[int, bytes]:
         store = self._own_connection()
         keys = {rank: f"{self._prefix}/{topic}/{rank}" for rank in rank_numbers}
         return {

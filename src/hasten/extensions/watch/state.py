@@ -38,7 +38,7 @@ class CodeLine(msgspec.Struct, frozen=True):
     call: str = ""
     text: str = ""
 
-    def words(self) -> str:
+    def describe_line(self) -> str:
         """Return the line as text: `train.py:42 gather(preds)`."""
         return f"{self.site} {self.text or self.call}".rstrip()
 

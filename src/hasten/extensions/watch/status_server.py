@@ -53,18 +53,18 @@ class StatusPart(RunPart):
         accelerator, clocks = run.accelerator, weakref.ref(run.clock)
         ctx = accelerator.ctx
 
-        def step() -> int:
+        def count_updates() -> int:
             clock = clocks()
             return 0 if clock is None else clock.num_updates
 
-        def values() -> Mapping[str, float | str]:
+        def read_values() -> Mapping[str, float | str]:
             clock = clocks()
             return {} if clock is None else clock.parts.read_status()
 
-        observer = Observer(ctx.rank, ctx.collectives, step, ctx.device.type)
+        observer = Observer(ctx.rank, ctx.collectives, count_updates, ctx.device.type)
         folder = env.runtime_folder(env.snapshot())
         self._server = server = StatusServer(
-            observer, ctx.topology, ctx.device, folder, values
+            observer, ctx.topology, ctx.device, folder, read_values
         )
         server.start()
         at_exit = partial(_close_server, weakref.ref(server))
@@ -110,7 +110,7 @@ class StatusServer:
         self._pid = os.getpid()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, name="hasten-status", daemon=True
+            target=self._answer_requests, name="hasten-status", daemon=True
         )
 
     def start(self) -> None:
@@ -148,7 +148,7 @@ class StatusServer:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
-    def _run(self) -> None:
+    def _answer_requests(self) -> None:
         while not self._is_closed.is_set():
             self._steps.append((time.monotonic(), self._observer.step()))
             try:
@@ -187,7 +187,7 @@ class StatusServer:
             "values": dict(self._rates()),
             "waits": rank_state.waits and self._topology.world_size > 1,
             "doing": rank_state.kind,
-            "at": rank_state.spot.words(),
+            "at": rank_state.spot.describe_line(),
             "memory": process_memory(self._device),
             **({"stack": list(rank_state.stack)} if stacks else {}),
         }

@@ -84,7 +84,7 @@ class Watchdog:
         self._settings = settings
         self._is_over = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, name="hasten-watchdog", daemon=True
+            target=self._watch_ranks, name="hasten-watchdog", daemon=True
         )
         self._counts: dict[str, int] = {}
         self._quiet_since = 0.0
@@ -99,7 +99,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Post this rank's host and process, and start watching."""
-        self._stall_store.register(self._observer.make_note())
+        self._stall_store.post_note(self._observer.make_note())
         self._thread.start()
 
     def close(self, ended: str = "", failed: bool = False) -> None:
@@ -134,11 +134,11 @@ class Watchdog:
         """Seconds of waiting for a working rank before the job is ended: at least the group's timeout."""
         return max(_PATIENCE_FACTOR * self.after_s, self._settings.timeout_s)
 
-    def _run(self) -> None:
+    def _watch_ranks(self) -> None:
         last_tick_s = self._quiet_since = time.monotonic()
         while not self._is_over.wait(self._tick_s):
             now_s = time.monotonic()
-            collective_counts = self._observer.counts()
+            collective_counts = self._observer.read_counts()
             # made progress, or was stopped itself
             if (
                 collective_counts != self._counts
@@ -148,7 +148,7 @@ class Watchdog:
             if now_s >= self._post_at:
                 self._post_at = now_s + self._pause_s(now_s)
                 try:
-                    self._post(now_s)
+                    self._post_state(now_s)
                 # the training thread loses the store, too, and reports it
                 except LOST as error:
                     log.debug(
@@ -169,10 +169,10 @@ class Watchdog:
             log.warning("the ranks make progress again after %.0f s", waited)
             self._settings.notify_stall(waited, True)
         self._reported_key = ()
-        self._evidence.forget()
+        self._evidence.forget_observation()
         self._observer.start_looking()
 
-    def _post(self, now_s: float) -> None:
+    def _post_state(self, now_s: float) -> None:
         """Post the state of this rank; diagnose on the reporting rank if it has started no collective for a while."""
         quiet_s = now_s - self._quiet_since
         if quiet_s < self._look_s:
@@ -240,7 +240,7 @@ class Watchdog:
     def _diagnose_ranks(self, observed_ranks: list[ObservedRank]) -> None:
         diagnosis = diagnose_stall(observed_ranks, io_patience_s=self.after_s)
         if diagnosis is None:
-            self._evidence.forget()
+            self._evidence.forget_observation()
             return
         if not self._evidence.confirms_diagnosis(diagnosis, observed_ranks):
             return

@@ -78,9 +78,11 @@ def _state_words(rank_state: State) -> str:
     step_words = f", after {rank_state.step} updates" if rank_state.step else ""
     duration_words = f"for {_whole_seconds(rank_state.quiet_s)} s"
     if rank_state.moves:
-        return f"is busy with other collectives, now at {rank_state.spot.words()}{step_words}"
+        return f"is busy with other collectives, now at {rank_state.spot.describe_line()}{step_words}"
     if rank_state.waits:
-        return f"waits at {rank_state.spot.words()} {duration_words}{step_words}"
+        return (
+            f"waits at {rank_state.spot.describe_line()} {duration_words}{step_words}"
+        )
     activity_words = {
         "loader": "loads data at",
         "checkpoint": "saves or loads at",
@@ -88,7 +90,7 @@ def _state_words(rank_state: State) -> str:
         "ending": "is in end_training() at",
         "over": "has reached the end of its program, but other threads keep its process alive, at",
     }.get(rank_state.kind, "is in user code at")
-    return f"{activity_words} {rank_state.spot.words()} {duration_words}{step_words}"
+    return f"{activity_words} {rank_state.spot.describe_line()} {duration_words}{step_words}"
 
 
 def _whole_seconds(seconds: float) -> int:

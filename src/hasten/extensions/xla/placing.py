@@ -46,30 +46,30 @@ class Devices:
             spmd.Mesh(range(count), (count,), (AXIS,)),
         )
 
-    def divides(self, size: int) -> bool:
+    def divides_evenly(self, size: int) -> bool:
         """Return whether a dimension of this size is sharded; XLA's partitioner aborts on uneven shards (torch_xla 2.9)."""
         return self.count > 1 and size > 0 and size % self.count == 0
 
-    def shard(self, tensor: Tensor, dim: int = 0) -> None:
+    def shard_tensor(self, tensor: Tensor, dim: int = 0) -> None:
         """Shard a tensor along `dim` over the devices, if the dimension is divisible; values do not change."""
-        if self.divides(tensor.shape[dim]):
+        if self.divides_evenly(tensor.shape[dim]):
             need("torch_xla.distributed.spmd").mark_sharding(
-                tensor, self.mesh, self._spec(tensor.ndim, dim)
+                tensor, self.mesh, self._make_spec(tensor.ndim, dim)
             )
 
-    def send(self, tensor: Tensor, dim: int | None = 0) -> Tensor:
+    def send_tensor(self, tensor: Tensor, dim: int | None = 0) -> Tensor:
         """Copy a host tensor to the devices, sharded along `dim` if it is divisible, else replicated."""
         sharding = None
-        if dim is not None and tensor.ndim and self.divides(tensor.shape[dim]):
+        if dim is not None and tensor.ndim and self.divides_evenly(tensor.shape[dim]):
             sharding = need("torch_xla.distributed.spmd").ShardingSpec(
-                self.mesh, self._spec(tensor.ndim, dim)
+                self.mesh, self._make_spec(tensor.ndim, dim)
             )
         sent: Tensor = need("torch_xla.core.xla_model").send_cpu_data_to_device(
             [tensor], self.device, sharding
         )[0]
         return sent
 
-    def _spec(self, ndim: int, dim: int) -> tuple[str | None, ...]:
+    def _make_spec(self, ndim: int, dim: int) -> tuple[str | None, ...]:
         return tuple(AXIS if index == dim else None for index in range(ndim))
 
 
@@ -101,7 +101,7 @@ class PlaceOnDevices:
             )
         if self._shards and request.train and self._devices.count > 1:
             for parameter in model.parameters():
-                self._shard(parameter)
+                self._shard_tensor(parameter)
             for module in (model, *(block for _, block in repeated_blocks(model))):
                 module.register_forward_hook(ShardOutput(self._devices))
         return model
@@ -120,21 +120,23 @@ class PlaceOnDevices:
                     and value.device == parameter.device
                     and value.shape == parameter.shape
                 ):
-                    self._shard(value)
+                    self._shard_tensor(value)
 
-    def send(self, tensor: Tensor) -> Tensor:
+    def send_tensor(self, tensor: Tensor) -> Tensor:
         """Copy a host tensor to the devices, sharded like a parameter of its shape."""
-        return self._devices.send(tensor, self._dim(tensor) if self._shards else None)
+        return self._devices.send_tensor(
+            tensor, self._find_dim(tensor) if self._shards else None
+        )
 
-    def _shard(self, tensor: Tensor) -> None:
-        if (dim := self._dim(tensor)) is not None:
-            self._devices.shard(tensor, dim)
+    def _shard_tensor(self, tensor: Tensor) -> None:
+        if (dim := self._find_dim(tensor)) is not None:
+            self._devices.shard_tensor(tensor, dim)
 
-    def _dim(self, tensor: Tensor) -> int | None:
+    def _find_dim(self, tensor: Tensor) -> int | None:
         """Return the largest dimension that is divisible by the number of devices; None if there is none."""
         dims = []
         for dim, size in enumerate(tensor.shape):
-            if self._devices.divides(size):
+            if self._devices.divides_evenly(size):
                 dims.append(dim)
         return max(dims, key=lambda dim: tensor.shape[dim]) if dims else None
 
@@ -149,7 +151,7 @@ class ShardOutput:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in trees.tensors(output):
             if tensor.ndim > 1 and tensor.device.type == "xla":
-                self._devices.shard(tensor)
+                self._devices.shard_tensor(tensor)
 
 
 def _tie_again(
@@ -205,7 +207,11 @@ class Transfer:
 
     def _send_batch(self, batch: Any) -> Any:
         if isinstance(batch, Tensor):
-            return self._devices.send(batch) if batch.device.type == "cpu" else batch
+            return (
+                self._devices.send_tensor(batch)
+                if batch.device.type == "cpu"
+                else batch
+            )
         if not trees.is_container(batch):
             return trees.to_device(batch, self._devices.device)
         sent_parts = []

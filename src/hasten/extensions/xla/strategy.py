@@ -157,7 +157,7 @@ class AcrossHosts(Alone):
         """Return a hook that records that a backward pass reached this model, and queues `_end_pass` for the end of the pass."""
         weak_self = ref(self)
 
-        def hook(parameter: Tensor) -> None:
+        def note_backward(parameter: Tensor) -> None:
             strategy = weak_self()
             if strategy is None:
                 return
@@ -170,7 +170,7 @@ class AcrossHosts(Alone):
                 )
             strategy._reached_models.add(model_index)
 
-        return hook
+        return note_backward
 
     def _end_pass(self) -> None:
         reached_models, self._reached_models, self._current_pass = (
@@ -217,7 +217,9 @@ class AcrossHosts(Alone):
                 torch.split(mean, [member.numel() for member in bucket]),
                 strict=True,
             ):
-                parameter.grad = self._placing.send(mean_gradient.view(parameter.shape))
+                parameter.grad = self._placing.send_tensor(
+                    mean_gradient.view(parameter.shape)
+                )
 
     @torch.no_grad()
     def _copy_buffers(self, buffers: list[Tensor]) -> None:

@@ -32,7 +32,7 @@ class LastCalls:
     _calls: dict[int, ModuleCall] = field(default_factory=dict)
     _followed_models: WeakSet[nn.Module] = field(default_factory=WeakSet)
 
-    def follow(self, model: nn.Module) -> None:
+    def record_calls(self, model: nn.Module) -> None:
         """Record the forwards of this model from now on."""
         if model not in self._followed_models:
             self._followed_models.add(model)
@@ -69,12 +69,12 @@ def first_bad_module(module_call: ModuleCall, module: nn.Module) -> str:
     handles: list[RemovableHandle] = []
 
     def watch_output(name: str, kind: str) -> Any:  # Any: a hook of torch's
-        def hook(_module: nn.Module, _args: object, output: object) -> None:
+        def check_output(_module: nn.Module, _args: object, output: object) -> None:
             if not bad_modules and not all_finite(trees.tensors(output)):
                 module_words = repr(name) if name else "the model itself"
                 bad_modules.append(f"{module_words} ({kind})")
 
-        return hook
+        return check_output
 
     if all_finite(trees.tensors((module_call.args, module_call.kwargs))):
         input_words = ""
@@ -83,8 +83,8 @@ def first_bad_module(module_call: ModuleCall, module: nn.Module) -> str:
     with torch.no_grad(), _as_before(module, module_call):
         try:
             for module_name, inner_module in module.named_modules():
-                hook = watch_output(module_name, type(inner_module).__name__)
-                handles.append(inner_module.register_forward_hook(hook))
+                check_output = watch_output(module_name, type(inner_module).__name__)
+                handles.append(inner_module.register_forward_hook(check_output))
             module(*module_call.args, **module_call.kwargs)
         # the user's forward may raise on such numbers, which is a result too
         except Exception as error:
@@ -123,7 +123,7 @@ def _as_before(module: nn.Module, module_call: ModuleCall) -> Iterator[None]:
 
 
 def _random_states(model: nn.Module) -> tuple[Tensor, Tensor | None]:
-    device = _device(model)
+    device = _find_device(model)
     device_state = None
     if device.type == "cuda":
         device_state = torch.cuda.get_rng_state(device)
@@ -134,10 +134,10 @@ def _set_random_states(model: nn.Module, states: tuple[Tensor, Tensor | None]) -
     host_state, device_state = states
     torch.set_rng_state(host_state)
     if device_state is not None:
-        torch.cuda.set_rng_state(device_state, _device(model))
+        torch.cuda.set_rng_state(device_state, _find_device(model))
 
 
-def _device(model: nn.Module) -> torch.device:
+def _find_device(model: nn.Module) -> torch.device:
     return next(
         (parameter.device for parameter in model.parameters()), torch.device("cpu")
     )

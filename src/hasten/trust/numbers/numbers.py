@@ -106,7 +106,7 @@ class NumbersWatch(RunPart):
         """Record the calls of prepared models, so that the last one can be repeated."""
         for model in objects:
             if isinstance(model, nn.Module):
-                self._last_calls.follow(model)
+                self._last_calls.record_calls(model)
         return objects
 
     def loss(self, loss: Tensor, weight: float | Tensor | None) -> None:
@@ -306,7 +306,7 @@ class NumbersWatch(RunPart):
         spike = self._settings.spike
         if spike is not None:
             if len(self._recent_losses) >= _FEWEST_LOSSES:
-                median = _median(self._recent_losses)
+                median = _find_median(self._recent_losses)
                 for loss_value in loss_values:
                     if loss_value > spike * median > 0:
                         return f"the loss is {loss_value:.6g}, {loss_value / median:.3g} times the median of the last {len(self._recent_losses)}"
@@ -396,7 +396,7 @@ def _has_finite_gradients(parameters: Sequence[Tensor]) -> bool:
     return math.isfinite(float(torch.stack(host_norms).sum()))
 
 
-def _median(loss_values: Collection[float]) -> float:
+def _find_median(loss_values: Collection[float]) -> float:
     sorted_values = sorted(loss_values)
     middle = len(sorted_values) // 2
     if len(sorted_values) % 2:

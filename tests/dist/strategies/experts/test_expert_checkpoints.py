@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hasten import Accelerator, ParallelismConfig
 from hasten.checkpoint.export import read_model
-from hasten.extensions.checkpoint_tools.inspect import merge
+from hasten.extensions.checkpoint_tools.inspect import merge_shards
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
 from hasten.testing.toys import next_token_loss, seeded
@@ -92,7 +92,7 @@ def test_experts_save_in_the_background_and_merge_offline(
     step(accelerator, net, optimizer)
     accelerator.wait_for_saves()
     if ctx.is_main:
-        merge(str(tmp_path / "saved"), tmp_path / "merged")
+        merge_shards(str(tmp_path / "saved"), tmp_path / "merged")
         merged = read_model(tmp_path / "merged")
         assert all(
             torch.equal(value, expected[f"{name}/weight"])

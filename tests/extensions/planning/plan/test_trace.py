@@ -60,10 +60,10 @@ def test_a_fake_step_keeps_what_a_real_one_keeps(traced: ModelTrace) -> None:
     model = net()
     batch = torch.zeros(1, LENGTH, dtype=torch.long)
     watch = StepWatch([model])
-    with watch.hooks(), use_gpu_rules(lambda *_: None), watch:
+    with watch.track_modules(), use_gpu_rules(lambda *_: None), watch:
         next_token_loss(model(batch), batch).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     real = max(sum(alive[:2]) for alive in watch.measured.alive)
-    variant = traced.variant("no", recompute=False)
+    variant = traced.find_variant("no", recompute=False)
     assert variant is not None
     planned = max(
         moment.activations.cost_of(1) + moment.copies.cost_of(1)
@@ -83,8 +83,8 @@ def test_the_trace_knows_the_model_and_its_optimizer(traced: ModelTrace) -> None
     assert traced.optimizer.states == (4, 4)
     assert 0 < traced.split_share < 1
     plain, recomputed = (
-        traced.variant("no", recompute=False),
-        traced.variant("no", recompute=True),
+        traced.find_variant("no", recompute=False),
+        traced.find_variant("no", recompute=True),
     )
     assert plain is not None
     assert recomputed is not None

@@ -357,7 +357,7 @@ def _fill_weights(state: dict[str, Any], folder: Path) -> None:
     _check_names(
         folder, set(state), {tensor_name.removeprefix(prefix) for tensor_name in stored}
     )
-    torch_folder.fill(
+    torch_folder.fill_state(
         {prefix + tensor_name: value for tensor_name, value in state.items()}, folder
     )
 
@@ -420,7 +420,7 @@ def _load_optimizer_shards(
 ) -> None:
     if use_dcp:
         optimizer_state = {"optimizer": dcp.get_optimizer_state_dict(module, optimizer)}
-        torch_folder.fill(optimizer_state, files.shards)
+        torch_folder.fill_state(optimizer_state, files.shards)
     else:
         optimizer_state = {"optimizer": torch.load(files.of_rank, weights_only=True)}
     dcp.set_optimizer_state_dict(module, optimizer, optimizer_state["optimizer"])

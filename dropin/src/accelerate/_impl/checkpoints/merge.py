@@ -23,7 +23,7 @@ def merge_fsdp_weights(
     remove_checkpoint_dir: bool = False,
 ) -> None:
     """Write a checkpoint's model as the Hub has it; the checkpoint goes afterwards only when asked. Ranks: any one process."""
-    inspect.merge(
+    inspect.merge_shards(
         str(_shards_in(checkpoint_dir)),
         output_path,
         safe_serialization=safe_serialization,

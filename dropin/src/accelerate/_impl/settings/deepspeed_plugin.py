@@ -300,7 +300,7 @@ class DeepSpeedPlugin:
         try:
             yield
         finally:
-            registered_config.forget()
+            registered_config.restore_config()
             self.zero3_init_flag = previous_flag
 
     def _partition_config(self) -> dict[str, Any]:

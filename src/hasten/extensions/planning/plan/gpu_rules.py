@@ -87,15 +87,18 @@ def use_gpu_rules(record_attention: Attention) -> Iterator[None]:
     """Replace functions whose memory use on a GPU differs from that on a CPU, inside the block."""
 
     # Any: ignored
-    def attend(
+    def run_attention(
         query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        return _attend(
+        return _run_attention(
             record_attention, query, key, value, is_causal=bool(kwargs.get("is_causal"))
         )
 
     torch_functions = functional.scaled_dot_product_attention, functional.dropout
-    functional.scaled_dot_product_attention, functional.dropout = attend, _dropout
+    functional.scaled_dot_product_attention, functional.dropout = (
+        run_attention,
+        _apply_dropout,
+    )
     float32_rules = _Float32List()
     hooks = (
         register_module_forward_pre_hook(float32_rules.entered),
@@ -151,7 +154,7 @@ class _Float32List(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _attend(
+def _run_attention(
     record_attention: Attention,
     query: Tensor,
     key: Tensor,
@@ -181,7 +184,7 @@ def _to_float32(argument: Any) -> Any:  # Any: an argument of a torch function
     return argument
 
 
-def _dropout(
+def _apply_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     """Apply dropout with a mask of one byte per element."""

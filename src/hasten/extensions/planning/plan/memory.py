@@ -49,7 +49,7 @@ class MemoryNeed:
         """Memory that a device must have: the peak and the margin."""
         return self.peak + self.margin
 
-    def words(self) -> str:
+    def describe_kinds(self) -> str:
         """Return the kinds with their sizes as text."""
         kinds = (
             "parameters",
@@ -105,7 +105,7 @@ def predict_memory(
 
     `kept` is the result of `held` for this layout, for callers that try many micro-batches.
     """
-    variant = model_trace.variant(layout.precision, layout.recompute)
+    variant = model_trace.find_variant(layout.precision, layout.recompute)
     assert variant is not None, (
         f"{layout.precision} with recompute={layout.recompute} was not traced"
     )

@@ -21,7 +21,7 @@ def explain_best(layout_plan: LayoutPlan) -> list[str]:
     """Return the reasons for the best option: its time and its memory."""
     return [
         f"{layout_plan.best.candidate.words}: {layout_plan.best.time.words()}",
-        f"memory of a rank: {layout_plan.best.need.words()}",
+        f"memory of a rank: {layout_plan.best.need.describe_kinds()}",
     ]
 
 

@@ -82,8 +82,10 @@ def predict_time(
     rank_bytes: RankBytes | None = None,
 ) -> UpdateTime:
     """Return the predicted time of one update of a candidate; `kept` as in `memory.need`."""
-    variant = model_trace.variant(layout.precision, layout.recompute)
-    variant_without_recompute = model_trace.variant(layout.precision, False) or variant
+    variant = model_trace.find_variant(layout.precision, layout.recompute)
+    variant_without_recompute = (
+        model_trace.find_variant(layout.precision, False) or variant
+    )
     assert variant is not None, (
         f"{layout.precision} with recompute={layout.recompute} was not traced"
     )

@@ -117,24 +117,24 @@ class ScriptPlanner(RunPart):
                 exit_words = f", saying {error.code!r}"
             else:
                 exit_words = f" with exit code {error.code or 0}"
-            self._fail(f"it ended{exit_words}")
+            self._end_with_error(f"it ended{exit_words}")
         # any kind: the loop is the user's, and the message includes the error
         except Exception as error:
             # already has a full message
             if self._run is None and isinstance(error, ConfigError):
                 raise
-            self._fail(describe_error(error).rstrip("."))
+            self._end_with_error(describe_error(error).rstrip("."))
         if self._run is not None:
-            self._fail("it ended before its first update")
+            self._end_with_error("it ended before its first update")
         raise ConfigError(
             "the script never called Accelerator.prepare() with a model, so there is no training step to plan; give a script "
             "that trains with hasten, or module:function."
         )
 
-    def _fail(self, cause: str) -> None:
+    def _end_with_error(self, cause: str) -> None:
         """End a forked step, or the planning, with an error message."""
         if self._run is not None:
-            self._answer(TracedStep(self._run, error=cause))
+            self._send_step(TracedStep(self._run, error=cause))
         raise ConfigError(
             f"the script stopped before its first batch, so there is no step to plan: {cause}. Run it directly to see the cause, or give "
             "module:function, which needs no data."
@@ -195,7 +195,7 @@ class ScriptPlanner(RunPart):
                 pid = os.fork()
                 if pid == 0:
                     os.close(read_fd)
-                    self._become(script_run, write_fd)
+                    self._become_step(script_run, write_fd)
                     return
                 os.close(write_fd)
                 forks.append((script_run, pid, os.fdopen(read_fd, "rb")))
@@ -207,7 +207,7 @@ class ScriptPlanner(RunPart):
         raise _EndOfPlanning
 
     # -- in a fork --------------------------------------------------------------------------------------------------
-    def _become(self, script_run: ScriptRun, write_fd: int) -> None:
+    def _become_step(self, script_run: ScriptRun, write_fd: int) -> None:
         self._run = script_run
         self._to_parent = os.fdopen(write_fd, "wb")
         null_fd = os.open(os.devnull, os.O_WRONLY)
@@ -304,25 +304,25 @@ class ScriptPlanner(RunPart):
             small_batch = first_batch
         if num_rows < num_samples:
             small_batch = concat([small_batch] * num_samples)
-        self._begin()
-        return map_tensors(self._fake, small_batch)
+        self._begin_trace()
+        return map_tensors(self._to_fake, small_batch)
 
-    def _fake(self, tensor: Tensor) -> Tensor:
+    def _to_fake(self, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
-    def _begin(self) -> None:
+    def _begin_trace(self) -> None:
         if self._watch is not None:
             return
         self._watch = step_watch = StepWatch(self._models)
         self._notes = saved_notes = SavedNotes(step_watch, self._anatomy)
         self._inside.enter_context(self._mode)
-        self._inside.enter_context(step_watch.hooks())
-        handle = register_module_forward_pre_hook(saved_notes.entered)
+        self._inside.enter_context(step_watch.track_modules())
+        handle = register_module_forward_pre_hook(saved_notes.record_input)
         self._inside.callback(handle.remove)
-        self._inside.enter_context(use_gpu_rules(saved_notes.attention))
+        self._inside.enter_context(use_gpu_rules(saved_notes.record_attention))
         if self._run is not None and not self._run.recompute:
             self._inside.enter_context(
-                saved_tensors_hooks(saved_notes.save, lambda tensor: tensor)
+                saved_tensors_hooks(saved_notes.record_saved, lambda tensor: tensor)
             )
         self._inside.enter_context(step_watch)
 
@@ -347,9 +347,9 @@ class ScriptPlanner(RunPart):
             step_watch.measured.alive[num_moments - 1] if num_moments else (0, 0, 0),
         )
         traced_step.watched.alive = _thin_moments(traced_step.watched.alive)
-        self._answer(traced_step)
+        self._send_step(traced_step)
 
-    def _answer(self, traced_step: TracedStep) -> None:
+    def _send_step(self, traced_step: TracedStep) -> None:
         assert self._to_parent is not None, "only forks answer"
         # closing it would run the user's exit handlers; the process ends anyway
         self._inside.pop_all()

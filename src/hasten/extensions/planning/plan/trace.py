@@ -96,7 +96,7 @@ class ModelStructure:
         blocks = _outermost_blocks(
             blocks_to_recompute(largest_model, FullyShardedDataParallelPlugin())
         )
-        layer_split = self._splits(largest_model)
+        layer_split = self._find_splits(largest_model)
         kind_counts: Counter[ParameterKind] = Counter()
         for inspected_model in models:
             kind_counts.update(
@@ -137,7 +137,7 @@ class ModelStructure:
             parameter.numel() for parameter in parameters if not parameter.requires_grad
         )
 
-    def _splits(self, model: nn.Module) -> LayerSplit:
+    def _find_splits(self, model: nn.Module) -> LayerSplit:
         """Return the layers that can be split; record the possible numbers of ranks."""
         tp_sizes: list[int] = []
         layer_split = LayerSplit("none")

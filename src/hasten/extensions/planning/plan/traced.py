@@ -116,7 +116,7 @@ class ModelTrace:
     script_settings: tuple[tuple[str, str | int], ...] = ()
     """Settings of `OWN` that the script passes to its Accelerator, which override any file."""
 
-    def variant(self, precision: str, recompute: bool) -> Variant | None:
+    def find_variant(self, precision: str, recompute: bool) -> Variant | None:
         """Return the variant of this kind, if it was traced."""
         for variant in self.variants:
             if variant.precision == precision and variant.recompute == recompute:

@@ -58,13 +58,13 @@ class StepWatch(TorchDispatchMode):
         }
 
     @contextmanager
-    def hooks(self) -> Iterator[None]:
+    def track_modules(self) -> Iterator[None]:
         """Track modules and gradients inside the block."""
         with ExitStack() as stack:
             for handle in (
-                module_hooks.register_module_forward_pre_hook(self._enter),
+                module_hooks.register_module_forward_pre_hook(self._enter_module),
                 module_hooks.register_module_forward_hook(
-                    self._leave, always_call=True
+                    self._leave_module, always_call=True
                 ),
             ):
                 stack.callback(handle.remove)
@@ -72,7 +72,7 @@ class StepWatch(TorchDispatchMode):
                 for parameter in model.parameters():
                     if parameter.requires_grad:
                         handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-                            self._accumulated
+                            self._record_accumulation
                         )
                         stack.callback(handle.remove)
             yield
@@ -85,7 +85,7 @@ class StepWatch(TorchDispatchMode):
             and self._allocations[storage_id][1] == "copies"
         )
 
-    def count(self, flops: float, dtype: str) -> None:
+    def count_operations(self, flops: float, dtype: str) -> None:
         """Add operations of a function that is not an operator of torch."""
         dtype_name = _short_dtype(dtype)
         self.measured.flops[dtype_name] = (
@@ -143,7 +143,7 @@ class StepWatch(TorchDispatchMode):
     ) -> None:
         flop_formula = flop_registry.get(func.overloadpacket)
         if flop_formula is not None and output_tensors:
-            self.count(
+            self.count_operations(
                 float(flop_formula(*args, **kwargs, out_val=operator_output)),
                 str(input_tensors[0].dtype).removeprefix("torch."),
             )
@@ -179,15 +179,15 @@ class StepWatch(TorchDispatchMode):
         )
         self._bytes[kind] += num_bytes
 
-    def _enter(self, module: nn.Module, inputs: object) -> None:
+    def _enter_module(self, module: nn.Module, inputs: object) -> None:
         if id(module) in self._modules:
             self.stack.append(module)
 
-    def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
+    def _leave_module(self, module: nn.Module, inputs: object, output: object) -> None:
         if self.stack and self.stack[-1] is module:
             self.stack.pop()
 
-    def _accumulated(self, parameter: Tensor) -> None:
+    def _record_accumulation(self, parameter: Tensor) -> None:
         if parameter.grad is None:
             return
         storage_id = id(parameter.grad.untyped_storage())
@@ -281,11 +281,13 @@ class SavedNotes:
         default_factory=dict
     )  # Any: storages; strong references would change the peak
 
-    def attention(self, flops: float, dtype: str) -> None:
+    def record_attention(self, flops: float, dtype: str) -> None:
         """Record an attention: its forward, and a backward with two and a half times as many operations."""
-        self.watch.count(3.5 * flops, dtype)
+        self.watch.count_operations(3.5 * flops, dtype)
 
-    def entered(self, module: nn.Module, args: object, kwargs: object = None) -> None:
+    def record_input(
+        self, module: nn.Module, args: object, kwargs: object = None
+    ) -> None:
         """Record the shape of the first block's input."""
         if self.saved.width == 0 and id(module) in self.roles.blocks:
             first_input = next(
@@ -303,7 +305,7 @@ class SavedNotes:
                 else:
                     self.saved.sequence = 1
 
-    def save(self, tensor: Tensor) -> Tensor:
+    def record_saved(self, tensor: Tensor) -> Tensor:
         """Record a tensor that autograd saves."""
         storage = tensor.untyped_storage()
         storage_reference = self._storages.get(id(storage))

@@ -63,7 +63,7 @@ class ScriptTrial(RunPart):
         without_output = {"log_with": None, "project_dir": None}
         return {**given, **without_output, **settings_of(self.spec.values)}
 
-    def _changed(
+    def _change_object(
         self, script_object: Any
     ) -> Any:  # Any: an object that the script prepares
         """Return one of the script's objects, modified for this trial."""
@@ -96,7 +96,7 @@ class ScriptTrial(RunPart):
 
     def preparing(self, objects: Objects) -> Objects:
         """Return the script's objects, modified for this trial."""
-        return tuple(map(self._changed, objects))
+        return tuple(map(self._change_object, objects))
 
     def capturing(self) -> None:
         """Record that the script captures its whole step."""

@@ -361,7 +361,7 @@ def describe_error(error: BaseException) -> str:
     """Return the class of an exception, and the first line of its message."""
     lines = str(error).strip().splitlines()
     error_class = type(error).__name__
-    return _shorten(f"{error_class}: {lines[0]}" if lines else error_class)
+    return _shorten_text(f"{error_class}: {lines[0]}" if lines else error_class)
 
 
 def describe_exit(stderr: str, code: int) -> str:
@@ -369,8 +369,8 @@ def describe_exit(stderr: str, code: int) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     lines = stderr.strip().splitlines()
-    return _shorten(lines[-1]) if lines else f"exit code {code}"
+    return _shorten_text(lines[-1]) if lines else f"exit code {code}"
 
 
-def _shorten(text: str) -> str:
+def _shorten_text(text: str) -> str:
     return textwrap.shorten(text, _CAUSE_CHARS, placeholder=" …")
