@@ -177,19 +177,24 @@ class Progress(Generic[T]):
     ) -> MeterReading:
         memory, straggler_watch = self._context.memory, self._context.watch
         status = self._context.parts.read_numbers()
-        return replace(
+        reading = replace(
             reading,
             tokens_per_s=status.get("tokens_per_second", reading.tokens_per_s),
             mfu=status.get("mfu"),
             values=self._late.read(wait),
-            memory_bytes=memory.used_bytes() if memory else None,
-            memory_total_bytes=memory.total_bytes if memory else None,
-            hint=self._hint
-            if straggler_watch
+        )
+        if memory:
+            memory_bytes, total_bytes = memory.used_bytes(), memory.total_bytes
+            reading = replace(
+                reading, memory_bytes=memory_bytes, memory_total_bytes=total_bytes
+            )
+        if (
+            straggler_watch
             and straggler_watch.found
             and self._shows_hint(straggler_watch)
-            else "",
-        )
+        ):
+            reading = replace(reading, hint=self._hint)
+        return reading
 
     def _shows_hint(self, straggler_watch: StragglerWatch) -> bool:
         """Return whether to display the hint: always in displays that redraw in place, once per rank in log files."""

@@ -71,14 +71,17 @@ def render_bar(reading: MeterReading, ascii_only: bool = False) -> Text:
         num_filled = _WIDTH
     else:
         num_filled = min(_WIDTH * reading.step // max(reading.total, 1), _WIDTH)
+    description = f"{reading.desc} " if reading.desc else ""
     bar_text = Text.assemble(
-        (f"{reading.desc} " if reading.desc else "", "bold"),
+        (description, "bold"),
         (bar_mark * num_filled, "bar.complete"),
         (bar_mark * (_WIDTH - num_filled), "bar.back"),
         (f" {text.step_count(reading)} ", "cyan"),
         " · ".join(text.line_fields(reading)),
     )
-    return bar_text.append(f"\n{reading.hint}", "yellow") if reading.hint else bar_text
+    if reading.hint:
+        bar_text.append(f"\n{reading.hint}", "yellow")
+    return bar_text
 
 
 class LineDisplay:

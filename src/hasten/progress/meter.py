@@ -56,16 +56,16 @@ class Meter:
         then_s, steps, samples, tokens = self._marks[0]
         seconds = max(now_s - then_s, 1e-9)
         steps_per_s = (self.step - steps) / seconds
-        num_steps_left = None if self.total is None else max(self.total - self.step, 0)
+        eta_s: float | None = None
+        if self.total is not None and steps_per_s > 0:
+            eta_s = max(self.total - self.step, 0) / steps_per_s
         self._marks.append((now_s, self.step, self.samples, self.tokens))
         return MeterReading(
             desc=desc,
             step=self.step,
             total=self.total,
             elapsed_s=now_s - self._began_s,
-            eta_s=num_steps_left / steps_per_s
-            if num_steps_left is not None and steps_per_s > 0
-            else None,
+            eta_s=eta_s,
             steps_per_s=steps_per_s,
             samples_per_s=(self.samples - samples) / seconds,
             tokens_per_s=(self.tokens - tokens) / seconds,

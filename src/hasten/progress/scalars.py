@@ -25,10 +25,7 @@ def fetch_scalars(tensors: Sequence[Tensor]) -> list[float]:
             for tensor_index in indices:
                 numbers[tensor_index] = float(tensors[tensor_index])
             continue
-        flat_tensors = [
-            tensor if tensor.ndim == 0 else tensor.reshape(())
-            for tensor in (tensors[tensor_index] for tensor_index in indices)
-        ]
+        flat_tensors = [tensors[index].reshape(()) for index in indices]
         with torch.no_grad():
             stacked_scalars = torch.stack(flat_tensors)
         for tensor_index, number in zip(indices, stacked_scalars.tolist(), strict=True):
@@ -58,33 +55,28 @@ class LateScalars:
                 self._shown[value_name] = float(scalar_value.detach())
         if not wait and self._sent is None:
             self._start_copy()
-        return {
-            value_name: self._shown[value_name]
-            for value_name in self._given
-            if value_name in self._shown
-        }
+        shown_scalars = {}
+        for value_name in self._given:
+            if value_name in self._shown:
+                shown_scalars[value_name] = self._shown[value_name]
+        return shown_scalars
 
     def _start_copy(self) -> None:
         """Start a copy to the host."""
-        device_scalars = {
-            value_name: scalar_value
-            for value_name, scalar_value in self._given.items()
-            if isinstance(scalar_value, Tensor) and _is_on_device(scalar_value)
-        }
+        device_scalars = {}
+        for value_name, scalar_value in self._given.items():
+            if isinstance(scalar_value, Tensor) and _is_on_device(scalar_value):
+                device_scalars[value_name] = scalar_value
         if not device_scalars:
             return
         device = next(iter(device_scalars.values())).device
-        value_names = [
-            value_name
-            for value_name, scalar_value in device_scalars.items()
-            if scalar_value.device == device
-        ]
-        stacked_scalars = torch.stack(
-            [
-                device_scalars[value_name].detach().float().reshape(())
-                for value_name in value_names
-            ]
-        )
+        value_names = []
+        scalars = []
+        for value_name, scalar_value in device_scalars.items():
+            if scalar_value.device == device:
+                value_names.append(value_name)
+                scalars.append(scalar_value.detach().float().reshape(()))
+        stacked_scalars = torch.stack(scalars)
         self._sent = (value_names, HostCopy(stacked_scalars))
 
     def _collect_copy(self, wait: bool) -> None:

@@ -22,7 +22,9 @@ def clock_time(seconds: float | None) -> str:
     whole_seconds = round(seconds)
     hours, seconds_left = divmod(whole_seconds, 3600)
     minutes, left = divmod(seconds_left, 60)
-    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{left:02d}"
+    return f"{minutes}:{left:02d}"
 
 
 def value_text(value: float | str) -> str:
@@ -37,10 +39,9 @@ def gigabytes_text(size: int) -> str:
 
 def line_fields(reading: MeterReading) -> list[str]:
     """Return the fields of a progress line after its bar."""
-    shown_fields = [
-        f"{value_name} {value_text(value)}"
-        for value_name, value in reading.values.items()
-    ]
+    shown_fields = []
+    for value_name, value in reading.values.items():
+        shown_fields.append(f"{value_name} {value_text(value)}")
     if reading.samples_per_s > 0:
         shown_fields.append(f"{short_number(reading.samples_per_s)} samples/s")
     elif reading.steps_per_s >= 1 or reading.steps_per_s == 0:

@@ -152,11 +152,11 @@ class Throughput(RunPart):
                 "tensor of tokens, or give a function of the batch."
             )
         names = _FIELDS if self._tokens_of is None else (self._tokens_of,)
-        tokens = next(
-            (fields[name] for name in names if isinstance(fields.get(name), Tensor)),
-            None,
-        )
-        return 0 if tokens is None else tokens.numel()
+        for name in names:
+            tokens = fields.get(name)
+            if isinstance(tokens, Tensor):
+                return tokens.numel()
+        return 0
 
 
 def _peak_of(

@@ -103,11 +103,10 @@ def pack_call(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
 
     Raises: ConfigError naming the argument that cannot be pickled.
     """
-    warning_filters = [
-        warning_filter
-        for warning_filter in warnings.filters
-        if warning_filter[2].__module__ != "__main__"
-    ]
+    warning_filters = []
+    for warning_filter in warnings.filters:
+        if warning_filter[2].__module__ != "__main__":
+            warning_filters.append(warning_filter)
     try:
         with _pickle_module_by_value(fn):
             buffer = io.BytesIO()

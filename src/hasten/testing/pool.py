@@ -212,13 +212,11 @@ class Pool:
                 worker.pipe.send(None)
             self._cleaning += workers
         else:
-            self._discard_workers(
-                [
-                    w
-                    for w, o in zip(workers, outcomes, strict=True)
-                    if o.status != "died"
-                ]
-            )
+            live_workers = []
+            for worker, outcome in zip(workers, outcomes, strict=True):
+                if outcome.status != "died":
+                    live_workers.append(worker)
+            self._discard_workers(live_workers)
         return outcomes
 
     def _take_workers(self, num_ranks: int) -> list[Worker]:
@@ -316,15 +314,16 @@ class _TeamWatch:
         ]
         # a rank that died caused the failures of the others, even if they were reported first
         if failed_outcomes:
-            first_failure = next(
-                (outcome for outcome in failed_outcomes if outcome.status == "died"),
-                failed_outcomes[0],
+            first_failure = min(
+                failed_outcomes, key=lambda outcome: outcome.status != "died"
             )
             self._done[first_failure.rank] = replace(first_failure, first=True)
-        return [
-            replace(self._done[rank], output=self._read_file("output", rank))
-            for rank in range(self._call.num_ranks)
-        ]
+        outcomes = []
+        for rank in range(self._call.num_ranks):
+            outcomes.append(
+                replace(self._done[rank], output=self._read_file("output", rank))
+            )
+        return outcomes
 
     def _collect_reports(self, timeout_s: float, patience_s: float) -> None:
         """Receive reports until all have arrived, the time is up, or `patience_s` after the first failure has passed."""
@@ -378,10 +377,9 @@ class _TeamWatch:
             self._read_file("stack", rank) for rank in stopped_workers
         ):
             time.sleep(0.005)
-        rank_stacks = {
-            rank: _without_worker_frames(self._read_file("stack", rank))
-            for rank in stopped_workers
-        }
+        rank_stacks = {}
+        for rank in stopped_workers:
+            rank_stacks[rank] = _without_worker_frames(self._read_file("stack", rank))
         for worker in stopped_workers.values():
             worker.kill_children()
             worker.signal(signal.SIGINT)
@@ -489,9 +487,9 @@ def ranks(
             __tracebackhide__ = True
             pool: Pool = fixture_values.pop("rank_pool")
             num_ranks: int = fixture_values.pop("num_ranks")
-            fixture_arguments = [
-                fixture_values[argument_name] for argument_name in argument_names[1:]
-            ]
+            fixture_arguments = []
+            for argument_name in argument_names[1:]:
+                fixture_arguments.append(fixture_values[argument_name])
             outcomes = pool.outcomes(
                 fn,
                 num_ranks,
@@ -514,10 +512,10 @@ def ranks(
             [inspect.Parameter(name, keyword_only) for name in test_arguments]
         )
         rank_parameters = [pytest.param(size, id=f"{size}-ranks") for size in sizes]
-        rank_parameters += [
-            pytest.param(size, id=f"{size}-ranks", marks=pytest.mark.exhaustive)
-            for size in exhaustive
-        ]
+        for size in exhaustive:
+            rank_parameters.append(
+                pytest.param(size, id=f"{size}-ranks", marks=pytest.mark.exhaustive)
+            )
         parametrize = pytest.mark.parametrize("num_ranks", rank_parameters)
         parametrized_test: Callable[..., None] = parametrize(run_test)
         return parametrized_test

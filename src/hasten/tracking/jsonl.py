@@ -56,13 +56,13 @@ class JsonlTracker(Tracker):
 
     def log(self, entry: Entry) -> None:
         """Write one line with step, time and values."""
+        logged_values = {}
+        for value_name, logged_value in entry.values.items():
+            logged_values[value_name] = _json_safe(logged_value)
         self._write_line(
             step=entry.step,
             time=entry.time_s,
-            values={
-                value_name: _json_safe(logged_value)
-                for value_name, logged_value in entry.values.items()
-            },
+            values=logged_values,
         )
 
     def log_images(self, entry: ImageEntry) -> None:
@@ -141,12 +141,11 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         if "rewind" in record:
             value_rows = [row for row in value_rows if row["step"] <= record["rewind"]]
         elif "values" in record:
-            values = {
-                value_name: _WORDS.get(logged_value, logged_value)
-                if isinstance(logged_value, str)
-                else logged_value
-                for value_name, logged_value in record["values"].items()
-            }
+            values = {}
+            for value_name, logged_value in record["values"].items():
+                if isinstance(logged_value, str):
+                    logged_value = _WORDS.get(logged_value, logged_value)
+                values[value_name] = logged_value
             value_rows.append(
                 {**values, "step": record["step"], "time": record["time"]}
             )

@@ -26,11 +26,11 @@ def tracker_names() -> list[str]:
 def installed_trackers() -> list[str]:
     """Return the names of the trackers whose packages are installed."""
     tracker_classes = {name: tracker_class(name) for name in tracker_names()}
-    return [
-        name
-        for name, tracker in tracker_classes.items()
-        if not tracker.package or available(tracker.package)
-    ]
+    installed_names = []
+    for name, tracker in tracker_classes.items():
+        if not tracker.package or available(tracker.package):
+            installed_names.append(name)
+    return installed_names
 
 
 def build_trackers(
@@ -56,26 +56,20 @@ def build_trackers(
     trackers: list[Tracker] = []
     for requested_tracker in requested_trackers:
         if isinstance(requested_tracker, Tracker):
-            trackers += (
-                [requested_tracker]
-                if _is_usable(requested_tracker, missing, is_main)
-                else []
-            )
+            if _is_usable(requested_tracker, missing, is_main):
+                trackers.append(requested_tracker)
             continue
-        name = str(
-            requested_tracker.value
-            if isinstance(requested_tracker, Enum)
-            else requested_tracker
-        ).lower()
-        names, missing_policy = (
-            (installed_trackers(), "warn") if name == "all" else ([name], missing)
-        )
+        if isinstance(requested_tracker, Enum):
+            requested_tracker = requested_tracker.value
+        name = str(requested_tracker).lower()
+        if name == "all":
+            names, missing_policy = (installed_trackers(), "warn")
+        else:
+            names, missing_policy = ([name], missing)
         tracker_classes = list(map(tracker_class, names))
-        trackers += [
-            tracker()
-            for tracker in tracker_classes
-            if _is_usable(tracker, missing_policy, is_main)
-        ]
+        for tracker in tracker_classes:
+            if _is_usable(tracker, missing_policy, is_main):
+                trackers.append(tracker())
     _check_names(trackers)
     return trackers
 

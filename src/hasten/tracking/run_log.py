@@ -237,10 +237,9 @@ class RunLog:
         if self._folder is None:
             return
         current = tuple(self.spent.values())
-        phase_seconds = [
-            spent_after_s - recorded_s
-            for spent_after_s, recorded_s in zip(current, self._recorded, strict=True)
-        ]
+        phase_seconds = []
+        for spent_after_s, recorded_s in zip(current, self._recorded, strict=True):
+            phase_seconds.append(spent_after_s - recorded_s)
         self._records += _RECORD.pack(
             time.time(),
             *phase_seconds,
@@ -307,13 +306,13 @@ class RunLog:
                 self.samples, self._in_batch = self.samples + self._in_batch, 0
                 self._commit_step(time.perf_counter())
             unrecorded = zip(PARTS, self.spent.values(), self._recorded, strict=True)
+            rest_s = {}
+            for phase, spent_s, recorded_s in unrecorded:
+                if spent_s > recorded_s:
+                    rest_s[phase] = round(spent_s - recorded_s, 4)
             self.record_event(
                 "ended",
-                rest={
-                    phase: round(spent_s - recorded_s, 4)
-                    for phase, spent_s, recorded_s in unrecorded
-                    if spent_s > recorded_s
-                },
+                rest=rest_s,
             )
             self.flush()
 
@@ -340,9 +339,10 @@ class LoggedRank:
     @property
     def started(self) -> Mapping[str, Any]:
         """Facts about the run at its start; empty if the start is missing."""
-        return next(
-            (event for event in self.events if event.get("event") == "started"), {}
-        )
+        for event in self.events:
+            if event.get("event") == "started":
+                return event
+        return {}
 
 
 def read_run_log(folder: Path) -> list[LoggedRank]:

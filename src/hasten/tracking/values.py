@@ -8,6 +8,7 @@ import struct
 import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -203,16 +204,13 @@ def as_pixels(value_name: str, logged_value: Any) -> list[Pixels]:
     Raises: TrackerError for other shapes.
     """
     if isinstance(logged_value, (list, tuple)):
-        return [
-            image
-            for array_item in logged_value
-            for image in as_pixels(value_name, array_item)
-        ]
-    array = np.asarray(
-        logged_value.detach().float().cpu()
-        if hasattr(logged_value, "detach")
-        else logged_value
-    )
+        images = []
+        for array_item in logged_value:
+            images += as_pixels(value_name, array_item)
+        return images
+    if hasattr(logged_value, "detach"):
+        logged_value = logged_value.detach().float().cpu()
+    array = np.asarray(logged_value)
     if hasattr(logged_value, "detach") and not logged_value.dtype.is_floating_point:
         array = array.astype(np.uint8)
     if array.ndim == 2:
@@ -250,9 +248,7 @@ def encode_png(image: Pixels) -> bytes:
         (b"IDAT", zlib.compress(rows.tobytes(), 6)),
         (b"IEND", b""),
     )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        _png_chunk(kind, body) for kind, body in chunks
-    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(starmap(_png_chunk, chunks))
 
 
 def _png_chunk(kind: bytes, body: bytes) -> bytes:

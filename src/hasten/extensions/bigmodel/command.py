@@ -18,7 +18,7 @@ from hasten.extensions.bigmodel.placement_plan import format_bytes
 if TYPE_CHECKING:
     pass
 
-_ABOUT = """target:
+_EPILOG = """target:
   a folder or file with weights     sizes come from the headers of its files
   module:function                   a function that returns the model
   a name on the Hub                 needs transformers, and a network
@@ -58,7 +58,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="hasten estimate-memory",
         description="Estimate the memory a model needs.",
-        epilog=_ABOUT,
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

@@ -31,8 +31,8 @@ class Ring:
     ) -> tuple[Span, list[Hashable]] | None:
         """Return a range for `key` and the evicted keys; None if the keys in `keep` leave no space."""
         fixed_spans = []
-        for held_key, fixed_span in self.spans_by_key.items():
-            if held_key in keep:
+        for ring_key, fixed_span in self.spans_by_key.items():
+            if ring_key in keep:
                 fixed_spans.append(fixed_span)
         fixed_stops = sorted(fixed_span.stop for fixed_span in fixed_spans)
         for start in (self._next, 0, *fixed_stops):
@@ -42,9 +42,9 @@ class Ring:
             if any(map(span.overlaps, fixed_spans)):
                 continue
             evicted_keys = []
-            for held_key, held_span in self.spans_by_key.items():
+            for ring_key, held_span in self.spans_by_key.items():
                 if held_span.overlaps(span):
-                    evicted_keys.append(held_key)
+                    evicted_keys.append(ring_key)
             self.drop_ranges(evicted_keys)
             self.spans_by_key[key] = span
             self._next = span.stop

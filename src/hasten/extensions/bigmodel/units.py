@@ -83,7 +83,7 @@ def largest_window_bytes(
 
 
 _NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
-_WHOLE = (
+_UNDIVIDED_CLASSES = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
@@ -157,7 +157,7 @@ def cut_into_units(
         is_one_unit = (
             id(module) in block_ids
             or type(module).__name__ in undivided_classes
-            or isinstance(module, _WHOLE)
+            or isinstance(module, _UNDIVIDED_CLASSES)
         )
         is_undivided = is_one_unit or not any(True for _ in module.children())
         offloaded_tensors = []
@@ -202,14 +202,14 @@ def make_units(
 ) -> list[Unit]:
     """Return the units with their packs; tensors shared by the same units form a separate pack, fetched once for all."""
     places_by_tensor: dict[int, list[tuple[Table, str]]] = {}
-    known_places: set[tuple[int, str]] = set()
+    table_keys: set[tuple[int, str]] = set()
     users_by_tensor: dict[int, list[int]] = {}
     for cut_index, unit_cut in enumerate(unit_cuts):
         for tensor in unit_cut.tensors:
             tensor_places = places_by_tensor.setdefault(id(tensor.tensor), [])
             # by identity: tables compare their tensors
-            if (id(tensor.table), tensor.key) not in known_places:
-                known_places.add((id(tensor.table), tensor.key))
+            if (id(tensor.table), tensor.key) not in table_keys:
+                table_keys.add((id(tensor.table), tensor.key))
                 tensor_places.append((tensor.table, tensor.key))
             if cut_index not in users_by_tensor.setdefault(id(tensor.tensor), []):
                 users_by_tensor[id(tensor.tensor)].append(cut_index)

@@ -92,6 +92,14 @@ class _LossSettings(NamedTuple):
         """Dtype of the softmax and of sums over chunks."""
         return torch.promote_types(self.compute, torch.float32)
 
+    def cast_weights(
+        self, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias in the dtype of the products."""
+        if bias is not None:
+            bias = bias.to(self.compute)
+        return weight.to(self.compute), bias
+
     def split_rows(self, num_tokens: int) -> Iterator[slice]:
         """Yield the row ranges of `number` tokens."""
         for start in range(0, num_tokens, self.rows):
@@ -198,16 +206,12 @@ class _Gradients:
     ) -> None:
         self._settings, self._needs_gradient = settings, needs_gradient
         self.hidden = torch.empty_like(hidden) if needs_gradient[0] else None
-        weight_sums = None
+        self.weight: Tensor | None = None
         if needs_gradient[1]:
-            weight_sums = torch.zeros(
-                weight.shape, dtype=settings.sums, device=weight.device
-            )
-        self.weight = weight_sums
-        bias_sums = None
+            self.weight = torch.zeros_like(weight, dtype=settings.sums)
+        self.bias: Tensor | None = None
         if bias is not None and needs_gradient[2]:
-            bias_sums = torch.zeros(bias.shape, dtype=settings.sums, device=bias.device)
-        self.bias = bias_sums
+            self.bias = torch.zeros_like(bias, dtype=settings.sums)
 
     def add_chunk(
         self, rows: slice, logit_grad: Tensor, hidden: Tensor, weight: Tensor
@@ -239,10 +243,7 @@ class _WeightedSum(torch.autograd.Function):
         settings: _LossSettings,
         needs_gradient: tuple[bool, ...],
     ) -> Tensor:
-        cast_weight, cast_bias = (
-            weight.to(settings.compute),
-            None if bias is None else bias.to(settings.compute),
-        )
+        cast_weight, cast_bias = settings.cast_weights(weight, bias)
         loss_sum = torch.zeros((), dtype=settings.sums, device=hidden.device)
         grads = _Gradients(hidden, weight, bias, needs_gradient, settings)
         with _without_autocast(hidden):
@@ -287,19 +288,14 @@ class _TokenLosses(torch.autograd.Function):
         settings: _LossSettings,
         needs_gradient: tuple[bool, ...],
     ) -> Tensor:
-        cast_weight, cast_bias = (
-            weight.to(settings.compute),
-            None if bias is None else bias.to(settings.compute),
-        )
+        cast_weight, cast_bias = settings.cast_weights(weight, bias)
         with _without_autocast(hidden):
-            chunk_ranges = settings.split_rows(hidden.shape[0])
             loss_parts = []
-            for rows in chunk_ranges:
-                loss_parts.append(
-                    _chunk_losses(
-                        hidden[rows], cast_weight, cast_bias, target[rows], settings
-                    ).losses
+            for rows in settings.split_rows(hidden.shape[0]):
+                chunk = _chunk_losses(
+                    hidden[rows], cast_weight, cast_bias, target[rows], settings
                 )
+                loss_parts.append(chunk.losses)
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.how, ctx.wanted = settings, needs_gradient
         if loss_parts:
@@ -310,10 +306,7 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, loss_grad: Tensor) -> Any:
         hidden, weight, bias, target = ctx.saved_tensors
         settings: _LossSettings = ctx.how
-        cast_weight, cast_bias = (
-            weight.to(settings.compute),
-            None if bias is None else bias.to(settings.compute),
-        )
+        cast_weight, cast_bias = settings.cast_weights(weight, bias)
         grads = _Gradients(hidden, weight, bias, ctx.wanted, settings)
         with _without_autocast(hidden):
             for rows in settings.split_rows(hidden.shape[0]):

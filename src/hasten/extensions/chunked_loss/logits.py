@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _CASTS: Final = frozenset(
     {Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type}
 )
-_SAME: Final = frozenset({Tensor.contiguous, Tensor.clone})
+_UNCHANGED_FUNCTIONS: Final = frozenset({Tensor.contiguous, Tensor.clone})
 _SHAPES: Final = frozenset(
     {Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten}
 )
@@ -222,7 +222,7 @@ class LazyLogits(Tensor):
             return func(self.plain, *args[1:], **kwargs)
         if func in _OF_HIDDEN:
             return func(self.hidden, *args[1:], **kwargs)
-        if func in _SAME:
+        if func in _UNCHANGED_FUNCTIONS:
             return self
         if func in _CASTS:
             return self._cast_logits(func, args[1:], kwargs)

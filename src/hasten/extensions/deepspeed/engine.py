@@ -350,8 +350,8 @@ def make_whole(model: nn.Module, gather: Callable[..., Any]) -> None:
                 continue
             if id(parameter) not in whole_parameters:
                 with gather([parameter]):
-                    whole_values = parameter.detach().clone()
+                    weight_values = parameter.detach().clone()
                 whole_parameters[id(parameter)] = nn.Parameter(
-                    whole_values, requires_grad=parameter.requires_grad
+                    weight_values, requires_grad=parameter.requires_grad
                 )
             setattr(module, parameter_name, whole_parameters[id(parameter)])

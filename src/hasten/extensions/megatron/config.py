@@ -34,10 +34,14 @@ def make_engine_settings(
             "would change the results; use 'bf16' or 'no'."
         )
     is_llama = model_facts.family != "gpt2"  # no biases, and RMSNorm
-    granularity = plugin.recompute_granularity or (
-        "selective" if plugin.recompute_activations else None
-    )
+    granularity = plugin.recompute_granularity
+    if plugin.recompute_activations:
+        granularity = granularity or "selective"
     is_full_recompute = granularity == "full"
+    recompute_method = recompute_num_layers = None
+    if is_full_recompute:
+        recompute_method = plugin.recompute_method or "uniform"
+        recompute_num_layers = plugin.recompute_num_layers or 1
     transformer = {
         "num_layers": model_facts.layers,
         "hidden_size": model_facts.hidden,
@@ -64,12 +68,8 @@ def make_engine_settings(
         "sequence_parallel": plugin.sequence_parallelism,
         "num_layers_in_last_pipeline_stage": plugin.decoder_last_pipeline_num_layers,
         "recompute_granularity": granularity,
-        "recompute_method": (plugin.recompute_method or "uniform")
-        if is_full_recompute
-        else None,
-        "recompute_num_layers": (plugin.recompute_num_layers or 1)
-        if is_full_recompute
-        else None,
+        "recompute_method": recompute_method,
+        "recompute_num_layers": recompute_num_layers,
         "bf16": half_dtype is not None,
         "params_dtype": half_dtype or "float32",
         "pipeline_dtype": half_dtype or "float32",

@@ -42,9 +42,9 @@ class ShardLocation:
 
 def tensor_entries(facts: ModelFacts) -> tuple[TensorEntry, ...]:
     """Return each tensor of the whole model once."""
-    return tuple(
-        _gpt2_entries(facts) if facts.family == "gpt2" else _llama_entries(facts)
-    )
+    if facts.family == "gpt2":
+        return tuple(_gpt2_entries(facts))
+    return tuple(_llama_entries(facts))
 
 
 def _gpt2_entries(facts: ModelFacts) -> Iterator[TensorEntry]:

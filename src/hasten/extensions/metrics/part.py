@@ -148,7 +148,7 @@ class RankMetrics:
         assert metrics.port is not None, "metrics are served"
         topology = ctx.topology
         local_rank = number_of(config, topology.local_rank, topology.local_world_size)
-        port = metrics.port + (local_rank if metrics.port else 0)
+        port = metrics.port and metrics.port + local_rank
         # needs the optional package
         from hasten.extensions.metrics.catalogue import RankCollector, serve_metrics
 

@@ -34,7 +34,7 @@ from hasten.extensions.offload.pieces import (
     sort_like_groups,
 )
 from hasten.modules.names import is_dtensor, like_parameter, local_tensor
-from hasten.optim.groups import list_parameters
+from hasten.optim.groups import list_groups_of_parameters, list_parameters
 from hasten.optim.optimizer import SETTLE_STATE
 from hasten.runtime.host_pool import HostPool
 from hasten.runtime.streams import HostLanes, Mark
@@ -176,10 +176,10 @@ class StreamedUpdate:
 
     def _last_fetched(self) -> UpdatePiece | None:
         """Return the piece on the device that the next update needs last."""
-        return next(
-            (piece for piece in reversed(self._pieces) if piece.flight is not None),
-            None,
-        )
+        for piece in reversed(self._pieces):
+            if piece.flight is not None:
+                return piece
+        return None
 
     # -- the update -------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -590,14 +590,10 @@ class StreamedUpdate:
             and known_tensor.dtype == dtype
         ):
             return known_tensor
-        group = next(
-            group_of_parameter
-            for group_of_parameter in self._optimizer.param_groups
-            if any(
-                parameter_of_group is parameter
-                for parameter_of_group in group_of_parameter["params"]
-            )
-        )
+        groups = self._optimizer.param_groups
+        parameter_ids = list(map(id, list_parameters(groups)))
+        group_index = parameter_ids.index(id(parameter))
+        group = list_groups_of_parameters(groups)[group_index]
         if shape == ():
             is_offloaded = not _counts_on_device(group)
         else:

@@ -136,17 +136,16 @@ class StreamedWeights:
                 HostPool(pinned=ctx.device.type != "cpu"),
             )
         streamable_blocks = find_streamable(model)
-        self._pool.reserve(
-            sum(
-                p.numel() * p.element_size()
-                for _, _, block_parameters in streamable_blocks
-                for p in block_parameters
+        num_bytes = 0
+        for _, _, block_parameters in streamable_blocks:
+            for parameter in block_parameters:
+                num_bytes += parameter.numel() * parameter.element_size()
+        self._pool.reserve(num_bytes)
+        blocks = []
+        for block_name, _, block_parameters in streamable_blocks:
+            blocks.append(
+                StreamedBlock(block_name, block_parameters, self._pool, self._lanes)
             )
-        )
-        blocks = [
-            StreamedBlock(block_name, block_parameters, self._pool, self._lanes)
-            for block_name, _, block_parameters in streamable_blocks
-        ]
         for index, (block, (_, module, _)) in enumerate(
             zip(blocks, streamable_blocks, strict=True)
         ):
@@ -248,11 +247,9 @@ class PlaceRest:
         if not request.train or not is_trainable(model):
             return model
         refuse_meta(model)
-        streamed_parameters = [
-            p
-            for _, _, block_parameters in find_streamable(model)
-            for p in block_parameters
-        ]
+        streamed_parameters = []
+        for _, _, block_parameters in find_streamable(model):
+            streamed_parameters += block_parameters
         host_values = [p.data.cpu() for p in streamed_parameters]
         for parameter in streamed_parameters:
             parameter.data = torch.empty(0, dtype=parameter.dtype)
@@ -286,18 +283,15 @@ def find_streamable(
             (name for name in block_names if parameter_path.startswith(f"{name}.")), ""
         )
         block_names_by_parameter.setdefault(parameter, set()).add(block_name)
-    return [
-        (
-            name,
-            block,
-            [
-                p
-                for p in block.parameters()
-                if block_names_by_parameter[p] == {name} and type(p) is nn.Parameter
-            ],
-        )
-        for name, block in blocks
-    ]
+    streamable_blocks = []
+    for name, block in blocks:
+        block_parameters = []
+        for parameter in block.parameters():
+            is_plain = type(parameter) is nn.Parameter
+            if is_plain and block_names_by_parameter[parameter] == {name}:
+                block_parameters.append(parameter)
+        streamable_blocks.append((name, block, block_parameters))
+    return streamable_blocks
 
 
 def is_streamed(parameter: Tensor) -> bool:
@@ -317,12 +311,11 @@ class StreamedParameters:
 
     def rest(self, parameters: Iterable[Tensor]) -> None:
         """Put streamed parameters back into host memory, with all others that are streamed with them."""
-        owners = {
-            host_parameter[1]
-            for parameter in parameters
-            if (host_parameter := getattr(parameter, _HOST_PARAMETER_ATTRIBUTE, None))
-            is not None
-        }
+        owners = set()
+        for parameter in parameters:
+            host_parameter = getattr(parameter, _HOST_PARAMETER_ATTRIBUTE, None)
+            if host_parameter is not None:
+                owners.add(host_parameter[1])
         for owner in owners:
             streamed_weights = owner()
             if streamed_weights is not None:

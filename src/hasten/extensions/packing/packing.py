@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Final, Literal
 
@@ -61,11 +62,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         sizes = list(map(int, lengths))
         self._packs = self._pack_samples(sizes, too_long)
         if balance > 1:
-            self._packs.sort(
-                key=lambda pack: sum(
-                    min(sizes[index], max_tokens) ** 2 for index in pack
-                )
-            )
+            self._packs.sort(key=partial(_attention_cost, sizes, max_tokens))
 
     def _pack_samples(
         self, lengths: Sequence[int], too_long: TooLong
@@ -110,10 +107,9 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         group_size = self.balance
-        groups = [
-            self._packs[start : start + group_size]
-            for start in range(0, len(self._packs), group_size)
-        ]
+        groups = []
+        for start in range(0, len(self._packs), group_size):
+            groups.append(self._packs[start : start + group_size])
         # comes last, so that groups stay aligned
         last_group = groups.pop() if groups and len(groups[-1]) < group_size else []
         if self.shuffle:
@@ -123,17 +119,17 @@ class PackedBatchSampler(Sampler[list[int]]):
             group_order = torch.randperm(len(groups), generator=generator).tolist()
             groups = [groups[group_index] for group_index in group_order]
             if group_size > 1:  # no rank always has the largest pack
-                groups = [
-                    [
-                        group[pack_index]
-                        for pack_index in torch.randperm(
-                            group_size, generator=generator
-                        ).tolist()
+                for group_index, group in enumerate(groups):
+                    pack_order = torch.randperm(group_size, generator=generator)
+                    groups[group_index] = [
+                        group[index] for index in pack_order.tolist()
                     ]
-                    for group in groups
-                ]
         for pack in chain(*groups, last_group):
             yield list(pack)
+
+
+def _attention_cost(sizes: list[int], max_tokens: int, pack: list[int]) -> int:
+    return sum(min(sizes[index], max_tokens) ** 2 for index in pack)
 
 
 def num_label_tokens(labels: Tensor) -> Tensor:
@@ -173,10 +169,9 @@ class PackedCollator:
 
     # Any: lists, arrays or tensors
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        rows = [
-            self._sample_fields(sample_index, sample)
-            for sample_index, sample in enumerate(samples)
-        ]
+        rows = []
+        for sample_index, sample in enumerate(samples):
+            rows.append(self._sample_fields(sample_index, sample))
         sample_lengths = [len(row["input_ids"]) for row in rows]
         fields: dict[str, Any] = {
             name: torch.cat([row[name] for row in rows]) for name in rows[0]
@@ -224,11 +219,10 @@ class PackedCollator:
             raise DataError(
                 f"sample {number} of a pack has the fields {sorted(sample)} and no 'input_ids', the tokens to concatenate."
             )
-        fields = {
-            name: torch.as_tensor(value)[: self.max_tokens]
-            for name, value in sample.items()
-            if _is_row(value)
-        }
+        fields = {}
+        for name, value in sample.items():
+            if _is_row(value):
+                fields[name] = torch.as_tensor(value)[: self.max_tokens]
         # one row without padding inside; position_ids keep the samples apart
         fields.pop("attention_mask", None)
         fields.pop("position_ids", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -37,11 +38,8 @@ class StageCut:
         inner_name = name.removeprefix(f"{self.container}.") if self.container else name
         if not self.container or inner_name != name:
             index = self.blocks.index(inner_name.partition(".")[0])
-            return next(
-                stage
-                for stage, (start, stop) in enumerate(self.ranges)
-                if start <= index < stop
-            )
+            starts = [start for start, _ in self.ranges]
+            return bisect_right(starts, index) - 1
         if any(_is_inside(name, unit_name) for unit_name in self.first):
             return 0
         if any(_is_inside(name, unit_name) for unit_name in self.last):
@@ -107,14 +105,11 @@ def _find_container(
     block_lists = dict.fromkeys(
         list_path.rpartition(".")[0] for list_path, _ in repeated_blocks(model)
     )
-    outermost_lists = [
-        list_path
-        for list_path in block_lists
-        if not any(
-            list_path != other_path and _is_inside(list_path, other_path)
-            for other_path in block_lists
-        )
-    ]
+    outermost_lists = []
+    for list_path in block_lists:
+        outer_paths = block_lists.keys() - {list_path}
+        if not any(_is_inside(list_path, outer_path) for outer_path in outer_paths):
+            outermost_lists.append(list_path)
     if isinstance(model, nn.Sequential) and (
         not outermost_lists or len(model) >= num_stages
     ):
@@ -190,13 +185,13 @@ def _ranges_of_points(
 ) -> tuple[Range, ...]:
     if not split_points:
         return ()
+    block_starts = []
+    for split_point in split_points:
+        block_starts.append(block_names.index(split_point.rpartition(".")[2]))
     start_indices = sorted(
         {
             0,
-            *(
-                block_names.index(split_point.rpartition(".")[2])
-                for split_point in split_points
-            ),
+            *block_starts,
         }
     )
     if len(start_indices) != num_stages:
@@ -299,7 +294,5 @@ def _is_inside(name: str, unit_name: str) -> bool:
 
 
 def _list_some(names: Sequence[str]) -> str:
-    return (
-        ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        or "none"
-    )
+    remainder = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + remainder or "none"

@@ -79,10 +79,10 @@ def stage_starts(model: nn.Module) -> list[str]:
         return []
     stage_cut = stage_forward.line.cut
     name_prefix = f"{stage_cut.container}." if stage_cut.container else ""
-    return [
-        name_prefix + stage_cut.blocks[first_block]
-        for first_block, _ in stage_cut.ranges[1:]
-    ]
+    first_names = []
+    for first_block, _ in stage_cut.ranges[1:]:
+        first_names.append(name_prefix + stage_cut.blocks[first_block])
+    return first_names
 
 
 def _check_whole(
@@ -90,9 +90,8 @@ def _check_whole(
 ) -> None:
     """Raise if the model is split inside a module that must stay whole."""
     path_parts = container_name.split(".") if container_name else []
-    for module_name in (
-        ".".join(path_parts[:depth]) for depth in range(len(path_parts) + 1)
-    ):
+    for depth in range(len(path_parts) + 1):
+        module_name = ".".join(path_parts[:depth])
         class_name = type(model.get_submodule(module_name)).__name__
         if class_name in class_names:
             raise ConfigError(

@@ -51,9 +51,9 @@ class Learner:
         if kind in shapes_by_kind:
             return shapes_by_kind[kind]
         cuda_devices = [self._device] if self._device.type == "cuda" else []
-        saved_buffers = [
-            (model_buffer, model_buffer.clone()) for model_buffer in model.buffers()
-        ]
+        saved_buffers = []
+        for model_buffer in model.buffers():
+            saved_buffers.append((model_buffer, model_buffer.clone()))
         with torch.no_grad(), torch.random.fork_rng(devices=cuda_devices):
             learnt_shapes = self._first_pass(block_chain, run_forward)
             for model_buffer, saved_values in saved_buffers:
@@ -109,11 +109,10 @@ class Learner:
             )
         finally:
             block_chain.recording = False
-        learnt_shapes.outputs[stage] = (
-            _shape_only(stage_output)
-            if isinstance(stage_output, Tensor)
-            else torch.empty((), device="meta")
-        )
+        if isinstance(stage_output, Tensor):
+            learnt_shapes.outputs[stage] = _shape_only(stage_output)
+        else:
+            learnt_shapes.outputs[stage] = torch.empty((), device="meta")
         return stage_output
 
     def _run_checked(

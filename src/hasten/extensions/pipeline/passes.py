@@ -77,15 +77,12 @@ class RemoteModule(nn.Module):
         self, name: str, index: int | None, original: nn.Module, block_chain: BlockChain
     ) -> None:
         super().__init__()
-        kept_attributes = {
-            key: value
-            for key, value in vars(original).items()
-            if not key.startswith("_") and key != "training"
-        }
-        kept_attributes |= {
-            key: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            for key, parameter in original.named_parameters(recurse=False)
-        }
+        kept_attributes = {}
+        for key, value in vars(original).items():
+            if not key.startswith("_") and key != "training":
+                kept_attributes[key] = value
+        for key, parameter in original.named_parameters(recurse=False):
+            kept_attributes[key] = torch.empty_like(parameter, device="meta")
         self.__dict__["kept"] = kept_attributes
         self.__dict__["line"] = block_chain
         self.name = name
@@ -122,11 +119,10 @@ class RemoteModule(nn.Module):
         if (running_pass.stage == 0 and not running_pass.entered_stage) or (
             running_pass.final and running_pass.left_stage
         ):
-            expected_side, remedy_setting = (
-                ("after", "first_stage")
-                if running_pass.stage == 0 and not running_pass.entered_stage
-                else ("before", "last_stage")
-            )
+            if running_pass.stage == 0 and not running_pass.entered_stage:
+                expected_side, remedy_setting = ("after", "first_stage")
+            else:
+                expected_side, remedy_setting = ("before", "last_stage")
             raise PrepareError(
                 f"{self.name!r} was expected to run {expected_side} the blocks, based on the order in which the model registers its modules, but "
                 f"it is called on the other side. Name it: pp_handler.{remedy_setting}=({self.name!r},)."
@@ -275,11 +271,10 @@ class BlockChain:
         self, running_pass: Pass, call: Callable[[], Any]
     ) -> Any:  # Any: the output of the stage, or the user's result
         """Run `call`, in which the model is called once, for one stage, and return its result."""
-        hidden_indices = [
-            block_index
-            for block_index in self._blocks
-            if not running_pass.start <= block_index < running_pass.stop
-        ]
+        hidden_indices = []
+        for block_index in self._blocks:
+            if not running_pass.start <= block_index < running_pass.stop:
+                hidden_indices.append(block_index)
         block_names = self.cut.blocks
         for block_index in hidden_indices:
             self._container.register_module(

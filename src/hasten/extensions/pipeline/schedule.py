@@ -224,12 +224,12 @@ def refuse_unweighted(batch: Tree) -> None:
 
 def relative_weights(amounts: list[Number], device: torch.device) -> list[Tensor]:
     """Return each amount divided by their sum, zero where the sum is zero."""
-    stacked_amounts = torch.stack(
-        [
+    amount_tensors = []
+    for amount in amounts:
+        amount_tensors.append(
             torch.as_tensor(amount, dtype=torch.float64).to(device, torch.float32)
-            for amount in amounts
-        ]
-    )
+        )
+    stacked_amounts = torch.stack(amount_tensors)
     total_amount = stacked_amounts.sum()
     return list(
         torch.where(

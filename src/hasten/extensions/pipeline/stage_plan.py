@@ -36,12 +36,12 @@ def balance_ranges(
     num_blocks = len(block_costs)
 
     def range_cost(start: int, stop: int) -> float:
-        return (
-            cost_sums[stop]
-            - cost_sums[start]
-            + (cost_before if start == 0 else 0.0)
-            + (cost_after if stop == num_blocks else 0.0)
-        )
+        total_cost = cost_sums[stop] - cost_sums[start]
+        if start == 0:
+            total_cost += cost_before
+        if stop == num_blocks:
+            total_cost += cost_after
+        return total_cost
 
     best_partitions = {
         stop: ((range_cost(0, stop), range_cost(0, stop) ** 2), [(0, stop)])
@@ -50,17 +50,13 @@ def balance_ranges(
     for num_parts in range(2, num_ranges + 1):
         longer_partitions = {}
         for stop in range(num_parts, num_blocks - num_ranges + num_parts + 1):
-            longer_ranges = [
-                (
-                    (
-                        max(highest_cost, range_cost(start, stop)),
-                        spread + range_cost(start, stop) ** 2,
-                    ),
-                    [*ranges, (start, stop)],
-                )
-                for start, ((highest_cost, spread), ranges) in best_partitions.items()
-                if start < stop
-            ]
+            longer_ranges = []
+            for start, (costs, ranges) in best_partitions.items():
+                if start < stop:
+                    highest_cost, spread = costs
+                    last_cost = range_cost(start, stop)
+                    new_costs = (max(highest_cost, last_cost), spread + last_cost**2)
+                    longer_ranges.append((new_costs, [*ranges, (start, stop)]))
             longer_partitions[stop] = min(
                 longer_ranges, key=lambda candidate: candidate[0]
             )

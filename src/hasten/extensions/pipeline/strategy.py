@@ -75,26 +75,18 @@ def average_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
                 (parameter.device, parameter.dtype), []
             ).append(parameter)
     for alike_parameters in parameters_by_kind.values():
-        gradient_parts = [
-            _local_part(parameter_of_kind.grad)
-            if parameter_of_kind.grad is not None
-            else torch.zeros_like(_local_part(parameter_of_kind))
-            for parameter_of_kind in alike_parameters
-        ]
-        has_gradient = gradient_parts[0].new_tensor(
-            [
-                float(parameter_of_kind.grad is not None)
-                for parameter_of_kind in alike_parameters
-            ]
-        )
+        gradient_parts = []
+        gradient_flags = []
+        for parameter in alike_parameters:
+            if parameter.grad is None:
+                gradient_parts.append(torch.zeros_like(_local_part(parameter)))
+            else:
+                gradient_parts.append(_local_part(parameter.grad))
+            gradient_flags.append(float(parameter.grad is not None))
+        has_gradient = gradient_parts[0].new_tensor(gradient_flags)
+        flat_parts = [gradient_part.reshape(-1) for gradient_part in gradient_parts]
         averaged_gradients = comm.all_reduce(
-            torch.cat(
-                [
-                    has_gradient,
-                    *(gradient_part.reshape(-1) for gradient_part in gradient_parts),
-                ]
-            ),
-            "mean",
+            torch.cat([has_gradient, *flat_parts]), "mean"
         )
         gradient_shares = averaged_gradients[: len(alike_parameters)].tolist()
         offset = len(alike_parameters)
@@ -308,14 +300,15 @@ class Pipeline:
         )
         micro_rows = check_rows(trees.batch_size(batch), num_micro_batches)
         total_rows = micro_rows * num_micro_batches
-        micro_batches = [
-            trees.slice_rows(
-                batch,
-                slice(batch_index * micro_rows, (batch_index + 1) * micro_rows),
-                total_rows,
+        micro_batches = []
+        for batch_index in range(num_micro_batches):
+            micro_batches.append(
+                trees.slice_rows(
+                    batch,
+                    slice(batch_index * micro_rows, (batch_index + 1) * micro_rows),
+                    total_rows,
+                )
             )
-            for batch_index in range(num_micro_batches)
-        ]
         batch_kind = (
             "train",
             model.training,
@@ -437,18 +430,18 @@ class Pipeline:
             block_chain, forward, micro_batches, learnt_shapes
         )
         last_rank = self._place.rank_of(self._place.stages - 1)
-        whole_output = None
+        model_output = None
         if self._comm.rank == last_rank:
-            whole_output = _join_outputs(
+            row_counts = []
+            for row_slice in row_slices:
+                row_counts.append(min(row_slice.stop, num_rows or 1) - row_slice.start)
+            model_output = _join_outputs(
                 micro_outputs,
-                [
-                    min(row_slice.stop, num_rows or 1) - row_slice.start
-                    for row_slice in row_slices
-                ],
+                row_counts,
             )
         if forward.gathers_output:
-            return broadcast_output(whole_output, self._comm, last_rank)
-        return whole_output
+            return broadcast_output(model_output, self._comm, last_rank)
+        return model_output
 
     def _run_through(
         self,
@@ -512,35 +505,26 @@ class Pipeline:
         for state_key, state_tensor in model.state_dict(keep_vars=True).items():
             if is_dtensor(state_tensor):
                 state_tensor = whole_of(state_tensor)
-            own_state[state_key] = (
-                state_tensor.detach()
-                if isinstance(state_tensor, Tensor)
-                else state_tensor
-            )
+            if isinstance(state_tensor, Tensor):
+                state_tensor = state_tensor.detach()
+            own_state[state_key] = state_tensor
         whole_state: dict[str, Any] = {}
         for pipeline_rank in range(self._comm.size):
+            sent_keys = own_state.keys() & stage_part.own_keys
+            sent_state = {state_key: own_state[state_key] for state_key in sent_keys}
             stage_state = broadcast_output(
-                {
-                    state_key: own_state[state_key]
-                    for state_key in own_state
-                    if state_key in stage_part.own_keys
-                },
+                sent_state,
                 self._comm,
                 pipeline_rank,
             )
             if self._ctx.is_main:
-                whole_state |= {
-                    state_key: state_tensor.cpu()
-                    if isinstance(state_tensor, Tensor)
-                    else state_tensor
-                    for state_key, state_tensor in stage_state.items()
-                }
+                for state_key, state_tensor in stage_state.items():
+                    if isinstance(state_tensor, Tensor):
+                        state_tensor = state_tensor.cpu()
+                    whole_state[state_key] = state_tensor
         for first_name, *tied_names in stage_part.ties:
-            whole_state |= {
-                tied_name: whole_state[first_name]
-                for tied_name in tied_names
-                if first_name in whole_state
-            }
+            if first_name in whole_state:
+                whole_state |= dict.fromkeys(tied_names, whole_state[first_name])
         if self._ctx.is_main:
             return {
                 state_key: whole_state[state_key] for state_key in stage_part.state_keys
@@ -606,15 +590,9 @@ def _prepare_settings(model: nn.Module) -> None:
 def _refuse_batch_norm(model: nn.Module, num_micro_batches: int) -> None:
     """Raise for a layer that normalises over the batch, of which it would see one micro-batch at a time."""
     norm_classes = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    norm_name = next(
-        (
-            norm_name
-            for norm_name, module in model.named_modules()
-            if isinstance(module, norm_classes) and module.training
-        ),
-        None,
-    )
-    if norm_name is not None:
+    for norm_name, module in model.named_modules():
+        if not isinstance(module, norm_classes) or not module.training:
+            continue
         raise StepError(
             f"{norm_name!r} normalises by the mean and variance of its batch, but under pipeline parallelism it sees one of {num_micro_batches} "
             "micro-batches at a time, so the results would differ from those of the whole batch. Use GroupNorm or LayerNorm, freeze its "
@@ -652,10 +630,12 @@ def _describe_stages(
     model: nn.Module, stage_cut: StageCut, ties: Mapping[str, tuple[int, ...]]
 ) -> str:
     """Return a summary of the first block of each stage and its rank."""
-    stages = ", ".join(
-        f"stage {stage} on pp {stage_cut.place.rank_of(stage)} from block {stage_cut.blocks[start]}"
-        for stage, (start, _) in enumerate(stage_cut.ranges)
-    )
+    stage_words = []
+    for stage, (start, _) in enumerate(stage_cut.ranges):
+        stage_words.append(
+            f"stage {stage} on pp {stage_cut.place.rank_of(stage)} from block {stage_cut.blocks[start]}"
+        )
+    stages = ", ".join(stage_words)
     stage_summary = (
         f"{type(model).__name__} is split into {len(stage_cut.ranges)} stages: {stages}"
     )

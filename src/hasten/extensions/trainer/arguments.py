@@ -194,9 +194,11 @@ class TrainingArguments:
         if self.save_strategy in ("best", self.eval_strategy):
             steps = self.eval_steps or self.logging_steps
             are_whole = steps >= 1 and self.save_steps >= 1
-            if self.save_strategy != "steps" or (
-                self.save_steps % steps == 0 if are_whole else self.save_steps == steps
-            ):
+            if are_whole:
+                are_multiples = self.save_steps % steps == 0
+            else:
+                are_multiples = self.save_steps == steps
+            if self.save_strategy != "steps" or are_multiples:
                 return
         raise ContradictionError(
             f"{setting_words} needs a checkpoint of each model that may be the best, but eval_strategy={self.eval_strategy!r} "

@@ -87,14 +87,9 @@ def note_best(trainer: TrainerInterface, metrics: Mapping[str, float]) -> bool:
         return False
     metric_value = float(metrics[args.best_metric])
     best_so_far = state.best_metric
-    if math.isnan(metric_value) or (
-        best_so_far is not None
-        and (
-            metric_value < best_so_far
-            if args.larger_is_better
-            else metric_value > best_so_far
-        )
-    ):
+    direction = 1 if args.larger_is_better else -1
+    is_worse = best_so_far is not None and direction * (metric_value - best_so_far) < 0
+    if is_worse or math.isnan(metric_value):
         return False
     state.best_metric, state.best_global_step = metric_value, state.global_step
     return True

@@ -38,9 +38,8 @@ def default_data_collator(features: list[Any]) -> Any:  # Any: samples of any ty
                 f"samples of one batch have {column_name} of different shapes ({sorted({tuple(column_value.shape) for column_value in column_values})}), which "
                 "cannot be stacked; give the Trainer processing_class=tokenizer or data_collator=DataCollatorWithPadding(…)."
             )
-        batch["labels" if column_name in _RENAMED else column_name] = torch.stack(
-            column_values
-        )
+        batch_key = "labels" if column_name in _RENAMED else column_name
+        batch[batch_key] = torch.stack(column_values)
     return batch
 
 

@@ -166,12 +166,14 @@ def _collect_rows(
         widths = []
         for tensor in trees.tensors(rows):
             widths.append(tensor.shape[1] if tensor.ndim > 1 else 0)
-        most = iter(
+        target_lengths = iter(
             accelerator.reduce(
                 torch.tensor(widths, device=accelerator.device), "max", axes=BATCH
             ).tolist()
         )
-        rows = trees.map_tensors(lambda tensor: _pad_columns(tensor, next(most)), rows)
+        rows = trees.map_tensors(
+            lambda tensor: _pad_columns(tensor, next(target_lengths)), rows
+        )
         rows = accelerator.gather_ragged(rows, axes=BATCH)
     collected.append(trees.map_tensors(_to_numpy, rows))
 
@@ -188,7 +190,9 @@ def _pad_columns(tensor: Tensor, padded_width: int) -> Tensor:
 
 def _to_numpy(tensor: Tensor) -> Any:
     tensor = tensor.detach().cpu()
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    return tensor.numpy()
 
 
 def _join_batches(batches: list[Any]) -> Any:

@@ -162,12 +162,10 @@ class TrainingLoop:
         device = self._losses[0][0].device
         losses = torch.stack([loss for loss, _ in self._losses]).double()
         unit_weight = torch.ones((), device=device)
-        weights = torch.stack(
-            [
-                unit_weight if weight is None else weight.to(device)
-                for _, weight in self._losses
-            ]
-        ).double()
+        batch_weights = []
+        for _, weight in self._losses:
+            batch_weights.append(unit_weight if weight is None else weight.to(device))
+        weights = torch.stack(batch_weights).double()
         # the mean over no labels is nan, and so is nan * 0
         counted_losses = torch.where(weights == 0, 0.0, losses)
         self._sums.append(

@@ -30,13 +30,12 @@ def classification_metrics(predicted: EvalPrediction) -> dict[str, float]:
         classes = [1]
     else:
         classes = sorted({*answers.tolist(), *labels.tolist()})
+    class_scores = []
+    for class_label in classes:
+        class_scores.append(_f1_score(answers, labels, class_label))
     return {
         "accuracy": _accuracy_of(answers, labels),
-        "f1": float(
-            np.mean(
-                [_f1_score(answers, labels, class_label) for class_label in classes]
-            )
-        ),
+        "f1": float(np.mean(class_scores)),
     }
 
 

@@ -115,15 +115,9 @@ def _fsdp_settings(args: TrainingArguments) -> Any:  # Any: the plugin's class
                 f"fsdp={args.fsdp!r}: {fsdp_word!r} is not a known value; use {', '.join(_FSDP_WORDS)}."
             )
     fsdp_options: dict[str, Any] = {}
-    if strategy := next(
-        (
-            fsdp_word
-            for fsdp_word in fsdp_words
-            if fsdp_word.startswith(("full", "shard", "hybrid"))
-        ),
-        None,
-    ):
-        fsdp_options["sharding_strategy"] = strategy.upper()
+    for fsdp_word in reversed(fsdp_words):
+        if fsdp_word.startswith(("full", "shard", "hybrid")):
+            fsdp_options["sharding_strategy"] = fsdp_word.upper()
     if "offload" in fsdp_words:
         fsdp_options["offload_params"] = True
     return fsdp_from_fsdp1({**fsdp_options, **(args.fsdp_config or {})})[0]

@@ -133,6 +133,9 @@ class Observer:
 
     def make_note(self, ended: str = "", failed: bool = False) -> Note:
         """Return the note of this process: its host and pid, and its end."""
+        final_counts = None  # a destroyed group has no counters
+        if ended and count_collectives(self.device_type):
+            final_counts = self.read_counts()
         return Note(
             self.rank,
             socket.gethostname(),
@@ -141,9 +144,7 @@ class Observer:
             ended,
             failed,
             pid_namespace(),
-            self.read_counts()
-            if ended and count_collectives(self.device_type)
-            else None,  # a destroyed group has no counters
+            final_counts,
         )
 
     def read_counts(self) -> dict[str, int]:

@@ -36,12 +36,13 @@ class StallWatch(RunPart):
         from hasten.extensions.watch import watchdog
 
         timeout = config.process_group.timeout
+        timeout_s = watchdog.WatchSettings().timeout_s
+        if timeout is not None:
+            timeout_s = timeout.total_seconds()
         settings = watchdog.WatchSettings(
             after_s=config.trust.stall_after_s,
             reaction=config.trust.stall,
-            timeout_s=watchdog.WatchSettings().timeout_s
-            if timeout is None
-            else timeout.total_seconds(),
+            timeout_s=timeout_s,
             folder=reports_in(config, "stalls"),
             notify_stall=note_stall,
         )

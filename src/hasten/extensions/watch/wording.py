@@ -66,7 +66,7 @@ def _describe_activity(observed_rank: ObservedRank) -> str:
             ended = f" {observed_rank.note.ended}"
         words = {
             "left": f"ended without an error{ended}",
-            "failed": f"failed{': ' if ended else ''}{ended.strip()}",
+            "failed": f"failed: {ended.strip()}" if ended else "failed",
             "gone": "its process has exited",
             "stopped": "stopped by a signal",
         }

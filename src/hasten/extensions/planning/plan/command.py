@@ -51,11 +51,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"{unknown_words[0]!r} is not an option of `hasten plan`; `hasten plan --help` lists them."
         )
-    hardware_table = (
-        hardware.read_entries(arguments.hardware)
-        if arguments.hardware
-        else hardware.KNOWN
-    )
+    hardware_table = hardware.KNOWN
+    if arguments.hardware:
+        hardware_table = hardware.read_entries(arguments.hardware)
     gpu_entry = hardware.find_accelerator(arguments.gpu, hardware_table)
     if arguments.links:
         gpu_entry = hardware.with_links(gpu_entry, links.read_links(arguments.links))
@@ -133,13 +131,17 @@ def make_table(layout_plan: LayoutPlan) -> Table:
 
 def _format_cells(layout_plan: LayoutPlan, option: Option) -> list[str]:
     layout, shown_memory = option.candidate, format_bytes(option.need.total)
+    remark = option.time.words()
+    if not option.fits:
+        remark = f"needs {shown_memory}"
+        shown_memory = f"({shown_memory})"
     return [
         f"{layout.full_title}\n{layout.precision}",
         f"{layout.micro_batch} x {layout.micro_steps}",
-        shown_memory if option.fits else f"({shown_memory})",
+        shown_memory,
         report.format_seconds(option.time.total),
         f"{option.time.mfu(layout_plan.request.accelerator, layout):.0%}",
-        option.time.words() if option.fits else f"needs {shown_memory}",
+        remark,
     ]
 
 

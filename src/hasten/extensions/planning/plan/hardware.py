@@ -34,7 +34,7 @@ def with_links(gpu_entry: AcceleratorEntry, measured_links: Links) -> Accelerato
 
 
 def read_entries(
-    path: Path | str, known_entries: Mapping[str, AcceleratorEntry] = KNOWN
+    path: Path | str, table_entries: Mapping[str, AcceleratorEntry] = KNOWN
 ) -> dict[str, AcceleratorEntry]:
     """Return the known accelerators, and those in a YAML file: `name: {memory_gib: 80, like: h100, ...}`.
 
@@ -52,7 +52,7 @@ def read_entries(
         raise ConfigError(
             f"the hardware file {path} is not a mapping of names to entries; write `mycard: {{like: h100}}`."
         )
-    entries = dict(known_entries)
+    entries = dict(table_entries)
     for name, fields_of_entry in file_entries.items():
         entries[str(name)] = _make_entry(
             str(name), dict(fields_of_entry), entries, str(path)
@@ -63,7 +63,7 @@ def read_entries(
 def _make_entry(
     name: str,
     field_values: dict[str, Any],
-    known_entries: Mapping[str, AcceleratorEntry],
+    table_entries: Mapping[str, AcceleratorEntry],
     path: str,
 ) -> AcceleratorEntry:
     similar_name = field_values.pop("like", None)
@@ -82,7 +82,7 @@ def _make_entry(
             )
     if similar_name is not None:
         return replace(
-            find_accelerator(str(similar_name), known_entries),
+            find_accelerator(str(similar_name), table_entries),
             name=name,
             **field_values,
         )

@@ -115,36 +115,30 @@ def predict_memory(
     buffers = _count_buffers(model_trace, layout, gradient_bytes)
     peak_moment = _find_peak(model_trace, layout, variant, gradient_bytes)
     activation_bytes = _count_activations(model_trace, layout, peak_moment)
-    if layout.micro_steps > 1:
-        gradient_share = 1.0
-    else:
-        gradient_share = peak_moment.gradients
-    backward_gradients = gradient_bytes * gradient_share
-    trained_bytes = gradient_bytes  # as many bytes as the trained parameters
+    host_bytes = 0.0
     if layout.offload:
-        passing_bytes = 0.0
-    else:
-        passing_bytes = trained_bytes * model_trace.optimizer.passing
-    update_bytes = gradient_bytes + passing_bytes
-    on_device = 0.0 if layout.offload else parameter_bytes + optimizer_bytes
-    if layout.offload:
-        backward_gradients = update_bytes = 0.0
+        host_bytes = parameter_bytes + gradient_bytes + optimizer_bytes
+        parameter_bytes = gradient_bytes = optimizer_bytes = 0.0
+    backward_gradients = gradient_bytes
+    if layout.micro_steps == 1:
+        backward_gradients *= peak_moment.gradients
+    # there are as many bytes of gradients as of trained parameters
+    update_bytes = gradient_bytes * (1 + model_trace.optimizer.passing)
+    on_device = parameter_bytes + optimizer_bytes
     working_bytes = max(
         activation_bytes + backward_gradients + buffers.backward_bytes,
         update_bytes,
         buffers.after_backward_bytes + backward_gradients,
     )
     return MemoryNeed(
-        parameters=0.0 if layout.offload else parameter_bytes,
-        gradients=0.0 if layout.offload else gradient_bytes,
-        optimizer=0.0 if layout.offload else optimizer_bytes,
+        parameters=parameter_bytes,
+        gradients=gradient_bytes,
+        optimizer=optimizer_bytes,
         activations=activation_bytes,
         communication=buffers.always_bytes + buffers.backward_bytes,
         margin=_MARGIN_FRACTION * (working_bytes + buffers.always_bytes),
         peak=on_device + buffers.always_bytes + working_bytes,
-        host=parameter_bytes + gradient_bytes + optimizer_bytes
-        if layout.offload
-        else 0.0,
+        host=host_bytes,
     )
 
 
@@ -166,10 +160,7 @@ def _count_buffers(
         is_replicated = layout.mesh.size(*LOSS) > 1
         # DDP's buckets are separate from the gradients
         return _Buffers(always_bytes=gradient_bytes if is_replicated else 0.0)
-    gathered_item, reduced_item = (
-        FLOAT32_BYTES if layout.precision == "no" else 2,
-        FLOAT32_BYTES,
-    )
+    gathered_item, reduced_item = _item_bytes(layout), FLOAT32_BYTES
     mesh = layout.mesh
     outside_bytes = model_trace.gathered_bytes(gathered_item, in_block=False)
     inside_bytes = model_trace.gathered_bytes(gathered_item, in_block=True) / mesh.tp
@@ -185,13 +176,17 @@ def _count_buffers(
         )
     block_bytes = model_trace.largest_block * gathered_item / mesh.tp
     trained_block = (model_trace.largest_block - model_trace.block_frozen) / mesh.tp
-    parameter_bytes = (
-        _BLOCKS_AT_ONCE * block_bytes if layout.reshard else inside_bytes
-    ) + outside_bytes
+    if layout.reshard:
+        inside_bytes = _BLOCKS_AT_ONCE * block_bytes
+    parameter_bytes = inside_bytes + outside_bytes
     gradient_buffers = (
         trained_block + trained_outside
     ) * gathered_item + _BLOCKS_AT_ONCE * trained_block * reduced_item
     return _Buffers(backward_bytes=parameter_bytes + gradient_buffers)
+
+
+def _item_bytes(layout: Candidate) -> int:
+    return FLOAT32_BYTES if layout.precision == "no" else 2
 
 
 def _find_peak(
@@ -204,9 +199,8 @@ def _find_peak(
         moment_gradients = gradient_bytes
     # gradients are stored in the gathered precision
     if layout.sharded and layout.mesh.size(*LOSS) == 1:
-        moment_gradients = model_trace.count_elements(trained=True) * (
-            FLOAT32_BYTES if layout.precision == "no" else 2
-        )
+        num_trained = model_trace.count_elements(trained=True)
+        moment_gradients = num_trained * _item_bytes(layout)
     return max(
         variant.moments,
         key=lambda moment: (

@@ -73,14 +73,11 @@ def search_layouts(model_trace: ModelTrace, plan_request: PlanRequest) -> Layout
     """
     options = list(_predict_options(model_trace, plan_request))
     if not options:
+        division = f"over {plan_request.gpus} GPUs"
+        if plan_request.micro_batch:
+            division += f" in micro-batches of {plan_request.micro_batch}"
         raise ConfigError(
-            f"global batch {plan_request.global_batch} cannot be split over {plan_request.gpus} GPUs"
-            + (
-                f" in micro-batches of {plan_request.micro_batch}"
-                if plan_request.micro_batch
-                else ""
-            )
-            + "; choose a multiple of the number of GPUs, or fewer GPUs."
+            f"global batch {plan_request.global_batch} cannot be split {division}; choose a multiple of the number of GPUs, or fewer GPUs."
         )
     options.sort(key=_ranking_key)
     if not options[0].fits:

@@ -168,21 +168,19 @@ class ScriptPlanner(RunPart):
             if isinstance(prepared_object, DataLoader):
                 loaders[index] = prepared_object
         self._loaders = loaders
-        return tuple(
-            None if index in self._loaders else prepared_object
-            for index, prepared_object in enumerate(objects)
-        )
+        other_objects = list(objects)
+        for index in self._loaders:
+            other_objects[index] = None
+        return tuple(other_objects)
 
     def prepared(self, objects: Objects) -> Objects:
         """Return the prepared objects, and loaders that yield one batch."""
         self._preparing.close()
         script_loaders, self._loaders = self._loaders, {}
-        return tuple(
-            OneBatch(script_loaders[index], self)
-            if index in script_loaders
-            else prepared_object
-            for index, prepared_object in enumerate(objects)
-        )
+        prepared_objects = list(objects)
+        for index, script_loader in script_loaders.items():
+            prepared_objects[index] = OneBatch(script_loader, self)
+        return tuple(prepared_objects)
 
     def _fork_all(
         self, variants: Sequence[tuple[PrecisionName, tuple[str, ...]]]

@@ -99,13 +99,11 @@ class ModelStructure:
         layer_split = self._find_splits(largest_model)
         kind_counts: Counter[ParameterKind] = Counter()
         for inspected_model in models:
-            kind_counts.update(
-                _list_kinds(
-                    inspected_model,
-                    blocks if inspected_model is largest_model else [],
-                    layer_split.styles if inspected_model is largest_model else {},
-                )
-            )
+            if inspected_model is largest_model:
+                kinds = _list_kinds(inspected_model, blocks, layer_split.styles)
+            else:
+                kinds = _list_kinds(inspected_model, [], {})
+            kind_counts.update(kinds)
         self.parameters = tuple(
             replace(kind, count=count) for kind, count in kind_counts.items()
         )
@@ -200,9 +198,7 @@ class ModelStructure:
             block_classes=self.roles.block_classes,
             largest_block=self.largest_block,
             block_frozen=self.block_frozen,
-            split_share=saved_bytes.split / saved_bytes.total
-            if saved_bytes.total
-            else 0.0,
+            split_share=saved_bytes.split / max(saved_bytes.total, 1),
             tp_sizes=self.tp_sizes,
             tp_summed=self.tp_summed,
             sequence=saved_bytes.sequence,

@@ -112,10 +112,9 @@ class TrialRunner:
                 str(spec_file),
                 *self._script_command,
             ]
-            variables = {
-                **env.snapshot(),
-                **({"HASTEN_CPU": "1"} if self._arguments.cpu else {}),
-            }
+            variables = dict(env.snapshot())
+            if self._arguments.cpu:
+                variables["HASTEN_CPU"] = "1"
             start_s = time.monotonic()
             timeout_s = max(
                 30.0,
