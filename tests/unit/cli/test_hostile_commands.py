@@ -84,14 +84,14 @@ def test_an_output_that_cannot_be_written_is_named(folder: Path) -> None:
 
 def test_a_record_that_was_cut_off_is_another_job(folder: Path) -> None:
     row_parts = RowParts(folder / "out.jsonl", 1, 1)
-    assert row_parts.begin({"target": "a"}) == ""
+    assert row_parts.begin_job({"target": "a"}) == ""
     for record in row_parts.folder.iterdir():
         record.write_text('{"tar')
-    assert row_parts.begin({"target": "a"}) == "target"
+    assert row_parts.begin_job({"target": "a"}) == "target"
 
 
 def test_a_result_that_json_does_not_know_is_named(folder: Path) -> None:
     row_parts = RowParts(folder / "out.jsonl", 1, 1)
-    row_parts.begin({})
+    row_parts.begin_job({})
     with pytest.raises(DataError, match=r"a result holds a object.*return numbers"):
-        row_parts.finish(0, [object()])
+        row_parts.finish_part(0, [object()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -383,11 +384,11 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
             continue
         for tensor_name in tied_names:
             owner_module, tensor_key = parent_of(model, tensor_name)
+            # a parameter in the one table, a buffer in the other: typed Any for both
+            table: dict[str, Any] = owner_module._buffers
             if tensor_key in owner_module._parameters:
                 table = owner_module._parameters
-            else:
-                table = owner_module._buffers
-            table[tensor_key] = shared_tensor  # type: ignore[assignment]  # a parameter in the one table, a buffer in the other
+            table[tensor_key] = shared_tensor
 
 
 def tensor_of(model: nn.Module, tensor_name: str) -> Tensor:

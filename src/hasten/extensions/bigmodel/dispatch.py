@@ -125,9 +125,8 @@ def dispatch_model(
     _refuse_empty(model, streamed_names, disk_pieces)
     _place_tensors(model, device_map, offload_kinds, compute_device, offload_buffers)
     resident_kinds = set()
-    for entry_name, device_key in device_map.items():
-        if entry_name not in streamed_names:
-            resident_kinds.add(device_of(device_key).type)
+    for entry_name in device_map.keys() - streamed_names:
+        resident_kinds.add(device_of(device_map[entry_name]).type)
     if streamed_names or force_hooks or resident_kinds != {"cpu"}:
         _attach_forwards(
             model, device_map, streamed_names, compute_device, skipped_keys

@@ -253,10 +253,7 @@ def _fill_precision(draft_config: _DraftConfig, run_facts: RunFacts) -> None:
         )
         enabled = draft_config.find_section(precision_name)["enabled"]
         if bool(enabled) != (precision_name == mixed_precision):
-            if enabled:
-                matching_precision = precision_name
-            else:
-                matching_precision = "no"
+            matching_precision = precision_name if enabled else "no"
             raise ConfigError(
                 f"DeepSpeed's configuration has {precision_name}.enabled={enabled}, but the run has mixed_precision={mixed_precision!r}; they "
                 f"would compute in different precisions. Set mixed_precision={matching_precision!r}, or "

@@ -136,12 +136,12 @@ def parts_of(
         for group, group_shards in zip(models, shards, strict=True):
             main_tensors.update(zip(map(id, group), group_shards, strict=True))
     for parameter in parameters:
-        main_tensor = main_tensors.get(id(parameter))
+        main_shard = main_tensors.get(id(parameter))
         span = (0, 0)
-        if main_tensor is not None:
+        if main_shard is not None:
             value_range = inner_optimizer._get_model_param_range_map(parameter)["param"]
             span = value_range.start, value_range.size
-        yield ShardPart(model, parameter, main_tensor, span)
+        yield ShardPart(model, parameter, main_shard, span)
 
 
 log = logging.getLogger(__name__)

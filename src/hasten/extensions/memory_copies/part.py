@@ -110,7 +110,8 @@ class MemoryCopies(RunPart):
         ) as agreement:
             machine = self._machine_group(agreement)
             if self._is_first_rank(machine):
-                self._folder.keep_only({self._newest} - {None})
+                newest_steps = [] if self._newest is None else [self._newest]
+                self._folder.keep_only(newest_steps)
             self._saving.write_machine(
                 self._folder.open_store(machine.ranks),
                 numbered_checkpoint(step),

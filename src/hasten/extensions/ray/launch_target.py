@@ -315,10 +315,8 @@ def main() -> None:
     for variable_name in _PASSED_VARIABLES:
         if variables.get(variable_name):
             passed_variables[variable_name] = variables[variable_name]
-    if ray_run.workers[0] == ray_run.workers[1]:
-        num_workers = ray_run.workers[0]
-    else:
-        num_workers = ray_run.workers
+    is_fixed = ray_run.workers[0] == ray_run.workers[1]
+    num_workers = ray_run.workers[0] if is_fixed else ray_run.workers
     trainer = need("ray.train.torch", VERSIONS, "--ray").TorchTrainer(
         run_program,
         train_loop_config={

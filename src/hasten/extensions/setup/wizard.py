@@ -70,9 +70,8 @@ def _device_question(machine_facts: MachineFacts) -> Question:
         "accelerator": "GPUs or other accelerators of another machine",
         "tpu": "TPU of another machine",
     }
-    if machine_facts.device in ("cpu", "tpu"):
-        detected_device = machine_facts.device
-    else:
+    detected_device: str = machine_facts.device
+    if detected_device not in ("cpu", "tpu"):
         detected_device = "accelerator"
     if detected_device != "cpu":
         precision_name = machine_facts.device_name or machine_facts.device

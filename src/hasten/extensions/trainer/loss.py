@@ -70,8 +70,9 @@ def labels_in(inputs: Any, names: Sequence[str]) -> Tensor | None:
     if not isinstance(inputs, Mapping):
         return None
     for name in names:
-        if isinstance(inputs.get(name), Tensor):
-            return inputs[name]
+        labels = inputs.get(name)
+        if isinstance(labels, Tensor):
+            return labels
     return None
 
 

@@ -381,9 +381,9 @@ def _statuses_of(
     exit_codes: dict[int, int],
 ) -> list[ObservedRank]:
     """Return every rank's status: from its posted end, the launcher, its neighbours, or its posted state."""
-    seen_by_others = {}
-    for rank_state in rank_states.values():
-        seen_by_others |= rank_state.peers
+    seen_by_others: dict[int, Status] = {}
+    for other_state in rank_states.values():
+        seen_by_others |= other_state.peers
     observed_ranks = []
     for rank in rank_numbers:
         rank_note, rank_state = rank_notes.get(rank), rank_states.get(rank)

@@ -167,10 +167,9 @@ def list_layouts(
 ) -> Iterator[Candidate]:
     """Yield every strategy on every mesh, in every precision, with and without recompute, resharding and offload."""
     for mesh, is_sharded in _list_meshes(model_trace, plan_request):
+        reshard_choices = [True]
         if is_sharded and mesh.dp_shard > 1:
-            reshard_choices = (True, False)
-        else:
-            reshard_choices = (True,)
+            reshard_choices.append(False)
         offload_choices: tuple[bool, ...] = (False, True) if is_sharded else (False,)
         # sharding over one rank only makes sense for offload
         if is_sharded and mesh.world_size == 1:

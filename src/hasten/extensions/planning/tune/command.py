@@ -217,9 +217,10 @@ def _format_values(setting_values: SettingValues) -> str:
 def make_table(trials: Sequence[Trial]) -> Table:
     """Return a table with one row per trial."""
     trial_table = Table(title="measured")
-    for title in ("values", "step", "memory", "verdict"):
-        alignment = "left" if title in ("values", "verdict") else "right"
-        trial_table.add_column(title, justify=alignment)
+    trial_table.add_column("values")
+    trial_table.add_column("step", justify="right")
+    trial_table.add_column("memory", justify="right")
+    trial_table.add_column("verdict")
     for trial in trials:
         outcome = trial.outcome
         trial_table.add_row(

@@ -78,7 +78,7 @@ class ScriptTrial(RunPart):
             )()
             self.computes_loss = type(output_layer) is nn.Linear
             if setting_values.get("channels_last"):
-                return script_object.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+                return script_object.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             return script_object
         if isinstance(script_object, DataLoader) and "num_workers" in setting_values:
             script_object.num_workers = setting_values["num_workers"]
