@@ -207,7 +207,9 @@ def _without_buffers(
     reduced_device = replace(
         main_device, limit=max(main_device.limit - buffer_bytes, 0)
     )
-    return [reduced_device if device is main_device else device for device in devices]
+    devices = list(devices)
+    devices[devices.index(main_device)] = reduced_device
+    return devices
 
 
 def module_nodes(
@@ -246,13 +248,9 @@ def module_nodes(
                 any(True for _ in child.children())
                 and type(child).__name__ not in unsplit_classes
             )
-            yield Node(
-                name_prefix + child_name,
-                child_tensors,
-                tuple(visit_module(name_prefix + child_name, child))
-                if is_splittable
-                else (),
-            )
+            child_path = name_prefix + child_name
+            child_nodes = visit_module(child_path, child) if is_splittable else ()
+            yield Node(child_path, child_tensors, tuple(child_nodes))
 
     if type(model).__name__ in unsplit_classes:
         yield Node(

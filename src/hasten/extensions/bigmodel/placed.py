@@ -164,8 +164,9 @@ class StreamedForward(PlacedForward):
         try:
             args, kwargs = self.inputs(args, kwargs)
             records_gradients = torch.is_grad_enabled()
+            saved_weights = SavedWeights(self.streamer)
             with (
-                SavedWeights(self.streamer).saved_tensor_hooks()
+                saved_weights.saved_tensor_hooks()
                 if records_gradients
                 else nullcontext()
             ):

@@ -179,15 +179,11 @@ def cut_into_units(
                 )
 
     visit_module(model, "", None)
-    quantized_name = next(
-        (
-            tensor.name
-            for unit_cut in unit_cuts
-            for tensor in unit_cut.tensors
-            if is_bitsandbytes(tensor.tensor)
-        ),
-        None,
-    )
+    quantized_name = None
+    for unit_cut in unit_cuts:
+        for tensor in unit_cut.tensors:
+            if is_bitsandbytes(tensor.tensor):
+                quantized_name = quantized_name or tensor.name
     if quantized_name is not None:
         raise PrepareError(
             f"{quantized_name} was quantized by bitsandbytes, whose weights cannot be offloaded, because their scales would not be moved. "

@@ -220,11 +220,9 @@ class CapturedStep(Generic[P, R]):
         """Return the lookup key of a graph: shapes and dtypes of tensors, all other inputs, and the models' training modes."""
         descriptions = []
         for leaf in trees.leaves(inputs):
-            descriptions.append(
-                (leaf.shape, leaf.dtype, leaf.device)
-                if isinstance(leaf, Tensor)
-                else leaf
-            )
+            if isinstance(leaf, Tensor):
+                leaf = (leaf.shape, leaf.dtype, leaf.device)
+            descriptions.append(leaf)
         try:
             hash(
                 graph_key := (
@@ -286,14 +284,9 @@ class CapturedStep(Generic[P, R]):
             )
         if self._clock.needs_correction:
             return "backward(weight=) was used, whose total is agreed on the host"
-        if plain_optimizer := next(
-            (
-                optimizer
-                for optimizer in stepped_optimizers
-                if not is_fused(optimizer.optimizer)
-            ),
-            None,
-        ):
+        for plain_optimizer in stepped_optimizers:
+            if is_fused(plain_optimizer.optimizer):
+                continue
             return f"{type(plain_optimizer.optimizer).__name__} is not fused ({fused_refusal(plain_optimizer.optimizer) or 'fused is off'})"
         if any(
             parameter.grad is not None
@@ -330,19 +323,15 @@ class CapturedStep(Generic[P, R]):
         attempts_after = [
             optimizer.num_attempts for optimizer in self._prepared.optimizers
         ]
+        stepped_optimizers = []
+        for optimizer, num_before, num_after in zip(
+            self._prepared.optimizers, attempts_before, attempts_after, strict=True
+        ):
+            stepped_optimizers += [optimizer] * (num_after - num_before)
         replayed_step = _ReplayedStep(
             graph,
             num_passes=clock.num_passes - passes_before,
-            stepped=[
-                optimizer
-                for optimizer, num_before, num_after in zip(
-                    self._prepared.optimizers,
-                    attempts_before,
-                    attempts_after,
-                    strict=True,
-                )
-                for _ in range(num_after - num_before)
-            ],
+            stepped=stepped_optimizers,
             scalars=captured,
         )
         restore_counters()

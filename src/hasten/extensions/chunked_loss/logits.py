@@ -349,12 +349,10 @@ def _leaves_last(index: Any, ndim: int) -> bool:
     index_parts = index if isinstance(index, tuple) else (index,)
     if any(index_part is None for index_part in index_parts):
         return False
-    num_indexed_dims = sum(
-        index_part.ndim
-        if isinstance(index_part, Tensor) and index_part.dtype == torch.bool
-        else 1
-        for index_part in index_parts
-    )
+    num_indexed_dims = 0
+    for index_part in index_parts:
+        is_mask = isinstance(index_part, Tensor) and index_part.dtype == torch.bool
+        num_indexed_dims += index_part.ndim if is_mask else 1
     if any(index_part is Ellipsis for index_part in index_parts):
         last_index = index_parts[-1]
         return isinstance(last_index, slice) and last_index == slice(None)

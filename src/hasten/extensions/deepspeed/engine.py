@@ -115,11 +115,11 @@ def start_engine(
             )
     # stage 0 reduces at the window's end, so any backward works
     engine._support_torch_style_backward = True
-    return engine, LinearSwitch(
-        zero3_linear
-    ) if engine_config.stage == 3 and engine_config.config["zero_optimization"].get(
-        "memory_efficient_linear", True
-    ) else None
+    zero_options = engine_config.config["zero_optimization"]
+    linear_switch = None
+    if engine_config.stage == 3 and zero_options.get("memory_efficient_linear", True):
+        linear_switch = LinearSwitch(zero3_linear)
+    return engine, linear_switch
 
 
 @contextmanager

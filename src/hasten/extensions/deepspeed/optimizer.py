@@ -92,9 +92,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
     def in_backward(self) -> Iterator[None]:
         """Context manager for the backward of a loss that may come from this engine and from others."""
         engine, optimizer = self.engine, self.engine.optimizer
-        if callable(
-            clear_backward_flag := getattr(optimizer, "clear_backward_seen_flag", None)
-        ):
+        clear_backward_flag = getattr(optimizer, "clear_backward_seen_flag", None)
+        if callable(clear_backward_flag):
             clear_backward_flag()  # this may be the second backward after a forward
         self.entered, engine._running_engine_backward = False, True
         try:
@@ -102,9 +101,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
             if self.entered:
                 engine._backward_epilogue()
         except BaseException:
-            if self.entered and callable(
-                exit_backward := getattr(optimizer, "exit_backward", None)
-            ):
+            exit_backward = getattr(optimizer, "exit_backward", None)
+            if self.entered and callable(exit_backward):
                 exit_backward()
             raise
         finally:
@@ -234,15 +232,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
         optimizer = self.engine.optimizer
         if hasattr(optimizer, "clip_grad"):
             optimizer.clip_grad = 0.0
-        if (
-            self.stage == 3
-            and (
-                gradient_buffer := getattr(
-                    optimizer, "grad_partitions_flat_buffer", None
-                )
-            )
-            is not None
-        ):
+        gradient_buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
+        if self.stage == 3 and gradient_buffer is not None:
             # otherwise a parameter unused in the next window would be updated by this window's gradient
             gradient_buffer.zero_()
         self.engine.set_gradient_accumulation_boundary(False)

@@ -361,10 +361,10 @@ class DeepSpeedStrategy:
                 "the gradients of all its parameters together, so they can only be clipped together. Call it once per model, with "
                 "model.parameters()."
             )
-        if num_unowned := sum(
-            parameter.requires_grad and id(parameter) not in trained_ids
-            for parameter in parameters
-        ):
+        num_unowned = 0
+        for parameter in parameters:
+            num_unowned += parameter.requires_grad and id(parameter) not in trained_ids
+        if num_unowned:
             raise StepError(
                 f"clip_grad_norm_() got {num_unowned} trainable parameters that are in no optimizer. An engine has no gradients for them, whereas "
                 "plain torch includes them in the norm. Call requires_grad_(False) on them, or give them to the optimizer."
@@ -400,15 +400,14 @@ class DeepSpeedStrategy:
                         "cpu", copy=True
                     )
         sharded_state = model_engine.model.module.state_dict(keep_vars=True)
-        return {
-            state_key: whole_copies.get(
-                id(state_tensor),
-                state_tensor.detach()
-                if isinstance(state_tensor, Tensor)
-                else state_tensor,
-            )
-            for state_key, state_tensor in sharded_state.items()
-        }
+        full_state = {}
+        for state_key, state_tensor in sharded_state.items():
+            if id(state_tensor) in whole_copies:
+                state_tensor = whole_copies[id(state_tensor)]
+            elif isinstance(state_tensor, Tensor):
+                state_tensor = state_tensor.detach()
+            full_state[state_key] = state_tensor
+        return full_state
 
     @contextmanager
     def whole_weights(self, model: nn.Module) -> Iterator[None]:

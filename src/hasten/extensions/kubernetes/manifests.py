@@ -51,11 +51,10 @@ def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
         "# Written by `hasten launch --submit kubernetes`; docs/kubernetes.md explains the fields.\n"
         f"# Submit: kubectl apply -f {manifest_path}\n"
     )
+    apply_command = Proc(("kubectl", "apply", "-f", manifest_path))
     return LaunchPlan(
         launcher="kubernetes",
-        procs=(Proc(("kubectl", "apply", "-f", manifest_path)),)
-        if settings.apply
-        else (),
+        procs=(apply_command,) if settings.apply else (),
         notes=_plan_notes(pods, manifest_path),
         files=(PlannedFile(manifest_path, header + manifest_text, public=True),),
         supervision=supervision(request, JobShape(num_processes=pods.processes)),
@@ -213,12 +212,11 @@ def _labels_and_annotations(pods: PodPlan) -> JsonObject:
 
 def _tag_texts(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the values as text; booleans as in YAML."""
-    return {
-        tag_name: str(tag_value).lower()
-        if isinstance(tag_value, bool)
-        else str(tag_value)
-        for tag_name, tag_value in values.items()
-    }
+    texts = {}
+    for tag_name, tag_value in values.items():
+        is_flag = isinstance(tag_value, bool)
+        texts[tag_name] = str(tag_value).lower() if is_flag else str(tag_value)
+    return texts
 
 
 def _job_policy() -> JsonObject:

@@ -26,16 +26,10 @@ def fuse_tensors(
         case "gated":
             return torch.stack(hub_tensors)
         case "joint_qkv":
-            return _interleave_groups(
-                list(
-                    (
-                        hub_tensors[0].t()
-                        if hub_tensors[0].ndim == 2
-                        else hub_tensors[0]
-                    ).chunk(3)
-                ),
-                model_facts,
-            )
+            joint_qkv = hub_tensors[0]
+            if joint_qkv.ndim == 2:
+                joint_qkv = joint_qkv.t()
+            return _interleave_groups(list(joint_qkv.chunk(3)), model_facts)
         case "qkv":
             return _interleave_groups(hub_tensors, model_facts)
         case other:

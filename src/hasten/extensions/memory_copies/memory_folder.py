@@ -171,9 +171,8 @@ class MemoryFolder:
         """Delete the states of all other steps. Ranks: the first of the machine."""
         for ranks_folder in self.root.glob("ranks_*"):
             for step_folder in filter(Path.is_dir, list(ranks_folder.iterdir())):
-                if (
-                    step := checkpoint_number(step_folder.name)
-                ) is not None and step not in steps:
+                step = checkpoint_number(step_folder.name)
+                if step is not None and step not in steps:
                     # incomplete from now on
                     (step_folder / MANIFEST_NAME).unlink(missing_ok=True)
                     shutil.rmtree(step_folder, ignore_errors=True)

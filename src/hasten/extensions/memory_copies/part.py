@@ -168,11 +168,10 @@ class MemoryCopies(RunPart):
 
     def _send_all(self, machine: CopyHolder, step: int, agreement: Agreement) -> None:
         own_copy = MemoryCopy(machine.ranks, self._ctx.world.size, step)
-        manifests_of_ranks: list[bytes | None] = agreement.share(
-            self._folder.read_manifest(own_copy)
-            if self._is_first_rank(machine)
-            else None
-        )
+        own_manifest = None
+        if self._is_first_rank(machine):
+            own_manifest = self._folder.read_manifest(own_copy)
+        manifests_of_ranks: list[bytes | None] = agreement.share(own_manifest)
         raw_manifests, manifests = [], []
         for ranks in machine.all:
             raw_manifest = manifests_of_ranks[ranks[0]]

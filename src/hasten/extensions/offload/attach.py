@@ -147,7 +147,9 @@ def stream_updates(
         moves_state=config.offload != "parameters",
         parameters=StreamedParameters() if is_streamed_model else None,
     )
-    model_blocks = [block for model in models for _, block in repeated_blocks(model)]
+    model_blocks: list[nn.Module] = []
+    for model in models:
+        model_blocks += [block for _, block in repeated_blocks(model)]
     streamed_update.drains_in_forward = bool(model_blocks)
     before_block = call_weakly(streamed_update.before_block)
     for block in model_blocks:

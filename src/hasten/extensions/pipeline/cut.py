@@ -211,10 +211,8 @@ def _balanced_ranges(
     last_units: Sequence[str],
     stage_placement: StagePlacement,
 ) -> tuple[Range, ...]:
-    cost_before, cost_after = (
-        sum(estimate_work(model.get_submodule(unit_name)) for unit_name in unit_names)
-        for unit_names in (first_units, last_units)
-    )
+    cost_before = sum(map(estimate_work, map(model.get_submodule, first_units)))
+    cost_after = sum(map(estimate_work, map(model.get_submodule, last_units)))
     block_costs = list(map(estimate_work, blocks))
     if not any(block_costs):
         block_costs = [1.0] * len(blocks)

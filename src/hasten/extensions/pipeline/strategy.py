@@ -216,13 +216,11 @@ class Pipeline:
         if weight_source is not WeightSource.NO_RANK:
             copy_from_rank_0(model, ctx)
         ranks_by_tie = find_shared_parameters(model, stage_cut)
-        held_ties = {
-            tied_name: tuple(
-                self._comm.ranks[pipeline_rank] for pipeline_rank in pipeline_ranks
-            )
-            for tied_name, pipeline_ranks in ranks_by_tie.items()
-            if rank in pipeline_ranks
-        }
+        held_ties = {}
+        for tied_name, pipeline_ranks in ranks_by_tie.items():
+            if rank in pipeline_ranks:
+                world_ranks = map(self._comm.ranks.__getitem__, pipeline_ranks)
+                held_ties[tied_name] = tuple(world_ranks)
         tie_groups = {
             ranks: group_of(ranks) for ranks in dict.fromkeys(held_ties.values())
         }

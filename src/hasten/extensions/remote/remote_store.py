@@ -149,9 +149,8 @@ class RemoteDraft:
         """Upload the manifest, which makes the checkpoint visible, and remove the earlier checkpoint of this name."""
         remote_sizes = self._store.sizes(self.name)
         for file in manifest.files:
-            if (
-                remote_size := remote_sizes.get(f"{self.token}/{file.name}")
-            ) != file.size:
+            remote_size = remote_sizes.get(f"{self.token}/{file.name}")
+            if remote_size != file.size:
                 raise CheckpointError(
                     f"{file.name} is at {self._store.address}/{self.name} with {remote_size or 'none'} of {file.size} bytes, so the "
                     "checkpoint was not committed. Save again; look at the storage service if it happens again."

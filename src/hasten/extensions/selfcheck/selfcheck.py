@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -55,8 +56,7 @@ def check_collectives(accelerator: Accelerator) -> str:
     rank_tensor = torch.full((2,), float(rank), device=device)
     gathered_tensor = accelerator.gather(rank_tensor)
     _expect_that(
-        gathered_tensor.tolist()
-        == [float(r) for r in range(num_processes) for _ in range(2)],
+        gathered_tensor.tolist() == sorted([*map(float, range(num_processes))] * 2),
         f"gather gave {gathered_tensor.tolist()}",
     )
     reduced_tensor = accelerator.reduce(rank_tensor, reduction="sum")
@@ -312,18 +312,10 @@ def main() -> int:
     """Run the checks under the launcher's settings; the optional argument is a file for the measured link speeds."""
     accelerator = Accelerator()
     links_file = sys.argv[1] if len(sys.argv) > 1 else None
-    has_passed = run_checks(
-        accelerator,
-        CHECKS
-        if links_file is None
-        else (
-            *CHECKS,
-            (
-                "links",
-                lambda run_accelerator: _write_links(run_accelerator, links_file),
-            ),
-        ),
-    )
+    checks = CHECKS
+    if links_file is not None:
+        checks = (*CHECKS, ("links", partial(_write_links, links_file=links_file)))
+    has_passed = run_checks(accelerator, checks)
     if accelerator.is_main_process:
         sys.stdout.write(
             "everything works\n" if has_passed else "some checks failed, see above\n"

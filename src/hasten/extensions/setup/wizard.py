@@ -140,16 +140,12 @@ def _precision_question(machine_facts: MachineFacts, device: str) -> Question:
         else:
             described_machine = machine_facts
         best_precision, reason = recommended_precision(described_machine)
-    choices = [
-        (
-            precision_name,
-            f"{title} (recommended: {reason})"
-            if precision_name == best_precision
-            else title,
-        )
-        for precision_name, title in _PRECISION_TITLES
-        if precision_name != "fp8" or offers_fp8(machine_facts) or is_elsewhere
-    ]
+    choices = []
+    for precision_name, title in _PRECISION_TITLES:
+        if precision_name == best_precision:
+            title = f"{title} (recommended: {reason})"
+        if precision_name != "fp8" or offers_fp8(machine_facts) or is_elsewhere:
+            choices.append((precision_name, title))
     choices.sort(key=lambda choice: choice[0] != best_precision)
     return Question("Mixed precision?", tuple(choices))
 

@@ -199,21 +199,22 @@ class Coordinator:
 
 
 def _convert_quorum(torchft_quorum: Any) -> Quorum:  # Any: torchft's Quorum
-    members = tuple(
-        Member(
+    members = []
+    for participant in torchft_quorum.participants:
+        data = participant.data or {}
+        member = Member(
             participant.replica_id,
             participant.step,
-            str((participant.data or {}).get("lineage", "")),
-            bool((participant.data or {}).get("fresh", False)),
+            str(data.get("lineage", "")),
+            bool(data.get("fresh", False)),
             participant.store_address,
             participant.address,
         )
-        for participant in torchft_quorum.participants
-    )
+        members.append(member)
     creation_time = torchft_quorum.created
     return Quorum(
         f"{torchft_quorum.quorum_id}-{creation_time.seconds}-{creation_time.nanos}",
-        members,
+        tuple(members),
     )
 
 

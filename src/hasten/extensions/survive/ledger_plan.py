@@ -128,11 +128,8 @@ class Ledger:
         else:
             remaining_ranges = []
         has_begun = self.following > 0 or bool(self.returned)
-        if has_begun and (
-            unused_ranges := merge_ranges(
-                [*self.returned, *open_ranges, *remaining_ranges]
-            )
-        ):
+        unused_ranges = merge_ranges([*self.returned, *open_ranges, *remaining_ranges])
+        if has_begun and unused_ranges:
             self.unused[self.epoch] = unused_ranges
 
     def preview_batches(self, name: str) -> Iterator[tuple[list[PositionRange], bool]]:

@@ -146,9 +146,8 @@ class TrainingArguments:
                     f"{name}={setting_value!r} is outside [0, 1): an average keeps this fraction of itself at every update; give a number such as 0.9."
                 )
         for name in ("logging_steps", "eval_steps", "save_steps"):
-            if (
-                setting_value := getattr(self, name)
-            ) is not None and not setting_value > 0:
+            setting_value = getattr(self, name)
+            if setting_value is not None and not setting_value > 0:
                 raise SettingValueError(
                     f"{name}={setting_value!r} is not a number of updates; give one from 1 up, or a fraction of the training between 0 and 1."
                 )
@@ -332,9 +331,8 @@ _NEEDS: Final[Sequence[_Need]] = (
 def check_needs(args: TrainingArguments) -> None:
     """Raise for arguments that have no effect in combination with the others. Raises: ContradictionError."""
     for setting_names, has_effect, why, remedy in _NEEDS:
-        if (wrong_setting := _first_changed(args, setting_names)) and not has_effect(
-            args
-        ):
+        wrong_setting = _first_changed(args, setting_names)
+        if wrong_setting and not has_effect(args):
             raise ContradictionError(
                 f"{wrong_setting} would have no effect: {why}; {remedy}."
             )
@@ -348,9 +346,8 @@ def check_given_optimizers(
         (optimizer, _OPTIMIZER, "an optimizer"),
         (scheduler, _SCHEDULE, "a scheduler"),
     ):
-        if passed_object is not None and (
-            wrong_setting := _first_changed(args, setting_names)
-        ):
+        wrong_setting = _first_changed(args, setting_names)
+        if passed_object is not None and wrong_setting:
             raise ContradictionError(
                 f"{wrong_setting} would have no effect: optimizers=(…) contains {object_words}, which is used unchanged; set this when you create it, "
                 "or remove it from optimizers."

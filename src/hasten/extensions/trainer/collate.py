@@ -169,17 +169,14 @@ class CollateUsed:
 
     def __call__(self, samples: list[Any]) -> Any:
         if samples and isinstance(samples[0], Mapping):
-            samples = [
-                {
-                    column_name: column_value
-                    for column_name, column_value in sample.items()
-                    if column_name in self.taken
-                }
-                for sample in samples
-            ]
+            samples = list(map(self._keep_taken, samples))
             if not samples[0]:
                 raise DataError(
                     "the samples have no key that the model's forward takes, so the batch would be empty; rename the keys, or "
                     "set remove_unused_columns=False."
                 )
         return self.collate(samples)
+
+    # Any: values of a sample
+    def _keep_taken(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in sample.items() if name in self.taken}

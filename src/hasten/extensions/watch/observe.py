@@ -188,6 +188,13 @@ class Observer:
         if io_bytes - self._last_io[1] > _REAL_IO_BYTES:
             self._last_io = (now_s, io_bytes)
         last_collective = self.collectives.last
+        last_line, last_ago_s = None, 0.0
+        if last_collective is not None:
+            last_ago_s = now_s - last_collective.at_s
+            if activity.kind != "collective":
+                last_line = _code_line(
+                    last_collective.file, last_collective.line, last_collective.op
+                )
         return State(
             rank=self.rank,
             host=socket.gethostname(),
@@ -207,12 +214,8 @@ class Observer:
             in_dataset=activity.in_dataset,
             block=self.collectives.block,
             io_quiet_s=now_s - self._last_io[0],
-            last=None
-            if last_collective is None or activity.kind == "collective"
-            else _code_line(
-                last_collective.file, last_collective.line, last_collective.op
-            ),
-            last_ago_s=0.0 if last_collective is None else now_s - last_collective.at_s,
+            last=last_line,
+            last_ago_s=last_ago_s,
             stack=tuple(stacks.text_of(stack_calls)),
             peers=dict(peers or {}),
             thread=kernel_state,

@@ -159,14 +159,10 @@ def place_of(calls: Sequence[StackCall]) -> StackFrame:
     if is_over(calls):
         kind = "over"
     elif inner_calls:
-        kind = next(
-            (
-                kind
-                for path_part, kind in _KINDS_BY_PATH
-                if any(path_part in stack_call.file for stack_call in inner_calls)
-            ),
-            "user",
-        )
+        inner_files = "\n".join(stack_call.file for stack_call in inner_calls)
+        for path_part, kind_of_path in reversed(_KINDS_BY_PATH):
+            if path_part in inner_files:
+                kind = kind_of_path
         if kind in MAY_WAIT and not any(
             path_part in calls[0].file for path_part in _WAITING_FILES
         ):

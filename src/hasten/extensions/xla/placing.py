@@ -207,11 +207,8 @@ class Transfer:
 
     def _send_batch(self, batch: Any) -> Any:
         if isinstance(batch, Tensor):
-            return (
-                self._devices.send_tensor(batch)
-                if batch.device.type == "cpu"
-                else batch
-            )
+            is_on_host = batch.device.type == "cpu"
+            return self._devices.send_tensor(batch) if is_on_host else batch
         if not trees.is_container(batch):
             return trees.to_device(batch, self._devices.device)
         sent_parts = []

@@ -39,11 +39,9 @@ def count_hosts(variables: Mapping[str, str]) -> int | None:
 
 def worker_index(variables: Mapping[str, str]) -> int | None:
     """Return this host's index in its slice: from TPU_WORKER_ID, else from Google's metadata; None if unknown."""
-    text = variables.get("TPU_WORKER_ID") or (
-        None
-        if variables.get("TPU_SKIP_MDS_QUERY")
-        else _ask_metadata(variables, "agent-worker-number")
-    )
+    text = variables.get("TPU_WORKER_ID")
+    if not text and not variables.get("TPU_SKIP_MDS_QUERY"):
+        text = _ask_metadata(variables, "agent-worker-number")
     return int(text) if text is not None and text.strip().isdecimal() else None
 
 

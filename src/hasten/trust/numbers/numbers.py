@@ -271,11 +271,10 @@ class NumbersWatch(RunPart):
                     )
         if not problem:
             return BadValue()
-        if (
-            not optimizer.scaled
-            and optimizer.readable
-            and (parameter_names := self._name_bad_gradients(optimizer))
-        ):
+        parameter_names = []
+        if not optimizer.scaled and optimizer.readable:
+            parameter_names = self._name_bad_gradients(optimizer)
+        if parameter_names:
             ellipsis = " …" if len(parameter_names) > _MOST_SHOWN else ""
             report_lines.append(
                 f"  gradients that are not finite: {', '.join(parameter_names[:_MOST_SHOWN])}{ellipsis}"

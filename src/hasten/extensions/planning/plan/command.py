@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"{unknown_words[0]!r} is not an option of `hasten plan`; `hasten plan --help` lists them."
         )
-    hardware_table = hardware.KNOWN
+    hardware_table: Mapping[str, hardware.AcceleratorEntry] = hardware.KNOWN
     if arguments.hardware:
         hardware_table = hardware.read_entries(arguments.hardware)
     gpu_entry = hardware.find_accelerator(arguments.gpu, hardware_table)

@@ -151,15 +151,12 @@ class ScriptPlanner(RunPart):
         if self._run is None and models:
             self._anatomy = self._inspect(models)
             block_classes = self._anatomy.block_classes
-            self._fork_all(
-                [
-                    (precision, recompute_classes)
-                    for precision in self._precisions
-                    for recompute_classes in ((), block_classes)[
-                        : 1 + bool(block_classes)
-                    ]
-                ]
-            )
+            step_variants: list[tuple[str, tuple[str, ...]]] = []
+            for precision in self._precisions:
+                step_variants.append((precision, ()))
+                if block_classes:
+                    step_variants.append((precision, block_classes))
+            self._fork_all(step_variants)
         if self._run is not None:
             self._make_fake(objects)
             self._preparing.enter_context(self._mode)

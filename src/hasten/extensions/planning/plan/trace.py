@@ -249,16 +249,16 @@ def _fit_variant(one_sample_step: TracedStep, two_sample_step: TracedStep) -> Va
     """Return the linear fits through steps of one and of two samples."""
     one_sample, two_samples = one_sample_step.watched, two_sample_step.watched
     dtype_names = sorted({*one_sample.flops, *two_samples.flops})
+    flops = {}
+    for dtype_name in dtype_names:
+        flops[dtype_name] = LinearCost.from_measurements(
+            one_sample.flops.get(dtype_name, 0.0),
+            two_samples.flops.get(dtype_name, 0.0),
+        )
     return Variant(
         precision=one_sample_step.run.precision,
         recompute=bool(one_sample_step.run.recompute),
-        flops={
-            dtype_name: LinearCost.from_measurements(
-                one_sample.flops.get(dtype_name, 0.0),
-                two_samples.flops.get(dtype_name, 0.0),
-            )
-            for dtype_name in dtype_names
-        },
+        flops=flops,
         moved=LinearCost.from_measurements(one_sample.moved, two_samples.moved),
         operations=max(one_sample.operations, two_samples.operations),
         moments=tuple(_fit_moments(one_sample.alive, two_samples.alive)),

@@ -299,9 +299,9 @@ def select_knobs(applicable: Sequence[Knob], knob_names: Sequence[str]) -> list[
     Raises: ConfigError for a knob that does not apply here.
     """
     knob_by_name = {knob.name: knob for knob in applicable}
-    if missing_name := next(
-        (knob_name for knob_name in knob_names if knob_name not in knob_by_name), None
-    ):
+    for missing_name in knob_names:
+        if missing_name in knob_by_name:
+            continue
         raise ConfigError(
             f"--only {missing_name}: it does not apply to this script on this machine, where {', '.join(knob_by_name)} can be tried; remove it."
         )
