@@ -1,14 +1,14 @@
-"""EngineOptimizer: interface of optimizers whose parameters, gradients and state are held by an engine."""
+"""Optimizers whose state an engine holds, and the contents of an optimizer's groups."""
 
 from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hasten.errors import StepError
 from hasten.precision.base import StepResult
@@ -93,3 +93,29 @@ class Placeholder(torch.optim.Optimizer):
         self.options = {
             key: value for key, value in options.items() if value is not None
         }
+
+
+# Any: options of an optimizer
+def list_parameters(param_groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
+    """Return the parameters of all groups, in order."""
+    parameters: list[nn.Parameter] = []
+    for group in param_groups:
+        parameters += group["params"]
+    return parameters
+
+
+def options_of(param_group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group, without its parameters."""
+    options = dict(param_group)
+    del options["params"]
+    return options
+
+
+def list_groups_of_parameters(
+    param_groups: Iterable[Mapping[str, Any]],
+) -> list[Mapping[str, Any]]:
+    """Return the group of each parameter, in the order of `list_parameters`."""
+    groups_of_parameters: list[Mapping[str, Any]] = []
+    for group in param_groups:
+        groups_of_parameters += [group] * len(group["params"])
+    return groups_of_parameters

@@ -22,8 +22,14 @@ from hasten.extensions.deepspeed.shards import (
     shards_of,
 )
 from hasten.optim import clip
-from hasten.optim.engine import EngineOptimizer, put_where_used, refuse_late_backward
-from hasten.optim.groups import list_groups_of_parameters, list_parameters, options_of
+from hasten.optim.engine import (
+    EngineOptimizer,
+    list_groups_of_parameters,
+    list_parameters,
+    options_of,
+    put_where_used,
+    refuse_late_backward,
+)
 from hasten.precision.base import APPLIED, StepResult
 
 log = logging.getLogger(__name__)

@@ -36,9 +36,8 @@ from hasten.extensions.deepspeed.optimizer import DeepSpeedOptimizer
 from hasten.extensions.deepspeed.placeholders import DummyScheduler
 from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 from hasten.extensions.deepspeed.shards import weight_slice
-from hasten.optim.engine import Placeholder
+from hasten.optim.engine import Placeholder, list_parameters
 from hasten.optim.gradients import drop_gradients
-from hasten.optim.groups import list_parameters
 from hasten.optim.window import divide_loss
 from hasten.precision.base import Precision
 from hasten.prepare_args import Item, PrepareArguments

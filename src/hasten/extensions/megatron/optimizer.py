@@ -20,8 +20,14 @@ from hasten.extensions.megatron.package import (
     import_megatron,
 )
 from hasten.extensions.megatron.weights import slice_of
-from hasten.optim.engine import EngineOptimizer, put_where_used, refuse_late_backward
-from hasten.optim.groups import list_groups_of_parameters, list_parameters, options_of
+from hasten.optim.engine import (
+    EngineOptimizer,
+    list_groups_of_parameters,
+    list_parameters,
+    options_of,
+    put_where_used,
+    refuse_late_backward,
+)
 from hasten.precision.base import APPLIED, StepResult
 
 

@@ -30,8 +30,8 @@ from hasten.extensions.megatron.package import (
 from hasten.extensions.megatron.settings import MegatronLMPlugin
 from hasten.extensions.megatron.weights import shard_of_whole, to_hub, unpadded_shard
 from hasten.modules.names import StagePart
+from hasten.optim.engine import list_parameters
 from hasten.optim.gradients import drop_gradients
-from hasten.optim.groups import list_parameters
 from hasten.optim.window import backpropagate
 from hasten.precision.base import Precision
 from hasten.prepare_args import Item, PrepareArguments

@@ -20,7 +20,7 @@ from hasten.extensions.offload.weights import (
     is_streamed,
 )
 from hasten.modules.names import is_dtensor
-from hasten.optim.groups import list_parameters
+from hasten.optim.engine import list_parameters
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import Axis
 from hasten.runtime.streams import lanes_for

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hasten.modules.names import local_tensor
-from hasten.optim.groups import list_parameters
+from hasten.optim.engine import list_parameters
 from hasten.runtime.host_pool import aligned_bytes
 from hasten.runtime.streams import Mark
 

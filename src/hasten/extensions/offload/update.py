@@ -34,7 +34,7 @@ from hasten.extensions.offload.pieces import (
     sort_like_groups,
 )
 from hasten.modules.names import is_dtensor, like_parameter, local_tensor
-from hasten.optim.groups import list_groups_of_parameters, list_parameters
+from hasten.optim.engine import list_groups_of_parameters, list_parameters
 from hasten.optim.optimizer import SETTLE_STATE
 from hasten.runtime.host_pool import HostPool
 from hasten.runtime.streams import HostLanes, Mark

@@ -42,7 +42,7 @@ from hasten.extensions.planning.plan.watch import (
 )
 from hasten.extensions.planning.tune.tuning import describe_error
 from hasten.modules.meta import init_on_device
-from hasten.optim.groups import list_parameters
+from hasten.optim.engine import list_parameters
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.run_part import Objects, RunPart, in_every_run
 from hasten.optim.window import Holder
