@@ -151,7 +151,7 @@ class ScriptPlanner(RunPart):
         if self._run is None and models:
             self._anatomy = self._inspect(models)
             block_classes = self._anatomy.block_classes
-            step_variants: list[tuple[str, tuple[str, ...]]] = []
+            step_variants: list[tuple[PrecisionName, tuple[str, ...]]] = []
             for precision in self._precisions:
                 step_variants.append((precision, ()))
                 if block_classes:
