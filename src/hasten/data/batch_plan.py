@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ _SPREAD: Final = np.uint32(0x846CA68B)
 _FOLD: Final = np.uint32(15)
 
 
+@dataclass(frozen=True)
 class Shuffle:
     """A permutation of `range(size)` that depends only on (seed, epoch).
 
@@ -31,22 +32,31 @@ class Shuffle:
     The order is part of the format of saved positions: it must not change between versions.
     """
 
-    def __init__(self, size: int, seed: int, epoch: int) -> None:
-        assert 0 <= size < 1 << 62, f"a shuffle of {size} samples is out of range"
-        self.size = size
-        self._keys = np.zeros(2 * _ROUNDS, dtype=np.uint32)
-        key_state = derive_seed(seed, epoch)
+    size: int
+    seed: int
+    epoch: int
+    _keys: NDArray[np.uint32] = field(init=False, repr=False, compare=False)
+    _table: Indices | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.size < 1 << 62, (
+            f"a shuffle of {self.size} samples is out of range"
+        )
+        keys = np.zeros(2 * _ROUNDS, dtype=np.uint32)
+        key_state = derive_seed(self.seed, self.epoch)
         for key_index in range(2 * _ROUNDS):
             key_state = (key_state + _GOLDEN) & _MASK
-            self._keys[key_index] = _mix_bits(key_state) & 0xFFFFFFFF
-        self._table: Indices | None = None
-        if size <= _TABLE_SIZE:
-            keys, positions = self._keys, np.arange(size, dtype=np.uint32)
+            keys[key_index] = _mix_bits(key_state) & 0xFFFFFFFF
+        table: Indices | None = None
+        if self.size <= _TABLE_SIZE:
+            positions = np.arange(self.size, dtype=np.uint32)
             high_bits = _hash_bits(positions ^ keys[0], keys[1], keys[2], 31)
             low_bits = _hash_bits(positions ^ keys[3], keys[4], keys[5], 31)
             # 62 bits
             hashes = (high_bits.astype(np.uint64) << np.uint64(31)) | low_bits
-            self._table = np.argsort(hashes).astype(np.int64)
+            table = np.argsort(hashes).astype(np.int64)
+        object.__setattr__(self, "_keys", keys)
+        object.__setattr__(self, "_table", table)
 
     def at(self, positions: Indices) -> Indices:
         """Return the dataset index at each position."""

@@ -65,10 +65,13 @@ def test_problems_are_told_in_the_order_of_lines_up_to_fifty(count: int) -> None
 
 
 def test_one_problem_is_raised_as_itself_and_several_are_taken_apart() -> None:
+    def raise_error(error: ConfigError) -> None:
+        raise error
+
     Problems().settle()
     problems = Problems()
     with problems.catching():
-        raise SettingValueError("the only one")
+        raise_error(SettingValueError("the only one"))
     with pytest.raises(SettingValueError, match=r"^the only one$"):
         problems.settle()
     inner = (ConfigError("a"), ConfigError("b"))
