@@ -45,14 +45,14 @@ class Seen:
         self.values: dict[str, Json] = {}
         self.tell = tell
 
-    def __call__(self, name: str, what: object) -> None:
+    def __call__(self, name: str, subject: object) -> None:
         """Note a value, or what a function returns or raises."""
-        if isinstance(what, types.FunctionType):
+        if isinstance(subject, types.FunctionType):
             try:
-                what = what()
+                subject = subject()
             except Exception as error:
-                what = error
-        self.values[name] = noted(what)
+                subject = error
+        self.values[name] = noted(subject)
         if self.tell is not None:
             self.tell(name, self.values[name])
 

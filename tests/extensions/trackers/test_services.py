@@ -62,9 +62,7 @@ def stub(name: str, started_options: list[dict[str, Any]]) -> ModuleType:
         )
 
     package.init = package.start = start  # type: ignore[attr-defined]
-    package.ExperimentConfig = lambda **config_options: SimpleNamespace(
-        **config_options
-    )  # type: ignore[attr-defined]
+    package.ExperimentConfig = lambda **settings: SimpleNamespace(**settings)  # type: ignore[attr-defined]
     package.__spec__ = ModuleSpec(name, None)
     return package
 
