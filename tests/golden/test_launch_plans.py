@@ -221,7 +221,7 @@ def plan_text(case: Case) -> str:
         )
     except HastenError as error:
         return f"$ hasten launch {case.words}\n{type(error).__name__}: {error}\n"
-    return f"$ hasten launch {case.words}\n{plan.render()}\n"
+    return f"$ hasten launch {case.words}\n{plan.render_text()}\n"
 
 
 def split_words(text: str) -> list[str]:

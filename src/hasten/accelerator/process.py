@@ -108,7 +108,7 @@ class Process:
         error: Exception | None = None
         self._ordering = block_name
         try:
-            with self.ctx.collectives.patience(block_name):
+            with self.ctx.collectives.extend_patience(block_name):
                 yield
         # any error of the user's block has to reach the other ranks; it is re-raised
         except Exception as caught:

@@ -41,9 +41,9 @@ def main(argv: Sequence[str]) -> int:
             flags[name] = flags_of(entry_point)
     helps = {name: text for name, (_, text) in known_commands.items()}
     sys.stdout.write(
-        _fish(flags, helps)
+        _fish_script(flags, helps)
         if shell == "fish"
-        else _bash(flags, helps, with_zsh=shell == "zsh")
+        else _bash_script(flags, helps, with_zsh=shell == "zsh")
     )
     return 0
 
@@ -67,7 +67,7 @@ def flags_of(entry_point: str) -> list[str]:
     return []
 
 
-def _bash(
+def _bash_script(
     flags: Mapping[str, Sequence[str]], helps: Mapping[str, str], *, with_zsh: bool
 ) -> str:
     if with_zsh:
@@ -91,7 +91,7 @@ def _bash(
     return "\n".join(lines) + "\n"
 
 
-def _fish(flags: Mapping[str, Sequence[str]], helps: Mapping[str, str]) -> str:
+def _fish_script(flags: Mapping[str, Sequence[str]], helps: Mapping[str, str]) -> str:
     lines = []
     for name, text in helps.items():
         lines.append(

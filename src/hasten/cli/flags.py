@@ -271,9 +271,9 @@ class SettingsParser(CommandParser):
         space = namespace or argparse.Namespace()
         if not hasattr(space, "settings"):
             space.settings = []
-        return super().parse_known_args(self.explicit(list(args or ())), space)
+        return super().parse_known_args(self.explicit_flags(list(args or ())), space)
 
-    def explicit(self, argv: list[str]) -> list[str]:
+    def explicit_flags(self, argv: list[str]) -> list[str]:
         """Return arguments with `--flag` spelled `--flag=true` and `--flag false` spelled `--flag=false`.
 
         Everything from the first word that is neither a flag nor a flag's value is unchanged, as it belongs to the script, unless flags may
@@ -295,7 +295,7 @@ class SettingsParser(CommandParser):
             flag_name, has_value, _ = flag_word.partition("=")
             action = self._option_string_actions.get(flag_name)
             if action is None:
-                self._refuse(flag_name)
+                self._refuse_flag(flag_name)
             elif not isinstance(action, SettingAction) or not action.takes_word:
                 explicit_words.append(flag_word)
                 if not has_value and action.nargs != 0:
@@ -318,7 +318,7 @@ class SettingsParser(CommandParser):
     def _whole_help(self) -> str:
         return "--help-all" if self.essential else "--help"
 
-    def _refuse(self, flag_name: str) -> NoReturn:
+    def _refuse_flag(self, flag_name: str) -> NoReturn:
         dashed = "-" in flag_name.lstrip("-")
         options_by_name = {}
         for option in self._option_string_actions:
@@ -455,7 +455,7 @@ def run_module(
         typed=typed,
     )
     if arguments.dry_run:
-        sys.stdout.write(job.plan.render() + "\n")
+        sys.stdout.write(job.plan.render_text() + "\n")
         return 0
     return job.run()
 
@@ -468,7 +468,7 @@ def whole_number(
 ) -> Callable[[str], int]:
     """Return an argparse type for a whole number from `least` to `most`."""
 
-    def read(text: str) -> int:
+    def read_number(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
@@ -479,7 +479,7 @@ def whole_number(
             )
         return number
 
-    return read
+    return read_number
 
 
 def positive_seconds(text: str) -> float:

@@ -103,7 +103,7 @@ def _prepare_and_launch(
         sys.stdout.write(_manifest_text(arguments, job))
         return 0
     if arguments.dry_run:
-        sys.stdout.write(job.plan.render() + "\n" + job.mesh())
+        sys.stdout.write(job.plan.render_text() + "\n" + job.describe_mesh())
         return 0
     return job.run()
 

@@ -98,9 +98,9 @@ class Agreement:
         """
         if self.comm.size == 1:
             return [value]
-        return self._exchange(None, value)
+        return self._exchange_values(None, value)
 
-    def fail(self, error: Exception) -> None:
+    def fail_on_all(self, error: Exception) -> None:
         """Send the error to the other ranks in place of this rank's next value. Raises: always."""
         if isinstance(error, HastenError):
             joint_error = error
@@ -109,7 +109,7 @@ class Agreement:
         if self.comm.size == 1:
             joint_error.agreed = True
             raise joint_error
-        self._exchange(joint_error, None)
+        self._exchange_values(joint_error, None)
 
     def _wrap_error(self, error: Exception) -> CheckpointError:
         global_rank = self.comm.ranks[self.comm.rank]
@@ -119,7 +119,7 @@ class Agreement:
         wrapped_error.__cause__ = error
         return wrapped_error
 
-    def _exchange(self, error: HastenError | None, value: Any) -> list[Any]:
+    def _exchange_values(self, error: HastenError | None, value: Any) -> list[Any]:
         if error is None:
             failure = None
         else:
@@ -198,7 +198,7 @@ def agreeing(
     # any failure must reach the other ranks; raised again by `fail`
     except Exception as error:
         if not (isinstance(error, HastenError) and error.agreed):
-            agreement.fail(error)
+            agreement.fail_on_all(error)
         raise
     agreement.share()
 

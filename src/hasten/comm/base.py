@@ -77,6 +77,6 @@ class Comm(Protocol):
         """
         ...
 
-    def twin(self) -> Comm:
+    def make_twin(self) -> Comm:
         """Return a second, independent group over the same members, for a background thread."""
         ...

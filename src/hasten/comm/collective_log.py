@@ -61,7 +61,7 @@ class CollectiveRecord:
         shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
         self._last = (op, shape, dtype, source_file, source_line, time.monotonic())
 
-    def ended(self) -> None:
+    def note_end(self) -> None:
         """Record the return of the latest collective."""
         if self._last is not None:
             self.spent_s += time.monotonic() - self._last[5]
@@ -82,7 +82,7 @@ class CollectiveRecord:
         )
 
     @contextmanager
-    def patience(self, block: str) -> Iterator[None]:
+    def extend_patience(self, block: str) -> Iterator[None]:
         """Context manager in which the other ranks wait for this rank without a timeout."""
         outer_block, self.block = self.block, block
         try:

@@ -71,7 +71,7 @@ class LocalComm:
     def barrier(self, label: str, timeout_s: float | None = None) -> None:
         return None
 
-    def twin(self) -> LocalComm:
+    def make_twin(self) -> LocalComm:
         return LocalComm(self.device, self.ranks[0])
 
 

@@ -99,7 +99,7 @@ def pad_across(
     _check_alike(f"pad_across dim {dim}", tree, group_comm, any_shape=True)
     sizes_by_tensor = iter(_sizes_of_ranks(tree, group_comm, dim))
 
-    def pad(tensor: Tensor) -> Tensor:
+    def pad_tensor(tensor: Tensor) -> Tensor:
         largest_size = max(next(sizes_by_tensor))
         if not -tensor.ndim <= dim < tensor.ndim or tensor.shape[dim] == largest_size:
             return tensor
@@ -110,7 +110,7 @@ def pad_across(
         padded_tensor.narrow(dim, start_index, tensor.shape[dim]).copy_(tensor)
         return padded_tensor
 
-    return trees.map_tensors(pad, tree)
+    return trees.map_tensors(pad_tensor, tree)
 
 
 def gather_object(

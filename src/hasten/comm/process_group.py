@@ -210,7 +210,7 @@ class ProcessGroupComm:
         elif kind == "max":
             reduce_op = dist.ReduceOp.MAX
         dist.all_reduce(buffer, reduce_op, group=self.group)
-        self.collectives.ended()
+        self.collectives.note_end()
         reduced = buffer / self.size if kind == "mean" else buffer
         return reduced.to(tensor.device).reshape(tensor.shape)
 
@@ -219,7 +219,7 @@ class ProcessGroupComm:
         raw_bytes = self._raw_bytes(tensor)
         gathered_bytes = raw_bytes.new_empty(self.size * raw_bytes.numel())
         _GATHER(gathered_bytes, raw_bytes, group=self.group)
-        self.collectives.ended()
+        self.collectives.note_end()
         return _from_bytes(gathered_bytes, tensor.dtype, (self.size, *tensor.shape)).to(
             tensor.device
         )
@@ -228,7 +228,7 @@ class ProcessGroupComm:
         self.collectives.note("broadcast", tensor)
         raw_bytes = self._raw_bytes(tensor).clone()
         dist.broadcast(raw_bytes, src=self._global_rank(src), group=self.group)
-        self.collectives.ended()
+        self.collectives.note_end()
         return _from_bytes(raw_bytes, tensor.dtype, tensor.shape).to(tensor.device)
 
     def scatter(
@@ -242,7 +242,7 @@ class ProcessGroupComm:
         else:
             sent_bytes = None
         dist.scatter(raw_bytes, sent_bytes, src=sender, group=self.group)
-        self.collectives.ended()
+        self.collectives.note_end()
         return _from_bytes(raw_bytes, like.dtype, like.shape).to(like.device)
 
     def all_gather_object(
@@ -299,14 +299,14 @@ class ProcessGroupComm:
         for work in pending_works:
             if work is not None:
                 work.wait()
-        self.collectives.ended()
+        self.collectives.note_end()
 
     def barrier(self, label: str, timeout_s: float | None = None) -> None:
         self.collectives.note("barrier", group=self._name)
         self._roll_call.wait(label, timeout_s)
-        self.collectives.ended()
+        self.collectives.note_end()
 
-    def twin(self) -> ProcessGroupComm:
+    def make_twin(self) -> ProcessGroupComm:
         group = dist.new_group(
             list(self.ranks),
             timeout=timedelta(seconds=self._timeout_s),

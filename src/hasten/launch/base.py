@@ -134,7 +134,7 @@ class LaunchPlan:
     submitter: Submitter | None = None
     """None for jobs that this command runs to their end."""
 
-    def render(self) -> str:
+    def render_text(self) -> str:
         """Return the plan as readable text in shell syntax, with credentials masked."""
         plan_lines = [f"launcher: {self.launcher}"]
         plan_lines += [f"note: {note}" for note in self.notes]

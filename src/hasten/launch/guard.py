@@ -85,19 +85,19 @@ class SignalGuard:
         os.close(self._read)
         os.close(self._write)
 
-    def hold(self) -> None:
+    def hold_signals(self) -> None:
         """Ignore further SIGTERM and SIGUSR1: schedulers send them repeatedly, and a save must not be interrupted."""
         for number in SAVING:
             signal.signal(number, signal.SIG_IGN)
 
-    def settle(self, code: int) -> None:
+    def settle_exit(self, code: int) -> None:
         """Fix `code` as this process's exit code: SIGTERM is ignored, and Ctrl-C exits immediately with it.
 
         The handlers remain installed for the rest of the process, because the other machines rely on the code.
         """
         self._has_code = True
         self._ended.set()
-        self.hold()
+        self.hold_signals()
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, frame: os._exit(code))
 

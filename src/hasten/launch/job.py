@@ -28,7 +28,7 @@ from hasten.launch.base import (
     look_at_host,
 )
 from hasten.launch.cluster import slurm
-from hasten.launch.run import complete, execute
+from hasten.launch.run import complete_plan, execute_plan
 from hasten.launch.shape import decide_shape
 from hasten.launch.targets import all_targets, choose_target
 from hasten.optional import check_installed
@@ -48,7 +48,7 @@ class Job:
     launch_target: LaunchTarget | None = None
     """None if hasten starts the processes of this machine itself."""
 
-    def mesh(self) -> str:
+    def describe_mesh(self) -> str:
         """Return the mesh as a table, with bytes per rank; empty for pure data parallelism or an unknown world size.
 
         Raises: ConfigError for axis sizes that do not match the number of processes.
@@ -80,7 +80,7 @@ class Job:
             run_target = self.launch_target.run
         else:
             run_target = None
-        return (run_target or execute)(self.plan, self.request.config, self.host)
+        return (run_target or execute_plan)(self.plan, self.request.config, self.host)
 
 
 def prepare(
@@ -137,7 +137,9 @@ def prepare(
         launch_plan = make_plan(request, host)
     else:
         launch_plan = launch_target.plan(request, host)
-    return Job(request, resolved, host, complete(launch_plan, host.env), launch_target)
+    return Job(
+        request, resolved, host, complete_plan(launch_plan, host.env), launch_target
+    )
 
 
 def _check_engine(config: Config) -> None:

@@ -88,7 +88,7 @@ def print_message(text: str) -> None:
     sys.stderr.flush()
 
 
-def complete(plan: LaunchPlan, env: Mapping[str, str]) -> LaunchPlan:
+def complete_plan(plan: LaunchPlan, env: Mapping[str, str]) -> LaunchPlan:
     """Return the plan with GLOO_SOCKET_IFNAME set to the network interface that reaches the other machines."""
     if plan.meeting is None or "GLOO_SOCKET_IFNAME" in env:
         return plan
@@ -110,7 +110,7 @@ def complete(plan: LaunchPlan, env: Mapping[str, str]) -> LaunchPlan:
     return replace(plan, procs=procs, notes=(*plan.notes, note))
 
 
-def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
+def execute_plan(plan: LaunchPlan, config: Config, host: Host) -> int:
     """Run the plan to completion and return the exit code of the job.
 
     Raises: LaunchError if something could not be started.
@@ -296,7 +296,7 @@ def _run_and_wait(
                     if stopped_by is None:
                         stopped_by = stop.number
                         if stopped_by in SAVING:
-                            guard.hold()
+                            guard.hold_signals()
                         with suppress(ProcessLookupError):  # it has just ended
                             os.killpg(child.pid, stopped_by)
     finally:

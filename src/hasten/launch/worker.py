@@ -71,7 +71,7 @@ def _keep_exit_code() -> None:
 def recording_hook(path: Path, fallback: Hook) -> Hook:
     """Return an excepthook that writes the exception to `path` instead of printing it; if writing fails, it prints."""
 
-    def hook(
+    def record_error(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         if issubclass(kind, KeyboardInterrupt):
@@ -81,19 +81,19 @@ def recording_hook(path: Path, fallback: Hook) -> Hook:
         except OSError:
             fallback(kind, error, trace)
 
-    return hook
+    return record_error
 
 
 def trimming_hook(printing: Hook) -> Hook:
     """Return an excepthook that prints the exception as plain Python would, without hasten's frames."""
 
-    def hook(
+    def trim_traceback(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         user_trace = without_bootstrap(trace, error)
         printing(kind, error.with_traceback(user_trace), user_trace)
 
-    return hook
+    return trim_traceback
 
 
 def write_error(path: Path, error: BaseException, trace: TracebackType | None) -> None:

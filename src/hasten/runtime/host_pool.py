@@ -49,7 +49,7 @@ class HostPool:
         self.pinned_bytes = 0
         self.num_bytes = 0
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve_bytes(self, num_bytes: int) -> None:
         """Allocate slabs for about `num_bytes` in parallel, and log the time, since page-locking is slow."""
         num_slabs = max(1, -(-num_bytes // SLAB_BYTES))
         slab_bytes = self._size = (
@@ -102,7 +102,7 @@ class HostPool:
                 reason,
             )
 
-    def adopt(self, tensor: Tensor) -> tuple[Tensor, int] | None:
+    def adopt_tensor(self, tensor: Tensor) -> tuple[Tensor, int] | None:
         """Return the slab and offset of a tensor that is page-locked already; None if it must be copied."""
         if not self._pin or tensor.device.type != "cpu" or not tensor.is_pinned():
             return None
@@ -117,7 +117,7 @@ class HostPool:
             return (adopted_slab, start_bytes)
         return None
 
-    def cut(self, num_bytes: int) -> tuple[Tensor, int, Tensor]:
+    def cut_bytes(self, num_bytes: int) -> tuple[Tensor, int, Tensor]:
         """Allocate bytes for one tensor; returns the slab, the offset in it and the bytes."""
         if self._slab is None or self._used + num_bytes > self._slab.numel():
             slab_index = None

@@ -102,12 +102,12 @@ def show_logs(level: str | int = "INFO") -> Callable[[], None]:
         )
         logger.addHandler(handler)
 
-    def undo() -> None:
+    def remove_handler() -> None:
         logger.setLevel(saved_level)
         if handler is not None:
             logger.removeHandler(handler)
 
-    return undo
+    return remove_handler
 
 
 def on_main(action: Callable[[], object]) -> None:

@@ -40,14 +40,14 @@ class _WorldCache:
         world_group = dist.group.WORLD
         assert world_group is not None, "groups are made in a process group"
         if self._world is None or self._world() is not world_group:
-            self.forget()
+            self.forget_all()
             self._world = weakref.ref(world_group)
         if cache_key not in self._made:
             self._made[cache_key] = make()
         cached_object: T = self._made[cache_key]
         return cached_object
 
-    def forget(self) -> None:
+    def forget_all(self) -> None:
         self._made.clear()
         self._world = None
         _clear_dtensor_caches()
@@ -75,7 +75,7 @@ def once_per_world(cache_key: Hashable, make: Callable[[], T]) -> T:
 def group_of(ranks: Sequence[int], timeout_s: float | None = None) -> dist.ProcessGroup:
     """Return the process group of these global ranks. Ranks: its members, in the same order."""
 
-    def make() -> dist.ProcessGroup:
+    def make_group() -> dist.ProcessGroup:
         if timeout_s is None:
             time_limit = None
         else:
@@ -85,12 +85,12 @@ def group_of(ranks: Sequence[int], timeout_s: float | None = None) -> dist.Proce
         )
         return process_group
 
-    return once_per_world(("group", tuple(ranks), timeout_s), make)
+    return once_per_world(("group", tuple(ranks), timeout_s), make_group)
 
 
 def forget_groups() -> None:
     """Release every group and mesh, before the world's group is destroyed."""
-    _world_cache().forget()
+    _world_cache().forget_all()
 
 
 class Groups:
@@ -178,7 +178,7 @@ class WorldMesh:
         self._world_mesh: DeviceMesh | None = None
         self._expert_mesh: DeviceMesh | None = None
 
-    def along(self, ctx: ProcessContext, *axes: Axis) -> DeviceMesh:
+    def mesh_along(self, ctx: ProcessContext, *axes: Axis) -> DeviceMesh:
         """Return this rank's submesh along `axes`. Ranks: every rank."""
         if self._world_mesh is None:
             self._world_mesh = device_mesh(ctx.mesh, ctx.device)
@@ -188,7 +188,7 @@ class WorldMesh:
             lambda: world_mesh[axis_names],
         )
 
-    def experts(self, ctx: ProcessContext) -> DeviceMesh:
+    def expert_mesh(self, ctx: ProcessContext) -> DeviceMesh:
         """Return the mesh of data-parallel ranks for experts: replicas, shards, and `ep`. Ranks: every rank."""
         if self._expert_mesh is None:
             axis_names = (str(Axis.DP_REPLICATE), str(Axis.DP_SHARD), EXPERTS)

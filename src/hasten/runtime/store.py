@@ -31,7 +31,7 @@ def serve_store(
     `alone` means that every client is on this machine.
     Raises: OSError if the port is in use; DistError if the store cannot be reached at its address.
     """
-    with _listener(address, port, alone) as listener:
+    with _open_listener(address, port, alone) as listener:
         bound_port = listener.getsockname()[1]
         return TCPStore(
             address,
@@ -67,7 +67,7 @@ def loopback_interface() -> str | None:
     return None
 
 
-def _listener(address: str, port: int, alone: bool) -> socket.socket:
+def _open_listener(address: str, port: int, alone: bool) -> socket.socket:
     address_infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     is_local = alone or is_loopback(address)
     for family, _, _, _, sockaddr in sorted(

@@ -198,7 +198,7 @@ class Saving:
         loop_position = self._run_objects.saved_position()
         if not blocking and self._writer().comm is None:
             agreement.share()
-            self._writer().comm = self._ctx.world.twin()
+            self._writer().comm = self._ctx.world.make_twin()
         metric_values = self._check_metrics(metrics) if metrics else {}
         with ExitStack() as draft_owner:
             save = draft_owner.enter_context(self._start(output_dir, agreement))

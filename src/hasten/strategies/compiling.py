@@ -135,9 +135,9 @@ class FirstCalls:
         self._num_called = 0
         self._num_graphs = 0
         self._spent_s = 0.0
-        self._intercept()
+        self._intercept_calls()
 
-    def _intercept(self) -> None:
+    def _intercept_calls(self) -> None:
         self._num_called = 0
         self._num_rounds += 1
         for module in self._modules:
@@ -163,10 +163,10 @@ class FirstCalls:
         self._spent_s += time.monotonic() - started_s
         self._num_graphs += count_graphs() - num_graphs
         if self._num_called == len(self._modules):
-            self._report()
+            self._report_seconds()
         return output
 
-    def _report(self) -> None:
+    def _report_seconds(self) -> None:
         """Log what was compiled. Raises: ConfigError if nothing was."""
         if not self._num_graphs and not any(map(_has_compiled_code, self._modules)):
             self._explain_nothing()
@@ -180,7 +180,7 @@ class FirstCalls:
     def _explain_nothing(self) -> None:
         # compilation may be suspended, such as while operations are counted
         if self._num_rounds < _ROUNDS:
-            self._intercept()
+            self._intercept_calls()
             return
         reason = f"torch's compiler skipped its code in {_ROUNDS} calls"
         if not self._automatic:

@@ -51,7 +51,7 @@ def broadcast_output(output: Any, group_comm: ProcessGroupComm, source: int) -> 
     else:
         local_tensors = iter(())
 
-    def fetch(shape: list[int], dtype: str) -> Tensor:
+    def fetch_tensor(shape: list[int], dtype: str) -> Tensor:
         local_tensor = next(local_tensors, None)
         if local_tensor is not None:
             source_tensor = local_tensor.detach()
@@ -61,7 +61,7 @@ def broadcast_output(output: Any, group_comm: ProcessGroupComm, source: int) -> 
             )
         return group_comm.broadcast(source_tensor, source)
 
-    received_output = _rebuild_tree(spec, fetch)
+    received_output = _rebuild_tree(spec, fetch_tensor)
     return output if group_comm.rank == source else received_output
 
 

@@ -82,13 +82,13 @@ class Recompute:
         if not request.train:
             return model
         with agree(ctx.world, f"choosing what to recompute of {type(model).__name__}"):
-            blocks = self._blocks(model)
+            blocks = self._recomputed_blocks(model)
         for block in blocks:
             if forwarding.find(block, RecomputedForward.tag) is None:
                 forwarding.replace(block, RecomputedForward(self._offload))
         return model
 
-    def _blocks(self, model: nn.Module) -> list[nn.Module]:
+    def _recomputed_blocks(self, model: nn.Module) -> list[nn.Module]:
         blocks = self._find(model)
         if not blocks and is_trainable(model):
             raise ConfigError(

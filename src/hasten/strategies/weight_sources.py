@@ -170,7 +170,7 @@ def scatter_from_rank_0(
 def allocate_meta(model: nn.Module, device: torch.device) -> None:
     """Allocate this rank's shards of meta tensors; floating-point ones hold NaN until they are filled."""
 
-    def allocate(tensor: Tensor) -> Tensor:
+    def allocate_tensor(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
         allocated = torch.empty_like(tensor, device=device)
@@ -179,7 +179,7 @@ def allocate_meta(model: nn.Module, device: torch.device) -> None:
         return allocated
 
     if any(tensor.is_meta for _, tensor in named_tensors(model)):
-        model._apply(allocate)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        model._apply(allocate_tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def fill_by_function(

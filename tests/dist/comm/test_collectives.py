@@ -317,7 +317,7 @@ def test_barrier_names_who_is_missing_and_where(ctx: ProcessContext) -> None:
             comm.barrier("alone", timeout_s=0.3)
         assert caught.value.missing == tuple(range(1, comm.size))
         assert time.monotonic() - started < 3
-    twin = comm.twin()
+    twin = comm.make_twin()
     with pytest.raises(MissingRanksError, match="instead"):
         twin.barrier(f"place {min(comm.rank, 1)}", timeout_s=0.5)
 

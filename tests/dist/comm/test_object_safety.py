@@ -60,7 +60,7 @@ def test_objects_of_every_size_and_kind_arrive(ctx: ProcessContext) -> None:
 def test_groups_and_twins_exchange_objects_at_the_same_time(
     ctx: ProcessContext,
 ) -> None:
-    pair, twin = ctx.groups(Axis.TP), ctx.world.twin()
+    pair, twin = ctx.groups(Axis.TP), ctx.world.make_twin()
     gathered_lists: list[list[int]] = []
     thread = threading.Thread(
         target=lambda: gathered_lists.append(

@@ -518,7 +518,7 @@ def test_the_trail_names_the_users_line() -> None:
     )
     assert (collectives.count, collectives.turns["w"]) == (1, 1)
     assert calling_line(1)[0] == __file__
-    with collectives.patience("main_process_first"):
+    with collectives.extend_patience("main_process_first"):
         assert collectives.block == "main_process_first"
     assert collectives.block == ""
 

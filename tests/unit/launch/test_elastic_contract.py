@@ -55,20 +55,20 @@ class Recorder:
     def restarts_left(self, agent_restarts: int) -> int:
         return agent_restarts
 
-    def started(self, pids: Collection[int]) -> None:
+    def handle_start(self, pids: Collection[int]) -> None:
         self.pids += pids
 
-    def failed(self, result: RunResult, restarts_left: int) -> int:
+    def handle_failure(self, result: RunResult, restarts_left: int) -> int:
         self.failures.append(
             ({rank: f.exitcode for rank, f in result.failures.items()}, restarts_left)
         )
         return self.left.pop(0)
 
-    def stopping(self, number: signal.Signals) -> int:
+    def handle_stop(self, number: signal.Signals) -> int:
         self.stopped.append(number)
         return 20
 
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         self.num_finished += 1
         return True
 
@@ -138,7 +138,7 @@ def test_the_attributes_are_there(tmp_path: Path) -> None:
         "signum",
         "frame",
     ]
-    assert agent.ends() == []
+    assert agent.ended_processes() == []
 
 
 def test_processes_get_the_supervisors_restart_count_and_as_many_restarts_as_it_allows(
@@ -165,7 +165,10 @@ def test_exit_codes_are_known_by_rank(tmp_path: Path) -> None:
     recorder = Recorder([0], [0])
     agent = made_agent(tmp_path, "sleep $LOCAL_RANK; exit $LOCAL_RANK", recorder)
     agent.run()
-    assert agent.ends() == [End(0, recorder.pids[0], 0), End(1, recorder.pids[1], 1)]
+    assert agent.ended_processes() == [
+        End(0, recorder.pids[0], 0),
+        End(1, recorder.pids[1], 1),
+    ]
     assert agent.num_started == 2
 
 
@@ -194,7 +197,7 @@ def test_a_signal_gives_the_processes_the_time_the_supervisor_says(
     thread.join()
     assert caught.value.sigval == signal.SIGTERM
     assert recorder.stopped == [signal.SIGTERM]
-    assert [end.code for end in agent.ends()] == [85, 85]
+    assert [end.code for end in agent.ended_processes()] == [85, 85]
     assert SHUTDOWN_S < 20
 
 
@@ -206,4 +209,4 @@ def test_a_signal_during_the_start_stops_every_process(tmp_path: Path) -> None:
         agent.run()
     assert caught.value.sigval == signal.SIGTERM
     assert recorder.stopped == [signal.SIGTERM]
-    assert [end.code for end in agent.ends()] == [-signal.SIGTERM] * 8
+    assert [end.code for end in agent.ended_processes()] == [-signal.SIGTERM] * 8

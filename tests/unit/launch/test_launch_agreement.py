@@ -55,7 +55,7 @@ def leave_together(count: int, slowest: int) -> list[tuple[int, int]]:
 def test_a_machine_that_never_answers_is_not_waited_for_long() -> None:
     peers = Peers(HashStore(), 0, ("here", "gone"), round=0)
     start = time.monotonic()
-    assert peers.agree(1, timeout_s=0.2) == 1
+    assert peers.agree_on_code(1, timeout_s=0.2) == 1
     assert time.monotonic() - start < 10
 
 
@@ -67,14 +67,14 @@ def test_a_machine_that_was_stopped_ends_the_others_but_one_that_saved_does_not(
         stopped_peers, running_peers = (
             Peers(store, index, ("gone", "here"), round=0) for index in range(2)
         )
-        stopped_peers.agree(code, timeout_s=0)
+        stopped_peers.agree_on_code(code, timeout_s=0)
         if code != 143:
-            running_peers.look()
+            running_peers.read_machines()
             continue
         with pytest.raises(
             PeerMachineFailed, match=r"machine 0 \(gone\) was stopped \(exit code 143\)"
         ) as caught:
-            running_peers.look()
+            running_peers.read_machines()
         assert caught.value.code == 143
 
 
@@ -97,6 +97,6 @@ def test_a_stop_is_known_to_all() -> None:
     stopping_peers, informed_peers = (
         Peers(store, index, ("a", "b"), round=index) for index in range(2)
     )
-    assert not informed_peers.stopping()
+    assert not informed_peers.is_stopping()
     stopping_peers.say_stopping()
-    assert informed_peers.stopping()
+    assert informed_peers.is_stopping()

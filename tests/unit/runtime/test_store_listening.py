@@ -65,7 +65,7 @@ def test_an_address_of_another_machine_opens_all_interfaces_and_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        store._listener("192.0.2.1", 0, alone=False).close()
+        store._open_listener("192.0.2.1", 0, alone=False).close()
     assert (
         "listens on all interfaces, because 192.0.2.1 is not an address of this machine"
         in caplog.text
@@ -74,8 +74,8 @@ def test_an_address_of_another_machine_opens_all_interfaces_and_says_so(
     name = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kw: name)
     with (
-        store._listener("myself", 0, alone=False) as open_listener,
-        store._listener("myself", 0, alone=True) as loopback_listener,
+        store._open_listener("myself", 0, alone=False) as open_listener,
+        store._open_listener("myself", 0, alone=True) as loopback_listener,
     ):
         assert loopback_listener.getsockname()[0] == "127.0.1.1"
         assert open_listener.getsockname()[0] in ("::", "0.0.0.0")

@@ -328,10 +328,10 @@ def _rest_in_pool(packs: Sequence[Pack], host_pool: HostPool) -> None:
     for pack in packs:
         for entry in pack.entries:
             rests_in_memory = entry.piece is None or entry.to_host
-            if rests_in_memory and host_pool.adopt(entry.resting_tensor) is None:
+            if rests_in_memory and host_pool.adopt_tensor(entry.resting_tensor) is None:
                 unpinned_bytes += aligned_bytes(entry.num_bytes)
     if unpinned_bytes:
-        host_pool.reserve(unpinned_bytes)
+        host_pool.reserve_bytes(unpinned_bytes)
     for pack in packs:
         pack.move_to_host(host_pool)
 

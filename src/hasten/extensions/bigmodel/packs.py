@@ -173,10 +173,10 @@ def _forget_gradient(parameter: Tensor) -> None:
 def _move_to_pool(entry: PackedTensor, host_pool: HostPool) -> None:
     """Copy a tensor into the pool and point the model's object there; a page-locked tensor is not copied."""
     resting_tensor = entry.resting_tensor
-    entry.home = host_pool.adopt(resting_tensor)
+    entry.home = host_pool.adopt_tensor(resting_tensor)
     if entry.home is not None:
         return
-    host_slab, start_byte, flat_bytes = host_pool.cut(entry.num_bytes)
+    host_slab, start_byte, flat_bytes = host_pool.cut_bytes(entry.num_bytes)
     with torch.inference_mode(False), torch.no_grad():
         typed_elements = flat_bytes.view(resting_tensor.dtype)
         shaped_tensor = torch.as_strided(
@@ -200,7 +200,7 @@ def _plan_read(entry: PackedTensor, host_pool: HostPool) -> Copy:
     """Return the copy that reads a tensor from its file into the pool, and point the model there."""
     file_piece = entry.piece
     assert file_piece is not None, "the tensor lies in a file"
-    host_slab, start_byte, flat_bytes = host_pool.cut(entry.num_bytes)
+    host_slab, start_byte, flat_bytes = host_pool.cut_bytes(entry.num_bytes)
     shaped_tensor = flat_bytes.view(entry.resting_tensor.dtype).view(
         entry.resting_tensor.shape
     )

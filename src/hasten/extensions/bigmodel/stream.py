@@ -315,9 +315,9 @@ class Streamer:
         if not self._staging_buffers:
             num_bytes = max(pack.num_bytes for pack in self._packs if not pack.segments)
             host_pool = HostPool(pinned=True)
-            host_pool.reserve(2 * num_bytes)
+            host_pool.reserve_bytes(2 * num_bytes)
             self._staging_buffers = [
-                StagingBuffer(host_pool.cut(num_bytes)[2]) for _ in range(2)
+                StagingBuffer(host_pool.cut_bytes(num_bytes)[2]) for _ in range(2)
             ]
         self._staging_buffers.reverse()
         return self._staging_buffers[0]

@@ -482,7 +482,7 @@ class StreamedUpdate:
         else:
             if piece.home is None or state_slots != piece.slots:
                 self._learn_ratio(sum(map(num_bytes, updated_tensors.values())), piece)
-                piece.home, piece.slots = self._pool.cut(size)[2], state_slots
+                piece.home, piece.slots = self._pool.cut_bytes(size)[2], state_slots
             flight.memory, flight.state = None, updated_tensors
             flight.num_bytes = sum(
                 map(num_bytes, (*updated_tensors.values(), *flight.parameters.values()))
@@ -546,7 +546,7 @@ class StreamedUpdate:
             self._budget.floor_bytes = int(
                 _NUM_FLOOR_PIECES * max(piece_sizes) * self._ratio
             )
-            self._pool.reserve(int(sum(piece_sizes) * self._ratio))
+            self._pool.reserve_bytes(int(sum(piece_sizes) * self._ratio))
 
     def _let_go(self, piece: UpdatePiece) -> None:
         """Free the device memory of a piece, for work of the compute stream that follows its copies."""

@@ -47,7 +47,7 @@ class StreamedBlock:
         self.slots, self._size = lay_out_tensors(
             {(index, ""): p.detach() for index, p in enumerate(parameters)}
         )
-        self._home = pool.cut(self._size)[2]
+        self._home = pool.cut_bytes(self._size)[2]
         self.homes = [slot.view(self._home) for slot in self.slots]
         self._memory = lanes.empty(self._size)
         self._views = [slot.view(self._memory) for slot in self.slots]
@@ -140,7 +140,7 @@ class StreamedWeights:
         for _, _, block_parameters in streamable_blocks:
             for parameter in block_parameters:
                 num_bytes += parameter.numel() * parameter.element_size()
-        self._pool.reserve(num_bytes)
+        self._pool.reserve_bytes(num_bytes)
         blocks = []
         for block_name, _, block_parameters in streamable_blocks:
             blocks.append(

@@ -284,13 +284,13 @@ class BlockChain:
             self._streams[running_pass.stage],
             running_pass,
         )
-        random_stream.begin(self._blocks[running_pass.start])
+        random_stream.begin_stream(self._blocks[running_pass.start])
         try:
             return call()
         except StageDone as done:
             return done.hidden
         finally:
-            random_stream.end()
+            random_stream.end_stream()
             self.running_pass = None
             for block_index in hidden_indices:
                 self._container.register_module(

@@ -89,7 +89,7 @@ class MachineSupervisor:
             return agent_restarts
         return max(0, self._supervision.max_restarts - self._handler.round)
 
-    def started(self, pids: Collection[int]) -> None:
+    def handle_start(self, pids: Collection[int]) -> None:
         """Record the process groups."""
         self.groups.update(pids)
 
@@ -108,7 +108,7 @@ class MachineSupervisor:
         else:
             launcher_files.write_ended(exit_codes, environment.snapshot())
 
-    def failed(self, result: RunResult, restarts_left: int) -> int:
+    def handle_failure(self, result: RunResult, restarts_left: int) -> int:
         """Record the failures, kill leftover processes, and return the number of restarts left."""
         self.failures = _failures_of(result)
         # loader workers of ranks that died without stopping them
@@ -132,22 +132,22 @@ class MachineSupervisor:
         ):
             return False
 
-        def ask() -> None:
-            was_signalled[0] = peers.stopping()
+        def read_signalled() -> None:
+            was_signalled[0] = peers.is_stopping()
 
-        run_within(COLLECT_TIMEOUT_S, ask)
+        run_within(COLLECT_TIMEOUT_S, read_signalled)
         return was_signalled[0]
 
-    def stopping(self, number: signal.Signals) -> int:
+    def handle_stop(self, number: signal.Signals) -> int:
         """Notify the other machines, and return the seconds that the processes may take to save and exit."""
         if number not in SAVING:
             return SHUTDOWN_S
-        self._guard.hold()
+        self._guard.hold_signals()
         if (peers := self._handler.peers) is not None:
             run_within(1.0, peers.say_stopping)
         return math.ceil(self._supervision.stop_grace_s)
 
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Wait for the other machines of a fixed set; torch does this for an elastic set."""
         if isinstance(self._handler, FixedRendezvous):
             self._handler.wait_done()
@@ -191,7 +191,7 @@ class _Run:
         try:
             run_result: RunResult | None = agent.run()
         except PeerMachineFailed as error:
-            self.guard.hold()
+            self.guard.hold_signals()
             if not (supervisor.failures or error.failures):
                 self._say_reason(str(error))
                 return error.code
@@ -199,7 +199,7 @@ class _Run:
                 [*supervisor.failures, *error.failures], handler.peers
             )
         except (LaunchError, RendezvousError, DistError) as error:
-            self.guard.hold()
+            self.guard.hold_signals()
             self._say_reason(
                 f"{error}"
                 if isinstance(error, LaunchError)
@@ -208,7 +208,7 @@ class _Run:
             if supervisor.failures:
                 self.say(render_failure(supervisor.failures, python=sys.executable))
             return STALLED if isinstance(error, MachineLost) else 1
-        self.guard.hold()
+        self.guard.hold_signals()
         # None: the job ended while this machine was waiting to join
         if run_result is None or not run_result.is_failed():
             # background processes of a program that succeeded are left running
@@ -222,7 +222,7 @@ class _Run:
 
     def _report_failures(self, failures: Sequence[Failure], peers: Peers | None) -> int:
         host, time_s = socket.gethostname(), time.time()
-        process_ends = self.agent.ends() if self.agent is not None else []
+        process_ends = self.agent.ended_processes() if self.agent is not None else []
         left_early = []
         for process_end in process_ends:
             if process_end.code == 0:
@@ -246,33 +246,33 @@ class _Run:
         )
         return first_cause.exit_code or 1
 
-    def stopped(self, number: int) -> int:
+    def stop_job(self, number: int) -> int:
         """Return the exit code after a signal."""
-        self.guard.hold()
+        self.guard.hold_signals()
         signal_name = signal.Signals(number).name
         if self.agent is None or not self.agent.num_started:
             self.say(f"{signal_name}: the job has not started, and nothing was saved")
             return 128 + number
-        exit_codes = [process_end.code for process_end in self.agent.ends()]
+        exit_codes = [process_end.code for process_end in self.agent.ended_processes()]
         exit_code, end_words = end_after_signal(
             number, exit_codes if len(exit_codes) == self.agent.num_started else []
         )
         self.say(f"{signal_name}: all processes of this machine {end_words}")
         return exit_code
 
-    def agreed(self, code: int) -> int:
+    def agree_on_code(self, code: int) -> int:
         """Return the exit code on which the machines agree; later signals no longer change it."""
         if self.plan.meeting is None or self.plan.meeting.alone:
             return code
-        self.guard.settle(code)
+        self.guard.settle_exit(code)
         peers = self.handler.peers if self.handler is not None else None
         code = agreed_exit_code(
             peers, code, saving_s=self.plan.supervision.stop_grace_s
         )
-        self.guard.settle(code)
+        self.guard.settle_exit(code)
         return code
 
-    def groups(self) -> Collection[int]:
+    def process_groups(self) -> Collection[int]:
         """Return the process groups that may still be alive."""
         if self.supervisor is not None:
             return self.supervisor.groups
@@ -292,7 +292,7 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
     )
     with tempfile.TemporaryDirectory(prefix="hasten-launch-") as scratch:
         signal_guard = SignalGuard(
-            lambda: job_run.groups(),
+            lambda: job_run.process_groups(),
             grace_s=SHUTDOWN_S + 5,
             saving_grace_s=supervision.stop_grace_s + 5,
             last_words=say,
@@ -300,21 +300,21 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
         job_run = _Run(plan, check_in, say, signal_guard)
         with signal_guard:
             try:
-                exit_code = job_run.agreed(job_run.run_processes(scratch))
+                exit_code = job_run.agree_on_code(job_run.run_processes(scratch))
                 if job_run.handler is not None:
                     # not after a signal: the other machines of an elastic job may continue
                     job_run.handler.shutdown()
                 return exit_code
             except (SignalException, Interrupted) as stop:
-                return job_run.agreed(
-                    job_run.stopped(
+                return job_run.agree_on_code(
+                    job_run.stop_job(
                         stop.sigval
                         if isinstance(stop, SignalException)
                         else stop.number
                     )
                 )
             finally:
-                kill_groups(job_run.groups())
+                kill_groups(job_run.process_groups())
 
 
 def _failures_of(result: RunResult) -> list[Failure]:

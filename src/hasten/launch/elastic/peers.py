@@ -63,7 +63,7 @@ class Peers:
         """Return the key of what a machine publishes in this round."""
         return f"peers/{self.round}/{topic}/{machine}"
 
-    def look(self) -> None:
+    def read_machines(self) -> None:
         """Send this machine's heartbeat, and check the heartbeats and failures of the others.
 
         Raises: PeerMachineFailed if a machine failed; MachineLost if a machine has been silent for a minute.
@@ -123,11 +123,11 @@ class Peers:
         """Publish that this machine received a stop signal, so that the others do not restart the job."""
         self.store.set(_STOPPING, str(self.index))
 
-    def stopping(self) -> bool:
+    def is_stopping(self) -> bool:
         """Return whether any machine received a stop signal."""
         return self.store.check([_STOPPING])
 
-    def agree(self, code: int, timeout_s: float) -> int:
+    def agree_on_code(self, code: int, timeout_s: float) -> int:
         """Return the exit code of the job, once every machine has published its exit code.
 
         Machines that publish nothing for `timeout_s`, or whose heartbeat stops, are not waited for.
@@ -168,7 +168,7 @@ class Peers:
                 exit_codes[machine] = int(self.store.get(exit_key))
         return exit_codes
 
-    def publish(self, failures: Sequence[Failure]) -> None:
+    def publish_failures(self, failures: Sequence[Failure]) -> None:
         """Publish the failures of this machine's ranks."""
         self.store.set(
             self.key("failed", self.index),
@@ -185,7 +185,7 @@ class Peers:
                     failures.append(Failure.decode(encoded_failure))
         return failures
 
-    def collect(self, timeout_s: float) -> list[Failure]:
+    def collect_failures(self, timeout_s: float) -> list[Failure]:
         """Return the failures of all other machines, waiting up to `timeout_s` for machines that are still stopping."""
         deadline_s = time.monotonic() + timeout_s
         failed_keys = []
@@ -196,7 +196,7 @@ class Peers:
             time.sleep(0.05)
         return self.published_failures()
 
-    def silent(self) -> list[str]:
+    def silent_machines(self) -> list[str]:
         """Return the machines that have published neither a failure nor completion."""
         silent_machines = []
         for machine, host in enumerate(self.hosts):
@@ -214,11 +214,11 @@ class Peers:
             [self.key("done", machine) for machine in range(len(self.hosts))]
         )
 
-    def waiting(self) -> int:
+    def num_waiting(self) -> int:
         """Return the number of machines that wait to restart the job."""
         return self.store.add(f"arrivals/{self.round + 1}", 0)
 
-    def leave(self, timeout_s: float) -> None:
+    def leave_job(self, timeout_s: float) -> None:
         """Leave the store; machine 0, which serves it, waits until the others have finished reading."""
         # shared by all rounds, like the exit codes
         gone_keys = [f"gone/{machine}" for machine in range(1, len(self.hosts))]
@@ -264,7 +264,7 @@ class PeerWatch:
         )
         self._thread.start()
 
-    def waiting(self) -> int:
+    def num_waiting(self) -> int:
         """Return the number of machines that wait to restart, as of the last poll.
 
         Raises: PeerMachineFailed or MachineLost as found by the poll; MachineLost also if the poll itself does not return.
@@ -284,7 +284,7 @@ class PeerWatch:
         self._finished = True
         self._wake.set()
         while not self._all_done:
-            self.waiting()
+            self.num_waiting()
             time.sleep(0.02)
 
     def close(self) -> None:
@@ -298,11 +298,11 @@ class PeerWatch:
         exit_codes: dict[int, int] = {}
         while not self._stop.is_set():
             try:
-                self._peers.look()
+                self._peers.read_machines()
                 if (new_codes := self._peers.ended_anywhere()) != exit_codes:
                     exit_codes = new_codes
                     launcher_files.write_ended(exit_codes, environment.snapshot())
-                self._waiting = self._peers.waiting()
+                self._waiting = self._peers.num_waiting()
                 if self._finished and not is_announced:
                     self._peers.store.set(
                         self._peers.key("done", self._peers.index), "1"
@@ -338,19 +338,21 @@ def with_others(
     else:
         silent_machines = [f"machine 0 ({peers.hosts[0]})"]
 
-    def exchange() -> None:
-        peers.publish(
+    def exchange_failures() -> None:
+        peers.publish_failures(
             [failure for failure in failures if failure.host == socket.gethostname()]
         )
         remote_failures.extend(
             failure
-            for failure in peers.collect(COLLECT_TIMEOUT_S)
+            for failure in peers.collect_failures(COLLECT_TIMEOUT_S)
             if (failure.host, failure.rank) not in known_ranks
         )
-        silent_machines[:] = peers.silent()
+        silent_machines[:] = peers.silent_machines()
 
     # Machine 0 collects the others' failures while it waits; the others treat a late answer as no answer.
-    run_within((2 if peers.index == 0 else 1) * COLLECT_TIMEOUT_S + 1, exchange)
+    run_within(
+        (2 if peers.index == 0 else 1) * COLLECT_TIMEOUT_S + 1, exchange_failures
+    )
     return [*failures, *remote_failures], silent_machines
 
 
@@ -364,22 +366,22 @@ def agreed_exit_code(peers: Peers | None, code: int, *, saving_s: float) -> int:
     agreed_codes = [code]
     wait_s = saving_s if code == PREEMPTED else COLLECT_TIMEOUT_S
 
-    def agree() -> None:
-        agreed_codes[0] = peers.agree(code, wait_s)
-        peers.leave(COLLECT_TIMEOUT_S)
+    def agree_on_code() -> None:
+        agreed_codes[0] = peers.agree_on_code(code, wait_s)
+        peers.leave_job(COLLECT_TIMEOUT_S)
 
-    run_within(wait_s + COLLECT_TIMEOUT_S + 1, agree)
+    run_within(wait_s + COLLECT_TIMEOUT_S + 1, agree_on_code)
     return agreed_codes[0]
 
 
 def run_within(seconds: float, talk: Callable[[], None]) -> None:
     """Run `talk` for at most `seconds`: a store call never returns once the network is down."""
 
-    def run() -> None:
+    def run_block() -> None:
         # torch's network errors: machine 0 has exited; partial results count
         with contextlib.suppress(RuntimeError):
             talk()
 
-    thread = threading.Thread(target=run, name="hasten-ending", daemon=True)
+    thread = threading.Thread(target=run_block, name="hasten-ending", daemon=True)
     thread.start()
     thread.join(seconds)

@@ -129,7 +129,7 @@ class FixedRendezvous(RendezvousHandler):
                 self._forget_machine_0()
 
     def _join_round(self) -> RendezvousInfo:
-        control_store = self._connect()
+        control_store = self._connect_store()
         if self._index is None:
             self._index = self._find_index(control_store)
         control_store.set(self._rank_key(), str(self._index))
@@ -193,7 +193,7 @@ class FixedRendezvous(RendezvousHandler):
         if self._watch is None:
             return 0
         try:
-            return self._watch.waiting()
+            return self._watch.num_waiting()
         except MachineLost as error:
             if not self._may_return:
                 raise
@@ -236,7 +236,7 @@ class FixedRendezvous(RendezvousHandler):
             "without it"
         )
         # a connection used only by the watch
-        watch_store = PrefixStore(f"hasten/{self._meeting.run_id}", self._join())
+        watch_store = PrefixStore(f"hasten/{self._meeting.run_id}", self._join_store())
         self._watch = PeerWatch(replace(peers, store=watch_store), lost_message)
 
     def _stop_watch(self) -> None:
@@ -244,14 +244,14 @@ class FixedRendezvous(RendezvousHandler):
             self._watch.close()
             self._watch = None
 
-    def _connect(self) -> Store:
+    def _connect_store(self) -> Store:
         if self._control is not None:
             return self._control
         meeting = self._meeting
         self._hosting = meeting.alone or meeting.machine_rank == 0
         if meeting.machine_rank is None and not meeting.alone:
             self._hosting = network.owns_address(meeting.address)
-        self._server = self._host() if self._hosting else self._join()
+        self._server = self._host_store() if self._hosting else self._join_store()
         if self._hosting and self._index is None:
             self._index = 0
         self._server.set_timeout(_OPERATION_TIMEOUT)
@@ -266,7 +266,7 @@ class FixedRendezvous(RendezvousHandler):
             self._control.add("placed", 1)
         return self._control
 
-    def _host(self) -> TCPStore:
+    def _host_store(self) -> TCPStore:
         meeting = self._meeting
         network.check_resolves(meeting.address)
         try:
@@ -285,7 +285,7 @@ class FixedRendezvous(RendezvousHandler):
                 "the wrong machine. Run machine 0 at main_process_ip, and give every other machine a different --machine_rank."
             ) from error
 
-    def _join(self) -> TCPStore:
+    def _join_store(self) -> TCPStore:
         """Connect to machine 0, which may start later; log the wait."""
         meeting, start_s, next_report_s = self._meeting, time.monotonic(), 5.0
         endpoint_text = f"machine 0 at {meeting.address}:{meeting.port}"

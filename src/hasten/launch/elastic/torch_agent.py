@@ -45,19 +45,19 @@ class Supervisor(Protocol):
         """Return the number of restarts left after a start; `own` is this agent's count."""
         ...
 
-    def started(self, pids: Collection[int]) -> None:
+    def handle_start(self, pids: Collection[int]) -> None:
         """Handle the start of processes."""
         ...
 
-    def failed(self, result: RunResult, restarts_left: int) -> int:
+    def handle_failure(self, result: RunResult, restarts_left: int) -> int:
         """Handle a failure, after the other processes were stopped, and return the number of restarts left."""
         ...
 
-    def stopping(self, number: signal.Signals) -> int:
+    def handle_stop(self, number: signal.Signals) -> int:
         """Handle a stop signal, and return the seconds that the processes may take to exit."""
         ...
 
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Handle successful completion on this machine; return whether the other machines were already waited for."""
         ...
 
@@ -77,7 +77,7 @@ class TorchAgent(LocalElasticAgent):
         self._supervisor = supervisor
         self._some_ended = some_ended
 
-    def ends(self) -> list[End]:
+    def ended_processes(self) -> list[End]:
         """Return the exit status of ended processes of the last start. Torch stores exit codes nowhere else."""
         process_handlers = getattr(self._pcontext, "subprocess_handlers", {})
         global_ranks = {}
@@ -104,16 +104,16 @@ class TorchAgent(LocalElasticAgent):
         with _signals_deferred():
             pids_by_rank: dict[int, int] = super()._start_workers(worker_group)
         self._remaining_restarts = self._supervisor.restarts_left(agent_restarts)
-        self._supervisor.started(pids_by_rank.values())
+        self._supervisor.handle_start(pids_by_rank.values())
         return pids_by_rank
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         run_result: RunResult = super()._monitor_workers(worker_group)
         if run_result.is_failed():
-            self._remaining_restarts = self._supervisor.failed(
+            self._remaining_restarts = self._supervisor.handle_failure(
                 run_result, self._remaining_restarts
             )
-        elif process_ends := self.ends():
+        elif process_ends := self.ended_processes():
             self._some_ended(process_ends)
         return run_result
 
@@ -122,7 +122,7 @@ class TorchAgent(LocalElasticAgent):
     ) -> None:
         is_signalled = isinstance(sys.exception(), SignalException)
         if is_signalled:
-            seconds = self._supervisor.stopping(death_sig)
+            seconds = self._supervisor.handle_stop(death_sig)
         else:
             seconds = SHUTDOWN_S
         if self._pcontext is not None:
@@ -131,7 +131,7 @@ class TorchAgent(LocalElasticAgent):
         super()._shutdown(death_sig)
 
     def _exit_barrier(self) -> None:
-        if not self._supervisor.finished():
+        if not self._supervisor.is_finished():
             super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch leaves it so
 
 

@@ -34,7 +34,7 @@ def order_chunks(joined: Tensor, sequence_layout: SequenceLayout, dim: int) -> T
     """Return the shards of all ranks, concatenated along `dim`, in the order of the sequence."""
     chunks = joined.chunk(sequence_layout.num_chunks, dim)
     return torch.cat(
-        [chunks[chunk_index] for chunk_index in sequence_layout.order()], dim
+        [chunks[chunk_index] for chunk_index in sequence_layout.chunk_order()], dim
     )
 
 
@@ -56,7 +56,7 @@ def causal_attention(
     outputs: list[Tensor] = []
     with _in_torch(attend):
         for chunk, queries in zip(
-            layout.chunks(sharing.group.rank()),
+            layout.chunks_of(sharing.group.rank()),
             query.chunk(layout.chunks_per_rank, -2),
             strict=True,
         ):

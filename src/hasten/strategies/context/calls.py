@@ -348,8 +348,8 @@ class CallHook:
 
 
 def _no_hook() -> Callable[..., None]:
-    return _nothing
+    return _do_nothing
 
 
-def _nothing(*_: object) -> None:
+def _do_nothing(*_: object) -> None:
     return None

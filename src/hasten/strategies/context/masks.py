@@ -117,14 +117,14 @@ def inspect_buffers(
     else:
         host_flags = None
 
-    def read() -> list[BufferFlags]:
+    def read_flags() -> list[BufferFlags]:
         buffer_flags = [BufferFlags() for _ in whole_buffers]
         rows = [] if host_flags is None else host_flags.wait().tolist()
         for index, row in zip(integer_indices, rows, strict=True):
             buffer_flags[index] = BufferFlags(*row)
         return buffer_flags
 
-    return read
+    return read_flags
 
 
 def _inspect_buffer(buffer: Tensor, dim: int) -> Tensor:

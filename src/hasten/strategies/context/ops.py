@@ -112,5 +112,5 @@ def shard_of_rank(
     """Return the shard of a tensor that `rank` holds."""
     chunks = whole_tensor.chunk(sequence_layout.num_chunks, dim)
     return torch.cat(
-        [chunks[chunk_index] for chunk_index in sequence_layout.chunks(rank)], dim
+        [chunks[chunk_index] for chunk_index in sequence_layout.chunks_of(rank)], dim
     )

@@ -33,15 +33,15 @@ class AttentionPatch:
         self._holders: list[tuple[dict[str, Any], str]] = []  # Any: globals of modules
         self._num_modules_seen = 0
 
-    def original(self) -> Attention:
+    def original_attention(self) -> Attention:
         """Return the function that is currently in torch.nn.functional."""
         attention: Attention = getattr(F, _NAME)
         return attention
 
     @contextmanager
-    def replaced(self, stand_in: Attention) -> Iterator[None]:
+    def replace_attention(self, stand_in: Attention) -> Iterator[None]:
         """Context manager in which `stand_in` is called instead, by every caller that looks the function up at call time."""
-        original = self.original()
+        original = self.original_attention()
         fast_path = torch.backends.mha.get_fastpath_enabled()
         for names, name in self._find_holders(original):
             names[name] = stand_in
@@ -199,7 +199,7 @@ class SequenceAttention:
         if causal:
             length, rank = key.shape[_LENGTH], self.sharing.group.rank()
             positions = torch.arange(length, device=query.device)
-            query_positions = positions[self.sharing.layout.positions(rank, length)]
+            query_positions = positions[self.sharing.layout.positions_of(rank, length)]
             mask = _combine_masks(mask, query_positions[:, None] >= positions)
         return self.original(
             query,

@@ -32,7 +32,7 @@ class SequenceLayout:
         """Number of chunks of a sequence."""
         return self.ranks * self.chunks_per_rank
 
-    def chunks(self, rank: int) -> tuple[int, ...]:
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
         """Return the chunks of the sequence on `rank`, in their order there."""
         if self.chunks_per_rank == 1:
             return (rank,)
@@ -41,18 +41,18 @@ class SequenceLayout:
             return (late_chunk, rank)
         return (rank, late_chunk)
 
-    def order(self) -> tuple[int, ...]:
+    def chunk_order(self) -> tuple[int, ...]:
         """Return the index of each chunk of the sequence in the concatenation of the ranks' shards."""
         stored_chunks: list[int] = []
         for rank in range(self.ranks):
-            stored_chunks.extend(self.chunks(rank))
+            stored_chunks.extend(self.chunks_of(rank))
         return tuple(map(stored_chunks.index, range(self.num_chunks)))
 
-    def positions(self, rank: int, length: int) -> list[int]:
+    def positions_of(self, rank: int, length: int) -> list[int]:
         """Return the positions of the sequence on `rank`, in their order there."""
         chunk_size = length // self.num_chunks
         token_positions = []
-        for chunk in self.chunks(rank):
+        for chunk in self.chunks_of(rank):
             for offset in range(chunk_size):
                 token_positions.append(chunk * chunk_size + offset)
         return token_positions

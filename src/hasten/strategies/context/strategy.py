@@ -50,7 +50,7 @@ class SequenceShards:
             return torch.arange(length)
         self._layout.check(length, "the sequence")
         return torch.tensor(
-            self._layout.positions(self._rank, length), device=self._comm.device
+            self._layout.positions_of(self._rank, length), device=self._comm.device
         )
 
     def gather(self, tensor: Tensor, dim: int = 1) -> Tensor:
@@ -122,7 +122,7 @@ class ContextParallel:
         read_flags = inspect_buffers(whole_buffers)
         labels_index = self._index_of_labels(buffer_dims, labels)
 
-        def begin() -> None:
+        def begin_block() -> None:
             buffer_flags = read_flags()
             _refuse_packed(buffer_flags)
             index = labels_index
@@ -135,12 +135,12 @@ class ContextParallel:
             for tensor, dim in buffer_dims:
                 tensor.data = shard_of_rank(tensor.data, dim, self._layout, self._rank)
             attention = SequenceAttention(
-                self._patch.original(),
+                self._patch.original_attention(),
                 SequenceGroup(group, self._layout),
                 self._way,
                 frozenset(tensor.shape[dim] for tensor, dim in buffer_dims),
                 MaskReader(self._layout),
-                begin,
+                begin_block,
             )
             # nothing to wait for
             if all(whole_buffer.is_cpu for whole_buffer, _ in whole_buffers):
@@ -160,7 +160,7 @@ class ContextParallel:
                 read_flags,
                 self._weigh_loss,
             )
-            with self._patch.replaced(attention):
+            with self._patch.replace_attention(attention):
                 yield shards
             self._check_used(attention)
         finally:

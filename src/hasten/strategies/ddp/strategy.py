@@ -60,8 +60,8 @@ class Replicated(DistributedDataParallel):
         if not inspect.ismethod(value):
             return value
         if name in self.routed:
-            return self._route(value)
-        return self._guard(name, value)
+            return self._route_method(value)
+        return self._guard_method(name, value)
 
     # Any: the user's arguments and outputs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,11 +78,11 @@ class Replicated(DistributedDataParallel):
             self._syncs_buffers = self.require_forward_param_sync
         return outputs
 
-    def _route(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _route_method(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method, called through this wrapper's forward so that its gradients are synchronised."""
 
         @functools.wraps(method)
-        def routed(*args: Any, **kwargs: Any) -> Any:
+        def call_routed(*args: Any, **kwargs: Any) -> Any:
             user_module, instance_forward = (
                 self.module,
                 self.module.__dict__.get("forward"),
@@ -99,13 +99,15 @@ class Replicated(DistributedDataParallel):
             finally:
                 _put_forward(user_module, instance_forward)
 
-        return routed
+        return call_routed
 
-    def _guard(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _guard_method(
+        self, name: str, method: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """Return the method with a check that its result does not bypass the synchronisation of gradients."""
 
         @functools.wraps(method)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
+        def call_guarded(*args: Any, **kwargs: Any) -> Any:
             method_output = method(*args, **kwargs)
             if torch.is_grad_enabled() and any(
                 tensor.grad_fn is not None for tensor in trees.tensors(method_output)
@@ -118,7 +120,7 @@ class Replicated(DistributedDataParallel):
                 )
             return method_output
 
-        return guarded
+        return call_guarded
 
     def _unused_message(self, text: str) -> str:
         """Return the message for torch's error about unused parameters, with their names."""
@@ -199,14 +201,16 @@ class Replicate:
             model,
             device_ids=[ctx.device.index] if indexed else None,
             process_group=comm.group,
-            **self._options(model),
+            **self._ddp_arguments(model),
         )
         fix_bucket_order(wrapped)
         _add_hook(wrapped, self._config, comm.group)
         self._wrapped.add(wrapped)
         return wrapped
 
-    def _options(self, model: nn.Module) -> dict[str, Any]:  # Any: torch's keywords
+    def _ddp_arguments(
+        self, model: nn.Module
+    ) -> dict[str, Any]:  # Any: torch's keywords
         ddp_options = _ddp_options(self._config)
         if self._by_size and "bucket_cap_mb" not in given(self._config):
             ddp_options["bucket_cap_mb"] = _bucket_mb(model)

@@ -161,7 +161,7 @@ class DivideExperts:
             raise ConfigError(
                 "mixed_precision='fp8' has not been tested with expert parallelism; use 'bf16', or ep_size=1."
             )
-        mesh = self._mesh.experts(ctx)
+        mesh = self._mesh.expert_mesh(ctx)
         _, shards, _ = ctx.mesh.expert_sizes
         with agree(ctx.world, f"splitting the experts of {type(model).__name__}"):
             experts_by_module = decide_experts(model, self._config.ep_plan, ctx.mesh.ep)

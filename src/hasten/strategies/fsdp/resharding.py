@@ -28,11 +28,13 @@ class ReshardWithoutGradients:
         self._groups: list[FSDPModule] = []
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.register_forward_hook(self._reshard)
+                module.register_forward_hook(self._reshard_module)
                 _gather_first_as_normal_tensors(module)
                 self._groups.append(module)
 
-    def _reshard(self, module: nn.Module, inputs: object, output: object) -> None:
+    def _reshard_module(
+        self, module: nn.Module, inputs: object, output: object
+    ) -> None:
         if not torch.is_grad_enabled() and not self._is_generating:
             assert isinstance(module, FSDPModule), (
                 "the hook is registered on shard groups"

@@ -85,10 +85,10 @@ def _by_size(model: nn.Module, min_params: int) -> list[nn.Module]:
     """Return the smallest modules with at least `least` parameters besides those already in a separate group."""
     chosen_modules: list[nn.Module] = []
 
-    def visit(module: nn.Module) -> int:
+    def visit_module(module: nn.Module) -> int:
         num_rest = sum(
             parameter.numel() for parameter in module.parameters(recurse=False)
-        ) + sum(map(visit, module.children()))
+        ) + sum(map(visit_module, module.children()))
         if (
             module is not model
             and num_rest >= min_params
@@ -98,7 +98,7 @@ def _by_size(model: nn.Module, min_params: int) -> list[nn.Module]:
             return 0
         return num_rest
 
-    visit(model)
+    visit_module(model)
     return chosen_modules
 
 
@@ -120,7 +120,7 @@ def owned_parameters(
     """Yield each parameter under each of its names, with the block of its shard group (the model for the rest)."""
     block_ids = set(map(id, blocks))
 
-    def visit(
+    def visit_module(
         module: nn.Module, prefix: str, owner: nn.Module
     ) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
         owner = module if id(module) in block_ids else owner
@@ -129,9 +129,9 @@ def owned_parameters(
         ):
             yield owner, prefix + name, parameter
         for name, child in module.named_children():
-            yield from visit(child, f"{prefix}{name}.", owner)
+            yield from visit_module(child, f"{prefix}{name}.", owner)
 
-    return visit(model, "", model)
+    return visit_module(model, "", model)
 
 
 def keep_ties_together(

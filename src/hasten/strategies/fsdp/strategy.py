@@ -123,9 +123,9 @@ class ShardModel:
         mesh = self._mesh_for(ctx)
         with agree(ctx.world, f"sharding {type(model).__name__}"):
             packed = PackedLayers(model, ctx.device)
-            layout = self._decide(model, precision, ctx)
+            layout = self._decide_layout(model, precision, ctx)
         source = source_of(model, self._config, ctx)
-        self._remember(model)
+        self._remember_parameters(model)
         _make_dense(model, layout.unsharded_parameters)
         if source is not WeightSource.RANK_0 and self._config.sync_module_states:
             copy_from_rank_0(model, ctx)
@@ -137,7 +137,7 @@ class ShardModel:
         else:
             unsharded_tensors = {}
         with frozen_integers() if packed.num_bytes else nullcontext():
-            self._shard(model, layout, mesh, ctx)
+            self._shard_blocks(model, layout, mesh, ctx)
         packed.attach_states()
         allocate_meta(
             model, torch.device("cpu") if self._config.cpu_offload else ctx.device
@@ -147,7 +147,7 @@ class ShardModel:
             scatter_from_rank_0(model, unsharded_tensors, ctx)
         elif source is WeightSource.NO_RANK:
             fill_by_function(model, self._config)
-        self._remember(model)
+        self._remember_parameters(model)
         refuse_later_hooks(model)
         average_gradients(list(scalar_parameters(model).values()), ctx.groups(*LOSS))
         if ctx.is_main:
@@ -159,13 +159,13 @@ class ShardModel:
                 log.info(note)
         return model
 
-    def _remember(self, model: nn.Module) -> None:
+    def _remember_parameters(self, model: nn.Module) -> None:
         """Record the parameters before and after sharding, to recognise them if another model shares them."""
         self._sharded.update(
             (id(parameter), parameter) for parameter in model.parameters()
         )
 
-    def _decide(
+    def _decide_layout(
         self, model: nn.Module, precision: Precision, ctx: ProcessContext
     ) -> ShardLayout:
         """Return the layout of a model. Raises: ConfigError or PrepareError for a model that cannot be sharded."""
@@ -227,7 +227,7 @@ class ShardModel:
                 trained_parameters.append(p)
         return len({parameter.dtype for parameter in trained_parameters}) <= 1
 
-    def _shard(
+    def _shard_blocks(
         self,
         model: nn.Module,
         shard_layout: ShardLayout,
@@ -239,7 +239,7 @@ class ShardModel:
         )  # between blocks, activations stay in the compute dtype
         options: dict[str, Any] = {  # Any: keywords of fully_shard
             "mesh": device_mesh,
-            "offload_policy": self._offload(ctx),
+            "offload_policy": self._offload_policy(ctx),
             "ignored_params": shard_layout.unsharded_parameters,
             # a single rank holds everything: freeing and gathering would only copy
             "reshard_after_forward": ctx.mesh.size(*SHARD) > 1
@@ -263,7 +263,7 @@ class ShardModel:
         resharding.wrap_generate(model, options["reshard_after_forward"])
         if options["reshard_after_forward"]:
             _note_late_heads(model)
-        self._prefetch(shard_layout.blocks)
+        self._set_prefetching(shard_layout.blocks)
 
     # Any: keywords of fully_shard
     def _for_experts(
@@ -276,7 +276,7 @@ class ShardModel:
             axis_names.insert(0, Axis.DP_REPLICATE)
         return {
             **options,
-            "mesh": self._world_mesh.experts(ctx)[tuple(map(str, axis_names))],
+            "mesh": self._world_mesh.expert_mesh(ctx)[tuple(map(str, axis_names))],
             "shard_placement_fn": lambda part: Placed(sharded_dim(part, shards) or 0),
             "reshard_after_forward": shards > 1 and self._config.reshard_after_forward,
         }
@@ -315,16 +315,16 @@ class ShardModel:
             axis_names = [Axis.DP_SHARD]
             if self._replicated:
                 axis_names.insert(0, Axis.DP_REPLICATE)
-            self._mesh = self._world_mesh.along(ctx, *axis_names)
+            self._mesh = self._world_mesh.mesh_along(ctx, *axis_names)
         return self._mesh
 
-    def _offload(self, ctx: ProcessContext) -> OffloadPolicy:
+    def _offload_policy(self, ctx: ProcessContext) -> OffloadPolicy:
         if not self._config.cpu_offload:
             return OffloadPolicy()
         pin = self._config.cpu_offload_pin_memory and ctx.device.type != "cpu"
         return CPUOffloadPolicy(pin_memory=pin)
 
-    def _prefetch(self, blocks: Sequence[nn.Module]) -> None:
+    def _set_prefetching(self, blocks: Sequence[nn.Module]) -> None:
         forward_depth, backward_depth = (
             self._config.forward_prefetch_depth,
             self._config.backward_prefetch_depth,

@@ -90,7 +90,7 @@ class Colwise(SplitForward):
         out = self.multiply_by(tensor, weight, bias)
         if self.gathers_output:
             return gather_output(out, -1, self.group)
-        self.rank_stream.begin(self.module)
+        self.rank_stream.begin_stream(self.module)
         return out
 
 
@@ -111,7 +111,7 @@ class Rowwise(SplitForward):
                 f"{weight.shape[-1]} of one rank, so its input is not the output of a layer split colwise. Name the layers in tp_plan: "
                 "'rowwise_split_input' for a layer with a whole input, 'replicate' for one that must not be split."
             )
-        self.rank_stream.end()
+        self.rank_stream.end_stream()
         if self.whole_input:
             input_part = split_input(tensor, -1, self.group)
         else:

@@ -97,7 +97,7 @@ class LayerSplit:
     common_dropouts: list[str] = field(default_factory=list)
     """Dropouts of adapters whose input is whole: they drop the same elements on every rank."""
 
-    def drop(self, name: str, why: str) -> None:
+    def drop_layer(self, name: str, why: str) -> None:
         """Leave a layer whole and record the reason."""
         self.styles.pop(name, None)
         self.left[name] = why

@@ -135,7 +135,7 @@ class RankRandomStream:
         self._outside: tuple[Tensor, Tensor | None] | None = None
         self._device = torch.device("cpu")
 
-    def begin(self, module: nn.Module) -> None:
+    def begin_stream(self, module: nn.Module) -> None:
         """Switch to this rank's random state; does nothing inside a region that has already started."""
         if (
             not self._needed
@@ -151,7 +151,7 @@ class RankRandomStream:
         self._outside = torch.get_rng_state(), self._on_device()
         torch.manual_seed(seed + self._rank)
 
-    def end(self) -> None:
+    def end_stream(self) -> None:
         """Switch back to the common random state."""
         if self._outside is None:
             return
@@ -168,7 +168,7 @@ class RankRandomStream:
             yield
             return
         host_state, device_state = torch.get_rng_state(), self._on_device()
-        self.end()
+        self.end_stream()
         try:
             yield
         finally:

@@ -81,7 +81,7 @@ def _split_by_carried_plans(model: nn.Module, experts: bool) -> LayerSplit:
         for name in [
             name for name, style in split.styles.items() if style == "experts"
         ]:
-            split.drop(name, "its experts are split over ep")
+            split.drop_layer(name, "its experts are split over ep")
     return split
 
 

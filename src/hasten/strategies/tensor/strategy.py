@@ -88,7 +88,7 @@ class SplitLayers:
         if source_of(model, self._fsdp, ctx) is WeightSource.RANK_0:
             _allocate_meta_tensors(model, ctx)
         copy_from_rank_0(model, ctx)
-        mesh = self._mesh.along(ctx, Axis.TP)
+        mesh = self._mesh.mesh_along(ctx, Axis.TP)
         _split_layers(model, split, mesh, ctx.device)
         for parent, values in split.attributes.items():
             vars(model.get_submodule(parent)).update(values)
@@ -124,12 +124,12 @@ def _unsplit_parameters(model: nn.Module, layer_split: LayerSplit) -> set[nn.Par
 def _allocate_meta_tensors(model: nn.Module, ctx: ProcessContext) -> None:
     """Allocate meta tensors on the ranks that hold no values; the values come from rank 0 afterwards."""
 
-    def allocate(tensor: Tensor) -> Tensor:
+    def allocate_tensor(tensor: Tensor) -> Tensor:
         if tensor.is_meta:
             return torch.empty_like(tensor, device=ctx.device)
         return tensor
 
-    model._apply(allocate)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    model._apply(allocate_tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def _split_layers(

@@ -28,12 +28,12 @@ def test_a_module_first_imported_inside_the_block_gets_the_original_back(
 
     patch = AttentionPatch()
     try:
-        with patch.replaced(stand_in):
+        with patch.replace_attention(stand_in):
             late_module = importlib.import_module("late_attention")
             assert late_module.attend is stand_in
         assert late_module.attend is original
         assert F.scaled_dot_product_attention is original
-        with patch.replaced(stand_in):
+        with patch.replace_attention(stand_in):
             assert late_module.attend is stand_in
         assert late_module.attend is original
     finally:

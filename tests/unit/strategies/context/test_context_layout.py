@@ -19,12 +19,14 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_position_lies_on_one_rank(layout: SequenceLayout) -> None:
     length = 3 * layout.num_chunks
-    positions_by_rank = [layout.positions(rank, length) for rank in range(layout.ranks)]
+    positions_by_rank = [
+        layout.positions_of(rank, length) for rank in range(layout.ranks)
+    ]
     assert sorted(
         position for rank_positions in positions_by_rank for position in rank_positions
     ) == list(range(length))
-    joined = [chunk for rank in range(layout.ranks) for chunk in layout.chunks(rank)]
-    assert [joined[chunk_index] for chunk_index in layout.order()] == list(
+    joined = [chunk for rank in range(layout.ranks) for chunk in layout.chunks_of(rank)]
+    assert [joined[chunk_index] for chunk_index in layout.chunk_order()] == list(
         range(layout.num_chunks)
     )
 
@@ -35,7 +37,7 @@ def test_balanced_ranks_have_equal_work(ranks: int) -> None:
 
     def work(layout: SequenceLayout) -> list[int]:
         return [
-            sum(chunk + 1 for chunk in layout.chunks(rank)) for rank in range(ranks)
+            sum(chunk + 1 for chunk in layout.chunks_of(rank)) for rank in range(ranks)
         ]
 
     assert len(set(work(SequenceLayout(ranks, balanced=True)))) == 1
@@ -47,7 +49,7 @@ def test_the_positions_of_every_balanced_rank_jump() -> None:
     for ranks in range(2, 17):
         layout = SequenceLayout(ranks, balanced=True)
         for rank in range(ranks):
-            positions = layout.positions(rank, 4 * ranks)
+            positions = layout.positions_of(rank, 4 * ranks)
             assert any(
                 following != position + 1
                 for position, following in itertools.pairwise(positions)
