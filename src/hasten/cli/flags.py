@@ -375,13 +375,10 @@ def _add_action(
     flag_value: str = "VALUE",
     short_name: str = "",
 ) -> None:
-    flag_names = list(
-        dict.fromkeys(
-            spelling
-            for flag in flags
-            for spelling in (f"--{flag}", f"--{flag.replace('_', '-')}")
-        )
-    )
+    spellings = []
+    for flag in flags:
+        spellings += [f"--{flag}", f"--{flag.replace('_', '-')}"]
+    flag_names = list(dict.fromkeys(spellings))
     if short_name:
         flag_names.append(f"-{short_name}")
     if is_bool and not _names_itself_no(setting_path):

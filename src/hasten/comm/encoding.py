@@ -10,6 +10,7 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from enum import Enum
+from itertools import chain
 from pathlib import PosixPath
 from types import MappingProxyType
 from typing import Any, Final
@@ -109,9 +110,8 @@ def _to_msgpack(python_value: Any, nesting_level: int) -> Any:
         return _extension_of(
             _DICT,
             [
-                _to_msgpack(part, nesting_level + 1)
-                for element in python_value.items()
-                for part in element
+                _to_msgpack(element, nesting_level + 1)
+                for element in chain.from_iterable(python_value.items())
             ],
         )
     if value_type in _SEQUENCES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ def gather_object(
     """Return a list of every rank's object; if every rank passes a list, the concatenated lists."""
     gathered_objects = group_comm.all_gather_object(python_object)
     if all(isinstance(rank_object, list) for rank_object in gathered_objects):
-        return [element for rank_object in gathered_objects for element in rank_object]
+        return list(chain.from_iterable(gathered_objects))
     return gathered_objects
 
 

@@ -141,7 +141,7 @@ def list_differences(reports: Sequence[Report]) -> list[str]:
                 lambda report: report.code,
             )
         )
-    for package in sorted({p for report in reports for p in report.versions}):
+    for package in sorted(set[str]().union(*[report.versions for report in reports])):
         if len({report.versions.get(package) for report in reports}) > 1:
             differences.append(
                 _format_difference(
@@ -154,18 +154,21 @@ def list_differences(reports: Sequence[Report]) -> list[str]:
 
 
 def _setting_differences(reports: Sequence[Report]) -> list[str]:
-    setting_names = sorted(
-        {setting_name for report in reports for setting_name in report.settings}
-    )
-    return [
-        _format_difference(
-            f"the setting {setting_name}",
-            reports,
-            lambda report, n=setting_name: report.settings.get(n, "its default"),  # type: ignore[misc]
-        )
-        for setting_name in setting_names
-        if len({report.settings.get(setting_name) for report in reports}) > 1
-    ]
+    differences = []
+    for setting_name in sorted(
+        set[str]().union(*[report.settings for report in reports])
+    ):
+        if len({report.settings.get(setting_name) for report in reports}) > 1:
+            differences.append(
+                _format_difference(
+                    f"the setting {setting_name}",
+                    reports,
+                    lambda report, n=setting_name: report.settings.get(
+                        n, "its default"
+                    ),  # type: ignore[misc]
+                )
+            )
+    return differences
 
 
 def _format_difference(

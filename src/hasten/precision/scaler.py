@@ -61,12 +61,10 @@ class LossScaler(torch.amp.GradScaler):
         """
         if not self._enabled or self._optimizer_stage(optimizer) is not OptState.READY:
             return
-        if any(
-            parameter.grad is not None
-            for param_group in optimizer.param_groups
-            for parameter in param_group["params"]
-        ):
-            super().unscale_(optimizer)
+        for param_group in optimizer.param_groups:
+            if any(parameter.grad is not None for parameter in param_group["params"]):
+                super().unscale_(optimizer)
+                break
         self._share_overflow(optimizer)
 
     def step_if_finite(self, optimizer: torch.optim.Optimizer) -> StepResult:

@@ -161,12 +161,9 @@ class EstablishedPreparer(Preparer):
             id(old): parameters[parameter_name]
             for parameter_name, old in whole_parameters.items()
         }
-        for group in [
-            group for optimizer in optimizers for group in optimizer.param_groups
-        ]:
-            group["params"] = [
-                renewed.get(id(parameter), parameter) for parameter in group["params"]
-            ]
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [renewed.get(id(old), old) for old in group["params"]]
         return sharded
 
     def _follows_no_model(self, value: Any, objects: tuple[Any, ...]) -> bool:

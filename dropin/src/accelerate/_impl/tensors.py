@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import update_wrapper, wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -304,7 +305,7 @@ def gather_object(object: Any) -> Any:
     if world.size == 1:
         return object
     objects_of_ranks = world.all_gather_object(object)  # quirk: GATHER_OBJECT_JOINS
-    return [item for rank_objects in objects_of_ranks for item in rank_objects]
+    return list(chain.from_iterable(objects_of_ranks))
 
 
 @verify_operation

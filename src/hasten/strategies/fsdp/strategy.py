@@ -378,18 +378,16 @@ def mixed_precision(
     half = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(
         spec
     )
-    output = None if half is None or keep_outputs else torch.float32
+    param_dtype, reduce_dtype = half, torch.float32 if half else None
+    output_dtype = None if keep_outputs else reduce_dtype
+    if given_dtypes.param_dtype:
+        param_dtype = dtypes_by_name[given_dtypes.param_dtype]
+    if given_dtypes.reduce_dtype:
+        reduce_dtype = dtypes_by_name[given_dtypes.reduce_dtype]
+    if given_dtypes.output_dtype:
+        output_dtype = dtypes_by_name[given_dtypes.output_dtype]
     return MixedPrecisionPolicy(
-        param_dtype=dtypes_by_name[given_dtypes.param_dtype]
-        if given_dtypes.param_dtype
-        else half,
-        reduce_dtype=dtypes_by_name[given_dtypes.reduce_dtype]
-        if given_dtypes.reduce_dtype
-        else (torch.float32 if half else None),
-        output_dtype=dtypes_by_name[given_dtypes.output_dtype]
-        if given_dtypes.output_dtype
-        else output,
-        cast_forward_inputs=given_dtypes.cast_forward_inputs,
+        param_dtype, reduce_dtype, output_dtype, given_dtypes.cast_forward_inputs
     )
 
 

@@ -197,11 +197,10 @@ def _replace_by_shard(
 def _check_ties(model: nn.Module, layer_split: LayerSplit) -> None:
     """Raise if a tensor with two names would be split differently under each."""
     first_uses: dict[int, tuple[str, int]] = {}
-    split_names = {
-        f"{name}.{leaf}": dim
-        for name, style in layer_split.styles.items()
-        for leaf, dim in split_dims(model.get_submodule(name), style).items()
-    }
+    split_names = {}
+    for name, style in layer_split.styles.items():
+        for leaf, dim in split_dims(model.get_submodule(name), style).items():
+            split_names[f"{name}.{leaf}"] = dim
     for name, parameter in model.named_parameters(remove_duplicate=False):
         dim = split_names.get(name, -1)
         first_name, known_dim = first_uses.setdefault(id(parameter), (name, dim))
@@ -254,11 +253,10 @@ def _describe_split(
     if layer_split.summed:
         text += f"; gradients summed over tp: {', '.join(layer_split.summed[:8])}"
     if layer_split.attributes:
-        text += "; divided: " + ", ".join(
-            f"{name}.{a}"
-            for name, names in layer_split.attributes.items()
-            for a in names
-        )
+        divided_names = []
+        for name, attributes in layer_split.attributes.items():
+            divided_names += [f"{name}.{attribute}" for attribute in attributes]
+        text += f"; divided: {', '.join(divided_names)}"
     if layer_split.left:
         text += "; not split: " + ", ".join(
             f"{name} ({reason})" for name, reason in list(layer_split.left.items())[:8]

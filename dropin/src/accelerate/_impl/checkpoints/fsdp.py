@@ -90,16 +90,14 @@ def fsdp2_switch_optimizer_parameters(
     """Let the optimizer update other parameters, found by the address of those it has. Raises: KeyError for one without another."""
     new_parameters = []
     for group in optimizer.param_groups:
-        new_parameters.append(
-            [
-                mapping.get(
-                    _parameter_address(parameter), mapping.get(parameter.data_ptr)
-                )
-                for parameter in group["params"]
-            ]
-        )
-    if any(parameter is None for group in new_parameters for parameter in group):
-        raise KeyError(message("parameter_without_another"))
+        group_parameters = []
+        for parameter in group["params"]:
+            address = _parameter_address(parameter)
+            new_parameter = mapping.get(address, mapping.get(parameter.data_ptr))
+            if new_parameter is None:
+                raise KeyError(message("parameter_without_another"))
+            group_parameters.append(new_parameter)
+        new_parameters.append(group_parameters)
     for group, parameters in zip(optimizer.param_groups, new_parameters, strict=True):
         group["params"] = parameters
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,9 +72,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def words_of(args: argparse.Namespace) -> list[str]:
     """Return the command line for hasten that a parsed namespace stands for."""
     words: list[str] = []
-    for flag_name, flag_options in [
-        flag for flags in _GROUPS.values() for flag in flags.items()
-    ]:
+    for flag_name, flag_options in chain.from_iterable(
+        flags.items() for flags in _GROUPS.values()
+    ):
         flag_value = getattr(args, flag_options.get("dest", flag_name), None)
         is_given = flag_name in getattr(
             args, "nondefault", ()

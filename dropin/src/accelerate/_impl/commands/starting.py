@@ -318,18 +318,13 @@ def _deepspeed_words(args: argparse.Namespace) -> list[str]:
         ("--master_addr", "main_process_ip"),
         ("--master_port", "main_process_port"),
     ):
-        words += (
-            [flag, str(getattr(args, argument_name))]
-            if _argument_or(args, argument_name) is not None
-            else []
-        )
-    return words + (
-        ["--module"]
-        if _argument_or(args, "module")
-        else ["--no_python"]
-        if _argument_or(args, "no_python")
-        else []
-    )
+        if _argument_or(args, argument_name) is not None:
+            words += [flag, str(getattr(args, argument_name))]
+    if _argument_or(args, "module"):
+        words.append("--module")
+    elif _argument_or(args, "no_python"):
+        words.append("--no_python")
+    return words
 
 
 def prepare_tpu(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def gcloud_words(args: argparse.Namespace) -> list[str]:
 
 # Any: a settings file of either kind, or none
 def _command_lines(args: argparse.Namespace, saved: Any) -> list[str]:
-    given_words = [word for words in args.command or () for word in words]
+    given_words = list(chain.from_iterable(args.command or ()))
     file = args.command_file or (
         None if given_words else getattr(saved, "command_file", None)
     )

@@ -93,12 +93,11 @@ def _cast_parameters(model: nn.Module, config: BnbQuantizationConfig) -> None:
 
 
 def _hasten_settings(config: BnbQuantizationConfig) -> BnbSettings:
+    quant_type: Any = (
+        config.bnb_4bit_quant_type
+    )  # one of "fp4" and "nf4", or __post_init__ raised
     return BnbSettings(
-        kind="llm_int8"
-        if config.load_in_8bit
-        else "fp4"
-        if config.bnb_4bit_quant_type == "fp4"
-        else "nf4",
+        kind="llm_int8" if config.load_in_8bit else quant_type,
         compute_dtype=config.bnb_4bit_compute_dtype,
         double_quantization=config.bnb_4bit_use_double_quant,
         outlier_threshold=config.llm_int8_threshold,

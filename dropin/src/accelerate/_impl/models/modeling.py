@@ -70,16 +70,11 @@ def get_non_persistent_buffers(
         named_modules = module.named_modules()
     else:
         named_modules = [("", module)]
-    buffer_names = (
-        (module_name, buffer_name)
-        for module_name, submodule in named_modules
-        for buffer_name in submodule._non_persistent_buffers_set
-    )
     buffer_labels = set()
-    for module_name, buffer_name in buffer_names:
-        buffer_labels.add(
-            f"{module_name}.{buffer_name}" if fqns and module_name else buffer_name
-        )
+    for module_name, submodule in named_modules:
+        prefix = f"{module_name}." if fqns and module_name else ""
+        for buffer_name in submodule._non_persistent_buffers_set:
+            buffer_labels.add(prefix + buffer_name)
     return buffer_labels
 
 
