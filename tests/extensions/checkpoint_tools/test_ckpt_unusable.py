@@ -383,7 +383,7 @@ def test_errors_of_a_disk_name_what_it_lacks(
         f_files, f_favail = 1000, 0
 
     monkeypatch.setattr(os, "statvfs", lambda path: NoInodes)
-    assert "all its 1000 inodes are in use" in str(
+    assert "0 of its 1000 inodes are free" in str(
         cannot_write("x", tmp_path, 0, OSError(errno.ENOSPC, "No space"))
     )
     assert "in your quota" in str(

@@ -131,6 +131,16 @@ def test_a_full_disk_is_named_and_keeps_what_it_has(tmp_path: Path) -> None:
         assert not [name for name in names_in(disk) if ".hasten" in name]
 
 
+def test_a_disk_without_inodes_is_not_called_full(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "4m,nr_inodes=6") as disk:
+        accelerator, _ = run(1.0)
+        for target in (disk / "out", disk / "other"):
+            with pytest.raises(
+                CheckpointError, match=r"no room for more files: \d of its 6 inodes"
+            ):
+                accelerator.save_state(target)
+
+
 def as_nobody(work: Callable[[], None]) -> str:
     """What went wrong when a process without privileges does the work; empty when nothing did."""
     pipe_ends = os.pipe()

@@ -142,6 +142,8 @@ read again; still larger ones are returned by a virtual machine to its host when
 them again costs several times as much as writing."""
 FULL_DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error codes for lack of space: on the disk, in the user's quota, or within the limit for a file."""
+_MAX_FEW_INODES: Final = 64
+"""Free inodes up to which a disk with free space is said to lack inodes."""
 READ_AHEAD_BYTES = 512 * 1024
 """Bytes requested from the disk in one call: the system cuts longer requests to what the disk takes at once."""
 _MIN_UNCOPIED_BYTES = 65536
@@ -507,8 +509,11 @@ def cannot_write(
     free_words = f"{free_bytes / 1e6:,.1f} MB of {size_bytes / 1e6:,.1f} MB are free"
     if error.errno == errno.EDQUOT:
         reason = "has no room left in your quota"
-    elif disk_usage.f_files and not disk_usage.f_favail:
-        reason = f"has no room for another file: all its {disk_usage.f_files} inodes are in use"
+    # of the inodes, those of the failed save are free again
+    elif free_bytes > num_bytes and disk_usage.f_favail <= min(
+        _MAX_FEW_INODES, disk_usage.f_files - 1
+    ):
+        reason = f"has no room for more files: {disk_usage.f_favail} of its {disk_usage.f_files} inodes are free"
     else:
         reason = "is full"
     needed_words = f"; this rank writes {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
