@@ -132,7 +132,7 @@ def test_a_full_disk_is_named_and_keeps_what_it_has(tmp_path: Path) -> None:
 
 
 def test_a_disk_without_inodes_is_not_called_full(tmp_path: Path) -> None:
-    with mounted(tmp_path / "disk", "4m,nr_inodes=6") as disk:
+    with mounted_disk(tmp_path / "disk", "4m,nr_inodes=6") as disk:
         accelerator, _ = run(1.0)
         for target in (disk / "out", disk / "other"):
             with pytest.raises(
