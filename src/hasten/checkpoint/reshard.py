@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,10 +22,7 @@ from hasten.checkpoint.store.disk import (
     finish_copies,
     host_memory,
     is_plain,
-    read_ahead,
     read_all,
-    read_cached,
-    skip_bytes,
     worker_pool,
 )
 from hasten.errors import CheckpointError, CorruptCheckpointError, OtherModelError
@@ -36,9 +31,6 @@ _MAX_READ_BYTES = CHUNK_BYTES
 """Most bytes of a read; a power of two, as torch page-locks memory in these."""
 # a smaller gap between two tensors is read and discarded rather than skipped
 _MAX_GAP_BYTES = 65536
-_NUM_THREADS_AHEAD = 4
-# 1 GiB, so that the page cache still holds what was requested when it is read
-_MAX_RANGES_AHEAD = 64
 _MAX_TENSORS_PER_READ = (
     400  # a read fills at most 1024 buffers, and every tensor may need two
 )
@@ -201,56 +193,6 @@ class _FileRange:
         finish_copies(self.devices)
 
 
-@dataclass(slots=True, eq=False)
-class _DiskReadAhead:
-    """Daemon threads that request ranges from the disk in file order, some distance ahead of the threads that read them.
-
-    A request blocks while the disk's queue is full, so it would hold up the thread that reads.
-    """
-
-    _ranges: Iterator[_FileRange]
-    num_allowed: threading.Semaphore = field(
-        default_factory=partial(threading.Semaphore, _MAX_RANGES_AHEAD)
-    )
-    """Number of ranges that may be requested now; it is released for every range that was read."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _threads: list[threading.Thread] = field(default_factory=list)
-    _is_stopped: bool = False
-
-    def start(self) -> None:
-        """Start the threads; without effect if they were started before."""
-        with self._lock:
-            if self._threads:
-                return
-            for _ in range(_NUM_THREADS_AHEAD):
-                self._threads.append(
-                    threading.Thread(
-                        target=self._request_ranges, name="hasten-ahead", daemon=True
-                    )
-                )
-        for thread in self._threads:
-            thread.start()
-
-    def stop(self) -> None:
-        """End the threads."""
-        self._is_stopped = True
-        self.num_allowed.release(_NUM_THREADS_AHEAD)
-        for thread in self._threads:
-            thread.join()
-
-    def _request_ranges(self) -> None:
-        while True:
-            self.num_allowed.acquire()
-            with self._lock:
-                file_range = next(self._ranges, None)
-            if file_range is None or self._is_stopped:
-                return
-            descriptor = file_range.file.open_again()
-            if descriptor is not None:
-                read_ahead(descriptor, file_range.start, file_range.end)
-                os.close(descriptor)
-
-
 def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
     """Fill live tensors on any device with several threads, about one chunk at a time.
 
@@ -266,7 +208,6 @@ def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
     for file_range in file_ranges if devices else ():
         file_range.prepare_device_copies()
     host_buffer = HostBuffer(bool(devices))
-    disk_read_ahead = _DiskReadAhead(iter(file_ranges))
     copy_jobs: list[Future[None]] = []
     try:
         with worker_pool("hasten-read", devices, threads) as thread_pool:
@@ -276,9 +217,7 @@ def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
                 )
             for file_range in file_ranges:
                 copy_jobs.append(
-                    thread_pool.submit(
-                        _fill_range, file_range, host_buffer, disk_read_ahead
-                    )
+                    thread_pool.submit(_fill_range, file_range, host_buffer)
                 )
             for copy_job in copy_jobs:
                 copy_job.result()
@@ -287,7 +226,6 @@ def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
             f"copying a tensor from the checkpoint failed: {error}"
         ) from error
     finally:
-        disk_read_ahead.stop()
         increment_version(target_tensors)  # as an in-place operation of torch does
 
 
@@ -367,9 +305,7 @@ def _copy_to_host(target: Tensor, source: Tensor, host_buffer: HostBuffer) -> No
 
 
 @torch.no_grad()
-def _fill_range(
-    file_range: _FileRange, host_buffer: HostBuffer, disk_read_ahead: _DiskReadAhead
-) -> None:
+def _fill_range(file_range: _FileRange, host_buffer: HostBuffer) -> None:
     """Read a range and copy it to its tensors; from the mapping, if the file has lost its name."""
     descriptor = file_range.file.open_again()
     range_bytes = file_range.end - file_range.start
@@ -395,19 +331,13 @@ def _fill_range(
             views.append(host_memory(target, low, high))
             reached_offset = offset + high - low
     try:
-        num_read = read_cached(descriptor, views, file_range.start)
-        if num_read < range_bytes:
-            disk_read_ahead.start()
-            num_read += read_all(
-                descriptor, skip_bytes(views, num_read), file_range.start + num_read
-            )
+        num_read = read_all(descriptor, views, file_range.start)
     except OSError as error:
         raise CheckpointError(
             f"{file_range.file.path}: cannot be read any more ({error}). Check the disk, and load this or another checkpoint."
         ) from error
     finally:
         os.close(descriptor)
-        disk_read_ahead.num_allowed.release()
     if num_read != range_bytes:
         raise CorruptCheckpointError(
             f"{file_range.file.path}: {num_read} of {range_bytes} bytes at {file_range.start} could be read, so it was cut off while "

@@ -144,8 +144,8 @@ FULL_DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error codes for lack of space: on the disk, in the user's quota, or within the limit for a file."""
 _MAX_FEW_INODES: Final = 64
 """Free inodes up to which a disk with free space is said to lack inodes."""
-READ_AHEAD_BYTES = 512 * 1024
-"""Bytes requested from the disk in one call: the system cuts longer requests to what the disk takes at once."""
+READ_STEP_BYTES = 2 * 1024**2
+"""Bytes per read call: the system reads ahead of a call that returns soon, and many calls in parallel keep the disk busy."""
 _MIN_UNCOPIED_BYTES = 65536
 _START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
 _MAX_THREADS: Final = 16
@@ -448,36 +448,18 @@ def _checksum_mapped(descriptor: int, start: int, stop: int) -> str | None:
 
 def read_all(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
     """Fill the views one after another and return the number of bytes read, fewer only at the end of the file."""
-    total_bytes = sum(map(len, views))
-    num_done = 0
-    while num_done < total_bytes:
-        num_read = os.preadv(descriptor, views, offset + num_done)
-        if not num_read:
-            break
-        num_done += num_read
-        views = skip_bytes(views, num_read)
-    return num_done
-
-
-def read_cached(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-    """Read from the page cache alone; return the number of bytes up to the first that it does not hold."""
-    try:
-        return os.preadv(descriptor, views, offset, os.RWF_NOWAIT)
-    # nothing is cached, or the system or the file system does not tell
-    except (AttributeError, OSError):
-        return 0
-
-
-def read_ahead(descriptor: int, start: int, stop: int) -> None:
-    """Ask the system to read a range into the page cache, all at once, so that the disk reads in parallel."""
     if hasattr(os, "posix_fadvise"):
-        for offset in range(start, stop, READ_AHEAD_BYTES):
-            os.posix_fadvise(
-                descriptor,
-                offset,
-                min(READ_AHEAD_BYTES, stop - offset),
-                os.POSIX_FADV_WILLNEED,
-            )
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    num_read = 0
+    for piece in split_views(views, READ_STEP_BYTES):
+        unread_views = piece
+        while unread_views:
+            read_bytes = os.preadv(descriptor, unread_views, offset + num_read)
+            if not read_bytes:
+                return num_read
+            num_read += read_bytes
+            unread_views = skip_bytes(unread_views, read_bytes)
+    return num_read
 
 
 def cannot_write(
