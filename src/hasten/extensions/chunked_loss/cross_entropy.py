@@ -106,7 +106,7 @@ class _LossSettings(NamedTuple):
             yield slice(start, min(start + self.rows, num_tokens))
 
 
-class _Chunk(NamedTuple):
+class _LossChunk(NamedTuple):
     """Losses of a chunk of tokens, and what its gradient is computed from."""
 
     losses: Tensor
@@ -145,7 +145,7 @@ def _chunk_losses(
     bias: Tensor | None,
     target: Tensor,
     settings: _LossSettings,
-) -> _Chunk:
+) -> _LossChunk:
     """Compute the losses of a chunk of tokens. Ranks: those that share the vocabulary."""
     logits = F.linear(hidden.to(settings.compute), weight, bias)
     logits = settings.change.change_logits_(logits.to(settings.sums))
@@ -176,7 +176,7 @@ def _chunk_losses(
         losses = losses - vocabulary_sums[2] * (
             settings.smoothing / settings.vocabulary
         )
-    return _Chunk(
+    return _LossChunk(
         losses, shares, vocabulary_sums[0], local_target, is_own, changed_logits
     )
 
