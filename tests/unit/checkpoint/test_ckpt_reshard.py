@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from hasten.checkpoint import reshard
 from hasten.checkpoint.base import Slice
-from hasten.checkpoint.format.formats import Piece
-from hasten.checkpoint.reshard import intersect_boxes, join_pieces, plan_copies
-from hasten.errors import CorruptCheckpointError, OtherModelError
+from hasten.checkpoint.format.formats import MappedFile, Piece
+from hasten.checkpoint.reshard import (
+    Copy,
+    intersect_boxes,
+    join_pieces,
+    plan_copies,
+    run_copies,
+)
+from hasten.checkpoint.store.disk import HostBuffer
+from hasten.errors import CheckpointError, CorruptCheckpointError, OtherModelError
 
 
 def boxes(
@@ -63,6 +77,7 @@ def test_overlap_is_symmetric_and_exact() -> None:
         assert overlap == intersect_boxes(b, m, a, n)
         size = 0 if overlap is None else overlap[0][1] * overlap[1][1]
         assert size == len(first_cells & second_cells)
+        assert (overlap is None) == (size == 0)
 
 
 def test_missing_piece_and_wrong_shape_name_the_tensor() -> None:
@@ -79,3 +94,130 @@ def test_missing_piece_and_wrong_shape_name_the_tensor() -> None:
     assert torch.equal(
         join_pieces(halves, "w"), torch.cat([torch.zeros(2, 3), torch.ones(2, 3)])
     )
+
+
+# -- reads -----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def device_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let tensors on the host pass for those of an accelerator; return the waits for its copies."""
+    waits: list[str] = []
+
+    def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
+        return [tensor.device for tensor in tensors][:1]
+
+    def finish_copies(devices: Iterable[torch.device]) -> None:
+        waits.extend(map(str, devices))
+
+    monkeypatch.setattr(reshard, "devices_of", devices_of)
+    monkeypatch.setattr(reshard, "finish_copies", finish_copies)
+    monkeypatch.setattr(reshard, "HostBuffer", lambda is_pinned: HostBuffer(False))
+    monkeypatch.setattr(reshard, "worker_pool", lambda *_: ThreadPoolExecutor(2))
+    return waits
+
+
+def bytes_of_file(path: Path, size: int) -> tuple[MappedFile, Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    content = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+    path.write_bytes(content.numpy().tobytes())
+    return MappedFile(path, size), content
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_ranges_of_a_file_fill_parts_of_tensors(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    on_device: bool,
+    is_deleted: bool,
+) -> None:
+    waits = request.getfixturevalue("device_calls") if on_device else []
+    monkeypatch.setattr(reshard, "_MAX_READ_BYTES", 1000)
+    file, content = bytes_of_file(tmp_path / "data.bin", 9000)
+    # several in one read, with gaps; exactly one read; several reads
+    bounds = [
+        (4, 104),
+        (104, 300),
+        (340, 700),
+        (1000, 2000),
+        (3001, 6432),
+        (8990, 9000),
+    ]
+    targets = [torch.zeros(stop - start, dtype=torch.uint8) for start, stop in bounds]
+    copies = [
+        Copy(target, file.data[start:stop], file)
+        for target, (start, stop) in zip(targets, bounds, strict=True)
+    ]
+    if is_deleted:
+        file.path.unlink()
+    run_copies(copies)
+    for target, (start, stop) in zip(targets, bounds, strict=True):
+        assert torch.equal(target, content[start:stop]), (start, stop)
+    assert bool(waits) is on_device
+
+
+def test_an_accelerator_is_copied_through_a_buffer_chunk_by_chunk(
+    monkeypatch: pytest.MonkeyPatch, device_calls: list[str]
+) -> None:
+    monkeypatch.setattr(reshard, "CHUNK_BYTES", 300)
+    source, target = torch.randn(250), torch.zeros(250)
+    reshard._copy_to_host(target, source, HostBuffer())
+    assert torch.equal(target, source)
+    assert device_calls == ["cpu"] * 4
+
+
+def test_a_buffer_serves_plain_copies_from_an_accelerator(
+    device_calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, needs_buffer = torch.zeros(4), reshard._needs_buffer
+    assert needs_buffer(torch.zeros(4), plain)
+    assert not needs_buffer(torch.zeros(4, dtype=torch.float64), plain)
+    assert not needs_buffer(torch.zeros(2, 2), plain)
+    with_gaps = torch.zeros(8)[::2]
+    assert not needs_buffer(with_gaps, plain)
+    assert not needs_buffer(plain, with_gaps)
+    monkeypatch.setattr(reshard, "devices_of", lambda tensors: [])
+    assert not needs_buffer(torch.zeros(4), plain)
+
+
+def test_a_copy_that_torch_refuses_is_an_error_of_the_checkpoint() -> None:
+    with pytest.raises(CheckpointError, match="copying a tensor from the checkpoint"):
+        run_copies([Copy(torch.zeros(2), torch.zeros(3))])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_the_disk_is_asked_for_64_ranges_ahead_in_file_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests: list[tuple[int, int]] = []
+
+    def read_ahead(descriptor: int, start: int, stop: int) -> None:
+        requests.append((start, stop))
+
+    monkeypatch.setattr(reshard, "read_ahead", read_ahead)
+    file, _ = bytes_of_file(tmp_path / "data.bin", 1000)
+    bounds = [(start, start + 10) for start in range(0, 1000, 10)]
+    ahead = reshard._DiskReadAhead(
+        [reshard._FileRange(file, start, stop) for start, stop in bounds]
+    )
+    try:
+        for _ in range(2):
+            ahead.start()
+        readers = [t for t in threading.enumerate() if t.name == "hasten-ahead"]
+        assert len(readers) == 4
+        assert all(reader.daemon for reader in readers)
+        for num_read in range(4):
+            wait_until(lambda expected=64 + num_read: len(requests) >= expected)  # type: ignore[misc]
+            time.sleep(0.02)
+            assert sorted(requests) == bounds[: 64 + num_read]
+            ahead.advance()
+    finally:
+        ahead.stop()
+    assert not any(reader.is_alive() for reader in readers)
+    assert len(requests) <= 64 + 4 + 4

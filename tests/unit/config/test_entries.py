@@ -33,6 +33,7 @@ from hasten.config.source import Marked, SettingEntry, SettingSource
 from hasten.errors import (
     ConfigError,
     ContradictionError,
+    HastenWarning,
     SettingValueError,
     UnknownSettingError,
 )
@@ -198,6 +199,12 @@ def test_a_variable_that_is_almost_a_setting_is_refused() -> None:
     for name in ("HASTEN_TEST_QQQ", "HASTEN_TOKEN", "HASTEN_HOME"):
         assert from_environment({name: "1"}) == []
     assert from_environment({"HASTEN_QQQ": "1", "HASTEN_CONFIG": "{}"}) == []
+
+
+def test_the_warning_of_a_variable_points_at_the_caller() -> None:
+    with pytest.warns(HastenWarning) as caught:
+        from_environment({"HASTEN_QQQ": "1"})
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 # -- code ----------------------------------------------------------------------------------------------------------

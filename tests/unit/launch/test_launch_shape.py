@@ -230,7 +230,7 @@ def test_devices_that_do_not_exist_are_refused() -> None:
         match=r"gpu_ids=0,99 names devices, but no usable accelerator.*remove gpu_ids",
     ):
         shape_for({"gpu_ids": (0, 99)})
-    for wrong in ((0, 99), (-1,)):
+    for wrong in ((0, 99), (-1,), (2,)):
         with pytest.raises(ConfigError, match="has 2 devices"):
             shape_for({"gpu_ids": wrong}, devices=2)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -321,3 +322,24 @@ def test_sizes_of_a_context_are_compared_where_they_are_set() -> None:
         check_mesh(experts, 4, MeshSpec(dp_replicate=4, ep=2))
     one_process = Config(parallelism=ParallelismConfig(dp_shard_size=-1))
     check_mesh(one_process, 1, MeshSpec())
+
+
+def test_degrees_of_the_chosen_engine_win() -> None:
+    def section(strategy: str, **degrees: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            section_names=SimpleNamespace(strategy=strategy),
+            mesh_degrees=lambda: degrees,
+        )
+
+    config = SimpleNamespace(
+        strategy="engine",
+        parallelism=ParallelismConfig(tp_size=4),
+        fsdp=FullyShardedDataParallelPlugin(),
+        sections=lambda: [
+            section("before", tp=8),
+            section("engine", tp=2, pp=2),
+            section("after", cp=8),
+        ],
+    )
+    mesh = mesh_of(cast(Config, config), local_world_size=8, world_size=8)
+    assert mesh == MeshSpec(pp=2, dp_replicate=2, tp=2)
