@@ -173,6 +173,21 @@ def read_equivalents(path: Path) -> tuple[Equivalent, ...]:
     return tuple(Equivalent(**entry) for entry in entries)
 
 
+def _check_equivalents(equivalents: Sequence[Equivalent]) -> None:
+    """Print the entries that no longer describe a mutant."""
+    mutants = [
+        mutant
+        for room in ROOMS.values()
+        for path in room.modules.values()
+        for mutant in mutants_of(path)
+    ]
+    for equivalent in equivalents:
+        if not any(equivalent.matches(mutant) for mutant in mutants):
+            say(
+                f"{EQUIVALENT.name}: no mutant is {equivalent.file} {equivalent.change}"
+            )
+
+
 def judge_rooms(
     rooms: Mapping[str, Room],
     mutants: Mapping[str, Sequence[Mutant]],
@@ -341,6 +356,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mutants = mutants_at(rooms, args.at)
     else:
         mutants = sample_mutants(rooms, args.count, args.seed)
+    if not args.room:
+        _check_equivalents(equivalents)
     num_mutants = sum(map(len, mutants.values()))
     if not num_mutants:
         raise SystemExit("there is no mutant at these lines: give FILE:LINE as listed")

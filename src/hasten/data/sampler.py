@@ -311,8 +311,8 @@ class Assignment:
             len(left_rows),
             self.plan.num_shards,
             shard,
-            True,
-            fill_rows * self.plan.num_shards,
+            even=True,
+            full_size=fill_rows * self.plan.num_shards,
         )
         own_rows = left_rows[share.first : share.first + fill_rows]
         pad_positions = range(max(share.first, len(left_rows)), share.first + fill_rows)
