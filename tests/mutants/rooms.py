@@ -44,6 +44,6 @@ ROOMS: Final = MappingProxyType(
             "extensions/survive/ledger_plan extensions/survive/roles_plan",
             "extensions/survive",
         ),
-        "config": _room("config/layers", "unit/config"),
+        "config": _room("config/resolve", "unit/config"),
     }
 )

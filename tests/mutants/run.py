@@ -5,7 +5,7 @@ run, the quick ones first, in a forked child. Survivors are listed with file, li
 mutants that no test can tell from the original, with reasons; they do not count.
 
     python -m tests.mutants.run --count 60 --room data
-    python -m tests.mutants.run --at config/layers.py:120
+    python -m tests.mutants.run --at config/resolve.py:120
 """
 
 from __future__ import annotations
