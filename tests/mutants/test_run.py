@@ -100,7 +100,7 @@ def test_a_room_whose_tests_cannot_run_is_an_error(tmp_path: Path) -> None:
         (["--workers", "two"], "'two' is no number of at least 1"),
         (["--share", "95"], "'95' is no number between 0 and 1"),
         (["--room", "kitchen"], "invalid choice: 'kitchen'"),
-        (["--at", "config/resolve.py"], "'config/layers.py' is not FILE:LINE"),
+        (["--at", "config/resolve.py"], "'config/resolve.py' is not FILE:LINE"),
     ],
 )
 def test_bad_input_is_told(

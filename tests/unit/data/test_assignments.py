@@ -16,7 +16,7 @@ from hasten.config.sections.loop import DataLoaderConfiguration, Pad
 from hasten.data.batch_plan import DataRanks, plan_batches, plan_rows
 from hasten.data.order import ComputedOrder, Fit, PartOrder, SampleOrder, SharedOrder
 from hasten.data.position import Position
-from hasten.data.sampler import Assignment, Feed, IndexBatch, assign_indices
+from hasten.data.sampler import Assignment, IndexBatch, assign_indices
 from hasten.errors import ConfigError, DataError
 from tests.support.loaders import context_of
 from tests.support.thread_group import on_threads
@@ -443,16 +443,3 @@ def test_data_that_is_sharded_already_has_an_order_for_each_rank() -> None:
         assert (rank.stride, rank.split) == (2, None)
 
     on_threads(sharded, 2)
-
-
-@pytest.mark.parametrize("batched", [True, False])
-def test_a_feed_hands_out_indices_with_their_seeds(batched: bool) -> None:
-    feed = Feed(batched)
-    index_batches: list[IndexBatch] = [([3, 4], None, False), ([5], 1, True)]
-    notes = feed.load(iter(index_batches), None)
-    assert list(feed) == [[3, 4], [5]]
-    assert list(notes) == index_batches
-    notes = feed.load(iter(index_batches), iter([7, 8]))
-    seeded = [([3, 4], 7), ([5], 8)] if batched else [([[3, 4]], 7), ([[5]], 8)]
-    assert list(feed) == seeded
-    assert list(notes) == index_batches
