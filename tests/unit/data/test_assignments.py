@@ -78,7 +78,7 @@ def unmarked(batches: list[IndexBatch]) -> list[IndexBatch]:
 @pytest.mark.parametrize("pad", ["least", "full"])
 def test_batches_are_drawn_as_they_are_computed(world: int, pad: Pad) -> None:
     for size, batch, drop_last, even in itertools.product(
-        range(14), (1, 2, 3), (False, True), (False, True)
+        range(11), (1, 2, 3), (False, True), (False, True)
     ):
         settings = {"drop_last": drop_last, "even": even, "pad": pad}
         computed = ranks_of(
@@ -88,7 +88,7 @@ def test_batches_are_drawn_as_they_are_computed(world: int, pad: Pad) -> None:
             **settings,
         )
         drawn = ranks_of(
-            lambda size=size: SharedOrder(range(size), LocalComm()),  # type: ignore[misc]
+            lambda size=size: Counted(list(range(size))),  # type: ignore[misc]
             world,
             batch,
             **settings,
@@ -109,7 +109,7 @@ def test_batches_are_drawn_as_they_are_computed(world: int, pad: Pad) -> None:
                     assert rank.batch_of(position, step) == indices[:num_real]
                 assert other.batch_of(position, 0) is None
                 if not position.consumed:
-                    assert rank.steps() == other.steps() == len(own_batches)
+                    assert (rank.steps(), other.steps()) == (len(own_batches), None)
             real_units = [
                 unit
                 for step in rounds
