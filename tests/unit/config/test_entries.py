@@ -65,6 +65,10 @@ def test_problems_are_told_in_the_order_of_lines_up_to_fifty(count: int) -> None
     assert [str(problem) for problem in caught.value.problems] == expected
 
 
+def raise_error(error: Exception) -> None:
+    raise error
+
+
 def test_one_problem_is_raised_as_itself_and_several_are_taken_apart() -> None:
     def raise_error(error: ConfigError) -> None:
         raise error
@@ -79,7 +83,7 @@ def test_one_problem_is_raised_as_itself_and_several_are_taken_apart() -> None:
     problems.add(ConfigError("both", problems=inner))
     assert problems.found[1:] == list(inner)
     with pytest.raises(KeyError), problems.catching():
-        raise KeyError
+        raise_error(KeyError())
 
 
 # -- hints ---------------------------------------------------------------------------------------------------------

@@ -186,8 +186,7 @@ def expected_batches(
             pads = batches[:world] * world
             expected.append((pads[shard - len(block)], 0, False))
     if expected:
-        indices, num_real, _ = expected[-1]
-        expected[-1] = (indices, num_real, True)
+        expected[-1] = (*expected[-1][:2], True)
     return expected
 
 
@@ -422,13 +421,12 @@ def test_data_that_is_sharded_already_has_an_order_for_each_rank() -> None:
         ctx = replace(context_of(comm.rank, 2), world=comm, groups=lambda *axes: comm)
         ranks = DataRanks(comm.rank, 2, (0, 1))
         data: Any = list(range(3 + comm.rank))
-        for settings, size in (
-            ({}, 4),
-            ({"even_batches": False}, 3 + comm.rank),
-            ({"drop_last": True}, 3),
+        for even_batches, drop_last, size in (
+            (True, False, 4),
+            (False, False, 3 + comm.rank),
+            (True, True, 3),
         ):
-            drop_last = settings.pop("drop_last", False)
-            config = DataLoaderConfiguration(**settings)
+            config = DataLoaderConfiguration(even_batches=even_batches)
             loader = DataLoader(data, batch_size=2, drop_last=drop_last)
             rank = assign_indices(loader, ctx, config, ranks, sharded=True)
             assert (rank.stride, rank.plan.num_shards, rank.plan.rows) == (2, 1, 2)

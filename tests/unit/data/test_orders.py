@@ -28,6 +28,7 @@ from hasten.data.order import (
     DistributedOrder,
     Fit,
     PartOrder,
+    SampleOrder,
     SharedOrder,
     check_distributed,
     choose_fit,
@@ -157,7 +158,7 @@ def test_a_generator_of_the_sampler_is_stored_once_and_restored() -> None:
     assert list(reseeded.draw(reseeded.begin(position))) == units
     assert order.size() == 20
     assert SharedOrder(Drawn(()), LocalComm()).size() is None
-    assert order.seek(position) is None
+    assert cast(SampleOrder, order).seek(position) is None
 
 
 def test_the_start_of_an_order_is_checked_by_its_witness() -> None:
@@ -390,7 +391,7 @@ def test_a_distributed_sampler_has_split_the_samples_already() -> None:
                     assert order.size() == len(units)
                     num_real = len(range(rank, size, num_replicas))
                     assert order.num_real() == min(num_real, len(units))
-                    assert order.seek(START) is None
+                    assert cast(SampleOrder, order).seek(START) is None
                     assert order.begin(START) is START
 
 
