@@ -124,6 +124,14 @@ def test_batches_are_drawn_as_they_are_computed(world: int, pad: Pad) -> None:
             assert real_units == list(range(start, start + num_left))
 
 
+def test_batches_of_an_order_that_is_drawn_are_unknown_beforehand() -> None:
+    (rank,) = ranks_of(
+        lambda: SharedOrder(range(4), LocalComm()), 1, 2, drop_last=False, even=True
+    )
+    assert rank.steps() == 2
+    assert rank.batch_of(START, 0) is None
+
+
 def test_units_are_drawn_when_they_are_needed() -> None:
     for world, batch, pad in itertools.product((1, 2), (1, 3), ("least", "full")):
         for looks_ahead in (False, True):
@@ -335,6 +343,22 @@ def test_units_past_the_end_of_a_shard_are_padding(
                     assert rank.batch_of(START, step) == indices[:num_real]
 
     on_threads(check, len(sizes))
+
+
+def test_a_short_end_of_a_shard_that_is_over_is_filled_and_all_padding() -> None:
+    def check(comm: Comm) -> list[IndexBatch]:
+        batches = [[[0]], [[0, 1], [2, 3], [4]]][comm.rank]
+        plan = plan_batches(
+            num_shards=1, shard=0, split=False, drop_last=False, even=True
+        )
+        order = PartOrder(SharedOrder(batches, LocalComm()), comm, [1, 3], "longest")
+        rank = Assignment(order, plan, "batches", stride=2, fill=2)
+        return list(rank.index_batches(START))
+
+    assert on_threads(check, 2) == [
+        [([0], None, False), ([0], 0, False), ([0, 0], 0, True)],
+        [([0, 1], None, False), ([2, 3], None, False), ([4, 0], 1, True)],
+    ]
 
 
 def test_a_position_belongs_to_one_kind_of_shard() -> None:
