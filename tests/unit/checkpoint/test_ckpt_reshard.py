@@ -204,7 +204,7 @@ def test_the_disk_is_asked_for_64_ranges_ahead_in_file_order(
     file, _ = bytes_of_file(tmp_path / "data.bin", 1000)
     bounds = [(start, start + 10) for start in range(0, 1000, 10)]
     ahead = reshard._DiskReadAhead(
-        [reshard._FileRange(file, start, stop) for start, stop in bounds]
+        iter([reshard._FileRange(file, start, stop) for start, stop in bounds])
     )
     try:
         for _ in range(2):
@@ -216,7 +216,7 @@ def test_the_disk_is_asked_for_64_ranges_ahead_in_file_order(
             wait_until(lambda expected=64 + num_read: len(requests) >= expected)  # type: ignore[misc]
             time.sleep(0.02)
             assert sorted(requests) == bounds[: 64 + num_read]
-            ahead.advance()
+            ahead.num_allowed.release()
     finally:
         ahead.stop()
     assert not any(reader.is_alive() for reader in readers)

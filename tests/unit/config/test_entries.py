@@ -107,6 +107,7 @@ def test_names_are_near_or_few() -> None:
         (("fsdp", "trust_numbers_spike"), "it belongs under 'trust.numbers_spike'."),
         # similar to one of another section
         (("parallelism", "num_procesess"), "did you mean 'launch.num_processes'?"),
+        (("num_procesess",), "did you mean 'launch.num_processes'?"),
         (("fsdp", "qqqqq"), "known here are "),
     ],
 )
@@ -287,6 +288,7 @@ def test_a_recipe_chooses_its_backend_if_nothing_else_does(
     ("arguments", "error", "message"),
     [
         ({"mixed_precison": "bf16"}, UnknownSettingError, "did you mean 'mixed_prec"),
+        ({"fsdp_plugn": 1}, UnknownSettingError, "did you mean 'fsdp_plugin'"),
         ({"fsdp.qqq": 1}, UnknownSettingError, "unknown setting 'fsdp.qqq'"),
         (
             {"fsdp_plugin": {"qqq": 1}},

@@ -83,6 +83,12 @@ def test_whole_orders_are_frozen(
     assert zlib.crc32(order.tobytes()) == checksum
 
 
+def test_shuffles_are_equal_if_their_numbers_are() -> None:
+    assert Shuffle(10, 2, 3) == Shuffle(10, 2, 3)
+    assert Shuffle(10, 2, 3) != Shuffle(10, 2, 4)
+    assert repr(Shuffle(9999, 2, 3)) == "Shuffle(size=9999, seed=2, epoch=3)"
+
+
 @pytest.mark.parametrize("size", [7, 100, 4096, 4097, 8191, 70_000])
 def test_positions_are_uniform_over_epochs(size: int) -> None:
     epochs, num_positions, cells = 1000, min(size, 48), min(size, 8)
