@@ -193,20 +193,14 @@ def estimate_command(args: Any) -> int | None:
         offline
         and isinstance(hub.try_to_load_from_cache(library_name, "config.json"), str)
     ):
-        if args.trust_remote_code:
-            trusted = ["--trust_remote_code"]
-        else:
-            trusted = []
+        trusted = ["--trust_remote_code"] if args.trust_remote_code else []
         return hasten(
             ["estimate-memory", library_name, "--dtypes", *args.dtypes, *trusted]
         )
-    sizes = []
-    for dtype, *row_sizes, uses in gather_data(args):
-        sizes.append((dtype, *row_sizes, max(uses.values())))
     rows = []
-    for dtype, *row_sizes in sizes:
+    for dtype, *row_sizes, uses in gather_data(args):
         row = [dtype]
-        for num_bytes in row_sizes:
+        for num_bytes in (*row_sizes, max(uses.values())):
             row.append("N/A" if num_bytes < 0 else convert_bytes(num_bytes))
         rows.append(row)
     headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]

@@ -105,23 +105,23 @@ class AlignDevicesHook(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         execution_device = self._execution_device()
-        if not self.offload:
-            if execution_device is not None:
-                for named_tensor in list(
-                    tensors_in(module, "", buffers=True, recurse=self.place_submodules)
-                ):
-                    if named_tensor.tensor.device != execution_device:
-                        set_tensor(
-                            module,
-                            named_tensor.name,
-                            execution_device,
-                            tied=self.tied_params_map,
-                        )
-            return module
-        weights = self._offloaded_weights(module)
         module_tensors = list(
             tensors_in(module, "", buffers=True, recurse=self.place_submodules)
         )
+        if not self.offload:
+            for named_tensor in module_tensors:
+                if (
+                    execution_device is not None
+                    and named_tensor.tensor.device != execution_device
+                ):
+                    set_tensor(
+                        module,
+                        named_tensor.name,
+                        execution_device,
+                        tied=self.tied_params_map,
+                    )
+            return module
+        weights = self._offloaded_weights(module)
         self.original_devices = {
             named_tensor.name: named_tensor.tensor.device
             for named_tensor in module_tensors

@@ -115,44 +115,31 @@ def dispatch_model(
 
     Weights on "disk" are in files of `offload_dir`; those on "cpu" are in a state dict if the main device is another one.
     """
-    if str(main_device) == "cpu":
-        offload_targets = {"disk"}
-    else:
-        offload_targets = set(OFFLOAD)
-    offloaded_modules = {}
-    for tensor_name, module_device in device_map.items():
-        offloaded_modules[tensor_name] = str(module_device) in offload_targets
-    state = model.state_dict()
-    owners = {}
-    for tensor_name in state:
-        owners[tensor_name] = str(
-            device_map.get(owner_in(device_map, tensor_name) or "")
-        )
-    on_disk = {
-        tensor_name: tensor
-        for tensor_name, tensor in state.items()
-        if owners[tensor_name] == "disk"
-    }
+    offload_targets = {"disk"} if str(main_device) == "cpu" else set(OFFLOAD)
+    offloaded_modules, devices = {}, {}
+    for module_name, module_device in device_map.items():
+        offloaded_modules[module_name] = str(module_device) in offload_targets
+        devices[module_name] = module_device
+        if str(module_device) in OFFLOAD:
+            devices[module_name] = main_device
+    on_disk, on_host = {}, {}
+    for tensor_name, tensor in model.state_dict().items():
+        owner = device_map.get(owner_in(device_map, tensor_name) or "")
+        if owner == "disk":
+            on_disk[tensor_name] = tensor
+        elif str(owner) in offload_targets:
+            on_host[tensor_name] = tensor
     if on_disk:
         write_missing(
             on_disk, offload_dir, () if offload_buffers else dict(model.named_buffers())
         )
     if state_dict is None:
-        state_dict = {}
-        for tensor_name, tensor in state.items():
-            if owners[tensor_name] in offload_targets - {"disk"}:
-                state_dict[tensor_name] = tensor
+        state_dict = on_host
     weights = None
     if any(offloaded_modules.values()):
         weights = OffloadedWeightsLoader(
             state_dict, offload_dir, None if on_disk else {}
         )
-    devices = {}
-    for tensor_name, module_device in device_map.items():
-        if str(module_device) in OFFLOAD:
-            devices[tensor_name] = main_device
-        else:
-            devices[tensor_name] = module_device
     groups = list(map(list, tied_groups(model)))
     ties: TiedMap = {model.get_parameter(names[0]).data_ptr(): {} for names in groups}
     options = (offload_buffers, "", skip_keys, preload_module_classes, ties)

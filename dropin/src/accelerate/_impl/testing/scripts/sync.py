@@ -122,10 +122,7 @@ def test_distributed_sync(accelerator: Any) -> None:
         "no_sync let gradients reach the other process"
     )
     step_model(model, batch["x"], batch["y"], accelerator)
-    synced_gradients = accelerator.gather(_stack_gradients(model)[None])
-    assert torch.equal(synced_gradients[0], synced_gradients[1]), (
-        "gradients differ after a synchronised step"
-    )
+    synced_gradients = _check_equal_gradients(accelerator, model)
     assert torch.allclose(
         synced_gradients[0], 2 * local_gradients.mean(0), rtol=1e-4
     ), (synced_gradients, local_gradients)
@@ -143,10 +140,15 @@ def test_distributed_sync_multiple_fwd(accelerator: Any) -> None:
             accelerator.backward(loss)
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(losses[-1])
+    _check_equal_gradients(accelerator, model)
+
+
+def _check_equal_gradients(accelerator: Any, model: Any) -> Any:
     synced_gradients = accelerator.gather(_stack_gradients(model)[None])
     assert torch.equal(synced_gradients[0], synced_gradients[1]), (
-        "gradients differ after trigger_sync_in_backward"
+        "gradients differ after a synchronised step"
     )
+    return synced_gradients
 
 
 def _make_accelerator(
