@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -183,41 +181,3 @@ def test_a_buffer_serves_plain_copies_from_an_accelerator(
 def test_a_copy_that_torch_refuses_is_an_error_of_the_checkpoint() -> None:
     with pytest.raises(CheckpointError, match="copying a tensor from the checkpoint"):
         run_copies([Copy(torch.zeros(2), torch.zeros(3))])
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def test_the_disk_is_asked_for_64_ranges_ahead_in_file_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requests: list[tuple[int, int]] = []
-
-    def read_ahead(descriptor: int, start: int, stop: int) -> None:
-        requests.append((start, stop))
-
-    monkeypatch.setattr(reshard, "read_ahead", read_ahead)
-    file, _ = bytes_of_file(tmp_path / "data.bin", 1000)
-    bounds = [(start, start + 10) for start in range(0, 1000, 10)]
-    ahead = reshard._DiskReadAhead(
-        iter([reshard._FileRange(file, start, stop) for start, stop in bounds])
-    )
-    try:
-        for _ in range(2):
-            ahead.start()
-        readers = [t for t in threading.enumerate() if t.name == "hasten-ahead"]
-        assert len(readers) == 4
-        assert all(reader.daemon for reader in readers)
-        for num_read in range(4):
-            wait_until(lambda expected=64 + num_read: len(requests) >= expected)  # type: ignore[misc]
-            time.sleep(0.02)
-            assert sorted(requests) == bounds[: 64 + num_read]
-            ahead.num_allowed.release()
-    finally:
-        ahead.stop()
-    assert not any(reader.is_alive() for reader in readers)
-    assert len(requests) <= 64 + 4 + 4
