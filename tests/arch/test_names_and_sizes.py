@@ -47,6 +47,7 @@ SMALL: Final = MappingProxyType(
         "runtime/context.py": "ProcessContext, imported by forty modules",
         "extensions/survive/folder.py": "names of files, shared by both sides",
         "extensions/survive/lighthouse.py": "the program of a separate process",
+        "data/position.py": "Position, imported by fourteen modules",
         "strategies/blocks.py": "imported by eight modules of strategies",
         "strategies/tensor/alone.py": "one transform, chosen by name",
         "strategies/whole.py": "shared by FSDP and tensor parallelism",

@@ -70,9 +70,6 @@ def raise_error(error: Exception) -> None:
 
 
 def test_one_problem_is_raised_as_itself_and_several_are_taken_apart() -> None:
-    def raise_error(error: ConfigError) -> None:
-        raise error
-
     Problems().settle()
     problems = Problems()
     with problems.catching():

@@ -15,7 +15,6 @@ from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.mesh_plan import divisors
 from hasten.strategies.experts.plan import reason_against_sharding
 from hasten.strategies.tensor import heads as tensor_heads
-from hasten.strategies.tensor.adapters import split_adapters
 from hasten.strategies.tensor.layers import (
     LayerSplit,
     adapted_layer,
@@ -64,7 +63,7 @@ def decide_split(
         dict.fromkeys([*split.summed, *tensor_heads.norms_of_heads(model, split)])
     )
     tensor_heads.divide_named(model, split, divide, num_ranks)
-    split_adapters(model, split)
+    _split_adapters(model, split)
     return split
 
 
@@ -268,3 +267,46 @@ def _check_experts(name: str, module: nn.Module, num_ranks: int) -> int:
             f"tp_size to one of {divisors(number)}, or remove this module from the plan."
         )
     return number
+
+
+def _split_adapters(model: nn.Module, layer_split: LayerSplit) -> None:
+    """Replace adapters in the split by the layers inside them.
+
+    Beside a layer split by its outputs, B is split by its outputs and A stays whole; beside one split by its inputs, A is
+    split by its inputs and B stays whole.
+    Raises: ConfigError for an adapter other than plain LoRA.
+    """
+    for name, style in list(layer_split.styles.items()):
+        adapter: Any = model.get_submodule(name)
+        if adapted_layer(adapter) is adapter:
+            continue
+        del layer_split.styles[name]
+        if hasattr(adapter, "modules_to_save"):
+            layer_split.styles[f"{name}.original_module"] = style
+            for adapter_name in adapter.modules_to_save:
+                layer_split.styles[f"{name}.modules_to_save.{adapter_name}"] = style
+            continue
+        if not _is_plain_lora(adapter) or not style.startswith(("colwise", "rowwise")):
+            raise ConfigError(
+                f"{name!r} is a {type(adapter).__module__}.{type(adapter).__name__}, and tensor parallelism splits adapters of "
+                "linear layers that are plain LoRA: ranks would compute another update. Leave this layer out of the adapter's "
+                "target_modules, or shard the model with strategy='fsdp'."
+            )
+        layer_split.styles[f"{name}.base_layer"] = style
+        is_split_by_outputs = style.startswith("colwise")
+        split_matrix = "lora_B" if is_split_by_outputs else "lora_A"
+        for adapter_name in adapter.lora_A:
+            layer_split.styles[f"{name}.{split_matrix}.{adapter_name}"] = style
+            is_dropping = isinstance(adapter.lora_dropout[adapter_name], nn.Dropout)
+            if is_split_by_outputs and is_dropping:
+                layer_split.common_dropouts.append(
+                    f"{name}.lora_dropout.{adapter_name}"
+                )
+
+
+def _is_plain_lora(adapter: Any) -> bool:  # Any: a layer of PEFT
+    """Return whether the adapter adds B(A(dropout(x))) to the output of its layer."""
+    has_matrices = hasattr(adapter, "lora_A") and hasattr(adapter, "lora_B")
+    uses_dora = any(getattr(adapter, "use_dora", {}).values())
+    has_variant = bool(getattr(adapter, "lora_variant", None))
+    return has_matrices and not uses_dora and not has_variant
