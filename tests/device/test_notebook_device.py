@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hasten.cli.main import main
-from hasten.launch.base import look_at_host
+from hasten.launch.base import describe_host
 from hasten.launch.notebook import notebook_launcher
 
 pytestmark = pytest.mark.device
@@ -22,7 +22,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_devices_are_counted_as_torch_counts_them() -> None:
-    host = look_at_host()
+    host = describe_host()
     assert host.device == "cuda"
     assert host.num_devices == torch.accelerator.device_count()
 

@@ -267,11 +267,13 @@ class Preparer:
                     ]
                 )
             )
-            was_apart, self._clock.trains_separately = (
+            trained_separately, self._clock.trains_separately = (
                 self._clock.trains_separately,
                 True,
             )
-            stack.callback(setattr, self._clock, "trains_separately", was_apart)
+            stack.callback(
+                setattr, self._clock, "trains_separately", trained_separately
+            )
             yield
 
     def loader(

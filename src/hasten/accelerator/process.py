@@ -29,7 +29,7 @@ class Process:
     """Information and helpers for this process; `Process()` without an Accelerator reads the environment and joins the world."""
 
     def __init__(self, ctx: ProcessContext | None = None, cpu: bool = False) -> None:
-        self.ctx = ctx or start_here(cpu)
+        self.ctx = ctx or start_process_context(cpu)
         self._trigger = Flag(self.ctx.world)
         self._ordering: str | None = None
         self.leads: Callable[[], bool] | None = None
@@ -168,13 +168,13 @@ class Process:
 
     @staticmethod
     def _run_only_where(
-        runs_here: Callable[[], bool], function: Callable[P, R]
+        is_selected: Callable[[], bool], function: Callable[P, R]
     ) -> Callable[P, R | None]:
         check_type("on_process(function) and its kind", Callable, FUNCTION, function)
 
         @functools.wraps(function)
         def run_function(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            return function(*args, **kwargs) if runs_here() else None
+            return function(*args, **kwargs) if is_selected() else None
 
         return run_function
 
@@ -198,7 +198,7 @@ class Process:
         return self._trigger.check()
 
 
-def start_here(cpu: bool = False) -> ProcessContext:
+def start_process_context(cpu: bool = False) -> ProcessContext:
     """Return the context of this process, created from its environment variables."""
     variables = env.snapshot()
     topology = Topology.from_env(variables)

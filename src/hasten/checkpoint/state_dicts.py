@@ -264,7 +264,7 @@ def names_of_other_stages(model: nn.Module) -> frozenset[str]:
     }
 
 
-def names_elsewhere(
+def find_other_stage_names(
     models: Sequence[nn.Module], own_names: Mapping[int, str]
 ) -> frozenset[str]:
     """Return the checkpoint names of the parameters that only other pipeline stages hold."""
@@ -407,7 +407,7 @@ def plan_optimizer(
     names_by_id: Mapping[int, str],
     stored_component: StoredComponent,
     strict: bool = True,
-    elsewhere: frozenset[str] = frozenset(),
+    other_stage_names: frozenset[str] = frozenset(),
 ) -> OptimizerPlan:
     """Check the optimizer against a checkpoint and plan the copies into its (new or existing) state.
 
@@ -429,7 +429,9 @@ def plan_optimizer(
     }
     saved_state = unpack(
         stored_component.data,
-        _plan_state(optimizer_plan, stored_component, parameters_by_name, elsewhere),
+        _plan_state(
+            optimizer_plan, stored_component, parameters_by_name, other_stage_names
+        ),
     )
     if (
         not isinstance(saved_state, dict)
@@ -440,8 +442,8 @@ def plan_optimizer(
             f"{stored_component.name}: holds no optimizer state. Nothing was loaded."
         )
     saved_state = _keyed_by_name(saved_state, flat_names)
-    if elsewhere:
-        saved_state = _without_other_stages(saved_state, elsewhere)
+    if other_stage_names:
+        saved_state = _without_other_stages(saved_state, other_stage_names)
     _check_groups(stored_component.name, saved_state["param_groups"], names_of_groups)
     index_by_name = dict(zip(flat_names, range(len(flat_names)), strict=True))
     if strict and (unknown_names := saved_state["state"].keys() - index_by_name.keys()):
@@ -471,11 +473,11 @@ def _plan_state(
     optimizer_plan: OptimizerPlan,
     stored_component: StoredComponent,
     parameters_by_name: Mapping[str, Tensor],
-    elsewhere: frozenset[str],
+    other_stage_names: frozenset[str],
 ) -> dict[str, Tensor | Slice]:
     """Return a tensor to load each stored tensor into, and add the copies that fill it to the plan."""
     target_tensors: dict[str, Tensor | Slice] = {}
-    placeholders = dict.fromkeys(elsewhere, torch.empty(0))
+    placeholders = dict.fromkeys(other_stage_names, torch.empty(0))
     on_device: set[int] = set()  # parameters whose step counters are on the device too
     for group in optimizer_plan.optimizer.param_groups:
         if group.get("capturable") or group.get("fused"):
@@ -555,7 +557,7 @@ def _parameter_of(
 
 # Any: an optimizer's state dict
 def _without_other_stages(
-    saved_state: dict[str, Any], elsewhere: frozenset[str]
+    saved_state: dict[str, Any], other_stage_names: frozenset[str]
 ) -> dict[str, Any]:
     """Return a state dict without the parameters that other pipeline stages hold."""
     if not isinstance(saved_state["param_groups"], list):
@@ -566,7 +568,7 @@ def _without_other_stages(
             "params": [
                 parameter_name
                 for parameter_name in group["params"]
-                if parameter_name not in elsewhere
+                if parameter_name not in other_stage_names
             ],
         }
         if isinstance(group, dict) and isinstance(group.get("params"), list)
@@ -576,7 +578,7 @@ def _without_other_stages(
     state_by_name = {
         parameter_name: parameter_state
         for parameter_name, parameter_state in saved_state["state"].items()
-        if parameter_name not in elsewhere
+        if parameter_name not in other_stage_names
     }
     return {**saved_state, "state": state_by_name, "param_groups": own_groups}
 

@@ -24,7 +24,7 @@ _LONG_PREFIX: Final = "parallelism_config_"
 _BOOLEAN_WORDS: Final = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
 
 
-_ELSEWHERE: Final = MappingProxyType(
+_FLAGS_OF_OTHER_LAUNCHERS: Final = MappingProxyType(
     {
         **dict.fromkeys(
             ("nproc", "np", "n", "num_procs", "num_gpus", "gpus"), "num_processes"
@@ -325,7 +325,7 @@ class SettingsParser(CommandParser):
             if option.startswith("--") and ("-" in option.lstrip("-")) <= dashed:
                 options_by_name[option.replace("-", "_").lstrip("_")] = option
         flag_word = flag_name.replace("-", "_").lstrip("_")
-        similar_name = _ELSEWHERE.get(flag_word, "")
+        similar_name = _FLAGS_OF_OTHER_LAUNCHERS.get(flag_word, "")
         if similar_name in options_by_name:
             similar_name = similar_name
         else:

@@ -24,7 +24,7 @@ def gather(tree: Tree, group_comm: Comm) -> Tree:
     """Return every rank's tensors concatenated along the first dimension; 0-dim tensors become rows."""
     if group_comm.size == 1:
         return trees.map_tensors(_as_rows, tree)
-    _check_alike("gather", tree, group_comm)
+    _check_same_inputs("gather", tree, group_comm)
     return trees.map_tensors(
         lambda tensor: group_comm.all_gather(_as_rows(tensor)).flatten(0, 1), tree
     )
@@ -34,7 +34,7 @@ def gather_ragged(tree: Tree, group_comm: Comm) -> Tree:
     """Concatenate like `gather`, for ranks whose tensors differ in the size of the first dimension."""
     if group_comm.size == 1:
         return trees.map_tensors(_as_rows, tree)
-    _check_alike("gather_ragged", tree, group_comm, free_dim=0)
+    _check_same_inputs("gather_ragged", tree, group_comm, free_dim=0)
     sizes_by_tensor = iter(_sizes_of_ranks(tree, group_comm, 0))
     return trees.map_tensors(
         lambda tensor: _gather_rows(
@@ -73,7 +73,7 @@ def reduce(
         raise CommError(
             f"{kind} of complex tensors has no meaning; reduce their absolute values instead."
         )
-    _check_alike(f"reduce {kind}", tree, group_comm)
+    _check_same_inputs(f"reduce {kind}", tree, group_comm)
     if scale == 1.0:
         return trees.map_tensors(
             lambda tensor: group_comm.all_reduce(tensor, kind), tree
@@ -85,7 +85,7 @@ def reduce(
 
 def broadcast(tree: Tree, group_comm: Comm, src: int = 0) -> Tree:
     """Return the tensors of rank `src`; every rank must pass tensors of the same shapes."""
-    _check_alike(f"broadcast from {src}", tree, group_comm)
+    _check_same_inputs(f"broadcast from {src}", tree, group_comm)
     return trees.map_tensors(lambda tensor: group_comm.broadcast(tensor, src), tree)
 
 
@@ -97,7 +97,7 @@ def pad_across(
     pad_first: bool = False,
 ) -> Tree:
     """Return every tensor padded with `pad_index` along `dim` to the largest size on any rank."""
-    _check_alike(f"pad_across dim {dim}", tree, group_comm, any_shape=True)
+    _check_same_inputs(f"pad_across dim {dim}", tree, group_comm, any_shape=True)
     sizes_by_tensor = iter(_sizes_of_ranks(tree, group_comm, dim))
 
     def pad_tensor(tensor: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def _as_rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(1) if tensor.ndim == 0 else tensor
 
 
-def _check_alike(
+def _check_same_inputs(
     op_name: str,
     tree: Tree,
     group_comm: Comm,

@@ -234,13 +234,15 @@ def _unknown_variable(setting_name: str) -> str:
         variable for variable in variable_names if variable.endswith("_" + name_end)
     ]  # settings that have moved into a section
     if not similar_variables:
-        similar_ends = get_close_matches(
+        similar_last_words = get_close_matches(
             name_end,
             [variable.removeprefix(VARIABLE_PREFIX) for variable in variable_names],
             n=1,
             cutoff=0.6,
         )
-        similar_variables = [VARIABLE_PREFIX + variable for variable in similar_ends]
+        similar_variables = [
+            VARIABLE_PREFIX + variable for variable in similar_last_words
+        ]
     if similar_variables:
         hint = f"did you mean {similar_variables[0]}? Otherwise unset it."
     else:
@@ -442,7 +444,7 @@ def resolve(
     with problems.catching():
         setting_entries += from_code(code or {})
     if handed:
-        setting_entries += _not_read_here(handed, setting_entries)
+        setting_entries += _without_own_variables(handed, setting_entries)
     decoded_entries, translation_notes = decode_all(setting_entries, problems)
     winning_entries, overridden_entries = merge_entries(decoded_entries, problems)
     problems.settle()
@@ -465,17 +467,17 @@ def resolve(
     )
 
 
-def _not_read_here(
+def _without_own_variables(
     handed: Iterable[SettingEntry], setting_entries: Sequence[SettingEntry]
 ) -> list[SettingEntry]:
     """Return the launcher's entries without those of variables that this process reads itself: they may have changed."""
-    read_here = {
+    own_variable_paths = {
         entry.path for entry in setting_entries if entry.source.kind == "environment"
     }
     return [
         entry
         for entry in handed
-        if entry.source.kind != "environment" or entry.path not in read_here
+        if entry.source.kind != "environment" or entry.path not in own_variable_paths
     ]
 
 

@@ -95,7 +95,7 @@ class DispatchSource(OuterSource):
 
     def open(self, position: Position) -> Iterator[Item]:
         if self._comm.size == 1:
-            return self._read_alone(position)
+            return self._read_on_one_process(position)
         if self._comm.rank == 0:
             return self._send_rounds(position)
         return self._receive_items()
@@ -111,7 +111,7 @@ class DispatchSource(OuterSource):
         inner = self._inner.copied(even)
         return DispatchSource(inner, self._reader, self._comm, self._data_ranks)
 
-    def _read_alone(self, position: Position) -> Iterator[Item]:
+    def _read_on_one_process(self, position: Position) -> Iterator[Item]:
         for round_ in self._reader.rounds(self._inner, position):
             yield from (item for item in round_.items if item is not None)
 

@@ -305,7 +305,7 @@ class Host:
         return f"{self.num_devices} x {self.device_name or self.device}"
 
 
-def look_at_host() -> Host:
+def describe_host() -> Host:
     """Return the current state of this machine."""
     variables = environment.snapshot()
     device, num_devices, device_name = _find_devices(variables)

@@ -25,7 +25,7 @@ from hasten.launch.base import (
     LaunchRequest,
     LaunchTarget,
     Target,
-    look_at_host,
+    describe_host,
 )
 from hasten.launch.cluster import slurm
 from hasten.launch.run import complete_plan, execute_plan
@@ -99,7 +99,7 @@ def prepare(
         raise ConfigError(
             f"config_file={config_file!r} contains a NUL character, and no file system accepts one; remove it."
         )
-    host = host or look_at_host()
+    host = host or describe_host()
     variables = dict(host.env)
     variables.pop(handoff.VARIABLE, None)
     resolved = effective_settings(variables, config_file, settings)

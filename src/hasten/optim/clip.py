@@ -60,8 +60,8 @@ def global_norm(
     for grad in grads:
         grads_by_placement.setdefault(_placement_key(grad), []).append(grad)
     norms = [
-        _norm_over_ranks(alike_grads, norm_type)
-        for alike_grads in grads_by_placement.values()
+        _norm_over_ranks(grads_of_kind, norm_type)
+        for grads_of_kind in grads_by_placement.values()
     ]
     device = torch.device("cpu") if across is None else across.device
     if norms:
@@ -149,13 +149,13 @@ def scale_down(grads: list[Tensor], max_norm: float, total: Tensor) -> None:
     if not grads or math.isinf(max_norm):
         return
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for alike_grads in group_local_gradients(grads):
-        torch._foreach_mul_(alike_grads, factor.to(alike_grads[0].device))
+    for grads_of_kind in group_local_gradients(grads):
+        torch._foreach_mul_(grads_of_kind, factor.to(grads_of_kind[0].device))
 
 
 @torch.no_grad()
 def clip_value(parameters: Tensor | Iterable[Tensor], limit: float) -> None:
     """Clamp every element of the gradients to [-limit, limit]."""
-    for alike_grads in group_local_gradients(existing_gradients(as_list(parameters))):
-        torch._foreach_clamp_min_(alike_grads, -limit)
-        torch._foreach_clamp_max_(alike_grads, limit)
+    for grads_of_kind in group_local_gradients(existing_gradients(as_list(parameters))):
+        torch._foreach_clamp_min_(grads_of_kind, -limit)
+        torch._foreach_clamp_max_(grads_of_kind, limit)

@@ -226,7 +226,7 @@ class StepClock:
         window.closed = self.boundary = window.micro >= window.every or (
             at_end and self.sync_with_dataloader
         )
-        self.needs_correction = self.boundary and self.correction_due()
+        self.needs_correction = self.boundary and self.would_need_correction()
         return self.boundary
 
     def begin_at(self, micro: int) -> None:
@@ -311,9 +311,9 @@ class StepClock:
         self.boundary = boundary
         if window.micro > 0:
             window.closed = boundary
-        self.needs_correction = boundary and self.correction_due()
+        self.needs_correction = boundary and self.would_need_correction()
 
-    def correction_due(self) -> bool:
+    def would_need_correction(self) -> bool:
         """Return True if the current window, if it ended here, would need a correction."""
         window = self._window
         if window.weighted or self.full_divisor:

@@ -47,14 +47,14 @@ def multiply_gradients(
     param_groups: Iterable[dict[str, Any]], factor: float | Tensor
 ) -> None:
     """Multiply all gradients by `factor`, in place."""
-    for alike_gradients in group_local_gradients(
+    for gradients_of_kind in group_local_gradients(
         grad
         for param_group in param_groups
         for grad in existing_gradients(param_group["params"])
     ):
         torch._foreach_mul_(
-            alike_gradients,
-            factor.to(alike_gradients[0].device)
+            gradients_of_kind,
+            factor.to(gradients_of_kind[0].device)
             if isinstance(factor, Tensor)
             else factor,
         )

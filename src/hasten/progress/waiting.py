@@ -31,14 +31,14 @@ def waiting_line(
     if not target.isatty():
         yield
         return
-    is_done, begun_s = threading.Event(), time.monotonic()
+    is_done, started_s = threading.Event(), time.monotonic()
 
     def draw_line() -> None:
         if is_done.wait(after_s):
             return
         target.write(_NEW_LINE)
         while True:
-            target.write(_REDRAW + text(time.monotonic() - begun_s))
+            target.write(_REDRAW + text(time.monotonic() - started_s))
             target.flush()
             if is_done.wait(every_s):
                 break

@@ -97,14 +97,14 @@ class RankRegistration:
         return _SIZES_AGREE
 
     def _wait_for(self, store_key: str) -> None:
-        start_s = last_look = time.monotonic()
+        start_s = checked_at_s = time.monotonic()
         next_report_s = _FIRST_REPORT_S
         while not self._store.check([store_key]):
             now_s = time.monotonic()
             if now_s > self._deadline:
                 raise RuntimeError("not all ranks have come")
-            if now_s - last_look > _POLL_INTERVAL_S:
-                last_look = now_s
+            if now_s - checked_at_s > _POLL_INTERVAL_S:
+                checked_at_s = now_s
                 self._refuse_ended(store_key)
                 if now_s - start_s > next_report_s:
                     next_report_s *= 2

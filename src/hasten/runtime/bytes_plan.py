@@ -29,7 +29,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBytes:
+class BytesBetweenSteps:
     """Bytes that one rank holds between two steps."""
 
     parameters: float
@@ -59,7 +59,7 @@ def held_bytes(
     item_bytes: int = 4,
     moments: int = 2,
     sharded: bool = True,
-) -> HeldBytes:
+) -> BytesBetweenSteps:
     """Return the bytes of parameters, gradients and optimizer state (`moments` per parameter) on each rank.
 
     With `sharded`, parameters are sharded where the mesh allows it; otherwise data-parallel ranks hold replicas (DDP).
@@ -69,7 +69,7 @@ def held_bytes(
     num_parameters = (
         weights.whole + weights.split / mesh.tp
     ) / num_shards + weights.experts / (expert_shards * expert_groups)
-    return HeldBytes(
+    return BytesBetweenSteps(
         num_parameters * item_bytes,
         num_parameters * item_bytes,
         num_parameters * item_bytes * moments,

@@ -350,12 +350,12 @@ def _slurm_port(env: Mapping[str, str]) -> int:
 
 def tpu_workers(env: Mapping[str, str]) -> list[str]:
     """Return the hosts of the slice listed in TPU_WORKER_HOSTNAMES; empty if this host is configured to run alone."""
-    if tpu_runs_alone(env):
+    if is_single_tpu_process(env):
         return []
     return [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
 
 
-def tpu_runs_alone(env: Mapping[str, str]) -> bool:
+def is_single_tpu_process(env: Mapping[str, str]) -> bool:
     """Return whether variables configure libtpu to use this host of a slice alone."""
     process_bounds = next(
         (
@@ -376,7 +376,9 @@ def _parse_xla(env: Mapping[str, str]) -> Topology | None:
         return None
     local_rank = read_number(env, "PJRT_LOCAL_PROCESS_RANK") or 0
     local_world_size = read_number(env, "PJRT_LOCAL_PROCESS_COUNT") or 1
-    node_rank = 0 if tpu_runs_alone(env) else read_number(env, "TPU_WORKER_ID") or 0
+    node_rank = (
+        0 if is_single_tpu_process(env) else read_number(env, "TPU_WORKER_ID") or 0
+    )
     num_hosts = max(len(tpu_workers(env)), 1)
     if node_rank >= num_hosts:
         raise contradiction_error(

@@ -35,7 +35,7 @@ class EpochLoops:
     _objects: PreparedObjects
     _clock: StepClock
     loops: list[_Loop] = field(default_factory=list)
-    _num_begun: int = 0
+    _num_started: int = 0
     """Number of loops that this process has started; the loops after them were loaded."""
     _running: _Loop | None = None
     _left: tuple[int, tuple[int, ...]] = (0, ())
@@ -51,10 +51,10 @@ class EpochLoops:
                 "accelerator.epochs() was called inside another loop over epochs, and a checkpoint holds the epoch of one. Use range() "
                 "for the outer or the inner loop."
             )
-        if self._num_begun == len(self.loops):
+        if self._num_started == len(self.loops):
             self.loops.append(_Loop())
-        self._num_begun += 1
-        loop = self._running = self.loops[self._num_begun - 1]
+        self._num_started += 1
+        loop = self._running = self.loops[self._num_started - 1]
         loop.num_epochs = num_epochs
         try:
             while self._next(loop) < num_epochs:
@@ -69,10 +69,10 @@ class EpochLoops:
 
     def share(self) -> float | None:
         """Return the completed share of the newest loop; None before the first. Any thread may call it."""
-        begun_loops = self.loops[: self._num_begun]
-        if not begun_loops or not begun_loops[-1].num_epochs:
+        started_loops = self.loops[: self._num_started]
+        if not started_loops or not started_loops[-1].num_epochs:
             return None
-        newest = begun_loops[-1]
+        newest = started_loops[-1]
         return min((newest.epoch + self._pass_share()) / newest.num_epochs, 1.0)
 
     def _pass_share(self) -> float:
@@ -148,12 +148,12 @@ class EpochLoops:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the loops continue from `state`, once the loaders have their positions."""
-        self._num_begun = 0
+        self._num_started = 0
         if self._running is not None:
-            self._num_begun = self.loops.index(self._running) + 1
+            self._num_started = self.loops.index(self._running) + 1
         # the next loop to start is the first that is not running
         saved_loops = state["loops"]
-        del self.loops[max(len(saved_loops), self._num_begun) :]
+        del self.loops[max(len(saved_loops), self._num_started) :]
         while len(self.loops) < len(saved_loops):
             self.loops.append(_Loop())
         for index, loop in enumerate(self.loops):

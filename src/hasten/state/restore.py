@@ -13,7 +13,7 @@ from hasten.checkpoint.reshard import Copy, run_copies
 from hasten.checkpoint.state_dicts import (
     ModelPlan,
     OptimizerPlan,
-    names_elsewhere,
+    find_other_stage_names,
     parameter_names,
     plan_model,
     plan_optimizer,
@@ -197,7 +197,7 @@ def plan_restore(
     )
     plain_models = run_objects.plain_models()
     names_by_id = parameter_names(plain_models)
-    names_on_other_stages = names_elsewhere(plain_models, names_by_id)
+    other_stage_names = find_other_stage_names(plain_models, names_by_id)
     for index, model in enumerate(models):
         if model is not None:
             restore_plan.models.append(
@@ -214,7 +214,7 @@ def plan_restore(
                 names_by_id,
                 stored_component,
                 strict,
-                names_on_other_stages,
+                other_stage_names,
             )
         )
     for index, average in enumerate(run_objects.averages):
@@ -228,7 +228,7 @@ def plan_restore(
                     names_by_id,
                     checkpoint.component(component_name),
                     strict,
-                    names_on_other_stages,
+                    other_stage_names,
                 )
             )
         else:

@@ -27,7 +27,12 @@ from hasten.strategies.base import (
     Transform,
 )
 from hasten.strategies.blocks import blocks_by_class
-from hasten.strategies.native import Alone, Convert, NativeStrategy, PlaceOnDevice
+from hasten.strategies.native import (
+    Convert,
+    NativeStrategy,
+    PlaceOnDevice,
+    SingleProcess,
+)
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +146,7 @@ def _replicated_strategy(config: Config, ctx: ProcessContext) -> Strategy:
             stream_parameters,
         ]
         return NativeStrategy(
-            "single", Alone(), streaming_transforms, Caps(synchronises=False)
+            "single", SingleProcess(), streaming_transforms, Caps(synchronises=False)
         )
     transforms: list[Transform] = [PlaceOnDevice(), *common_transforms(config)]
     has_automatic_speed = chooses_speed(config.performance)
@@ -149,7 +154,9 @@ def _replicated_strategy(config: Config, ctx: ProcessContext) -> Strategy:
     if is_compiled and config.dynamo.backend == "no":
         transforms.append(_compiled_automatically())
     if is_single_process:
-        return NativeStrategy("single", Alone(), transforms, Caps(synchronises=False))
+        return NativeStrategy(
+            "single", SingleProcess(), transforms, Caps(synchronises=False)
+        )
     # a single process needs none of it
     from hasten.strategies.ddp.strategy import Replicate
 

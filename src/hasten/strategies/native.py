@@ -86,7 +86,7 @@ class NativeStrategy:
         self.drop_gradients = distribution.drop_gradients
         applied_transforms = list(transforms)
         # of a single process: it would change nothing
-        if type(distribution) is not Alone:
+        if type(distribution) is not SingleProcess:
             applied_transforms.append(distribution)
         self._transforms = sorted(applied_transforms, key=attrgetter("stage"))
 
@@ -211,7 +211,7 @@ def make_optimizers(
 
 
 @dataclass(slots=True)
-class Alone:
+class SingleProcess:
     """Distribution transform of a single process, which does not change models."""
 
     stage: ClassVar[Stage] = Stage.DISTRIBUTE

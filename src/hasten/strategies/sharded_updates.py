@@ -106,7 +106,7 @@ def _collect_shards(
 ) -> Any:  # Any: torch's method
     """Collect the tensors of one update (parameters, gradients, state), with local tensors in place of DTensors."""
     collected = collect(group, *lists)
-    if group.get("differentiable") or not _all_shards_alike(lists, makes_state):
+    if group.get("differentiable") or not _all_sharded_equally(lists, makes_state):
         return collected
     for tensors in lists:
         tensors[:] = [
@@ -115,7 +115,7 @@ def _collect_shards(
     return collected
 
 
-def _all_shards_alike(lists: tuple[list[Any], ...], makes_state: bool) -> bool:
+def _all_sharded_equally(lists: tuple[list[Any], ...], makes_state: bool) -> bool:
     """Return whether parameter, gradient and state of each parameter are sharded alike, or are all whole.
 
     State that the update itself creates (None before) would not be sharded, unless it is converted afterwards.
@@ -133,13 +133,13 @@ def _all_shards_alike(lists: tuple[list[Any], ...], makes_state: bool) -> bool:
             if (
                 isinstance(value, Tensor)
                 and value.ndim
-                and not _cut_alike(value, parameter)
+                and not _is_sharded_equally(value, parameter)
             ):
                 return False
     return has_shards
 
 
-def _cut_alike(value: Tensor, parameter: Tensor) -> bool:
+def _is_sharded_equally(value: Tensor, parameter: Tensor) -> bool:
     if not is_dtensor(value) or not is_dtensor(parameter):
         return not is_dtensor(value) and not is_dtensor(parameter)
     return value.placements == parameter.placements and value.shape == parameter.shape

@@ -91,7 +91,7 @@ class RunLog:
         self._recorded_samples = 0
         self._waited_s = 0.0
         self._updated = False
-        self._begun = False
+        self._has_phases = False
         self._stalls: deque[float] = deque()
         self.process_began_s = process_began_s()
         """Start of the process, in seconds since 1970."""
@@ -127,7 +127,7 @@ class RunLog:
 
         `unused` means that no backward pass used the loader's previous batch: it was an evaluation's.
         """
-        if self._begun:
+        if self._has_phases:
             if is_unused and not self._updated:
                 now_s = self._end_phase("evaluation")
                 self.spent["data"] -= self._waited_s
@@ -140,7 +140,7 @@ class RunLog:
             if self._updated:
                 self._commit_step(now_s)
             return
-        self._begun, self._last_s, self._collected_s = (
+        self._has_phases, self._last_s, self._collected_s = (
             True,
             time.perf_counter(),
             self._collectives_s(),
@@ -187,12 +187,12 @@ class RunLog:
 
     def checkpoint_begins(self) -> None:
         """Mark the start of a save or load, which ends the current phase."""
-        if self._begun:
+        if self._has_phases:
             self._end_phase("other")
 
     def checkpoint_done(self) -> None:
         """Mark the end of a save or load; its collectives count as part of it."""
-        if self._begun:
+        if self._has_phases:
             now_s = time.perf_counter()
             self.spent["checkpoint"] += max(now_s - self._last_s, 0.0)
             self._last_s, self._collected_s = now_s, self._collectives_s()
@@ -264,7 +264,7 @@ class RunLog:
 
     def flush(self) -> None:
         """Append pending records to the files, once a training has started; the first time also the facts about the run."""
-        if not self._begun:
+        if not self._has_phases:
             return
         self._flushed_s = time.perf_counter()
         if self._folder is None:
@@ -301,7 +301,7 @@ class RunLog:
 
     def close(self) -> None:
         """Write pending records and the end event, if a training has started."""
-        if self._begun:
+        if self._has_phases:
             if self._updated:
                 self.samples, self._in_batch = self.samples + self._in_batch, 0
                 self._commit_step(time.perf_counter())

@@ -22,7 +22,7 @@ from hasten import (
     TorchContextParallelConfig,
 )
 from hasten.runtime import bytes_plan
-from hasten.runtime.bytes_plan import HeldBytes, Traffic, Weights, held_bytes
+from hasten.runtime.bytes_plan import BytesBetweenSteps, Traffic, Weights, held_bytes
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import MeshSpec
 from hasten.testing.pool import ranks
@@ -77,7 +77,7 @@ def size(tensor: Tensor) -> int:
 
 def measured(
     net: nn.Module, config: ParallelismConfig
-) -> tuple[HeldBytes, Accelerator]:
+) -> tuple[BytesBetweenSteps, Accelerator]:
     """What rank 0 holds after one step; experts get their gradients by hand, because nobody answers their exchange."""
     accelerator = Accelerator(parallelism_config=config)
     net, optimizer = accelerator.prepare(
@@ -94,7 +94,7 @@ def measured(
         optimizer.state[p][key] for p in parameters for key in ("exp_avg", "exp_avg_sq")
     ]
     gradients = [p.grad for p in parameters if p.grad is not None]
-    return HeldBytes(
+    return BytesBetweenSteps(
         sum(map(size, parameters)), sum(map(size, gradients)), sum(map(size, moments))
     ), accelerator
 

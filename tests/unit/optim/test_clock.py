@@ -165,7 +165,7 @@ def test_a_short_window_may_be_divided_by_the_full_length() -> None:
     clock.record_update()
     clock.tick()
     weighted_loss(clock, torch.tensor(1.0), 3)
-    assert clock.correction_due()
+    assert clock.would_need_correction()
 
 
 def test_weights_may_be_tensors_and_stay_on_the_device() -> None:

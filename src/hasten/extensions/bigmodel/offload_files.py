@@ -242,10 +242,10 @@ def _read_folder_pieces(
 
 def _piece_matches(file_piece: Piece, tensor: Tensor) -> bool:
     """Return whether a piece matches the tensor in dtype, shape and, unless it is a meta tensor, values."""
-    is_alike = (
+    has_same_layout = (
         file_piece.data.dtype == tensor.dtype and file_piece.data.shape == tensor.shape
     )
-    return is_alike and (
+    return has_same_layout and (
         tensor.is_meta or torch.equal(file_piece.data, tensor.detach().cpu())
     )
 

@@ -107,13 +107,13 @@ class LocalSGD:
                     (parameter.device, parameter.dtype), []
                 ).append(parameter)
         # one collective per dtype, not one per parameter
-        for alike_parameters in parameters_by_kind.values():
+        for parameters_of_kind in parameters_by_kind.values():
             flat_mean = self._accelerator.reduce(
-                torch.cat([p.reshape(-1) for p in alike_parameters]), reduction="mean"
+                torch.cat([p.reshape(-1) for p in parameters_of_kind]), reduction="mean"
             )
             for old, mean in zip(
-                alike_parameters,
-                flat_mean.split([p.numel() for p in alike_parameters]),
+                parameters_of_kind,
+                flat_mean.split([p.numel() for p in parameters_of_kind]),
                 strict=True,
             ):
                 old.copy_(mean.view_as(old))

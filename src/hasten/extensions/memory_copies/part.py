@@ -67,7 +67,7 @@ class CopyTransfer:
     copy: MemoryCopy
     raw: bytes
     manifest: Manifest
-    alike: tuple[FileRecord, ...] = ()
+    equal_files: tuple[FileRecord, ...] = ()
 
 
 class MemoryCopies(RunPart):
@@ -223,7 +223,7 @@ class MemoryCopies(RunPart):
             for transfer in own_transfers:
                 arriving.enter_context(
                     self._folder.receive_state(
-                        transfer.copy, transfer.raw, transfer.alike, like
+                        transfer.copy, transfer.raw, transfer.equal_files, like
                     )
                 )
             agreement.share()  # the folders exist
@@ -248,7 +248,7 @@ class MemoryCopies(RunPart):
             )
             files_to_send = []
             for file in transfer.manifest.files:
-                if file.size and file not in transfer.alike:
+                if file.size and file not in transfer.equal_files:
                     files_to_send.append(file)
             for index, file in enumerate(files_to_send):
                 sender, receiver = (

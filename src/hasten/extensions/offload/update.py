@@ -378,7 +378,7 @@ class StreamedUpdate:
             # without hooks, which run once per step
             inspect.unwrap(type(optimizer).step)(optimizer)
             held_states = [
-                self._as_held(optimizer.state[stand_in], parameter)
+                self._between_updates(optimizer.state[stand_in], parameter)
                 for _, parameter, stand_in in stand_ins
             ]
         finally:
@@ -401,7 +401,7 @@ class StreamedUpdate:
         return local_tensor(state_value).to(self._lanes.device)
 
     # Any: any optimizer's state
-    def _as_held(
+    def _between_updates(
         self, updated_state: dict[str, Any], parameter: Tensor
     ) -> dict[str, Any]:
         """Return the state after an update as it is held between updates; `_store` moves tensors to host memory."""

@@ -19,7 +19,7 @@ from hasten.strategies.base import (
 )
 from hasten.strategies.choose import common_transforms, recompute_blocks
 from hasten.strategies.fsdp.strategy import ShardModel
-from hasten.strategies.native import Alone, NativeStrategy, PlaceOnDevice
+from hasten.strategies.native import NativeStrategy, PlaceOnDevice, SingleProcess
 from hasten.strategies.tensor.strategy import SplitLayers
 
 
@@ -40,7 +40,7 @@ def create_pipeline(config: Config, ctx: ProcessContext) -> Strategy:
         )
     mesh = WorldMesh()
     transforms = common_transforms(config)
-    within: DistributionTransform = Alone()
+    within: DistributionTransform = SingleProcess()
     if sharded:
         within = ShardModel(
             config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep"

@@ -45,14 +45,16 @@ def main(argv: Sequence[str]) -> int:
 
 def write_report(folders: Sequence[str], output: Path) -> None:
     """Write the report atomically, so that no browser reads an incomplete file."""
-    runs = name_apart(list(map(read_run, folders)), folders)
+    runs = give_distinct_names(list(map(read_run, folders)), folders)
     output.parent.mkdir(parents=True, exist_ok=True)
     draft_path = output.with_name(f".{output.name}.draft")
     draft_path.write_text(report_page(runs), encoding="utf-8")
     draft_path.replace(output)
 
 
-def name_apart(runs: Sequence[RunFolder], folders: Sequence[str]) -> list[RunFolder]:
+def give_distinct_names(
+    runs: Sequence[RunFolder], folders: Sequence[str]
+) -> list[RunFolder]:
     """Return the runs, renamed to their whole path where two folders have the same name."""
     names = [run.name for run in runs]
     distinct_runs = []

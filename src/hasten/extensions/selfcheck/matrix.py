@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Final
 
 from hasten.errors import ConfigError
-from hasten.launch.base import look_at_host
+from hasten.launch.base import describe_host
 
 PROGRAM: Final = "hasten.extensions.selfcheck.selfcheck"
 _LIMIT_S: Final = 600.0
@@ -62,7 +62,7 @@ def select_cells(only: str | None) -> list[str]:
 
 def run_cells(only: str | None, cpu: bool) -> int:
     """Run the self-check in the chosen cells and print a line for each; return 1 if one fails, else 0."""
-    machine = look_at_host()
+    machine = describe_host()
     on_cpu = cpu or machine.device == "cpu"
     exit_code = 0
     for cell in select_cells(only):

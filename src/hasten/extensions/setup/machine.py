@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hasten.config.sections.loop import PrecisionType
-from hasten.launch.base import DeviceKind, look_at_host
+from hasten.launch.base import DeviceKind, describe_host
 
 _GIB: Final = 1024**3
 _BF16_CAPABILITY: Final = 8.0  # Ampere
@@ -51,7 +51,7 @@ class MachineFacts:
 
 def examine_machine() -> MachineFacts:
     """Return the current state of this machine."""
-    host = look_at_host()
+    host = describe_host()
     memory_bytes, capability = _examine_nvidia() if host.device == "cuda" else (0, 0.0)
     return MachineFacts(
         device=host.device,

@@ -131,8 +131,8 @@ def _strategy_question() -> Question:
 
 
 def _precision_question(machine_facts: MachineFacts, device: str) -> Question:
-    is_elsewhere = device == "accelerator" and machine_facts.device == "cpu"
-    if is_elsewhere or device == "tpu":
+    is_for_other_machine = device == "accelerator" and machine_facts.device == "cpu"
+    if is_for_other_machine or device == "tpu":
         best_precision, reason = "bf16", "recommended for recent accelerators"
     else:
         if device == "cpu":
@@ -144,7 +144,7 @@ def _precision_question(machine_facts: MachineFacts, device: str) -> Question:
     for precision_name, title in _PRECISION_TITLES:
         if precision_name == best_precision:
             title = f"{title} (recommended: {reason})"
-        if precision_name != "fp8" or offers_fp8(machine_facts) or is_elsewhere:
+        if precision_name != "fp8" or offers_fp8(machine_facts) or is_for_other_machine:
             choices.append((precision_name, title))
     choices.sort(key=lambda choice: choice[0] != best_precision)
     return Question("Mixed precision?", tuple(choices))

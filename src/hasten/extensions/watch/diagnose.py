@@ -191,15 +191,17 @@ def _diagnose_lost(
 ) -> Diagnosis:
     statuses = [observed_rank.status for observed_rank in lost_ranks]
     status = min(statuses, key=("failed", "stopped", "gone", "left").index)
-    lost_alike = [lost_rank for lost_rank in lost_ranks if lost_rank.status == status]
-    rank_numbers = tuple(lost_rank.rank for lost_rank in lost_alike)
+    ranks_of_status = [
+        lost_rank for lost_rank in lost_ranks if lost_rank.status == status
+    ]
+    rank_numbers = tuple(lost_rank.rank for lost_rank in ranks_of_status)
     rank_words = ranks_in_words(rank_numbers)
-    notes = [lost_rank.note for lost_rank in lost_alike if lost_rank.note]
+    notes = [lost_rank.note for lost_rank in ranks_of_status if lost_rank.note]
     end_words = next(filter(None, (note.ended for note in notes)), "")
     match status:
         case "stopped":
             sentence = f"{rank_words} {_is_or_are(rank_numbers)} stopped (SIGSTOP, Ctrl-Z or a debugger)"
-            pid = lost_alike[0].note.pid if lost_alike[0].note else "PID"
+            pid = ranks_of_status[0].note.pid if ranks_of_status[0].note else "PID"
             cure = f"resume it with `kill -CONT {pid}`, or find out why it was stopped."
         case "left":
             sentence = f"{rank_words} ended without an error{end_words and f' {end_words}'}, while other ranks still needed it"
@@ -371,7 +373,7 @@ def _diagnose_all_waiting(
         "other call",
         all_ranks,
         (),
-        wait_end=_wait_ends(rank_states, groups_ahead),
+        wait_end=_find_end_of_wait(rank_states, groups_ahead),
         sentence=(
             f"{ranks_in_words(rank_groups[0])} waits at {first_state.spot.describe_line()} while {ranks_in_words(rank_groups[1])} waits at "
             f"{other_state.spot.describe_line()}: the ranks called different collectives{step_difference}"
@@ -400,7 +402,7 @@ def _diagnose_same_call(
     )
 
 
-def _wait_ends(
+def _find_end_of_wait(
     rank_states: Mapping[int, State], groups_ahead: Mapping[int, set[str]]
 ) -> WaitEnd:
     """Return whether a wait of ranks in different calls can end."""

@@ -27,7 +27,7 @@ from hasten.launch.base import (
 )
 from hasten.launch.cluster.slurm import without_submit
 from hasten.launch.shape import worker_argv
-from hasten.runtime.topology import tpu_runs_alone
+from hasten.runtime.topology import is_single_tpu_process
 
 _ONE_VM: Final = re.compile(r"(?!all$)(?!\d+-\d+$)[^,]+")
 _ASSIGNMENT: Final = re.compile(r"[A-Za-z_]\w*=")
@@ -154,7 +154,7 @@ def plan_pod(launch_request: LaunchRequest, host: Host) -> LaunchPlan:
         )
     worker = ",".join(xla.tpu_vm or ("all",))
     env = _parse_variables(xla.tpu_env or ())
-    _refuse_subset(xla.tpu_name, worker, tpu, tpu_runs_alone(env))
+    _refuse_subset(xla.tpu_name, worker, tpu, is_single_tpu_process(env))
     flags = []
     for flag in without_submit(launch_request.flags):
         if flag not in _POD_FLAGS:

@@ -41,7 +41,7 @@ from hasten.strategies.base import (
     Stage,
     is_trainable,
 )
-from hasten.strategies.native import Alone, Convert, NativeStrategy
+from hasten.strategies.native import Convert, NativeStrategy, SingleProcess
 
 log = get_logger(__name__)
 
@@ -108,7 +108,7 @@ class FromFirstHost:
                     )
 
 
-class AcrossHosts(Alone):
+class AcrossHosts(SingleProcess):
     """Averaging of gradients over hosts, at the end of each backward pass outside `no_sync`.
 
     Models are not wrapped. Persistent buffers are copied from the first host at the same time.
@@ -412,7 +412,7 @@ def create_strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
     has_several_hosts = hosts.size > 1
     return NativeStrategy(
         "xla",
-        AcrossHosts(hosts, placing) if has_several_hosts else Alone(),
+        AcrossHosts(hosts, placing) if has_several_hosts else SingleProcess(),
         [
             *([FromFirstHost(hosts)] if has_several_hosts else []),
             placing,

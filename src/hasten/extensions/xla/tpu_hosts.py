@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Final
 from urllib.request import ProxyHandler, Request, build_opener
 
-from hasten.runtime.topology import tpu_runs_alone, tpu_workers
+from hasten.runtime.topology import is_single_tpu_process, tpu_workers
 
 _METADATA: Final = "metadata.google.internal"
 _WAIT_S: Final = 3.0
@@ -30,7 +30,7 @@ class TpuSlice:
 
 def count_hosts(variables: Mapping[str, str]) -> int | None:
     """Return the number of hosts in this host's slice: from variables, else from Google's metadata; None if unknown."""
-    if tpu_runs_alone(variables):
+    if is_single_tpu_process(variables):
         return 1
     return len(tpu_workers(variables)) or (
         None if variables.get("TPU_SKIP_MDS_QUERY") else _by_metadata(variables)

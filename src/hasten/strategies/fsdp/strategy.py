@@ -306,7 +306,7 @@ class ShardModel:
 
     def drop_gradients(self, model: nn.Module) -> None:
         drop_gradients(model)
-        _drop_held_gradients(model)
+        _drop_accumulated_gradients(model)
 
     def _mesh_for(self, ctx: ProcessContext) -> DeviceMesh:
         if self._mesh is None:
@@ -486,7 +486,7 @@ def _describe_sharding(
     return text
 
 
-def _drop_held_gradients(model: nn.Module) -> None:
+def _drop_accumulated_gradients(model: nn.Module) -> None:
     """Drop the gradients of an interrupted accumulation window that the next reduction would add."""
     for group in _nonempty_groups(model):
         if hasattr(group, "_partial_reduce_output"):

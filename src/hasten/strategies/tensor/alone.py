@@ -11,7 +11,7 @@ from hasten.modules.names import is_dtensor
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import PrepareRequest
-from hasten.strategies.native import Alone
+from hasten.strategies.native import SingleProcess
 from hasten.strategies.weight_sources import (
     allocate_meta,
     fill_by_function,
@@ -21,7 +21,7 @@ from hasten.strategies.weight_sources import (
 from hasten.strategies.whole import whole_on_main
 
 
-class TensorParallelOnly(Alone):
+class TensorParallelOnly(SingleProcess):
     """Distribution transform that does not change split layers: all ranks read the same samples, so their gradients agree.
 
     torch's fully_shard would do the same for a data-parallel size of one, but would build a DTensor of every parameter in

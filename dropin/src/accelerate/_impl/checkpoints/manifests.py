@@ -45,13 +45,13 @@ def _is_same(path: Path, file: FileRecord) -> bool:
 
 
 @contextmanager
-def manifest_aside(folder: Path) -> Iterator[None]:
+def hide_manifest(folder: Path) -> Iterator[None]:
     """Run the block with the manifest under a hidden name, so that files of the checkpoint may be replaced."""
-    manifest, aside = folder / MANIFEST_NAME, folder / f".{MANIFEST_NAME}"
+    manifest, hidden_manifest = folder / MANIFEST_NAME, folder / f".{MANIFEST_NAME}"
     if manifest.is_file():
-        manifest.rename(aside)
+        manifest.rename(hidden_manifest)
     try:
         yield
     finally:
-        if aside.is_file():
-            aside.rename(manifest)
+        if hidden_manifest.is_file():
+            hidden_manifest.rename(manifest)

@@ -143,7 +143,7 @@ class SavingFace(Composed):
                 model_state if is_offloaded else self.unwrap_model(model).state_dict()
             )
         with (
-            manifests.manifest_aside(Path(save_directory))
+            manifests.hide_manifest(Path(save_directory))
             if self._writes
             else nullcontext()
         ):

@@ -19,8 +19,8 @@ from accelerate._impl.commands.launch_flags import (
     words_of,
 )
 from accelerate._impl.commands.launch_variables import (
-    sequence_options_apart,
-    set_here,
+    parse_sequence_options,
+    set_by_dropin,
     settings_for,
     variables_for,
 )
@@ -33,10 +33,10 @@ from hasten.cli import launch_cmd
 from hasten.config.root import Config
 from hasten.config.source import SettingEntry
 from hasten.errors import ConfigError, HastenError
-from hasten.launch.base import look_at_host
+from hasten.launch.base import describe_host
 
 # Any in this file: values of flags.
-_ALONE = (Config().strategy, Config().parallelism)
+_DEFAULT_PARALLELISM = (Config().strategy, Config().parallelism)
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -105,7 +105,7 @@ def run(words: Sequence[str]) -> int:
     try:
         variables, settings = (
             dict(variables_for(words)),
-            [*sequence_options_apart(words), *_on_the_cpu(words)],
+            [*parse_sequence_options(words), *_on_the_cpu(words)],
         )
     except HastenError:  # said by the launch itself, in its own way
         variables, settings = {}, []
@@ -133,11 +133,12 @@ def _on_the_cpu(words: Sequence[str]) -> list[SettingEntry]:
     job_config = settings_for(words)
     launch, num_processes = job_config.launch, job_config.launch.num_processes or 1
     wants_several = (
-        launch.multi_gpu or (job_config.strategy, job_config.parallelism) != _ALONE
+        launch.multi_gpu
+        or (job_config.strategy, job_config.parallelism) != _DEFAULT_PARALLELISM
     )
     elsewhere = launch.num_machines > 1 or launch.launcher not in ("auto", "single")
     if (job_config.cpu and launch.multi_gpu) or not (
-        job_config.cpu or look_at_host().device == "cpu"
+        job_config.cpu or describe_host().device == "cpu"
     ):
         return []
     if launch.multi_gpu or launch.gpu_ids != "all":
@@ -150,7 +151,7 @@ def _on_the_cpu(words: Sequence[str]) -> list[SettingEntry]:
         sys.stderr.write(message("one_process", num_processes))
         overrides["num_processes"] = 1
     return [
-        set_here(("launch", setting_name), setting_value)
+        set_by_dropin(("launch", setting_name), setting_value)
         for setting_name, setting_value in overrides.items()
     ]
 
@@ -163,7 +164,7 @@ def _launch_words(words: Sequence[str], settings: Sequence[SettingEntry]) -> int
     if is_verbose:
         quiet = []
     else:
-        quiet = [set_here(("launch", "quiet"), True)]
+        quiet = [set_by_dropin(("launch", "quiet"), True)]
     try:
         return launch_cmd.main(
             words, program="accelerate", settings=[*settings, *quiet]

@@ -40,14 +40,16 @@ _ALWAYS: Final = (
     *_FSDP,
 )
 _OPTIONS: Final = ("parallelism", "sp_handler")
-set_here: Final = partial(SettingEntry, source=SettingSource("code", "of the drop-in"))
+set_by_dropin: Final = partial(
+    SettingEntry, source=SettingSource("code", "of the drop-in")
+)
 
 
 def variables_for(words: Sequence[str]) -> Mapping[str, str]:
     return spell_variables(settings_for(words))
 
 
-def sequence_options_apart(words: Sequence[str]) -> list[SettingEntry]:
+def parse_sequence_options(words: Sequence[str]) -> list[SettingEntry]:
     """Settings that take the options of split sequences (`sp_*`) out of hasten's hands: workers find them in variables."""
     sequence_options, default_options = (
         asdict(settings_for(words).parallelism.sp_handler),
@@ -56,7 +58,9 @@ def sequence_options_apart(words: Sequence[str]) -> list[SettingEntry]:
     changed_options = []
     for option_name, option_value in default_options.items():
         if sequence_options[option_name] != option_value:
-            changed_options.append(set_here((*_OPTIONS, option_name), option_value))
+            changed_options.append(
+                set_by_dropin((*_OPTIONS, option_name), option_value)
+            )
     return changed_options
 
 

@@ -81,9 +81,11 @@ class TorchSource:
 
     def open(self, position: Position) -> Iterator[Item]:
         """Yield the batches from `at` on; earlier ones are not read if they are selected by index."""
-        begun_batches, self._begun = self._begun, None
-        if begun_batches is not None:
-            batches: Iterator[Any] = islice(begun_batches, position.consumed - 1, None)
+        started_batches, self._begun = self._begun, None
+        if started_batches is not None:
+            batches: Iterator[Any] = islice(
+                started_batches, position.consumed - 1, None
+            )
         elif position.consumed:
             plain = DataLoader.__new__(DataLoader)
             plain.__dict__.update(self._loader.__dict__, _iterator=None)

@@ -199,7 +199,7 @@ def save(
         else process_state.is_main_process
     ):
         if isinstance(f, str | Path):
-            with manifests.manifest_aside(Path(f).parent):
+            with manifests.hide_manifest(Path(f).parent):
                 if safe_serialization:
                     saved = clean_state_dict_for_safetensors(obj)
                 else:

@@ -31,7 +31,7 @@ from hasten.extensions.planning.tune.tuning import (
     Tuning,
     describe_exit,
 )
-from hasten.launch.base import look_at_host
+from hasten.launch.base import describe_host
 from hasten.runtime import env
 from hasten.runtime.bytes_plan import format_bytes
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         )
     budget_s = tuning.parse_duration(arguments.budget)
     tuning.check_names(arguments.only)
-    host = look_at_host()
+    host = describe_host()
     on_cuda = host.device == "cuda" and not arguments.cpu
     tuned_machine = TunedMachine(
         cuda=on_cuda,
