@@ -316,7 +316,7 @@ class Accelerator:
 
     def _add_parts(self, settings: Resolved) -> None:
         """Add the parts of this run, in the order of their events."""
-        if self.ctx.mesh.cp > 1 and not self._strategy.caps.splits_sequences:
+        if self.ctx.mesh.cp > 1:
             self._preparer.on_call = lambda model: self._context.watch_model(
                 model, self._strategy.unwrap(model)
             )

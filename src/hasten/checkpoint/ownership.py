@@ -44,17 +44,13 @@ def divide_stages(
     tree: StateTree, models: Sequence[nn.Module], ctx: ProcessContext
 ) -> StateTree:
     """Return the tree with this rank's pipeline stage marked as slices of the whole model. Ranks: every rank."""
-    stage_parts = [stage for stage in map(stage_part, models) if stage is not None]
-    stage_axes = {axis for stage in stage_parts for axis in stage.axes} | {Axis.PP}
-    if not stage_parts and ctx.mesh.size(Axis.PP) == 1:
+    has_stages = any(stage_part(model) is not None for model in models)
+    if not has_stages and ctx.mesh.size(Axis.PP) == 1:
         return tree
-    is_first = (
-        ctx.mesh.index(ctx.rank, *(axis for axis in Axis if axis not in stage_axes))
-        == 0
-    )
-    # another rank may hold the same stage
-    is_writer = is_first and all(stage.first for stage in stage_parts)
-    stages_comm = ctx.groups(*stage_axes)
+    other_axes = [axis for axis in Axis if axis is not Axis.PP]
+    # other ranks may hold the same stage
+    is_writer = ctx.mesh.index(ctx.rank, *other_axes) == 0
+    stages_comm = ctx.groups(Axis.PP)
     owned_keys, copied_prefixes = _names_of_stages(models)
     divided_components = dict(tree.components)
     for component_name, component in tree.components.items():

@@ -14,7 +14,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hasten.modules import forwarding
 from hasten.optional import need
-from hasten.runtime.mesh_plan import Axis
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -111,10 +110,6 @@ class StagePart:
     """First name in the whole model by name on this rank, for parameters whose first name is on another rank."""
     copies: frozenset[str] = frozenset()
     """Parameters on this rank (by their name in the whole model) that another rank also holds, counts and writes."""
-    axes: frozenset[Axis] = frozenset({Axis.PP})
-    """Mesh axes along which ranks hold different portions."""
-    first: bool = True
-    """True if no earlier rank along those axes holds the same portion."""
 
     def whole_name(self, name: str) -> str:
         """Return the first name in the whole model of the parameter called `name` on this rank."""

@@ -33,8 +33,6 @@ class Caps:
     """Inside `no_sync`, gradients accumulate outside the parameters' .grad."""
     gradients_s: Callable[[], float] = lambda: 0.0
     """Returns the seconds a backward waits for gradients of other ranks, as last measured; 0 when unknown."""
-    splits_sequences: bool = False
-    """The strategy itself shards sequences over the context-parallel axis, without a `context_parallel()` block."""
     transfer: MakeMove | None = None
     """Factory of the function that moves batches to the device, where a plain copy is not enough."""
 

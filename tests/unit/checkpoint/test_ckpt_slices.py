@@ -214,7 +214,7 @@ def test_a_second_model_has_names_of_its_own() -> None:
 def test_slices_of_a_stage_keep_their_owner() -> None:
     stage = Stage(0)
     stage.__dict__["stage_part"] = StagePart(
-        ("a", "b"), frozenset("ab"), frozenset("a"), axes=frozenset({Axis.TP})
+        ("a", "b"), frozenset("ab"), frozenset("a")
     )
     slices: dict[str, Tensor | Slice] = {
         "a": Slice(torch.zeros(1), (2,), (0,), False),
@@ -224,31 +224,26 @@ def test_slices_of_a_stage_keep_their_owner() -> None:
     tree = StateTree(
         {"model": Component(slices, None, "model", main_only=frozenset("c"))}
     )
-    queried_axes: list[Any] = []
 
     def divide(comm: Comm) -> StateTree:
-        # split by an engine along another axis, without a pipeline
         return divide_stages(
-            tree, [stage], context(comm, MeshSpec(dp_replicate=2), 1, queried_axes)
+            tree, [stage], context(comm, MeshSpec(dp_replicate=2), 1, [])
         )
 
     component = on_threads(divide, 1)[0].components["model"]
-    assert queried_axes == [{Axis.PP, Axis.TP}]
     assert owned_names(component) == set()
     assert component.main_only == frozenset()
 
 
 @pytest.mark.parametrize(
-    ("first", "rank", "written"),
-    [(True, 0, {"a"}), (False, 0, set()), (True, 1, set())],
+    ("rank", "written"),
+    [(0, {"a"}), (1, set())],
 )
 def test_one_of_several_holders_of_a_stage_writes_it(
-    first: bool, rank: int, written: set[str]
+    rank: int, written: set[str]
 ) -> None:
     stage = Stage(0)
-    stage.__dict__["stage_part"] = StagePart(
-        ("a",), frozenset("a"), frozenset("a"), first=first
-    )
+    stage.__dict__["stage_part"] = StagePart(("a",), frozenset("a"), frozenset("a"))
     tree = StateTree({"model": Component({"a": torch.zeros(2)}, None, "model")})
 
     def divide(comm: Comm) -> StateTree:

@@ -13,14 +13,13 @@ class SequenceLayout:
     """Layout of a sequence in equal chunks over ranks.
 
     With `balanced`, each rank holds one chunk from the back of the sequence and its mirror image from the front: under a
-    causal mask late tokens attend to more keys than early ones, so each rank gets the same amount of work. With
-    `late_first`, positions jump on every rank, also on the one whose chunks are neighbours, so that a model that inspects
-    its positions behaves the same on all ranks. Otherwise each rank holds one chunk.
+    causal mask late tokens attend to more keys than early ones, so each rank gets the same amount of work. The late chunk is
+    the first, so that positions jump on every rank, and a model that inspects them behaves the same on all. Otherwise each
+    rank holds one chunk.
     """
 
     ranks: int
     balanced: bool
-    late_first: bool = True
 
     @property
     def chunks_per_rank(self) -> int:
@@ -36,10 +35,7 @@ class SequenceLayout:
         """Return the chunks of the sequence on `rank`, in their order there."""
         if self.chunks_per_rank == 1:
             return (rank,)
-        late_chunk = self.num_chunks - 1 - rank
-        if self.late_first:
-            return (late_chunk, rank)
-        return (rank, late_chunk)
+        return (self.num_chunks - 1 - rank, rank)
 
     def chunk_order(self) -> tuple[int, ...]:
         """Return the index of each chunk of the sequence in the concatenation of the ranks' shards."""

@@ -10,9 +10,9 @@ from hasten.errors import ConfigError
 from hasten.strategies.context.sequence_plan import SequenceLayout
 
 LAYOUTS = [
-    SequenceLayout(ranks, balanced, late_first)
+    SequenceLayout(ranks, balanced)
     for ranks in range(1, 17)
-    for balanced, late_first in ((False, True), (True, True), (True, False))
+    for balanced in (False, True)
 ]
 
 
