@@ -249,9 +249,8 @@ class AsyncWriter:
         writer_reference = weakref.ref(self)
 
         def join() -> None:
-            if (
-                living_writer := writer_reference()
-            ) is not None and living_writer._thread is not None:
+            living_writer = writer_reference()
+            if living_writer is not None and living_writer._thread is not None:
                 living_writer._thread.join()
 
         # Callbacks run in reverse order, so this one precedes that of concurrent.futures, which closes its pools. The

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from hasten.modules.names import plain_name, stage_part
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, Axis
 
+_AXES: Final = frozenset(AXES)
+
 
 def owned_by_axes(
     tree: StateTree, is_first: Callable[[tuple[str, ...]], bool]
@@ -27,15 +29,12 @@ def owned_by_axes(
     """
     owned_components = {}
     for component_name, component in tree.components.items():
-        tensors = {
-            tensor_name: replace(tensor, owned=tensor.first and is_first(tensor.axes))
-            if isinstance(tensor, Slice)
-            and tensor.axes
+        tensors = dict(component.tensors)
+        for tensor_name, tensor in component.tensors.items():
             # excludes meshes of experts and of the user
-            and set(tensor.axes) <= set(AXES)
-            else tensor
-            for tensor_name, tensor in component.tensors.items()
-        }
+            if isinstance(tensor, Slice) and tensor.axes and set(tensor.axes) <= _AXES:
+                is_owned = tensor.first and is_first(tensor.axes)
+                tensors[tensor_name] = replace(tensor, owned=is_owned)
         owned_components[component_name] = replace(component, tensors=tensors)
     return StateTree(owned_components)
 
@@ -84,13 +83,12 @@ def _names_of_stages(models: Sequence[nn.Module]) -> tuple[set[str], tuple[str, 
     copied_prefixes: list[str] = []
     for component_name, prefix, model in model_names(models):
         stage = stage_part(model)
-        state_keys = (
-            map(plain_name, model.state_dict()) if stage is None else stage.own_keys
-        )
+        if stage is None:
+            state_keys = frozenset(map(plain_name, model.state_dict()))
+        else:
+            state_keys = stage.own_keys
+            copied_prefixes += [f"state/{prefix}{copy}/" for copy in stage.copies]
         owned_keys |= {f"{component_name}/{state_key}" for state_key in state_keys}
-        copied_prefixes += (
-            [] if stage is None else [f"state/{prefix}{copy}/" for copy in stage.copies]
-        )
     return owned_keys, tuple(copied_prefixes)
 
 
@@ -263,20 +261,12 @@ class MachineOwners:
                 )
             )
             self._layout = slice_layout
-        return StateTree(
-            {
-                component_name: replace(
-                    component,
-                    tensors={
-                        tensor_name: replace(
-                            tensor,
-                            owned=f"{component_name}/{tensor_name}" in self._owned,
-                        )
-                        if isinstance(tensor, Slice)
-                        else tensor
-                        for tensor_name, tensor in component.tensors.items()
-                    },
-                )
-                for component_name, component in tree.components.items()
-            }
-        )
+        owned_components = {}
+        for component_name, component in tree.components.items():
+            tensors = dict(component.tensors)
+            for tensor_name, tensor in component.tensors.items():
+                if isinstance(tensor, Slice):
+                    is_owned = f"{component_name}/{tensor_name}" in self._owned
+                    tensors[tensor_name] = replace(tensor, owned=is_owned)
+            owned_components[component_name] = replace(component, tensors=tensors)
+        return StateTree(owned_components)

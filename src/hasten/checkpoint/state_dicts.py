@@ -562,19 +562,15 @@ def _without_other_stages(
     """Return a state dict without the parameters that other pipeline stages hold."""
     if not isinstance(saved_state["param_groups"], list):
         return saved_state
-    own_groups = [
-        {
-            **group,
-            "params": [
-                parameter_name
-                for parameter_name in group["params"]
-                if parameter_name not in other_stage_names
-            ],
-        }
-        if isinstance(group, dict) and isinstance(group.get("params"), list)
-        else group
-        for group in saved_state["param_groups"]
-    ]
+    own_groups = []
+    for group in saved_state["param_groups"]:
+        own_group = group
+        if isinstance(group, dict) and isinstance(group.get("params"), list):
+            own_names = [
+                name for name in group["params"] if name not in other_stage_names
+            ]
+            own_group = {**group, "params": own_names}
+        own_groups.append(own_group)
     state_by_name = {
         parameter_name: parameter_state
         for parameter_name, parameter_state in saved_state["state"].items()

@@ -446,9 +446,10 @@ def type_advice(field_value: Any, tp: Any) -> str:
             decode(field_value, tp, text=True)
             return "; remove the quotes"
         except Mismatch:
-            if similar_choices := get_close_matches(
+            similar_choices = get_close_matches(
                 field_value.lower(), choices_of(tp), n=1, cutoff=0.5
-            ):
+            )
+            if similar_choices:
                 return f"; the nearest is {similar_choices[0]!r}"
     return ""
 

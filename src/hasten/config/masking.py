@@ -93,11 +93,12 @@ def _mask_assignments(text: str) -> str:
         hide = secrecy == "certain" or (secrecy == "likely" and not _is_number(value))
         # an expression, which holds no secret
         shell = value.lstrip("\"'").startswith(("${", "$("))
-        masked_parts.append(
-            text[position : assignment.end(3 if shell else 2 if hide else 1)]
-            + HIDDEN * (hide and not shell)
-        )
-        position = assignment.end(3 if hide or shell else 1)
+        shown_group = hidden_group = 3 if shell else 1
+        if hide and not shell:
+            shown_group, hidden_group = 2, 3
+        masked_parts.append(text[position : assignment.end(shown_group)])
+        masked_parts.append(HIDDEN * (hide and not shell))
+        position = assignment.end(hidden_group)
     return "".join(masked_parts) + text[position:]
 
 

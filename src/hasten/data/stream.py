@@ -337,37 +337,32 @@ def end_together(
     item, error = _read_next(items)
     if first_batch is None and item is not None:
         first_batch = trees.map_leaves(clone_leaf, item[0])
-    rank_ends = _share_ends(
-        comm,
-        _FAILED
-        if error
-        else _MORE
-        if item is not None
-        else _ENDED
-        if start.position
-        else _EMPTY,
-    )
+    if item is None and error is None and not start.position:
+        rank_end = _EMPTY
+    else:
+        rank_end = _end_of(item, error)
+    rank_ends = _share_ends(comm, rank_end)
     _raise_failures(rank_ends, error, comm)
     has_next = _has_next_step(rank_ends, comm, drop_last)
     stream_state = start
     while has_next:
-        batch, padding, _, stream_state = (
-            (
-                trees.map_leaves(clone_leaf, first_batch),
-                Padding(0, None),
-                False,
-                stream_state,
-            )
-            if item is None
-            else item
-        )
+        if item is None:
+            batch = trees.map_leaves(clone_leaf, first_batch)
+            padding: Padding | None = Padding(0, None)
+        else:
+            batch, padding, _, stream_state = item
         item, error = _read_next(items)
-        rank_ends = _share_ends(
-            comm, _FAILED if error else _MORE if item is not None else _ENDED
-        )
+        rank_ends = _share_ends(comm, _end_of(item, error))
         _raise_failures(rank_ends, error, comm)
         has_next = _has_next_step(rank_ends, comm, drop_last)
         yield batch, padding, not has_next, stream_state
+
+
+def _end_of(item: Item | None, error: Exception | None) -> int:
+    """Return how this rank's stream continues after a read."""
+    if error is not None:
+        return _FAILED
+    return _ENDED if item is None else _MORE
 
 
 def _read_next(items: Iterator[Item]) -> tuple[Item | None, Exception | None]:

@@ -223,11 +223,10 @@ def find_accelerator(
     for start in range(len(name_words)):
         for end in range(start + 1, len(name_words) + 1):
             joined_words.append("".join(name_words[start:end]))
-    if contained_names := [
-        accelerator_name
-        for accelerator_name in by_plain
-        if accelerator_name in joined_words
-    ]:
+    contained_names = [
+        plain_name for plain_name in by_plain if plain_name in joined_words
+    ]
+    if contained_names:
         return by_plain[max(contained_names, key=len)]
     similar_names = get_close_matches(name.lower(), list(accelerators), n=1, cutoff=0.5)
     if similar_names:

@@ -356,14 +356,13 @@ def mesh_table(mesh: MeshSpec, local_world_size: int) -> list[str]:
         ["rank", "machine", *(str(axis) for axis in divided_axes), *expert_columns]
     ]
     world_size = mesh.world_size
-    listed_ranks = (
-        range(world_size)
-        if world_size <= _MAX_TABLE_RANKS
-        else [
-            *range(_MAX_TABLE_RANKS // 2),
-            *range(world_size - _MAX_TABLE_RANKS // 2, world_size),
+    listed_ranks = list(range(world_size))
+    if world_size > _MAX_TABLE_RANKS:
+        num_at_each_end = _MAX_TABLE_RANKS // 2
+        listed_ranks = [
+            *listed_ranks[:num_at_each_end],
+            *listed_ranks[-num_at_each_end:],
         ]
-    )
     for rank in listed_ranks:
         axis_positions = mesh.coordinate(rank)
         position_cells = [

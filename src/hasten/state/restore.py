@@ -219,9 +219,8 @@ def plan_restore(
         )
     for index, average in enumerate(run_objects.averages):
         average.refuse_if_swapped("load_state()")
-        if (
-            component_name := numbered_name("ema", index)
-        ) in checkpoint.manifest.components:
+        component_name = numbered_name("ema", index)
+        if component_name in checkpoint.manifest.components:
             restore_plan.optimizers.append(
                 plan_optimizer(
                     average,

@@ -229,9 +229,8 @@ def _compiled_shards(config: Config, ctx: ProcessContext) -> list[Transform]:
         "parameters in host memory": config.fsdp.cpu_offload
         or _offloads_parameters(config),
     }
-    if untested_settings := [
-        setting_name for setting_name, is_set in untested.items() if is_set
-    ]:
+    untested_settings = [name for name, is_set in untested.items() if is_set]
+    if untested_settings:
         log.info(
             "performance: models are not compiled: it has not been tested with shards and %s",
             untested_settings[0],
