@@ -73,7 +73,8 @@ def need(module: str, spec: str = "", why: str = "") -> Any:
         return importlib.import_module(module)
     # a broken foreign package may raise any error: named and raised again
     except Exception as error:
-        root, purpose = module.partition(".")[0], f" for {why}" if why else ""
+        root = module.partition(".")[0]
+        purpose = f" for {why}" if why else ""
         named = dict(_DISTRIBUTIONS).get(root, root)
         raise MissingPackageError(
             f"the package {root!r} {installed_version(root)} is installed, but importing {module} failed ({type(error).__name__}: {error}); it is "

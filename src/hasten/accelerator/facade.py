@@ -189,7 +189,8 @@ class Accelerator:
         context: ProcessContext | None = None,
         **extension_settings: Any,  # Any: sections, mappings, names and numbers
     ) -> None:
-        arguments_by_name, given_settings = locals(), dict[str, Any]()
+        arguments_by_name = locals()
+        given_settings = dict[str, Any]()
         for name, value in arguments_by_name.items():
             is_setting = name not in ("self", "context", "extension_settings")
             if is_setting and value is not None:
@@ -619,7 +620,8 @@ class Accelerator:
             clock.refuse_plain_optimizers()
         weighed, divisor = clock.weigh(loss, weight)
         if self._precision.scaler is not None:
-            weighed, divisor = self._precision.scale(divide_loss(weighed, divisor)), 1
+            weighed = self._precision.scale(divide_loss(weighed, divisor))
+            divisor = 1
         weights = clock.weights
         if weights.idle or weights.share is not None:
             weight = weights.effective(weight)

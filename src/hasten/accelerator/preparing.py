@@ -301,7 +301,8 @@ class Preparer:
         for wrap in wraps:
             prepared.parts = replace(prepared.parts, source=wrap(prepared.parts.source))
         self.done.loaders.append(prepared)
-        schedulers, self._before_loaders = self._before_loaders, []
+        schedulers = self._before_loaders
+        self._before_loaders = []
         for scheduler in schedulers:
             # an iterable dataset may have no length
             with suppress(TypeError):

@@ -204,7 +204,8 @@ class AsyncWriter:
         Raises: the error of the previous save.
         """
         self.wait()
-        writer_comm, start_event = self.comm, threading.Event()
+        writer_comm = self.comm
+        start_event = threading.Event()
         assert writer_comm is not None, "the ranks have made a group for the thread"
         self._cancelled = False
 

@@ -44,7 +44,8 @@ def eight_bit_entries(tensor: Tensor) -> dict[str, Any]:
             "codes": local_state.codes.detach(),
             "scale": local_state.scale.detach(),
         }
-    num_rows, block_size = local_state.codes.shape[0], local_state.block_size
+    num_rows = local_state.codes.shape[0]
+    block_size = local_state.block_size
     first_value = stored_state.offset[0] * prod(stored_state.shape[1:])
     is_even = (
         stored_state.shape[0] % num_rows == 0
@@ -84,14 +85,15 @@ def from_entries(state_entries: Mapping[str, Any], dtype: torch.dtype) -> Tensor
 
     Raises: CheckpointError when the blocks are split over ranks.
     """
-    codes, scale = state_entries["codes"], state_entries["scale"]
-    block_size, local_codes, first_value = codes.numel() // scale.numel(), codes, 0
+    codes = state_entries["codes"]
+    scale = state_entries["scale"]
+    block_size = codes.numel() // scale.numel()
+    local_codes = codes
+    first_value = 0
     if is_dtensor(codes):
         codes_slice = dtensor_slice(codes)
-        local_codes, first_value = (
-            codes_slice.data,
-            codes_slice.offset[0] * prod(codes_slice.shape[1:]),
-        )
+        local_codes = codes_slice.data
+        first_value = codes_slice.offset[0] * prod(codes_slice.shape[1:])
     if (
         first_value % block_size
         or local_codes.numel() % block_size

@@ -73,10 +73,8 @@ def intersect_boxes(
     for first_start, first_length, second_start, second_length in zip(
         offset, shape, other_offset, other_shape, strict=True
     ):
-        start, stop = (
-            max(first_start, second_start),
-            min(first_start + first_length, second_start + second_length),
-        )
+        start = max(first_start, second_start)
+        stop = min(first_start + first_length, second_start + second_length)
         if start >= stop:
             return None
         region.append((start, stop - start))
@@ -92,9 +90,11 @@ def plan_copies(
     """
     live_tensor = target.data if isinstance(target, Slice) else target.detach()
     if isinstance(target, Slice):
-        global_shape, global_offset = target.shape, target.offset
+        global_shape = target.shape
+        global_offset = target.offset
     else:
-        global_shape, global_offset = tuple(live_tensor.shape), (0,) * live_tensor.dim()
+        global_shape = tuple(live_tensor.shape)
+        global_offset = (0,) * live_tensor.dim()
     for piece in pieces:
         if piece.shape != global_shape:
             raise OtherModelError(
@@ -249,7 +249,8 @@ def _group_copies(copies: Sequence[Copy]) -> tuple[list[list[Copy]], list[_FileR
         group_bytes += target_bytes
     file_ranges: list[_FileRange] = []
     for _, file_offset, copy_index, target_bytes in sorted(file_places):
-        mapped_file, target = copies[copy_index].file, copies[copy_index].target
+        mapped_file = copies[copy_index].file
+        target = copies[copy_index].target
         assert mapped_file is not None, "only copies from a file are read"
         for low in range(0, target_bytes, _MAX_READ_BYTES):
             read_start = file_offset + low

@@ -103,7 +103,8 @@ class Save(AbstractContextManager["Save"]):
     ) -> None:
         if error is None or self._created_draft is None:
             return
-        draft, self._created_draft = self._created_draft, None
+        draft = self._created_draft
+        self._created_draft = None
         try:
             draft.abort()
         except OSError as abort_error:  # the next save removes it
@@ -147,7 +148,9 @@ class Save(AbstractContextManager["Save"]):
         each_node: bool,
     ) -> None:
         """Join the draft of rank 0, or start one for this machine, if it does not see that of rank 0."""
-        store, comm, draft = self.store, agreement.comm, self._created_draft
+        store = self.store
+        comm = agreement.comm
+        draft = self._created_draft
         draft_token = None if draft is None else draft.token
         checkpoint_name, draft_token = agreement.share((checkpoint_name, draft_token))[
             0
@@ -348,7 +351,9 @@ def plan_component(
 
     For whole components the result is the same on every rank; for per-rank and sliced ones it lists this rank's file.
     """
-    kind, file_format, limits = component.kind, component.format, layout or FileLayout()
+    kind = component.kind
+    file_format = component.format
+    limits = layout or FileLayout()
     if kind == "model" and file_format == "torch":
         stem = limits.torch_model + component_name.removeprefix("model")
     else:

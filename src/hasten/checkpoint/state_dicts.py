@@ -174,7 +174,8 @@ def _plan_tensor(
         tensor_bytes, byte_layout = to_bytes(live_tensor)
         model_plan.quantized.append((live_tensor, tensor_bytes, byte_layout))
         live_tensor = tensor_bytes
-    target, stored_dtype = as_stored(live_tensor), pieces[0].data.dtype
+    target = as_stored(live_tensor)
+    stored_dtype = pieces[0].data.dtype
     if strict and stored_dtype != live_tensor.dtype:
         raise OtherModelError(
             f"{stored_component.name}: {tensor_name} is {live_tensor.dtype} here and {stored_dtype} in the checkpoint; a cast would change its "
@@ -414,7 +415,8 @@ def plan_optimizer(
     `elsewhere` are parameters that other pipeline stages hold; their state is skipped.
     Raises: CheckpointError when groups or shapes differ.
     """
-    names_of_groups, live_parameters = _group_names(optimizer, names_by_id), []
+    names_of_groups = _group_names(optimizer, names_by_id)
+    live_parameters = []
     for group in optimizer.param_groups:
         live_parameters += group["params"]
     flat_names = list(chain.from_iterable(names_of_groups))
@@ -626,10 +628,8 @@ def _check_groups(
     for group_index, (group, group_names) in enumerate(
         zip(saved_groups, names_of_groups, strict=True)
     ):
-        missing_names, extra_names = (
-            set(group_names) - set(group["params"]),
-            set(group["params"]) - set(group_names),
-        )
+        missing_names = set(group_names) - set(group["params"])
+        extra_names = set(group["params"]) - set(group_names)
         if missing_names or extra_names:
             raise CheckpointError(
                 f"{component_name}: parameter group {group_index} lacks {sorted(missing_names)[:4]} and also has {sorted(extra_names)[:4]}. "

@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             exit_immediately(code)
         return code
     except HastenError as error:
-        command_name, help_text = f"hasten {command_words[0]}", str(error)
+        command_name = f"hasten {command_words[0]}"
+        help_text = str(error)
         # usage errors include the name
         sys.stderr.write(
             f"{help_text}\n"

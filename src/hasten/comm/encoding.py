@@ -23,8 +23,19 @@ from torch import Tensor
 from hasten.errors import CommError
 
 # Any in this file: values of every type.
-_TUPLE, _SET, _FROZENSET, _DICT, _INT, _COMPLEX, _PATH = 1, 2, 3, 4, 5, 6, 7
-_TENSOR, _DTYPE, _DEVICE, _SIZE, _ARRAY, _SCALAR = 10, 11, 12, 13, 14, 15
+_TUPLE = 1
+_SET = 2
+_FROZENSET = 3
+_DICT = 4
+_INT = 5
+_COMPLEX = 6
+_PATH = 7
+_TENSOR = 10
+_DTYPE = 11
+_DEVICE = 12
+_SIZE = 13
+_ARRAY = 14
+_SCALAR = 15
 _RECORD, _ENUM = 20, 21
 
 _MSGPACK_TYPES: Final = frozenset({type(None), bool, float, str, bytes})

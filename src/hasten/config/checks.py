@@ -103,11 +103,9 @@ def settle_choices(
     """Return the entries after exclusive choices were made, with notes about the choices."""
     if _EXCLUSIVE.isdisjoint(map(itemgetter(0), winning_entries)):
         return winning_entries, overridden_entries, []
-    winning_entries, overridden_entries, notes = (
-        dict(winning_entries),
-        dict(overridden_entries),
-        list[str](),
-    )
+    winning_entries = dict(winning_entries)
+    overridden_entries = dict(overridden_entries)
+    notes = list[str]()
     _choose_device(winning_entries, overridden_entries, notes, problems)
     _infer_strategy(winning_entries, notes)
     _refuse_unused_engines(winning_entries, notes, problems)
@@ -333,7 +331,8 @@ def check_precision(config: Config, entries: Entries) -> Iterator[ConfigError]:
 def check_processes(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that the numbers of machines, processes and devices fit each other."""
     launch = config.launch
-    count, machines = "launch.num_processes", "launch.num_machines"
+    count = "launch.num_processes"
+    machines = "launch.num_machines"
     if launch.num_processes and launch.num_processes < launch.num_machines:
         why = "every machine needs a process"
         yield setting_contradiction(
@@ -466,7 +465,8 @@ def check_strategy_axes(config: Config, entries: Entries) -> Iterator[ConfigErro
         for setting_name in ("dp_shard_size", "cp_size", "sp_size")
     )
     if config.strategy == "ddp" and (sizes.dp_shard_size or 1) > 1:
-        why, remedy = "ddp keeps whole copies", "set strategy: fsdp"
+        why = "ddp keeps whole copies"
+        remedy = "set strategy: fsdp"
         yield setting_contradiction(config, entries, "strategy", shard, why, remedy)
     if sizes.cp_size > 1 and sizes.sp_size > 1:
         yield setting_contradiction(
@@ -499,7 +499,8 @@ def _mesh_settings(strategy: str) -> tuple[str, ...]:
 
 def check_fsdp(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that wrap policies have the option they need and no other."""
-    policy, size = "fsdp.auto_wrap_policy", "fsdp.min_num_params"
+    policy = "fsdp.auto_wrap_policy"
+    size = "fsdp.min_num_params"
     policy_name = config.fsdp.auto_wrap_policy
     if config.fsdp.transformer_cls_names_to_wrap and policy_name in (
         "size_based_wrap",

@@ -223,7 +223,8 @@ def read_text(file_text: str, file_path: Path) -> SettingsFile:
         kind = "accelerate"
     else:
         _check_version(top.pop("schema", Marked(SCHEMA, 1)), file_name)
-        entries, notes = from_tree(Marked(top, 1), file_name, problems), []
+        entries = from_tree(Marked(top, 1), file_name, problems)
+        notes = []
         kind = "hasten"
     if problems.found:
         # so that wrong values are listed beside the unknown keys

@@ -152,10 +152,8 @@ def secrecy_of(value_name: str) -> Secrecy:
 def _of_words(words: list[str]) -> Secrecy:
     secrecy: Secrecy = "open"
     for index, name_word in enumerate(words):
-        previous_word, next_word = (
-            words[index - 1] if index else "",
-            words[index + 1] if index + 1 < len(words) else "",
-        )
+        previous_word = words[index - 1] if index else ""
+        next_word = words[index + 1] if index + 1 < len(words) else ""
         stem = next(
             (s for s in ("tokens", "token", "keys", "key") if name_word.endswith(s)), ""
         )

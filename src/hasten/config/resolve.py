@@ -145,7 +145,8 @@ def _flatten_tree(
     tree: Marked, file: str, setting_path: Path, problems: Problems
 ) -> Iterator[SettingEntry]:
     for key, marked_value in tree.value.items():
-        item_path, line_text = (*setting_path, key), f"{file}:{marked_value.line}"
+        item_path = (*setting_path, key)
+        line_text = f"{file}:{marked_value.line}"
         if section := section_at(item_path):
             word_fields = section.section_names.word_fields
             if word_fields and isinstance(marked_value.value, str | bool):
@@ -226,10 +227,8 @@ def from_environment(env: Mapping[str, str]) -> list[SettingEntry]:
 
 def _unknown_variable(setting_name: str) -> str:
     """Return the warning about a variable that hasten does not read, with the nearest one that it does."""
-    variable_names, name_end = (
-        [*BY_VARIABLE, *sorted(OTHER_VARIABLES)],
-        setting_name.removeprefix(VARIABLE_PREFIX),
-    )
+    variable_names = [*BY_VARIABLE, *sorted(OTHER_VARIABLES)]
+    name_end = setting_name.removeprefix(VARIABLE_PREFIX)
     similar_variables = [
         variable for variable in variable_names if variable.endswith("_" + name_end)
     ]  # settings that have moved into a section
@@ -374,10 +373,8 @@ def _from_handlers(handlers: Any) -> list[SettingEntry]:
             (cls for cls in HANDLERS if isinstance(handler, cls)), None
         )
         if handler_class is None:
-            known_names, setting_name = (
-                ", ".join(cls.__name__ for cls in HANDLERS),
-                type(handler).__name__,
-            )
+            known_names = ", ".join(cls.__name__ for cls in HANDLERS)
+            setting_name = type(handler).__name__
             raise UnknownSettingError(
                 f"kwargs_handlers holds {setting_name}, which is not a settings class; known are {known_names}."
             )

@@ -90,10 +90,12 @@ def prepare_loader(
     if isinstance(loader.dataset, IterableDataset):
         cutting = _plan_cutting(engine, config, data_ranks)
         source = _stream_source(engine, ctx, config, data_ranks, cutting, is_sharded)
-        batch_size, global_batch_size = cutting.rows, cutting.step
+        batch_size = cutting.rows
+        global_batch_size = cutting.step
     else:
         assignment = assign_indices(engine, ctx, config, data_ranks, is_sharded)
-        batch_size, global_batch_size = assignment.plan.rows, None
+        batch_size = assignment.plan.rows
+        global_batch_size = None
         if assignment.form == "rows":
             global_batch_size = assignment.plan.global_batch * assignment.stride
         if assignment.form != "items":
@@ -203,7 +205,8 @@ def _check_split(
     split: ForeignSplit, data_ranks: DataRanks, ctx: ProcessContext
 ) -> None:
     """Raise unless a dataset splits itself as the mesh does."""
-    num_shards, shard = data_ranks.num_shards, data_ranks.shard
+    num_shards = data_ranks.num_shards
+    shard = data_ranks.shard
     by_rank = (split.num_ranks, split.rank)
     if split.num_ranks is None:
         by_rank = (ctx.world.size, ctx.rank)
@@ -259,7 +262,8 @@ def _stream_source(
     dataset: Any = loader.dataset  # Any: the user's dataset
     if not is_sharded:
         sharing, dataset = _share_stream(loader.dataset, data_ranks)
-    cutting, group = replace(cutting, sharing=sharing), ctx.groups(*BATCH)
+    cutting = replace(cutting, sharing=sharing)
+    group = ctx.groups(*BATCH)
     return StreamSource(loader, cutting, dataset, group, ctx.rank)
 
 
@@ -267,8 +271,10 @@ def _plan_cutting(
     loader: DataLoader[Any], config: DataLoaderConfiguration, data_ranks: DataRanks
 ) -> Cutting:
     """Return the cutting of this rank's blocks of a stream."""
-    num_shards, shard = data_ranks.num_shards, data_ranks.shard
-    drop_last, even_batches = bool(loader.drop_last), config.even_batches
+    num_shards = data_ranks.num_shards
+    shard = data_ranks.shard
+    drop_last = bool(loader.drop_last)
+    even_batches = config.even_batches
     if loader.batch_size is None:
         refuse_full_padding(
             config, "batch_size=None: the stream's elements are whole batches"

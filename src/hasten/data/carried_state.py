@@ -79,11 +79,10 @@ class CarriedState:
         Raises: DataError when the object lacks attributes that were saved, or has another kind of generator.
         """
         saved = saved or {}
-        generators, plain_attributes = self._generators(), self._plain_attributes()
-        generator_states, saved_attributes = (
-            saved.get("generators", {}),
-            saved.get("attributes", {}),
-        )
+        generators = self._generators()
+        plain_attributes = self._plain_attributes()
+        generator_states = saved.get("generators", {})
+        saved_attributes = saved.get("attributes", {})
         lost_paths = [path for path in generator_states if path not in generators] + [
             path for path in saved_attributes if path not in plain_attributes
         ]

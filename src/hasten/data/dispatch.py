@@ -117,7 +117,8 @@ class DispatchSource(OuterSource):
 
     def _send_rounds(self, position: Position) -> Iterator[Item]:
         rounds = self._reader.rounds(self._inner, position)
-        num_shards, encode = self._data_ranks.num_shards, self._comm.codec.encode
+        num_shards = self._data_ranks.num_shards
+        encode = self._comm.codec.encode
         has_more = True
         while has_more:
             try:

@@ -70,7 +70,9 @@ class LoaderIteration:
 
     def enter(self, position: Position) -> None:
         """Record that an iteration starts at `position`."""
-        self.start, self.steps, self.source_state = position, 0, None
+        self.start = position
+        self.steps = 0
+        self.source_state = None
         self.fresh, self.iterator = False, None
 
     def place(self, position: Position) -> None:
@@ -151,16 +153,15 @@ class Loader(DataLoader[Any]):
         return len(self.dataset)  # type: ignore[arg-type] # torch types datasets without __len__
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # torch promises its private iterator class
-        iteration, loaders = self.parts.iteration, self.parts.clock.loaders
+        iteration = self.parts.iteration
+        loaders = self.parts.clock.loaders
         self._end_unread_pass()
         if not self.parts.cursor.num_again:
             loaders.record_start(self.parts.cursor)
         # takes its epoch with the first batch: progress bars make iterators without use
         iterator = self._yield_batches()
-        iteration.iterator, iteration.requested_at = (
-            weakref.ref(iterator),
-            loaders.num_moves,
-        )
+        iteration.iterator = weakref.ref(iterator)
+        iteration.requested_at = loaders.num_moves
         return iterator
 
     def _end_unread_pass(self) -> None:
@@ -199,7 +200,9 @@ class Loader(DataLoader[Any]):
         components.iteration.enter(position)
         items = source.open(position)
         cursor = components.cursor
-        cursor.epoch, cursor.batch, cursor.at_end = position.epoch, 0, False
+        cursor.epoch = position.epoch
+        cursor.batch = 0
+        cursor.at_end = False
         cursor.num_real = cursor.num_rows = cursor.pads_like = None
         num_units = source.size()
         if num_units is not None and components.total_batch_size is not None:
@@ -215,20 +218,16 @@ class Loader(DataLoader[Any]):
     def _yield_batches(self) -> Iterator[Any]:
         """Yield the batches from the loader's position to the end of its epoch."""
         components = self.parts
-        cursor, iteration, clock = (
-            components.cursor,
-            components.iteration,
-            components.clock,
-        )
+        cursor = components.cursor
+        iteration = components.iteration
+        clock = components.clock
         if cursor.num_again:  # the resumed epoch had completed this pass
             cursor.num_again -= 1
             cursor.num_ended += 1
             return
-        active_loaders, run_parts, global_batch_size = (
-            clock.loaders,
-            clock.parts,
-            components.total_batch_size,
-        )
+        active_loaders = clock.loaders
+        run_parts = clock.parts
+        global_batch_size = components.total_batch_size
         for call_part in run_parts.pass_begins:
             call_part(cursor)
         items, pass_start = self._begin_pass()
@@ -242,10 +241,12 @@ class Loader(DataLoader[Any]):
                 cursor.num_real, cursor.num_rows = (
                     (None, None) if padding is None else padding
                 )
-                cursor.at_end, cursor.current_batch = is_last, batch
+                cursor.at_end = is_last
+                cursor.current_batch = batch
                 cursor.num_samples = global_batch_size
                 if is_last:
-                    source, num_steps = self.parts.source, iteration.steps
+                    source = self.parts.source
+                    num_steps = iteration.steps
                     cursor.num_samples = count_last_samples(
                         source,
                         pass_start,
@@ -314,7 +315,8 @@ class Loader(DataLoader[Any]):
 
         With `resumed`, a pass that was loaded and has not been continued is ended too.
         """
-        iteration, cursor = self.parts.iteration, self.parts.cursor
+        iteration = self.parts.iteration
+        cursor = self.parts.cursor
         cursor.num_ended = cursor.num_again = 0
         if not iteration.fresh and not self.is_running():
             iteration.place(iteration.upcoming())
@@ -324,16 +326,20 @@ class Loader(DataLoader[Any]):
     @property
     def num_done(self) -> int:
         """Number of batches of the epoch before the first batch of the next pass on this rank."""
-        source, iteration = self.parts.source, self.parts.iteration
+        source = self.parts.source
+        iteration = self.parts.iteration
         if self.parts.cursor.num_again:
             return len(self)
         skips_batches = self.parts.skip > 0  # counts from the epoch's first batch
         if not iteration.fresh or not iteration.start.consumed or skips_batches:
             return 0
-        position, num_steps, num_units = iteration.start, source.steps(), source.size()
+        position = iteration.start
+        num_steps = source.steps()
+        num_units = source.size()
         if source.unit == "stream" or num_steps is None or num_units is None:
             return position.batches
-        epoch_start, step_numbers = replace(position, consumed=0), range(num_steps + 1)
+        epoch_start = replace(position, consumed=0)
+        step_numbers = range(num_steps + 1)
         num_done = (
             bisect_right(
                 step_numbers,
@@ -363,11 +369,9 @@ class Loader(DataLoader[Any]):
 
         In a run that `has_trained`, a pass without backward passes is an evaluation, which a resumed run begins anew.
         """
-        iteration, cursor, source = (
-            self.parts.iteration,
-            self.parts.cursor,
-            self.parts.source,
-        )
+        iteration = self.parts.iteration
+        cursor = self.parts.cursor
+        source = self.parts.source
         is_evaluation = False
         if has_trained and not iteration.fresh and not cursor.left:
             if not self.is_running():

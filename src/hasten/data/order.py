@@ -290,7 +290,8 @@ class PartOrder:
         seek_inner = self.inner.seek(position)
         if seek_inner is None:
             return None
-        size, prepared_size = self.inner.size() or 0, self._sizes[self._comm.rank]
+        size = self.inner.size() or 0
+        prepared_size = self._sizes[self._comm.rank]
         if size != prepared_size and self._fit != "own":
             raise DataError(
                 f"this rank's part of the data has {size} samples, and had {prepared_size} when it was prepared; other ranks rely on that "

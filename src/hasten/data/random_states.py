@@ -79,7 +79,8 @@ class NumpyGenerator:
             and not state["has_gauss"]
         ):
             return state
-        self._state, self._memory = np.random.get_state(legacy=False), memory
+        self._state = np.random.get_state(legacy=False)
+        self._memory = memory
         return self._state
 
     def forget(self) -> None:
@@ -143,7 +144,8 @@ class RandomStates:
         """Context manager that restores the states on exit. Inside, np.random has another generator: seed it first."""
         outside_generator = self._find_installed()
         outside_generator.read()
-        torch_state, python_state = torch.get_rng_state(), random.getstate()
+        torch_state = torch.get_rng_state()
+        python_state = random.getstate()
         inside_generator = self.borrow()
         inside_generator.install()
         try:

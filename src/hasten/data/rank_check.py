@@ -169,7 +169,8 @@ def _compare_samplers(loader: DataLoader[Any], comm: Comm) -> None:
     sampler_state = SamplerState(sampler)
     saved_state = sampler_state.capture()
     try:
-        first_units, units_again = _draw_units(sampler), _draw_units(sampler)
+        first_units = _draw_units(sampler)
+        units_again = _draw_units(sampler)
     # the user's sampler: the training loop raises its error when it draws
     except Exception:
         first_units = units_again = None

@@ -359,7 +359,9 @@ class Assignment:
 
     def _share_of(self, index_batch: IndexBatch, share: int) -> IndexBatch | None:
         assert self.split is not None, "only split assignments share batches"
-        num_shares, size, even = self.split[0], len(index_batch[0]), self.plan.even
+        num_shares = self.split[0]
+        size = len(index_batch[0])
+        even = self.plan.even
         full_size = self.fill if size <= (self.fill or 0) else None
         rank_share = split_units(size, num_shares, share, even, full_size)
         if (
@@ -399,7 +401,8 @@ def assign_indices(
 
     Ranks: every rank. Raises: ConfigError or DataError when the loader cannot be split this way.
     """
-    dispatch, split = bool(config.dispatch_batches), config.split_batches
+    dispatch = bool(config.dispatch_batches)
+    split = config.split_batches
     batch_sampler: Any = loader.batch_sampler
     is_plain = is_exactly(batch_sampler, BatchSampler)
     sampler = loader.sampler if batch_sampler is None else batch_sampler
@@ -413,12 +416,15 @@ def assign_indices(
         check_distributed(
             order.sampler, data_ranks.num_shards, data_ranks.shard, dispatch
         )
-        stride, data_ranks, split = data_ranks.num_shards, SINGLE_RANK, False
+        stride = data_ranks.num_shards
+        data_ranks = SINGLE_RANK
+        split = False
     elif sharded:
         group = ctx.groups(*BATCH)
         fit = choose_fit(config.even_batches, _drops_last(batch_sampler))
         part_sizes = group.all_gather_object(order.size())
-        stride, order = data_ranks.num_shards, PartOrder(order, group, part_sizes, fit)
+        stride = data_ranks.num_shards
+        order = PartOrder(order, group, part_sizes, fit)
         order.size()  # raises on every rank if the parts do not fit together
     if not is_plain:
         return _assign_batches(

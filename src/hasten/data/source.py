@@ -242,11 +242,14 @@ class IndexedSource:
             yield batch
 
     def reached(self, start: Position, steps: int, source_state: Any) -> Position:
-        order, stride, shard_part = self.assignment.order, self.assignment.stride, None
+        order = self.assignment.order
+        stride = self.assignment.stride
+        shard_part = None
         first_unit = start.consumed // stride
         consumed = first_unit + steps * self.assignment.plan.global_batch
         if isinstance(order, PartOrder):
-            shard_part, order = order.part(stride), order.inner
+            shard_part = order.part(stride)
+            order = order.inner
         elif (size := order.size()) is not None:
             consumed = min(consumed, max(size, first_unit))
         consumed *= stride

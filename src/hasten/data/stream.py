@@ -222,7 +222,8 @@ class StreamSource:
     def _decode(self, position: Position) -> StreamState:
         if position.stream is None:
             return StreamState((WorkerState(),) * self._num_workers, 0)
-        num_saved_workers, stream = position.stream["workers"], position.stream
+        num_saved_workers = position.stream["workers"]
+        stream = position.stream
         origins = stream.get("origins", (None,) * num_saved_workers)
         if self._prepared_state is not None and any(
             origin not in (None, self._prepared_state) for origin in origins

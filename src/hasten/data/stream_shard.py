@@ -144,11 +144,9 @@ class StreamShard(Forwarding, IterableDataset[SampleBlock]):
             (0, 1) if worker_info is None else (worker_info.id, worker_info.num_workers)
         )
         epoch, serial, seed = self.hasten_control.tolist()
-        dataset, cutting, dataset_state = (
-            self.hasten_dataset,
-            self.hasten_cutting,
-            self.hasten_carried,
-        )
+        dataset = self.hasten_dataset
+        cutting = self.hasten_cutting
+        dataset_state = self.hasten_carried
         if worker_info is not None:
             set_epoch = getattr(dataset, "set_epoch", None)
             if callable(set_epoch):
@@ -383,13 +381,11 @@ def _read_round(
     The longer the round, the fewer of its first elements can belong to a rank: at most a quarter of a round is held.
     """
     full_share = plan.part(plan.global_batch, shard=shards[-1])
-    num_needed, first_elements, round_elements, first_position, num_taken = (
-        full_share.first + full_share.rows,
-        [],
-        deque[Any](),
-        0,
-        0,
-    )
+    num_needed = full_share.first + full_share.rows
+    first_elements = []
+    round_elements = deque[Any]()
+    first_position = 0
+    num_taken = 0
     while num_taken < num_needed and (
         next_elements := list(
             islice(elements, min(full_share.rows, num_needed - num_taken))

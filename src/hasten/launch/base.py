@@ -177,7 +177,8 @@ def _meeting_words(meeting: Meeting) -> str:
         return f"one machine, {meeting.address}, " + (
             f"port {meeting.port}" if meeting.port else "a free port"
         )
-    min_machines, max_machines = meeting.min_machines, meeting.max_machines
+    min_machines = meeting.min_machines
+    max_machines = meeting.max_machines
     if min_machines == max_machines:
         machines_text = f"{max_machines} machines"
     else:

@@ -325,7 +325,8 @@ def make_report(
 def changed_settings(section: Section, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the dotted name and value of each non-default setting that must be the same on every machine."""
     for field_name in section.__dataclass_fields__:
-        field_value, dotted_name = getattr(section, field_name), f"{prefix}{field_name}"
+        field_value = getattr(section, field_name)
+        dotted_name = f"{prefix}{field_name}"
         if isinstance(field_value, Section):
             yield from changed_settings(field_value, f"{dotted_name}.")
         elif dotted_name not in _MACHINE_SETTINGS and field_value != default_of(

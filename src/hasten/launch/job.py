@@ -53,10 +53,8 @@ class Job:
 
         Raises: ConfigError for axis sizes that do not match the number of processes.
         """
-        meeting, num_processes = (
-            self.plan.meeting,
-            sum(proc.count for proc in self.plan.procs),
-        )
+        meeting = self.plan.meeting
+        num_processes = sum(proc.count for proc in self.plan.procs)
         if meeting is None or meeting.min_machines != meeting.max_machines:
             return ""
         mesh_spec = mesh_of(

@@ -24,7 +24,8 @@ def decide_shape(request: LaunchRequest, host: Host) -> JobShape:
 
     Raises: ConfigError when they contradict each other; TopologyError when the cluster's variables contradict each other.
     """
-    config, launch_settings = request.config, request.config.launch
+    config = request.config
+    launch_settings = request.config.launch
     notes: list[str] = []
     allocation = read_allocation(host.env)
     if allocation.source:
@@ -146,7 +147,8 @@ def _machine_rank(
 
 
 def _check_devices(request: LaunchRequest, host: Host) -> None:
-    launch_settings, config = request.config.launch, request.config
+    launch_settings = request.config.launch
+    config = request.config
     if config.cpu and launch_settings.multi_gpu:
         raise ConfigError(
             "cpu and multi_gpu contradict each other. Remove one of them."
@@ -187,10 +189,8 @@ def _local_processes(
 ) -> tuple[int, int | None, str]:
     """Return the processes on this machine, the total if a number was given, and the reason."""
     launch_settings = request.config.launch
-    per_machine, num_processes = (
-        launch_settings.processes_per_machine,
-        launch_settings.num_processes,
-    )
+    per_machine = launch_settings.processes_per_machine
+    num_processes = launch_settings.num_processes
     if per_machine is not None:
         if (
             num_processes is not None
@@ -299,7 +299,8 @@ def _gpu_ids_text(launch_settings: LaunchConfig) -> str:
 def _allocation_words(allocation: Allocation) -> str:
     if allocation.rank is not None:
         return f"this is rank {allocation.rank.rank} of {allocation.rank.world_size}"
-    min_machines, max_machines = allocation.min_machines, allocation.num_machines
+    min_machines = allocation.min_machines
+    max_machines = allocation.num_machines
     if min_machines == max_machines:
         machines_text = f"{max_machines} machines"
     else:
@@ -362,7 +363,8 @@ def _pod_allocation(env: Mapping[str, str]) -> Allocation | None:
         ("RANK", "WORLD_SIZE"),
         ("JOB_COMPLETION_INDEX", "NNODES"),
     ):
-        rank_text, size_text = env.get(rank_name, ""), env.get(size_name, "")
+        rank_text = env.get(rank_name, "")
+        size_text = env.get(size_name, "")
         if rank_text.isdecimal() and size_text.isdecimal() and int(size_text) > 1:
             if int(rank_text) >= int(size_text):
                 raise TopologyError(

@@ -41,10 +41,8 @@ def init_on_device(
 def _placed(
     device: torch.device, include_buffers: bool, built_modules: dict[int, nn.Module]
 ) -> Iterator[None]:
-    register_parameter, register_buffer = (
-        nn.Module.register_parameter,
-        nn.Module.register_buffer,
-    )
+    register_parameter = nn.Module.register_parameter
+    register_buffer = nn.Module.register_buffer
     # One parameter for all names of a tied one. Replaced parameters are freed, so the whole model never takes memory.
     moved_params: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 

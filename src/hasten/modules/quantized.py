@@ -184,7 +184,8 @@ class PackedLayers:
         weight_bytes = layer.weight.data.contiguous().view(torch.uint8).reshape(-1, 1)
         self.num_bytes += len(weight_bytes)
         layer.weight = nn.Parameter(weight_bytes, requires_grad=False)
-        layer.quant_state, layer.quant_storage = quant_state, torch.uint8
+        layer.quant_state = quant_state
+        layer.quant_storage = torch.uint8
         # that layout cannot be gathered from shards
         layer.support_avx512bf16_for_cpu = False
         layer.register_forward_pre_hook(_check_four_bit)

@@ -260,7 +260,8 @@ class StepClock:
         if window.closed and window.micro == 0:
             # the hot path: plain windows have equal settings
             if weight is None and window.weighted is False:
-                window.closed, window.every = False, self.every
+                window.closed = False
+                window.every = self.every
             else:
                 waiting = window.losses
                 window = self._open_window()
@@ -347,12 +348,10 @@ class StepClock:
     def start_new_window(self) -> None:
         """Forget the current window: the next micro-step opens a new one."""
         self._open_window()
-        self.boundary, self.needs_correction, self.interrupted, self.position = (
-            True,
-            False,
-            False,
-            None,
-        )
+        self.boundary = True
+        self.needs_correction = False
+        self.interrupted = False
+        self.position = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that outlives a window as plain JSON values."""

@@ -83,12 +83,10 @@ class ActiveLoaders:
     def record_start(self, cursor: LoaderCursor) -> None:
         """Record the start of an iteration."""
         self.num_moves += 1
-        cursor.opened, cursor.moved, cursor.left, cursor.cut = (
-            self.num_moves,
-            0,
-            False,
-            False,
-        )
+        cursor.opened = self.num_moves
+        cursor.moved = 0
+        cursor.left = False
+        cursor.cut = False
         cursor.partners.clear()
         self._exhausted = None
 
@@ -121,7 +119,8 @@ class ActiveLoaders:
                 break
         cursor.opened, cursor.current_batch = 0, None
         if exhausted:
-            self._exhausted, self.exhausted_at = cursor, self.num_moves
+            self._exhausted = cursor
+            self.exhausted_at = self.num_moves
             cursor.num_ended += all(
                 id(cursor) in watched_cursor.partners for watched_cursor in self.watched
             )

@@ -97,10 +97,8 @@ class LossWeights:
         if not loss_indices:
             return
         assert self.unit is not None, "a weighted window has a unit"
-        total_weights, num_ranks = (
-            [window.weights[loss_index] for loss_index in loss_indices],
-            1,
-        )
+        total_weights = [window.weights[loss_index] for loss_index in loss_indices]
+        num_ranks = 1
         if self.comm is not None and self.comm.size > 1:
             num_ranks = self.comm.size
             total_weights = list(

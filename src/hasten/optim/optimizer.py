@@ -236,7 +236,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def _refuse_lost_gradients(self) -> None:
         """Raise StepError if zero_grad() would have to clear the gradients of one loss and keep those of earlier micro-steps."""
-        clock, seen_gradients = self._clock, self._seen_gradients
+        clock = self._clock
+        seen_gradients = self._seen_gradients
         self._seen_gradients = None
         if seen_gradients is None:
             is_late = (

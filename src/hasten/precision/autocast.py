@@ -54,10 +54,8 @@ class AutocastForward(forwarding.Forward):
     def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the forward with autocast set directly: a third of the context manager's cost, safe with nesting and threads."""
         device_type = self.device_type
-        was_enabled, previous_dtype = (
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-        )
+        was_enabled = torch.is_autocast_enabled(device_type)
+        previous_dtype = torch.get_autocast_dtype(device_type)
         cached_before = torch.is_autocast_cache_enabled()
         torch.set_autocast_enabled(device_type, True)
         torch.set_autocast_dtype(device_type, self.dtype)

@@ -64,7 +64,8 @@ class Progress(Generic[T]):
         self._iterable = iterable
         self._context = here
         self._desc = desc
-        self._samples, self._tokens = samples or _num_rows, tokens or _num_input_ids
+        self._samples = samples or _num_rows
+        self._tokens = tokens or _num_input_ids
         cursor = getattr(iterable, "cursor", None)
         self._cursor = cursor if isinstance(cursor, LoaderCursor) else None
         self._initial = initial
@@ -113,7 +114,8 @@ class Progress(Generic[T]):
 
     def update(self, steps: int = 1, samples: int = 0, tokens: int = 0) -> None:
         """Count `steps` by hand, with the samples and tokens that this process has seen in them."""
-        meter, replicas = self._meter, self._context.replicas
+        meter = self._meter
+        replicas = self._context.replicas
         meter.step += steps
         meter.samples += samples * replicas
         meter.tokens += tokens * replicas
@@ -149,7 +151,9 @@ class Progress(Generic[T]):
 
     def _advance_step(self, batch: T) -> None:
         if self._context.is_main:
-            meter, replicas, cursor = self._meter, self._context.replicas, self._cursor
+            meter = self._meter
+            replicas = self._context.replicas
+            cursor = self._cursor
             meter.step += 1
             for_all = mul if cursor is None else cursor.sum_over_ranks
             meter.samples += for_all(self._samples(batch), replicas)
@@ -157,7 +161,8 @@ class Progress(Generic[T]):
         self._draw_if_due()
 
     def _draw_if_due(self) -> None:
-        now_s, bar_context = time.perf_counter(), self._context
+        now_s = time.perf_counter()
+        bar_context = self._context
         if bar_context.watch is not None and bar_context.pulse is not None:
             known_straggler = bar_context.watch.found
             bar_context.watch.compare_when_due(now_s, bar_context.pulse)
@@ -175,7 +180,8 @@ class Progress(Generic[T]):
     def _complete_reading(
         self, reading: MeterReading, wait: bool = False
     ) -> MeterReading:
-        memory, straggler_watch = self._context.memory, self._context.watch
+        memory = self._context.memory
+        straggler_watch = self._context.watch
         status = self._context.parts.read_numbers()
         reading = replace(
             reading,
@@ -184,7 +190,8 @@ class Progress(Generic[T]):
             values=self._late.read(wait),
         )
         if memory:
-            memory_bytes, total_bytes = memory.used_bytes(), memory.total_bytes
+            memory_bytes = memory.used_bytes()
+            total_bytes = memory.total_bytes
             reading = replace(
                 reading, memory_bytes=memory_bytes, memory_total_bytes=total_bytes
             )

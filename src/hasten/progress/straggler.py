@@ -104,7 +104,9 @@ class StragglerWatch:
         self, store: Store, rank: int, size: int, every_s: float = 10.0
     ) -> None:
         self._store = PrefixStore("hasten/pace", store)
-        self._rank, self._size, self._every_s = rank, size, every_s
+        self._rank = rank
+        self._size = size
+        self._every_s = every_s
         # the first check is early
         self._next_s = time.perf_counter() + min(every_s, 2.0)
         self.found: Straggler | None = None

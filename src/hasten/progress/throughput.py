@@ -125,7 +125,8 @@ class Throughput(RunPart):
             self._count_batch(cursor)
         else:
             self._marks.clear()
-        self._passes, self._is_batch_counted = self._clock.num_passes, False
+        self._passes = self._clock.num_passes
+        self._is_batch_counted = False
 
     def after_update(self, optimizer: Holder, applied: bool) -> None:
         """Record an update."""

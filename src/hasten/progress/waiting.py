@@ -31,7 +31,8 @@ def waiting_line(
     if not target.isatty():
         yield
         return
-    is_done, started_s = threading.Event(), time.monotonic()
+    is_done = threading.Event()
+    started_s = time.monotonic()
 
     def draw_line() -> None:
         if is_done.wait(after_s):

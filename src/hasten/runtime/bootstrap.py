@@ -215,7 +215,8 @@ def _join_group(
     assert world_group is not None, (
         "torch.distributed is initialised, so it has a world group"
     )
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     if (topology.rank, topology.world_size) != (rank, world_size):
         # other code has started the group
         topology = Topology(
@@ -252,10 +253,8 @@ def _init_group(
     topology: Topology, device: torch.device, group_settings: GroupSettings
 ) -> None:
     rendezvous_url = group_settings.init_method or topology.meeting_point()
-    init_timeout, start_s = (
-        timedelta(seconds=group_settings.init_timeout_s),
-        time.monotonic(),
-    )
+    init_timeout = timedelta(seconds=group_settings.init_timeout_s)
+    start_s = time.monotonic()
     try:
         job_store, rank, world_size = _meet_ranks(
             rendezvous_url, topology, init_timeout
@@ -318,10 +317,8 @@ def _rendezvous_failure(
     elapsed_s: float,
     error: BaseException,
 ) -> str:
-    rank_text, error_line = (
-        f"rank {topology.rank} of {topology.world_size}",
-        str(error).strip().partition("\n")[0],
-    )
+    rank_text = f"rank {topology.rank} of {topology.world_size}"
+    error_line = str(error).strip().partition("\n")[0]
     if "EADDRINUSE" in str(error) or "already in use" in str(error):
         return (
             f"{rank_text} cannot serve the meeting at {rendezvous_url}: another program uses this port, often a run that is still alive. Without it "

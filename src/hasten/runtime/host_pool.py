@@ -156,10 +156,8 @@ def free_host_bytes() -> int:
             line.split(":", 1) for line in meminfo.read_text("utf-8").splitlines()
         )
         free_bytes = int(meminfo_fields["MemAvailable"].split()[0]) * 1024
-    limit_file, usage_file = (
-        Path("/sys/fs/cgroup/memory.max"),
-        Path("/sys/fs/cgroup/memory.current"),
-    )
+    limit_file = Path("/sys/fs/cgroup/memory.max")
+    usage_file = Path("/sys/fs/cgroup/memory.current")
     if (
         limit_file.is_file()
         and usage_file.is_file()

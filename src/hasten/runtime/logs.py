@@ -41,10 +41,8 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
         Raises: CommError if `in_order` is requested before there is a process group.
         """
-        main_only, in_order = (
-            kwargs.pop("main_process_only", True),
-            kwargs.pop("in_order", False),
-        )
+        main_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
         is_enabled = self.isEnabledFor(level)
         in_order = in_order and not main_only
         if not is_enabled and not in_order:

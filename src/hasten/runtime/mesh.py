@@ -182,7 +182,8 @@ class WorldMesh:
         """Return this rank's submesh along `axes`. Ranks: every rank."""
         if self._world_mesh is None:
             self._world_mesh = device_mesh(ctx.mesh, ctx.device)
-        axis_names, world_mesh = tuple(map(str, axes)), self._world_mesh
+        axis_names = tuple(map(str, axes))
+        world_mesh = self._world_mesh
         return once_per_world(
             ("part of", world_mesh.device_type, tuple(world_mesh.shape), axis_names),
             lambda: world_mesh[axis_names],

@@ -219,11 +219,9 @@ def divisors(number: int) -> list[int]:
 
 def _check_experts(mesh: MeshSpec) -> None:
     """Raise unless the experts can be divided among consecutive data-parallel ranks."""
-    replicas, shards, model_axes = (
-        mesh.dp_replicate,
-        mesh.dp_shard,
-        (Axis.PP, Axis.CP, Axis.TP),
-    )
+    replicas = mesh.dp_replicate
+    shards = mesh.dp_shard
+    model_axes = (Axis.PP, Axis.CP, Axis.TP)
     split_axes = [axis for axis in model_axes if mesh.size(axis) > 1]
     if split_axes:
         raise ConfigError(
@@ -286,10 +284,12 @@ _MAX_TABLE_RANKS: Final = 64
 def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
     """Return the mesh for a world size: the given axes, with the rest as replicas or, when sharding, as shards."""
     sizes = config.parallelism
-    shard_size, replicate_size = sizes.dp_shard_size, sizes.dp_replicate_size
+    shard_size = sizes.dp_shard_size
+    replicate_size = sizes.dp_replicate_size
     if config.strategy == "fsdp" and shard_size is None:
         if config.fsdp.hybrid_shard and replicate_size is None:
-            shard_size, replicate_size = local_world_size, -1
+            shard_size = local_world_size
+            replicate_size = -1
         else:
             shard_size = -1 if replicate_size != -1 else 1
     engine_degrees: Mapping[str, int] = {}

@@ -154,7 +154,8 @@ class RngState:
         """
         torch_device = torch.device(device)
         self.check_device(torch_device, missing)
-        python_tree, numpy_tree = self.tree["python"], self.tree["numpy"]
+        python_tree = self.tree["python"]
+        numpy_tree = self.tree["numpy"]
         python_words = tuple(python_tree["words"].tolist())
         random.setstate((python_tree["version"], python_words, python_tree["gauss"]))
         np.random.set_state(
@@ -196,8 +197,10 @@ class RngState:
         Raises: CorruptCheckpointError if `tree` is not such a state.
         """
         try:
-            python_tree, numpy_tree = tree["python"], tree["numpy"]
-            gauss, device_tree = python_tree["gauss"], tree["device"]
+            python_tree = tree["python"]
+            numpy_tree = tree["numpy"]
+            gauss = python_tree["gauss"]
+            device_tree = tree["device"]
             if device_tree is not None:
                 device_tree = {
                     "type": str(device_tree["type"]),
@@ -271,7 +274,8 @@ def _settled_xla_seed() -> int:
     A step starts with a seed, each draw derives another, and the end of the step derives the next step's seed from the first: the seed
     in the middle of a step would give different numbers. If nothing was drawn, the seed is unchanged, so saving changes no later draw.
     """
-    xla_model, sync = need("torch_xla.core.xla_model"), need("torch_xla").sync
+    xla_model = need("torch_xla.core.xla_model")
+    sync = need("torch_xla").sync
     shown_seed = int(xla_model.get_rng_state())
     sync()
     next_seed = int(xla_model.get_rng_state())

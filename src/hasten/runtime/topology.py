@@ -341,10 +341,8 @@ def _slurm_tasks(env: Mapping[str, str]) -> list[int]:
 
 def _slurm_port(env: Mapping[str, str]) -> int:
     """Return a port below the ephemeral range that is the same on every rank and differs between jobs and steps."""
-    job, step = (
-        read_number(env, "SLURM_JOB_ID") or 0,
-        read_number(env, "SLURM_STEP_ID") or 0,
-    )
+    job = read_number(env, "SLURM_JOB_ID") or 0
+    step = read_number(env, "SLURM_STEP_ID") or 0
     return 12000 + (job * 31 + step) % 20000
 
 
@@ -431,7 +429,8 @@ def _parse_pod(env: Mapping[str, str]) -> Topology | None:
 
 def jobset_host(env: Mapping[str, str]) -> str | None:
     """Return the host name of the first pod of this pod's JobSet, if its labels are in the environment."""
-    jobset, job = env.get("JOBSET_NAME"), env.get("REPLICATED_JOB_NAME")
+    jobset = env.get("JOBSET_NAME")
+    job = env.get("REPLICATED_JOB_NAME")
     return f"{jobset}-{job}-0-0.{jobset}" if jobset and job else None
 
 

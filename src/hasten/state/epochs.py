@@ -78,8 +78,10 @@ class EpochLoops:
     def _pass_share(self) -> float:
         """Return the completed share of the pass over the first loader that is inside an epoch, if its length is known."""
         for loader in self._objects.loaders:
-            source, start_position = loader.parts.source, loader.parts.iteration.start
-            num_steps, num_samples = source.steps(), source.size()
+            source = loader.parts.source
+            start_position = loader.parts.iteration.start
+            num_steps = source.steps()
+            num_samples = source.size()
             if num_steps and (loader.is_running() or loader.parts.cursor.left):
                 num_before = start_position.batches or (
                     num_steps * start_position.consumed / num_samples
@@ -100,7 +102,8 @@ class EpochLoops:
             for loader in self._objects.loaders:
                 # the body has ended that could have continued loaded passes
                 loader.end_pass(resumed=loop.inside)
-        loop.inside, loop.num_passes = True, self._clock.num_passes
+        loop.inside = True
+        loop.num_passes = self._clock.num_passes
         return loop.epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,7 +161,8 @@ class EpochLoops:
             self.loops.append(_Loop())
         for index, loop in enumerate(self.loops):
             saved = saved_loops[index] if index < len(saved_loops) else _begin_at(0)
-            loop.epoch, loop.inside = saved["epoch"], saved["inside"]
+            loop.epoch = saved["epoch"]
+            loop.inside = saved["inside"]
             loop.trained = saved["trained"]
             loop.num_passes = self._clock.num_passes
             loop.loaded = True

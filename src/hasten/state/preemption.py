@@ -150,7 +150,8 @@ class Preemption(RunPart):
     def end(self) -> None:
         """Restore the previous handlers."""
         self._holds_signals = False
-        previous_handlers, self._previous = self._previous, {}
+        previous_handlers = self._previous
+        self._previous = {}
         if threading.current_thread() is threading.main_thread():
             for signal_number, handler in previous_handlers.items():
                 signal.signal(

@@ -113,7 +113,8 @@ class RestorePlan:
 
     def _restore_progress(self) -> None:
         """Restore counters and buffers of this rank, and begin a window without gradients."""
-        run_objects, saved_progress = self.parts, self.progress
+        run_objects = self.parts
+        saved_progress = self.progress
         for buffer_name, buffer in (
             named_buffers(run_objects.plain_models()) if self.buffers else ()
         ):
@@ -139,9 +140,11 @@ class RestorePlan:
 
     def _place_schedules(self) -> None:
         """Move schedules that the script made for its number of processes to where the data is."""
-        run_objects, open_epochs = self.parts, list[tuple[int, int]]()
+        run_objects = self.parts
+        open_epochs = list[tuple[int, int]]()
         for loader in run_objects.objects.loaders:
-            num_batches, num_done = loader.parts.source.steps() or 0, loader.num_done
+            num_batches = loader.parts.source.steps() or 0
+            num_done = loader.num_done
             if 0 < num_done < num_batches:
                 window_steps = run_objects.clock.every
                 open_epochs.append(

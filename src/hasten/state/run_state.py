@@ -378,10 +378,8 @@ def run_save_hooks(
         saved_weights = list(edited_weights) or saved_weights
     else:
         remaining_ids = {id(model_weights) for model_weights in edited_weights}
-        saved_weights, is_saved = (
-            list(state_dicts),
-            [id(model_weights) in remaining_ids for model_weights in state_dicts],
-        )
+        saved_weights = list(state_dicts)
+        is_saved = [id(model_weights) in remaining_ids for model_weights in state_dicts]
     on_main: list[bool] = agreement.share(is_saved)[0]
     # ranks hold different models: refused by name when the state is compared
     if len(on_main) != len(saved_weights):

@@ -160,7 +160,8 @@ class Saving:
         continues during the write; a failure is raised by the next save, `wait_for_saves` or `close`.
         Ranks: every rank. Raises: MissingRanksError when some ranks do not arrive; CheckpointError when one failed.
         """
-        world, arrival_s = self._ctx.world, self.project.checkpoint_arrival_s
+        world = self._ctx.world
+        arrival_s = self.project.checkpoint_arrival_s
         run_parts = self._run_objects.clock.parts
         try:
             # the events of parts are within the agreement: one that fails on a rank ends the save on all
@@ -487,7 +488,8 @@ class Saving:
         every rank before anything in memory changes.
         Ranks: every rank. Raises: a subclass of CheckpointError, naming the file and the problem.
         """
-        world, arrival_s = self._ctx.world, self.project.checkpoint_arrival_s
+        world = self._ctx.world
+        arrival_s = self.project.checkpoint_arrival_s
         run_parts = self._run_objects.clock.parts
         try:
             with agreeing(world, "load_state", arrival_s):

@@ -149,7 +149,8 @@ class FirstCalls:
     ) -> Any:
         """Call a module for the first time, and return its result."""
         self._num_called += 1
-        started_s, num_graphs = time.monotonic(), count_graphs()
+        started_s = time.monotonic()
+        num_graphs = count_graphs()
         try:
             with waiting_line(self._waiting_text) if self._is_main else nullcontext():
                 output = call(*args, **kwargs)
@@ -209,7 +210,9 @@ class _FirstCall:
     def __init__(self, calls: FirstCalls, module: nn.Module) -> None:
         compiled = module._compiled_call_impl
         assert compiled is not None, "the module was compiled"
-        self._calls, self._module, self._compiled = calls, module, compiled
+        self._calls = calls
+        self._module = module
+        self._compiled = compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the module's
         self._module._compiled_call_impl = self._compiled

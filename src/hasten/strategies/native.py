@@ -78,11 +78,10 @@ class NativeStrategy:
         self._on_optimizer = on_optimizer
         self.caps = caps
         # Operations on a wrapped model are those of the transform that wraps it.
-        self.no_sync, self.join = distribution.no_sync, distribution.join
-        self.full_state_dict, self.mark_forward_method = (
-            distribution.full_state_dict,
-            distribution.mark_forward_method,
-        )
+        self.no_sync = distribution.no_sync
+        self.join = distribution.join
+        self.full_state_dict = distribution.full_state_dict
+        self.mark_forward_method = distribution.mark_forward_method
         self.drop_gradients = distribution.drop_gradients
         applied_transforms = list(transforms)
         # of a single process: it would change nothing
@@ -100,7 +99,8 @@ class NativeStrategy:
         precision: Precision,
         train: bool = True,
     ) -> None:
-        model_items, optimizer_items = bundle.of("model"), bundle.of("optimizer")
+        model_items = bundle.of("model")
+        optimizer_items = bundle.of("optimizer")
         new_models = list(map(attrgetter("value"), model_items))
         make_optimizers(optimizer_items, new_models)
         optimizer_records = []

@@ -168,10 +168,8 @@ def _select_backend(job: PoolJob) -> str:
 def _redirect_output(job: PoolJob) -> Iterator[None]:
     """Context manager that sends all output of this process to the job's output file, and its stacks to the stack file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    output_fd, stack_fd = (
-        os.open(job.output, flags, 0o600),
-        os.open(job.stack, flags, 0o600),
-    )
+    output_fd = os.open(job.output, flags, 0o600)
+    stack_fd = os.open(job.stack, flags, 0o600)
     for fd in (1, 2):
         os.dup2(output_fd, fd)
     os.close(output_fd)

@@ -80,7 +80,8 @@ class TrackerManager:
         for tracker in trackers if is_main else ():
             self._tracker_writers.append(TrackerWriter(tracker, self._notices.append))
         self._directory, self._fetch = directory, fetch
-        self._flush_every_s, self._max_pending = flush_every_s, max_pending
+        self._flush_every_s = flush_every_s
+        self._max_pending = max_pending
         self._writer = Writer(self._send_older, flush_every_s / 2)
         self._pending: deque[_Draft] = deque()
         self._sending = threading.Lock()
@@ -239,10 +240,8 @@ class TrackerManager:
         if not self._is_ready("log_table"):
             return
         if dataframe is not None:
-            columns, data = (
-                list(map(str, dataframe.columns)),
-                dataframe.values.tolist(),
-            )
+            columns = list(map(str, dataframe.columns))
+            data = dataframe.values.tolist()
         if columns is None or data is None:
             raise TrackerError(
                 f"the table {table_name!r} has no content. Pass columns and data, or a dataframe."
@@ -410,7 +409,9 @@ class TrackerManager:
             )
         for tracker_writer in self._tracker_writers:
             tracker_writer.finish(failed)
-        self._run, self._resume, self._init_kwargs = None, None, {}
+        self._run = None
+        self._resume = None
+        self._init_kwargs = {}
         self._started = self._logged = False
         self._show_notices()
 
@@ -459,9 +460,11 @@ class TrackerManager:
                     "does not continue. Call load_state before the first log.",
                 )
                 return
-            tracker_run, kwargs = self._run, self._init_kwargs
+            tracker_run = self._run
+            kwargs = self._init_kwargs
             self.finish()
-            self._run, self._init_kwargs = tracker_run, kwargs
+            self._run = tracker_run
+            self._init_kwargs = kwargs
         elif self._started:
             self.send()
             self._rewind_trackers(int(state["step"]))

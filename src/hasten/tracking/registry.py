@@ -63,7 +63,8 @@ def build_trackers(
             requested_tracker = requested_tracker.value
         name = str(requested_tracker).lower()
         if name == "all":
-            names, missing_policy = (installed_trackers(), "warn")
+            names = installed_trackers()
+            missing_policy = "warn"
         else:
             names, missing_policy = ([name], missing)
         tracker_classes = list(map(tracker_class, names))

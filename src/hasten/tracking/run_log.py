@@ -80,8 +80,10 @@ class RunLog:
         self._events: list[bytes] = []
         self._memory_mb = 0.0
         self._flushed_s = self._last_s = time.perf_counter()
-        self._collectives_s, self._gradients_s = collectives_s, gradients_s
-        self._collected_s, self._gradient_s = collectives_s(), 0.0
+        self._collectives_s = collectives_s
+        self._gradients_s = gradients_s
+        self._collected_s = collectives_s()
+        self._gradient_s = 0.0
         self.spent = dict.fromkeys(PARTS, 0.0)
         """Seconds in each phase since the first request for a batch; a phase is added when it ends."""
         self.samples = 0
@@ -119,7 +121,8 @@ class RunLog:
         passed_s = now_s - self._last_s - waited_s
         if passed_s > 0.0:
             spent_s[phase] += passed_s
-        self._last_s, self._collected_s = now_s, collected_s
+        self._last_s = now_s
+        self._collected_s = collected_s
         return now_s
 
     def batch_requested(self, is_unused: bool = False) -> None:
@@ -220,7 +223,8 @@ class RunLog:
     def _commit_step(self, now_s: float) -> None:
         # the stall happened inside one phase of this step, the longest
         while self._stalls:
-            seconds, spent_s = self._stalls.popleft(), self.spent
+            seconds = self._stalls.popleft()
+            spent_s = self.spent
             longest_phase = max(
                 STEP_PARTS,
                 key=lambda phase: spent_s[phase] - self._recorded[PARTS.index(phase)],
@@ -246,7 +250,8 @@ class RunLog:
             self.samples - self._recorded_samples,
             self._memory_mb,
         )
-        self._recorded, self._recorded_samples = current, self.samples
+        self._recorded = current
+        self._recorded_samples = self.samples
 
     # -- events ----------------------------------------------------------------------------------------------------
     def record_event(self, kind: str, **details: Any) -> None:
@@ -271,7 +276,8 @@ class RunLog:
             return
         self._memory_mb = (self._memory() or 0) / 1e6
         self._gradient_s = self._gradients_s()
-        records, events = bytes(self._records), b"".join(self._events)
+        records = bytes(self._records)
+        events = b"".join(self._events)
         self._records.clear()
         self._events.clear()
         if self.broken or not (records or events):
@@ -303,7 +309,8 @@ class RunLog:
         """Write pending records and the end event, if a training has started."""
         if self._has_phases:
             if self._updated:
-                self.samples, self._in_batch = self.samples + self._in_batch, 0
+                self.samples = self.samples + self._in_batch
+                self._in_batch = 0
                 self._commit_step(time.perf_counter())
             unrecorded = zip(PARTS, self.spent.values(), self._recorded, strict=True)
             rest_s = {}

@@ -57,10 +57,8 @@ def process_memory(device: torch.device) -> dict[str, int]:
     memory = {"resident": MemoryGauge(torch.device("cpu")).used_bytes() or 0}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        allocated, reserved = (
-            torch.cuda.memory_allocated(device),
-            torch.cuda.memory_reserved(device),
-        )
+        allocated = torch.cuda.memory_allocated(device)
+        reserved = torch.cuda.memory_reserved(device)
         memory |= {
             "device in use": allocated,
             "device cache": reserved - allocated,
@@ -81,10 +79,8 @@ def format_size(size: int) -> str:
 
 
 def _draw_bars(sizes: Mapping[str, int]) -> list[str]:
-    largest_bytes, width = (
-        max(sizes.values(), default=0),
-        max(map(len, sizes), default=0),
-    )
+    largest_bytes = max(sizes.values(), default=0)
+    width = max(map(len, sizes), default=0)
     bars = []
     for name, size in sizes.items():
         bars.append(

@@ -69,7 +69,8 @@ class EstablishedProcess(Process):
         self, inputs: Any, apply_padding: bool = False
     ) -> Iterator[Any]:
         """This process's share of a list, tuple, dict of those, tensor or dataset; a lone process has all of it as it is."""
-        rank, count = self.process_index, self.num_processes
+        rank = self.process_index
+        count = self.num_processes
         if (
             count > 1
             and isinstance(inputs, dict)

@@ -213,10 +213,8 @@ class EstablishedPreparer(Preparer):
         scheduler_class = AcceleratedScheduler
         if self._engine_schedules:
             scheduler_class = DeepSpeedSchedulerWrapper
-        loader_config, follows = (
-            self._accelerator.dataloader_config,
-            self._accelerator.step_scheduler_with_optimizer,
-        )
+        loader_config = self._accelerator.dataloader_config
+        follows = self._accelerator.step_scheduler_with_optimizer
         prepared = scheduler_class(
             scheduler,
             owners or self.done.optimizers,

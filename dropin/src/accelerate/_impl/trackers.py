@@ -161,12 +161,10 @@ _ADDERS: Any = (
 
 
 class TensorBoardTracker(_Package):
-    name, requires_logging_directory, kept_as, ended_by = (
-        "tensorboard",
-        True,
-        "writer",
-        "close",
-    )
+    name = "tensorboard"
+    requires_logging_directory = True
+    kept_as = "writer"
+    ended_by = "close"
 
     def __init__(self, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
@@ -182,7 +180,8 @@ class TensorBoardTracker(_Package):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the run's settings for the HPARAMS tab and as hparams.yml, in a folder named by the time."""
         config = plain_config(values)
-        moment, plain = str(time.time()), (int, float, str, type(None))
+        moment = str(time.time())
+        plain = (int, float, str, type(None))
         shown = {}
         for setting_name, setting in config.items():
             shown[setting_name] = (
@@ -285,7 +284,10 @@ class SwanLabTracker(_Package):
 
 
 class CometMLTracker(_Package):
-    name, kept_as, ended_by, settings = "comet_ml", "writer", "end", "log_parameters"
+    name = "comet_ml"
+    kept_as = "writer"
+    ended_by = "end"
+    settings = "log_parameters"
 
     def _open_run(self) -> Any:
         return self._module.start(project_name=self.run_name, **self.init_kwargs)
@@ -307,7 +309,10 @@ class CometMLTracker(_Package):
 
 
 class AimTracker(_Package):
-    name, requires_logging_directory, kept_as, ended_by = "aim", True, "writer", "close"
+    name = "aim"
+    requires_logging_directory = True
+    kept_as = "writer"
+    ended_by = "close"
 
     def __init__(self, run_name: str, logging_dir: Any = ".", **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
@@ -379,10 +384,8 @@ class MLflowTracker(_Package):
     ) -> None:
         super().__init__(run_name)
         variable_or = os.environ.get
-        self.experiment_name, self.logging_dir = (
-            variable_or("MLFLOW_EXPERIMENT_NAME", experiment_name),
-            logging_dir,
-        )
+        self.experiment_name = variable_or("MLFLOW_EXPERIMENT_NAME", experiment_name)
+        self.logging_dir = logging_dir
         self.run_id, self.description, tags = (
             variable_or("MLFLOW_RUN_ID", run_id),
             description,
@@ -397,7 +400,8 @@ class MLflowTracker(_Package):
         )
 
     def _open_run(self) -> Any:
-        mlflow, experiment_name = self._module, self.experiment_name
+        mlflow = self._module
+        experiment_name = self.experiment_name
         experiments = mlflow.search_experiments(
             filter_string=f"name = '{experiment_name}'"
         )
@@ -464,12 +468,10 @@ class MLflowTracker(_Package):
 class ClearMLTracker(_Tables):
     """ClearML; a task that the script began is used, and left open."""
 
-    name, kept_as, ended_by, settings = (
-        "clearml",
-        "task",
-        "close",
-        "connect_configuration",
-    )
+    name = "clearml"
+    kept_as = "task"
+    ended_by = "close"
+    settings = "connect_configuration"
     _initialized_externally = False
 
     def _open_run(self) -> Any:
@@ -554,7 +556,10 @@ def _plot_title(name: str) -> dict[str, str]:
 class DVCLiveTracker(_Package):
     """DVCLive, with a `live` of the script's own if one is given."""
 
-    name, kept_as, ended_by, settings = "dvclive", "live", "end", "log_params"
+    name = "dvclive"
+    kept_as = "live"
+    ended_by = "end"
+    settings = "log_params"
 
     def __init__(
         self, run_name: str | None = None, live: Any = None, **kwargs: Any

@@ -132,7 +132,8 @@ def dtensor_slice(tensor: DTensor) -> Slice:
 
     Raises: CheckpointError for tensors with partial placements.
     """
-    mesh, placements = tensor.device_mesh, tensor.placements
+    mesh = tensor.device_mesh
+    placements = tensor.placements
     if any(placement.is_partial() for placement in placements):
         raise CheckpointError(
             f"a tensor with placements {placements} holds partial sums, which are not a state that can be saved; reduce it before saving "

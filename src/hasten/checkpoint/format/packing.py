@@ -77,7 +77,8 @@ def _pack_tagged(
     state: Any, state_path: str, tensors: dict[str, Tensor | Slice], keep_tags: bool
 ) -> Json:
     """Return tagged JSON for a value of a type that JSON does not have."""
-    state_class, inner_path = type(state), f"{state_path}/" if state_path else ""
+    state_class = type(state)
+    inner_path = f"{state_path}/" if state_path else ""
     if state_class is MappingProxyType:
         return _pack(dict(state), state_path, tensors, keep_tags)
     if state_class in _MAPPINGS:

@@ -484,10 +484,8 @@ def cannot_write(
     while not mount_point.is_mount():
         mount_point = mount_point.parent
     disk_usage = os.statvfs(existing_folder)
-    free_bytes, size_bytes = (
-        disk_usage.f_bavail * disk_usage.f_frsize,
-        disk_usage.f_blocks * disk_usage.f_frsize,
-    )
+    free_bytes = disk_usage.f_bavail * disk_usage.f_frsize
+    size_bytes = disk_usage.f_blocks * disk_usage.f_frsize
     free_words = f"{free_bytes / 1e6:,.1f} MB of {size_bytes / 1e6:,.1f} MB are free"
     if error.errno == errno.EDQUOT:
         reason = "has no room left in your quota"

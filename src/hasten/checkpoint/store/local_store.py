@@ -438,7 +438,8 @@ class LocalStore:
             except FileNotFoundError as error:
                 # it was being replaced, unless the same file is missing again
                 if folder != missing_folder:
-                    missing_folder, folder = folder, self._root / name
+                    missing_folder = folder
+                    folder = self._root / name
                     continue
                 raise IncompleteCheckpointError(
                     f"{manifest_path} does not exist, so {manifest_path.parent} is not a complete checkpoint of hasten: it was never "

@@ -155,7 +155,9 @@ class _Options:
         skipped_keys: Collection[str],
         resident: float | str,
     ) -> None:
-        self.buffers, self.whole, self.skip = buffers, whole, skipped_keys
+        self.buffers = buffers
+        self.whole = whole
+        self.skip = skipped_keys
         self.resident = parse_size(resident)
 
 
@@ -501,7 +503,8 @@ class CpuOffload(ModelHook):
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[Args, Kwargs]:
-        previous_hook, device = self.prev_module_hook, device_of(self.execution_device)
+        previous_hook = self.prev_module_hook
+        device = device_of(self.execution_device)
         if previous_hook is not None and any(
             parameter.device.type != "cpu"
             for parameter in previous_hook.model.parameters()

@@ -152,7 +152,8 @@ def estimate_memory(shape: ModelShape, dtype: str, optimizer: str = "adam") -> E
 
     Mixed precision keeps the master weights, gradients and optimizer states in fp32.
     """
-    bits, num_states = dict(BITS).get(dtype), dict(_STATES).get(optimizer)
+    bits = dict(BITS).get(dtype)
+    num_states = dict(_STATES).get(optimizer)
     if bits is None or num_states is None:
         raise ConfigError(
             f"dtype {dtype!r} with optimizer {optimizer!r} cannot be estimated; dtypes are {', '.join(dict(BITS))}, optimizers "

@@ -288,11 +288,9 @@ def _target_tensor(
     load_plan: _LoadPlan, tied_tensors: Sequence[NamedTensor], file_piece: Piece
 ) -> Tensor:
     """Return memory for a weight: the model's tensor if it fits, else a new tensor that replaces it."""
-    device, dtype, current_tensor = (
-        load_plan.choose_device(tied_tensors[0]),
-        load_plan.dtype_of(tied_tensors[0]),
-        tied_tensors[0].tensor,
-    )
+    device = load_plan.choose_device(tied_tensors[0])
+    dtype = load_plan.dtype_of(tied_tensors[0])
+    current_tensor = tied_tensors[0].tensor
     if (
         current_tensor.device == device
         and current_tensor.dtype == dtype

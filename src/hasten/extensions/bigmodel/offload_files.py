@@ -102,7 +102,8 @@ def mapped_weight(path: Path, weight_info: WeightInfo) -> Piece:
     """Return a weight as a memory-mapped piece of its file."""
     dtype = getattr(torch, str(weight_info.get("dtype")).removeprefix("torch."), None)
     try:
-        shape, file_bytes = checked_shape(weight_info.get("shape")), size_of(path)
+        shape = checked_shape(weight_info.get("shape"))
+        file_bytes = size_of(path)
     except FORGED as error:
         raise CheckpointError(
             f"{path}: no file of an offloaded weight of shape {weight_info.get('shape')!r:.80} ({type(error).__name__}: {error}). Nothing was "
@@ -174,7 +175,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
     def __getitem__(self, key: str) -> Tensor:
         if key in self.state_dict:
             return self.state_dict[key]
-        stored_tensor, weight_info = self.piece(key).data, self.index[key]
+        stored_tensor = self.piece(key).data
+        weight_info = self.index[key]
         if "safetensors_file" in weight_info and "dtype" in weight_info:
             stored_tensor = stored_tensor.to(
                 getattr(torch, str(weight_info["dtype"]).removeprefix("torch."))

@@ -209,7 +209,9 @@ def _plan_read(entry: PackedTensor, host_pool: HostPool) -> Copy:
     else:
         entry.resting_tensor = shaped_tensor
     entry.replace_in_model(entry.resting_tensor)
-    entry.home, entry.piece, entry.to_host = (host_slab, start_byte), None, False
+    entry.home = (host_slab, start_byte)
+    entry.piece = None
+    entry.to_host = False
     return Copy(flat_bytes, as_bytes(file_piece.data), file_piece.file)
 
 

@@ -77,7 +77,8 @@ class BlockOrder:
 
     def expected_blocks(self) -> Iterator[int]:
         """Yield the blocks expected next, nearest first; as many as there are blocks."""
-        previous_block, current_block = self._previous_block, self._now
+        previous_block = self._previous_block
+        current_block = self._now
         for _ in range(self._count):
             next_block = self._after_two.get(
                 (previous_block, current_block), self._after.get(current_block)
@@ -85,7 +86,8 @@ class BlockOrder:
             if next_block is None:
                 return
             yield next_block
-            previous_block, current_block = current_block, next_block
+            previous_block = current_block
+            current_block = next_block
 
 
 def spread_residents(sizes: list[int], budget: int) -> list[int]:
@@ -93,7 +95,9 @@ def spread_residents(sizes: list[int], budget: int) -> list[int]:
     total_bytes = sum(sizes)
     if total_bytes <= budget:
         return list(range(len(sizes)))
-    resident_indices, resident_bytes, visited_bytes = [], 0, 0
+    resident_indices = []
+    resident_bytes = 0
+    visited_bytes = 0
     for index, size in enumerate(sizes):
         visited_bytes += size
         if (

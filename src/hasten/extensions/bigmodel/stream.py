@@ -263,7 +263,8 @@ class Streamer:
         for evicted_pack in evicted_packs:
             evicted_state = self._states[evicted_pack]  # type: ignore[index]  # keys of the ring are packs
             _finish_read(evicted_state)
-            evicted_state.span, evicted_state.stamp = None, ()
+            evicted_state.span = None
+            evicted_state.stamp = ()
         return True
 
     def _fetch_pack(self, pack: Pack, pack_state: _PackState) -> None:
@@ -326,7 +327,8 @@ class Streamer:
         """Make the device compute only after the pack's copy is complete."""
         pack_state = self._states[pack]
         if pack_state.coming is not None:
-            pending_read, pack_state.coming = pack_state.coming, None
+            pending_read = pack_state.coming
+            pack_state.coming = None
             try:
                 pack_state.ready = pending_read.result()
             except BaseException:
@@ -397,7 +399,9 @@ class Streamer:
                 self._thread = None
             for pack, pack_state in self._states.items():
                 pack.views.clear()
-                pack_state.home, pack_state.span, pack_state.stamp = None, None, ()
+                pack_state.home = None
+                pack_state.span = None
+                pack_state.stamp = ()
             self._ring = Ring(0)
             self._arena = torch.empty(0, dtype=torch.uint8, device=self.device)
 

@@ -302,10 +302,12 @@ class CapturedStep(Generic[P, R]):
         attempts_before = [
             optimizer.num_attempts for optimizer in self._prepared.optimizers
         ]
-        clock, passes_before = self._clock, self._clock.num_passes
+        clock = self._clock
+        passes_before = self._clock.num_passes
         assert self._stream is not None, "steps were run before"
         captured = _CapturedScalars()
-        run_parts, clock.parts = clock.parts, RunParts(captured)
+        run_parts = clock.parts
+        clock.parts = RunParts(captured)
         try:
             graph = StepGraph(
                 lambda args, kwargs: self._function(*args, **kwargs),
@@ -419,11 +421,9 @@ def capture_step(function: Callable[P, R], run: Components) -> CapturedStep[P, R
 
 def _run_refusal(run: Components) -> str:
     """Return the reason why steps are not captured in this run; empty if they may be captured."""
-    config, ctx, run_parts = (
-        run.accelerator.config,
-        run.accelerator.ctx,
-        run.clock.parts,
-    )
+    config = run.accelerator.config
+    ctx = run.accelerator.ctx
+    run_parts = run.clock.parts
     if not chooses_speed(config.performance):
         return "performance is off; Accelerator(performance='auto') captures it"
     if not config.performance.step_graph:

@@ -223,20 +223,16 @@ def compare_checkpoints(
     first: str, second: str, component: str = "model"
 ) -> list[TensorDifference]:
     """Return the tensors of a component that differ between two checkpoints or exported models; empty when equal."""
-    first_tensors, second_tensors = (
-        tensors_of(first, component),
-        tensors_of(second, component),
-    )
+    first_tensors = tensors_of(first, component)
+    second_tensors = tensors_of(second, component)
     differences = []
     for tensor_name in sorted(first_tensors.keys() - second_tensors.keys()):
         differences.append(TensorDifference(tensor_name, "only in the first"))
     for tensor_name in sorted(second_tensors.keys() - first_tensors.keys()):
         differences.append(TensorDifference(tensor_name, "only in the second"))
     for tensor_name in sorted(first_tensors.keys() & second_tensors.keys()):
-        first_tensor, second_tensor = (
-            first_tensors[tensor_name],
-            second_tensors[tensor_name],
-        )
+        first_tensor = first_tensors[tensor_name]
+        second_tensor = second_tensors[tensor_name]
         if (
             first_tensor.shape != second_tensor.shape
             or first_tensor.dtype != second_tensor.dtype

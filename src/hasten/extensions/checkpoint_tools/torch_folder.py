@@ -152,10 +152,12 @@ def _check_tensor(
     )
     _expect_class(tensor_metadata.properties.dtype, torch.dtype, f"the dtype of {name}")
     _expect_class(tensor_metadata.chunks, list, f"the chunks of {name}")
-    shape, num_filled = checked_shape(tensor_metadata.size), 0
+    shape = checked_shape(tensor_metadata.size)
+    num_filled = 0
     for chunk in tensor_metadata.chunks:
         _expect_class(chunk, ChunkStorageMetadata, f"a chunk of {name}")
-        offset, extent = checked_shape(chunk.offsets), checked_shape(chunk.sizes)
+        offset = checked_shape(chunk.offsets)
+        extent = checked_shape(chunk.sizes)
         has_same_dims = len(offset) == len(extent) == len(shape)
         if not has_same_dims or any(
             chunk_start + chunk_length > dim_size

@@ -204,7 +204,8 @@ class _Gradients:
         needs_gradient: tuple[bool, ...],
         settings: _LossSettings,
     ) -> None:
-        self._settings, self._needs_gradient = settings, needs_gradient
+        self._settings = settings
+        self._needs_gradient = needs_gradient
         self.hidden = torch.empty_like(hidden) if needs_gradient[0] else None
         self.weight: Tensor | None = None
         if needs_gradient[1]:

@@ -121,13 +121,11 @@ class LazyLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             plain = torch.empty(shape, device="meta", dtype=dtype or head.compute)
             logits = plain.as_subclass(LazyLogits)
-        logits.plain, logits.hidden, logits.head, logits.source, logits.computed = (
-            plain,
-            hidden,
-            head,
-            source,
-            None,
-        )
+        logits.plain = plain
+        logits.hidden = hidden
+        logits.head = head
+        logits.source = source
+        logits.computed = None
         logits.version = _weight_version(head.weight)
         return logits
 

@@ -279,7 +279,8 @@ def _fill_batches(
     draft_config: _DraftConfig, plugin: DeepSpeedPlugin, run_facts: RunFacts
 ) -> None:
     """Fill the batch sizes; DeepSpeed's accumulation is off, because the loop's clock accumulates."""
-    config, world_size = draft_config.config, run_facts.world_size
+    config = draft_config.config
+    world_size = run_facts.world_size
     requested_steps = [
         plugin.gradient_accumulation_steps,
         config.get("gradient_accumulation_steps", AUTO_VALUE),
@@ -291,10 +292,8 @@ def _fill_batches(
                 f"{run_facts.accumulation} differ; the updates would occur at different batches than with other strategies. Give "
                 f'Accelerator(gradient_accumulation_steps={requested_step_count}), or write "auto".'
             )
-    micro_batch, whole_batch = (
-        config.get("train_micro_batch_size_per_gpu", AUTO_VALUE),
-        config.get("train_batch_size", AUTO_VALUE),
-    )
+    micro_batch = config.get("train_micro_batch_size_per_gpu", AUTO_VALUE)
+    whole_batch = config.get("train_batch_size", AUTO_VALUE)
     if micro_batch == AUTO_VALUE and whole_batch != AUTO_VALUE:
         micro_batch, remainder = divmod(
             int(whole_batch), run_facts.accumulation * world_size

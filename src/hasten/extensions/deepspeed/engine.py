@@ -270,7 +270,8 @@ def _convert_dtype(parameter: Any, dtype: torch.dtype) -> None:
     """Convert a partitioned parameter to the engine's precision; constructors initialise in the parameter's dtype."""
     if parameter.is_floating_point() and parameter.dtype != dtype:
         parameter.all_gather()
-        parameter.data, parameter.ds_tensor = parameter.data.to(dtype), None
+        parameter.data = parameter.data.to(dtype)
+        parameter.ds_tensor = None
         parameter.partition()
 
 

@@ -37,7 +37,8 @@ def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
 
     Raises: ConfigError without a hostfile, or with settings DeepSpeed's launcher has no option for.
     """
-    launch, plugin = request.config.launch, request.config.section(DeepSpeedPlugin)
+    launch = request.config.launch
+    plugin = request.config.section(DeepSpeedPlugin)
     if plugin.hostfile is None:
         raise ConfigError(
             f"deepspeed.multinode_launcher={plugin.multinode_launcher!r} needs a hostfile. Give --deepspeed_hostfile, or use the "

@@ -97,11 +97,13 @@ class DeepSpeedOptimizer(EngineOptimizer):
     @contextmanager
     def in_backward(self) -> Iterator[None]:
         """Context manager for the backward of a loss that may come from this engine and from others."""
-        engine, optimizer = self.engine, self.engine.optimizer
+        engine = self.engine
+        optimizer = self.engine.optimizer
         clear_backward_flag = getattr(optimizer, "clear_backward_seen_flag", None)
         if callable(clear_backward_flag):
             clear_backward_flag()  # this may be the second backward after a forward
-        self.entered, engine._running_engine_backward = False, True
+        self.entered = False
+        engine._running_engine_backward = True
         try:
             yield
             if self.entered:
@@ -167,7 +169,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
         """Clip the window's gradients to a 2-norm and return the norm before clipping. Ranks: every rank."""
         self.finalize()
         self._gradients_are_clipped = True
-        device, engine_optimizer = self.engine.device, self.engine.optimizer
+        device = self.engine.device
+        engine_optimizer = self.engine.optimizer
         if not self.num_passes:
             return torch.zeros((), device=device)
         rank_gradients = gradients_of(self.engine, self.stage)

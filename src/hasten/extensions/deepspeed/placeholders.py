@@ -20,12 +20,10 @@ class DummyOptim(Placeholder):
         **kwargs: Any,  # Any: further options, such as betas and eps
     ) -> None:
         super().__init__(params, lr=lr, weight_decay=weight_decay, **kwargs)
-        self.params, self.lr, self.weight_decay, self.kwargs = (
-            params,
-            lr,
-            weight_decay,
-            kwargs,
-        )
+        self.params = params
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # Any: torch's signature
         """Raise StepError: the placeholder updates nothing."""
@@ -47,11 +45,9 @@ class DummyScheduler:
         **kwargs: Any,  # Any: further options of the scheduler
     ) -> None:
         self.optimizer = optimizer
-        self.total_num_steps, self.warmup_num_steps, self.kwargs = (
-            total_num_steps,
-            warmup_num_steps,
-            kwargs,
-        )
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.kwargs = kwargs
         self.lr_scheduler_callable = lr_scheduler_callable
         """Builds the scheduler from the engine's optimizer, in place of DeepSpeed's configuration."""
         named_options = {

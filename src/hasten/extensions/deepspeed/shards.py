@@ -95,17 +95,16 @@ def _shards_of_flat_groups(optimizer: Any) -> Iterator[ZeroShard]:
     for group_index, group in enumerate(optimizer.bit16_groups):
         flat_tensor = optimizer.single_partition_of_fp32_groups[group_index]
         for parameter in group:
-            mapping, num_elements = parameter._hp_mapping, parameter.numel()
+            mapping = parameter._hp_mapping
+            num_elements = parameter.numel()
             is_half = parameter.dtype != flat_tensor.dtype
             if mapping is None:
                 yield ZeroShard(
                     parameter, flat_tensor, 0, 0, 0, num_elements, has_master=is_half
                 )
                 continue
-            flat_range, parameter_range = (
-                mapping.hp_fragment_address,
-                mapping.lp_fragment_address,
-            )
+            flat_range = mapping.hp_fragment_address
+            parameter_range = mapping.lp_fragment_address
             yield ZeroShard(
                 parameter,
                 flat_tensor,
@@ -210,7 +209,8 @@ class EngineNorm:
         setattr(optimizer, norm_method, self._take_group_norms)
 
     def _take_group_norms(self) -> Any:
-        group_norms, self._group_norms = self._group_norms, None
+        group_norms = self._group_norms
+        self._group_norms = None
         return self._compute() if group_norms is None else group_norms
 
     def scaled_norm(self) -> Tensor:

@@ -191,7 +191,8 @@ class DeepSpeedStrategy:
         self._add_hooks(prepared_engine)
         self.engines.append(prepared_engine)
         self._replaced_optimizers[id(user_optimizer)] = user_optimizer, engine_optimizer
-        item.value, optimizer.value = engine, engine_optimizer
+        item.value = engine
+        optimizer.value = engine_optimizer
 
     def _facts_of_run(
         self,
@@ -277,7 +278,8 @@ class DeepSpeedStrategy:
     def _take_engine_scheduler(self, prepared_optimizer: DeepSpeedOptimizer) -> Any:
         engine = prepared_optimizer.engine
         # the loop steps it, like any scheduler
-        engine_scheduler, engine.lr_scheduler = engine.lr_scheduler, None
+        engine_scheduler = engine.lr_scheduler
+        engine.lr_scheduler = None
         if engine_scheduler is None:
             raise PrepareError(
                 "a DummyScheduler was prepared, but DeepSpeed's configuration has no scheduler section, so no scheduler can be created. "
@@ -295,7 +297,8 @@ class DeepSpeedStrategy:
     # Any: torch's keywords
     def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:
         passes_before = [engine.optimizer.num_passes for engine in self.engines]
-        loss, loss_scale = divide_loss(loss, parts), self._find_loss_scale()
+        loss = divide_loss(loss, parts)
+        loss_scale = self._find_loss_scale()
         with ExitStack() as exit_stack:
             for engine in self.engines:
                 exit_stack.enter_context(engine.optimizer.in_backward())
@@ -460,7 +463,8 @@ class DeepSpeedStrategy:
 def add_schedule_to_checkpoints(optimizer: DeepSpeedOptimizer) -> None:
     """Include the loop's options and schedule in the engine's checkpoints, and restore them at a load."""
     engine = optimizer.engine
-    save, load = engine.save_checkpoint, engine.load_checkpoint
+    save = engine.save_checkpoint
+    load = engine.load_checkpoint
 
     @functools.wraps(save)
     def save_with_schedule(*args: Any, **kwargs: Any) -> Any:

@@ -110,7 +110,8 @@ class Divergence:
 
     def describe_report(self, consequence: str) -> str:
         """Return the report as text; `then` describes the consequence."""
-        first_difference, other_differences = self.differences[0], self.differences[1:]
+        first_difference = self.differences[0]
+        other_differences = self.differences[1:]
         all_ranks = set(chain(*first_difference.groups))
         other_ranks = sorted(all_ranks - set(first_difference.odd))
         reason, remedy = _CAUSES[self.cause]
@@ -148,7 +149,8 @@ class Divergence:
 
 def _name_parties(odd_ranks: Sequence[int], other_ranks: Sequence[int]) -> str:
     """Return the ranks that differ and the others; two groups of equal size are reported symmetrically."""
-    odd_words, other_words = ranks_in_words(odd_ranks), ranks_in_words(other_ranks)
+    odd_words = ranks_in_words(odd_ranks)
+    other_words = ranks_in_words(other_ranks)
     if len(odd_ranks) == len(other_ranks):
         return f"{other_words} and {odd_words} differ from each other"
     return f"{odd_words} {'differs' if len(odd_ranks) == 1 else 'differ'} from {other_words}"

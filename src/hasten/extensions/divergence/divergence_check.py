@@ -211,7 +211,8 @@ class DivergenceCheck(RunPart):
         device = self._ctx.device
         # viewing bits as integers would compile a separate program there
         if kind_of(device).lazy:
-            tensors, device = [tensor.cpu() for tensor in tensors], torch.device("cpu")
+            tensors = [tensor.cpu() for tensor in tensors]
+            device = torch.device("cpu")
         fingerprints = self._fingerprints.compute_all(tensors, device)
         copied_event = None
         if fingerprints.device.type != "cpu":

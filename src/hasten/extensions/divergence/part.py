@@ -12,7 +12,8 @@ class DivergencePart(RunPart):
 
     def built(self, run: Components) -> None:
         """Add the comparison to the parts of the run, unless it is off or there is a single process."""
-        ctx, trust = run.accelerator.ctx, run.accelerator.config.trust
+        ctx = run.accelerator.ctx
+        trust = run.accelerator.config.trust
         if trust.divergence == "off" or not isinstance(ctx.world, ProcessGroupComm):
             return
         if not run.is_checked("trust.divergence"):

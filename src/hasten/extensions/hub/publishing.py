@@ -158,7 +158,9 @@ class Publishing:
         """
         if not self._started:
             return None
-        background_call, self._running, self._started = self._running, None, False
+        background_call = self._running
+        self._running = None
+        self._started = False
         commit_url: str | None = finish_together(
             self._comm, background_call, "push_to_hub"
         )

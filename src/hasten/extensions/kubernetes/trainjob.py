@@ -120,12 +120,10 @@ class TrainJobStatus:
         every_s: float = _POST_INTERVAL_S,
     ) -> None:
         """Start the thread; `share` returns the completed share of the run, `step` its updates, or None after its end."""
-        self._endpoint, self._share, self._step, self._every_s = (
-            endpoint,
-            share,
-            step,
-            every_s,
-        )
+        self._endpoint = endpoint
+        self._share = share
+        self._step = step
+        self._every_s = every_s
         self._late = LateScalars()
         # replaced as a whole, read by the thread
         self._metrics: Mapping[str, float] = MappingProxyType({})
@@ -222,7 +220,8 @@ class TrainJobStatus:
 
     def _make_status(self) -> dict[str, Any]:  # Any: JSON values
         """Return the current status in the field names of the TrainJob; values of metrics are strings."""
-        completed_share, num_updates = self._completed_share(), self._step()
+        completed_share = self._completed_share()
+        num_updates = self._step()
         status: dict[str, Any] = {}
         if completed_share is not None:
             status["progressPercentage"] = math.floor(completed_share * 100)
@@ -239,7 +238,8 @@ class TrainJobStatus:
         return status
 
     def _completed_share(self) -> float | None:
-        epoch_share, bar_share = self._share(), self._bar_share
+        epoch_share = self._share()
+        bar_share = self._bar_share
         return bar_share if epoch_share is None else epoch_share
 
     def _left_s(self, share: float) -> int | None:
@@ -269,7 +269,8 @@ class TrainJobPart(RunPart):
             endpoint = StatusEndpoint.from_env(env.snapshot())
         if endpoint is None:
             return
-        clock_ref, epochs_ref = weakref.ref(run.clock), weakref.ref(run.epochs)
+        clock_ref = weakref.ref(run.clock)
+        epochs_ref = weakref.ref(run.epochs)
         self.status_reporter = TrainJobStatus(
             endpoint,
             lambda: None if (loops := epochs_ref()) is None else loops.share(),

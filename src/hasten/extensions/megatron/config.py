@@ -121,12 +121,11 @@ def _check_settings(plugin: MegatronLMPlugin, model_facts: ModelFacts) -> None:
             f"megatron.decoder_last_pipeline_num_layers={last_stage_layers} has no effect with pp_degree=1; leave it out, or raise pp_degree."
         )
     if last_stage_layers is None:
-        num_stages, num_layers = (plugin.pp_degree, model_facts.layers)
+        num_stages = plugin.pp_degree
+        num_layers = model_facts.layers
     else:
-        num_stages, num_layers = (
-            plugin.pp_degree - 1,
-            model_facts.layers - last_stage_layers,
-        )
+        num_stages = plugin.pp_degree - 1
+        num_layers = model_facts.layers - last_stage_layers
     if num_layers % num_stages or num_layers < num_stages:
         raise ConfigError(
             f"megatron.pp_degree={plugin.pp_degree} divides the model's {model_facts.layers} layers into stages of different size; set "

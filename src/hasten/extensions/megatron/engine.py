@@ -105,10 +105,8 @@ class _FixedEmbedding:
         # this tensor-parallel rank's shard of (tokens, batch, width)
         if words.reduce_scatter_embeddings:
             parallel_state = import_megatron("parallel_state")
-            num_ranks, own_rank = (
-                parallel_state.get_tensor_model_parallel_world_size(),
-                parallel_state.get_tensor_model_parallel_rank(),
-            )
+            num_ranks = parallel_state.get_tensor_model_parallel_world_size()
+            own_rank = parallel_state.get_tensor_model_parallel_rank()
             is_fixed = is_fixed.t().chunk(num_ranks)[own_rank]
         return torch.where(is_fixed[..., None], embeddings.detach(), embeddings)
 
@@ -206,10 +204,8 @@ def build_engine(
     shares_state: bool,
 ) -> BuiltEngine:
     """Build this rank's layers, initialised by megatron-core if `initialise` is set. Ranks: every rank."""
-    parallel_state, random_module = (
-        import_megatron("parallel_state"),
-        import_megatron("tensor_parallel.random"),
-    )
+    parallel_state = import_megatron("parallel_state")
+    random_module = import_megatron("tensor_parallel.random")
     with hide_warnings():
         random_module.model_parallel_cuda_manual_seed(seed)
         config = _transformer_config(engine_arguments, initialise)
@@ -231,10 +227,8 @@ def build_engine(
         layer_offset = import_megatron(
             "transformer.transformer_layer"
         ).get_transformer_layer_offset(config)
-    first, last = (
-        parallel_state.is_pipeline_first_stage(),
-        parallel_state.is_pipeline_last_stage(),
-    )
+    first = parallel_state.is_pipeline_first_stage()
+    last = parallel_state.is_pipeline_last_stage()
     return BuiltEngine(wrapper, inner_chunk, config, first, last, layer_offset)
 
 

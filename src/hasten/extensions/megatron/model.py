@@ -161,7 +161,8 @@ class MegatronModel(nn.Module):
     def fill_shards(self, hub_weights: dict[str, Tensor]) -> None:
         """Copy this rank's shards from whole weights in the Hub layout. Local."""
         for name, parameter in self.held.items():
-            entry, location = self.entries[name], self.place_of(parameter)
+            entry = self.entries[name]
+            location = self.place_of(parameter)
             if location.size != location.view:
                 parameter.zero_()  # rows that pad the vocabulary, never read or trained
             unpadded_shard(parameter.data, location).copy_(
@@ -222,7 +223,8 @@ class MegatronModel(nn.Module):
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         """Return the logits with the lowest value in columns that pad the vocabulary."""
-        width, start_column = logits.shape[-1], logits.shape[-1] * self.ranks.tp[0]
+        width = logits.shape[-1]
+        start_column = logits.shape[-1] * self.ranks.tp[0]
         num_real_columns = max(0, min(width, self.facts.vocab - start_column))
         if num_real_columns == width:
             return logits

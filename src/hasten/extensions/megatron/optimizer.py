@@ -285,7 +285,8 @@ class MegatronOptimizer(EngineOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by the index of the parameter: this rank's slices, whole tensors and scalars. Local."""
-        shard_parts, inner_state = self._shard_parts(), self.inner.optimizer.state
+        shard_parts = self._shard_parts()
+        inner_state = self.inner.optimizer.state
         sample_state: dict[str, Any] = next(
             (
                 inner_state[shard_part.main]

@@ -13,7 +13,8 @@ from hasten.extensions.megatron.settings import MegatronLMPlugin
 
 def check_sizes(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that Megatron's sizes divide the number of processes."""
-    sizes, total = config.section(MegatronLMPlugin), config.launch.num_processes
+    sizes = config.section(MegatronLMPlugin)
+    total = config.launch.num_processes
     if config.strategy != "megatron" or not total:
         return
     product = sizes.tp_degree * sizes.pp_degree

@@ -57,10 +57,8 @@ def _gpt2_entries(facts: ModelFacts) -> Iterator[TensorEntry]:
         "embedding.position_embeddings.weight", ("transformer.wpe.weight",)
     )
     for layer_index in range(facts.layers):
-        engine_prefix, hub_prefix = (
-            f"decoder.layers.{layer_index}.",
-            f"transformer.h.{layer_index}.",
-        )
+        engine_prefix = f"decoder.layers.{layer_index}."
+        hub_prefix = f"transformer.h.{layer_index}."
         for tensor_kind in ("weight", "bias"):
             is_matrix = tensor_kind == "weight"
             matrix_fusion: Fusion = "transposed" if is_matrix else "same"
@@ -113,10 +111,8 @@ def _llama_entries(facts: ModelFacts) -> Iterator[TensorEntry]:
         split="vocab",
     )
     for layer_index in range(facts.layers):
-        engine_prefix, hub_prefix = (
-            f"decoder.layers.{layer_index}.",
-            f"model.layers.{layer_index}.",
-        )
+        engine_prefix = f"decoder.layers.{layer_index}."
+        hub_prefix = f"model.layers.{layer_index}."
         yield TensorEntry(
             f"{engine_prefix}input_layernorm.weight",
             (f"{hub_prefix}input_layernorm.weight",),

@@ -161,7 +161,9 @@ class MegatronStrategy:
                     "recompute, set megatron.recompute_activations)."
                 )
         plugin = config.section(MegatronLMPlugin)
-        self._config, self._plugin, self._ctx = config, plugin, ctx
+        self._config = config
+        self._plugin = plugin
+        self._ctx = ctx
         self._place, self._convert = PlaceOnDevice(), Convert(config.master_weights)
         self.caps = Caps(
             owns_precision=True,
@@ -185,7 +187,8 @@ class MegatronStrategy:
         precision: Precision,
         train: bool = True,
     ) -> None:
-        models, optimizers = bundle.of("model"), bundle.of("optimizer")
+        models = bundle.of("model")
+        optimizers = bundle.of("optimizer")
         make_optimizers(optimizers, [item.value for item in models])
         trained_model = None
         if train:
@@ -239,7 +242,8 @@ class MegatronStrategy:
         bind_optimizer(user_optimizer, model, group_of_name)
         self._declare_other_stages(model)
         model.train(module.training)
-        self.model, self._user_optimizer = model, user_optimizer
+        self.model = model
+        self._user_optimizer = user_optimizer
         self.optimizer = MegatronOptimizer(
             model, user_optimizer, self._plugin.gradient_clipping, seed, shares_state
         )
@@ -419,10 +423,8 @@ class MegatronStrategy:
                 f"clip_grad_norm_(norm_type={norm_type}) is not supported under megatron, whose engine computes the 2-norm over its "
                 "ranks; remove norm_type."
             )
-        local_ids, clipped_ids = (
-            set(map(id, model.held.values())),
-            set(map(id, parameters)),
-        )
+        local_ids = set(map(id, model.held.values()))
+        clipped_ids = set(map(id, parameters))
         if local_ids != clipped_ids:
             raise StepError(
                 f"clip_grad_norm_() got {len(clipped_ids)} parameters, but this rank's part of the model has {len(local_ids)}; the engine clips "
@@ -507,10 +509,8 @@ def _facts_of(module: Any) -> ModelFacts:  # Any: a model of transformers
     config = getattr(module, "config", None)
     # raises for unknown architectures, before the modules are inspected
     model_facts(config)
-    word_embeddings, output_head = (
-        module.get_input_embeddings(),
-        module.get_output_embeddings(),
-    )
+    word_embeddings = module.get_input_embeddings()
+    output_head = module.get_output_embeddings()
     facts = model_facts(
         config,
         None if output_head is None else output_head.weight is word_embeddings.weight,

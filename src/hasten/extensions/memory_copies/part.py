@@ -242,19 +242,15 @@ class MemoryCopies(RunPart):
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         for transfer in transfers:
-            senders, receivers = (
-                machine.all[transfer.source],
-                machine.all[transfer.target],
-            )
+            senders = machine.all[transfer.source]
+            receivers = machine.all[transfer.target]
             files_to_send = []
             for file in transfer.manifest.files:
                 if file.size and file not in transfer.equal_files:
                     files_to_send.append(file)
             for index, file in enumerate(files_to_send):
-                sender, receiver = (
-                    senders[index % len(senders)],
-                    receivers[index % len(receivers)],
-                )
+                sender = senders[index % len(senders)]
+                receiver = receivers[index % len(receivers)]
                 if sender == self._ctx.rank:
                     sends.append(
                         (
@@ -301,7 +297,8 @@ class MemoryCopies(RunPart):
         self, choice: MemoryChoice, agreement: Agreement
     ) -> tuple[LocalStore, str]:
         """Return store and name of the state here, after transfers to machines without it. Ranks: every rank."""
-        machine, size = self._machine_group(agreement), self._ctx.world.size
+        machine = self._machine_group(agreement)
+        size = self._ctx.world.size
         agreement.label = f"fetching the state of update {choice.step} from the memory of other machines"
         moves = []
         for target, source in enumerate(choice.sources):

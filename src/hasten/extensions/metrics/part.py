@@ -177,11 +177,13 @@ class RankMetrics:
 
     def read_metrics(self) -> RankReading | None:
         """Return the numbers of now, without waiting for the training or a device; None if the Accelerator is gone."""
-        accelerator, run_log = self._owner(), self._run_log()
+        accelerator = self._owner()
+        run_log = self._run_log()
         if accelerator is None or run_log is None:
             return None
         run_components = components(accelerator)
-        clock, prepared = run_components.clock, run_components.prepared
+        clock = run_components.clock
+        prepared = run_components.prepared
         step = max([optimizer.num_updates for optimizer in prepared.optimizers] or [0])
         status = clock.parts.read_numbers()
         now_s = time.time()

@@ -129,10 +129,8 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(
                 parameter, memory_format=torch.preserve_format
             )
-        local_momentum, local_gradient = (
-            local_tensor(state["momentum_buffer"]),
-            local_tensor(gradient),
-        )
+        local_momentum = local_tensor(state["momentum_buffer"])
+        local_gradient = local_tensor(gradient)
         local_momentum.lerp_(
             local_gradient.to(local_momentum.dtype), 1.0 - group["momentum"]
         )
@@ -306,7 +304,8 @@ class _Exchange:
 
     def _shard_sizes(self) -> list[int]:
         """Return the extent of each rank's shard along the sharded dimension, as torch splits it."""
-        full_extent, num_ranks = self.shape[self.dim], self.group.size()
+        full_extent = self.shape[self.dim]
+        num_ranks = self.group.size()
         shard_extent = -(-full_extent // num_ranks)
         sizes = []
         for shard_rank in range(num_ranks):
@@ -368,15 +367,14 @@ class _Exchange:
         self, matrix: Tensor | None, num_matrices: int
     ) -> tuple[dist.Work, Tensor, int]:
         """Start to send each rank its shard of this rank's orthogonalised matrix."""
-        own_rank, num_ranks = self.group.rank(), self.group.size()
+        own_rank = self.group.rank()
+        num_ranks = self.group.size()
         num_own_values = self._count_elements(self._shard_sizes()[own_rank])
         if matrix is None:
-            send_buffer, send_sizes = (
-                torch.empty(
-                    0, dtype=self.iteration.dtype, device=self.iteration.device
-                ),
-                [0] * num_ranks,
+            send_buffer = torch.empty(
+                0, dtype=self.iteration.dtype, device=self.iteration.device
             )
+            send_sizes = [0] * num_ranks
         else:
             shards = torch.split(matrix, self._shard_sizes(), dim=self.dim)
             send_buffer = torch.cat([shard.reshape(-1) for shard in shards])

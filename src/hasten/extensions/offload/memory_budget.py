@@ -70,7 +70,9 @@ class MemoryBudget:
 
     def end_step(self) -> None:
         """Take the samples since the last call as the prediction for the next step."""
-        self._previous, self._samples, self._updated = self._samples, [], True
+        self._previous = self._samples
+        self._samples = []
+        self._updated = True
 
     def fits_ahead(self, held_bytes: int, more_bytes: int) -> bool:
         """Return whether `more` bytes may be fetched during the backward, beside `held` ones."""
@@ -93,10 +95,8 @@ class MemoryBudget:
         if self._use is None or held_bytes <= self.floor_bytes:
             return held_bytes > self.floor_bytes
         num_samples = len(self._samples)
-        samples_before, coming_samples = (
-            self._previous[max(num_samples - 1, 0) : num_samples],
-            self._previous[num_samples:][:1],
-        )
+        samples_before = self._previous[max(num_samples - 1, 0) : num_samples]
+        coming_samples = self._previous[num_samples:][:1]
         loss_follows = (
             not coming_samples
             or not coming_samples[0].in_forward

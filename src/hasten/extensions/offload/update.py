@@ -482,8 +482,10 @@ class StreamedUpdate:
         else:
             if piece.home is None or state_slots != piece.slots:
                 self._learn_ratio(sum(map(num_bytes, updated_tensors.values())), piece)
-                piece.home, piece.slots = self._pool.cut_bytes(size)[2], state_slots
-            flight.memory, flight.state = None, updated_tensors
+                piece.home = self._pool.cut_bytes(size)[2]
+                piece.slots = state_slots
+            flight.memory = None
+            flight.state = updated_tensors
             flight.num_bytes = sum(
                 map(num_bytes, (*updated_tensors.values(), *flight.parameters.values()))
             )

@@ -92,7 +92,8 @@ class PackedBatchSampler(Sampler[list[int]]):
                 num_free_tokens, pack_index = free_packs.pop(pack_position)
                 packs[pack_index].append(index)
             else:
-                num_free_tokens, pack_index = self.max_tokens, len(packs)
+                num_free_tokens = self.max_tokens
+                pack_index = len(packs)
                 packs.append([index])
             if num_free_tokens - length > 0:
                 insort(free_packs, (num_free_tokens - length, pack_index))

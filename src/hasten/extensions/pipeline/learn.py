@@ -64,7 +64,8 @@ class Learner:
     def _first_pass(
         self, block_chain: BlockChain, run_forward: Callable[[], Any]
     ) -> LearntShapes:
-        learnt_shapes, stage_error = LearntShapes(SeenCall()), None
+        learnt_shapes = LearntShapes(SeenCall())
+        stage_error = None
         hidden_state: Any = None  # Any: the output of the last stage
         for stage in range(self._place.stages):
             owner_rank = self._place.rank_of(stage)
@@ -75,7 +76,8 @@ class Learner:
                     )
                 # must reach every rank of the pipeline; raised below
                 except Exception as problem:
-                    stage_error, hidden_state = problem, None
+                    stage_error = problem
+                    hidden_state = None
             if stage == 0:
                 learnt_shapes.seen = self._comm.broadcast_object(
                     learnt_shapes.seen, owner_rank

@@ -120,9 +120,11 @@ class RemoteModule(nn.Module):
             running_pass.final and running_pass.left_stage
         ):
             if running_pass.stage == 0 and not running_pass.entered_stage:
-                expected_side, remedy_setting = ("after", "first_stage")
+                expected_side = "after"
+                remedy_setting = "first_stage"
             else:
-                expected_side, remedy_setting = ("before", "last_stage")
+                expected_side = "before"
+                remedy_setting = "last_stage"
             raise PrepareError(
                 f"{self.name!r} was expected to run {expected_side} the blocks, based on the order in which the model registers its modules, but "
                 f"it is called on the other side. Name it: pp_handler.{remedy_setting}=({self.name!r},)."
@@ -280,10 +282,8 @@ class BlockChain:
             self._container.register_module(
                 block_names[block_index], self._stand_ins[block_index]
             )
-        random_stream, self.running_pass = (
-            self._streams[running_pass.stage],
-            running_pass,
-        )
+        random_stream = self._streams[running_pass.stage]
+        self.running_pass = running_pass
         random_stream.begin_stream(self._blocks[running_pass.start])
         try:
             return call()

@@ -79,7 +79,8 @@ class _StageModule(nn.Module):
         """Return the output of this stage for micro-batch number `where`."""
         step_work, block_chain = self.work, self.line
         assert step_work.loss_of is not None, "a step is running"
-        micro_batch, loss_of = step_work.micros[int(where)], step_work.loss_of
+        micro_batch = step_work.micros[int(where)]
+        loss_of = step_work.loss_of
         running_pass = block_chain.begin_pass(
             self.stage, received[0] if self.stage else None, self.seen
         )
@@ -89,7 +90,8 @@ class _StageModule(nn.Module):
         if not running_pass.final:
             hidden_state: Tensor = stage_output
             return hidden_state.contiguous()
-        loss, loss_share = checked_loss(stage_output), step_work.shares[int(where)]
+        loss = checked_loss(stage_output)
+        loss_share = step_work.shares[int(where)]
         weighted_loss = loss.detach().float() * loss_share
         if isinstance(loss_share, Tensor):
             leave_if_weightless(loss, loss_share)
@@ -155,12 +157,10 @@ class Stepper:
     ) -> Tensor | None:
         """Run forward and backward of all micro-batches; return the weighted loss on the rank of the last stage, else None."""
         step_work = self._work
-        step_work.micros, step_work.loss_of, step_work.factor, step_work.shares = (
-            micro_batches,
-            loss_of,
-            loss_factor,
-            loss_shares,
-        )
+        step_work.micros = micro_batches
+        step_work.loss_of = loss_of
+        step_work.factor = loss_factor
+        step_work.shares = loss_shares
         args = (self._where,) if self._first else ()
         try:
             self._schedule.step(

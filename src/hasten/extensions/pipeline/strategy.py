@@ -246,7 +246,8 @@ class Pipeline:
         block_chain = self._make_line(wrapped_model)
         if wrapped_model not in self._shared:
             block_chain.attach_hooks(wrapped_model)
-            ties, stage_part = self._ties.get(wrapped_model, {}), block_chain.part
+            ties = self._ties.get(wrapped_model, {})
+            stage_part = block_chain.part
             shared_weights = SharedWeights()
             for parameter_name, parameter in named_parameters(wrapped_model):
                 whole_name = stage_part.whole_name(parameter_name)
@@ -291,11 +292,9 @@ class Pipeline:
         weight: WeightOf | None = None,
     ) -> Tensor:
         """Run forward and backward of a batch in micro-batches; return its loss on every stage. Ranks: every rank."""
-        block_chain, num_micro_batches, device = (
-            self._make_line(model),
-            self._count,
-            self._ctx.device,
-        )
+        block_chain = self._make_line(model)
+        num_micro_batches = self._count
+        device = self._ctx.device
         micro_rows = check_rows(trees.batch_size(batch), num_micro_batches)
         total_rows = micro_rows * num_micro_batches
         micro_batches = []
@@ -328,10 +327,8 @@ class Pipeline:
             batch_weights = [
                 checked_weight(weight(micro_batch)) for micro_batch in micro_batches
             ]
-            total_weight, loss_shares = (
-                sum(batch_weights),
-                relative_weights(batch_weights, device),
-            )
+            total_weight = sum(batch_weights)
+            loss_shares = relative_weights(batch_weights, device)
         loss_factor = weigh(torch.ones((), device=device), total_weight)
         shared_weights = self._shared[model]
         shared_weights.set_aside()
@@ -449,12 +446,10 @@ class Pipeline:
         learnt_shapes: list[LearntShapes],
     ) -> list[Any]:  # Any: arguments and outputs of the model
         """Return the outputs of all micro-batches, on the rank of the last stage."""
-        rank_of, own_rank, ranks, group = (
-            self._place.rank_of,
-            self._comm.rank,
-            self._comm.ranks,
-            self._comm.group,
-        )
+        rank_of = self._place.rank_of
+        own_rank = self._comm.rank
+        ranks = self._comm.ranks
+        group = self._comm.group
         local_outputs: dict[tuple[int, int], Tensor] = {}
         pending_sends: list[tuple[Any, Tensor]] = []  # Any: torch's work handles
         final_outputs: list[Any] = []

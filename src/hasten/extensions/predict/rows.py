@@ -48,10 +48,8 @@ class RowParts:
 
     def list_batches(self, part_number: int) -> list[range]:
         """Return the row ranges of the batches of a part."""
-        first_row, end_row = (
-            part_number * self.rows_per_part,
-            min((part_number + 1) * self.rows_per_part, self.num_rows),
-        )
+        first_row = part_number * self.rows_per_part
+        end_row = min((part_number + 1) * self.rows_per_part, self.num_rows)
         batches = []
         for batch_start in range(first_row, end_row, self.batch_size):
             batches.append(

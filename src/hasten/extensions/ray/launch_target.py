@@ -91,7 +91,8 @@ def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
 
     Raises: ConfigError for settings that Ray has no equivalent for.
     """
-    launch_settings, target = request.config.launch, request.target
+    launch_settings = request.config.launch
+    target = request.target
     ray_settings = request.config.section(RaySettings)
     _check_settings(request)
     min_workers, max_workers = _worker_range(
@@ -150,10 +151,8 @@ TARGET: Final = LaunchTarget(
 def _count_words(
     request: LaunchRequest, min_workers: int, max_workers: int, use_gpu: bool
 ) -> str:
-    launch_settings, workers = (
-        request.config.launch,
-        request.config.section(RaySettings).workers,
-    )
+    launch_settings = request.config.launch
+    workers = request.config.section(RaySettings).workers
     if min_workers == max_workers:
         workers_text = f"{max_workers} worker(s)"
     else:
@@ -166,7 +165,8 @@ def _count_words(
 
 
 def _check_settings(request: LaunchRequest) -> None:
-    launch_settings, defaults = request.config.launch, LaunchConfig()
+    launch_settings = request.config.launch
+    defaults = LaunchConfig()
     unsupported_names = []
     for name in given(launch_settings):
         is_changed = getattr(launch_settings, name) != getattr(defaults, name)
@@ -252,10 +252,8 @@ def _worker_end(rank: int, error: BaseException) -> WorkerEnd:
     }:
         return WorkerEnd(rank, f"{type(error).__name__}: {error}")
     error_text = str(error)
-    host_match, pid_match = (
-        re.search(r"hostname='([^']*)'", error_text),
-        re.search(r"pid[=:] ?(\d+)", error_text),
-    )
+    host_match = re.search(r"hostname='([^']*)'", error_text)
+    pid_match = re.search(r"pid[=:] ?(\d+)", error_text)
     reason_match = re.search(r"The actor is dead because (.*)", error_text)
     if reason_match:
         reason_text = reason_match[1].partition(" Some common causes")[0].rstrip(". ")
@@ -308,7 +306,8 @@ def main() -> None:
     run_fields = json.loads(sys.argv[1])
     ray_run = RayRun(**{**run_fields, "workers": tuple(run_fields["workers"])})
     program = sys.argv[2:]
-    ray, train = need("ray", VERSIONS, "--ray"), need("ray.train", VERSIONS, "--ray")
+    ray = need("ray", VERSIONS, "--ray")
+    train = need("ray.train", VERSIONS, "--ray")
     ray.init(address=ray_run.address)
     variables = environment.snapshot()
     passed_variables = {}

@@ -107,11 +107,9 @@ class RemoteDraft:
         devices = devices_of(
             [segment for segment in blob.segments if not isinstance(segment, bytes)]
         )
-        host_buffer, segment_offsets, chunk_sums = (
-            HostBuffer(bool(devices)),
-            segment_starts(blob),
-            [],
-        )
+        host_buffer = HostBuffer(bool(devices))
+        segment_offsets = segment_starts(blob)
+        chunk_sums = []
         with self._store.fs.open(self._join_path(file_name), "wb") as remote_file:
             for start in range(0, blob.size, CHUNK_BYTES):
                 chunk_hash = xxhash.xxh3_64()
@@ -339,7 +337,8 @@ class RemoteStore:
 
     def check(self, name: str) -> Manifest:
         """Return the manifest after checking that every file has its size. Raises: a CheckpointError otherwise."""
-        manifest, remote_sizes = self.manifest(name), self.sizes(name)
+        manifest = self.manifest(name)
+        remote_sizes = self.sizes(name)
         missing_names = []
         for file in manifest.files:
             if remote_sizes.get(_placed_path(manifest, file)) != file.size:

@@ -48,11 +48,9 @@ def check_ranks(accelerator: Accelerator) -> str:
 
 def check_collectives(accelerator: Accelerator) -> str:
     """Check the results of gather, reduce, broadcast and pad."""
-    rank, num_processes, device = (
-        accelerator.process_index,
-        accelerator.num_processes,
-        accelerator.device,
-    )
+    rank = accelerator.process_index
+    num_processes = accelerator.num_processes
+    device = accelerator.device
     rank_tensor = torch.full((2,), float(rank), device=device)
     gathered_tensor = accelerator.gather(rank_tensor)
     _expect_that(
@@ -191,10 +189,12 @@ def run_checks(
     has_passed = True
     for name, check in checks:
         try:
-            check_message, passed = check(accelerator), True
+            check_message = check(accelerator)
+            passed = True
         # every error is reported with its rank, and the next check still runs
         except Exception as error:
-            check_message, passed = f"{type(error).__name__}: {error}", False
+            check_message = f"{type(error).__name__}: {error}"
+            passed = False
         outcomes = gather_object((passed, check_message), accelerator.ctx.world)
         has_passed = has_passed and all(ok for ok, _ in outcomes)
         if accelerator.is_main_process:
@@ -269,10 +269,8 @@ def _train_losses(accelerator: Accelerator, num_rows: int) -> list[float]:
     prepared: tuple[Any, Any] = accelerator.prepare(model, optimizer)
     prepared_model, prepared_optimizer = prepared
     mesh, losses = accelerator.ctx.mesh, []
-    num_readers, reader_index = (
-        mesh.size(*BATCH),
-        mesh.index(accelerator.process_index, *BATCH),
-    )
+    num_readers = mesh.size(*BATCH)
+    reader_index = mesh.index(accelerator.process_index, *BATCH)
     for tensors in _make_batches(num_rows):
         batch = []
         for tensor in tensors:

@@ -242,10 +242,8 @@ def print_path(argv: Sequence[str]) -> int:
     )
     parser.parse_args(argv)
     environment_variables = environment.snapshot()
-    used_file, default_file = (
-        files.find(environment_variables),
-        files.default_path(environment_variables),
-    )
+    used_file = files.find(environment_variables)
+    default_file = files.default_path(environment_variables)
     sys.stdout.write(f"{used_file or default_file}\n")
     if used_file is None:
         sys.stderr.write("note: there is no file yet; `hasten config` writes it\n")

@@ -133,7 +133,8 @@ def _strategy_question() -> Question:
 def _precision_question(machine_facts: MachineFacts, device: str) -> Question:
     is_for_other_machine = device == "accelerator" and machine_facts.device == "cpu"
     if is_for_other_machine or device == "tpu":
-        best_precision, reason = "bf16", "recommended for recent accelerators"
+        best_precision = "bf16"
+        reason = "recommended for recent accelerators"
     else:
         if device == "cpu":
             described_machine = MachineFacts()

@@ -112,7 +112,8 @@ class Coordinator:
 
     def wait_for_quorum(self, quorum_future: Future[Quorum]) -> Quorum:
         """Return the quorum when it has formed; reports a long wait. Raises: CommError when the lighthouse cannot be reached."""
-        began_s, report_due_s = time.monotonic(), _FIRST_REPORT_S
+        began_s = time.monotonic()
+        report_due_s = _FIRST_REPORT_S
         while True:
             try:
                 # slices, so that signals of the process are handled
@@ -181,7 +182,8 @@ class Coordinator:
                 )
             except TimeoutError:
                 # it waits for the others: its loop does not hang
-                num_failures, self._last_ask_s = 0, time.monotonic()
+                num_failures = 0
+                self._last_ask_s = time.monotonic()
             # torchft raises plain RuntimeError: the connection or the lighthouse is gone
             except Exception as error:
                 num_failures += 1

@@ -145,10 +145,8 @@ class Crew:
 
         They have the state with which their scripts began; new ones load the newest checkpoint, if the script loads any.
         """
-        was_held, self._is_held = (
-            self._is_held,
-            any(self.folder.glob(f"{JOINED_PREFIX}*")),
-        )
+        was_held = self._is_held
+        self._is_held = any(self.folder.glob(f"{JOINED_PREFIX}*"))
         if (
             self._is_held
             or not was_held
@@ -252,7 +250,8 @@ class Crew:
 
     def _kill_late_replicas(self) -> None:
         """End replicas that are still there long after the run was finished, or after a signal."""
-        now_s, settings = time.monotonic(), self.config.section(SurviveSettings)
+        now_s = time.monotonic()
+        settings = self.config.section(SurviveSettings)
         is_late = (
             self._finished_at_s is not None
             and now_s - self._finished_at_s > settings.hang_timeout_s

@@ -43,14 +43,16 @@ class Duties:
         self, contributors: Iterable[str], ends_run: bool = False
     ) -> None:
         """Record an update of these replicas; with `stops`, one of them has asked to end the run after it."""
-        self._leader, self.behind = min(contributors), False
+        self._leader = min(contributors)
+        self.behind = False
         self._run_ends = self._run_ends or ends_run
 
     def record_epoch_end(
         self, members: Iterable[str], healed_replicas: Iterable[str]
     ) -> None:
         """Record the members at the end of an epoch, and those that were healed there: they do not lead before an update."""
-        member_names, healed_names = set(members), set(healed_replicas)
+        member_names = set(members)
+        healed_names = set(healed_replicas)
         self.behind = False
         if self._leader is not None or member_names == {self._name}:
             self._leader = min(member_names - healed_names or member_names)

@@ -133,7 +133,8 @@ class Inside:
 
         Ranks: the first, from one thread.
         """
-        now_s, limit_s = time.monotonic(), self._settings.heartbeat_timeout_s / 2
+        now_s = time.monotonic()
+        limit_s = self._settings.heartbeat_timeout_s / 2
         for rank in range(1, self.size):
             heartbeat_key = f"heartbeat {rank}"
             if self._store.check([heartbeat_key]):

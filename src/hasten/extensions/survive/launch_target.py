@@ -44,7 +44,8 @@ def processes_per_replica(config: Config) -> int:
 
     Raises: ConfigError if the replicas cannot have equally many.
     """
-    launch, num_replicas = config.launch, config.section(SurviveSettings).replicas
+    launch = config.launch
+    num_replicas = config.section(SurviveSettings).replicas
     num_processes = (
         launch.num_processes
         or (launch.processes_per_machine or 0) * launch.num_machines
@@ -60,10 +61,8 @@ def processes_per_replica(config: Config) -> int:
 
 def settings_of_replica(config: Config) -> tuple[SettingEntry, ...]:
     """Return the settings of one replica, which is a run of its own on one machine."""
-    source, num_processes = (
-        SettingSource("code", "--replicas"),
-        processes_per_replica(config),
-    )
+    source = SettingSource("code", "--replicas")
+    num_processes = processes_per_replica(config)
     return (
         SettingEntry(("launch", "num_processes"), num_processes, source),
         SettingEntry(("launch", "processes_per_machine"), None, source),
@@ -79,8 +78,10 @@ def settings_of_replica(config: Config) -> tuple[SettingEntry, ...]:
 
 def check_settings(config: Config) -> None:
     """Raise ConfigError unless the settings describe replicas of equally many processes."""
-    launch, settings = config.launch, config.section(SurviveSettings)
-    num_replicas, min_replicas = settings.replicas, settings.min_replicas
+    launch = config.launch
+    settings = config.section(SurviveSettings)
+    num_replicas = settings.replicas
+    min_replicas = settings.min_replicas
     if launch.nnodes is not None:
         raise ConfigError(
             f"--replicas {num_replicas} divides the replicas over a fixed number of machines, and nnodes={launch.nnodes} asks for a changing one. Give "

@@ -114,7 +114,10 @@ class Ledger:
     def begin_epoch(self, epoch: int) -> None:
         """Start an epoch; what is left of the current one is recorded as unused."""
         self.close_epoch()
-        self.epoch, self.following, self.returned, self.rounds = epoch, 0, [], []
+        self.epoch = epoch
+        self.following = 0
+        self.returned = []
+        self.rounds = []
 
     def close_epoch(self) -> None:
         """Record the samples of this epoch that no applied update has used."""
@@ -181,20 +184,16 @@ def rank_positions(
     """Return the positions of one of a replica's ranks: adjacent ones, and as many as on the other ranks, or one more or fewer."""
     replica_ranges = list(replica_ranges)
     equal_share, num_larger = divmod(count_positions(replica_ranges), num_ranks)
-    num_skipped, num_wanted = (
-        equal_share * rank + min(rank, num_larger),
-        equal_share + (rank < num_larger),
-    )
+    num_skipped = equal_share * rank + min(rank, num_larger)
+    num_wanted = equal_share + (rank < num_larger)
     ranges_of_rank: list[PositionRange] = []
     for start, end in replica_ranges:
         first_position = min(start + num_skipped, end)
         last_position = min(first_position + num_wanted, end)
         if first_position < last_position:
             ranges_of_rank.append((first_position, last_position))
-        num_skipped, num_wanted = (
-            num_skipped - (first_position - start),
-            num_wanted - (last_position - first_position),
-        )
+        num_skipped = num_skipped - (first_position - start)
+        num_wanted = num_wanted - (last_position - first_position)
     return ranges_of_rank
 
 

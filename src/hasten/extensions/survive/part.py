@@ -141,7 +141,8 @@ class Survive(RunPart):
     # Any: the components of the Accelerator, in an upper layer
     def built(self, components: Any) -> None:
         """Make this replica known to the lighthouse. Ranks: every rank. Raises: ConfigError for settings and worlds without support."""
-        accelerator, config = components.accelerator, components.accelerator.config
+        accelerator = components.accelerator
+        config = components.accelerator.config
         settings = config.section(SurviveSettings)
         check_config(config)
         refuse_meshes(accelerator.ctx, settings)
@@ -156,11 +157,13 @@ class Survive(RunPart):
             accelerator.ctx,
             token,
         )
-        self._clock, self._num_replicas = components.clock, settings.replicas
+        self._clock = components.clock
+        self._num_replicas = settings.replicas
         if components.run_log is not None:
             replica.note = components.run_log.record_event
         accelerator.process.leads = lambda: replica.duties.leads
-        preemption, saving = components.preemption, components.saving
+        preemption = components.preemption
+        saving = components.saving
         replica.duties.received = lambda: preemption.received
         preemption.decide = lambda: replica.leaves
         saving.register_for_checkpointing(replica)

@@ -215,16 +215,15 @@ class Replica:
             if not roles.is_active(self.name):
                 if not self._receive_state(roles, in_step=True):
                     continue
-                self._done, self._skips_update = (
-                    (self._clock.serial, self._clock.num_updates),
-                    True,
-                )
+                self._done = (self._clock.serial, self._clock.num_updates)
+                self._skips_update = True
                 return True
             try:
                 self._write_mean_gradients(holder, quorum, roles, timeout_s)
                 break
             except LostReplicaError as error:
-                num_retries, timeout_s = num_retries + 1, self._settings.timeout_s
+                num_retries = num_retries + 1
+                timeout_s = self._settings.timeout_s
                 log.info(
                     "survive: update %d of replica %s is repeated: %s",
                     *(self.ledger.step, self.name, error),
@@ -287,10 +286,8 @@ class Replica:
         """Return the members that the lighthouse names, when enough replicas are there."""
         began_s, is_reported = time.monotonic(), False
         while True:
-            quorum_future, self._quorum_future = (
-                self._quorum_future or coordinator.ask_for_quorum(),
-                None,
-            )
+            quorum_future = self._quorum_future or coordinator.ask_for_quorum()
+            self._quorum_future = None
             self.report.waiting_since = self._met_at_s = time.monotonic()
             try:
                 quorum = coordinator.wait_for_quorum(quorum_future)
@@ -395,7 +392,8 @@ class Replica:
         self._close_group()
         if len(member_names) > 1:
             group_key = f"{quorum.key}/{'+'.join(member_names)}/{self._inside.rank}"
-            store_address, timeout_s = roles.active[0].store, self._settings.timeout_s
+            store_address = roles.active[0].store
+            timeout_s = self._settings.timeout_s
             self._group = ReplicaGroup(
                 store_address,
                 group_key,
@@ -403,7 +401,8 @@ class Replica:
                 len(member_names),
                 timeout_s,
             )
-        self.contributors, self._grouped = member_names, True
+        self.contributors = member_names
+        self._grouped = True
 
     def _count_weights(self) -> tuple[float, float]:
         """Return the factor of this replica's gradients, and its share of the sum of weights."""
@@ -519,7 +518,8 @@ class Replica:
 
     def _receive_state(self, roles: Roles, in_step: bool = False) -> bool:
         """Receive the run's state from another replica; returns False if that one was lost, and nothing has changed."""
-        source_member, survive_settings = roles.source_of(self.name), self._settings
+        source_member = roles.source_of(self.name)
+        survive_settings = self._settings
         self._close_group()
         received_state: RunStateDict | None = None
         try:

@@ -155,13 +155,11 @@ class MachineServer:
         token: bytes | None,
         print_message: Callable[[str], None],
     ) -> None:
-        self._meeting, self._report, self._check_in, self._token, self._say = (
-            meeting,
-            report,
-            check_in,
-            token,
-            print_message,
-        )
+        self._meeting = meeting
+        self._report = report
+        self._check_in = check_in
+        self._token = token
+        self._say = print_message
         self.lighthouse = ""
         """Address of the lighthouse, which the other machines are told; they wait while it is empty."""
         self._own = MachineNotes()
@@ -209,7 +207,8 @@ class MachineServer:
                 num_silent += machine.notes.running
         run_notes = merge_notes(all_notes)
         run_notes.running -= num_silent
-        run_notes.stop, run_notes.code = self._stop, self._code
+        run_notes.stop = self._stop
+        run_notes.code = self._code
         return run_notes
 
     def close(self, exit_code: int) -> None:
@@ -321,10 +320,8 @@ class MachineServer:
                 return None, 0
             assert machine_rank is not None, "a machine without a rank was refused"
             self._connections += 1
-            known_machine, connection_number = (
-                self._machines.get(machine_rank),
-                self._connections,
-            )
+            known_machine = self._machines.get(machine_rank)
+            connection_number = self._connections
             machine_notes = known_machine.notes if known_machine else MachineNotes()
             self._machines[machine_rank] = _RemoteMachine(
                 report.host,
@@ -350,7 +347,8 @@ class MachineServer:
         self, requested_rank: int | None, report: Report, launcher: str
     ) -> tuple[int | None, str]:
         """Return the rank of a machine and the reason to refuse it, empty for none."""
-        num_machines, now_s = self._meeting.max_machines, time.monotonic()
+        num_machines = self._meeting.max_machines
+        now_s = time.monotonic()
         busy_ranks = set()
         returning_ranks = []
         for known_rank, machine in self._machines.items():
@@ -405,12 +403,10 @@ class MachineClient:
         print_message: Callable[[str], None],
     ) -> None:
         """Connect to machine 0. Raises: LaunchError when it does not respond in time, or refuses this machine."""
-        self._meeting, self._report, self._token, self._say = (
-            meeting,
-            report,
-            token,
-            print_message,
-        )
+        self._meeting = meeting
+        self._report = report
+        self._token = token
+        self._say = print_message
         self.rank = meeting.machine_rank or -1
         self.lighthouse = ""
         self._launcher = secrets.token_hex(8)
@@ -424,10 +420,8 @@ class MachineClient:
             target=self._keep_connected, name="hasten-machines", daemon=True
         )
         self._thread.start()
-        server_address, patience_s = (
-            f"{meeting.address}:{meeting.port}",
-            meeting.join_timeout_s,
-        )
+        server_address = f"{meeting.address}:{meeting.port}"
+        patience_s = meeting.join_timeout_s
         self._is_answered.wait(patience_s)
         if self._refused or not self._is_answered.is_set():
             self._closed.set()

@@ -67,7 +67,8 @@ class ReplicaProcesses:
 
     def read_failure_of(self, rank: int, exit_code: int) -> Failure:
         """Return the end of a rank, with the error that it has recorded."""
-        pid, error_file = self.processes[rank].pid, self.error_files[rank]
+        pid = self.processes[rank].pid
+        error_file = self.error_files[rank]
         return read_failure(
             rank,
             socket.gethostname(),
@@ -98,7 +99,8 @@ def start_replica(
     num_quick_failures: int,
 ) -> ReplicaProcesses:
     """Start the processes of a replica with these variables; `error_file` begins the names of their error files."""
-    num_ranks, variables = proc.count, dict(common_variables)
+    num_ranks = proc.count
+    variables = dict(common_variables)
     if num_ranks > 1:
         variables |= {
             "MASTER_ADDR": _LOCAL_ADDRESS,

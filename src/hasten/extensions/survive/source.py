@@ -54,7 +54,8 @@ class LedgerSource(OuterSource):
         self._clock = clock
         self._num_replicas = num_replicas
         batch_plan = inner_source.assignment.plan
-        self._rows, self._drop_last = batch_plan.global_batch, batch_plan.drop_last
+        self._rows = batch_plan.global_batch
+        self._drop_last = batch_plan.drop_last
         self._part = partial(
             rank_positions, rank=batch_plan.shard, num_ranks=batch_plan.num_shards
         )

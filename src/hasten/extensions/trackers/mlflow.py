@@ -93,7 +93,8 @@ class MlflowTracker(Tracker):
 
     def log(self, entry: Entry) -> None:
         """Log numbers as metrics and strings as tags, in one call."""
-        entities, time_ms = self._mlflow.entities, int(entry.time_s * 1000)
+        entities = self._mlflow.entities
+        time_ms = int(entry.time_s * 1000)
         metrics = []
         for value_name, number in entry.numbers.items():
             metrics.append(entities.Metric(value_name, number, time_ms, entry.step))

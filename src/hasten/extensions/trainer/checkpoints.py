@@ -91,7 +91,8 @@ def note_best(trainer: TrainerInterface, metrics: Mapping[str, float]) -> bool:
     is_worse = best_so_far is not None and direction * (metric_value - best_so_far) < 0
     if is_worse or math.isnan(metric_value):
         return False
-    state.best_metric, state.best_global_step = metric_value, state.global_step
+    state.best_metric = metric_value
+    state.best_global_step = state.global_step
     return True
 
 

@@ -61,7 +61,8 @@ def run_evaluation(
 ) -> PredictionOutput:
     """Return predictions, labels and metrics over a loader; arrays are None with `loss_only`. Ranks: every rank."""
     began_s = time.perf_counter()
-    model, accelerator = trainer.model_for_evaluation(), trainer.accelerator
+    model = trainer.model_for_evaluation()
+    accelerator = trainer.accelerator
     was_training = model.training
     model.eval()
     collected = _Collected()
@@ -79,10 +80,8 @@ def run_evaluation(
         dtype=torch.float64,
     )
     loss_sum, weight, num_samples = accelerator.reduce(sums, "sum", axes=BATCH).tolist()
-    predictions, labels = (
-        _join_batches(collected.predictions),
-        _join_batches(collected.labels),
-    )
+    predictions = _join_batches(collected.predictions)
+    labels = _join_batches(collected.labels)
     metrics: dict[str, float] = {}
     if weight:
         metrics["loss"] = loss_sum / weight

@@ -46,18 +46,14 @@ class TrainingLoop:
         self._begins_window = True
         """True if the next batch is the first of an accumulation window."""
         self._start_s = time.perf_counter()
-        self._start_step, self._start_epoch = (
-            trainer.state.global_step,
-            trainer.state.epoch,
-        )
+        self._start_step = trainer.state.global_step
+        self._start_epoch = trainer.state.epoch
 
     def run(self, resumed: bool) -> TrainOutput:
         """Train to the end. Ranks: every rank."""
-        trainer, state, control = (
-            self._trainer,
-            self._trainer.state,
-            self._trainer.control,
-        )
+        trainer = self._trainer
+        state = self._trainer.state
+        control = self._trainer.control
         self._count_updates(resumed)
         trainer.callbacks.call("on_train_begin")
         if state.evaluation_due:
@@ -75,7 +71,8 @@ class TrainingLoop:
     def _count_updates(self, loaded: bool) -> None:
         """Set the number of updates at the end, and after a load the loaded epoch's batches, for this number of processes."""
         state, plan = self._trainer.state, self._plan
-        state.max_steps, state.num_train_epochs = plan.max_steps, plan.num_epochs
+        state.max_steps = plan.max_steps
+        state.num_train_epochs = plan.num_epochs
         if plan.last_epoch_batches is None:
             return
         if loaded and state.batches_in_epoch:
@@ -92,11 +89,9 @@ class TrainingLoop:
 
     def _leaves_epoch(self) -> bool:
         """Return whether to leave the epoch now; after its last batch it ends by itself."""
-        state, control, num_batches = (
-            self._trainer.state,
-            self._trainer.control,
-            self._plan.batches_per_epoch,
-        )
+        state = self._trainer.state
+        control = self._trainer.control
+        num_batches = self._plan.batches_per_epoch
         if num_batches is not None and state.batches_in_epoch >= num_batches:
             return False
         return (
@@ -126,9 +121,12 @@ class TrainingLoop:
 
     def _train_on(self, batch: Any) -> None:  # Any: a batch of the user's
         """Run forward and backward on a batch, and at the end of a window the update."""
-        trainer, accelerator = self._trainer, self._trainer.accelerator
-        model, optimizer = trainer.wrapped_model, trainer.optimizer
-        call_event, max_norm = trainer.callbacks.call, trainer.args.max_grad_norm
+        trainer = self._trainer
+        accelerator = self._trainer.accelerator
+        model = trainer.wrapped_model
+        optimizer = trainer.optimizer
+        call_event = trainer.callbacks.call
+        max_norm = trainer.args.max_grad_norm
         if self._begins_window:
             call_event("on_step_begin")
         with accelerator.accumulate(model):
@@ -175,11 +173,9 @@ class TrainingLoop:
 
     def _end_step(self) -> None:
         """Count an update, then log, evaluate and save if due."""
-        trainer, state, control = (
-            self._trainer,
-            self._trainer.state,
-            self._trainer.control,
-        )
+        trainer = self._trainer
+        state = self._trainer.state
+        control = self._trainer.control
         plan, args = self._plan, trainer.args
         state.global_step += 1
         self._set_epoch()
@@ -206,12 +202,10 @@ class TrainingLoop:
 
     def _end_epoch(self, over: bool) -> None:
         """Log, evaluate and save if due after an epoch, and count it unless a resume would continue it."""
-        trainer, state, control, args = (
-            self._trainer,
-            self._trainer.state,
-            self._trainer.control,
-            self._trainer.args,
-        )
+        trainer = self._trainer
+        state = self._trainer.state
+        control = self._trainer.control
+        args = self._trainer.args
         if over:
             state.epochs_done += 1
             state.batches_in_epoch = 0
@@ -223,7 +217,8 @@ class TrainingLoop:
         self._act_on_requests()
 
     def _set_epoch(self) -> None:
-        state, num_batches = self._trainer.state, self._plan.batches_per_epoch
+        state = self._trainer.state
+        num_batches = self._plan.batches_per_epoch
         epoch_share = 0.0
         if num_batches:
             epoch_share = min(1.0, state.batches_in_epoch / num_batches)
@@ -257,7 +252,8 @@ class TrainingLoop:
     # -- logging ------------------------------------------------------------------------------------------------
     def add_up(self) -> None:
         """Reduce the losses since the last call over all ranks and add them to the state. Ranks: every rank."""
-        state, accelerator = self._trainer.state, self._trainer.accelerator
+        state = self._trainer.state
+        accelerator = self._trainer.accelerator
         if self._losses:
             self._sum_losses()
         if not self._sums:
@@ -265,14 +261,10 @@ class TrainingLoop:
         sums = torch.stack(self._sums).sum(0).cpu()
         loss, weight = accelerator.reduce(sums, "sum", axes=BATCH).tolist()
         self._sums.clear()
-        state.loss_sum, state.loss_weight = (
-            state.loss_sum + loss,
-            state.loss_weight + weight,
-        )
-        state.total_loss, state.total_weight = (
-            state.total_loss + loss,
-            state.total_weight + weight,
-        )
+        state.loss_sum = state.loss_sum + loss
+        state.loss_weight = state.loss_weight + weight
+        state.total_loss = state.total_loss + loss
+        state.total_weight = state.total_weight + weight
 
     def log_training(self) -> None:
         """Log the mean loss since the last log, the learning rate and the norm of the gradients. Ranks: every rank."""

@@ -19,7 +19,8 @@ def classification_metrics(predicted: EvalPrediction) -> dict[str, float]:
 
     Raises: DataError if predictions are not class scores, or labels do not match them.
     """
-    logits, labels = _logits_of(predicted, 2), np.asarray(predicted.label_ids)
+    logits = _logits_of(predicted, 2)
+    labels = np.asarray(predicted.label_ids)
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:
         raise DataError(
             f"predictions of shape {logits.shape} and labels of shape {labels.shape} are not one label per sample; compute "

@@ -89,11 +89,9 @@ class Trainer:
         self.args = args = args or TrainingArguments("trainer_output")
         check_given_optimizers(args, *optimizers)
         self.model = model
-        self.train_dataset, self.eval_dataset, self.processing_class = (
-            train_dataset,
-            eval_dataset,
-            processing_class,
-        )
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.processing_class = processing_class
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.data_collator = data_collator or self._default_collator()

@@ -242,10 +242,8 @@ def _diagnose_uneven(
     if not ending_states or not training_states:
         return None
     rank_numbers = tuple(sorted(rank_state.rank for rank_state in ending_states))
-    first_ending, first_training = (
-        min(ending_states, key=lambda rank_state: rank_state.rank),
-        training_states[0],
-    )
+    first_ending = min(ending_states, key=lambda rank_state: rank_state.rank)
+    first_training = training_states[0]
     return Diagnosis(
         "uneven",
         waiting_ranks,
@@ -360,10 +358,8 @@ def _diagnose_all_waiting(
         ranks_by_place.values(),
         key=lambda rank_numbers: (-len(rank_numbers), rank_numbers[0]),
     )
-    first_state, other_state = (
-        rank_states[rank_groups[0][0]],
-        rank_states[rank_groups[1][0]],
-    )
+    first_state = rank_states[rank_groups[0][0]]
+    other_state = rank_states[rank_groups[1][0]]
     step_difference = ""
     least_advanced = min(rank_states.values(), key=lambda rank_state: rank_state.step)
     most_advanced = max(rank_states.values(), key=lambda rank_state: rank_state.step)

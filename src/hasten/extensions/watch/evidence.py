@@ -48,7 +48,8 @@ class Evidence:
 
     def forget_observation(self) -> None:
         """Drop the first observation."""
-        self._diagnosis_key, self._first_observations = (), {}
+        self._diagnosis_key = ()
+        self._first_observations = {}
 
     def current_states(
         self, rank_states: Mapping[int, State], now_s: float
@@ -91,7 +92,8 @@ class Evidence:
             if rank != self._rank
         )
         if is_confirmed or not is_same:
-            self._diagnosis_key, self._first_observations = diagnosis.key, observations
+            self._diagnosis_key = diagnosis.key
+            self._first_observations = observations
         return is_confirmed
 
 

@@ -170,7 +170,9 @@ class Observer:
         """Return the current state of the training thread; `peers` are other ranks that are stopped or gone."""
         stack_calls = stacks.calls_of(self.thread_id)
         activity = stacks.place_of(stack_calls)
-        now_s, used_s, io_bytes = time.monotonic(), time.process_time(), io_count()
+        now_s = time.monotonic()
+        used_s = time.process_time()
+        io_bytes = io_count()
         passed_s = now_s - self._last_cpu[0]
         if (
             passed_s >= _LEAST_MEASURED_S or self._cpu_share is None
@@ -180,11 +182,10 @@ class Observer:
             self._faults_per_s = (num_faults - (self._num_faults or num_faults)) / max(
                 passed_s, 1e-3
             )
-            self._last_cpu, self._num_faults = (now_s, used_s), num_faults
-        cpu_share, kernel_state = (
-            self._cpu_share,
-            thread_state(self.native_id, self._faults_per_s),
-        )
+            self._last_cpu = (now_s, used_s)
+            self._num_faults = num_faults
+        cpu_share = self._cpu_share
+        kernel_state = thread_state(self.native_id, self._faults_per_s)
         if io_bytes - self._last_io[1] > _REAL_IO_BYTES:
             self._last_io = (now_s, io_bytes)
         last_collective = self.collectives.last

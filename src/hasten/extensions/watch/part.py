@@ -15,7 +15,8 @@ class StallWatch(RunPart):
 
     def built(self, run: Components) -> None:
         """Start the watchdog, unless it is off or there is a single process. Ranks: every rank."""
-        config, ctx = run.accelerator.config, run.accelerator.ctx
+        config = run.accelerator.config
+        ctx = run.accelerator.ctx
         if config.trust.stall == "off" or not isinstance(ctx.world, ProcessGroupComm):
             return
         if not run.is_checked("trust.stall"):

@@ -50,7 +50,8 @@ class StatusPart(RunPart):
     def built(self, run: Components) -> None:
         """Start the server. Ranks: every rank."""
         # the thread must not keep the Accelerator alive
-        accelerator, clocks = run.accelerator, weakref.ref(run.clock)
+        accelerator = run.accelerator
+        clocks = weakref.ref(run.clock)
         ctx = accelerator.ctx
 
         def count_updates() -> int:

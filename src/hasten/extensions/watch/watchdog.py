@@ -161,7 +161,8 @@ class Watchdog:
     def _note_progress(self, collective_counts: dict[str, int], now_s: float) -> None:
         """Begin anew after progress of this rank; a state that says that it waits is replaced at once."""
         self._counts = collective_counts
-        waited, self._quiet_since = now_s - self._quiet_since, now_s
+        waited = now_s - self._quiet_since
+        self._quiet_since = now_s
         if waited >= self._look_s:
             self._post_at = now_s
         self._longest_s = max(self._longest_s, waited)
@@ -201,10 +202,8 @@ class Watchdog:
             )
         )
         if self._becomes_reporter(now_s):
-            rank_notes, rank_states = (
-                self._stall_store.read_notes(self._ranks),
-                self._stall_store.read_states(self._ranks),
-            )
+            rank_notes = self._stall_store.read_notes(self._ranks)
+            rank_states = self._stall_store.read_states(self._ranks)
             rank_states = self._evidence.current_states(rank_states, now_s)
             exit_codes = launcher_files.ended_ranks(env.snapshot())
             self._diagnose_ranks(
@@ -386,7 +385,8 @@ def _statuses_of(
         seen_by_others |= other_state.peers
     observed_ranks = []
     for rank in rank_numbers:
-        rank_note, rank_state = rank_notes.get(rank), rank_states.get(rank)
+        rank_note = rank_notes.get(rank)
+        rank_state = rank_states.get(rank)
         status: Status = "here" if rank_state is not None else "silent"
         if rank_note is not None and rank_note.ended:
             status = "failed" if rank_note.failed else "left"

@@ -49,11 +49,9 @@ def plan_machine(
     """
     if not _is_for_tpus(launch_request, host):
         return None
-    launch, machines, tpu = (
-        launch_request.config.launch,
-        job_shape.max_machines,
-        host.tpu,
-    )
+    launch = launch_request.config.launch
+    machines = job_shape.max_machines
+    tpu = host.tpu
     requested_processes = (
         launch.processes_per_machine or (launch.num_processes or machines) // machines
     )
@@ -115,7 +113,8 @@ def plan_machine(
 
 
 def _is_for_tpus(launch_request: LaunchRequest, host: Host) -> bool:
-    config, launch = launch_request.config, launch_request.config.launch
+    config = launch_request.config
+    launch = launch_request.config.launch
     if launch.launcher != "auto":
         return launch.launcher == "xla"
     on_tpu = host.device == "tpu" and not config.cpu and config.strategy == "auto"
@@ -147,7 +146,8 @@ def plan_pod(launch_request: LaunchRequest, host: Host) -> LaunchPlan:
 
     Raises: ConfigError without a TPU name, for a subset of several VMs, or for a command file that cannot be read.
     """
-    xla, tpu = launch_request.config.section(XLAConfig), host.tpu
+    xla = launch_request.config.section(XLAConfig)
+    tpu = host.tpu
     if not xla.tpu_name:
         raise ConfigError(
             "a TPU of other machines is reached by its name. Give --tpu_name (and --tpu_zone)."
@@ -298,7 +298,8 @@ def find_slice(launch_request: LaunchRequest, host: Host) -> Host:
 
 def _find_slice(launch_request: LaunchRequest, host: Host) -> TpuSlice | None:
     """Return the hosts of the TPU; None for a job without TPUs, or if they are unknown."""
-    launch, xla = launch_request.config.launch, launch_request.config.section(XLAConfig)
+    launch = launch_request.config.launch
+    xla = launch_request.config.section(XLAConfig)
     if is_pod(launch_request):
         if xla.tpu_name and "gcloud" in host.programs:
             return _ask_gcloud(xla.tpu_name, xla.tpu_zone)

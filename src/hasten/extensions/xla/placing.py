@@ -37,7 +37,8 @@ class Devices:
     @classmethod
     def all(cls) -> Devices:
         """Return the devices of this process."""
-        runtime, spmd = need("torch_xla.runtime"), need("torch_xla.distributed.spmd")
+        runtime = need("torch_xla.runtime")
+        spmd = need("torch_xla.distributed.spmd")
         count = int(runtime.global_runtime_device_count())
         return cls(
             count,

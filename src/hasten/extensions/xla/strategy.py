@@ -173,11 +173,9 @@ class AcrossHosts(SingleProcess):
         return note_backward
 
     def _end_pass(self) -> None:
-        reached_models, self._reached_models, self._current_pass = (
-            self._reached_models,
-            set(),
-            -1,
-        )
+        reached_models = self._reached_models
+        self._reached_models = set()
+        self._current_pass = -1
         models = []
         for model, model_index in self._model_indices.items():
             if model_index in reached_models and model not in self._quiet_models:
@@ -396,7 +394,8 @@ def create_strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
             f"dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)} shards parameters over hosts, but strategy='xla' only shards them over the "
             "devices of each host. Remove it, and set xla.fsdp_v2."
         )
-    devices, shards_parameters = Devices.all(), config.section(XLAConfig).fsdp_v2
+    devices = Devices.all()
+    shards_parameters = config.section(XLAConfig).fsdp_v2
     if shards_parameters:
         placement = "sharded over them (FSDPv2)"
     else:

@@ -169,16 +169,15 @@ class _Run:
 
     def run_processes(self, scratch: str) -> int:
         """Run to completion and return the exit code of this machine's processes."""
-        meeting, supervision = self.plan.meeting, self.plan.supervision
+        meeting = self.plan.meeting
+        supervision = self.plan.supervision
         assert meeting is not None, "a torchrun plan has a meeting"
         self.handler = _rendezvous_handler(meeting, self.check_in)
         self.supervisor = MachineSupervisor(
             self.handler, supervision, self.guard, self.say
         )
-        worker_spec, logs_specs = (
-            _worker_spec(self.plan, self.handler),
-            _logs_specs(supervision, scratch),
-        )
+        worker_spec = _worker_spec(self.plan, self.handler)
+        logs_specs = _logs_specs(supervision, scratch)
         self.agent = TorchAgent(
             worker_spec, logs_specs, self.supervisor, self.supervisor.some_ended
         )

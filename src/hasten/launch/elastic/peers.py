@@ -133,10 +133,8 @@ class Peers:
         Machines that publish nothing for `timeout_s`, or whose heartbeat stops, are not waited for.
         """
         self.store.set(_exit_key(self.index), str(code))
-        deadline_s, last_beats = (
-            time.monotonic() + timeout_s,
-            dict.fromkeys(range(len(self.hosts)), ("", time.monotonic())),
-        )
+        deadline_s = time.monotonic() + timeout_s
+        last_beats = dict.fromkeys(range(len(self.hosts)), ("", time.monotonic()))
         while awaited_machines := [
             awaited_machine
             for awaited_machine in range(len(self.hosts))

@@ -151,7 +151,8 @@ class FixedRendezvous(RendezvousHandler):
 
     def _next_round(self, control_store: Store, own_index: int) -> int:
         """Return the next round that this machine has not joined; a rejoining machine has joined earlier rounds."""
-        round_number, local_report = self.round + 1, self._check_in.report
+        round_number = self.round + 1
+        local_report = self._check_in.report
         while control_store.check([f"round/{round_number}/report/{own_index}"]):
             stored_report = Report.decode(
                 control_store.get(f"round/{round_number}/report/{own_index}")
@@ -287,7 +288,9 @@ class FixedRendezvous(RendezvousHandler):
 
     def _join_store(self) -> TCPStore:
         """Connect to machine 0, which may start later; log the wait."""
-        meeting, start_s, next_report_s = self._meeting, time.monotonic(), 5.0
+        meeting = self._meeting
+        start_s = time.monotonic()
+        next_report_s = 5.0
         endpoint_text = f"machine 0 at {meeting.address}:{meeting.port}"
         while not network.is_reachable(meeting.address, meeting.port):
             elapsed_s = time.monotonic() - start_s
@@ -318,7 +321,8 @@ class FixedRendezvous(RendezvousHandler):
 
     def _find_index(self, control_store: Store) -> int:
         """Return this machine's rank if none was given: such machines take the free ranks in order of name."""
-        num_machines, report = self._meeting.max_machines, self._check_in.report
+        num_machines = self._meeting.max_machines
+        report = self._check_in.report
         machine_name = f"{report.host} {report.address} {time.time_ns()}"
         control_store.set(f"lobby/{control_store.add('lobby', 1) - 1}", machine_name)
         deadline_s = time.monotonic() + self._meeting.join_timeout_s

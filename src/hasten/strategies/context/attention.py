@@ -51,7 +51,8 @@ def causal_attention(
 
     Tensors are (batch, heads, length, width); keys and values may have fewer heads, each shared by several query heads.
     """
-    keys, values = sharing.gather_sequence(key, -2), sharing.gather_sequence(value, -2)
+    keys = sharing.gather_sequence(key, -2)
+    values = sharing.gather_sequence(value, -2)
     layout = sharing.layout
     outputs: list[Tensor] = []
     with _in_torch(attend):

@@ -150,11 +150,9 @@ def _counts_positions(buffer: Tensor, dim: int) -> Tensor:
 def _restarts_positions(buffer: Tensor, dim: int) -> Tensor:
     """Return whether a tensor holds positions counted from zero that restart within the sequence."""
     values = buffer.movedim(dim, -1).long()
-    first_position, later_positions, previous_positions = (
-        values[..., 0],
-        values[..., 1:],
-        values[..., :-1],
-    )
+    first_position = values[..., 0]
+    later_positions = values[..., 1:]
+    previous_positions = values[..., :-1]
     is_counted = (first_position == 0).all() & (
         (later_positions == previous_positions + 1) | (later_positions == 0)
     ).all()

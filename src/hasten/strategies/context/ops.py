@@ -24,7 +24,9 @@ class _Swap(torch.autograd.Function):
         join_dim: int,
         process_group: dist.ProcessGroup,
     ) -> Tensor:
-        ctx.split, ctx.join, ctx.group = split_dim, join_dim, process_group
+        ctx.split = split_dim
+        ctx.join = join_dim
+        ctx.group = process_group
         return _all_to_all(tensor, split_dim, join_dim, process_group)
 
     @staticmethod

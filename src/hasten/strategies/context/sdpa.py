@@ -110,7 +110,8 @@ class SequenceAttention:
     ) -> Tensor:
         self.start()
         self.calls += 1
-        queries, keys = query.shape[_LENGTH], key.shape[_LENGTH]
+        queries = query.shape[_LENGTH]
+        keys = key.shape[_LENGTH]
         self._check_lengths(queries, keys)
         key_mask, is_causal = self._read_mask(attn_mask, is_causal, queries, keys)
         if is_causal and queries != keys:
@@ -154,7 +155,8 @@ class SequenceAttention:
         self, mask: Tensor | None, causal: bool, queries: int, keys: int
     ) -> tuple[Tensor | None, bool]:
         """Return the mask of keys of whole sequences, if there is one, and whether attention is causal."""
-        group, layout = self.sharing.group, self.sharing.layout
+        group = self.sharing.group
+        layout = self.sharing.layout
         if mask is None:
             is_hidden = (
                 self.key_mask is not None
@@ -197,7 +199,8 @@ class SequenceAttention:
         value = self.sharing.gather_sequence(value, value.ndim + _LENGTH)
         mask = key_mask
         if causal:
-            length, rank = key.shape[_LENGTH], self.sharing.group.rank()
+            length = key.shape[_LENGTH]
+            rank = self.sharing.group.rank()
             positions = torch.arange(length, device=query.device)
             query_positions = positions[self.sharing.layout.positions_of(rank, length)]
             mask = _combine_masks(mask, query_positions[:, None] >= positions)
@@ -223,7 +226,8 @@ class SequenceAttention:
         scale: float,
     ) -> Tensor:
         """Compute attention over whole sequences for a subset of the heads, between two exchanges."""
-        group, ranks = self.sharing.group, self.sharing.layout.ranks
+        group = self.sharing.group
+        ranks = self.sharing.layout.ranks
         heads = query.shape[_HEADS]
         if heads % ranks:
             raise ConfigError(
@@ -235,7 +239,8 @@ class SequenceAttention:
             repeats = heads // key.shape[_HEADS]
             key = key.repeat_interleave(repeats, _HEADS)
             value = value.repeat_interleave(repeats, _HEADS)
-        head_dim, length_dim = query.ndim + _HEADS, query.ndim + _LENGTH
+        head_dim = query.ndim + _HEADS
+        length_dim = query.ndim + _LENGTH
         query, key, value = (
             swap_shards(t, head_dim, length_dim, group) for t in (query, key, value)
         )
@@ -245,7 +250,8 @@ class SequenceAttention:
             visible_keys = torch.ones(
                 length, length, dtype=torch.bool, device=query.device
             ).tril()
-            mask, causal = _combine_masks(mask, visible_keys), False
+            mask = _combine_masks(mask, visible_keys)
+            causal = False
         mixed = self.original(
             query,
             key,

@@ -21,7 +21,9 @@ def fix_bucket_order(ddp: DistributedDataParallel) -> None:
         or any(getattr(module, "sparse", False) for module in ddp.modules())
     ):
         return
-    model, training, sync = ddp.module, ddp.training, ddp.require_forward_param_sync
+    model = ddp.module
+    training = ddp.training
+    sync = ddp.require_forward_param_sync
     parameters = []
     for parameter in model.parameters():
         if parameter.requires_grad:

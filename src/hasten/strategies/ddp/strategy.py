@@ -83,10 +83,8 @@ class Replicated(DistributedDataParallel):
 
         @functools.wraps(method)
         def call_routed(*args: Any, **kwargs: Any) -> Any:
-            user_module, instance_forward = (
-                self.module,
-                self.module.__dict__.get("forward"),
-            )
+            user_module = self.module
+            instance_forward = self.module.__dict__.get("forward")
 
             def stand_in(*args: Any, **kwargs: Any) -> Any:
                 # inside the method, forward is the model's again

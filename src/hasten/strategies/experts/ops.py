@@ -23,7 +23,9 @@ class _ExchangeTokens(torch.autograd.Function):
         received_rows: list[int],
         process_group: dist.ProcessGroup,
     ) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent_rows, received_rows, process_group
+        ctx.sent = sent_rows
+        ctx.received = received_rows
+        ctx.group = process_group
         return _all_to_all(tensor, sent_rows, received_rows, process_group)
 
     @staticmethod

@@ -119,10 +119,8 @@ class Dispatched(CalledExperts):
         token_route = route_tokens(
             chosen_experts.reshape(-1), self.num_experts, self.group
         )
-        rows, received_weights = (
-            token_route.send_to_experts(hidden.repeat_interleave(k, 0)),
-            token_route.send_to_experts(weights.reshape(-1)),
-        )
+        rows = token_route.send_to_experts(hidden.repeat_interleave(k, 0))
+        received_weights = token_route.send_to_experts(weights.reshape(-1))
         expert_outputs = self.compute_experts(
             rows, token_route.local, received_weights, self.group.size()
         )

@@ -141,7 +141,8 @@ def keep_ties_together(
 
     A parameter can be in one shard group only. Blocks left out join the surrounding group, in which tied weights are equal.
     """
-    kept_blocks, tied_names = list(blocks), dict[int, str]()
+    kept_blocks = list(blocks)
+    tied_names = dict[int, str]()
     while True:
         owners: dict[int, dict[int, nn.Module]] = {}
         for owner, name, parameter in owned_parameters(model, kept_blocks):

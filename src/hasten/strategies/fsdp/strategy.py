@@ -325,10 +325,8 @@ class ShardModel:
         return CPUOffloadPolicy(pin_memory=pin)
 
     def _set_prefetching(self, blocks: Sequence[nn.Module]) -> None:
-        forward_depth, backward_depth = (
-            self._config.forward_prefetch_depth,
-            self._config.backward_prefetch_depth,
-        )
+        forward_depth = self._config.forward_prefetch_depth
+        backward_depth = self._config.backward_prefetch_depth
         sharded_blocks: list[FSDPModule] = []
         for block in blocks:
             if isinstance(block, FSDPModule):
@@ -378,7 +376,8 @@ def mixed_precision(
     half = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(
         spec
     )
-    param_dtype, reduce_dtype = half, torch.float32 if half else None
+    param_dtype = half
+    reduce_dtype = torch.float32 if half else None
     output_dtype = None if keep_outputs else reduce_dtype
     if given_dtypes.param_dtype:
         param_dtype = dtypes_by_name[given_dtypes.param_dtype]

@@ -81,7 +81,8 @@ class Colwise(SplitForward):
     gathers_output = False
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        weight, bias = self.local_weight(), self.local_parameter("bias")
+        weight = self.local_weight()
+        bias = self.local_parameter("bias")
         tensor = enter_region(tensor, self.group)
         if self.gathers_output:
             late_head = forwarding.find(self.module, forwarding.LateHead.tag)
@@ -100,7 +101,8 @@ class Rowwise(SplitForward):
     whole_input = False
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        weight, bias = self.local_weight(), self.local_parameter("bias")
+        weight = self.local_weight()
+        bias = self.local_parameter("bias")
         if self.whole_input:
             width = tensor.shape[-1] // self.group.size()
         else:
@@ -173,10 +175,8 @@ class SplitExperts(CalledExperts):
     # Any: three tensors, by position or name
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden, chosen_experts, weights = self.bind_arguments(*args, **kwargs)
-        hidden, weights = (
-            enter_region(hidden, self.group),
-            enter_region(weights, self.group),
-        )
+        hidden = enter_region(hidden, self.group)
+        weights = enter_region(weights, self.group)
         experts_per_rank = self.num_experts // self.group.size()
         local_experts = chosen_experts - self.group.rank() * experts_per_rank
         is_own = (local_experts >= 0) & (local_experts < experts_per_rank)

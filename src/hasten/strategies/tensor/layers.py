@@ -43,7 +43,8 @@ def matrix_of(module: nn.Module) -> Matrix | None:
         module.in_features,
     ):
         return Matrix(module.in_features, module.out_features, 0)
-    nx, nf = getattr(module, "nx", None), getattr(module, "nf", None)
+    nx = getattr(module, "nx", None)
+    nf = getattr(module, "nf", None)
     if (
         type(module).__name__ == "Conv1D"
         and isinstance(nx, int)

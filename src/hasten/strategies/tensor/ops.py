@@ -167,7 +167,8 @@ class RankRandomStream:
         if self._outside is None:
             yield
             return
-        host_state, device_state = torch.get_rng_state(), self._on_device()
+        host_state = torch.get_rng_state()
+        device_state = self._on_device()
         self.end_stream()
         try:
             yield

@@ -94,7 +94,8 @@ class LateLosses(Generic[Origin]):
 
         With `ready_only`, a loss that its device has not computed yet stays collected if waiting for it would cost a step.
         """
-        arrived_updates, self._copied_at = self._read_arrived(), time.monotonic()
+        arrived_updates = self._read_arrived()
+        self._copied_at = time.monotonic()
         loss_records, self.collected = self.collected, []
         if loss_records and kind_of(loss_records[-1][0].device).lazy:
             # the latest loss is not computed yet, and reading it would split its step in two
@@ -116,7 +117,8 @@ class LateLosses(Generic[Origin]):
         numbers: list[float] = host_copy.wait().tolist()
         if self.odd_only and math.isfinite(sum(numbers)):
             return []
-        updates, remaining_numbers = _group_by_update(loss_records), iter(numbers)
+        updates = _group_by_update(loss_records)
+        remaining_numbers = iter(numbers)
         for update in updates:
             update.values = [next(remaining_numbers) for _ in update.losses]
         return updates

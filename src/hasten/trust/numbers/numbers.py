@@ -207,7 +207,8 @@ class NumbersWatch(RunPart):
             and optimizer.readable
             and not _has_finite_gradients(optimizer.parameters)
         ):
-            problem, severity = "a gradient is nan or inf", _GRADIENT
+            problem = "a gradient is nan or inf"
+            severity = _GRADIENT
         worst_severity = self._largest_severity(severity)
         if worst_severity == _FINE:
             self._last_calls.clear()

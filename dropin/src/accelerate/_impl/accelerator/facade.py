@@ -114,15 +114,11 @@ class Accelerator(SavingFace):
 
     def _show_arguments(self, sorted_: Arguments, arguments: dict[str, Any]) -> None:
         """Keep what was given where scripts look for it."""
-        self.device_placement, self.dataloader_config = (
-            arguments["device_placement"],
-            sorted_.data,
-        )
+        self.device_placement = arguments["device_placement"]
+        self.dataloader_config = sorted_.data
         self.project_configuration = sorted_.project
-        self.step_scheduler_with_optimizer, self.step = (
-            arguments["step_scheduler_with_optimizer"],
-            0,
-        )
+        self.step_scheduler_with_optimizer = arguments["step_scheduler_with_optimizer"]
+        self.step = 0
         if arguments["rng_types"] is not None:
             self.rng_types = arguments["rng_types"]
         else:
@@ -135,7 +131,8 @@ class Accelerator(SavingFace):
         )
         # for inference: an error when they are trained
         self._precision.takes_half_weights = True
-        self.delayed_fp8_autocast, self.trackers = False, []
+        self.delayed_fp8_autocast = False
+        self.trackers = []
         if named(self.config.trust).isdisjoint(("numbers", "numbers_spike")):
             for run_part in self._clock.parts.members:  # quirk: NAN_IS_SILENT
                 if isinstance(run_part, NumbersWatch):
@@ -171,7 +168,8 @@ class Accelerator(SavingFace):
     def _publish_views(self, sorted_: Arguments, arguments: dict[str, Any]) -> None:
         """Make this Accelerator what the process-wide views show."""
         ambient.adopt_context(self.ctx)
-        self.process, AMBIENT.clock = ambient.process(), self._clock
+        self.process = ambient.process()
+        AMBIENT.clock = self._clock
         self._clock.full_divisor = True  # quirk: SHORT_WINDOW_FULL_DIVISOR
         self._clock.checks_models = False
         # a save stores what there is at that moment, as the original's does

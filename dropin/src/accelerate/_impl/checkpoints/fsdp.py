@@ -239,10 +239,8 @@ class _Files:
         cls, kind: Literal["model", "optimizer"], folder: Any, index: int, rank: int
     ) -> Self:
         """Return the places below a folder; the folder of shards itself is known by its name."""
-        base_folder, stem = (
-            Path(folder),
-            {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}[kind],
-        )
+        base_folder = Path(folder)
+        stem = {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}[kind]
         is_shards = base_folder.name.startswith(stem) and base_folder.is_dir()
         if is_shards:
             shards = base_folder
@@ -299,7 +297,8 @@ def save_fsdp_model(
     use_dcp: bool = True,
 ) -> None:
     """Write a sharded model's weights, as the plugin's state_dict_type says. Ranks: every rank."""
-    world, module = accelerator.ctx.world, accelerator.unwrap_model(model)
+    world = accelerator.ctx.world
+    module = accelerator.unwrap_model(model)
     weights = _get_model_state_dict(
         module, adapter_only=adapter_only, sd_options=_prepare_sd_options(fsdp_plugin)
     )
@@ -317,10 +316,8 @@ def load_fsdp_model(
     use_dcp: bool = True,
 ) -> Any:
     """Fill a sharded model from what `save_fsdp_model` wrote. Ranks: every rank. Raises: CheckpointError naming what differs."""
-    module, files = (
-        accelerator.unwrap_model(model),
-        _Files.of("model", input_dir, model_index, accelerator.ctx.rank),
-    )
+    module = accelerator.unwrap_model(model)
+    files = _Files.of("model", input_dir, model_index, accelerator.ctx.rank)
     weights, load_options = _read_weights(module, files, adapter_only, use_dcp)
     return _set_model_state_dict(
         module, weights, adapter_only=adapter_only, sd_options=load_options
@@ -362,7 +359,8 @@ def _fill_weights(state: dict[str, Any], folder: Path) -> None:
 
 def _check_names(checkpoint: Path, names: set[str], stored: set[str]) -> None:
     if names != stored:
-        missing, unexpected = sorted(names - stored), sorted(stored - names)
+        missing = sorted(names - stored)
+        unexpected = sorted(stored - names)
         raise CheckpointError(
             f"{checkpoint}: the checkpoint lacks {missing[:3]} and has {unexpected[:3]}, which the model does not. Nothing was loaded. "
             "Build the model (with its adapter) as it was when it was saved."
@@ -379,11 +377,10 @@ def save_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Write a sharded optimizer's state by parameter name, as the plugin's state_dict_type says. Ranks: every rank."""
-    world, module = accelerator.ctx.world, accelerator.unwrap_model(model)
-    save_options, plain_optimizer = (
-        _prepare_sd_options(fsdp_plugin),
-        getattr(optimizer, "optimizer", optimizer),
-    )
+    world = accelerator.ctx.world
+    module = accelerator.unwrap_model(model)
+    save_options = _prepare_sd_options(fsdp_plugin)
+    plain_optimizer = getattr(optimizer, "optimizer", optimizer)
     optimizer_state = dcp.get_optimizer_state_dict(
         module, plain_optimizer, options=save_options
     )
@@ -402,7 +399,8 @@ def load_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Fill a sharded optimizer from what `save_fsdp_optimizer` wrote. Ranks: every rank. Raises: CheckpointError if they differ."""
-    module, world = accelerator.unwrap_model(model), accelerator.ctx.world
+    module = accelerator.unwrap_model(model)
+    world = accelerator.ctx.world
     files = _Files.of("optimizer", input_dir, optimizer_index, world.rank)
     files.check(use_dcp)
     if use_dcp and not torch_folder.is_torch_folder(files.shards):
@@ -445,7 +443,8 @@ def load_original_parts(
     accelerator: Any, folder: Path, wanted_models: Sequence[nn.Module]
 ) -> None:
     """Fill sharded models, the `wanted` ones, and optimizers from a folder of the original package. Ranks: every rank."""
-    plugin, done = accelerator.state.fsdp_plugin, components(accelerator).prepared
+    plugin = accelerator.state.fsdp_plugin
+    done = components(accelerator).prepared
     for index, model in enumerate(done.models):
         if not any(
             accelerator.unwrap_model(model) is wanted_model

@@ -47,7 +47,8 @@ def _is_same(path: Path, file: FileRecord) -> bool:
 @contextmanager
 def hide_manifest(folder: Path) -> Iterator[None]:
     """Run the block with the manifest under a hidden name, so that files of the checkpoint may be replaced."""
-    manifest, hidden_manifest = folder / MANIFEST_NAME, folder / f".{MANIFEST_NAME}"
+    manifest = folder / MANIFEST_NAME
+    hidden_manifest = folder / f".{MANIFEST_NAME}"
     if manifest.is_file():
         manifest.rename(hidden_manifest)
     try:

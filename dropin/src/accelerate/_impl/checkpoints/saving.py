@@ -55,10 +55,8 @@ class SavingFace(Composed):
         self._saving.project = self.project_configuration.over(
             partial(replace, self._saving.project)
         )
-        automatic, number = (
-            self.project_configuration.automatic_checkpoint_naming,
-            self.project_configuration.iteration,
-        )
+        automatic = self.project_configuration.automatic_checkpoint_naming
+        number = self.project_configuration.iteration
         if automatic:
             self._saving.iteration = number
             output_dir = Path(
@@ -176,10 +174,8 @@ class SavingFace(Composed):
             next(Path(self.project_dir or "", "checkpoints").iterdir(), None)
         folder = input_dir or Path(self._saving.newest() or "")
         logger.info(f"Loading states from {folder}")
-        num_stored, registered = (
-            len(list(folder.glob("custom_checkpoint_*.pkl"))),
-            len(self._saving.registered),
-        )
+        num_stored = len(list(folder.glob("custom_checkpoint_*.pkl")))
+        registered = len(self._saving.registered)
         if num_stored != registered:
             raise RuntimeError(message("other_objects", folder, num_stored, registered))
         with _errors_of_hooks_as_raised():
@@ -207,7 +203,8 @@ class SavingFace(Composed):
         models = list(map(self.unwrap_model, self._prepared.models))
         for hook in list(self._saving.load_hooks.values()):
             hook(models, folder)
-        done, sharded = self._prepared, self._strategy.caps.sharded_state
+        done = self._prepared
+        sharded = self._strategy.caps.sharded_state
         if sharded:
             fsdp.load_original_parts(self, Path(folder), models)
         if sharded:

@@ -30,10 +30,8 @@ def chosen_file(args: Any) -> list[str]:
 
 def env_command(args: Any) -> dict[str, Any]:
     """Run `accelerate env`: print a report to copy into an issue, and return it."""
-    report, has_config = (
-        _collect_report(),
-        args.config_file or Path(default_config_file).is_file(),
-    )
+    report = _collect_report()
+    has_config = args.config_file or Path(default_config_file).is_file()
     if has_config:
         saved: dict[str, Any] = load_config_from_file(args.config_file).to_dict()
     else:

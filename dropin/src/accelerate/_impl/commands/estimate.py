@@ -120,10 +120,8 @@ def estimate_training_usage(
     bytes: int, mixed_precision: str, msamp_config: str | None = None
 ) -> dict[str, int]:
     """Return the bytes of training with Adam by their use; -1 where it is not possible in that dtype."""
-    half, full = (
-        mixed_precision in ("float16", "bfloat16", "" if msamp_config else "fp8"),
-        mixed_precision == "float32",
-    )
+    half = mixed_precision in ("float16", "bfloat16", "" if msamp_config else "fp8")
+    full = mixed_precision == "float32"
     if half or full:
         sizes = [
             bytes,
@@ -184,11 +182,9 @@ def create_ascii_table(headers: list[str], rows: list[list[str]], title: str) ->
 
 
 def estimate_command(args: Any) -> int | None:
-    hub, offline, library_name = (
-        need("huggingface_hub"),
-        need("huggingface_hub.constants").HF_HUB_OFFLINE,
-        args.model_name,
-    )
+    hub = need("huggingface_hub")
+    offline = need("huggingface_hub.constants").HF_HUB_OFFLINE
+    library_name = args.model_name
     if Path(library_name).exists() or (
         offline
         and isinstance(hub.try_to_load_from_cache(library_name, "config.json"), str)

@@ -103,10 +103,8 @@ def run(words: Sequence[str]) -> int:
     if tuple(words[:1]) in (("-h",), ("--help",)):
         words = ["--help_all", *words[1:]]  # as complete as the original's
     try:
-        variables, settings = (
-            dict(variables_for(words)),
-            [*parse_sequence_options(words), *_on_the_cpu(words)],
-        )
+        variables = dict(variables_for(words))
+        settings = [*parse_sequence_options(words), *_on_the_cpu(words)]
     except HastenError:  # said by the launch itself, in its own way
         variables, settings = {}, []
     with patch_environment(**variables):
@@ -131,7 +129,8 @@ def _without_zero_processes(words: Sequence[str]) -> list[str]:
 def _on_the_cpu(words: Sequence[str]) -> list[SettingEntry]:
     """Apply the original's defaults without an accelerator: no choice of devices, one process if nothing asks for several."""
     job_config = settings_for(words)
-    launch, num_processes = job_config.launch, job_config.launch.num_processes or 1
+    launch = job_config.launch
+    num_processes = job_config.launch.num_processes or 1
     wants_several = (
         launch.multi_gpu
         or (job_config.strategy, job_config.parallelism) != _DEFAULT_PARALLELISM

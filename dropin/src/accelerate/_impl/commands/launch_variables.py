@@ -51,10 +51,8 @@ def variables_for(words: Sequence[str]) -> Mapping[str, str]:
 
 def parse_sequence_options(words: Sequence[str]) -> list[SettingEntry]:
     """Settings that take the options of split sequences (`sp_*`) out of hasten's hands: workers find them in variables."""
-    sequence_options, default_options = (
-        asdict(settings_for(words).parallelism.sp_handler),
-        asdict(DeepSpeedSequenceParallelConfig()),
-    )
+    sequence_options = asdict(settings_for(words).parallelism.sp_handler)
+    default_options = asdict(DeepSpeedSequenceParallelConfig())
     changed_options = []
     for option_name, option_value in default_options.items():
         if sequence_options[option_name] != option_value:

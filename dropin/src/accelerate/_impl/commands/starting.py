@@ -82,7 +82,8 @@ def _shown_variables(args: argparse.Namespace, group: str) -> dict[str, str]:
 
 def _common_variables(args: argparse.Namespace) -> dict[str, str]:
     """Return the variables that every kind of launch sets. Raises: ValueError for an unknown precision."""
-    precision, variables = str(_argument_or(args, "mixed_precision", "no")).lower(), {}
+    precision = str(_argument_or(args, "mixed_precision", "no")).lower()
+    variables = {}
     if precision not in PrecisionType.list():
         raise ValueError(
             f"Unknown mixed_precision mode: {precision}. Choose between {PrecisionType.list()}."
@@ -101,10 +102,8 @@ def _common_variables(args: argparse.Namespace) -> dict[str, str]:
 
 def _compile_variables(args: argparse.Namespace) -> dict[str, str]:
     """Return the variables of compilation and threads. Raises: ValueError for an unknown backend."""
-    backend, backend_names = (
-        str(_argument_or(args, "dynamo_backend", "no")).upper(),
-        [member.value for member in DynamoBackend],
-    )
+    backend = str(_argument_or(args, "dynamo_backend", "no")).upper()
+    backend_names = [member.value for member in DynamoBackend]
     if backend not in backend_names:
         raise ValueError(
             f"Unknown dynamo backend: {backend}. Choose between {backend_names}."
@@ -223,10 +222,8 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
 
 def _settled_port(args: argparse.Namespace) -> int:
     """Return the port where processes meet. Raises: ConnectionError where it is taken and other machines look for it; as `_checked`."""
-    machines, port = (
-        _argument_or(args, "num_machines", 1),
-        _argument_or(args, "main_process_port", _PORT),
-    )
+    machines = _argument_or(args, "num_machines", 1)
+    port = _argument_or(args, "main_process_port", _PORT)
     args.main_process_port = port = int(get_free_port() if port == 0 else port)
     if (
         machines == 1 or int(_argument_or(args, "machine_rank", 0)) == 0
@@ -300,10 +297,8 @@ def _deepspeed_words(args: argparse.Namespace) -> list[str]:
     words += (
         one_host if launcher == "nossh" else ["--no_local_rank", "--launcher", launcher]
     )
-    excluded_hosts, included_hosts = (
-        _argument_or(args, "deepspeed_exclusion_filter"),
-        _argument_or(args, "deepspeed_inclusion_filter"),
-    )
+    excluded_hosts = _argument_or(args, "deepspeed_exclusion_filter")
+    included_hosts = _argument_or(args, "deepspeed_inclusion_filter")
     processes_per_machine = str(
         _argument_or(args, "num_processes", 1) // args.num_machines
     )
@@ -424,18 +419,14 @@ def _job_arguments(config: Any, args: argparse.Namespace) -> dict[str, Any]:
         for variable_name, variable_text in _compile_variables(args).items()
         if variable_name != "OMP_NUM_THREADS"
     }
-    type_variable, variable_text = (
-        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE",
-        config.distributed_type.value,
-    )
+    type_variable = "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"
+    variable_text = config.distributed_type.value
     variables = {"ACCELERATE_USE_SAGEMAKER": "true", type_variable: variable_text}
     variables["ACCELERATE_MIXED_PRECISION"] = _common_variables(args)[
         "ACCELERATE_MIXED_PRECISION"
     ]
-    measured, spread = (
-        _read_table(config.sagemaker_metrics_file),
-        config.distributed_type == "DATA_PARALLEL",
-    )
+    measured = _read_table(config.sagemaker_metrics_file)
+    spread = config.distributed_type == "DATA_PARALLEL"
     return {
         "environment": {**variables, **compiling},
         "distribution": {"smdistributed": {"dataparallel": {"enabled": True}}}

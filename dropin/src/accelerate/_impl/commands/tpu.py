@@ -35,10 +35,8 @@ def gcloud_words(args: argparse.Namespace) -> list[str]:
     else:
         saved = None
     commands = _command_lines(args, saved)
-    tpu_name, zone = (
-        args.tpu_name or getattr(saved, "tpu_name", None),
-        args.tpu_zone or getattr(saved, "tpu_zone", None),
-    )
+    tpu_name = args.tpu_name or getattr(saved, "tpu_name", None)
+    zone = args.tpu_zone or getattr(saved, "tpu_zone", None)
     if not tpu_name:
         raise ValueError(
             "no TPU is named, so there is no machine to run commands on. Give --tpu_name."

@@ -195,7 +195,5 @@ def _is_required(package: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return decorate
 
 
-deepspeed_required, torchao_required = (
-    _is_required("deepspeed"),
-    _is_required("torchao"),
-)
+deepspeed_required = _is_required("deepspeed")
+torchao_required = _is_required("torchao")

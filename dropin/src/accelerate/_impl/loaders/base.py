@@ -208,11 +208,9 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         DataLoaderAdapter.__init__(self, dataset, use_stateful_dataloader, **kwargs)
         self.device, self.rng_types = device, rng_types
         self.order_generator = self.synchronized_generator = synchronized_generator
-        self.skip_batches, self._drop_last, self._non_blocking = (
-            skip_batches,
-            _drop_last,
-            _non_blocking,
-        )
+        self.skip_batches = skip_batches
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
         self.loader_iteration = LoaderIteration(Position(epoch=iteration))
         self.place_in_epoch = LoaderCursor(nests=True)
         self.clock: StepClock | None = None
@@ -435,7 +433,8 @@ class DataLoaderShard(PreparedLoader):
 
 
 def _data_ranks(readers: int) -> DataRanks:
-    process, all_ranks = ambient.start(), range(ambient.start().world.size)
+    process = ambient.start()
+    all_ranks = range(ambient.start().world.size)
     shards = tuple(
         all_ranks
         if readers == len(all_ranks)
@@ -473,8 +472,10 @@ class DataLoaderDispatcher(PreparedLoader):
         shared = {name: value for name, value in locals().items() if name in _SHARED}
         super().__init__(dataset, **shared, **kwargs)
         process = ambient.start()
-        self.num_processes, self.process_index = process.world.size, process.world.rank
-        self.split_batches, self.slice_fn = split_batches, slice_fn or slice_tensors
+        self.num_processes = process.world.size
+        self.process_index = process.world.rank
+        self.split_batches = split_batches
+        self.slice_fn = slice_fn or slice_tensors
         self.torch_device_mesh = torch_device_mesh
 
     def source(self) -> BatchSource:
@@ -485,7 +486,8 @@ class DataLoaderDispatcher(PreparedLoader):
         inner = source_class(self, None, self.followers(), reads=world.rank == 0)
         if world.size == 1:
             return inner
-        num_processes, joins = self.num_processes, self.slice_fn is not slice_tensors
+        num_processes = self.num_processes
+        joins = self.slice_fn is not slice_tensors
         reader = Dealt(
             num_processes,
             self.split_batches,

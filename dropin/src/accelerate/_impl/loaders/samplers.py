@@ -165,10 +165,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         return plan.steps(len(self.dataset)) * plan.rows
 
     def __iter__(self) -> Iterator[Any]:
-        generator, epoch = (
-            getattr(self.dataset, "generator", None),
-            getattr(self, "epoch", None),
-        )
+        generator = getattr(self.dataset, "generator", None)
+        epoch = getattr(self, "epoch", None)
         if (
             epoch is not None
             and not hasattr(self.dataset, "set_epoch")

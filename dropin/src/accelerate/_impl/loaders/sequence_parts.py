@@ -94,7 +94,8 @@ class SequenceSplitter:
         return rank_parts
 
     def _checked_length(self, tokens: Tensor, name: str) -> int:
-        size, length = self.comm.size, tokens.shape[1] if tokens.ndim > 1 else 0
+        size = self.comm.size
+        length = tokens.shape[1] if tokens.ndim > 1 else 0
         if length % size or length < 2 * size:
             raise DataError(
                 f"{name} of shape {tuple(tokens.shape)} cannot be split into {size} equal parts of at least 2 tokens (sp_size={size}). Pad sequences, with labels of {IGNORED}: pad_to_multiple_of={size} in a collator of transformers."

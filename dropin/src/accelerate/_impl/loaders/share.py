@@ -61,10 +61,8 @@ def _readers_of(mesh: Any) -> tuple[int, int]:
         for dim, dim_name in enumerate(dim_names)
         if dim_name not in (Axis.TP, Axis.CP)
     ]
-    sizes, positions = (
-        list(map(mesh.size, dims)),
-        list(map(mesh.get_local_rank, dims)),
-    )
+    sizes = list(map(mesh.size, dims))
+    positions = list(map(mesh.get_local_rank, dims))
     return math.prod(sizes), sum(
         position * math.prod(sizes[index + 1 :])
         for index, position in enumerate(positions)
@@ -264,11 +262,9 @@ class Share:
             ):
                 prepared.drawn_from_torch = innermost_sampler(order[0])
         prepared.device = device
-        prepared.num_processes, prepared.process_index, prepared.split_batches = (
-            self.size,
-            self.index,
-            self.split,
-        )
+        prepared.num_processes = self.size
+        prepared.process_index = self.index
+        prepared.split_batches = self.split
         prepared.even_batches = (
             self.even or self.dispatch or isinstance(dataset, IterableDatasetShard)
         )
@@ -297,7 +293,8 @@ class Share:
             and dataset.num_shards >= self.size
         ):
             return dataset.shard(num_shards=self.size, index=self.index), batches
-        rows, drop_last = self.plain.batch_size or 1, bool(self.plain.drop_last)
+        rows = self.plain.batch_size or 1
+        drop_last = bool(self.plain.drop_last)
         return IterableDatasetShard(
             dataset, rows, drop_last, self.size, self.index, self.split
         ), batches

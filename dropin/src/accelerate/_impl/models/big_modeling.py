@@ -109,10 +109,8 @@ def _with_shown_hooks(function: Callable[..., nn.Module]) -> Callable[..., nn.Mo
     return run
 
 
-cpu_offload, disk_offload = (
-    _with_shown_hooks(dispatch.cpu_offload),
-    _with_shown_hooks(dispatch.disk_offload),
-)
+cpu_offload = _with_shown_hooks(dispatch.cpu_offload)
+disk_offload = _with_shown_hooks(dispatch.disk_offload)
 
 
 def _remove_offloading(model: nn.Module, device: Any) -> Any:
@@ -164,10 +162,8 @@ def _dispatch_by_map(
             unplaced_names.append(module_name)
     # whoever skips the check means them to stay
     module_devices = {**device_map, **dict.fromkeys(unplaced_names, "cpu")}
-    main_device, index = (
-        bound_arguments.get("main_device"),
-        bound_arguments.get("offload_index"),
-    )
+    main_device = bound_arguments.get("main_device")
+    index = bound_arguments.get("offload_index")
     first_device = "cpu"
     for module_device in module_devices.values():
         if str(module_device) not in OFFLOAD:

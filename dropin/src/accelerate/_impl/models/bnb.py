@@ -47,7 +47,8 @@ def load_and_quantize_model(
     Weights are read in their full size to host memory and quantized layer by layer. The settings that divide a model
     over devices (`no_split_module_classes`, `max_memory`) and `offload_state_dict` have nothing to do on one device.
     """
-    config, device = bnb_quantization_config, _one_device(device_map)
+    config = bnb_quantization_config
+    device = _one_device(device_map)
     _check_library(config)
     skip = [
         *(config.skip_modules or get_keys_to_not_convert(model)),
@@ -168,7 +169,8 @@ def quantize_and_offload_8bit(
         quantized_layer: Any = replace_linears(
             nn.Sequential(layer), ["0"], BnbSettings(kind="llm_int8")
         )[0]  # type: ignore[index]  # one layer
-        weight, scales = quantized_layer.weight.data, quantized_layer.weight.SCB
+        weight = quantized_layer.weight.data
+        scales = quantized_layer.weight.SCB
     offload_weight(weight.cpu(), param_name, offload_folder, index=offload_index)
     offload_weight(
         scales.cpu(),

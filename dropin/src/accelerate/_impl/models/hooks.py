@@ -26,11 +26,9 @@ _accelerate_added_attributes = ["to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa
 class StreamedHook(AlignDevicesHook):
     """A stand-in that libraries find on a module whose weights hasten streams: at rest they are in place, on the host."""
 
-    init_hook, pre_forward, detach_hook = (
-        ModelHook.init_hook,
-        ModelHook.pre_forward,
-        ModelHook.detach_hook,
-    )
+    init_hook = ModelHook.init_hook
+    pre_forward = ModelHook.pre_forward
+    detach_hook = ModelHook.detach_hook
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Let copies on the device be made anew: the weights may have been changed."""
@@ -73,10 +71,8 @@ def add_hook_to_module(
     module: nn.Module, hook: ModelHook, append: bool = False
 ) -> nn.Module:
     if append and (earlier := hook_of(module)) is not None:
-        module, hook = (
-            hooks.remove_hook_from_module(module),
-            SequentialHook(earlier, hook),
-        )
+        module = hooks.remove_hook_from_module(module)
+        hook = SequentialHook(earlier, hook)
     return show_hook(hooks.add_hook_to_module(module, hook), hook)
 
 

@@ -90,10 +90,8 @@ def prepare_pippy(
     gather_output: bool | None = False,
 ) -> nn.Module:
     """Return the model with its blocks on all processes, for inference in micro-batches; the last has the output, or all if gathered."""
-    context, points = (
-        ambient.start(),
-        None if split_points in (None, "auto") else split_points,
-    )
+    context = ambient.start()
+    points = None if split_points in (None, "auto") else split_points
     cuts: dict[str, Any] = {
         "split_points": [points] if isinstance(points, str) else points
     }

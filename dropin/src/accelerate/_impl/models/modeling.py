@@ -253,10 +253,8 @@ def fill_model(
     ties = ties_of(model)
     if device_map:
         check_tied_parameters_on_same_device(ties, device_map)
-    checkpoint_path, options = (
-        _locate_weights(Path(checkpoint)),
-        (device_map, offload_folder, dtype if device_map else None),
-    )
+    checkpoint_path = _locate_weights(Path(checkpoint))
+    options = (device_map, offload_folder, dtype if device_map else None)
     try:
         for file in weight_files(checkpoint_path):
             _check_format(file)

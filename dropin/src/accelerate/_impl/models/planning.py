@@ -50,10 +50,8 @@ def convert_file_size_to_int(size: float | str) -> Any:
     )
     if size_match is None:
         raise ValueError(message("no_size", size))
-    number, unit = (
-        int(float(size_match[1]) * _SUFFIXES[size_match[2].upper()]),
-        size_match[2],
-    )
+    number = int(float(size_match[1]) * _SUFFIXES[size_match[2].upper()])
+    unit = size_match[2]
     if len(unit) == 2 and unit.endswith("b"):
         return number // 8
     return number
@@ -86,10 +84,9 @@ def compute_module_sizes(
     if not buffers_only:
         named_tensors[:0] = model.named_parameters()
     for tensor_name, tensor in named_tensors:
-        path, num_bytes = (
-            tensor_name.split("."),
-            tensor.numel()
-            * _element_width(tensor_name, tensor, maps.as_dtype(dtype), special_dtypes),
+        path = tensor_name.split(".")
+        num_bytes = tensor.numel() * _element_width(
+            tensor_name, tensor, maps.as_dtype(dtype), special_dtypes
         )
         for length in range(len(path) + 1):
             sizes[".".join(path[:length])] += num_bytes
@@ -223,11 +220,9 @@ def fallback_allocate(
 
     A module that is too large is looked into, unless its class is not to be split.
     """
-    limit, unsplit_classes, ties = (
-        convert_file_size_to_int(size_limit),
-        no_split_module_classes or [],
-        tied_parameters or [],
-    )
+    limit = convert_file_size_to_int(size_limit)
+    unsplit_classes = no_split_module_classes or []
+    ties = tied_parameters or []
     for index, (module_name, module) in enumerate(modules):
         if (
             get_module_size_with_ties(
@@ -417,10 +412,8 @@ class _Packing:
                 tied, self.sizes[module_name], self.sizes, self.waiting
             )
             owners = list(zip(names, tied_modules, strict=True))
-            device, self.reserve = (
-                self.devices[self.at],
-                self._reserve_bytes(module_name),
-            )
+            device = self.devices[self.at]
+            self.reserve = self._reserve_bytes(module_name)
             if device == "disk":
                 free_bytes = None
             else:
@@ -479,10 +472,8 @@ class _Packing:
         self, named_modules: Sequence[_Part], size: Any, free_bytes: Any
     ) -> None:
         device = self.devices[self.at]
-        names, available = (
-            [module_name for module_name, _ in named_modules],
-            "" if free_bytes is None else f" (available={free_bytes})",
-        )
+        names = [module_name for module_name, _ in named_modules]
+        available = "" if free_bytes is None else f" (available={free_bytes})"
         if names[1:]:
             subject = f"{names[0]} and {names[1:]}"
         else:
@@ -586,7 +577,8 @@ def infer_auto_device_map(
     packing = _Packing(
         model, get_max_memory(max_memory), no_split_module_classes, sizes
     )
-    packing.fallback, packing.verbose = fallback_allocation, verbose
+    packing.fallback = fallback_allocation
+    packing.verbose = verbose
     packing.run()
     packing.report()
     if not offload_buffers:

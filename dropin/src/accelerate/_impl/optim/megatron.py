@@ -42,7 +42,8 @@ class MegatronLMDummyScheduler:
         **kwargs: Any,
     ) -> None:
         self.optimizer, self.kwargs = optimizer, kwargs
-        self.total_num_steps, self.warmup_num_steps = total_num_steps, warmup_num_steps
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
 
 
 class MegatronLMOptimizerWrapper(AcceleratedOptimizer):

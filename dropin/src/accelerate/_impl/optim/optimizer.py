@@ -54,7 +54,8 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):
         else:
             plain = _WithScaler(scaler)
         super().__init__(optimizer, clock or ambient.run_clock(), precision or plain)
-        self.scaler, self.device_placement = scaler, device_placement
+        self.scaler = scaler
+        self.device_placement = device_placement
 
     def rejoin(self) -> None:
         """Follow the windows of the latest Accelerator, unless this is a copy that follows its original's."""

@@ -46,10 +46,8 @@ def config_from(values: dict[str, Any], source: str) -> "BaseConfig":
     """Return the settings of a mapping. Raises: ValueError for unknown keys."""
     cloud = values.get("compute_environment") == "AMAZON_SAGEMAKER"
     config_class: type[BaseConfig] = SageMakerConfig if cloud else ClusterConfig
-    field_names, values = (
-        {config_field.name for config_field in fields(config_class)},
-        BaseConfig.process_config(dict(values)),
-    )
+    field_names = {config_field.name for config_field in fields(config_class)}
+    values = BaseConfig.process_config(dict(values))
     if cloud:
         values.pop("num_processes", None)
     if unknown := sorted(set(values) - field_names):

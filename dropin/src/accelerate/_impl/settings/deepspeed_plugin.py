@@ -26,7 +26,8 @@ from hasten.runtime.context import ProcessContext
 reading = Deferred("hasten.extensions.deepspeed.config")
 engine = Deferred("hasten.extensions.deepspeed.engine")
 AUTO = "auto"
-_ZERO, _MOE = "zero_optimization", "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
+_ZERO = "zero_optimization"
+_MOE = "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
 _OPTIONS: dict[str, tuple[str, Any]] = json.loads(
     Path(__file__).with_suffix(".json").read_text()
 )
@@ -252,10 +253,8 @@ class DeepSpeedPlugin:
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Let the configuration say the run's precision. Raises: ValueError where it says another."""
-        config, precision = (
-            self.deepspeed_config,
-            "bf16" if mixed_precision == "fp8" else mixed_precision,
-        )
+        config = self.deepspeed_config
+        precision = "bf16" if mixed_precision == "fp8" else mixed_precision
         for precision_name, other_precision in (("fp16", "bf16"), ("bf16", "fp16")):
             if (
                 precision == precision_name
@@ -291,7 +290,8 @@ class DeepSpeedPlugin:
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
         """A block in which transformers builds models partitioned, or whole."""
-        previous_flag, self.zero3_init_flag = self.zero3_init_flag, enable
+        previous_flag = self.zero3_init_flag
+        self.zero3_init_flag = enable
         if enable:
             self._join_context(ambient.start())
         registered_config = engine.RegisteredConfig(

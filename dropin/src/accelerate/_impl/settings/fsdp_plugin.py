@@ -105,14 +105,10 @@ class FullyShardedDataParallelPlugin:
 
     def _settle_sharding(self) -> None:
         """Take what happens to weights after a forward, under the name of either version."""
-        by_name, reshards = (
-            self.sharding_strategy is not None,
-            self.reshard_after_forward,
-        )
-        expected_type, names = (
-            "`bool`",
-            {"HYBRID_SHARD_ZERO2": fsdp.ShardingStrategy(5)},
-        )
+        by_name = self.sharding_strategy is not None
+        reshards = self.reshard_after_forward
+        expected_type = "`bool`"
+        names = {"HYBRID_SHARD_ZERO2": fsdp.ShardingStrategy(5)}
         if self.fsdp_version == 1:
             fill_from_variables(self, "FSDP_", sharding_strategy=(str, "FULL_SHARD"))
             self.sharding_strategy = _enum_member(
@@ -227,10 +223,8 @@ class FullyShardedDataParallelPlugin:
             fsdp_version=2,
             **{**plugin_fields, "transformer_cls_names_to_wrap": names and list(names)},
         )
-        plugin.cpu_ram_efficient_loading, plugin.param_init_fn = (
-            settings.cpu_ram_efficient_loading,
-            settings.param_init_fn,
-        )
+        plugin.cpu_ram_efficient_loading = settings.cpu_ram_efficient_loading
+        plugin.param_init_fn = settings.param_init_fn
         if settings.hybrid_shard:
             if settings.reshard_after_forward:
                 plugin.sharding_strategy = "HYBRID_SHARD"
@@ -406,10 +400,8 @@ class FullyShardedDataParallelPlugin:
 
     def _block_classes(self) -> dict[str, Any]:
         """Return the modules that are sharded on their own, and those that are not sharded."""
-        ignored, names = (
-            self.ignored_modules,
-            _variable_words(self.transformer_cls_names_to_wrap or ()),
-        )
+        ignored = self.ignored_modules
+        names = _variable_words(self.transformer_cls_names_to_wrap or ())
         policy = _as_choice(self.auto_wrap_policy)
         return {
             "auto_wrap_policy": "no_wrap" if policy is None and self._whole else policy,

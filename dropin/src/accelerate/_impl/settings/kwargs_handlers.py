@@ -220,10 +220,8 @@ class AORecipeKwargs(KwargsHandler):
                 pad_inner_dim=(is_yes, True),
                 enable_fsdp_float8_all_gather=(is_yes, True),
             )
-            kind, gather = (
-                need("torchao.float8").Float8LinearConfig,
-                self.enable_fsdp_float8_all_gather,
-            )
+            kind = need("torchao.float8").Float8LinearConfig
+            gather = self.enable_fsdp_float8_all_gather
             self.config = kind(
                 pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=gather
             )
@@ -318,10 +316,8 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the arguments of torch.compile, including those set by variables."""
-        plain, values = (
-            {"backend": "no", "mode": "default", "dynamic": None},
-            self.to_dict(),
-        )
+        plain = {"backend": "no", "mode": "default", "dynamic": None}
+        values = self.to_dict()
         del values["use_regional_compilation"]
         changed_values = {}
         for option_name, option_value in values.items():

@@ -62,10 +62,8 @@ class ParallelismConfig:
 
     def _axis_handler(self, axis: str, kind: type[Any]) -> Any:
         """Return the options of an axis. Raises: ValueError for those of another one."""
-        axis_handler, backend = (
-            getattr(self, f"{axis}_handler"),
-            getattr(self, f"{axis}_backend", None),
-        )
+        axis_handler = getattr(self, f"{axis}_handler")
+        backend = getattr(self, f"{axis}_backend", None)
         if (
             axis_handler is not None
             and backend is not None

@@ -82,7 +82,8 @@ class FollowedSections:
         }
 
     def _current_sections(self) -> dict[str, Any]:
-        plugin, handler = active_plugin(self.plugins), self._accelerator.ddp_handler
+        plugin = active_plugin(self.plugins)
+        handler = self._accelerator.ddp_handler
         ddp = (handler or DistributedDataParallelKwargs()).to_hasten()
         return {"ddp": ddp, "deepspeed": None if plugin is None else plugin.to_hasten()}
 

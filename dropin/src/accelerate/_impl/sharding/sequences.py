@@ -64,11 +64,9 @@ class SpannedAttention:
             MaskReader(layout),
             begin=lambda: None,
         )
-        self._ranks, self._lengths, self._reading_parts = (
-            comm.size,
-            lengths,
-            reading_parts,
-        )
+        self._ranks = comm.size
+        self._lengths = lengths
+        self._reading_parts = reading_parts
 
     def attach(self, model: nn.Module, attention_kind: str | None) -> None:
         """Make the model attend to whole sequences. Raises: PrepareError unless it uses transformers' attention functions."""

@@ -218,7 +218,8 @@ def execute_subprocess_async(
     echo: bool = True,
 ) -> Any:
     """Run a command and give its output lines; `timeout` ends nothing. Raises: RuntimeError with its errors when it fails."""
-    line, command = " ".join(map(str, cmd)), [*map(str, cmd)]
+    line = " ".join(map(str, cmd))
+    command = [*map(str, cmd)]
     sys.stdout.write(f"\nRunning:  {line}\n" if echo else "")
     done = subprocess.run(
         command, stdin=stdin, env=env, capture_output=True, check=False

@@ -40,10 +40,8 @@ def compare_against_test(
 ) -> list[str]:
     """Return what a feature's example adds to `nlp_example.py` and the complete example, or the second file's function, lacks."""
     function_name = "main" if parser_only else "training_function"
-    plain, known_lines = (
-        _cleaned_lines(_PLAIN, function_name),
-        {*_cleaned_lines(base_filename, function_name)},
-    )
+    plain = _cleaned_lines(_PLAIN, function_name)
+    known_lines = {*_cleaned_lines(base_filename, function_name)}
     if secondary_filename is not None:
         known_lines |= {*Path(_PLAIN).read_text().splitlines(keepends=True)}.difference(
             _cleaned_lines(secondary_filename, function_name)

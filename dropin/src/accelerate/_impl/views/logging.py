@@ -29,11 +29,10 @@ class MultiProcessAdapter(RankLogger):
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         if not PartialState._shared_state:  # quirk: LOGGER_NEEDS_STATE
             raise RuntimeError(message("log_before_state"))
-        main_only, in_order = (
-            kwargs.pop("main_process_only", True),
-            kwargs.pop("in_order", False),
-        )
-        process_state, turns = PartialState(), in_order and not main_only
+        main_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        process_state = PartialState()
+        turns = in_order and not main_only
         named, passed = self.process(msg, kwargs)
         for turn in (
             range(process_state.num_processes)

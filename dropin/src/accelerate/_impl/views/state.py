@@ -93,31 +93,19 @@ class _Shared:
     initialized = shown_property(
         lambda self: bool(self._shared_state), "Whether this has been made."
     )
-    is_main_process, is_local_main_process = (
-        _ask_process("is_main_process"),
-        _ask_process("is_local_main_process"),
-    )
-    is_last_process, wait_for_everyone, print = (
-        _ask_process("is_last_process"),
-        _ask_process("wait_for_everyone"),
-        _ask_process("print"),
-    )
-    on_main_process, on_local_main_process = (
-        _ask_process("on_main_process"),
-        _ask_process("on_local_main_process"),
-    )
-    on_process, on_local_process = (
-        _ask_process("on_process"),
-        _ask_process("on_local_process"),
-    )
-    on_last_process, split_between_processes = (
-        _ask_process("on_last_process"),
-        _ask_process("split_between_processes"),
-    )
-    main_process_first, local_main_process_first = (
-        _ask_process("main_process_first"),
-        _ask_process("local_main_process_first"),
-    )
+    is_main_process = _ask_process("is_main_process")
+    is_local_main_process = _ask_process("is_local_main_process")
+    is_last_process = _ask_process("is_last_process")
+    wait_for_everyone = _ask_process("wait_for_everyone")
+    print = _ask_process("print")
+    on_main_process = _ask_process("on_main_process")
+    on_local_main_process = _ask_process("on_local_main_process")
+    on_process = _ask_process("on_process")
+    on_local_process = _ask_process("on_local_process")
+    on_last_process = _ask_process("on_last_process")
+    split_between_processes = _ask_process("split_between_processes")
+    main_process_first = _ask_process("main_process_first")
+    local_main_process_first = _ask_process("local_main_process_first")
 
     def destroy_process_group(self, group: Any = None) -> None:
         if dist.is_initialized():
@@ -190,7 +178,8 @@ class PartialState(_Shared):
 
 
 def _group_settings(kwargs: dict[str, Any]) -> GroupSettings:
-    backend, timeout = kwargs.get("backend"), kwargs.get("timeout")
+    backend = kwargs.get("backend")
+    timeout = kwargs.get("timeout")
     group_settings = GroupSettings(
         backend=None if backend == "nccl" else backend,
         init_method=kwargs.get("init_method"),
@@ -428,10 +417,8 @@ class GradientState:
     )
     is_xla_gradients_synced = False
 
-    _add_dataloader, _remove_dataloader = (
-        staticmethod(AMBIENT.loaders.append),
-        staticmethod(ambient.forget_loader),
-    )
+    _add_dataloader = staticmethod(AMBIENT.loaders.append)
+    _remove_dataloader = staticmethod(ambient.forget_loader)
 
     @staticmethod
     def _reset_state() -> None:

@@ -89,7 +89,8 @@ def main(argv: Sequence[str]) -> int:
 
 def print_plan(layout_plan: LayoutPlan, console: Console) -> None:
     """Print the ranked table, and the reasons for the best option."""
-    request, model_trace = layout_plan.request, layout_plan.trace
+    request = layout_plan.request
+    model_trace = layout_plan.trace
     console.print(make_table(layout_plan))
     console.print(
         f"{model_trace.num_parameters:,} parameters, {model_trace.optimizer.name}, "
@@ -130,7 +131,8 @@ def make_table(layout_plan: LayoutPlan) -> Table:
 
 
 def _format_cells(layout_plan: LayoutPlan, option: Option) -> list[str]:
-    layout, shown_memory = option.candidate, format_bytes(option.need.total)
+    layout = option.candidate
+    shown_memory = format_bytes(option.need.total)
     remark = option.time.words()
     if not option.fits:
         remark = f"needs {shown_memory}"

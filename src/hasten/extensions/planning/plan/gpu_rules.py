@@ -95,10 +95,8 @@ def use_gpu_rules(record_attention: Attention) -> Iterator[None]:
         )
 
     torch_functions = functional.scaled_dot_product_attention, functional.dropout
-    functional.scaled_dot_product_attention, functional.dropout = (
-        run_attention,
-        _apply_dropout,
-    )
+    functional.scaled_dot_product_attention = run_attention
+    functional.dropout = _apply_dropout
     float32_rules = _Float32List()
     hooks = (
         register_module_forward_pre_hook(float32_rules.entered),
@@ -164,11 +162,9 @@ def _run_attention(
     """Return the output of an attention; mask, dropout and grouping do not affect the saved tensors."""
     if torch.is_autocast_enabled("cpu"):
         half_dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = (
-            query.to(half_dtype),
-            key.to(half_dtype),
-            value.to(half_dtype),
-        )
+        query = query.to(half_dtype)
+        key = key.to(half_dtype)
+        value = value.to(half_dtype)
     num_pairs = query.numel() // query.shape[-1] * key.shape[-2]
     forward_flops = (
         2.0 * num_pairs * (query.shape[-1] + value.shape[-1]) / (2 if is_causal else 1)

@@ -160,7 +160,8 @@ def _count_buffers(
         is_replicated = layout.mesh.size(*LOSS) > 1
         # DDP's buckets are separate from the gradients
         return _Buffers(always_bytes=gradient_bytes if is_replicated else 0.0)
-    gathered_item, reduced_item = _item_bytes(layout), FLOAT32_BYTES
+    gathered_item = _item_bytes(layout)
+    reduced_item = FLOAT32_BYTES
     mesh = layout.mesh
     outside_bytes = model_trace.gathered_bytes(gathered_item, in_block=False)
     inside_bytes = model_trace.gathered_bytes(gathered_item, in_block=True) / mesh.tp

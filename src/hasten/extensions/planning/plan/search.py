@@ -195,7 +195,8 @@ def _list_meshes(
     model_trace: ModelTrace, plan_request: PlanRequest
 ) -> Iterator[tuple[MeshSpec, bool]]:
     """Yield the meshes of all GPUs, and whether parameters are sharded on them."""
-    num_gpus, node_gpus = plan_request.gpus, plan_request.accelerator.per_node
+    num_gpus = plan_request.gpus
+    node_gpus = plan_request.accelerator.per_node
     divisors = []
     for tp_size in model_trace.tp_sizes:
         if tp_size <= node_gpus and num_gpus % tp_size == 0:

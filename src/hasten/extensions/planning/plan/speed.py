@@ -156,7 +156,8 @@ def _predict_copies(
     """Return the seconds per micro-step for casting sharded parameters and copying them to and from buffers."""
     if not layout.sharded:
         return 0.0
-    mesh, item_bytes = layout.mesh, FLOAT32_BYTES if layout.precision == "no" else 2
+    mesh = layout.mesh
+    item_bytes = FLOAT32_BYTES if layout.precision == "no" else 2
     num_elements = model_trace.num_parameters / mesh.tp
     num_gathers = 2 if layout.reshard and mesh.size(*SHARD) > 1 else 1
     moved_bytes = num_elements * (

@@ -247,7 +247,8 @@ def _list_kinds(
 
 def _fit_variant(one_sample_step: TracedStep, two_sample_step: TracedStep) -> Variant:
     """Return the linear fits through steps of one and of two samples."""
-    one_sample, two_samples = one_sample_step.watched, two_sample_step.watched
+    one_sample = one_sample_step.watched
+    two_samples = two_sample_step.watched
     dtype_names = sorted({*one_sample.flops, *two_samples.flops})
     flops = {}
     for dtype_name in dtype_names:
@@ -271,10 +272,8 @@ def _fit_moments(
 ) -> list[Moment]:
     """Return the moments of both steps paired by position; for steps that differ in length, only the highest ones."""
     if len(one_sample) != len(two_samples):
-        one_sample, two_samples = (
-            [max(one_sample, key=sum, default=(0, 0, 0))],
-            [max(two_samples, key=sum, default=(0, 0, 0))],
-        )
+        one_sample = [max(one_sample, key=sum, default=(0, 0, 0))]
+        two_samples = [max(two_samples, key=sum, default=(0, 0, 0))]
     gradient_bytes = max((gradients for _, _, gradients in one_sample), default=0) or 1
     moments = []
     for first, second in zip(one_sample, two_samples, strict=True):

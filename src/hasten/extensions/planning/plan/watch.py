@@ -101,10 +101,8 @@ class StepWatch(TorchDispatchMode):
         if operator_name.startswith(_READ_OPERATOR):
             return 1.0 if args[0].is_floating_point() else 1
         operator_output = func(*args, **kwargs)
-        input_tensors, output_tensors = (
-            _list_tensors(args),
-            _list_tensors(operator_output),
-        )
+        input_tensors = _list_tensors(args)
+        output_tensors = _list_tensors(operator_output)
         new_tensors = list(filter(self._is_new, output_tensors))
         is_cast = operator_name.startswith(_CAST_OPERATOR) and any(
             id(t.untyped_storage()) in self._parameters for t in input_tensors

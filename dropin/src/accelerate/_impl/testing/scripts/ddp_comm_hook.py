@@ -55,7 +55,8 @@ def test_ddp_comm_hook(
 
 def main() -> None:
     """Check every pair of a hook and a wrapper that the device allows."""
-    kinds, cuda = DDPCommunicationHookType, torch.cuda.is_available()
+    kinds = DDPCommunicationHookType
+    cuda = torch.cuda.is_available()
     hooks = [
         kinds.NO,
         kinds.FP16,

@@ -101,10 +101,8 @@ def test_can_disable_even_batches() -> None:
 def test_can_join_uneven_inputs() -> None:
     """Check that a process that has run out of batches waits for the others."""
     accelerator = create_accelerator(even_batches=False)
-    model, loader = (
-        accelerator.prepare(nn.Linear(1, 1)),
-        create_dataloader(accelerator, 3, 1),
-    )
+    model = accelerator.prepare(nn.Linear(1, 1))
+    loader = create_dataloader(accelerator, 3, 1)
     num_batches = 0
     with accelerator.join_uneven_inputs([model]):
         for batch in loader:
@@ -115,10 +113,8 @@ def test_can_join_uneven_inputs() -> None:
 
 def test_join_can_override_even_batches() -> None:
     accelerator = create_accelerator()
-    model, loaders = (
-        accelerator.prepare(nn.Linear(1, 1)),
-        [create_dataloader(accelerator, 3, 1) for _ in range(2)],
-    )
+    model = accelerator.prepare(nn.Linear(1, 1))
+    loaders = [create_dataloader(accelerator, 3, 1) for _ in range(2)]
     with accelerator.join_uneven_inputs([model], even_batches=False):
         assert not any(loader.batch_sampler.even_batches for loader in loaders)
     assert all(loader.batch_sampler.even_batches for loader in loaders)

@@ -72,7 +72,8 @@ print_on = _make_print(
 def process_execution_check() -> None:
     """Check that decorated functions run on their process only, and that the first process enters a block first."""
     accelerator = Accelerator()
-    process_state, last = accelerator.state, accelerator.num_processes - 1
+    process_state = accelerator.state
+    last = accelerator.num_processes - 1
     cases: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = [
         (
             accelerator.on_main_process(print_main),
@@ -210,7 +211,8 @@ def _shuffled_reader(**options: Any) -> Callable[[], list[Any]]:
 def check_seedable_sampler() -> None:
     """Check that a seed gives the same order again, and each epoch another one."""
     set_seed(42)
-    first, second = (read_rows := _shuffled_reader())(), read_rows()
+    first = (read_rows := _shuffled_reader())()
+    second = read_rows()
     set_seed(42)
     assert _shuffled_reader()() == first != second
 
@@ -244,7 +246,8 @@ def mock_training(
 ) -> tuple[RegressionDataset, nn.Module]:
     set_seed(42)
     generator.manual_seed(42)
-    data, model = RegressionDataset(length=length, seed=42), RegressionModel()
+    data = RegressionDataset(length=length, seed=42)
+    model = RegressionModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = generate_baseline_dataloader(
         data, generator, batch_size, use_seedable_sampler
@@ -289,7 +292,9 @@ def _train_model(
 def training_check(use_seedable_sampler: bool = False) -> None:
     """Check that training gives the weights of one process, with either way to split batches and in each precision."""
     process_state: Any = AcceleratorState()
-    generator, batch_size, n = torch.Generator(), 8, process_state.num_processes
+    generator = torch.Generator()
+    batch_size = 8
+    n = process_state.num_processes
     data, plain = mock_training(
         batch_size * 4 * n, batch_size * n, generator, use_seedable_sampler
     )
@@ -343,7 +348,8 @@ def test_split_between_processes_list() -> None:
 
 def test_split_between_processes_nested_dict() -> None:
     process_state = AcceleratorState()
-    count, rank = 2 * process_state.num_processes, process_state.process_index
+    count = 2 * process_state.num_processes
+    rank = process_state.process_index
     full_dict: dict[str, Any] = {
         "a": list(range(count)),
         "b": list(map(str, range(count))),
