@@ -120,7 +120,8 @@ class Preparer:
 
     def reconfigure(self, config: Config, strategy: Strategy) -> None:
         """Use other settings for later calls of `prepare()`."""
-        self._config, self._strategy = config, strategy
+        self._config = config
+        self._strategy = strategy
         self._offload = offload_of(config)
         self._fuses = config.performance.fused and chooses_speed(config.performance)
 
@@ -339,10 +340,12 @@ class Preparer:
 
 def user_stacklevel() -> int:
     """Return the stacklevel of a warning, given where this is called, that names the user's line."""
-    level, frame = 1, sys._getframe(1)
+    level = 1
+    frame = sys._getframe(1)
     while (
         frame.f_back is not None
         and frame.f_globals.get("__name__", "").partition(".")[0] == "hasten"
     ):
-        level, frame = level + 1, frame.f_back
+        level = level + 1
+        frame = frame.f_back
     return level

@@ -174,7 +174,8 @@ def real_rows(data: Tree, cursor: LoaderCursor | None, warn: bool = False) -> Tr
 
 def _check_layout(tensor: Tensor, cursor: LoaderCursor) -> None:
     """Warn if a later dimension could hold the samples as well; raise if only a later dimension could."""
-    num_real_rows, rows = cursor.num_real, cursor.num_rows
+    num_real_rows = cursor.num_real
+    rows = cursor.num_rows
     if (
         not num_real_rows
         or rows is None
@@ -202,7 +203,8 @@ def num_real(length: int, cursor: LoaderCursor) -> int:
 
     Raises: DataError if real rows cannot be distinguished from padding.
     """
-    num_real_rows, rows = cursor.num_real, cursor.num_rows
+    num_real_rows = cursor.num_real
+    rows = cursor.num_rows
     if num_real_rows is None or length == 0:
         return length
     # one number for the whole batch: dropped where the batch is all padding

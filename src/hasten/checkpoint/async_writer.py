@@ -105,7 +105,8 @@ class HostStaging:
 
     def discard(self) -> None:
         """Wait for the copies in flight, then discard the record of them."""
-        batches, self._batches = self._batches, []
+        batches = self._batches
+        self._batches = []
         for batch in batches:
             batch.wait()
 
@@ -269,7 +270,8 @@ class AsyncWriter:
             self._thread.join()
         # only now: a signal handler may wait for the same save meanwhile
         self._thread = None
-        save_error, self._error = self._error, None
+        save_error = self._error
+        self._error = None
         if save_error is not None:
             raise save_error
 

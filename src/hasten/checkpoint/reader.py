@@ -358,7 +358,8 @@ def _download(
 
 def _share_of(file_records: Sequence[FileRecord], comm: Comm) -> Sequence[FileRecord]:
     """Return this rank's share of the files, balanced by bytes."""
-    bytes_of_ranks, rank_share = [0] * comm.size, []
+    bytes_of_ranks = [0] * comm.size
+    rank_share = []
     for file_record in sorted(
         file_records, key=lambda file_record: (-file_record.size, file_record.name)
     ):

@@ -46,7 +46,8 @@ class Copy:
 
     def find_offset(self) -> int | None:
         """Return the offset of the bytes in the file, if they can be read from it without conversion."""
-        target, source = self.target, self.source
+        target = self.target
+        source = self.source
         if (
             self.file is None
             or type(target) is not Tensor
@@ -111,7 +112,8 @@ def plan_copies(
     # the common case, without computing overlaps
     if len(pieces) == 1 and pieces[0].data.shape == live_tensor.shape == global_shape:
         return [Copy(live_tensor, pieces[0].data, pieces[0].file)]
-    copies, num_filled = [], 0
+    copies = []
+    num_filled = 0
     for piece in pieces:
         region = intersect_boxes(
             global_offset,
@@ -199,7 +201,8 @@ def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
     Raises: CheckpointError when a file can no longer be read; the tensors are then in an undefined state, which the
     caller must undo.
     """
-    target_tensors, source_tensors = [], []
+    target_tensors = []
+    source_tensors = []
     for copy in copies:
         target_tensors.append(copy.target)
         source_tensors.append(copy.source)
@@ -274,7 +277,8 @@ def _group_copies(copies: Sequence[Copy]) -> tuple[list[list[Copy]], list[_FileR
 def _copy_group(copies: Sequence[Copy], host_buffer: HostBuffer) -> None:
     target_tensors = []
     for copy in copies:
-        target, source = copy.target, copy.source
+        target = copy.target
+        source = copy.source
         target_tensors.append(target)
         if (
             target.device.type == "cpu"
@@ -296,7 +300,8 @@ def _needs_buffer(target: Tensor, source: Tensor) -> bool:
 
 
 def _copy_to_host(target: Tensor, source: Tensor, host_buffer: HostBuffer) -> None:
-    target, source = as_bytes(target), as_bytes(source)
+    target = as_bytes(target)
+    source = as_bytes(source)
     for low in range(0, source.numel(), CHUNK_BYTES):
         source_part = source[low : low + CHUNK_BYTES]
         staged_bytes = host_buffer.take(source_part.numel())

@@ -127,7 +127,8 @@ class Save(AbstractContextManager["Save"]):
         Without a name, the checkpoint gets the next free number from `at_least` on. `node` is the index of this rank's machine.
         Raises: CheckpointError when machines do not share the folder and `each_node` is False.
         """
-        store, comm = self.store, agreement.comm
+        store = self.store
+        comm = agreement.comm
         agreement.label = f"starting a checkpoint in {store.address}"
         if comm.rank == 0:
             if checkpoint_name is None:
@@ -160,7 +161,8 @@ class Save(AbstractContextManager["Save"]):
         views_of_ranks: list[tuple[int, bool]] = agreement.share(
             (node, draft is not None)
         )
-        blind_ranks, machine_ranks = [], []
+        blind_ranks = []
+        machine_ranks = []
         for rank, (other_node, sees_draft) in zip(
             comm.ranks, views_of_ranks, strict=True
         ):
@@ -397,7 +399,8 @@ def plan_component(
         ]
     # nested state cannot be split; flat tensors can
     if component.data is not None and file_format == "torch":
-        file_format, suffix = "safetensors", ".safetensors"
+        file_format = "safetensors"
+        suffix = ".safetensors"
     shard_keys = split_into_shards(component, limits.shard)
     return [
         FilePlan(
@@ -462,7 +465,8 @@ def split_into_shards(component: Component, max_bytes: int) -> list[tuple[str, .
         held_by_main = not shard_keys and first_name in component.main_only
         if current_shard and used_bytes + tensor_bytes > max_bytes and not held_by_main:
             shard_keys.append(tuple(current_shard))
-            current_shard, used_bytes = [], 0
+            current_shard = []
+            used_bytes = 0
         current_shard += aliases_by_name[first_name]
         used_bytes += tensor_bytes
     if current_shard or not shard_keys:

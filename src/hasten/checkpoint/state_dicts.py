@@ -453,7 +453,8 @@ def plan_optimizer(
             f"{stored_component.name}: the checkpoint has state of {sorted(unknown_names)[:4]}, which this optimizer does not hold. Nothing "
             "was loaded. Create the optimizer over the parameters it had, or load with strict=False."
         )
-    state_by_index, group_options = {}, []
+    state_by_index = {}
+    group_options = []
     for parameter_name, parameter_state in saved_state["state"].items():
         if parameter_name in index_by_name:
             state_by_index[index_by_name[parameter_name]] = parameter_state
@@ -515,7 +516,8 @@ def _find_target(
     counts_on_device: bool,
 ) -> Tensor | Slice:
     """Return the optimizer's existing tensor if it fits, else a new one."""
-    shape, dtype = tuple(piece.shape), piece.data.dtype
+    shape = tuple(piece.shape)
+    dtype = piece.data.dtype
     if parameter is None:
         return torch.empty(shape, dtype=dtype)
     # the engine stores state in a custom layout

@@ -75,7 +75,8 @@ class Flag:
         if self._comm.size > 1:
             raised_flag = torch.tensor([self._raised], dtype=torch.int32)
             self._raised = bool(self._comm.all_reduce(raised_flag, "max").item())
-        was_raised, self._raised = self._raised, False
+        was_raised = self._raised
+        self._raised = False
         return was_raised
 
 

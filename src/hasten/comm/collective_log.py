@@ -84,7 +84,8 @@ class CollectiveRecord:
     @contextmanager
     def extend_patience(self, block: str) -> Iterator[None]:
         """Context manager in which the other ranks wait for this rank without a timeout."""
-        outer_block, self.block = self.block, block
+        outer_block = self.block
+        self.block = block
         try:
             yield
         finally:

@@ -36,7 +36,8 @@ _DEVICE = 12
 _SIZE = 13
 _ARRAY = 14
 _SCALAR = 15
-_RECORD, _ENUM = 20, 21
+_RECORD = 20
+_ENUM = 21
 
 _MSGPACK_TYPES: Final = frozenset({type(None), bool, float, str, bytes})
 _LIBRARY_PREFIX: Final = "hasten."

@@ -59,7 +59,8 @@ class RollCall:
             store.set(f"{turn_number}/open", "1")
             self._delete_keys(turn_number - 1, label)
             return
-        pause_s, is_reported = _SHORTEST_PAUSE_S, False
+        pause_s = _SHORTEST_PAUSE_S
+        is_reported = False
         while not store.check([f"{turn_number}/open"]):
             waited_s = time.monotonic() - started_s
             if waited_s > limit_s:
@@ -122,7 +123,8 @@ class RollCall:
 
 
 # Any in this file: the caller's objects.
-_OBJECT, _ERROR = b"o", b"e"
+_OBJECT = b"o"
+_ERROR = b"e"
 
 
 def _message_of(python_object: Any, codec: Codec) -> tuple[bytes, CommError | None]:

@@ -113,7 +113,8 @@ class Section:
     _given: frozenset[str]
 
     def __init__(self, *unnamed: Any, **values: Any) -> None:
-        cls, fields = type(self), self.__dataclass_fields__
+        cls = type(self)
+        fields = self.__dataclass_fields__
         if unnamed or not values.keys() <= fields.keys():
             raise _wrong_names(cls, unnamed, values)
         given_names = set[str]()

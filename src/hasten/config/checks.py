@@ -370,7 +370,8 @@ def check_processes(config: Config, entries: Entries) -> Iterator[ConfigError]:
 
 def check_devices(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that enough devices are named, each once, and none for the CPU."""
-    launch, ids = config.launch, config.launch.gpu_ids
+    launch = config.launch
+    ids = config.launch.gpu_ids
     if isinstance(ids, str):
         return
     named = at(config, entries, "launch.gpu_ids")

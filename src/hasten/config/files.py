@@ -85,7 +85,8 @@ def _with_lines(yaml_node: yaml.Node, file_name: str, visited_ids: set[int]) -> 
         return Marked(_scalar_value(yaml_node), line)
     marked_values: dict[str, Marked] = {}
     for key_node, value_node in yaml_node.value:
-        key, key_line = key_node.value, _line_of(key_node)
+        key = key_node.value
+        key_line = _line_of(key_node)
         if not isinstance(key, str):
             raise ConfigFileError(
                 f"{file_name}:{key_line}: a key must be a word, not a list or mapping."
@@ -215,7 +216,8 @@ def read_contents(file_path: Path) -> str:
 
 def read_text(file_text: str, file_path: Path) -> SettingsFile:
     """Return the settings in the text of a file."""
-    file_name, problems = str(file_path), Problems()
+    file_name = str(file_path)
+    problems = Problems()
     tree = parse_yaml(file_text, file_name)
     top = dict(tree.value)
     if _is_accelerate(top):

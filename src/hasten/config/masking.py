@@ -83,7 +83,8 @@ def _mask_address(address_match: re.Match[str]) -> str:
 
 def _mask_assignments(text: str) -> str:
     """Mask the values of secret names in a text; a space counts as an assignment only in `--name value`."""
-    masked_parts, position = [], 0
+    masked_parts = []
+    position = 0
     while assignment := _ASSIGNED.search(text, position):
         value_name, between, value = assignment.groups()
         if between.strip() or value_name.startswith("--"):
@@ -95,7 +96,8 @@ def _mask_assignments(text: str) -> str:
         shell = value.lstrip("\"'").startswith(("${", "$("))
         shown_group = hidden_group = 3 if shell else 1
         if hide and not shell:
-            shown_group, hidden_group = 2, 3
+            shown_group = 2
+            hidden_group = 3
         masked_parts.append(text[position : assignment.end(shown_group)])
         masked_parts.append(HIDDEN * (hide and not shell))
         position = assignment.end(hidden_group)

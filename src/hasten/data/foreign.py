@@ -177,7 +177,8 @@ def _is_instance_of(value: object, class_name: tuple[str, str]) -> bool:
 
 def list_components(stream: Any, depth: int = 12) -> Iterator[Any]:
     """Yield the objects a stream is built from, found by attribute; `datasets` adds about two per transformation."""
-    waiting_components, seen_ids = [(stream, depth)], set()
+    waiting_components = [(stream, depth)]
+    seen_ids = set()
     while waiting_components:
         component, depth_left = waiting_components.pop()
         if id(component) in seen_ids:

@@ -73,7 +73,8 @@ class LoaderIteration:
         self.start = position
         self.steps = 0
         self.source_state = None
-        self.fresh, self.iterator = False, None
+        self.fresh = False
+        self.iterator = None
 
     def place(self, position: Position) -> None:
         """Make the next iteration start at `position`."""

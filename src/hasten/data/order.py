@@ -68,7 +68,8 @@ class ComputedOrder:
         return lambda positions: positions
 
     def draw(self, position: Position) -> Iterator[int]:
-        index_at, size = self.seek(position), self.size()
+        index_at = self.seek(position)
+        size = self.size()
         for first_position in range(0, size, 4096):
             yield from index_at(
                 np.arange(first_position, min(first_position + 4096, size))

@@ -262,7 +262,8 @@ def with_next(steps: Iterator[T]) -> Iterator[tuple[T, T | None]]:
     """Yield each step together with the one that follows it."""
     next_step = next(steps, None)
     while next_step is not None:
-        step, next_step = next_step, next(steps, None)
+        step = next_step
+        next_step = next(steps, None)
         yield step, next_step
 
 

@@ -69,7 +69,8 @@ class NumpyGenerator:
 
     def read(self) -> NumpyState:
         """Return the state of this generator, which is installed; the same object while nothing is drawn."""
-        state, memory = self._state, None
+        state = self._state
+        memory = None
         if self._comparable:
             memory = _read_memory_of(self.bits)
         if (

@@ -271,7 +271,8 @@ class Assignment:
         shard: int,
         num_done: int,
     ) -> IndexBatch | None:
-        plan, fill_rows = self.plan, self.fill
+        plan = self.plan
+        fill_rows = self.fill
         if (
             fill_rows
             and plan.even

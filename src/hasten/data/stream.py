@@ -316,7 +316,8 @@ def mark_last_item(items: Iterator[Item]) -> Iterator[Item]:
     """Yield the same items, with the last one marked."""
     next_item = next(items, None)
     while next_item is not None:
-        item, next_item = next_item, next(items, None)
+        item = next_item
+        next_item = next(items, None)
         yield item if next_item is not None else mark_as_last(item)
 
 

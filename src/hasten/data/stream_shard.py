@@ -246,7 +246,8 @@ class _Cutter:
             first_elements, elements = self._seek(start)
         if start.state is not None:
             self._rng.place(start.rng)
-        plan, position = self._plan, start.position
+        plan = self._plan
+        position = start.position
         while True:
             with self._rng.entered():
                 num_wanted = self._num_first - len(first_elements)

@@ -100,7 +100,8 @@ def _wait_for_all(
     report_waiting: Callable[[str], None],
 ) -> None:
     """Wait until all participants have reported, logging the missing ones; raise if any of them found a fault."""
-    start_s, next_word = time.monotonic(), 5.0
+    start_s = time.monotonic()
+    next_word = 5.0
     report_keys = [f"report/{machine_index}" for machine_index in range(num_machines)]
     while True:
         if store.check(["broken"]):

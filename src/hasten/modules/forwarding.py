@@ -150,7 +150,8 @@ def restore(module: nn.Module, tag: str) -> bool:
             else:
                 _put_back(module, forward.inner)
             return True
-        outer_forward, forward = forward, forward.inner
+        outer_forward = forward
+        forward = forward.inner
     return False
 
 

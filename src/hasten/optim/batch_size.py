@@ -160,7 +160,8 @@ def _try_batch_size(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[bool, Any]:
-    value, error = None, None
+    value = None
+    error = None
     try:
         value = user_function(size, *args, **kwargs)
     # sent to the other ranks; all but a lack of memory are re-raised

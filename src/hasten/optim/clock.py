@@ -171,7 +171,8 @@ class StepClock:
     @contextmanager
     def iterate_loader(self, cursor: LoaderCursor) -> Iterator[None]:
         """Context manager in which `cursor` is the active loader, until a loader inside it starts; loaders may end out of order."""
-        loaders, is_exhausted = self.loaders, False
+        loaders = self.loaders
+        is_exhausted = False
         cursor.passes_before = self.num_passes
         if not cursor.opened:
             loaders.record_start(cursor)
@@ -247,7 +248,8 @@ class StepClock:
         window = self._window
         window.missing = window.micro
         window.losses = window.losses_before = 0
-        window.weights, window.weighted = [], None
+        window.weights = []
+        window.weighted = None
         self.interrupted = False
 
     def weigh(self, loss: Tensor, weight: Number | None = None) -> tuple[Tensor, int]:

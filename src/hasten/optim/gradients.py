@@ -134,7 +134,8 @@ def _hook_graph(
     root: Node, depth: int | None, change: Callable[[_Gradients], _Gradients]
 ) -> list[Any]:
     handles: list[Any] = []  # Any: torch names no type for them
-    level_nodes, hooked_nodes = [root], {root}
+    level_nodes = [root]
+    hooked_nodes = {root}
     while level_nodes and depth != 0:
         handles += [
             node.register_hook(lambda handed, _: change(handed)) for node in level_nodes

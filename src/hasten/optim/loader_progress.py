@@ -117,7 +117,8 @@ class ActiveLoaders:
             if self.watched[index] is cursor:
                 del self.watched[index]
                 break
-        cursor.opened, cursor.current_batch = 0, None
+        cursor.opened = 0
+        cursor.current_batch = None
         if exhausted:
             self._exhausted = cursor
             self.exhausted_at = self.num_moves
@@ -192,7 +193,8 @@ class ActiveLoaders:
             leader: LoaderCursor | None = self.followed
         else:
             leader = self.watched[0] if len(self.watched) == 1 else self._find_leader()
-        self._leader, self._ticked = leader, self.num_moves
+        self._leader = leader
+        self._ticked = self.num_moves
         return leader is not None and leader.at_end
 
     def _find_leader(self) -> LoaderCursor | None:

@@ -127,7 +127,8 @@ class NotebookOutput:
         cell_number = None if shell is None else shell.execution_count
         if cell_number != self._cell:
             self._readings.clear()
-            self._handle, self._cell = None, cell_number
+            self._handle = None
+            self._cell = cell_number
         self._readings[bar_text] = reading
         if len(self._readings) > _MAX_BARS:
             del self._readings[next(iter(self._readings))]

@@ -33,10 +33,12 @@ class BackwardTimer(RunPart):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._asynchronous = device.type != "cpu" and not kind_of(device).lazy
-        self._every_s, self._clock = every_s, clock
+        self._every_s = every_s
+        self._clock = clock
         self._asked_s: float | None = None
         self._next_s = clock() + every_s
-        self._sum_s, self._count = 0.0, 0
+        self._sum_s = 0.0
+        self._count = 0
 
     def start_timer(self) -> None:
         """Start the timer: the loop requests its next batch."""
@@ -61,7 +63,8 @@ class BackwardTimer(RunPart):
     def take_mean(self) -> float | None:
         """Return the mean time since the last call, or None if nothing was measured."""
         mean_s = self._sum_s / self._count if self._count else None
-        self._sum_s, self._count = 0.0, 0
+        self._sum_s = 0.0
+        self._count = 0
         return mean_s
 
 

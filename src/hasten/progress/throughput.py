@@ -60,7 +60,8 @@ class Throughput(RunPart):
                     f"track_throughput({name}={value!r}) is not a positive number, so that the share of the peak has no meaning; "
                     "give the device's dense peak in TFLOP/s, the operations of a token, or leave it out."
                 )
-        self._ctx, self._clock = ctx, clock
+        self._ctx = ctx
+        self._clock = clock
         self._tokens_of = tokens
         self._flops_per_token = flops_per_token
         self.peak_flops = _peak_of(ctx.device, dtype, peak_tflops)
@@ -101,7 +102,8 @@ class Throughput(RunPart):
     def _rate_of(self, column: int) -> float | None:
         if len(self._marks) < 2:
             return None
-        first, last = self._marks[0], self._marks[-1]
+        first = self._marks[0]
+        last = self._marks[-1]
         return (last[column] - first[column]) / max(last[0] - first[0], 1e-9)
 
     # -- the loop --------------------------------------------------------------------------------------------------

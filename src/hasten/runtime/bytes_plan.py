@@ -162,7 +162,8 @@ def format_traffic(bytes_by_axis: Traffic) -> str:
 
 def format_bytes(num_bytes: float) -> str:
     """Return a number of bytes with a suitable unit."""
-    scaled, exponent = num_bytes, 0
+    scaled = num_bytes
+    exponent = 0
     while abs(scaled) >= 1024 and exponent < len(_UNITS) - 1:
         scaled /= 1024
         exponent += 1

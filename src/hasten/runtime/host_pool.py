@@ -95,7 +95,8 @@ class HostPool:
 
     def _stop_pinning(self, reason: str) -> None:
         with self._lock:
-            was_warned, self._pin = not self._pin, False
+            was_warned = not self._pin
+            self._pin = False
         if not was_warned:
             log.warning(
                 "%s Further offloaded weights use ordinary memory, which is slower to copy to the device.",

@@ -59,7 +59,8 @@ class BufferCopies:
         if models != self._models:
             self._find_slots(models)
         buffer_versions: dict[str, tuple[Tensor, int]] = {}
-        target_tensors, source_tensors = [], []
+        target_tensors = []
+        source_tensors = []
         for buffer_name, module_buffers, buffer_key in self._slots:
             buffer = module_buffers.get(buffer_key)
             if buffer is None or is_dtensor(buffer) or buffer.device.type == "meta":

@@ -126,7 +126,8 @@ class Preemption(RunPart):
         if self._agreed:
             return True
         # Signal and rank in one number, so that the main process can log both and the others need not.
-        comm, signal_word = self._comm, 0
+        comm = self._comm
+        signal_word = 0
         if self._received is not None:
             signal_word = (self._received + 2) * comm.size + comm.rank
         if comm.size > 1:

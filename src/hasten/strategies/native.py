@@ -330,7 +330,8 @@ def give_masters(model: nn.Module) -> None:
     for parameter in model.parameters():
         dtype = parameter.dtype
         if parameter.requires_grad and dtype in (torch.float16, torch.bfloat16):
-            grad, parameter.grad = parameter.grad, None
+            grad = parameter.grad
+            parameter.grad = None
             parameter.data = parameter.data.float()
             parameter.grad = None if grad is None else grad.float()
             counts_by_dtype[dtype] = counts_by_dtype.get(dtype, 0) + 1

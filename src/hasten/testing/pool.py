@@ -139,7 +139,8 @@ class Pool:
         """End every process and remove every file of the pool."""
         for worker in (*self._idle, *self._cleaning):
             worker.pipe.close()
-        self._idle, self._cleaning = [], []
+        self._idle = []
+        self._cleaning = []
         self._zygote.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

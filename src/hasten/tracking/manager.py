@@ -79,7 +79,8 @@ class TrackerManager:
         self._tracker_writers: list[TrackerWriter] = []
         for tracker in trackers if is_main else ():
             self._tracker_writers.append(TrackerWriter(tracker, self._notices.append))
-        self._directory, self._fetch = directory, fetch
+        self._directory = directory
+        self._fetch = fetch
         self._flush_every_s = flush_every_s
         self._max_pending = max_pending
         self._writer = Writer(self._send_older, flush_every_s / 2)

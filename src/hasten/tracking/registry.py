@@ -66,7 +66,8 @@ def build_trackers(
             names = installed_trackers()
             missing_policy = "warn"
         else:
-            names, missing_policy = ([name], missing)
+            names = [name]
+            missing_policy = missing
         tracker_classes = list(map(tracker_class, names))
         for tracker in tracker_classes:
             if _is_usable(tracker, missing_policy, is_main):

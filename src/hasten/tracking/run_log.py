@@ -357,7 +357,8 @@ def read_run_log(folder: Path) -> list[LoggedRank]:
 
     Incomplete last records and lines are omitted.
     """
-    logs, dtype = [], step_dtype()
+    logs = []
+    dtype = step_dtype()
     for path in sorted(folder.glob("rank*-*.jsonl"), key=_start_order):
         lines = _read_lines(path)
         started_event = next(

@@ -22,7 +22,8 @@ class Writer:
     def __init__(self, when_idle: Job, idle_s: float, max_jobs: int = 1000) -> None:
         """Call `when_idle` on the thread whenever no job has come for `idle_s` seconds."""
         self._jobs: queue.Queue[Job | None] = queue.Queue(max_jobs)
-        self._when_idle, self._idle_s = when_idle, idle_s
+        self._when_idle = when_idle
+        self._idle_s = idle_s
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -53,7 +54,8 @@ class Writer:
         """Finish the queued jobs and end the thread; returns False if that takes longer than `timeout_s`."""
         if self._thread is None:
             return True
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         try:
             self._jobs.put(None, timeout=timeout_s)
         except queue.Full:

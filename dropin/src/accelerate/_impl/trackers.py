@@ -85,9 +85,11 @@ def _is_number(value: Any) -> bool:
 class _Package(GeneralTracker):
     """A tracker of a package whose run logs dicts, counts steps and has a table of settings."""
 
-    name, requires_logging_directory = "", False
+    name = ""
+    requires_logging_directory = False
     # the attribute that holds the package's object; its method that ends the run
-    kept_as, ended_by = "run", "finish"
+    kept_as = "run"
+    ended_by = "finish"
     # its method that records settings, where the package has no table of them
     settings = ""
     writer: Any
@@ -96,7 +98,8 @@ class _Package(GeneralTracker):
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
-        self.run_name, self.init_kwargs = run_name, kwargs
+        self.run_name = run_name
+        self.init_kwargs = kwargs
 
     tracker = shown_property(
         lambda self: getattr(self, self.kept_as), "The package's own run or writer."
@@ -248,11 +251,13 @@ class _Tables(_Package):
 
 
 class TrackioTracker(_Package):
-    name, main_process_only = "trackio", False
+    name = "trackio"
+    main_process_only = False
 
 
 class WandBTracker(_Tables):
-    name, main_process_only = "wandb", False
+    name = "wandb"
+    main_process_only = False
 
     @on_main_process
     def log_images(
@@ -274,7 +279,8 @@ class WandBTracker(_Tables):
 
 
 class SwanLabTracker(_Package):
-    name, main_process_only = "swanlab", False
+    name = "swanlab"
+    main_process_only = False
     log_images = WandBTracker.log_images
 
     def _open_run(self) -> Any:
@@ -370,7 +376,8 @@ def _forward_call(name: str, *names: str, **plain: Any) -> Any:
 class MLflowTracker(_Package):
     """MLflow; MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN take precedence."""
 
-    name, kept_as = "mlflow", "active_run"
+    name = "mlflow"
+    kept_as = "active_run"
 
     def __init__(
         self,

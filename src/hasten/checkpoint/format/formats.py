@@ -382,7 +382,8 @@ def _map_piece(
     position: tuple[Any, Any] | None = None,
 ) -> Piece:
     """Return a tensor of a mapped file; `position` is the shape of the global tensor and the offset in it."""
-    dtype, shape = DTYPES[dtype_name], checked_shape(dims)
+    dtype = DTYPES[dtype_name]
+    shape = checked_shape(dims)
     end_offset = start_offset + math.prod(shape) * dtype.itemsize
     if start_offset < 0 or end_offset > mapped_file.data.numel():
         raise ValueError(

@@ -45,7 +45,8 @@ def _pack(
         return state  # type: ignore[no-any-return]  # a JSON number
     if isinstance(state, (Tensor, Slice)):
         # equal paths are made unique
-        tensor_key, suffix_number = state_path, 0
+        tensor_key = state_path
+        suffix_number = 0
         while tensor_key in tensors:
             suffix_number += 1
             tensor_key = f"{state_path}#{suffix_number}"

@@ -310,7 +310,8 @@ def split_views(
             free_bytes -= len(piece[-1])
             if not free_bytes:
                 yield piece
-                piece, free_bytes = [], piece_bytes
+                piece = []
+                free_bytes = piece_bytes
     if piece:
         yield piece
 

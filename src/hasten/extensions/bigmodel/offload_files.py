@@ -208,7 +208,8 @@ def find_disk_weights(
     if not tensors:
         return {}
     stored_pieces = _read_folder_pieces(folder, index)
-    file_pieces, missing_tensors = {}, {}
+    file_pieces = {}
+    missing_tensors = {}
     for name, tensor in tensors.items():
         file_piece = stored_pieces.get(name)
         if file_piece is not None and _piece_matches(file_piece, tensor):
@@ -275,7 +276,8 @@ def _write_missing(
     if not written_tensors:
         return {}
     target_folder = Path(folder)
-    file_name, file_number = _FILE, 1
+    file_name = _FILE
+    file_number = 1
     while (
         target_folder / file_name
     ).exists():  # files of an earlier call may be in use

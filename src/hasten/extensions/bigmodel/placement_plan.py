@@ -170,7 +170,8 @@ def balance_limits(
     if len(spread_limits) < 2 and not (low_first and len(memory_limits) > 1):
         return list(memory_limits)
     total_bytes = sum(module_group.num_bytes for module_group in module_groups)
-    low_bytes, high_bytes = 0, total_bytes
+    low_bytes = 0
+    high_bytes = total_bytes
     while low_bytes < high_bytes:
         middle_bytes = (low_bytes + high_bytes) // 2
         if _fit_limits(
@@ -203,7 +204,8 @@ def _smallest_first_limit(
     """Return the smallest limit of the first device at which everything fits."""
     if _fit_limits(module_groups, [0, *capped_limits[1:]]):
         return 0
-    low_bytes, high_bytes = 0, first_limit
+    low_bytes = 0
+    high_bytes = first_limit
     while low_bytes < high_bytes:
         middle_bytes = (low_bytes + high_bytes) // 2
         if _fit_limits(module_groups, [middle_bytes, *capped_limits[1:]]):

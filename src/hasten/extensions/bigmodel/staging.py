@@ -67,13 +67,15 @@ class BlockOrder:
             index: (index + 1) % count for index in range(count)
         }
         self._after_two: dict[tuple[int, int], int] = {}
-        self._previous_block, self._now = -1, count - 1
+        self._previous_block = -1
+        self._now = count - 1
 
     def record_use(self, index: int) -> None:
         """Record the use of this block."""
         self._after[self._now] = index
         self._after_two[self._previous_block, self._now] = index
-        self._previous_block, self._now = self._now, index
+        self._previous_block = self._now
+        self._now = index
 
     def expected_blocks(self) -> Iterator[int]:
         """Yield the blocks expected next, nearest first; as many as there are blocks."""

@@ -44,7 +44,8 @@ class StepGraph:
         optimizers: Sequence[Optimizer],
         stream: torch.cuda.Stream,
     ) -> None:
-        self._models, self._optimizers = models, optimizers
+        self._models = models
+        self._optimizers = optimizers
         self._inputs = [tensor.clone() for tensor in trees.tensors(inputs)]
         self._rates = list(map(_LearningRate, self._param_groups()))
         self._graph = torch.cuda.CUDAGraph()

@@ -281,11 +281,13 @@ def _progress_bar(
 
 
 def _format_size(num_bytes: int) -> str:
-    scaled_size, unit = float(num_bytes), "B"
+    scaled_size = float(num_bytes)
+    unit = "B"
     for larger_unit in ("kB", "MB", "GB", "TB"):
         if scaled_size < 1000:
             break
-        scaled_size, unit = scaled_size / 1000, larger_unit
+        scaled_size = scaled_size / 1000
+        unit = larger_unit
     if unit != "B":
         return f"{scaled_size:.1f} {unit}"
     return f"{num_bytes} B"

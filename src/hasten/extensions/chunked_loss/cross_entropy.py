@@ -298,7 +298,8 @@ class _TokenLosses(torch.autograd.Function):
                 )
                 loss_parts.append(chunk.losses)
         ctx.save_for_backward(hidden, weight, bias, target)
-        ctx.how, ctx.wanted = settings, needs_gradient
+        ctx.how = settings
+        ctx.wanted = needs_gradient
         if loss_parts:
             return torch.cat(loss_parts)
         return torch.zeros(0, dtype=settings.sums, device=hidden.device)

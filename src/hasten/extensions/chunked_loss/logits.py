@@ -142,7 +142,8 @@ class LazyLogits(Tensor):
             )
         if self.computed is not None:
             return self.computed
-        hidden, head = self.hidden, self.head
+        hidden = self.hidden
+        head = self.head
         self._check_weights()
         with torch.autocast(hidden.device.type, enabled=False):
             bias = None if head.bias is None else head.bias.to(head.compute)
@@ -407,7 +408,8 @@ class ChunkedHead(forwarding.LateHead):
             logits: Tensor = self.inner(x)
             return logits
         assert isinstance(self.module, nn.Linear), "use_chunked_loss checked it"
-        weight, bias = self.module.weight, self.module.bias
+        weight = self.module.weight
+        bias = self.module.bias
         head = Head(weight, bias, None, weight.shape[0], compute_dtype(x))
         return LazyLogits.of(
             x, head, LogitsSource(self.chunk_tokens, gather=self.gather())

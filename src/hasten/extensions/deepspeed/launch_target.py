@@ -22,7 +22,8 @@ _ENV_FILE = ".hasten_deepspeed_env"
 
 
 def _is_chosen(request: LaunchRequest) -> bool:
-    launch, config = request.config.launch, request.config
+    launch = request.config.launch
+    config = request.config
     names_deepspeed = (
         config.strategy == "deepspeed"
         and config.section(DeepSpeedPlugin).multinode_launcher != "standard"

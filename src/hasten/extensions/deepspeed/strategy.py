@@ -97,7 +97,8 @@ class DeepSpeedStrategy:
                 "gradient_accumulation.sync_each_batch=True is not supported under DeepSpeed, where the ZeRO stage determines when "
                 "gradients are exchanged; remove it."
             )
-        self._config, self._plugin = config, plugin
+        self._config = config
+        self._plugin = plugin
         self._place, self._convert = PlaceOnDevice(), Convert(config.master_weights)
         self.caps = Caps(
             owns_precision=True,

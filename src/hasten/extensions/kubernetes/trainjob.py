@@ -216,7 +216,8 @@ class TrainJobStatus:
                 )
             self._reachable = False
             return
-        self._reachable, self._sent = True, status
+        self._reachable = True
+        self._sent = status
 
     def _make_status(self) -> dict[str, Any]:  # Any: JSON values
         """Return the current status in the field names of the TrainJob; values of metrics are strings."""

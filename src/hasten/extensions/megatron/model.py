@@ -84,7 +84,8 @@ class MegatronModel(nn.Module):
         """Whole weights in the Hub layout, while they may be written; None otherwise."""
         self.in_schedule = False
         self._output = need("transformers.modeling_outputs").CausalLMOutputWithPast
-        self._plugin, self._calls = plugin, calls
+        self._plugin = plugin
+        self._calls = calls
         self.entries = {entry.name: entry for entry in tensor_entries(facts)}
         self.held = dict(self._parameters_with_global_names())
         """This rank's parameters by their names in the whole model."""

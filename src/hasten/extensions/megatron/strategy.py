@@ -247,7 +247,8 @@ class MegatronStrategy:
         self.optimizer = MegatronOptimizer(
             model, user_optimizer, self._plugin.gradient_clipping, seed, shares_state
         )
-        item.value, optimizer.value = model, self.optimizer
+        item.value = model
+        optimizer.value = self.optimizer
 
     def _declare_other_stages(self, model: MegatronModel) -> None:
         """Declare the parameters of other pipeline stages to checkpoints. Ranks: every rank."""

@@ -104,7 +104,8 @@ class MemoryCopies(RunPart):
 
     def copy(self) -> None:
         """Copy the current state, on this machine and to its neighbour. Ranks: every rank."""
-        world, step = self._ctx.world, self._saving.step
+        world = self._ctx.world
+        step = self._saving.step
         with agreeing(
             world, "checkpoint_in_memory", self._saving.project.checkpoint_arrival_s
         ) as agreement:
@@ -172,7 +173,8 @@ class MemoryCopies(RunPart):
         if self._is_first_rank(machine):
             own_manifest = self._folder.read_manifest(own_copy)
         manifests_of_ranks: list[bytes | None] = agreement.share(own_manifest)
-        raw_manifests, manifests = [], []
+        raw_manifests = []
+        manifests = []
         for ranks in machine.all:
             raw_manifest = manifests_of_ranks[ranks[0]]
             assert raw_manifest is not None, "the first rank of a machine shares it"

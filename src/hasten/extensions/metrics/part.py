@@ -122,7 +122,8 @@ class RankMetrics:
     """Reader of an Accelerator's components, and the thread that serves the readings."""
 
     def __init__(self, accelerator: Accelerator, run_log: RunLog) -> None:
-        config, ctx = accelerator.config, accelerator.ctx
+        config = accelerator.config
+        ctx = accelerator.ctx
         self.sampled = SampledScalars(ctx.device)
         # the threads must not keep the Accelerator alive
         self._owner = weakref.ref(accelerator)
@@ -170,7 +171,8 @@ class RankMetrics:
 
     def close(self) -> None:
         """Stop serving and free the port."""
-        server, self.server = self.server, None
+        server = self.server
+        self.server = None
         if server is not None:
             server.shutdown()
             server.server_close()

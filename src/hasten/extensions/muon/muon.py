@@ -408,10 +408,12 @@ def _orthogonalise_gathered(
     like: DTensor, directions: Sequence[Tensor], iteration: _Iteration
 ) -> list[Tensor]:
     """Orthogonalise matrices sharded along several mesh axes: gather, compute each on one rank, share the results."""
-    mesh, tensor_module = like.device_mesh, placements()
+    mesh = like.device_mesh
+    tensor_module = placements()
     mesh_coordinate = mesh.get_coordinate()
     assert mesh_coordinate is not None
-    num_ranks, rank_index = mesh.size(), 0
+    num_ranks = mesh.size()
+    rank_index = 0
     for axis, coordinate in enumerate(mesh_coordinate):
         rank_index = rank_index * mesh.size(axis) + coordinate
     local_shards: list[Tensor] = []

@@ -170,7 +170,8 @@ def _split_into_runs(
         member_bytes = num_bytes(member)
         if parameter_run and run_bytes + member_bytes > max_bytes:
             yield parameter_run
-            parameter_run, run_bytes = [], 0
+            parameter_run = []
+            run_bytes = 0
         parameter_run.append(member)
         run_bytes += member_bytes
     if parameter_run:
@@ -181,7 +182,8 @@ def lay_out_tensors(
     tensors: Mapping[StateKey, Tensor],
 ) -> tuple[tuple[StateSlot, ...], int]:
     """Return the places of tensors in one block of memory, and its size in bytes."""
-    state_slots, start_byte = [], 0
+    state_slots = []
+    start_byte = 0
     for state_key, tensor in tensors.items():
         if _is_dense(tensor):
             tensor_stride = tensor.stride()

@@ -348,7 +348,8 @@ class StreamedUpdate:
 
     def _update_piece(self, piece: UpdatePiece) -> None:
         """Run the optimizer's step over one piece on the device."""
-        optimizer, flight = self._optimizer, piece.flight
+        optimizer = self._optimizer
+        flight = piece.flight
         assert flight is not None, "the piece is on the device"
         self._lanes.compute_waits(flight.arrived)
         self._lanes.compute_waits(flight.graded)

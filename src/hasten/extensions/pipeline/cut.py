@@ -238,7 +238,8 @@ def part_of(model: nn.Module, cut: StageCut, rank: int) -> StagePart:
     names_by_parameter: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_by_parameter.setdefault(id(parameter), []).append(name)
-    whole_names, copied_names = {}, set()
+    whole_names = {}
+    copied_names = set()
     for names_of_one in names_by_parameter.values():
         holder_ranks = dict.fromkeys(
             holder_rank for name in names_of_one for holder_rank in cut.ranks_of(name)

@@ -77,7 +77,8 @@ class _StageModule(nn.Module):
 
     def forward(self, *received: Tensor, where: Tensor) -> Tensor:
         """Return the output of this stage for micro-batch number `where`."""
-        step_work, block_chain = self.work, self.line
+        step_work = self.work
+        block_chain = self.line
         assert step_work.loss_of is not None, "a step is running"
         micro_batch = step_work.micros[int(where)]
         loss_of = step_work.loss_of
@@ -177,7 +178,8 @@ class Stepper:
                 raise error.__cause__ from None
             raise
         finally:
-            step_work.micros, step_work.loss_of = (), None
+            step_work.micros = ()
+            step_work.loss_of = None
             step_work.losses.clear()
 
 

@@ -206,7 +206,8 @@ class Pipeline:
         """Keep only this rank's stages of the model. Ranks: every rank."""
         if forwarding.find(model, TAG) is not None:
             return model
-        ctx, rank = self._ctx, self._comm.rank
+        ctx = self._ctx
+        rank = self._comm.rank
         with agree(ctx.world, f"splitting {type(model).__name__} into pipeline stages"):
             stage_cut = decide_cut(model, self._config, self._place)
             _prepare_settings(model)
@@ -372,7 +373,8 @@ class Pipeline:
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        was_paused, self._is_paused = self._is_paused, True
+        was_paused = self._is_paused
+        self._is_paused = True
         try:
             with self._within.no_sync(model):
                 yield
@@ -384,7 +386,8 @@ class Pipeline:
         self, forward: StageForward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return the output of the whole model; None on ranks that do not receive it. Ranks: every rank of the pipeline."""
-        model, block_chain = forward.module, forward.line
+        model = forward.module
+        block_chain = forward.line
         if torch.is_grad_enabled():
             raise StepError(
                 f"{type(model).__name__} was called with gradients enabled, but its layers are on {self._comm.size} pipeline "

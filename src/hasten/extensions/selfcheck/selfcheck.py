@@ -268,7 +268,8 @@ def _train_losses(accelerator: Accelerator, num_rows: int) -> list[float]:
     # Any: the prepared model and optimizer
     prepared: tuple[Any, Any] = accelerator.prepare(model, optimizer)
     prepared_model, prepared_optimizer = prepared
-    mesh, losses = accelerator.ctx.mesh, []
+    mesh = accelerator.ctx.mesh
+    losses = []
     num_readers = mesh.size(*BATCH)
     reader_index = mesh.index(accelerator.process_index, *BATCH)
     for tensors in _make_batches(num_rows):

@@ -59,7 +59,8 @@ class Duties:
 
     def record_healing(self) -> None:
         """Record that this replica has received the run's state."""
-        self._leader, self.behind = None, True
+        self._leader = None
+        self.behind = True
 
     # -- signals ---------------------------------------------------------------------------------------------------
     @property

@@ -46,7 +46,8 @@ class ReplicaGroup:
         self, store_address: str, group_key: str, rank: int, size: int, timeout_s: float
     ) -> None:
         """Connect to the others. Raises: LostReplicaError when one of them is away."""
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
         self.timeout_s = timeout_s
         """Seconds for which `average` waits for a message."""
         timeout = timedelta(seconds=timeout_s)
@@ -188,7 +189,8 @@ class ReplicaGroup:
     def close(self) -> None:
         """Close the connections; replicas that wait for this one get an error at once."""
         # their messages hold the connections open
-        self._buckets, self._parameters = [], []
+        self._buckets = []
+        self._parameters = []
         self._group = None  # its destructor closes them
 
 

@@ -34,7 +34,8 @@ class Inside:
 
     def __init__(self, world: Comm, host: str, settings: SurviveSettings) -> None:
         """Connect the ranks. Ranks: every rank of the replica."""
-        self.rank, self.size = world.rank, world.size
+        self.rank = world.rank
+        self.size = world.size
         if self.rank == 0:
             self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
             self.address: str = world.broadcast_object(f"{host}:{self._store.port}")

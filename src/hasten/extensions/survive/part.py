@@ -108,7 +108,8 @@ def _list_refused_settings(config: Config) -> list[tuple[str, str, str]]:
 
 def refuse_meshes(ctx: ProcessContext, settings: SurviveSettings) -> None:
     """Raise ConfigError unless the ranks of this replica all read different samples, by DDP or by FSDP2."""
-    mesh, num_ranks = ctx.mesh, ctx.world.size
+    mesh = ctx.mesh
+    num_ranks = ctx.world.size
     if num_ranks not in (mesh.dp_replicate, mesh.dp_shard) or mesh.ep > 1:
         raise ConfigError(
             f"replica {settings.replica} has {num_ranks} processes in a mesh of {mesh_title(mesh)}, and survive supports replicas whose processes hold the "

@@ -207,7 +207,8 @@ class Replica:
                 "step() came before the first batch of the training loader, so this replica has not joined the run and does not know the "
                 "others. Iterate over the loader that was prepared first, and call step() inside that loop."
             )
-        began_s, num_retries = time.monotonic(), 0
+        began_s = time.monotonic()
+        num_retries = 0
         # the first attempt is short, so that the lighthouse is soon asked which replicas are left
         timeout_s = self._settings.heartbeat_timeout_s
         while True:
@@ -230,7 +231,8 @@ class Replica:
                 )
                 self._close_group()
         self.report.num_retries += num_retries
-        self._done, self._skips_update = window_key, False
+        self._done = window_key
+        self._skips_update = False
         has_lost_members = self._commit_update(roles)
         if has_lost_members or num_retries:
             self.report.longest_pause_s = max(
@@ -284,7 +286,8 @@ class Replica:
 
     def _wait_for_quorum(self, coordinator: Coordinator) -> tuple[Quorum, Roles]:
         """Return the members that the lighthouse names, when enough replicas are there."""
-        began_s, is_reported = time.monotonic(), False
+        began_s = time.monotonic()
+        is_reported = False
         while True:
             quorum_future = self._quorum_future or coordinator.ask_for_quorum()
             self._quorum_future = None
@@ -452,7 +455,8 @@ class Replica:
         self._standing = None
         if self._group is not None:
             self._group.close()
-        self._group, self._grouped = None, False
+        self._group = None
+        self._grouped = False
 
     # -- healing ---------------------------------------------------------------------------------------------------
     def _join_run(self) -> None:
@@ -490,7 +494,8 @@ class Replica:
 
     def _send_state(self) -> None:
         """Send this replica's state to those that have to be healed by it; called between two updates."""
-        waiting_members, self._to_heal = self._to_heal, []
+        waiting_members = self._to_heal
+        self._to_heal = []
         if not waiting_members:
             return
         state: RunStateDict = {

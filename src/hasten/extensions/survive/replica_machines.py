@@ -194,7 +194,8 @@ class MachineServer:
     def exchange_notes(self, notes: MachineNotes, stop: int | None) -> RunNotes:
         """Record this machine's facts; return the facts of all."""
         with self._lock:
-            self._own, self._stop = notes, stop
+            self._own = notes
+            self._stop = stop
             return self._merge_live_notes()
 
     def _merge_live_notes(self) -> RunNotes:
@@ -253,7 +254,8 @@ class MachineServer:
                 thread.start()
 
     def _serve_machine(self, connection: socket.socket) -> None:
-        machine_rank, connection_number = None, 0
+        machine_rank = None
+        connection_number = 0
         connection.settimeout(60.0)
         with self._lock:
             self._open.add(connection)

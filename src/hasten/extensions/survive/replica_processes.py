@@ -107,7 +107,8 @@ def start_replica(
             "MASTER_PORT": str(_find_free_port()),
         }
         variables |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    processes, error_files = [], []
+    processes = []
+    error_files = []
     for rank in range(num_ranks):
         error_files.append(f"{error_file}-{rank}.json")
         if num_ranks > 1:

@@ -88,7 +88,8 @@ class LedgerSource(OuterSource):
         """Yield this replica's batches until the epoch ends, or until the run has left it behind."""
         num_samples = self._indexed.size()
         assert num_samples is not None, "an order with positions has a size"
-        replica, clock = self._replica, self._clock
+        replica = self._replica
+        clock = self._clock
         replica.open_ledger(num_samples, self._rows, self._drop_last, position.seed)
         replica.enter_epoch(position.epoch)
         seek = self._make_seek(position)

@@ -285,7 +285,8 @@ class EarlyStoppingCallback(TrainerCallback):
         else:
             improvement = self._best - logged_value
         if math.isnan(self._best) or improvement > self.early_stopping_threshold:
-            self._best, self._waited = logged_value, 0
+            self._best = logged_value
+            self._waited = 0
         else:
             self._waited += 1
         if self._waited >= self.early_stopping_patience:

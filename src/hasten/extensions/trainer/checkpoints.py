@@ -34,7 +34,8 @@ def save_checkpoint(trainer: TrainerInterface, metrics: Mapping[str, float]) -> 
 
 def load_checkpoint(trainer: TrainerInterface, checkpoint: str | bool) -> None:
     """Restore the state of a checkpoint. Ranks: every rank."""
-    accelerator, state = trainer.accelerator, trainer.state
+    accelerator = trainer.accelerator
+    state = trainer.state
     checkpoint_path: str | None = checkpoint if isinstance(checkpoint, str) else None
     if checkpoint == "auto":
         checkpoint_path = None
@@ -77,7 +78,8 @@ def note_best(trainer: TrainerInterface, metrics: Mapping[str, float]) -> bool:
 
     Raises: ConfigError if the evaluation lacks the metric and an argument depends on it.
     """
-    args, state = trainer.args, trainer.state
+    args = trainer.args
+    state = trainer.state
     if args.best_metric not in metrics:
         if args.load_best_model_at_end or args.save_strategy == "best":
             raise ConfigError(

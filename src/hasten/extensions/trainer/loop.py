@@ -70,7 +70,8 @@ class TrainingLoop:
 
     def _count_updates(self, loaded: bool) -> None:
         """Set the number of updates at the end, and after a load the loaded epoch's batches, for this number of processes."""
-        state, plan = self._trainer.state, self._plan
+        state = self._trainer.state
+        plan = self._plan
         state.max_steps = plan.max_steps
         state.num_train_epochs = plan.num_epochs
         if plan.last_epoch_batches is None:
@@ -82,7 +83,8 @@ class TrainingLoop:
 
     def _is_complete(self) -> bool:
         """Return whether all updates were made."""
-        state, plan = self._trainer.state, self._plan
+        state = self._trainer.state
+        plan = self._plan
         return plan.is_complete(
             state.global_step, state.epochs_done, state.batches_in_epoch
         )
@@ -102,7 +104,8 @@ class TrainingLoop:
 
     def _train_epoch(self) -> bool:
         """Train on the batches of an epoch, or on the rest of it after a resume; return whether its end was reached."""
-        trainer, state = self._trainer, self._trainer.state
+        trainer = self._trainer
+        state = self._trainer.state
         self._begins_window = (
             trainer.accelerator.sync_gradients or state.global_step == 0
         )
@@ -176,7 +179,8 @@ class TrainingLoop:
         trainer = self._trainer
         state = self._trainer.state
         control = self._trainer.control
-        plan, args = self._plan, trainer.args
+        plan = self._plan
+        args = trainer.args
         state.global_step += 1
         self._set_epoch()
         update_number = state.global_step
@@ -268,7 +272,8 @@ class TrainingLoop:
 
     def log_training(self) -> None:
         """Log the mean loss since the last log, the learning rate and the norm of the gradients. Ranks: every rank."""
-        trainer, state = self._trainer, self._trainer.state
+        trainer = self._trainer
+        state = self._trainer.state
         self.add_up()
         if not state.loss_weight:
             return
@@ -280,7 +285,8 @@ class TrainingLoop:
         trainer.log(logs)
 
     def _finish_training(self) -> TrainOutput:
-        trainer, state = self._trainer, self._trainer.state
+        trainer = self._trainer
+        state = self._trainer.state
         self.add_up()
         elapsed_s = slowest_rank_s(
             trainer.accelerator, time.perf_counter() - self._start_s

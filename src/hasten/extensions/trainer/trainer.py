@@ -180,7 +180,8 @@ class Trainer:
             raise ArgumentError(
                 "train() needs a train_dataset, but the Trainer was created without one; pass train_dataset=."
             )
-        args, dataset = self.args, self.train_dataset
+        args = self.args
+        dataset = self.train_dataset
         loader_options: dict[str, Any] = {
             "drop_last": args.dataloader_drop_last,
             "batch_size": args.per_device_train_batch_size,
@@ -247,7 +248,8 @@ class Trainer:
 
     def _prepare_training(self) -> TrainingPlan:
         """Prepare loader, model, optimizer and schedule. Ranks: every rank."""
-        accelerator, args = self.accelerator, self.args
+        accelerator = self.accelerator
+        args = self.args
         set_seed(
             args.seed,
             device_specific=True,

@@ -21,7 +21,9 @@ from hasten.extensions.watch.state import CodeLine, Note, State, Status, Thread
 from hasten.runtime import env
 from hasten.runtime import launcher_files as last_words
 
-_STATUS, _FAULTS, _STARTED = 0, 9, 19
+_STATUS = 0
+_FAULTS = 9
+_STARTED = 19
 """Positions in /proc/PID/stat, counted from the state field."""
 _SWAPPING_FAULTS_PER_S: Final = 20
 """Major page faults per second above which a process counts as swapping; a sleeping process has none."""
@@ -189,7 +191,8 @@ class Observer:
         if io_bytes - self._last_io[1] > _REAL_IO_BYTES:
             self._last_io = (now_s, io_bytes)
         last_collective = self.collectives.last
-        last_line, last_ago_s = None, 0.0
+        last_line = None
+        last_ago_s = 0.0
         if last_collective is not None:
             last_ago_s = now_s - last_collective.at_s
             if activity.kind != "collective":
@@ -225,7 +228,8 @@ class Observer:
 
 def describe_error(error: BaseException) -> str:
     """Return the exception in one line, with the last line of the user's code in its traceback."""
-    traceback, raise_place = error.__traceback__, ""
+    traceback = error.__traceback__
+    raise_place = ""
     while traceback is not None:
         file_name = traceback.tb_frame.f_code.co_filename
         if not stacks.is_library(file_name):

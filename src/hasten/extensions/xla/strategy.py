@@ -273,7 +273,8 @@ def _buckets_of(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
             size + num_bytes > BUCKET_BYTES or parameter.dtype != bucket[0].dtype
         ):
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append(parameter)
         size += num_bytes
     if bucket:

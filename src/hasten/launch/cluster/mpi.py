@@ -51,7 +51,8 @@ def plan_mpirun(request: LaunchRequest, host: Host) -> LaunchPlan:
 
     Raises: ConfigError without a number of processes or a rendezvous address.
     """
-    launch_settings, mpi = request.config.launch, host.mpi
+    launch_settings = request.config.launch
+    mpi = host.mpi
     if launch_settings.num_machines > 1:
         num_machines = launch_settings.num_machines
     else:

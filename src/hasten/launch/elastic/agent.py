@@ -124,7 +124,8 @@ class MachineSupervisor:
         return restarts_left
 
     def _other_was_signalled(self) -> bool:
-        peers, was_signalled = self._handler.peers, [False]
+        peers = self._handler.peers
+        was_signalled = [False]
         if peers is None or not all(
             failure.code == PREEMPTED
             for failure in self.failures
@@ -220,7 +221,8 @@ class _Run:
         verdict.write_verdict(words)
 
     def _report_failures(self, failures: Sequence[Failure], peers: Peers | None) -> int:
-        host, time_s = socket.gethostname(), time.time()
+        host = socket.gethostname()
+        time_s = time.time()
         process_ends = self.agent.ended_processes() if self.agent is not None else []
         left_early = []
         for process_end in process_ends:
@@ -283,7 +285,8 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
 
     The processes inherit this process's environment, so the plan's variables must be set in it.
     """
-    meeting, supervision = plan.meeting, plan.supervision
+    meeting = plan.meeting
+    supervision = plan.supervision
     assert meeting is not None, "a torchrun plan has a meeting"
     _quieten_torch(supervision)
     check_in = CheckIn(
@@ -318,7 +321,8 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
 
 def _failures_of(result: RunResult) -> list[Failure]:
     """Return the failures of this machine's ranks; torch lists ranks that died before ranks that it stopped."""
-    host, time_s = socket.gethostname(), time.time()
+    host = socket.gethostname()
+    time_s = time.time()
     failures = []
     for rank, process_failure in result.failures.items():
         failures.append(

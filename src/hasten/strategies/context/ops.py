@@ -41,7 +41,8 @@ class _Collect(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, dim: int, process_group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.dim, ctx.group = dim, process_group
+        ctx.dim = dim
+        ctx.group = process_group
         return torch.cat(gather_parts(tensor, process_group), dim)
 
     @staticmethod

@@ -39,7 +39,8 @@ from hasten.strategies.ddp.buckets import fix_bucket_order
 log = get_logger(__name__)
 
 # torch's default; larger buckets delay the first reduction
-_LEAST_MB, _MOST_MB = 25, 100
+_LEAST_MB = 25
+_MOST_MB = 100
 _HASTEN_OPTIONS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 

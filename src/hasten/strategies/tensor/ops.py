@@ -47,7 +47,8 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, dim: int, process_group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.dim, ctx.group = dim, process_group
+        ctx.dim = dim
+        ctx.group = process_group
         return _all_gather(tensor, dim, process_group)
 
     @staticmethod
@@ -62,7 +63,8 @@ class _Split(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, dim: int, process_group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.dim, ctx.group = dim, process_group
+        ctx.dim = dim
+        ctx.group = process_group
         return _own_part(tensor, dim, process_group)
 
     @staticmethod

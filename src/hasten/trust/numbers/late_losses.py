@@ -80,7 +80,8 @@ class LateLosses(Generic[Origin]):
 
     def take_collected(self) -> Update[Origin]:
         """Return the collected losses as those of one update, and clear them."""
-        loss_records, self.collected = self.collected, []
+        loss_records = self.collected
+        self.collected = []
         return Update(
             losses=[(loss, weight, origin) for loss, weight, origin, _ in loss_records]
         )
@@ -96,7 +97,8 @@ class LateLosses(Generic[Origin]):
         """
         arrived_updates = self._read_arrived()
         self._copied_at = time.monotonic()
-        loss_records, self.collected = self.collected, []
+        loss_records = self.collected
+        self.collected = []
         if loss_records and kind_of(loss_records[-1][0].device).lazy:
             # the latest loss is not computed yet, and reading it would split its step in two
             if ready_only:

@@ -36,7 +36,9 @@ _FEWEST_LOSSES: Final = 16
 """Number of losses required before one can be called a spike."""
 _MOST_SHOWN: Final = 16
 _MOST_COLLECTED_LOSSES: Final = 4096
-_FINE, _GRADIENT, _LOSS = 0, 1, 2
+_FINE = 0
+_GRADIENT = 1
+_LOSS = 2
 """Severity of a rank's numbers. A bad loss makes the averaged gradients of all ranks bad, so it is the highest."""
 _WHY: Final = (
     "the update would make weights nan on every rank, and later steps cannot recover. Check these samples; otherwise lower the learning "

@@ -264,7 +264,8 @@ class Accelerator(SavingFace):
         optimizers = [
             value for value in args if isinstance(value, torch.optim.Optimizer)
         ]
-        prepared, joint_indices = list(args), []
+        prepared = list(args)
+        joint_indices = []
         for argument_index, value in enumerate(args):
             if not own_steps[argument_index]:
                 joint_indices.append(argument_index)

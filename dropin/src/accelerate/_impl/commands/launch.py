@@ -106,7 +106,8 @@ def run(words: Sequence[str]) -> int:
         variables = dict(variables_for(words))
         settings = [*parse_sequence_options(words), *_on_the_cpu(words)]
     except HastenError:  # said by the launch itself, in its own way
-        variables, settings = {}, []
+        variables = {}
+        settings = []
     with patch_environment(**variables):
         return _launch_words(words, settings)
 

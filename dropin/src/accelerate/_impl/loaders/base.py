@@ -59,7 +59,8 @@ class DataLoaderStateMixin:
     remainder: int = -1
 
     def reset(self) -> None:
-        self.end_of_dataloader, self.remainder = False, -1
+        self.end_of_dataloader = False
+        self.remainder = -1
 
     def begin(self) -> None:
         self.reset()
@@ -206,7 +207,8 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         **kwargs: Any,
     ) -> None:
         DataLoaderAdapter.__init__(self, dataset, use_stateful_dataloader, **kwargs)
-        self.device, self.rng_types = device, rng_types
+        self.device = device
+        self.rng_types = rng_types
         self.order_generator = self.synchronized_generator = synchronized_generator
         self.skip_batches = skip_batches
         self._drop_last = _drop_last
@@ -218,8 +220,10 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         self.latest: list[Any] | None = None
         # how sequences are cut, where processes share them
         self.cut: SequenceSplitter | None = None
-        self.num_processes, self.process_index = 1, 0
-        self.split_batches, self.even_batches = False, True
+        self.num_processes = 1
+        self.process_index = 0
+        self.split_batches = False
+        self.even_batches = True
 
     drawn_from_torch: Any = None
     """The sampler that draws from torch's generator, if its indices are shared by several ranks."""

@@ -159,7 +159,8 @@ class SequenceShardSource(OuterSource):
 
     def _parts(self, items: Iterator[Item]) -> Iterator[Item]:
         """Yield rounds of shards; members without batches left still get shards of the other members' last batches."""
-        cut, comm = self._cut, self._cut.comm
+        cut = self._cut
+        comm = self._cut.comm
         while True:
             own_shards, error = self._split_next_batch(items, cut.parts)
             gathered = comm.all_gather_object(

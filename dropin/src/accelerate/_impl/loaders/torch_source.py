@@ -81,7 +81,8 @@ class TorchSource:
 
     def open(self, position: Position) -> Iterator[Item]:
         """Yield the batches from `at` on; earlier ones are not read if they are selected by index."""
-        started_batches, self._begun = self._begun, None
+        started_batches = self._begun
+        self._begun = None
         if started_batches is not None:
             batches: Iterator[Any] = islice(
                 started_batches, position.consumed - 1, None

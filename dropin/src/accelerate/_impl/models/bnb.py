@@ -162,7 +162,8 @@ def quantize_and_offload_8bit(
 
     Without `fp16_statistics` the weight is quantized here, row by row.
     """
-    weight, scales = param, fp16_statistics
+    weight = param
+    scales = fp16_statistics
     if scales is None:
         layer = nn.Linear(param.shape[1], param.shape[0], bias=False, dtype=new_dtype)
         layer.weight.data = param.to(ambient.device(), new_dtype)

@@ -116,13 +116,15 @@ def dispatch_model(
     Weights on "disk" are in files of `offload_dir`; those on "cpu" are in a state dict if the main device is another one.
     """
     offload_targets = {"disk"} if str(main_device) == "cpu" else set(OFFLOAD)
-    offloaded_modules, devices = {}, {}
+    offloaded_modules = {}
+    devices = {}
     for module_name, module_device in device_map.items():
         offloaded_modules[module_name] = str(module_device) in offload_targets
         devices[module_name] = module_device
         if str(module_device) in OFFLOAD:
             devices[module_name] = main_device
-    on_disk, on_host = {}, {}
+    on_disk = {}
+    on_host = {}
     for tensor_name, tensor in model.state_dict().items():
         owner = device_map.get(owner_in(device_map, tensor_name) or "")
         if owner == "disk":

@@ -312,7 +312,8 @@ def _locate_weights(checkpoint: Path) -> Path:
 def _tell_unexpected(
     model: nn.Module, loaded: Loaded, checkpoint: Any, strict: bool
 ) -> None:
-    names, kind = loaded.unexpected, type(model).__name__
+    names = loaded.unexpected
+    kind = type(model).__name__
     if names and strict:
         listed = ", ".join(f'"{tensor_name}"' for tensor_name in names)
         raise RuntimeError(

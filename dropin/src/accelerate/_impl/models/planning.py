@@ -373,7 +373,8 @@ class _Packing:
         unsplit_classes: Any,
         sizes: Mapping[str, int],
     ) -> None:
-        self.limits, self.sizes = limits, sizes
+        self.limits = limits
+        self.sizes = sizes
         if isinstance(unsplit_classes, str):
             self.whole = [unsplit_classes]
         else:
@@ -520,7 +521,8 @@ class _Packing:
         self, queue: list[_Part], joint_size: Any, free_bytes: Any
     ) -> None:
         """Go to the next device, unless a later module is to be tried on this one, which is empty."""
-        device, self.waiting = self.devices[self.at], queue
+        device = self.devices[self.at]
+        self.waiting = queue
         self.least[device] = joint_size + self.reserve
         self.left[device] = free_bytes
         limit = self.limits[device] - max(

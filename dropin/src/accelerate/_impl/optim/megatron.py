@@ -41,7 +41,8 @@ class MegatronLMDummyScheduler:
         warmup_num_steps: int = 0,
         **kwargs: Any,
     ) -> None:
-        self.optimizer, self.kwargs = optimizer, kwargs
+        self.optimizer = optimizer
+        self.kwargs = kwargs
         self.total_num_steps = total_num_steps
         self.warmup_num_steps = warmup_num_steps
 

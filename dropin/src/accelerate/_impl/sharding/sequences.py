@@ -159,7 +159,8 @@ class SplitSequences:
         )
         # which owns this object
         self._accelerator: Composed = weakref.proxy(accelerator)
-        self._handler, self._comm = handler, comm
+        self._handler = handler
+        self._comm = comm
         self._cut = SequenceSplitter(
             comm, None if handler.sp_seq_length_is_variable else handler.sp_seq_length
         )

@@ -55,7 +55,8 @@ def compare_against_test(
 
 def _added_lines(lines: list[str], plain: list[str]) -> list[str]:
     """Return the lines that are not plain: neither the last one nor what stands below a test for mocked loaders."""
-    added_lines, following = [], iter(lines)
+    added_lines = []
+    following = iter(lines)
     for line in islice(following, max(len(lines) - 1, 0)):
         if line not in plain and "TESTING_MOCKED_DATALOADERS" in line:
             next(following)

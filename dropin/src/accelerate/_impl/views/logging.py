@@ -20,7 +20,8 @@ class MultiProcessAdapter(RankLogger):
         super().__init__(
             logger if isinstance(logger, logging.Logger) else logger.logger
         )
-        self.logger, self.extra = logger, extra
+        self.logger = logger
+        self.extra = extra
 
     @staticmethod
     def _should_log(main_process_only: bool) -> bool:

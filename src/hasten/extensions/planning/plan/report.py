@@ -27,7 +27,8 @@ def explain_best(layout_plan: LayoutPlan) -> list[str]:
 
 def make_config(layout_plan: LayoutPlan, option: Option) -> Config:
     """Return the settings of one option; the loader's batch size remains the script's."""
-    layout, mesh = option.candidate, option.candidate.mesh
+    layout = option.candidate
+    mesh = option.candidate.mesh
     num_machines = -(
         -layout_plan.request.gpus // layout_plan.request.accelerator.per_node
     )

@@ -90,7 +90,8 @@ def predict_time(
         f"{layout.precision} with recompute={layout.recompute} was not traced"
     )
     assert variant_without_recompute is not None, "the variant stands for it"
-    mesh, micro_steps = layout.mesh, layout.micro_steps
+    mesh = layout.mesh
+    micro_steps = layout.micro_steps
     micro_step_s = predict_micro_step(
         model_trace, layout, variant, gpu_entry
     ) + _predict_copies(model_trace, layout, gpu_entry)
@@ -131,7 +132,8 @@ def predict_micro_step(
     gpu_entry: AcceleratorEntry,
 ) -> float:
     """Return the seconds of a forward and backward on one rank, bound by compute and memory or by kernel launches."""
-    mesh, num_samples = layout.mesh, layout.micro_batch
+    mesh = layout.mesh
+    num_samples = layout.micro_batch
     compute_s = (
         sum(
             line.cost_of(num_samples) / gpu_entry.flops(dtype)

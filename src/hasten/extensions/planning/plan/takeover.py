@@ -173,7 +173,8 @@ class ScriptPlanner(RunPart):
     def prepared(self, objects: Objects) -> Objects:
         """Return the prepared objects, and loaders that yield one batch."""
         self._preparing.close()
-        script_loaders, self._loaders = self._loaders, {}
+        script_loaders = self._loaders
+        self._loaders = {}
         prepared_objects = list(objects)
         for index, script_loader in script_loaders.items():
             prepared_objects[index] = OneBatch(script_loader, self)

@@ -22,7 +22,8 @@ def count_weights(model_trace: ModelTrace, layout: Candidate) -> Weights:
 
 def count_sent_bytes(model_trace: ModelTrace, layout: Candidate) -> Traffic:
     """Return the bytes that each rank sends in one update, by axis."""
-    mesh, micro_steps = layout.mesh, layout.micro_steps
+    mesh = layout.mesh
+    micro_steps = layout.micro_steps
     is_half_precision = layout.precision != "no"
     item_bytes = 2 if is_half_precision else FLOAT32_BYTES
     num_gathers = 2 if layout.reshard and mesh.size(*SHARD) > 1 else 1

@@ -18,7 +18,9 @@ from accelerate._impl.settings.general import DataLoaderConfiguration
 from accelerate._impl.views.state import AcceleratorState
 
 # Any in this file: what `prepare` returns, and samples.
-NUM_ELEMENTS, NUM_WORKERS, BATCH_SIZE = 22, 4, 4
+NUM_ELEMENTS = 22
+NUM_WORKERS = 4
+BATCH_SIZE = 4
 
 
 class DummyIterableDataset(IterableDataset[Any]):

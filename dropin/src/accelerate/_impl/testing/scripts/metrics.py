@@ -103,7 +103,8 @@ def test_gather_for_metrics_with_non_tensor_objects_iterable_dataset() -> None:
 
 def test_gather_for_metrics_drop_last() -> None:
     accelerator = Accelerator()
-    size, n = 5, accelerator.num_processes
+    size = 5
+    n = accelerator.num_processes
     plain: DataLoader[Any] = DataLoader(
         range(2 * size * n + 1),  # type: ignore[arg-type]
         batch_size=size,

@@ -94,7 +94,8 @@ def test_op_checker(state: Any) -> None:
     """Check that unequal shapes are named before they can hang, where ACCELERATE_DEBUG_MODE asks for that."""
     if state.num_processes == 1:
         return
-    saved_debug, state.debug = state.debug, True
+    saved_debug = state.debug
+    state.debug = True
     try:
         with patch_environment(ACCELERATE_DEBUG_MODE="1"):
             uneven = torch.zeros(2 + state.process_index, device=state.device)
