@@ -101,7 +101,7 @@ def test_a_host_name_that_cannot_be_resolved_is_named(
             "--cpu",
             "--num_machines=2",
             "--main_process_ip=gpu7.invalid",
-            "--rdzv_conf=join_timeout=1",
+            f"--rdzv_conf=join_timeout={6 if rank == 1 else 1}",
         ]
         a.start(
             tmp_path,
@@ -114,6 +114,8 @@ def test_a_host_name_that_cannot_be_resolved_is_named(
         code, text = a.end()
     assert code == 1
     assert "the host name 'gpu7.invalid' cannot be resolved on this machine" in text
+    if rank == 1:
+        assert "the name service does not know this name yet" in text
 
 
 def test_different_settings_end_in_seconds(zygote: Zygote, tmp_path: Path) -> None:

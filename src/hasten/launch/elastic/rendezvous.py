@@ -291,6 +291,7 @@ class FixedRendezvous(RendezvousHandler):
         meeting = self._meeting
         start_s = time.monotonic()
         next_report_s = 5.0
+        name_hint = "; the name service does not know this name yet"
         endpoint_text = f"machine 0 at {meeting.address}:{meeting.port}"
         while not network.is_reachable(meeting.address, meeting.port):
             elapsed_s = time.monotonic() - start_s
@@ -308,7 +309,11 @@ class FixedRendezvous(RendezvousHandler):
                     f"check main_process_ip, main_process_port and the firewall, or raise --rdzv_conf join_timeout=SECONDS."
                 )
             if elapsed_s > next_report_s:
-                self._check_in.say(f"waiting for {endpoint_text} ({elapsed_s:.0f} s)")
+                wait_text = f"waiting for {endpoint_text} ({elapsed_s:.0f} s)"
+                with suppress(LaunchError):
+                    network.check_resolves(meeting.address)
+                    name_hint = ""
+                self._check_in.say(wait_text + name_hint)
                 next_report_s *= 2
             time.sleep(0.1)
         try:
