@@ -168,10 +168,8 @@ class LossScaler(torch.amp.GradScaler):
         """Restore a saved scale."""
         super().load_state_dict(state_dict)
         if self._enabled:
-            self._known_scale, self._good_steps = (
-                float(state_dict["scale"]),
-                int(state_dict["_growth_tracker"]),
-            )
+            self._known_scale = float(state_dict["scale"])
+            self._good_steps = int(state_dict["_growth_tracker"])
         self._per_optimizer_states.clear()
         self._overflowed = self.due = False
         self._skipped_updates = 0

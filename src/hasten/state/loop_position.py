@@ -111,12 +111,10 @@ class BufferCopies:
                     )
 
     def _find_slots(self, models: list[nn.Module]) -> None:
-        self._slots, self._models, self._versions, self._copies = (
-            [],
-            list(models),
-            {},
-            {},
-        )
+        self._slots = []
+        self._models = list(models)
+        self._versions = {}
+        self._copies = {}
         for index, model in enumerate(models):
             model_number = f"model_{index}" if index else "model"
             for module_path, module in model.named_modules():

@@ -469,7 +469,8 @@ class TrackerManager:
         elif self._started:
             self.send()
             self._rewind_trackers(int(state["step"]))
-        self._resume, self._step = state, int(state["step"])
+        self._resume = state
+        self._step = int(state["step"])
 
     def _rewind_trackers(self, step: int) -> None:
         def rewind_all() -> None:

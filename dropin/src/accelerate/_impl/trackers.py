@@ -393,11 +393,9 @@ class MLflowTracker(_Package):
         variable_or = os.environ.get
         self.experiment_name = variable_or("MLFLOW_EXPERIMENT_NAME", experiment_name)
         self.logging_dir = logging_dir
-        self.run_id, self.description, tags = (
-            variable_or("MLFLOW_RUN_ID", run_id),
-            description,
-            variable_or("MLFLOW_TAGS", tags),
-        )
+        self.run_id = variable_or("MLFLOW_RUN_ID", run_id)
+        self.description = description
+        tags = variable_or("MLFLOW_TAGS", tags)
         if isinstance(tags, str):
             self.tags = json.loads(tags)
         else:

@@ -164,7 +164,8 @@ class MegatronStrategy:
         self._config = config
         self._plugin = plugin
         self._ctx = ctx
-        self._place, self._convert = PlaceOnDevice(), Convert(config.master_weights)
+        self._place = PlaceOnDevice()
+        self._convert = Convert(config.master_weights)
         self.caps = Caps(
             owns_precision=True,
             sharded_state=True,

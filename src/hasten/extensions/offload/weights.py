@@ -131,10 +131,8 @@ class StreamedWeights:
         if not request.train or not is_trainable(model):
             return model if not request.place else model.to(ctx.device)
         if self._lanes is None or self._pool is None:
-            self._lanes, self._pool = (
-                lanes_for(ctx.device),
-                HostPool(pinned=ctx.device.type != "cpu"),
-            )
+            self._lanes = lanes_for(ctx.device)
+            self._pool = HostPool(pinned=ctx.device.type != "cpu")
         streamable_blocks = find_streamable(model)
         num_bytes = 0
         for _, _, block_parameters in streamable_blocks:

@@ -232,7 +232,8 @@ class Crew:
     def _pass_signal_on(self) -> None:
         """Send the signal to stop to the replicas that have not received it; they end together if the whole run was told to stop."""
         if self.stopped_by is None and self._run.stop is not None:
-            self.stopped_by, self._stopped_at_s = self._run.stop, time.monotonic()
+            self.stopped_by = self._run.stop
+            self._stopped_at_s = time.monotonic()
         if self.stopped_by is None:
             return
         stops_whole_run = self.network.rank == 0 or self._run.stop is not None
@@ -317,7 +318,8 @@ class Crew:
             if self.stopped_by is not None:
                 self._kill_replicas()
                 return
-            self.stopped_by, self._stopped_at_s = signal_number, time.monotonic()
+            self.stopped_by = signal_number
+            self._stopped_at_s = time.monotonic()
 
         old_handlers = {
             signal_number: signal.signal(signal_number, receive_signal)

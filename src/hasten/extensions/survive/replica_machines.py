@@ -386,7 +386,8 @@ class MachineServer:
             machine = self._machines[rank]
             if machine.connection != connection_number:
                 raise ValueError("a newer connection has taken the place of this one")
-            machine.notes, machine.seen = MachineNotes(**message), time.monotonic()
+            machine.notes = MachineNotes(**message)
+            machine.seen = time.monotonic()
             run_notes = self._merge_live_notes()
             if run_notes.code is not None:
                 self._informed_ranks.add(rank)
@@ -492,10 +493,8 @@ class MachineClient:
                 self._is_answered.set()
                 return
             connection.settimeout(_SILENCE_TIMEOUT_S)
-            self.rank, self.lighthouse = (
-                int(welcome_message["rank"]),
-                str(welcome_message["lighthouse"]),
-            )
+            self.rank = int(welcome_message["rank"])
+            self.lighthouse = str(welcome_message["lighthouse"])
             if welcome_message["warning"]:
                 self._say(str(welcome_message["warning"]))
             while True:

@@ -164,7 +164,8 @@ class AcrossHosts(SingleProcess):
             current_pass = torch._C._current_graph_task_id()
             # a failed pass never reached its end
             if current_pass != strategy._current_pass:
-                strategy._current_pass, strategy._reached_models = current_pass, set()
+                strategy._current_pass = current_pass
+                strategy._reached_models = set()
                 torch.autograd.Variable._execution_engine.queue_callback(
                     strategy._end_pass
                 )

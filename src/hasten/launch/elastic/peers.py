@@ -256,7 +256,8 @@ class PeerWatch:
         self._waiting = 0
         self._finished = False
         self._all_done = False
-        self._wake, self._stop = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name="hasten-watch", daemon=True
         )

@@ -161,7 +161,8 @@ class NumbersWatch(RunPart):
             for loader in self._prepared.loaders:
                 if getattr(loader, "cursor", None) is cursor:
                     batches.append((loader, *loader.current()))
-                    self._cursor, self._loader = cursor, ref(loader)
+                    self._cursor = cursor
+                    self._loader = ref(loader)
         return batches
 
     def before_update(self, optimizer: Holder) -> bool:

@@ -102,7 +102,8 @@ class Accelerator(SavingFace):
         arguments = dict(locals())
         for name in ("self", "__class__"):
             arguments.pop(name, None)
-        self._given, sorted_ = arguments, sort_arguments(arguments)
+        self._given = arguments
+        sorted_ = sort_arguments(arguments)
         hasten.Accelerator.__init__(self, **sorted_.settings)
         self._show_arguments(sorted_, arguments)
         self._preparer = EstablishedPreparer(self)
@@ -192,10 +193,8 @@ class Accelerator(SavingFace):
             "dynamo_plugin": sorted_.dynamo,
         }
         fill_whole(self.config.mixed_precision, self._sharding.plugin, **plugins)
-        self.state, self.gradient_state = (
-            AcceleratorState(),
-            GradientState(sorted_.accumulation),
-        )
+        self.state = AcceleratorState()
+        self.gradient_state = GradientState(sorted_.accumulation)
         self.gradient_state.plugin_kwargs.setdefault("num_steps", self._clock.every)
         check_os_kernel()
         self.log_with = filter_trackers(arguments["log_with"], self.logging_dir)

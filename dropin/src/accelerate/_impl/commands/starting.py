@@ -248,7 +248,8 @@ def _for_torchrun(args: argparse.Namespace, port: int) -> None:
         int(_argument_or(args, "machine_rank", 0)),
     )
     if _argument_or(args, "same_network"):
-        args.master_addr, args.master_port = str(args.main_process_ip), str(port)
+        args.master_addr = str(args.main_process_ip)
+        args.master_port = str(port)
     else:
         args.rdzv_endpoint = (
             f"{_argument_or(args, 'main_process_ip', '127.0.0.1')}:{port}"

@@ -387,7 +387,8 @@ class _Packing:
             self.reserving = [*self.gpus[:1], "cpu"]
         self.used: dict[Any, Any] = dict.fromkeys(self.devices, 0)
         self.least: dict[Any, Any] = {}
-        self.left, self.offloaded = dict(limits), list[str]()
+        self.left = dict(limits)
+        self.offloaded = list[str]()
         self.places: OrderedDict[str, Any] = OrderedDict()
         self.waiting = _whole_model(model)
         self.ties = ties_of(model)

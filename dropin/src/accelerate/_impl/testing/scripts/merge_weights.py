@@ -25,11 +25,9 @@ from accelerate._impl.testing.cases import torch_device as torch_device
 class TinyModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear1, self.activation, self.linear2 = (
-            nn.Linear(16, 16),
-            nn.ReLU(),
-            nn.Linear(16, 16),
-        )
+        self.linear1 = nn.Linear(16, 16)
+        self.activation = nn.ReLU()
+        self.linear2 = nn.Linear(16, 16)
         self.softmax = nn.Softmax(dim=-1)
 
     def forward(self, x: Tensor) -> Tensor:
