@@ -316,7 +316,9 @@ class Attack:
             changed = [
                 key for key in initial_state if initial_state[key] != final_state[key]
             ]
-            if self.operation == "load" and changed:
+            # a rank that failed first may be unchanged while another has applied its state
+            has_changed = any(world.all_gather_object(bool(changed)))
+            if self.operation == "load" and has_changed:
                 self._load_again(outcome, where)
             else:
                 assert not changed, (
