@@ -26,7 +26,7 @@ class EstablishedProcess(Process):
     """hasten's Process with the established habits: blocks may be nested, and a lone process stands for every other."""
 
     @contextmanager
-    def _first(self, first: bool, label: str) -> Iterator[None]:
+    def _run_first(self, first: bool, block_name: str) -> Iterator[None]:
         """A block that some ranks run first; their errors are raised on all, and blocks may be nested. Ranks: every rank."""
         # quirk: NESTED_FIRST
         if not first:
