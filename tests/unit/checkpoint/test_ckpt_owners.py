@@ -127,7 +127,7 @@ def test_numbers_are_given_once(tmp_path: Path) -> None:
 def _save_often(root: Path, value: float, queue: Any) -> None:
     accelerator = Accelerator(cpu=True, project_dir=str(root))
     model = accelerator.prepare(nn.Linear(3, 3, bias=False))
-    for number in range(10):
+    for number in range(25):
         with torch.no_grad():
             model.weight.fill_(value + number)
         queue.put((accelerator.save_state(), value + number))
@@ -138,14 +138,14 @@ def test_two_runs_in_one_project_never_get_the_same_checkpoint(tmp_path: Path) -
     queue = context.Queue()
     runs = [
         context.Process(target=_save_often, args=(tmp_path, 100.0 * run, queue))
-        for run in (1, 2)
+        for run in (1, 2, 3)
     ]
     for run in runs:
         run.start()
-    saved = [queue.get(timeout=60) for _ in range(20)]
+    saved = [queue.get(timeout=60) for _ in range(75)]
     for run in runs:
         run.join()
-    assert len({checkpoint_path for checkpoint_path, _ in saved}) == 20
+    assert len({checkpoint_path for checkpoint_path, _ in saved}) == 75
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(3, 3, bias=False))
     for checkpoint_path, value in saved:

@@ -140,9 +140,12 @@ def _create_draft(
         if any(base_folder.glob(LEFTOVERS)):
             remove_leftovers(base_folder, disk)
         if checkpoint_name is None:
-            used_names = LocalStore(base_folder).names()
-            for path in base_folder.glob(f"{DRAFT_PREFIX}*/*"):
-                used_names.append(path.name)
+            used_names: list[str] = []
+            # drafts first: one that another run commits meanwhile is among the checkpoints then
+            for hidden_folder in base_folder.glob(f"{DRAFT_PREFIX}*"):
+                with suppress(FileNotFoundError):
+                    used_names += [path.name for path in hidden_folder.iterdir()]
+            used_names += LocalStore(base_folder).names()
             checkpoint_name = numbered_checkpoint(next_number(used_names, at_least))
         hidden_folder = base_folder / f"{DRAFT_PREFIX}{secrets.token_hex(6)}"
         draft_folder = hidden_folder / checkpoint_name
